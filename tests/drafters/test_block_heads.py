@@ -35,7 +35,7 @@ XPRESS = "spectrain.experimental.xpress.drafter.XPress"
 
 
 def make_drafter(target: Target, constructor: str, **options: Any) -> Any:
-    """A drafter of blocks of four with random weights, large enough that every part matters."""
+    """Make a drafter of blocks of four with random weights, large enough that every part matters."""
     torch.manual_seed(7)
     settings = {"_target_": constructor, "block_size": 4, "num_layers": 1, "num_anchors": 5, **options}
     drafter = build(settings, target=target)
@@ -63,7 +63,7 @@ def make_rollout_after(
 
 
 def follow_path(rollout: Any, path: list[int]) -> Tensor:
-    """Log q [len(path) + 1, V] after the root and after each token of a path."""
+    """Compute log q [len(path) + 1, V] after the root and after each token of a path."""
     log_q = [rollout.start()[0, 0]]
     for parent, token in enumerate(path):
         log_q.append(rollout.extend(torch.tensor([[token]]), torch.tensor([[parent]]))[0, 0])
@@ -72,7 +72,7 @@ def follow_path(rollout: Any, path: list[int]) -> Tensor:
 
 @torch.no_grad()
 def domino_by_formula(drafter: Domino, states: Tensor, tokens: list[int]) -> Tensor:
-    """Log q [len(tokens), V] of drafts after these previous tokens, by the equations of a GRU (gates r, z, n)."""
+    """Compute log q [len(tokens), V] of drafts after these previous tokens, by the equations of a GRU (gates r, z, n)."""
     state, log_q = torch.zeros(drafter.prefix_gru.hidden_size), []
     for d, (token, z) in enumerate(zip(tokens, states)):
         from_input = (drafter.prefix_gru.weight_ih_l0 @ drafter.embed(torch.tensor(token))).chunk(3)
@@ -90,8 +90,8 @@ def domino_by_formula(drafter: Domino, states: Tensor, tokens: list[int]) -> Ten
 @pytest.mark.parametrize("options", [{}, {"sample_from_anchor": False, "vocab_size": 512, "uncorrected": 0}])
 @torch.no_grad()
 def test_domino_steps_as_its_training_scans(shallow: Target, options: dict[str, Any]) -> None:
-    """Stepping the GRU token by token = the formulas = the scan over the block that training judges; what a slot reads is
-    earlier; without W2 the logits are DFlash's bit for bit."""
+    """Stepping the GRU token by token equals the formulas and the scan over the block in training; a slot reads earlier slots
+    only; without W2 the logits are DFlash's bit for bit."""
     drafter = make_drafter(shallow, DOMINO, gru_width=12, rank=8, **options)
     states = states_behind(drafter, shallow, TEXT)[:3]
     log_q = follow_path(make_rollout_after(drafter, states, TEXT), PATH[:2])
@@ -123,7 +123,7 @@ def test_domino_trains_its_head_as_the_base_fades(shallow: Target) -> None:
 
 
 def xpress_logits(drafter: XPress, slots: Tensor, tokens: list[int]) -> Tensor:
-    """Logits [K, V] of the drafting slots after these tokens [S] before all slots, with the mixer folded into I + tril(L)."""
+    """Compute logits [K, V] of the drafting slots after tokens [S] before all slots, with the mixer folded into I + tril(L)."""
     head, mean = drafter.refiner_head, slots.mean(0)
     a = torch.stack(
         [
@@ -143,8 +143,8 @@ def xpress_logits(drafter: XPress, slots: Tensor, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize("builder", [CHAIN, Chain(3, "sampled", 0.8, seed=3)], ids=["greedy", "drawn"])
 @torch.no_grad()
 def test_xpress_passes_reach_what_left_to_right_drafting_draws(shallow: Target, builder: Chain, shifted: bool) -> None:
-    """After m passes the first m drafts are those of drafting one after the other with the same noise, and after all passes
-    all are; q of the last pass is that of the drafts which it read, and slot k's does not depend on the noise from k on."""
+    """After m passes the first m drafts are those of drafting one after the other with the same noise. q of the last pass is
+    that of the drafts that it read, and q of slot k does not depend on the noise from k on."""
     drafter = make_drafter(shallow, XPRESS, rank=8, sample_from_anchor=shifted)
     slots = states_behind(drafter, shallow, TEXT, every=True)
     context: Any = SimpleNamespace(sequence_ids=torch.zeros(1, dtype=torch.int64), lengths=torch.tensor([len(TEXT) - 1]))
@@ -195,7 +195,7 @@ def test_xpress_reads_earlier_drafts_only(shallow: Target) -> None:
 
 
 def test_xpress_loss_has_every_pass(shallow: Target) -> None:
-    """Passes over the drafter's own drafts, with the refiner's block projected once, = a loop over formulas."""
+    """The loss of passes over the drafter's own drafts, with one projection of the refiner's block, equals the formulas."""
     drafter = make_drafter(
         shallow, XPRESS, rank=8, consistency_passes=2, decay=0.0, ce=0.0, tv=1.0, base_weight=0.5, num_anchors=1
     )
@@ -230,7 +230,7 @@ SMALL_LATTICE = {"correction_width": 16, "correction_heads": 2, "factor_width": 
 
 @torch.no_grad()
 def lattice_by_formula(head: Any, embedded: Tensor, log_probs: Tensor, states: Tensor, context: Tensor) -> Tensor:
-    """The scores [K, C, C] of a lattice, with torch's own attention and one transition at a time."""
+    """Compute the scores [K, C, C] of a lattice, with torch's own attention and one transition at a time."""
     slots, size = log_probs.shape
     nodes = []
     for s in range(slots):

@@ -73,7 +73,7 @@ def record_forwards(drafter: Any) -> list[int]:
 def test_what_is_drafted_for_says_the_same(
     shallow: Target, prompts: list[list[int]], helper: str, batch: int, builder: TreeBuilder, rule: Any
 ) -> None:
-    """Every tree of the decoding, its q too, is that of the inner drafter alone, whoever guesses."""
+    """Every tree of the decoding, and its q, is that of the inner drafter alone, whichever helper guesses."""
     reference = collect_trees(shallow, prompts[:batch], make_drafter(shallow, "causal", num_layers=2), builder, rule)
     actual = collect_trees(
         shallow, prompts[:batch], make_drafter(shallow, inner=INNER, helper=HELPERS[helper], ahead=3), builder, rule
@@ -87,8 +87,8 @@ def test_what_is_drafted_for_says_the_same(
 
 
 def test_right_guesses_save_forwards(shallow: Target, prompts: list[list[int]]) -> None:
-    """A helper that is the inner drafter itself guesses right: of a chain of 7 with 3 guesses a forward, the root's forward and
-    two more remain of seven, which run four nodes and three."""
+    """A helper that is the inner drafter itself guesses right: for a chain of 7 with 3 guesses per forward, three forwards
+    remain of seven, that of the root and two more, which run four nodes and two."""
     drafter = make_drafter(shallow, inner=INNER, helper=INNER, ahead=3)
     drafter.helper.load_state_dict(drafter.inner.state_dict())
     builder = Chain(7)
@@ -104,8 +104,8 @@ def test_right_guesses_save_forwards(shallow: Target, prompts: list[list[int]]) 
 
 
 def test_right_guesses_save_forwards_of_trees(shallow: Target, prompts: list[list[int]]) -> None:
-    """The same with dynamic trees: a helper that is the inner drafter itself guesses which nodes the tree goes on with, so
-    the four forwards of a tree of depth 5, of three nodes each, become two."""
+    """With dynamic trees a helper that is the inner drafter itself guesses with which nodes the tree goes on, so the four
+    forwards of a tree of depth 5, of three nodes each, become two."""
     drafter, builder = make_drafter(shallow, inner=INNER, helper=INNER, ahead=2), Eagle2(5, 12, 3)
     drafter.helper.load_state_dict(drafter.inner.state_dict())
     context = begun(shallow, prompts[:2], drafter, builder)
@@ -139,7 +139,7 @@ def test_deeper_than_the_handover_the_helper_speaks(shallow: Target, prompts: li
 
 
 def test_the_helper_takes_over_where_inner_ends(shallow: Target, prompts: list[list[int]]) -> None:
-    """Two heads draft two tokens: with a later handover the chain is that of a handover at their end."""
+    """Two heads draft two tokens, so the chain of a later handover is that of a handover at their end."""
     heads = {"choice": "medusa", "num_heads": 2, "vocab_size": 512}
     drafters = [make_drafter(shallow, inner=heads, helper=INNER, ahead=0, handover=depth) for depth in (2, 4)]
     drafters[1].load_state_dict(drafters[0].state_dict())
@@ -153,7 +153,7 @@ def test_the_helper_takes_over_where_inner_ends(shallow: Target, prompts: list[l
     "settings", [{"handover": 2}, {"qualify": 0.01}, {"handover": 1, "ahead": 0, "inner": "medusa"}], ids=str
 )
 def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], settings: dict[str, Any], rule: Any) -> None:
-    """Handed over or qualified, drafts are verified: the tokens are those of decoding without a drafter."""
+    """Drafts of the helper and qualified drafts are verified: the tokens are those of decoding without a drafter."""
     expected = [generation.output for generation in decode(shallow, prompts, rule, LIMIT)]
     drafter = make_drafter(shallow, **{"inner": INNER, **settings})
     for builder in (Chain(4), Eagle2(3, 8, 3)):
@@ -161,7 +161,7 @@ def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], settin
 
 
 def test_the_qualifier_lets_good_guesses_pass(shallow: Target, prompts: list[list[int]]) -> None:
-    """With any guess let through, the chain is the helper's; its distribution is inner's with two probabilities exchanged."""
+    """If every guess passes, the chain is the helper's, and q is the inner drafter's with two probabilities exchanged."""
     builder = Chain(4)
 
     def draft_chain(drafter: Any) -> list[int]:

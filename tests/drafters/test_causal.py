@@ -43,13 +43,13 @@ PROMPTS = [[5, 900, 71, 4, 333], [17, 1200, 8], [40, 41, 42, 43, 44, 45, 46, 47,
 
 
 def make_drafter(target: Target, **options: Any) -> Causal:
-    """A small drafter of its own architecture; `options` are the architecture's."""
+    """Make a small drafter of its own architecture; `options` are the architecture's."""
     torch.manual_seed(7)
     return Causal(target, architecture={**ARCHITECTURE, **options})
 
 
 def make_dataset(count: int = 3) -> Dataset:
-    """Sequences of unequal length, supervised in two spans."""
+    """Make sequences of unequal length, supervised in two spans."""
     rows = torch.randint(3, 2000, (count, 24)).tolist()
     masks = [[i in (4, 5, 6) or i >= 12 for i in range(24 - 3 * n)] for n in range(count)]
     return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], count, 0, 0)
@@ -96,7 +96,7 @@ def test_a_cut_that_cuts_nothing_is_refused(tiny: Target, count: int) -> None:
 
 
 def test_cut_models_may_say_nothing_of_their_layers(tmp_path: Path) -> None:
-    """Mamba's kinds of layers follow from how many there are, and cannot be written."""
+    """Mamba's kinds of layers follow from the number of layers, and cannot be set."""
     save_small("mamba2", tmp_path)
     load_tiny().tokenizer.save_pretrained(tmp_path)
     model = cut_model(load_hf(str(tmp_path), "mamba2", device="cpu"), 2)
@@ -137,7 +137,7 @@ def test_what_is_drafted_is_what_is_trained(shallow: Target, builder: TreeBuilde
 
 
 def make_padded_target(rows: int) -> Target:
-    """The tiny target with more rows of embeddings than its tokenizer has tokens."""
+    """Make the tiny target with more rows of embeddings than its tokenizer has tokens."""
     target = cut_tiny(3)
     target.model.resize_token_embeddings(target.head.vocab_size + rows, mean_resizing=False)  # type: ignore[operator]
     with torch.no_grad():
@@ -173,7 +173,7 @@ def test_a_vocabulary_without_all_tokens_is_refused(shallow: Target) -> None:
 
 
 def rebuild_drafter(drafter: Causal, target: Target, **options: Any) -> Causal:
-    """A drafter from nothing but the saved settings, as they come back from JSON, and the saved tensors."""
+    """Build a drafter from the saved settings, as they come back from JSON, and the saved tensors only."""
     torch.manual_seed(99)
     rebuilt = Causal(target, **json.loads(json.dumps({**options, **drafter.saved.settings})))
     load_tensors(rebuilt, collect_tensors(drafter))
@@ -233,7 +233,7 @@ def test_tied_embeddings_are_saved_once(shallow: Target, tied: bool) -> None:
 def copy_tokenizer(
     target: Target, folder: Path, swap: tuple[str, str] | None = None, **specials: str
 ) -> PreTrainedTokenizerFast:
-    """A copy of the target's tokenizer, two of its tokens swapped or with other special tokens."""
+    """Copy the target's tokenizer, with two tokens swapped or with other special tokens."""
     target.tokenizer.save_pretrained(folder)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -255,7 +255,7 @@ def test_the_same_tokenizer_passes(shallow: Target, tmp_path: Path) -> None:
 
 
 def pick_two_tokens(target: Target) -> tuple[str, str]:
-    """Two ordinary tokens that no merge builds or uses: single bytes of no text."""
+    """Pick two ordinary tokens that no merge builds or uses: single bytes of no text."""
     names = target.tokenizer.convert_ids_to_tokens([3, 4])
     return str(names[0]), str(names[1])
 
@@ -286,7 +286,7 @@ def test_a_tokenizer_with_an_extra_token_is_refused(shallow: Target, tmp_path: P
 
 
 def test_a_model_with_another_tokenizer_is_refused(shallow: Target, tmp_path: Path) -> None:
-    """The check is made when a directory is loaded."""
+    """The tokenizer is checked when a directory is loaded."""
     make_drafter(shallow).model.save(tmp_path)
     copy_tokenizer(shallow, tmp_path, pick_two_tokens(shallow)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"drafter\.model=.*its tokenizer is not the target's"):
@@ -316,7 +316,7 @@ def test_bad_settings_are_refused(shallow: Target, options: dict[str, Any], mess
 
 
 def compute_loss_by_loop(target: Target, drafter: Causal, batch: Batch, temperature: float) -> tuple[Tensor, int, int]:
-    """The summed loss, the hits and the count by a loop over the assistant's tokens."""
+    """Compute the summed loss, the hits and the count by a loop over the assistant's tokens."""
     logits = drafter.model.run(batch.tokens, ForwardPlan(logits=True)).logits
     target_logits = target.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None and target_logits is not None
@@ -398,7 +398,7 @@ def test_gradients_do_not_reach_the_target(options: dict[str, Any]) -> None:
 
 
 def test_transformers_drafts_with_it_the_same(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As assistant_model of generate, the saved drafter drafts in every round what it drafts here, and as much is kept."""
+    """As assistant_model of generate, the saved drafter drafts the same in every round, and as much is accepted."""
     depth, limit = 4, 16
     drafter = Causal(shallow, num_layers=2).eval()
     drafter.model.save(tmp_path)

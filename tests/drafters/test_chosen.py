@@ -84,7 +84,7 @@ def make_router(target: Target, inner: list[Any] = EVERY, **settings: Any) -> Dr
 
 
 def make_expert_router(target: Target, texts: list[list[list[int]]], costs: list[float], **settings: Any) -> DrafterRouter:
-    """A drafter that chooses between experts of these texts, on a clock that a step of an expert moves on by its cost."""
+    """Make a drafter that chooses between experts of these texts, with a clock that each expert's step advances by its cost."""
     router = make_router(target, ["ngram"] * len(texts), **settings)
     now = [0.0]
     router.clock = lambda: now[0]
@@ -103,7 +103,7 @@ def make_expert_router(target: Target, texts: list[list[list[int]]], costs: list
 
 @pytest.fixture(scope="module")
 def stream(shallow: Target) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts that the target answers unlike each other, and their texts."""
+    """Prompts whose answers by the target differ, and their texts."""
     prompts = [[5 + 7 * number, 11 + number, 3 + 5 * number] for number in range(6)]
     answers = decode(shallow, prompts, Greedy(), 90, ignore_eos=True)
     return prompts, [prompt + answer.output for prompt, answer in zip(prompts, answers)]
@@ -113,8 +113,8 @@ Stream = tuple[list[list[int]], list[list[int]]]
 
 
 def test_in_a_stream_of_two_domains_the_better_drafter_is_used(shallow: Target, stream: Stream) -> None:
-    """Texts of two domains follow each other, and either drafter knows one of them: after 50 rounds, three of four are drafted
-    by the one that knows the text, those after each of the three changes of the domain counted."""
+    """Texts of two domains follow each other, and each drafter knows one of them: after 50 rounds, three of four are drafted by
+    the drafter that knows the text, rounds after the three changes of the domain included."""
     prompts, texts = stream
     domains = [0, 0, 1, 1, 0, 1]
     domain_texts = [[text for text, domain in zip(texts, domains) if domain == number] for number in (0, 1)]
@@ -130,7 +130,7 @@ def test_in_a_stream_of_two_domains_the_better_drafter_is_used(shallow: Target, 
 
 @pytest.mark.parametrize("by", ["hedge", "bandit"])
 def test_seconds_count(shallow: Target, stream: Stream, by: Any) -> None:
-    """Of two drafters that are equally right, the one that takes a fifth of the other's time is used."""
+    """Of two drafters that are equally right, the drafter that takes a fifth of the other's time is used."""
     prompts, texts = stream
     drafter = make_expert_router(shallow, [texts, texts], [5.0, 1.0], by=by)
     for prompt in prompts[:2]:
@@ -145,7 +145,7 @@ def test_seconds_count(shallow: Target, stream: Stream, by: Any) -> None:
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 3)], ids=lambda builder: builder.name)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], by: Any, rule: Any, builder: Any, batch: int) -> None:
-    """Whoever drafts, and whoever catches up, the tokens are those of decoding without a drafter, decoding after decoding."""
+    """Whichever drafter drafts or catches up, the tokens of every decoding are those of decoding without a drafter."""
     drafter = make_router(shallow, by=by, score_every=3)
     for texts in (prompts[:batch], prompts[-batch:]):
         expected = [generation.output for generation in decode(shallow, texts, rule, 30, ignore_eos=True)]
@@ -203,7 +203,7 @@ def test_a_guard_may_leave_all_of_them_out(shallow: Target, prompts: list[list[i
 
 
 def test_votes_are_counted(shallow: Target, prompts: list[list[int]]) -> None:
-    """q is the weight of the drafters whose first choice a token is; who knows nothing does not vote."""
+    """q of a token is the weight of the drafters whose first choice it is; drafters that know nothing do not vote."""
 
     class FixedRollout(Rollout):
         def __init__(self, token: int, knows: bool = True) -> None:
@@ -242,8 +242,8 @@ def make_speeds(count: int, rounds: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("memory", [None, 16])
 def test_hedge_regrets_no_more_than_the_theory_allows(count: int, memory: int | None) -> None:
-    """What the weights earn, faded as the gains are, falls short of the best arm's by at most the bound, after every round;
-    without fading an arm that is 3 % slower for ever ends with less than a hundredth of the weight."""
+    """The faded gain of the weights is below the best arm's by at most the bound, after every round; without fading an arm that
+    is always 3 % slower ends with less than a hundredth of the weight."""
     for speeds in make_speeds(count, 3000):
         hedge, earned, best = Hedge(count, memory), 0.0, np.zeros(count)
         for number, row in enumerate(speeds, 1):
@@ -260,7 +260,7 @@ def test_hedge_regrets_no_more_than_the_theory_allows(count: int, memory: int | 
 
 
 def test_nothing_is_promised_deeper_than_a_drafter_drafts() -> None:
-    """Heads that are always right promise as many tokens as there are heads, however deep the tree is."""
+    """Heads that are always right predict as many tokens as there are heads, however deep the tree is."""
     arm = Arm(0.9, 3)
     arm.depth_limit, arm.hits, arm.misses = 2, np.full(2, 1e9), np.zeros(2)
     assert arm.acceptance_rates(5).round(3).tolist() == [1, 1, 0, 0, 0]
@@ -270,14 +270,14 @@ def test_nothing_is_promised_deeper_than_a_drafter_drafts() -> None:
 
 
 def test_drawn_drafts_of_the_chosen_can_be_weighed(shallow: Target, prompts: list[list[int]]) -> None:
-    """A drawn chain of whichever drafter has the q that it was drawn from, copies too: rules that weigh p against q take it."""
+    """A drawn chain of any drafter, copies too, has the q that it was drawn from, as rules that weigh p against q need."""
     drafter = make_router(shallow, ["ngram", *EVERY[1:3]])
     generations = decode(shallow, prompts, SpeculativeSampling(), LIMIT, drafter, Chain(3, "sampled"), ignore_eos=True)
     assert all(len(generation.output) == LIMIT for generation in generations)
 
 
 def test_each_is_taken_by_its_directory(shallow: Target, tmp_path: Path) -> None:
-    """drafter.inner=[ngram,DIR] brings the weights of what is in DIR, and a saved choice loads alone."""
+    """drafter.inner=[ngram,DIR] loads the weights in DIR, and a saved router loads alone."""
     inner = build({"_target_": "spectrain.drafters.causal.Causal", "num_layers": 1}, target=shallow)
     save_drafter(
         tmp_path / "inner", inner, RunSpec.from_nodes(composed("drafter=causal", "+drafter.num_layers=1", "target=tiny"))
@@ -297,8 +297,8 @@ def test_each_is_taken_by_its_directory(shallow: Target, tmp_path: Path) -> None
 def test_drawn_drafts_are_worth_what_the_rule_keeps(
     shallow: Target, prompts: list[list[int]], drawn_at: float, temperature: float
 ) -> None:
-    """What is learnt of a drafter, before anything fades, is the sum over kept places of sum_v min(p, q): p at the rule's
-    temperature, q at the one that children are drawn at."""
+    """Before anything fades, the hits of a drafter are the sum over accepted positions of sum_v min(p, q), with p at the rule's
+    temperature and q at that of the drawn children."""
     drafter = make_router(shallow, [{"choice": "causal", "num_layers": 1}] * 2, score_every=1000)
     rule, builder = SpeculativeSampling(temperature=temperature), Chain(2, "sampled", drawn_at)
     with torch.inference_mode():

@@ -96,7 +96,7 @@ TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": In
 
 
 class Alternating(Eagle2):
-    """Drafts in some rounds, two of them in a row, and makes plain steps of the others."""
+    """A builder that drafts in some rounds, two of them in a row, and makes plain steps of the others."""
 
     decides_to_draft = True
 
@@ -129,7 +129,7 @@ def make(name: str, target: Target) -> Drafter:
 
 
 def make_conversations(count: int = 4) -> Dataset:
-    """Short made-up sequences of which the second half is the assistant's."""
+    """Make short sequences of which the second half is the assistant's."""
     rows = torch.randint(3, 60, (count, 20)).tolist()
     return Dataset([Example(row[: 20 - n], [i >= 8 for i in range(20 - n)]) for n, row in enumerate(rows)], count, 0, 0)
 
@@ -147,7 +147,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def target() -> Target:
-    """A target of its own, for a drafter may train it."""
+    """A target of the test's own, for a drafter may train it."""
     return copy.deepcopy(get_shared_target())
 
 
@@ -203,7 +203,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
 @pytest.mark.sweep(4, free=("name",))
 @pytest.mark.parametrize("name", each(), indirect=True)
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
-    """Twenty steps on a few sequences lower the loss, in every stage by itself."""
+    """Twenty steps on a few sequences lower the loss in every stage."""
     drafter, dataset = prepare_drafter(name, target)
     if not is_trainable(drafter):
         return
@@ -259,7 +259,7 @@ def test_reloaded_equals_saved(name: str, trained_pair: tuple[Drafter, Target], 
 @pytest.mark.sweep(14, free=("name",))
 @pytest.mark.parametrize("name", each(1), indirect=True)
 def test_target_is_untouched(trained_pair: tuple[Drafter, Target]) -> None:
-    """Training changes the target's weights only where the drafter says so."""
+    """Training changes the target's weights only if the drafter declares it."""
     drafter, target = trained_pair
     before = get_shared_target().model.state_dict()
     changed = [key for key, value in target.model.state_dict().items() if not torch.equal(value, before[key])]
@@ -270,7 +270,7 @@ def test_target_is_untouched(trained_pair: tuple[Drafter, Target]) -> None:
 @pytest.mark.parametrize("name", each(1, toys=False), indirect=True)
 def test_merged_adapters_equal_the_adapted_drafter(name: str, target: Target) -> None:
     """Only adapters get gradients; merged into the weights, under the names of before, they give the same losses and drafts.
-    Other families say why they take none."""
+    Other families refuse an adapter."""
     drafter, dataset = prepare_drafter(name, target)
     names = [*drafter.state_dict()]
     try:

@@ -35,7 +35,7 @@ def compute_text_probs(slots: Tensor) -> dict[tuple[int, ...], float]:
 
 
 def test_the_chance_of_a_next_token_is_what_enumeration_finds() -> None:
-    """After every path that can be, repeats among them, the share of all texts beginning with it that go on with a token."""
+    """After every path, the probability of a token is its share of all texts that begin with the path and go on."""
     slots = torch.randn(2, K, V + 1, dtype=torch.float64).log_softmax(-1)
     for row in range(2):
         texts = compute_text_probs(slots[row])
@@ -67,8 +67,8 @@ def make_drafter(target: Target, **options: Any) -> Ctc:
 
 
 def test_loss_is_the_chance_of_all_that_collapses_to_the_data(shallow: Target) -> None:
-    """Over a vocabulary of three: minus the logarithm of what enumeration finds, summed over every index before an assistant's
-    token; what cannot be drafted ends the text that is learnt."""
+    """Over a vocabulary of three the loss is minus the logarithm of the enumerated probability, summed over every index before
+    an assistant's token; a token that cannot be drafted ends the learned text."""
     drafter = make_drafter(shallow, num_slots=K, vocab_size=V)
     drafter.use_vocabulary(torch.tensor([10, 20, 30]))
     tokens = torch.tensor([[5, 6, 10, 20, 20, 30, 99, 10, 30]])

@@ -46,7 +46,7 @@ VARIANT = pytest.mark.parametrize("variant", list(VARIANTS))
 
 
 def make_drafter(target: Target, **options: Any) -> DFlash:
-    """Two layers with random weights, large enough that attention matters."""
+    """Make a drafter of two layers with random weights, large enough that attention matters."""
     torch.manual_seed(7)
     drafter = DFlash(
         target, DFlashConfig(**{"block_size": SLOTS, "num_layers": 2, "num_anchors": 6, "loss": "forward_kl", **options})
@@ -85,8 +85,8 @@ def test_what_is_trained_is_what_decoding_says(shallow: Target, variant: str) ->
 
 
 def test_loss_is_the_weighted_divergence_of_every_judged_draft(shallow: Target) -> None:
-    """By the definition: draft d after the anchor at p against the target at p + d, weighted exp(-d / decay), while every
-    token up to the judged one carries loss; a document counts as many terms as it has such tokens."""
+    """The loss is the divergence of draft d after the anchor at p from the target at p + d, weighted exp(-d / decay), while
+    every token up to the judged one carries loss; a document counts as many terms as it has such tokens."""
     drafter = make_drafter(shallow, decay=3.0)
     batch = make_batch(shallow, drafter, [0, 1])
     losses = drafter.loss(batch, shallow, TrainingState())
@@ -118,7 +118,7 @@ def test_loss_is_the_weighted_divergence_of_every_judged_draft(shallow: Target) 
     {"loss": "jensen_shannon", "window": 5, "causal": True},
 ], ids=["kl", "dpace", "hard", "lk", "tv", "jsd"])  # fmt: skip
 def test_packed_equals_padded(shallow: Target, options: dict[str, Any]) -> None:
-    """Loss, hits and gradients of packed documents are those of padded ones, and of one after another."""
+    """Loss, hits and gradients of packed documents are those of padded documents, and of one document after another."""
     drafter = make_drafter(shallow, **options)
     results = []
     for batches in ([make_batch(shallow, drafter, [0, 1, 2])], [make_batch(shallow, drafter, [0, 1, 2], packed=True)],
@@ -146,7 +146,7 @@ def test_recomputation_changes_no_gradient(shallow: Target) -> None:
 
 
 def test_dpace_weights_are_the_formulas(shallow: Target) -> None:
-    """w_k = sum over j >= k of s_1 .. s_j, with s = (1 - alpha) q + alpha where judged and 1 elsewhere (2605.18810)."""
+    """Weights are w_k = sum over j >= k of s_1 .. s_j, s = (1 - alpha) q + alpha where judged and 1 elsewhere (2605.18810)."""
     drafter = make_drafter(shallow, loss="cross_entropy", slot_weights="dpace", dpace_alpha=0.3)
     captured: dict[str, Any] = {}
     judge = drafter.judge_drafts
@@ -257,7 +257,7 @@ def test_chunks_equal_the_dense_mask(causal: bool, window: int | None, monkeypat
 
 
 def test_no_mask_is_larger_than_a_chunk(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of anchors, attention is asked for ROWS slots at once at most."""
+    """However many anchors there are, attention runs at most CHUNK_SLOTS slots at once."""
     mask_shapes: list[tuple[int, ...]] = []
     attend = F.scaled_dot_product_attention
 
@@ -278,7 +278,7 @@ def test_no_mask_is_larger_than_a_chunk(shallow: Target, monkeypatch: pytest.Mon
 
 
 def test_anchors_are_the_documents_own(shallow: Target) -> None:
-    """They precede a token that carries loss, ascend, are as many as asked for, and change with the step, not the batch."""
+    """Anchors precede a token that carries loss, ascend, are as many as requested, and change with the step, not the batch."""
     drafter = make_drafter(shallow)
     padded, packed = (make_batch(shallow, drafter, [0, 1, 2], packed=packed) for packed in (False, True))
     first, second = (sample_anchors(batch, 4, 0, 3).positions.tolist() for batch in (padded, packed))
@@ -307,7 +307,7 @@ def test_a_batch_without_anchors_costs_nothing(shallow: Target) -> None:
 
 
 class RoundRecorder(Keeping):
-    """A builder that keeps the texts and trees of every round."""
+    """A builder that records the texts and trees of every round."""
 
     def __init__(self, builder: TreeBuilder) -> None:
         super().__init__(builder)
@@ -374,7 +374,7 @@ def test_drafted_equals_matched_sampling(shallow: Target, builder: TreeBuilder, 
     (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 ], ids=["chain", "tree"])  # fmt: skip
 def test_drawn_children(shallow: Target, builder: TreeBuilder, rule: Any) -> None:
-    """Rules that weigh p against q: where p allows one token only, the output is greedy."""
+    """Under rules that weigh p against q, the output is greedy where p allows one token only."""
     plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
     generations = decode(
         shallow, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make_drafter(shallow), builder, ignore_eos=True

@@ -67,7 +67,7 @@ def list_candidates(drafter: DFlash2, hidden: Tensor) -> list[int]:
 @pytest.mark.parametrize("options", [{}, {"vocab_size": 512, "conv_kernel_size": 3}, {"sample_from_anchor": True}],
                          ids=["whole", "cropped", "shifted"])  # fmt: skip
 def test_loss_is_the_formula(shallow: Target, options: dict[str, Any]) -> None:
-    """The divergence of the slots, and the cross-entropy of the target's most likely token among the candidates."""
+    """The loss has the slots' divergence, and the cross-entropy of the target's most likely token among the candidates."""
     drafter = make_drafter(shallow, decay=3.0, selector_weight=0.5, **options)
     batch = make_batch(shallow, drafter, [0, 1])
     losses = drafter.loss(batch, shallow, TrainingState())
@@ -145,7 +145,7 @@ def test_candidates_are_weighed_by_their_parents(shallow: Target, builder: TreeB
     (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 ], ids=["chain", "tree"])  # fmt: skip
 def test_drawn_children(shallow: Target, builder: TreeBuilder, rule: Any) -> None:
-    """Rules that weigh p against q: where p allows one token only, the output is greedy."""
+    """Under rules that weigh p against q, the output is greedy where p allows one token only."""
     plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
     generations = decode(
         shallow, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make_drafter(shallow), builder, ignore_eos=True
@@ -154,7 +154,7 @@ def test_drawn_children(shallow: Target, builder: TreeBuilder, rule: Any) -> Non
 
 
 def test_convolutions_start_as_nothing(shallow: Target) -> None:
-    """Before training its states are those of DFlash with the same weights."""
+    """Before training the drafter's states are those of DFlash with the same weights."""
     torch.manual_seed(3)
     second = DFlash2(shallow, DFlash2Config(block_size=4, num_layers=2))
     first = DFlash(shallow, DFlashConfig(block_size=4, num_layers=2))

@@ -108,7 +108,7 @@ def save_judge(folder: Path, weight: torch.Tensor, bias: float = 0.0) -> str:
 
 @pytest.fixture(scope="module")
 def judge(target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A judge of some opinions, for rules to load."""
+    """A judge with random weights, for rules to load."""
     return save_judge(tmp_path_factory.mktemp("judge") / "drafter", torch.randn(target.width) / target.width**0.5)
 
 
@@ -174,7 +174,7 @@ def test_captured_rounds_judge_the_same(target: Target, judge: str) -> None:
 
 
 def test_a_lower_threshold_keeps_the_same_and_more(judge: str, target: Target) -> None:
-    """On fixed rounds every path goes on where that of the stricter threshold ended."""
+    """On fixed rounds every path extends that of the stricter threshold."""
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 3, 5]]).expand(30, -1)
     tree = TokenTree.from_parents(torch.arange(9).expand(30, -1), parents)
     logits = torch.randn(30, 9, 9)
@@ -204,7 +204,7 @@ def test_the_rule_loads_the_trained_judge(target: Target, tmp_path: Path) -> Non
 
 
 def test_what_is_no_judge_is_refused(target: Target, tmp_path: Path) -> None:
-    """One sentence says which setting is wrong, and what to give."""
+    """The message names the wrong setting, and what to write."""
     other = save_judge(tmp_path / "other", torch.randn(7))
     with pytest.raises(UserError, match=r"^acceptance\.path=.*other: it judges states of width 7, and the target's have"):
         decode(target, PROMPTS, Judge(other), 4, Ngram(target), Chain(2))
@@ -227,7 +227,7 @@ def test_what_is_no_judge_is_refused(target: Target, tmp_path: Path) -> None:
 
 
 def test_batches_of_any_kind_are_judged_alike(target: Target) -> None:
-    """The loss of documents together, padded or packed, is the sum of theirs alone."""
+    """The loss of documents in a batch, padded or packed, is the sum of their losses alone."""
     judge, examples = DraftJudge(target, window=2, places=4), make_examples(target)[:2]
     with torch.no_grad():
         judge.probe.weight.normal_(std=target.width**-0.5)

@@ -70,7 +70,7 @@ def compute_by_formula(drafter: DSpark, target: Target, text: list[int], path: l
     "options", [{}, {"vocab_size": 512}, {"sample_from_anchor": False}], ids=["whole", "cropped", "unshifted"]
 )
 def test_loss_is_the_formula(shallow: Target, head: str, options: dict[str, Any]) -> None:
-    """ce CE + 2 tv TV, weighted exp(-d / decay), and the confidence's cross-entropy with the chance of acceptance."""
+    """The loss is ce CE + 2 tv TV, weighted exp(-d / decay), and the confidence's cross-entropy with the acceptance."""
     drafter = make_drafter(shallow, markov_head=head, decay=3.0, ce=0.3, tv=0.7, **options)
     batch = make_batch(shallow, drafter, [0, 1])
     losses = drafter.loss(batch, shallow, TrainingState())
@@ -146,7 +146,7 @@ def test_children_depend_on_their_parents(shallow: Target, head: str, builder: T
 ], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
 @pytest.mark.sweep(2, free=("builder",))
 def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
-    """No node hangs below one whose confidence is under the threshold, some are cut, and the output stays greedy."""
+    """No node is below a node whose confidence is under the threshold, some nodes are cut, and the output stays greedy."""
     drafter = make_drafter(shallow, confidence_threshold=0.5)
     assert drafter.capabilities.capture is None
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
     (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 ], ids=["chain", "tree"])  # fmt: skip
 def test_drawn_children(shallow: Target, head: str, builder: TreeBuilder, rule: Any) -> None:
-    """Rules that weigh p against q: where p allows one token only, the output is greedy; cut or not."""
+    """Under rules that weigh p against q, the output is greedy where p allows one token only, cut or not."""
     plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
     for threshold in (0.0, 0.5):
         drafter = make_drafter(shallow, markov_head=head, confidence_threshold=threshold)

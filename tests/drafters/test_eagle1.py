@@ -71,7 +71,7 @@ def test_training_equals_decoding_along_the_true_path(shallow: Target) -> None:
 
 @pytest.mark.parametrize("top_k_weight", [0.0, 0.7])
 def test_the_loss_and_its_gradient_are_the_papers(shallow: Target, top_k_weight: float) -> None:
-    """SmoothL1, 0.1 of the divergence and the top-K term of every step, none with a gradient into the step before it."""
+    """The loss is SmoothL1, 0.1 of the divergence and the top-K term of every step; gradients stay within a step."""
     drafter = make_drafter(shallow, top_k_weight=top_k_weight, step_decay=0.5)
     batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None
@@ -105,7 +105,7 @@ def test_through_time_there_is_more_gradient(shallow: Target) -> None:
 
 
 def test_noise_is_the_conversations_own(shallow: Target) -> None:
-    """It is at most noise / 2 times 512 / length, drawn anew every step, the same in a batch, alone and with padding."""
+    """Noise is at most noise / 2 times 512 / length, drawn anew every step, the same in a batch, alone and with padding."""
     drafter = make_drafter(shallow, noise=0.2)
     batch = random_batch(shallow, drafter.layers)
     zeros = torch.zeros(2, 32, shallow.width)
@@ -118,7 +118,7 @@ def test_noise_is_the_conversations_own(shallow: Target) -> None:
 
 
 def test_an_untrained_drafter_repeats_the_feature(shallow: Target) -> None:
-    """fc passes the target's feature on, and a top-K term needs the target's distribution."""
+    """fc initially returns the target's feature, and a top-K term needs the target's distribution."""
     drafter = Eagle1(shallow)
     drafter.prepare(shallow, torch.zeros(shallow.head.vocab_size))
     hidden = torch.randn(1, 4, shallow.width)

@@ -34,7 +34,7 @@ from tests.decoding.rounds import Keeping
 
 
 def make_examples() -> Dataset:
-    """Sequences of unequal length, supervised in two separate spans."""
+    """Make sequences of unequal length, supervised in two separate spans."""
     rows = torch.randint(3, 2000, (4, 30)).tolist()
     examples = []
     for number, row in enumerate(rows):
@@ -163,7 +163,7 @@ def draft_by_formula(drafter: Eagle3, target: Target, text: list[int], depth: in
 
 
 def attended_plainly(attention: Any, x: Tensor, drafter: Any) -> Tensor:
-    """Causal attention over x [T, ..], one head and token at a time, through the drafter's window."""
+    """Compute causal attention over x [T, ..], one head and token at a time, through the drafter's window."""
     q, k, v = (
         part(x).unflatten(-1, (-1, attention.head_dim)) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
@@ -196,7 +196,7 @@ def test_drafts_are_those_of_the_plain_formulas(variant: str, shallow: Target) -
 
 @pytest.mark.parametrize("variant", ["two layers", "window", "all of it"])
 def test_packed_equals_padded(variant: str, tiny: Target) -> None:
-    """Documents in one row have the loss, the hits and the gradient of documents in a row each."""
+    """Documents in one row have the loss, the hits and the gradient of documents in rows of their own."""
     results = []
     for packed in (False, True):
         drafter = make_noisy_drafter(tiny, variant)
@@ -209,7 +209,7 @@ def test_packed_equals_padded(variant: str, tiny: Target) -> None:
 
 
 def test_a_single_layer_keeps_its_names(tiny: Target) -> None:
-    """Drafters that were saved with one layer are read still; a second layer's tensors stand apart."""
+    """Drafters that were saved with one layer still load; a second layer's tensors have names of their own."""
     single, double = (set(make_drafter(tiny, num_layers=count).state_dict()) for count in (1, 2))
     assert {"self_attn.q_proj.weight", "mlp.up_proj.weight", "hidden_norm.weight", "input_layernorm.weight"} <= single
     assert not any("later" in name for name in single) and single < double
@@ -218,7 +218,7 @@ def test_a_single_layer_keeps_its_names(tiny: Target) -> None:
 
 @VARIANT
 def test_training_unroll_equals_decoding(variant: str, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hidden states of the unrolled training forward are those that drafting the same tokens passes through."""
+    """The hidden states of the unrolled training forward are those of drafting the same tokens."""
     dataset = make_examples()
     drafter = make_noisy_drafter(tiny, variant)
     batch = make_batch(dataset, [0], tiny, drafter)
@@ -269,13 +269,13 @@ def test_draft_vocabulary_is_the_most_used_tokens_as_sorted_offsets(tiny: Target
 
 
 def test_feature_layers_are_the_papers(tiny: Target) -> None:
-    """Layers 2, L/2 and L - 3, sorted and without duplicates; other ones can be named."""
+    """The layers are 2, L/2 and L - 3, sorted and without duplicates; other layers can be named."""
     assert make_drafter(tiny).fused_layers == (2, tiny.num_layers // 2, tiny.num_layers - 3)
     assert Eagle3(tiny, layers=[5, 1, 5]).layers == (1, 5, "final")
 
 
 def test_heads_attend_to_their_own_position_at_the_start(tiny: Target) -> None:
-    """Half of the query heads score the own position of normed inputs highest; with start=random they do not."""
+    """Half of the query heads score their own position of normed inputs highest; with start=random they do not."""
     inputs, is_own = torch.randn(24, 2 * tiny.width), []
     for start in ("target", "random"):
         attention = make_drafter(tiny, start=start).self_attn
@@ -302,7 +302,7 @@ def test_gradient_flows_through_the_unroll(tiny: Target) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_few_calls_give_what_the_modules_give(tiny: Target, dtype: torch.dtype) -> None:
-    """States and log q of a prompt, of what was accepted after it, and of a level of a tree, to the rounding of the type."""
+    """States and log q of a prompt, of accepted tokens, and of a level of a tree are equal to the rounding of the type."""
     torch.manual_seed(0)
     modules = Eagle3(tiny, vocab_size=256).to(dtype).eval()
     packed = copy.deepcopy(modules)
@@ -330,8 +330,8 @@ def test_few_calls_give_what_the_modules_give(tiny: Target, dtype: torch.dtype) 
 @pytest.mark.skipif(not (has_int8() and has_drafting_kernels()), reason="no compiled kernels for 8-bit weights here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_drafting_gives_what_few_calls_give(tiny: Target, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States of the text, and log q of the levels of a tree, to a few steps of 8-bit inputs: these round another way where a
-    number differs by its last bit. Written weights are compiled anew."""
+    """States of the text, and log q of the levels of a tree, are equal to a few steps of 8-bit inputs, which round otherwise
+    where a number differs by its last bit. Changed weights are compiled anew."""
     monkeypatch.setattr(packed_linears, "SMALL_WEIGHTS", 0)
     torch.manual_seed(0)
     drafter = Eagle3(tiny, vocab_size=256).eval()

@@ -92,7 +92,7 @@ def compute_logits(target: Target, tokens: Tensor) -> Tensor:
 
 
 def paper_weights(num_layers: int, scale: float, opened: set[int]) -> list[float]:
-    """Section 4.1.2: e(l) = scale sum_{i=0}^{l} i for l < L - 1, L - 1 + scale sum_{i=0}^{L-2} i for the last, normalised."""
+    """Compute e(l) = scale sum_{i=0}^{l} i, e(L - 1) = L - 1 + scale sum_{i=0}^{L-2} i, normalised (section 4.1.2)."""
     e = [scale * sum(range(exit + 1)) for exit in range(num_layers)]
     e[-1] = num_layers - 1 + scale * sum(range(num_layers - 1))
     opened = opened | {num_layers - 1}
@@ -138,13 +138,13 @@ def test_rotation_opens_every_exit(tiny: Target, rotate: int, start: int) -> Non
 @CURRICULA
 @pytest.mark.parametrize("num_layers", [1, 2, 6])
 def test_without_scale_only_the_last_exit_counts(tiny: Target, curriculum: Any, num_layers: int) -> None:
-    """exit_scale=0 is the language model's loss alone."""
+    """With exit_scale=0 the loss is the language model's alone."""
     weights = EarlyExit(tiny, exit_scale=0.0, curriculum=curriculum).exit_weights(num_layers, make_state(60, 100))
     assert weights == [0.0] * (num_layers - 1) + [1.0]
 
 
 def test_gradual_exits_open_downwards(tiny: Target) -> None:
-    """Only the last at the start, then from above without a gap, each for good, all from half of the training on."""
+    """Only the last exit is open at first; exits open from above without a gap for good, all from half of the training on."""
     before: set[int] = set()
     for step in range(64):
         weights = EarlyExit(tiny, curriculum="gradual").exit_weights(8, make_state(step, 64))
@@ -159,7 +159,7 @@ def test_gradual_exits_open_downwards(tiny: Target) -> None:
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("step", [0, 3, 9])
 def test_dropout_rates_are_the_papers(tiny: Target, num_layers: int, rate: float, step: int) -> None:
-    """(exp(l ln 2 / (L - 1)) - 1) max_dropout: 0 at the first layer, max_dropout at the last, whatever the step."""
+    """The rate is (exp(l ln 2 / (L - 1)) - 1) max_dropout: 0 at the first layer, max_dropout at the last, at every step."""
     rates = EarlyExit(tiny, max_dropout=rate).dropout_rates(num_layers, make_state(step, 10))
     assert rates == pytest.approx([rate * (2 ** (n / (num_layers - 1)) - 1) for n in range(num_layers)], rel=1e-9, abs=1e-12)
     assert rates[0] == 0 and rates[-1] == pytest.approx(rate)
@@ -167,7 +167,7 @@ def test_dropout_rates_are_the_papers(tiny: Target, num_layers: int, rate: float
 
 @pytest.mark.parametrize("num_steps", [2, 6])
 def test_exponential_dropout_follows_the_training(tiny: Target, num_steps: int, tmp_path: Path) -> None:
-    """At step t of T the trainer's rates are exp(t ln 2 / (T - 1)) - 1 times the constant ones: 0 first, all of them last."""
+    """At step t of T the trainer's rates are exp(t ln 2 / (T - 1)) - 1 times the constant rates, from 0 to equal."""
     target, _ = make_pair(tiny)
     drafter = prepare_drafter(target, max_dropout=0.4, dropout_schedule="exponential", adapt="lora", rank=2)
     trainer = Trainer(lr=1e-4, max_steps=num_steps, batch_tokens=40)
@@ -219,7 +219,7 @@ def test_nothing_is_dropped_where_it_is_not_trained(tiny: Target) -> None:
 
 
 def test_layers_drop_as_often_as_their_rates(tiny: Target) -> None:
-    """Within five standard deviations of a binomial count, over sequences and over steps, and layers drop independently."""
+    """Counts are within five standard deviations of a binomial count, and layers drop independently."""
     drafter = EarlyExit(tiny, max_dropout=0.5).train()
     rows = make_examples(100, 2000)
     many = torch.stack([draw_layers(drafter, tiny, rows, step).double() for step in range(20)])  # [steps, L, B]
@@ -235,7 +235,7 @@ def test_layers_drop_as_often_as_their_rates(tiny: Target) -> None:
 
 
 def reference_loss(reference: Any, batch: Batch, weights: list[float]) -> tuple[Tensor, Tensor]:
-    """From transformers' hidden states, its norm and its lm_head: the last exit's weighted loss, and that of the others."""
+    """Compute the last exit's weighted loss, and that of the others, from transformers' hidden states, norm and lm_head."""
     outputs = reference(batch.tokens, output_hidden_states=True, use_cache=False)
     assert len(outputs.hidden_states) == len(weights) + 1
     mask = batch.loss_mask[:, 1:]
@@ -258,7 +258,7 @@ LOSSES = [
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("options", LOSSES, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
 def test_loss_is_the_sum_over_the_exits(tiny: Target, options: dict[str, Any], tied: bool) -> None:
-    """Its terms, the gradient of every parameter, hits and counts equal those of transformers' own hidden states."""
+    """The loss's terms, the gradient of every parameter, hits and counts equal those of transformers' own hidden states."""
     target, reference = make_pair(tiny, tied)
     drafter = prepare_drafter(target, max_dropout=0.0, exit_layer=2, **options).train()
     state = TrainingState(3, 0.35)
@@ -346,7 +346,7 @@ def test_self_distillation_starts_where_there_is_nothing_to_learn(tiny: Target, 
 
 @pytest.mark.parametrize("adapt", ["full", "lora"])
 def test_self_distillation_asks_the_original(tiny: Target, adapt: Any) -> None:
-    """Whatever became of the target, every exit's loss is its cross-entropy from the model that it was."""
+    """However the target changes, every exit's loss is its cross-entropy from the original target."""
     target, reference = make_pair(tiny)
     drafter = prepare_drafter(target, max_dropout=0.0, curriculum="all", adapt=adapt, rank=4, self_distillation=True).train()
     batch = collate(make_examples(4))
@@ -399,7 +399,7 @@ def test_the_original_stays_as_it_was(adapt: Any, packed: bool, tmp_path: Path) 
 
 @ADAPTED
 def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
-    """All weights, or the adapters alone, move; afterwards the target is frozen and has the parameters it had."""
+    """All weights, or the adapters alone, change; afterwards the target is frozen and has the parameters of before."""
     target, _ = make_pair(tiny)
     names = [name for name, _ in target.named_parameters()]
     drafter = prepare_drafter(target, max_dropout=0.3, **options)
@@ -443,7 +443,7 @@ def test_the_finished_target_says_what_the_trained_one_said(tiny: Target, option
 
 
 class Killed(Exception):
-    """Stands for a kill between two steps."""
+    """An error that stands for a kill between two steps."""
 
 
 @pytest.mark.sweep(2, free=("options",))
@@ -479,7 +479,7 @@ def test_resumed_equals_uninterrupted(tiny: Target, options: dict[str, Any], tmp
 
 @pytest.mark.parametrize("adapt", ["full", "lora"])
 def test_a_bfloat16_target_is_trained_in_float32(adapt: Any, tmp_path: Path) -> None:
-    """What learns is float32 meanwhile; then all is bfloat16 again, and the target's logits are those of its saved copy."""
+    """Weights are float32 in training; then all are bfloat16 again, and the target's logits are its saved copy's."""
     target = load_tiny(dtype="bfloat16")
     types = {name: tensor.dtype for name, tensor in target.state_dict(keep_vars=True).items()}
     buffers = {name: buffer.clone() for name, buffer in target.named_buffers()}
@@ -501,7 +501,7 @@ def test_a_bfloat16_target_is_trained_in_float32(adapt: Any, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def trained_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
-    """The tiny target after a short training on its own text, and where it is saved."""
+    """The tiny target after a short training on its own text, and the directory in which it is saved."""
     run = tmp_path_factory.mktemp("trained")
     target = load_tiny()
     prompts = [torch.randint(3, 2000, (6,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(4)]
@@ -517,7 +517,7 @@ def trained_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Pa
 @pytest.mark.sweep(1, free=("exit_layer",))
 @pytest.mark.parametrize("exit_layer", [1, 3, 7])
 def test_transformers_decodes_the_same_with_the_same_exit(trained_target: tuple[Target, Path], exit_layer: int) -> None:
-    """Our early exit, transformers' from the saved directory, and its plain greedy decoding give the same tokens."""
+    """Our early exit, transformers' from the saved directory, and its greedy decoding give the same tokens."""
     target, directory = trained_target
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     drafter = EarlyExit(target, exit_layer=exit_layer).eval()
@@ -533,7 +533,7 @@ def test_transformers_decodes_the_same_with_the_same_exit(trained_target: tuple[
 
 
 def test_another_exit_is_the_same_drafter(tiny: Target) -> None:
-    """at_exit changes the exit and nothing else; an exit that is not there is refused."""
+    """at_exit changes the exit and nothing else; an exit that does not exist is refused."""
     drafter = EarlyExit(tiny, exit_layer=2)
     other = drafter.at_exit(5, tiny)
     assert (drafter.exit_layer, other.exit_layer) == (2, 5)
@@ -553,7 +553,7 @@ def save_exit_drafter(tiny: Target, directory: Path, **options: Any) -> Any:
 
 
 def test_a_saved_drafter_names_its_exit(tiny: Target, tmp_path: Path) -> None:
-    """The description holds the exit that the default chose, and builds the same drafter; there are no weights."""
+    """The description has the exit that the default chose, and builds the same drafter; there are no weights."""
     save_exit_drafter(tiny, tmp_path / "drafter", max_dropout=0.3)
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
     reloaded: EarlyExit = build(resolve_choice("drafter", described, ""), target=tiny)
@@ -563,7 +563,7 @@ def test_a_saved_drafter_names_its_exit(tiny: Target, tmp_path: Path) -> None:
 
 
 def test_init_is_refused(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """drafter.init has nothing to give; the message names what to write instead, and the command ends with 2."""
+    """drafter.init has no weights to load; the message names what to write instead, and the command exits with 2."""
     save_exit_drafter(tiny, tmp_path / "drafter", exit_layer=2)
     config = save_exit_drafter(tiny, tmp_path / "other", adapt="lora")
     config = OmegaConf.merge(config, {"drafter": {"init": str(tmp_path / "drafter")}, "trainer": {}})

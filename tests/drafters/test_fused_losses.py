@@ -48,7 +48,7 @@ CHUNK = 16
 
 @pytest.fixture
 def target(tiny: Target) -> Target:
-    """Random, narrow, and of a large vocabulary; its logits are far from flat, scaled and capped."""
+    """A random, narrow target with a large vocabulary; its logits are far from flat, scaled and capped."""
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False,
@@ -69,7 +69,7 @@ def add_noise(module: Any, size: float) -> None:
 
 
 def make_batch(drafter: Drafter, target: Target, stage: int = 0, replayed: bool = False, length: int = 20) -> Batch:
-    """Sequences of unequal length, supervised in two spans or all along; of replays, some tokens after a wrong one."""
+    """Make sequences of unequal length, supervised in two spans or all along; in replays some tokens follow a wrong one."""
     rows = torch.randint(3, VOCAB, (3, length)).tolist()
     masks = [[1 <= i < length // 2 or i > length // 2 + 3 for i in range(length - 3 * row)] for row in range(3)]
     data = Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], 3, 0, 0)
@@ -116,7 +116,7 @@ def combine_steps(results: list[tuple[Tensor, int, int]], weights: list[float], 
 
 
 def compute_eagle3_losses(drafter: Eagle3, batch: Batch, target: Target) -> Losses:
-    """Every step with keys of its own, over all keys of the first step and its own index's of later ones."""
+    """Compute the losses of every step, over all keys of the first step and its own index's of later steps."""
     assert batch.features is not None
     logits, results, keys, values = compute_logits(target, batch), [], [], []
     hidden = drafter.fc(batch.features.fuse_layers(drafter.fused_layers))
@@ -318,7 +318,7 @@ def check_equal(drafter: Any, reference: Callable[..., Losses], batch: Batch, ta
 def test_loss_and_gradients_equal_those_of_whole_matrices(
     target: Target, family: str, loss: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a draft vocabulary of half of the tokens where there is one, in one chunk of rows or in several."""
+    """Losses and gradients are equal, over half of the tokens with a draft vocabulary, in one chunk of rows or several."""
     kind, reference, options = FAMILIES[family]
     drafter = make_drafter(kind, target, **options, loss=loss)
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
@@ -332,7 +332,7 @@ def test_loss_and_gradients_equal_those_of_whole_matrices(
 def test_split_loss_of_replays_equals_that_of_full_matrices(
     target: Target, family: str, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Draft-OPD's loss, whatever the family is trained on otherwise."""
+    """Draft-OPD's loss is equal, whatever loss the family has otherwise."""
     kind, reference, options = FAMILIES[family]
     drafter = make_drafter(kind, target, **options, loss=loss)
     assert drafter.capabilities.on_policy is not None
@@ -348,7 +348,7 @@ def test_split_loss_of_replays_equals_that_of_full_matrices(
 def test_losses_that_train_the_target_equal_those_of_whole_matrices(
     target: Target, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Medusa-2 and early exits: through the target's own head, which learns too where all weights do."""
+    """Losses of Medusa-2 and early exits are equal through the target's own head, which learns too if all weights do."""
     kind, reference, options = TRAINING_THE_TARGET[name]
     drafter = make_drafter(kind, target, **options).eval()  # no layer is dropped
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
@@ -390,7 +390,7 @@ NARROW = {  # as the target is: no weight is so large, and no mask
 @pytest.mark.sweep(5, free=("recipe",))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_recipe_holds_the_logits_of_all_rows(target: Target, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every stage, loss and backward return nothing of the size rows x vocabulary, which one chunk of all rows does."""
+    """In every stage, loss and backward return no tensor of size rows x vocabulary, except with one chunk of all rows."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=[f"recipe={recipe}", *NARROW.get(recipe, ())])
     drafter: Drafter = build(config.drafter, target=target)

@@ -179,7 +179,7 @@ def check_rounds(shallow: Target, drafter: GatedLora, builder: TreeBuilder, batc
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_ordinary_tokens_are_untouched_in_training(shallow: Target, count: int) -> None:
-    """Bit by bit, what is computed at ordinary tokens is the same with the adapter and without, and 1e-4 from the plain."""
+    """At ordinary tokens results are equal bit by bit with and without adapter, and within 1e-4 of the plain target."""
     check_packed(shallow, make_drafter(shallow), make_ragged_batch(count))
 
 
@@ -206,7 +206,7 @@ def make_commit_everywhere(drafter: GatedLora) -> Callable[[Context, AcceptedPat
 
 
 def test_an_open_gate_is_noticed(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With LoRA acting at every token, both proofs above fail, and not because the adapter was idle."""
+    """With LoRA acting at every token, both checks above fail, although the adapter acts at masks."""
     drafter = make_drafter(shallow)
     open_gate(drafter, monkeypatch)
     with pytest.raises(AssertionError, match="torch.equal"):
@@ -237,7 +237,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def test_linears_of_another_class_are_adapted(gpt2: Target) -> None:
-    """GPT-2's are written in and out swapped: all four of a layer get LoRA, which moves masks and nothing else."""
+    """GPT-2's weights are transposed: all four linears of a layer get LoRA, which changes masks and nothing else."""
     drafter, tokens = make_drafter(gpt2), torch.randint(3, 90, (1, 8))
     assert len(drafter.names) == 4 * gpt2.num_layers
     numbers = torch.tensor([[-1] * 5 + [0, 1, 2]])
@@ -274,7 +274,7 @@ def test_a_text_may_end_where_learned_positions_do(gpt2: Target, strategy: str) 
 
 
 class GatedLinear(nn.Module):
-    """W x, and (alpha / rank) B A x at the positions that `gate` marks."""
+    """A linear W x that adds (alpha / rank) B A x at the positions that `gate` marks."""
 
     def __init__(self, linear: nn.Linear, a: Tensor, b: Tensor, scale: float, gate: list[int]) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ def test_loss_is_that_of_every_prefix_alone(shallow: Target, options: dict[str, 
 
 
 def test_no_consistency_no_term(shallow: Target) -> None:
-    """consistency=0 leaves the other terms as they are."""
+    """With consistency=0 the other terms do not change."""
     batch = make_ragged_batch(2)
     with_term, without = (
         make_drafter(shallow, consistency=value).loss(batch, shallow, TrainingState()).terms for value in (1.0, 0.0)
@@ -404,7 +404,7 @@ def test_no_consistency_no_term(shallow: Target) -> None:
 
 
 def test_hits_count_the_targets_own_choices(shallow: Target) -> None:
-    """A sampler head that gives the target's own states is right everywhere, with the divergence of p from itself."""
+    """A sampler head that returns the target's own states is correct everywhere, with the divergence of p from itself."""
     drafter, batch = make_drafter(shallow, loss="forward_kl"), make_ragged_batch(2)
     blocks = add_blocks(batch, drafter.prefixes(batch, 0))
     final = shallow.features(batch.tokens, ("final",)).at_layer("final")
@@ -416,7 +416,7 @@ def test_hits_count_the_targets_own_choices(shallow: Target) -> None:
 
 
 def test_an_untrained_sampler_adds_nothing(shallow: Target) -> None:
-    """A fresh sampler head gives the mask's own state, bit by bit, whatever came before; one step later it no longer does."""
+    """A new sampler head returns the mask's own state, bit by bit, whatever token is before; after one step it does not."""
     drafter, batch = GatedLora(shallow, GatedLoraConfig(num_masks=MASKS, consistency=0.0)), make_ragged_batch(2)
     drafter.prepare(shallow, torch.zeros(shallow.head.vocab_size))
     assert drafter.sampler is not None
@@ -431,7 +431,7 @@ def test_an_untrained_sampler_adds_nothing(shallow: Target) -> None:
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
 def test_gradients_reach_the_drafter_only(loss: str) -> None:
-    """Factors, masks and sampler have gradients that are not zero, the target none, and its weights stay."""
+    """Factors, masks and sampler have non-zero gradients, the target has none, and its weights do not change."""
     target = cut_tiny(3)
     drafter, batch = make_drafter(target, loss=loss), make_ragged_batch(3)
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
@@ -476,7 +476,7 @@ def select_rows(batch: Batch, rows: list[int], padding: int = 0) -> Batch:
 
 @pytest.mark.parametrize("num_masks, mask_ratio", [(3, 1.0), (4, 0.5), (8, 0.1), (2, 3.0), (1, 100.0)])
 def test_prefixes_are_bounded_and_supervised(shallow: Target, num_masks: int, mask_ratio: float) -> None:
-    """Distinct prefixes with a supervised mask; at most mask_ratio masks to a token, or one block; as many as fit."""
+    """Prefixes are distinct, with a supervised mask; at most mask_ratio masks per token, or one block; as many as fit."""
     drafter, batch = make_drafter(shallow, num_masks=num_masks, mask_ratio=mask_ratio), make_ragged_batch(5)
     for step in range(4):
         for tokens, mask, row in zip(batch.tokens, batch.loss_mask, drafter.prefixes(batch, step)):
@@ -489,7 +489,7 @@ def test_prefixes_are_bounded_and_supervised(shallow: Target, num_masks: int, ma
 
 
 def test_prefixes_are_drawn_for_a_sequence_and_a_step(shallow: Target) -> None:
-    """They don't depend on what else is in the batch, its order or padding; another step or seed draws others, and all come."""
+    """Prefixes do not depend on batch, order or padding; another step or seed draws others, and all occur."""
     drafter, batch = make_drafter(shallow, mask_ratio=0.5), make_ragged_batch(5)
     drawn = []
     for step in range(40):
@@ -530,7 +530,7 @@ def test_rows_without_an_answer_have_no_prefix(shallow: Target) -> None:
 
 @pytest.fixture(scope="module")
 def fitted_case(shallow: Target) -> FittedCase:
-    """A drafter fitted to the target's greedy answers; the prompts; the answers."""
+    """A drafter fitted to the target's greedy answers, the prompts, and the answers."""
     torch.manual_seed(1)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 4, 6)]
     answers = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in prompts]
@@ -618,7 +618,7 @@ class DecodingRecorder(Keeping):
 
 @torch.no_grad()
 def check_proposals(shallow: Target, drafter: GatedLora, recorder: DecodingRecorder) -> None:
-    """log q after a path is the sampler head's, for the mask of its depth in a forward of the committed text and the masks."""
+    """Check that log q after a path is the sampler head's at the mask of its depth, after the committed text."""
     run, states = make_reference(shallow, drafter), {}
     assert recorder.records
     for text, path, log_q in recorder.records:
@@ -637,7 +637,7 @@ def list_real_nodes(tree: TokenTree, row: int) -> list[int]:
 
 
 def check_masks(drafter: GatedLora, recorder: DecodingRecorder) -> None:
-    """Every host has its masks as a chain below it; none of them is emitted, accepted, or counted."""
+    """Check that every host has its masks as a chain below it, and that none of them is emitted, accepted, or counted."""
     for tree, accepted, alive in recorder.rounds:
         for row in alive:
             real = list_real_nodes(tree, row)
@@ -678,7 +678,7 @@ def check_ready(drafter: GatedLora, recorder: DecodingRecorder) -> set[tuple[boo
 def test_drafted_equals_greedy(
     shallow: Target, fitted_case: FittedCase, strategy: str, builder: TreeBuilder, count: int
 ) -> None:
-    """Output is greedy; proposals are those of an independent forward; masks stay inside; drafts are ready as they must be."""
+    """Output is greedy, proposals are those of an independent forward, no mask is emitted, and drafts are ready in time."""
     drafter, prompts, answers = copy_with_strategy(fitted_case, strategy), *fitted_case[1:]
     recorder = DecodingRecorder(drafter, builder, prompts[:count])
     generations = decode(shallow, prompts[:count], Greedy(), LIMIT, drafter, recorder, ignore_eos=True)
@@ -749,7 +749,7 @@ DRAWN: list[tuple[TreeBuilder, Callable[..., AcceptanceRule]]] = [
 def test_drawn_children(
     shallow: Target, fitted_case: FittedCase, strategy: str, builder: TreeBuilder, rule: Callable[..., AcceptanceRule]
 ) -> None:
-    """Rules that weigh p against q: where p allows one token only, output is greedy; proposals and masks are as above."""
+    """Under rules that weigh p against q, output is greedy where p allows one token only; proposals and masks are as above."""
     drafter, prompts, answers = copy_with_strategy(fitted_case, strategy), *fitted_case[1:]
     recorder = DecodingRecorder(drafter, builder, prompts)
     generations = decode(shallow, prompts, rule(top_k=1), LIMIT, drafter, recorder, ignore_eos=True)
@@ -797,7 +797,7 @@ def test_masks_are_never_accepted_whatever_the_target_chooses(shallow: Target, f
 @STRATEGY
 @pytest.mark.parametrize(("pattern", "count"), [(".d", 3), ("dd.", 1), ("dd.", 3), (".d..ddd", 3), ("....", 3)])
 def test_rounds_without_a_draft(shallow: Target, fitted_case: FittedCase, strategy: str, pattern: str, count: int) -> None:
-    """Whichever rounds draft, the output is greedy, and states are used in the round after theirs or not at all."""
+    """Whichever rounds draft, the output is greedy, and states are used in the next round or not at all."""
     drafter, prompts, answers, switch = copy_with_strategy(fitted_case, strategy), *fitted_case[1:], Switch(pattern)
     builder = Chain(3)
     recorder = DecodingRecorder(drafter, builder, prompts[:count])
@@ -892,7 +892,7 @@ def test_teacher_forcing_counts_the_hits_of_the_masks(shallow: Target, fitted_ca
 
 @STRATEGY
 def test_probe_times_trees_of_the_size_that_it_notes(shallow: Target, fitted_case: FittedCase, strategy: str) -> None:
-    """Every verification time that is used was that of a tree with so many nodes to be judged."""
+    """Every verification time that is used was measured with a tree of as many verified nodes."""
     drafter, sizes = copy_with_strategy(fitted_case, strategy), [1, 2, 4, 8]
     probe, node_counts = LatencyProbe(sizes, 8, shallow.head.vocab_size), dict[int, list[int]]()
     observe = probe.observe
@@ -912,7 +912,7 @@ def test_probe_times_trees_of_the_size_that_it_notes(shallow: Target, fitted_cas
 
 @STRATEGY
 def test_auto_learns_from_rounds_that_drafted(shallow: Target, fitted_case: FittedCase, strategy: str) -> None:
-    """How often its first draft came true is a running mean over rounds that had one; where none was ready, none was wrong."""
+    """The rate of its first draft is a running mean over rounds that had a draft; rounds without a draft do not count."""
     drafter, prompts = copy_with_strategy(fitted_case, strategy), fitted_case[1]
     builder, verify = Auto(MASKS, 6, 2, memory=8), {1: 1.0, 8: 1.01}
     builder.prepare(Calibration(latency=Latency({0: verify}, {0: {1: 1e-4, 8: 1e-4}}, 1e-4)))
@@ -954,7 +954,7 @@ def test_peft_reads_the_saved_adapter(
 
 
 def test_reloaded_equals_saved(shallow: Target, tmp_path: Path) -> None:
-    """On another copy of the unmodified target, every tensor and every draft is as before; each tensor is in one file only."""
+    """With another copy of the target, every tensor and every draft is as before; each tensor is in one file only."""
     drafter, prompts = make_drafter(shallow), [[5, 6, 7, 8], [40, 41]]
     save_gated_drafter(drafter, tmp_path)
     files = {name: set(load_file(tmp_path / name)) for name in ("model.safetensors", "adapter_model.safetensors")}
@@ -1017,7 +1017,7 @@ def test_a_missing_file_is_refused(shallow: Target, tmp_path: Path) -> None:
 def test_a_tensor_that_does_not_fit_is_refused(
     shallow: Target, tmp_path: Path, file: str, tensor_name: str, name: str, change: str
 ) -> None:
-    """A missing, unknown or misshapen tensor is named, and so is the file that it should be in or is in."""
+    """The message names a missing, unknown or misshapen tensor, and the file that it should be in or is in."""
     drafter = make_drafter(shallow)
     save_gated_drafter(drafter, tmp_path / "drafter")
     path = tmp_path / "drafter" / file

@@ -42,7 +42,7 @@ def test_resumed_equals_uninterrupted(family: str, shallow: Target, tmp_path: Pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_without_supervision_costs_nothing(family: str, shallow: Target) -> None:
-    """The loss is zero, and so is every gradient, which other processes wait for."""
+    """The loss is zero, and every parameter has a gradient of zero, which other processes wait for."""
     drafter = make(family, shallow)
     tokens = torch.randint(3, 2000, (2, 12))
     batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool), shallow.features(tokens, drafter.layers))

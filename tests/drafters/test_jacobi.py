@@ -77,8 +77,8 @@ def test_a_round_is_an_iteration(shallow: Target, method: Literal["jacobi", "gau
 
 @pytest.mark.parametrize("kind", ["dense", "apart"])
 def test_speculative_jacobi_has_the_target_distribution(kind: str) -> None:
-    """Every draw of the windows and every coin of three rounds and more, in fractions: the first three tokens have the target's
-    joint distribution. Windows are drawn from the target's last distributions, which the code under test shifts."""
+    """Over every draw of the windows and every coin of three or more rounds, in fractions, the first three tokens have the
+    target's joint distribution. Windows are drawn from the target's last distributions, which the tested code shifts."""
     length, width, vocab = 3, 2, 2
     p, _ = models(kind, vocab, length + width)
     initial = np.array([Fraction(1, 3), Fraction(2, 3)], dtype=object)
@@ -138,7 +138,7 @@ def test_windows_are_drawn_from_the_last_distributions(random_target: Target) ->
 
 
 def test_speculative_jacobi_samples_from_the_target(random_target: Target) -> None:
-    """Real decoding: 1,500 texts of four tokens have the target's joint distribution; drafts were accepted and rejected."""
+    """In decoding, 1,500 texts of four tokens have the target's joint distribution; drafts were accepted and rejected."""
     prompt, length = [1, 2, 3, 1], 4
     paths = list(product(range(4), repeat=length))
     logits = random_target.run(torch.tensor([[*prompt, *path] for path in paths]), ForwardPlan(logits=True)).logits

@@ -97,7 +97,7 @@ def compute_early_exit(target: Target, reference: Any, tokens: Tensor, layer: in
 
 
 def compute_adapted(drafter: Kangaroo, target: Target, x: Tensor, head: nn.Linear) -> Tensor:
-    """[B, T, V] log q of x + attention(norm(x)), normed, from exit states x: the adapter's weights in transformers' modules."""
+    """Compute log q [B, T, V] of x + attention(norm(x)), normed, from exit states x, in transformers' modules."""
     heads = target.config
     config = hf.LlamaConfig(
         hidden_size=heads.hidden_size, num_attention_heads=heads.num_attention_heads,
@@ -193,7 +193,7 @@ def test_loss_is_that_of_transformers_modules(tiny: Target, kind: str, layer: in
 
 
 def test_the_gradient_is_the_adapters_alone(tiny: Target) -> None:
-    """Every weight of the adapter learns, in the direction of a finite difference; nothing of the target's does."""
+    """Every weight of the adapter has the gradient of a finite difference; the target's weights have none."""
     target, _ = make_pair(tiny)
     drafter = make_drafter(target, noise=1.0)
     batch = make_batch(target, drafter)
@@ -224,7 +224,7 @@ def test_the_output_projection_learns_first(tiny: Target) -> None:
 
 
 def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
-    """Batches add up, padding and sequences without an answer add nothing."""
+    """Losses of batches add up; padding and sequences without an answer add nothing."""
     target, _ = make_pair(tiny)
     drafter, rows = make_drafter(target, noise=1.0), make_dataset()
     layers = drafter.stages[0].layers
@@ -246,7 +246,7 @@ def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
 
 
 def test_training_lowers_the_loss_and_not_the_target(tiny: Target, tmp_path: Path) -> None:
-    """Sixty steps bring the adapter nearer to the target on what it saw, and leave the target bit by bit."""
+    """Sixty steps lower the loss on the training data, and leave the target bit by bit."""
     target, _ = make_pair(tiny)
     drafter, before = make_drafter(target), {name: tensor.clone() for name, tensor in target.state_dict().items()}
     batch = make_batch(target, drafter)
@@ -328,20 +328,20 @@ def test_trees_stay_lossless(tiny: Target) -> None:
 
 @pytest.mark.parametrize("num_layers, exit_layer", [(2, 1), (8, 1), (30, 2), (32, 2), (40, 3)])
 def test_the_default_exit_is_the_authors(tiny: Target, num_layers: int, exit_layer: int) -> None:
-    """A fourteenth of the layers, at least one: 2 of 32 and 3 of 40, 2 of SmolLM2's 30."""
+    """The default exit is a fourteenth of the layers, at least one: 2 of 32 and 3 of 40, 2 of SmolLM2's 30."""
     assert resolve_exit_layer(cast(Target, SimpleNamespace(num_layers=num_layers)), None, 1 / 14) == exit_layer
     assert Kangaroo(tiny).exit_layer == 1
 
 
 @pytest.mark.parametrize("layer", [0, 8, -1])
 def test_an_exit_that_is_not_there_is_refused(tiny: Target, layer: int) -> None:
-    """The message says which there are."""
+    """The message names the valid exits."""
     with pytest.raises(UserError, match=f"drafter.exit_layer={layer}.*use 1 to 7"):
         Kangaroo(tiny, exit_layer=layer)
 
 
 def test_init_takes_the_exit_from_the_saved_drafter(tmp_path: Path) -> None:
-    """A run that goes on from another one, with steps of no size, ends with its weights and its exit."""
+    """A run that starts from another run's drafter, with steps of almost no size, ends with its weights and its exit."""
     settings = ["target=tiny", "recipe=kangaroo", "data.limit=6", "data.max_length=48", "data.held_out=0", "eval=none",
                 "trainer.max_steps=2"]  # fmt: skip
     argv = sys.argv

@@ -129,7 +129,7 @@ def test_answers_are_the_targets_own(tiny: Target) -> None:
 
 
 def test_answers_end_with_the_context(tiny: Target) -> None:
-    """A prompt near the target's longest context gets the answer that has room."""
+    """A prompt near the target's longest context gets an answer as long as the context allows."""
     target, _ = pair(tiny, 3)
     prompt = [3 + n % 50 for n in range(60)]
     tokens, mask = pad_texts(make_answers(target, [prompt], 12), target.device)
@@ -141,7 +141,7 @@ PLAIN = ForwardPlan()
 
 @pytest.fixture
 def measured_sets(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
-    """The sets that a search runs the target without, in order."""
+    """The sets that a search measures, in order."""
     runs: list[frozenset[int]] = []
     run = Target.run
 
@@ -157,7 +157,7 @@ def measured_sets(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
 @pytest.mark.sweep(3, free=("steps",))
 @pytest.mark.parametrize("steps", [1, 2, 5, 14, 60])
 def test_search_measures_as_many_sets_as_it_may(tiny: Target, steps: int, measured_sets: list[frozenset[int]]) -> None:
-    """`steps` sets of the 62 that six layers have, none twice, none empty or whole; what it finds is one of them."""
+    """A search measures `steps` of the 62 sets of six layers, none twice, none empty or full, and returns one of them."""
     target, _ = pair(tiny, 6)
     chosen = run_search(target, steps)
     assert len(measured_sets) == len(set(measured_sets)) and chosen in measured_sets
@@ -166,7 +166,7 @@ def test_search_measures_as_many_sets_as_it_may(tiny: Target, steps: int, measur
 
 
 def test_a_small_target_has_fewer_sets_than_steps(tiny: Target, measured_sets: list[frozenset[int]]) -> None:
-    """The search ends although there are not as many sets; with two layers it looks at both."""
+    """The search ends although there are fewer sets than steps; with two layers it measures both."""
     target, _ = pair(tiny, 2)
     assert run_search(target, 50) in {frozenset({0}), frozenset({1})} and set(measured_sets) == {frozenset({0}), frozenset({1})}
 
@@ -190,7 +190,7 @@ def test_search_starts_with_the_layers_that_turn_least(tiny: Target, measured_se
 
 
 def test_search_depends_on_nothing_but_its_seed(tiny: Target, measured_sets: list[frozenset[int]]) -> None:
-    """The same seed measures the same sets in the same order, whatever else drew random numbers; another draws others."""
+    """A seed measures the same sets in the same order, whatever else drew random numbers; another seed measures other sets."""
     target, _ = pair(tiny, 6)
     tried = []
     for noise, seed in ((1, 0), (2, 0), (1, 7)):
@@ -227,7 +227,7 @@ def test_wrong_settings_are_named(tiny: Target, options: dict[str, Any], message
 
 
 def test_given_layers_are_not_searched_for(tiny: Target, measured_sets: list[frozenset[int]]) -> None:
-    """`skipped` stays as it was given, and no prompt is read."""
+    """Given `skipped` layers do not change, and no prompt is read."""
 
     def prompts() -> list[list[int]]:
         raise AssertionError
@@ -240,7 +240,7 @@ def test_given_layers_are_not_searched_for(tiny: Target, measured_sets: list[fro
 def test_a_searched_set_is_saved_and_not_searched_again(
     tiny: Target, tmp_path: Path, measured_sets: list[frozenset[int]]
 ) -> None:
-    """Before the search nothing is described; after it the saved description builds a drafter with the same layers."""
+    """Before the search no layers are saved; after it the saved description builds a drafter with the same layers."""
     node = {
         "_target_": "spectrain.experimental.layer_skip.drafter.LayerSkipping",
         "search_steps": 8,
@@ -265,7 +265,7 @@ def test_a_searched_set_is_saved_and_not_searched_again(
 @pytest.mark.sweep(2, free=("skipped",))
 @pytest.mark.parametrize("skipped", [[0], [7], [1, 4, 5], [0, 1, 2, 3, 4, 5, 6]])
 def test_drafts_are_the_shorter_models(tiny: Target, skipped: list[int]) -> None:
-    """A first round's draft is what the target without these layers would write, and the output is greedy decoding's."""
+    """A first round's draft is that of the target without these layers, and the output is greedy decoding's."""
     drafter, prompt = LayerSkipping(tiny, skipped=skipped).eval(), [5, 6, 7, 8, 9]
     recorder = Keeping(Chain(3))
     out = decode(tiny, [prompt], Greedy(), 12, drafter, recorder, ignore_eos=True)[0].output
@@ -296,8 +296,8 @@ HALVES: dict[str, list[int | str]] = {
 
 @pytest.mark.parametrize("case", HALVES)
 def test_halves_are_left_out(tiny: Target, case: str) -> None:
-    """What runs is transformers' own model whose attention and feed-forward matrices that write to the residual stream are
-    zero there, and the target is afterwards as before."""
+    """The logits are those of transformers' own model with zeros for the attention or feed-forward matrices that write to the
+    residual stream, and the target is afterwards as before."""
     target, reference = pair(tiny, 4)
     skipped = LayerSkipping(target, skipped=HALVES[case]).skipped
     tokens = torch.randint(3, VOCAB, (2, 9))
@@ -319,8 +319,8 @@ def test_halves_are_left_out(tiny: Target, case: str) -> None:
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 2)], ids=lambda builder: builder.name)
 @pytest.mark.parametrize("case", HALVES)
 def test_drafts_without_halves_are_lossless(tiny: Target, case: str, builder: TreeBuilder) -> None:
-    """Greedily the output is the target's, which verifies from the first layer that lacks something: skipped attention leaves
-    no hole in the cache."""
+    """The greedy output is the target's, which verifies from the first layer that lacks a part: skipped attention leaves no
+    hole in the cache."""
     target, _ = pair(tiny, 4)
     drafter = LayerSkipping(target, skipped=HALVES[case]).eval()
     plain = decode(target, PROMPTS, Greedy(), 16, ignore_eos=True)
@@ -331,7 +331,7 @@ def test_drafts_without_halves_are_lossless(tiny: Target, case: str, builder: Tr
 
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 2)], ids=lambda builder: builder.name)
 def test_a_search_while_decoding_is_lossless_and_repeatable(tiny: Target, builder: TreeBuilder) -> None:
-    """The output is the target's, as many sets are tried as may be, first and last layer stay, and a seed tries the same."""
+    """The output is the target's, all tries are used, first and last layer stay, and a seed tries the same sets."""
     target, _ = pair(tiny, 4)
     plain = decode(target, PROMPTS, Greedy(), 22, ignore_eos=True)
     runs = []
@@ -346,8 +346,8 @@ def test_a_search_while_decoding_is_lossless_and_repeatable(tiny: Target, builde
 
 
 def test_agreement_is_teacher_forced(tiny: Target) -> None:
-    """How many of the newest tokens the target without the set accepts, after the keys and values of the full target, row by
-    row; the cache is then bit by bit what it was, and the full target accepts all of its own."""
+    """Agreement is the share of newest tokens that the target without the set accepts, after the keys and values of the full
+    target, row by row; the cache is then bit by bit what it was, and the full target accepts all of its own."""
     target, _ = pair(tiny, 4)
     texts = [
         prompt + generation.output
@@ -373,7 +373,7 @@ def test_agreement_is_teacher_forced(tiny: Target) -> None:
 
 
 def test_moves_stay_inside(tiny: Target) -> None:
-    """Any number of them leaves something out, never of the first or last layer, and reaches most sets of three layers."""
+    """Any number of moves skips some layer, never the first or last one, and reaches most sets of three layers."""
     random, skipped, reached = Random(0), frozenset({2}), set()
     for _ in range(400):
         skipped = mutate_layers(skipped, 5, random)
@@ -383,7 +383,7 @@ def test_moves_stay_inside(tiny: Target) -> None:
 
 
 def test_settings_say_halves(tiny: Target) -> None:
-    """A set is described as it is given, sorted; both halves of a layer are the layer, as in descriptions of before."""
+    """A set is described as it was given, sorted; both halves of a layer are the layer, as in earlier descriptions."""
     drafter = LayerSkipping(tiny, skipped=["mlp5", 3, "attention4", "mlp4", "attention2"])
     assert drafter.saved.settings == {"skipped": ["attention2", 3, 4, "mlp5"]}
     assert LayerSkipping(tiny, skipped=["attention4", "mlp4"]).skipped == LayerSkipping(tiny, skipped=[4]).skipped == {4}

@@ -136,7 +136,7 @@ def test_the_mask_is_lookahead_s(shallow: Target, prompts: list, sizes: tuple) -
 @pytest.mark.sweep(2, free=("sizes",))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_window_moves_by_a_jacobi_step(shallow: Target, prompts: list, sizes: tuple) -> None:
-    """Level j takes the tokens of level j + 1, the last level the target's answers to it, and it begins with the prompt's."""
+    """Level j takes the tokens of level j + 1, the last level the target's answers, and the window begins with the prompt's."""
     window, _, _ = sizes
     drafter = RecordingLookahead(shallow, *sizes)
     generations = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
@@ -152,7 +152,7 @@ def test_the_window_moves_by_a_jacobi_step(shallow: Target, prompts: list, sizes
 @pytest.mark.parametrize("pool_from_prompt", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_pool_holds_what_was_said(shallow: Target, prompts: list, sizes: tuple, pool_from_prompt: bool) -> None:
-    """Each n-gram of the pool is one of the text, or N answers of the target, one after another in a column."""
+    """Each n-gram of the pool is from the text, or N answers of the target, one after another in a column."""
     window, ngram, guesses = sizes
     drafter = RecordingLookahead(shallow, *sizes, pool_from_prompt=pool_from_prompt)
     generations = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
@@ -216,7 +216,7 @@ def test_a_batch_equals_its_rows_alone(shallow: Target, prompts: list, sizes: tu
 
 
 class EveryOther(Guard):
-    """Drafts in every other round."""
+    """A guard that drafts in every other round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class EveryOther(Guard):
 
 
 def test_rounds_without_a_draft_are_caught_up_with(shallow: Target, prompts: list) -> None:
-    """Text that was decoded without a draft is read too: the output stays, and so do the pool's n-grams of it."""
+    """Text that was decoded without a draft is read too: the output does not change, and the pool has the text's n-grams."""
     drafter = Lookahead(shallow, 3, 3, 1000)
     plain = decode(shallow, prompts, Greedy(), LIMIT)
     generations = Session(shallow, Greedy(), drafter, BUILDER, guard=EveryOther()).decode(prompts, LIMIT)

@@ -158,7 +158,7 @@ def compute_gradient(loss: Callable[[Tensor, Tensor], Tensor], log_p: Tensor, lo
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_generalised_jensen_shannon_equals_its_definition(beta: float) -> None:
-    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, over beta (1 - beta); by name it is the same."""
+    """The loss is beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, over beta (1 - beta), also by name."""
     log_p, log_q = draw_log_probs()
     p, q = log_p.exp(), log_q.exp()
     m = beta * p + (1 - beta) * q
@@ -171,7 +171,7 @@ def test_generalised_jensen_shannon_equals_its_definition(beta: float) -> None:
 
 @pytest.mark.parametrize("name", sorted(DIVERGENCES.keys() - {"jensen_shannon"}))
 def test_beta_is_that_of_jensen_shannon_only(name: str) -> None:
-    """Every other divergence is found by its name, whatever beta is."""
+    """Every other divergence is returned by its name, whatever beta is."""
     assert get_divergence(name, 0.3) is DIVERGENCES[name]
 
 
@@ -204,7 +204,7 @@ def test_curvature_near_equality_is_the_same_for_every_beta(beta: float) -> None
 
 @pytest.mark.parametrize("decay", [0.8, 0.5, 1.0])
 def test_split_loss_equals_a_loop_over_rows(decay: float) -> None:
-    """Half of forward KL on accepted rows, half of decay^k reverse KL on row k after the first wrong token."""
+    """The loss is half of forward KL on accepted rows and half of decay^k reverse KL on row k after the first wrong token."""
     log_p, log_q = draw_log_probs()
     distance = torch.tensor([-1, 0, 1, 5, -1])
     expected = []
@@ -217,7 +217,7 @@ def test_split_loss_equals_a_loop_over_rows(decay: float) -> None:
 
 
 def test_target_rows_that_share_an_answer_are_computed_once() -> None:
-    """Rows in order of their answers, a chunk at a time: each chunk requests its range once, and a range within it never."""
+    """With rows in order of their answers, each chunk requests its range once, and a range within it is not requested again."""
     log_p, requests = draw_log_probs()[0], []
 
     def get_log_probs(rows: slice) -> Tensor:
@@ -235,7 +235,7 @@ def test_target_rows_that_share_an_answer_are_computed_once() -> None:
 
 
 def test_top_k_is_the_soft_cross_entropy_of_the_most_likely_tokens() -> None:
-    """Over the full vocabulary it is the soft cross-entropy, and of one token -p log q of it."""
+    """Over the full vocabulary the loss is the soft cross-entropy, and over one token it is -p log q of that token."""
     log_p, log_q = draw_log_probs()
     cross_entropy = -(log_p.exp() * log_q).sum(-1)
     torch.testing.assert_close(top_k_loss(log_p, log_q, VOCAB + 1), cross_entropy)
