@@ -1,4 +1,4 @@
-"""What a drafter says along true paths, over rounds that commit what they are told to. Not a test itself."""
+"""Drafters' distributions along true paths, over rounds that commit given numbers of tokens. Not a test itself."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from tests.factories import add_noise
 
 
 class Probe(TreeBuilder):
-    """Asks for the distribution after given nodes, call by call, and drafts nothing."""
+    """A builder that asks for the distributions after given nodes, call by call, and drafts nothing."""
 
     name, depth, budget, max_drafted = "probe", 8, 16, 16
 
@@ -31,7 +31,7 @@ class Probe(TreeBuilder):
 
 
 def shaken(drafter: Any, target: Target, size: float = 0.3) -> Any:
-    """Prepared, and every weight at random, so that everything it reads matters."""
+    """Prepare a drafter and add noise to every weight, so that everything it reads matters."""
     torch.manual_seed(3)
     drafter.prepare(target, torch.randint(0, 1000, (target.head.vocab_size,)))
     add_noise(drafter.parameters(), size)
@@ -43,8 +43,8 @@ ROUNDS = (([3, 1], True), ([1, 4], True), ([2, 2], False), ([1, 3], False), ([4,
 
 @torch.no_grad()
 def walk(drafter: Drafter, target: Target, tokens: Tensor, depth: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Of every drafted round and both rows of tokens [2, 32]: the row, the index of the newest token whose features are known,
-    and what is said [depth, V] of the tokens from two further on, behind the true ones. Some rounds are not drafted."""
+    """Yield, for every drafted round and both rows of tokens [2, 32], the row, the index of the newest token with features,
+    and log q [depth, V] of the tokens from two further on, after the true ones. Some rounds are not drafted."""
     lengths = [6, 3]
     context = begun(target, [row[:n].tolist() for row, n in zip(tokens, lengths)], drafter, Probe(), 40)
     context.tokens[:, :32] = tokens
@@ -54,14 +54,14 @@ def walk(drafter: Drafter, target: Target, tokens: Tensor, depth: int) -> Iterat
             calls = [([[int(row[n + 1 + step])] for row, n in zip(tokens, lengths)], [[step]] * 2) for step in range(depth - 1)]
             probe = Probe(*calls)
             proposed(drafter, context, probe)
-            said = torch.cat(probe.said, dim=1)
-            yield from ((row, n - 1, said[row]) for row, n in enumerate(lengths))
+            log_q = torch.cat(probe.said, dim=1)
+            yield from ((row, n - 1, log_q[row]) for row, n in enumerate(lengths))
         tree = TokenTree.from_chain(torch.stack([row[n : n + 5] for row, n in zip(tokens, lengths)]))
-        seen = target.verify(tree, context.cache, drafter.layers)
+        features = target.verify(tree, context.cache, drafter.layers)
         bonus = torch.stack([row[n + count] for row, n, count in zip(tokens, lengths, counts)])
         before = (context.new_features, context.num_new)
         accepted = AcceptedPath(torch.arange(4).expand(2, -1), torch.tensor(counts), bonus)
-        context.commit(tree, seen, accepted)
+        context.commit(tree, features, accepted)
         drafter.commit(context, accepted)
         if not drafted:
             context.defer(before)

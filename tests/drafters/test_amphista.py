@@ -20,30 +20,32 @@ from .forced import Probe, shaken, walk
 HEADS = 3
 
 
-def make(target: Target, **options: Any) -> Amphista:
+def make_drafter(target: Target, **options: Any) -> Amphista:
     return shaken(Amphista(target, **{"num_heads": HEADS, "vocab_size": 512, **options}), target)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("rank", [None, 9])
 def test_without_its_layers_it_is_medusas_heads(shallow: Target, rank: int | None) -> None:
-    """Loss, hits, gradients and what is said are those of Medusa with the same weights."""
-    drafter = make(shallow, attention_layers=0, adaptation_layers=0, head_rank=rank)
+    """Loss, hits, gradients and log q are those of Medusa with the same weights."""
+    drafter = make_drafter(shallow, attention_layers=0, adaptation_layers=0, head_rank=rank)
     medusa = Medusa(shallow, num_heads=HEADS, vocab_size=512, loss="forward_kl", head_rank=rank)
     medusa.load_state_dict(drafter.state_dict(), strict=True)
-    batch, found = random_batch(shallow, ("final",), has_prompt=True), []
-    for one in (drafter, medusa):
-        losses = one.loss(batch, shallow, TrainingState())
+    batch, results = random_batch(shallow, ("final",), has_prompt=True), []
+    for candidate in (drafter, medusa):
+        losses = candidate.loss(batch, shallow, TrainingState())
         losses.total.backward()
-        gradients = {name: p.grad for name, p in one.named_parameters()}
+        gradients = {name: p.grad for name, p in candidate.named_parameters()}
         probe = Probe(([[20]], [[0]]), ([[30]], [[1]]))
         with torch.no_grad():
-            proposed(one, begun(shallow, [[5, 6, 7, 8]], one, probe), probe)
-        found.append((losses.terms, losses.hits, losses.counts, gradients, probe.said))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+            proposed(candidate, begun(shallow, [[5, 6, 7, 8]], candidate, probe), probe)
+        results.append((losses.terms, losses.hits, losses.counts, gradients, probe.said))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
-def in_training(drafter: Amphista, target: Target, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, Tensor]]:
-    """log q of every head at every (row, index), out of the training loss."""
+def compute_training_log_q(
+    drafter: Amphista, target: Target, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[Any, Tensor]]:
+    """Return log q of every head at every (row, index), out of the training loss."""
     states: list[Tensor] = []
     judge = Supervision.judge_states
     monkeypatch.setattr(
@@ -52,31 +54,31 @@ def in_training(drafter: Amphista, target: Target, batch: Batch, monkeypatch: py
     with torch.no_grad():
         drafter.loss(batch, target, TrainingState())
         supervision = Supervision(drafter, batch)
-        said = [head.lm_head(x).log_softmax(-1) for head, x in zip(drafter.heads, states, strict=True)]
-        places = [[(int(b), int(t)) for b, t in supervision.is_supervised(k).nonzero()] for k in range(HEADS)]
-        return [dict(zip(where, rows, strict=True)) for where, rows in zip(places, said)]
+        log_q = [head.lm_head(x).log_softmax(-1) for head, x in zip(drafter.heads, states, strict=True)]
+        positions = [[(int(b), int(t)) for b, t in supervision.is_supervised(k).nonzero()] for k in range(HEADS)]
+        return [dict(zip(keys, rows, strict=True)) for keys, rows in zip(positions, log_q)]
 
 
 @pytest.mark.parametrize(("attention", "adaptation"), [(1, 2), (2, 0), (0, 3)])
 def test_training_equals_decoding(shallow: Target, attention: int, adaptation: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over rounds that commit unequally many tokens, some of them undrafted, heads say in both what they say in either."""
-    drafter = make(shallow, attention_layers=attention, adaptation_layers=adaptation)
+    """Over rounds that commit unequally many tokens, some of them undrafted, log q of training and of decoding are equal."""
+    drafter = make_drafter(shallow, attention_layers=attention, adaptation_layers=adaptation)
     batch = random_batch(shallow, ("final",), has_prompt=True)
-    trained = in_training(drafter, shallow, batch, monkeypatch)
+    trained = compute_training_log_q(drafter, shallow, batch, monkeypatch)
     compared = 0
-    for row, index, said in walk(drafter, shallow, batch.tokens, HEADS):
+    for row, index, log_q in walk(drafter, shallow, batch.tokens, HEADS):
         for k in range(HEADS):
             if (row, index) in trained[k]:
-                torch.testing.assert_close(said[k], trained[k][row, index], rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(log_q[k], trained[k][row, index], rtol=1e-3, atol=1e-3)
                 compared += 1
     assert compared > 12
 
 
-def test_every_head_hears_every_other(shallow: Target) -> None:
-    """With attention over heads what each says changes with any other's blocks, in both directions; without it, it does not."""
+def test_every_head_reads_every_other(shallow: Target) -> None:
+    """With attention over heads each head's output changes with any other's blocks; without it, it does not."""
     stage = torch.randn(5, shallow.width)
     for attention in (0, 1):
-        drafter = make(shallow, attention_layers=attention, adaptation_layers=1)
+        drafter = make_drafter(shallow, attention_layers=attention, adaptation_layers=1)
         for changed in range(HEADS):
             with torch.no_grad():
                 before = drafter.mix_heads(stage)
@@ -87,13 +89,13 @@ def test_every_head_hears_every_other(shallow: Target) -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2, 5])
 def test_it_starts_as_the_targets_own_head(shallow: Target, num_heads: int) -> None:
-    """Before training every head says the target's next token over the draft vocabulary."""
+    """Before training every head gives the target's next-token distribution over the draft vocabulary."""
     drafter = Amphista(shallow, num_heads=num_heads, vocab_size=256)
     drafter.prepare(shallow, torch.arange(shallow.head.vocab_size))
     probe = Probe(*[([[20]], [[step]]) for step in range(num_heads - 1)])
     context = begun(shallow, [[5, 6, 7, 8]], drafter, probe)
-    wanted = shallow.head.logits(context.new_features.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    expected = shallow.head.logits(context.new_features.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
     with torch.no_grad():
         proposed(drafter, context, probe)
-    said = torch.cat(probe.said, dim=1)
-    torch.testing.assert_close(said, wanted[:, None].expand_as(said), rtol=1e-4, atol=1e-4)
+    log_q = torch.cat(probe.said, dim=1)
+    torch.testing.assert_close(log_q, expected[:, None].expand_as(log_q), rtol=1e-4, atol=1e-4)

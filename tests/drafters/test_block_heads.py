@@ -34,8 +34,8 @@ LILICORR = "spectrain.drafters.lilicorr.LiLiCorr"
 XPRESS = "spectrain.experimental.xpress.drafter.XPress"
 
 
-def make(target: Target, constructor: str, **options: Any) -> Any:
-    """A drafter of blocks of four with random weights, large enough that every part matters."""
+def make_drafter(target: Target, constructor: str, **options: Any) -> Any:
+    """Make a drafter of blocks of four with random weights, large enough that every part matters."""
     torch.manual_seed(7)
     settings = {"_target_": constructor, "block_size": 4, "num_layers": 1, "num_anchors": 5, **options}
     drafter = build(settings, target=target)
@@ -46,12 +46,14 @@ def make(target: Target, constructor: str, **options: Any) -> Any:
     return drafter.eval()
 
 
-def batch_of(target: Target, drafter: Any, rows: list[int]) -> Batch:
+def make_batch(target: Target, drafter: Any, rows: list[int]) -> Batch:
     return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.layers))
 
 
-def rollout_after(drafter: Any, states: Tensor, text: list[int], builder: TreeBuilder = CHAIN, has_anchor: bool = False) -> Any:
-    """The rollout after a text, from the states of its block: those of all slots, or of the drafting ones."""
+def make_rollout_after(
+    drafter: Any, states: Tensor, text: list[int], builder: TreeBuilder = CHAIN, has_anchor: bool = False
+) -> Any:
+    """Make the rollout after a text from the states of its block: those of all slots, or of the drafting ones."""
     tokens = torch.tensor([text])
     lengths = torch.tensor([len(text) - 1])
     context = SimpleNamespace(
@@ -60,8 +62,8 @@ def rollout_after(drafter: Any, states: Tensor, text: list[int], builder: TreeBu
     return drafter.make_rollout(context, SlotStates(states[None], drafter.first_draft_slot if has_anchor else 0))
 
 
-def follow(rollout: Any, path: list[int]) -> Tensor:
-    """Log q [len(path) + 1, V] after the root and after each token of a path."""
+def follow_path(rollout: Any, path: list[int]) -> Tensor:
+    """Compute log q [len(path) + 1, V] after the root and after each token of a path."""
     log_q = [rollout.start()[0, 0]]
     for parent, token in enumerate(path):
         log_q.append(rollout.extend(torch.tensor([[token]]), torch.tensor([[parent]]))[0, 0])
@@ -70,7 +72,7 @@ def follow(rollout: Any, path: list[int]) -> Tensor:
 
 @torch.no_grad()
 def domino_by_formula(drafter: Domino, states: Tensor, tokens: list[int]) -> Tensor:
-    """Log q [len(tokens), V] of drafts after these previous tokens, by the equations of a GRU (gates r, z, n)."""
+    """Compute log q [len(tokens), V] of drafts after these previous tokens, by the equations of a GRU (gates r, z, n)."""
     state, log_q = torch.zeros(drafter.prefix_gru.hidden_size), []
     for d, (token, z) in enumerate(zip(tokens, states)):
         from_input = (drafter.prefix_gru.weight_ih_l0 @ drafter.embed(torch.tensor(token))).chunk(3)
@@ -88,28 +90,29 @@ def domino_by_formula(drafter: Domino, states: Tensor, tokens: list[int]) -> Ten
 @pytest.mark.parametrize("options", [{}, {"sample_from_anchor": False, "vocab_size": 512, "uncorrected": 0}])
 @torch.no_grad()
 def test_domino_steps_as_its_training_scans(shallow: Target, options: dict[str, Any]) -> None:
-    """Stepping the GRU token by token = the formulas = the scan over the block that training judges; what a slot reads is
-    earlier; without W2 the logits are DFlash's bit for bit."""
-    drafter = make(shallow, DOMINO, gru_width=12, rank=8, **options)
+    """Stepping the GRU token by token equals the formulas and the scan over the block in training; a slot reads earlier slots
+    only; without W2 the logits are DFlash's bit for bit."""
+    drafter = make_drafter(shallow, DOMINO, gru_width=12, rank=8, **options)
     states = states_behind(drafter, shallow, TEXT)[:3]
-    log_q = follow(rollout_after(drafter, states, TEXT), PATH[:2])
+    log_q = follow_path(make_rollout_after(drafter, states, TEXT), PATH[:2])
     torch.testing.assert_close(log_q, domino_by_formula(drafter, states, [TEXT[-1], *PATH[:2]]), rtol=1e-4, atol=1e-5)
     tokens = torch.tensor([[TEXT[-1], *PATH[:2]]])
     terms = drafter.correct(states[None], drafter.prefix_gru(drafter.embed(tokens))[0], torch.arange(3))
     scanned = drafter.corrected_log_q(drafter.compute_products(states[None]), terms)[0]
     torch.testing.assert_close(log_q, scanned, rtol=1e-4, atol=1e-5)
-    other = follow(rollout_after(drafter, states, TEXT), [PATH[0], 4])
+    other = follow_path(make_rollout_after(drafter, states, TEXT), [PATH[0], 4])
     assert torch.equal(other[:2], log_q[:2]) and not torch.allclose(other[2], log_q[2])
     drafter.readout.weight.zero_()
     assert torch.equal(
-        follow(rollout_after(drafter, states, TEXT), PATH[:2])[1:], drafter.log_q(drafter.compute_products(states[None]))[0, 1:]
+        follow_path(make_rollout_after(drafter, states, TEXT), PATH[:2])[1:],
+        drafter.log_q(drafter.compute_products(states[None]))[0, 1:],
     )
 
 
 def test_domino_trains_its_head_as_the_base_fades(shallow: Target) -> None:
     """With lam = 1 the head gets a gradient of exactly zero; halfway to its end the loss is half of each cross-entropy."""
-    drafter = make(shallow, DOMINO, gru_width=12, rank=8)
-    batch = batch_of(shallow, drafter, [0, 1])
+    drafter = make_drafter(shallow, DOMINO, gru_width=12, rank=8)
+    batch = make_batch(shallow, drafter, [0, 1])
     drafter.loss(batch, shallow, TrainingState()).total.backward()
     assert all(not parameter.grad.any() for part in (drafter.prefix_gru, drafter.embed_proj) for parameter in part.parameters())
     assert drafter.fc.weight.grad.any()
@@ -120,7 +123,7 @@ def test_domino_trains_its_head_as_the_base_fades(shallow: Target) -> None:
 
 
 def xpress_logits(drafter: XPress, slots: Tensor, tokens: list[int]) -> Tensor:
-    """Logits [K, V] of the drafting slots after these tokens [S] before all slots, with the mixer folded into I + tril(L)."""
+    """Compute logits [K, V] of the drafting slots after tokens [S] before all slots, with the mixer folded into I + tril(L)."""
     head, mean = drafter.refiner_head, slots.mean(0)
     a = torch.stack(
         [
@@ -140,9 +143,9 @@ def xpress_logits(drafter: XPress, slots: Tensor, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize("builder", [CHAIN, Chain(3, "sampled", 0.8, seed=3)], ids=["greedy", "drawn"])
 @torch.no_grad()
 def test_xpress_passes_reach_what_left_to_right_drafting_draws(shallow: Target, builder: Chain, shifted: bool) -> None:
-    """After m passes the first m drafts are those of drafting one after the other with the same noise, and after all passes
-    all are; q of the last pass is that of the drafts which it read, and slot k's does not depend on the noise from k on."""
-    drafter = make(shallow, XPRESS, rank=8, sample_from_anchor=shifted)
+    """After m passes the first m drafts are those of drafting one after the other with the same noise. q of the last pass is
+    that of the drafts that it read, and q of slot k does not depend on the noise from k on."""
+    drafter = make_drafter(shallow, XPRESS, rank=8, sample_from_anchor=shifted)
     slots = states_behind(drafter, shallow, TEXT, every=True)
     context: Any = SimpleNamespace(sequence_ids=torch.zeros(1, dtype=torch.int64), lengths=torch.tensor([len(TEXT) - 1]))
     draw, count = ChildDraw.of_round(builder, context), drafter.num_drafts
@@ -155,19 +158,19 @@ def test_xpress_passes_reach_what_left_to_right_drafting_draws(shallow: Target, 
             tokens[drafter.first_draft_slot + k + 1] = child
     for passes in range(1, count + 1):
         drafter.num_passes = passes
-        rollout = rollout_after(drafter, slots, TEXT, builder, has_anchor=True)
+        rollout = make_rollout_after(drafter, slots, TEXT, builder, has_anchor=True)
         torch.testing.assert_close(rollout.log_q[0, :passes], torch.stack(expected[:passes]), rtol=1e-4, atol=1e-4)
     drafter.readout.weight.zero_()
     plain = drafter.log_q(drafter.compute_products(slots[None, drafter.first_draft_slot :]))
-    assert torch.equal(rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q, plain)
+    assert torch.equal(make_rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q, plain)
 
 
 @torch.no_grad()
 def test_xpress_q_does_not_depend_on_later_draws(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other draws from slot k on change q after slot k only, also where the passes have not converged."""
-    drafter, pick = make(shallow, XPRESS, rank=8, num_passes=2), ChildDraw.pick
+    drafter, pick = make_drafter(shallow, XPRESS, rank=8, num_passes=2), ChildDraw.pick
     slots, builder = states_behind(drafter, shallow, TEXT, every=True), Chain(3, "sampled", seed=3)
-    log_q = rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q[0]
+    log_q = make_rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q[0]
     for k in range(2):
 
         def pick_others(draw: ChildDraw, log_q: Tensor, nodes: Tensor, *rest: Any, k: int = k) -> Any:
@@ -175,14 +178,14 @@ def test_xpress_q_does_not_depend_on_later_draws(shallow: Target, monkeypatch: p
             return torch.where(nodes[..., None] >= k, (ids + 5) % log_q.shape[-1], ids), *others
 
         monkeypatch.setattr(ChildDraw, "pick", pick_others)
-        other = rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q[0]
+        other = make_rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q[0]
         assert torch.equal(other[: k + 1], log_q[: k + 1]) and not torch.allclose(other[k + 1], log_q[k + 1])
 
 
 @torch.no_grad()
 def test_xpress_reads_earlier_drafts_only(shallow: Target) -> None:
     """Another token before slot j changes no slot before j."""
-    drafter = make(shallow, XPRESS, rank=8)
+    drafter = make_drafter(shallow, XPRESS, rank=8)
     block = drafter.refiner_head.project_block(states_behind(drafter, shallow, TEXT, every=True)[None])
     tokens = torch.tensor([[300, 7, 42, 1999]])
     terms = drafter.refiner_head(block, tokens)
@@ -192,26 +195,28 @@ def test_xpress_reads_earlier_drafts_only(shallow: Target) -> None:
 
 
 def test_xpress_loss_has_every_pass(shallow: Target) -> None:
-    """Passes over the drafter's own drafts, with the refiner's block projected once, = a loop over formulas."""
-    drafter = make(shallow, XPRESS, rank=8, consistency_passes=2, decay=0.0, ce=0.0, tv=1.0, base_weight=0.5, num_anchors=1)
-    batch = batch_of(shallow, drafter, [0])
+    """The loss of passes over the drafter's own drafts, with one projection of the refiner's block, equals the formulas."""
+    drafter = make_drafter(
+        shallow, XPRESS, rank=8, consistency_passes=2, decay=0.0, ce=0.0, tv=1.0, base_weight=0.5, num_anchors=1
+    )
+    batch = make_batch(shallow, drafter, [0])
     losses = drafter.loss(batch, shallow, TrainingState())
     anchors = sample_anchors(batch, 1, drafter.seed, 0)
-    place, text = int(anchors.token_indices), batch.tokens[0].tolist()
+    anchor, text = int(anchors.token_indices), batch.tokens[0].tolist()
     log_p = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final"))[0].softmax(-1)
     with torch.no_grad():
-        slots = states_behind(drafter, shallow, text[: place + 1], every=True)
+        slots = states_behind(drafter, shallow, text[: anchor + 1], every=True)
         judged = 0
-        while judged < 3 and place + judged + 1 < len(text) and batch.loss_mask[0, place + judged + 1]:
+        while judged < 3 and anchor + judged + 1 < len(text) and batch.loss_mask[0, anchor + judged + 1]:
             judged += 1
         base = drafter.scale_and_cap(drafter.compute_products(slots))[1:]
-        drafts, passes = text[place + 1 : place + 4], []
+        drafts, passes = text[anchor + 1 : anchor + 4], []
         for number in range(3):
-            tokens = [text[place - 1], text[place], *drafts][:4]
+            tokens = [text[anchor - 1], text[anchor], *drafts][:4]
             passes.append(xpress_logits(drafter, slots, [*tokens, *[0] * (4 - len(tokens))]))
             drafts = (passes[-1] if number else base).argmax(-1).tolist()
         rejected = [
-            float(sum(1 - torch.minimum(log_p[place + d], logits[d].softmax(-1)).sum() for d in range(judged)))
+            float(sum(1 - torch.minimum(log_p[anchor + d], logits[d].softmax(-1)).sum() for d in range(judged)))
             for logits in (base, *passes)
         ]
     scale = float(batch.loss_mask[0, 1:].sum()) / judged
@@ -225,7 +230,7 @@ SMALL_LATTICE = {"correction_width": 16, "correction_heads": 2, "factor_width": 
 
 @torch.no_grad()
 def lattice_by_formula(head: Any, embedded: Tensor, log_probs: Tensor, states: Tensor, context: Tensor) -> Tensor:
-    """The scores [K, C, C] of a lattice, with torch's own attention and one transition at a time."""
+    """Compute the scores [K, C, C] of a lattice, with torch's own attention and one transition at a time."""
     slots, size = log_probs.shape
     nodes = []
     for s in range(slots):
@@ -258,8 +263,8 @@ def lattice_by_formula(head: Any, embedded: Tensor, log_probs: Tensor, states: T
 
 @torch.no_grad()
 def test_lilicorr_scores_every_transition(shallow: Target) -> None:
-    """By its formulas; scores are at most 8; a walk reads the row of its own token; one candidate is DFlash's argmax."""
-    drafter = make(shallow, LILICORR, **SMALL_LATTICE)
+    """Scores are those of its formulas and at most 8; a walk reads its own token's row; one candidate is DFlash's argmax."""
+    drafter = make_drafter(shallow, LILICORR, **SMALL_LATTICE)
     for parameter in (drafter.lilicorr.relative_slot_bias, drafter.lilicorr.same_slot_bias):
         parameter.normal_()
     log_probs, candidates = drafter.log_q(drafter.compute_products(states_behind(drafter, shallow, TEXT)[None])).topk(3)
@@ -270,25 +275,27 @@ def test_lilicorr_scores_every_transition(shallow: Target) -> None:
     torch.testing.assert_close(scores[0], expected, rtol=1e-4, atol=1e-4)
     assert scores.abs().max() <= 8.0001
     features = shallow.features(torch.tensor([TEXT[:-1]]), drafter.layers)
-    around: Any = SimpleNamespace(root=torch.tensor(TEXT[-1:]), new_features=features, last_state=lambda states: states[:, -1:])
-    rollout = drafter.make_rollout(around, SlotStates(states[None], 0))
+    round_context: Any = SimpleNamespace(
+        root=torch.tensor(TEXT[-1:]), new_features=features, last_state=lambda states: states[:, -1:]
+    )
+    rollout = drafter.make_rollout(round_context, SlotStates(states[None], 0))
     path = drafter.draft_ids[candidates[0, :2, 1]].tolist()
     context = drafter.project_context(features)[0, -1]
     rows = drafter.score_lattice(candidates, log_probs, states[None], context[None])[0].log_softmax(-1)
-    for depth, log_q in enumerate(follow(rollout, path)):
+    for depth, log_q in enumerate(follow_path(rollout, path)):
         torch.testing.assert_close(log_q[candidates[0, depth]], rows[depth, 1], rtol=1e-4, atol=1e-4)
         assert float(log_q.exp().sum()) == pytest.approx(1, abs=1e-4)
-    narrow = make(shallow, LILICORR, **{**SMALL_LATTICE, "top_k": 1})
-    chosen = follow(narrow.make_rollout(around, SlotStates(states[None], 0)), path).argmax(-1)
+    narrow = make_drafter(shallow, LILICORR, **{**SMALL_LATTICE, "top_k": 1})
+    chosen = follow_path(narrow.make_rollout(round_context, SlotStates(states[None], 0)), path).argmax(-1)
     assert torch.equal(chosen, narrow.compute_products(states).argmax(-1))
 
 
 def test_lilicorr_adds_its_losses_to_dflashs(shallow: Target) -> None:
     """DFlash's term is DFlash's own; the others are scaled by their weights; without gaps between logits the penalty is 0."""
-    drafter = make(shallow, LILICORR, **SMALL_LATTICE, vocab_size=8, penalty_weight=0.5)
-    plain = make(shallow, "spectrain.drafters.dflash.DFlash", vocab_size=8)
+    drafter = make_drafter(shallow, LILICORR, **SMALL_LATTICE, vocab_size=8, penalty_weight=0.5)
+    plain = make_drafter(shallow, "spectrain.drafters.dflash.DFlash", vocab_size=8)
     plain.load_state_dict({name: value for name, value in drafter.state_dict().items() if "lilicorr" not in name})
-    batch = batch_of(shallow, drafter, [0, 1])
+    batch = make_batch(shallow, drafter, [0, 1])
     # Tokens of the draft vocabulary, so that they are among the candidates.
     tokens = drafter.draft_ids[torch.randint(0, 8, batch.tokens.shape)]
     batch = Batch(tokens, batch.loss_mask, shallow.features(tokens, drafter.layers))
@@ -297,15 +304,15 @@ def test_lilicorr_adds_its_losses_to_dflashs(shallow: Target) -> None:
     assert torch.equal(terms["cross_entropy"], plain.loss(batch, shallow, state).terms["cross_entropy"])
     assert terms["candidates"] > 0 and terms["penalty"] > 0
     drafter.penalty_weight, drafter.candidate_weight = 1.0, 0.5
-    again = drafter.loss(batch, shallow, state).terms
-    torch.testing.assert_close(again["penalty"], 2 * terms["penalty"])
-    torch.testing.assert_close(again["candidates"], 2 * terms["candidates"])
+    terms_again = drafter.loss(batch, shallow, state).terms
+    torch.testing.assert_close(terms_again["penalty"], 2 * terms["penalty"])
+    torch.testing.assert_close(terms_again["candidates"], 2 * terms["candidates"])
     drafter._logit_gaps = lambda *_: torch.zeros(())  # type: ignore[method-assign]
     assert float(drafter.loss(batch, shallow, state).terms["penalty"].detach()) == 0
 
 
-def test_a_one_pass_tree_continues_the_likeliest_path() -> None:
-    """Against a search over all nodes; width 1 is the greedy chain."""
+def test_jetspec_trees_continue_the_most_likely_path() -> None:
+    """A tree is that of a search over all nodes, and with width 1 it is the greedy chain."""
     log_q = torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
     prefix: Any = SimpleNamespace(root=torch.tensor([9]))
     tree = OnePassTree(depth=4, budget=12, width=3).expand(prefix, MarginalRollout(prefix.root, log_q))
@@ -317,10 +324,10 @@ def test_a_one_pass_tree_continues_the_likeliest_path() -> None:
         for score, token in zip(best.values[len(path)].tolist(), best.indices[len(path)].tolist()):
             if len(paths) < 12:
                 paths[(*path, token)] = paths[path] + score
-    found: list[tuple[int, ...]] = [()]
+    actual: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens[0, 1:].tolist(), tree.parents[0, 1:].tolist()):
-        found.append((*found[parent], token))
-    assert found == list(paths)
+        actual.append((*actual[parent], token))
+    assert actual == list(paths)
     assert tree.scores is not None and tree.scores[0].tolist() == pytest.approx(list(paths.values()), abs=1e-5)
     chain = OnePassTree(depth=4, budget=9, width=1).expand(prefix, MarginalRollout(prefix.root, log_q))
     assert chain.tokens[0].tolist() == [9, *log_q[0].argmax(-1).tolist()] and chain.is_chain

@@ -1,4 +1,4 @@
-"""A drafter that is drafted for says what it says alone, in fewer forwards; what is handed over is the helper's."""
+"""An inner drafter with a helper drafts what it drafts alone, in fewer forwards; past the handover the helper drafts."""
 
 from typing import Any
 
@@ -40,23 +40,25 @@ def prompts(shallow: Target) -> list[list[int]]:
     return [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
-def made(target: Target, family: str = "cascade", **settings: Any) -> Any:
+def make_drafter(target: Target, family: str = "cascade", **settings: Any) -> Any:
     torch.manual_seed(0)
     return build({"_target_": list_constructors("drafter")[family], **settings}, target=target).eval()
 
 
-def trees(target: Target, prompts: list[list[int]], drafter: Drafter, builder: TreeBuilder, rule: Any) -> list[TokenTree]:
-    kept = Keeping(builder)
-    decode(target, prompts, rule, LIMIT, drafter, kept, ignore_eos=True)
-    return kept.trees
+def collect_trees(
+    target: Target, prompts: list[list[int]], drafter: Drafter, builder: TreeBuilder, rule: Any
+) -> list[TokenTree]:
+    recorder = Keeping(builder)
+    decode(target, prompts, rule, LIMIT, drafter, recorder, ignore_eos=True)
+    return recorder.trees
 
 
-def forwards(drafter: Any) -> list[int]:
-    """The nodes of every forward of a small model from now on."""
-    seen: list[int] = []
+def record_forwards(drafter: Any) -> list[int]:
+    """Record the number of nodes of every forward of a small model from now on."""
+    node_counts: list[int] = []
     run = drafter.model.run
-    drafter.model.run = lambda tokens, plan: seen.append(tokens.shape[1]) or run(tokens, plan)
-    return seen
+    drafter.model.run = lambda tokens, plan: node_counts.append(tokens.shape[1]) or run(tokens, plan)
+    return node_counts
 
 
 @pytest.mark.sweep(1)
@@ -71,77 +73,79 @@ def forwards(drafter: Any) -> list[int]:
 def test_what_is_drafted_for_says_the_same(
     shallow: Target, prompts: list[list[int]], helper: str, batch: int, builder: TreeBuilder, rule: Any
 ) -> None:
-    """Every tree of the decoding, its q too, is that of the inner drafter alone, whoever guesses."""
-    alone = trees(shallow, prompts[:batch], made(shallow, "causal", num_layers=2), builder, rule)
-    found = trees(shallow, prompts[:batch], made(shallow, inner=INNER, helper=HELPERS[helper], ahead=3), builder, rule)
-    assert len(found) == len(alone)
-    for mine, theirs in zip(found, alone):
-        assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.parents, theirs.parents)
-        assert torch.equal(mine.valid, theirs.valid)
-        if theirs.q is not None and mine.q is not None:
-            torch.testing.assert_close(mine.q, theirs.q, atol=1e-5, rtol=1e-4)
+    """Every tree of the decoding, and its q, is that of the inner drafter alone, whichever helper guesses."""
+    reference = collect_trees(shallow, prompts[:batch], make_drafter(shallow, "causal", num_layers=2), builder, rule)
+    actual = collect_trees(
+        shallow, prompts[:batch], make_drafter(shallow, inner=INNER, helper=HELPERS[helper], ahead=3), builder, rule
+    )
+    assert len(actual) == len(reference)
+    for tree, expected in zip(actual, reference):
+        assert torch.equal(tree.tokens, expected.tokens) and torch.equal(tree.parents, expected.parents)
+        assert torch.equal(tree.valid, expected.valid)
+        if expected.q is not None and tree.q is not None:
+            torch.testing.assert_close(tree.q, expected.q, atol=1e-5, rtol=1e-4)
 
 
 def test_right_guesses_save_forwards(shallow: Target, prompts: list[list[int]]) -> None:
-    """A helper that is the inner drafter itself guesses right: of a chain of 7 with 3 guesses a forward, the root's forward and
-    two more remain of seven, which run four nodes and three."""
-    drafter = made(shallow, inner=INNER, helper=INNER, ahead=3)
+    """A helper that is the inner drafter itself guesses right: for a chain of 7 with 3 guesses per forward, three forwards
+    remain of seven, that of the root and two more, which run four nodes and two."""
+    drafter = make_drafter(shallow, inner=INNER, helper=INNER, ahead=3)
     drafter.helper.load_state_dict(drafter.inner.state_dict())
     builder = Chain(7)
     context = begun(shallow, prompts[:1], drafter, builder)
-    seen = forwards(drafter.inner)
+    node_counts = record_forwards(drafter.inner)
     proposed(drafter, context, builder)
-    assert seen[1:] == [4, 2]
-    alone = made(shallow, "causal", num_layers=2)
+    assert node_counts[1:] == [4, 2]
+    alone = make_drafter(shallow, "causal", num_layers=2)
     context = begun(shallow, prompts[:1], alone, builder)
-    seen = forwards(alone)
+    node_counts = record_forwards(alone)
     proposed(alone, context, builder)
-    assert seen[1:] == [1] * 6
+    assert node_counts[1:] == [1] * 6
 
 
 def test_right_guesses_save_forwards_of_trees(shallow: Target, prompts: list[list[int]]) -> None:
-    """The same with dynamic trees: a helper that is the inner drafter itself guesses which nodes the tree goes on with, so
-    the four forwards of a tree of depth 5, of three nodes each, become two."""
-    drafter, builder = made(shallow, inner=INNER, helper=INNER, ahead=2), Eagle2(5, 12, 3)
+    """With dynamic trees a helper that is the inner drafter itself guesses with which nodes the tree goes on, so the four
+    forwards of a tree of depth 5, of three nodes each, become two."""
+    drafter, builder = make_drafter(shallow, inner=INNER, helper=INNER, ahead=2), Eagle2(5, 12, 3)
     drafter.helper.load_state_dict(drafter.inner.state_dict())
     context = begun(shallow, prompts[:2], drafter, builder)
-    seen = forwards(drafter.inner)
+    node_counts = record_forwards(drafter.inner)
     tree = proposed(drafter, context, builder)
-    assert seen[1:] == [9, 3]
-    alone = made(shallow, "causal", num_layers=2)
+    assert node_counts[1:] == [9, 3]
+    alone = make_drafter(shallow, "causal", num_layers=2)
     context = begun(shallow, prompts[:2], alone, builder)
-    seen = forwards(alone)
-    assert torch.equal(proposed(alone, context, builder).tokens, tree.tokens) and seen[1:] == [3] * 4
+    node_counts = record_forwards(alone)
+    assert torch.equal(proposed(alone, context, builder).tokens, tree.tokens) and node_counts[1:] == [3] * 4
 
 
 @pytest.mark.parametrize("helper", ["copies", "small model", "features"])
 def test_deeper_than_the_handover_the_helper_speaks(shallow: Target, prompts: list[list[int]], helper: str) -> None:
-    """Along a path, what is said to the depth of `handover` is the inner drafter's, and from there on the helper's."""
+    """Along a path, log q is the inner drafter's down to the depth of `handover`, and the helper's from there on."""
     path = [[40], [41], [42]], [[0], [1], [2]]
     probe = Probe(*(([token], [parent]) for token, parent in zip(*path)))
 
-    def said(drafter: Any) -> list[torch.Tensor]:
+    def draft_log_q(drafter: Any) -> list[torch.Tensor]:
         proposed(drafter, begun(shallow, prompts[:1], drafter, probe), probe)
         return probe.said
 
-    drafter = made(shallow, inner=INNER, helper=HELPERS[helper], ahead=2, handover=2)
-    both, mine = said(drafter), said(drafter.inner)
-    other = made(shallow, inner=HELPERS[helper], helper="ngram", ahead=0, handover=4)
+    drafter = make_drafter(shallow, inner=INNER, helper=HELPERS[helper], ahead=2, handover=2)
+    cascade_log_q, inner_log_q = draft_log_q(drafter), draft_log_q(drafter.inner)
+    other = make_drafter(shallow, inner=HELPERS[helper], helper="ngram", ahead=0, handover=4)
     other.inner.load_state_dict(drafter.helper.state_dict())
-    theirs = said(other)
-    for depth, whole in enumerate(both):
-        torch.testing.assert_close(whole.exp(), (mine if depth < 2 else theirs)[depth].exp(), atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(both[2].exp(), mine[2].exp())
+    helper_log_q = draft_log_q(other)
+    for depth, log_q in enumerate(cascade_log_q):
+        torch.testing.assert_close(log_q.exp(), (inner_log_q if depth < 2 else helper_log_q)[depth].exp(), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(cascade_log_q[2].exp(), inner_log_q[2].exp())
 
 
 def test_the_helper_takes_over_where_inner_ends(shallow: Target, prompts: list[list[int]]) -> None:
-    """Two heads draft two tokens: with a later handover the chain is that of a handover at their end."""
+    """Two heads draft two tokens, so the chain of a later handover is that of a handover at their end."""
     heads = {"choice": "medusa", "num_heads": 2, "vocab_size": 512}
-    drafters = [made(shallow, inner=heads, helper=INNER, ahead=0, handover=depth) for depth in (2, 4)]
+    drafters = [make_drafter(shallow, inner=heads, helper=INNER, ahead=0, handover=depth) for depth in (2, 4)]
     drafters[1].load_state_dict(drafters[0].state_dict())
     builder = Chain(5)
-    found = [proposed(drafter, begun(shallow, prompts[:1], drafter, builder), builder) for drafter in drafters]
-    assert found[0].tokens.shape == (1, 6) and torch.equal(found[0].tokens, found[1].tokens)
+    trees = [proposed(drafter, begun(shallow, prompts[:1], drafter, builder), builder) for drafter in drafters]
+    assert trees[0].tokens.shape == (1, 6) and torch.equal(trees[0].tokens, trees[1].tokens)
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=3)], ids=lambda rule: rule.name)
@@ -149,35 +153,35 @@ def test_the_helper_takes_over_where_inner_ends(shallow: Target, prompts: list[l
     "settings", [{"handover": 2}, {"qualify": 0.01}, {"handover": 1, "ahead": 0, "inner": "medusa"}], ids=str
 )
 def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], settings: dict[str, Any], rule: Any) -> None:
-    """Handed over or qualified, drafts are verified: the tokens are those of decoding without a drafter."""
-    expected = [one.output for one in decode(shallow, prompts, rule, LIMIT)]
-    drafter = made(shallow, **{"inner": INNER, **settings})
+    """Drafts of the helper and qualified drafts are verified: the tokens are those of decoding without a drafter."""
+    expected = [generation.output for generation in decode(shallow, prompts, rule, LIMIT)]
+    drafter = make_drafter(shallow, **{"inner": INNER, **settings})
     for builder in (Chain(4), Eagle2(3, 8, 3)):
-        assert [one.output for one in decode(shallow, prompts, rule, LIMIT, drafter, builder)] == expected
+        assert [generation.output for generation in decode(shallow, prompts, rule, LIMIT, drafter, builder)] == expected
 
 
 def test_the_qualifier_lets_good_guesses_pass(shallow: Target, prompts: list[list[int]]) -> None:
-    """With any guess let through, the chain is the helper's; its distribution is inner's with two probabilities exchanged."""
+    """If every guess passes, the chain is the helper's, and q is the inner drafter's with two probabilities exchanged."""
     builder = Chain(4)
 
-    def chain(drafter: Any) -> list[int]:
-        found: list[int] = proposed(drafter, begun(shallow, prompts[:1], drafter, builder), builder).tokens[0].tolist()
-        return found
+    def draft_chain(drafter: Any) -> list[int]:
+        tokens: list[int] = proposed(drafter, begun(shallow, prompts[:1], drafter, builder), builder).tokens[0].tolist()
+        return tokens
 
     helper = HELPERS["small model"]
-    every, none = (made(shallow, inner=INNER, helper=helper, qualify=share) for share in (1e-30, 1.0))
-    assert chain(every) == chain(every.helper) != chain(none) == chain(none.inner)
+    lenient, strict = (make_drafter(shallow, inner=INNER, helper=helper, qualify=share) for share in (1e-30, 1.0))
+    assert draft_chain(lenient) == draft_chain(lenient.helper) != draft_chain(strict) == draft_chain(strict.inner)
     probe = Probe(([[40]], [[0]]))
-    sizes = []
-    for drafter in (every, none):
+    sorted_log_q = []
+    for drafter in (lenient, strict):
         proposed(drafter, begun(shallow, prompts[:1], drafter, probe), probe)
-        sizes.append([said.sort().values for said in probe.said])
-    for mine, theirs in zip(*sizes):
-        torch.testing.assert_close(mine, theirs)
+        sorted_log_q.append([log_q.sort().values for log_q in probe.said])
+    for lenient_log_q, strict_log_q in zip(*sorted_log_q):
+        torch.testing.assert_close(lenient_log_q, strict_log_q)
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, message",
     [
         ({"inner": EAGLE3}, "drafter.ahead=4: eagle3 cannot run several tokens"),
         ({"ahead": 0}, "drafter.ahead=0: the helper would not run"),
@@ -194,7 +198,7 @@ def test_the_qualifier_lets_good_guesses_pass(shallow: Target, prompts: list[lis
         ({"ahead": 0, "handover": 2, "inner": "chosen"}, "drafter.inner=chosen: it runs the target"),
     ],
 )
-def test_cascades_refuse(shallow: Target, settings: dict[str, Any], said: str) -> None:
-    """What cannot be done is refused under its key."""
-    with pytest.raises(UserError, match=said):
-        made(shallow, **settings)
+def test_cascades_refuse(shallow: Target, settings: dict[str, Any], message: str) -> None:
+    """A setting that cannot work is refused under its key."""
+    with pytest.raises(UserError, match=message):
+        make_drafter(shallow, **settings)

@@ -96,7 +96,7 @@ TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": In
 
 
 class Alternating(Eagle2):
-    """Drafts in some rounds, two of them in a row, and makes plain steps of the others."""
+    """A builder that drafts in some rounds, two of them in a row, and makes plain steps of the others."""
 
     decides_to_draft = True
 
@@ -107,18 +107,18 @@ class Alternating(Eagle2):
 
 @cache
 def composed(*overrides: str) -> Any:
-    """The settings of a command, which nothing here changes."""
+    """Compose the settings of a command, which nothing here changes."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         return compose("train", overrides=list(overrides))
 
 
 @cache
-def whole() -> Target:
+def get_shared_target() -> Target:
     return cut_tiny(3)
 
 
 def make(name: str, target: Target) -> Drafter:
-    """A drafter by the name of its yaml or of a variant, or one of the toys."""
+    """Make a drafter by the name of its yaml or of a variant, or one of the toys."""
     torch.manual_seed(0)
     if name in TOYS:
         return TOYS[name](target)  # type: ignore[call-arg]
@@ -128,14 +128,14 @@ def make(name: str, target: Target) -> Drafter:
     return drafter
 
 
-def conversations(count: int = 4) -> Dataset:
-    """Short made-up sequences of which the second half is the assistant's."""
+def make_conversations(count: int = 4) -> Dataset:
+    """Make short sequences of which the second half is the assistant's."""
     rows = torch.randint(3, 60, (count, 20)).tolist()
     return Dataset([Example(row[: 20 - n], [i >= 8 for i in range(20 - n)]) for n, row in enumerate(rows)], count, 0, 0)
 
 
 def each(*halves: int, toys: bool = True) -> list[Any]:
-    """Every family and, if asked for, toy, and these halves of the variants; the others are slow."""
+    """List every family, toys if `toys`, and these halves of the variants; the other variants are slow."""
     variants = [pytest.param(name, marks=() if n % 2 in halves else pytest.mark.slow) for n, name in enumerate(VARIANTS)]
     return [*FAMILIES, *(TOYS if toys else ()), *variants]
 
@@ -147,22 +147,22 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def target() -> Target:
-    """A target of its own, for a drafter may train it."""
-    return copy.deepcopy(whole())
+    """A target of the test's own, for a drafter may train it."""
+    return copy.deepcopy(get_shared_target())
 
 
-def prepared(name: str, target: Target) -> tuple[Drafter, Dataset]:
-    dataset = conversations()
+def prepare_drafter(name: str, target: Target) -> tuple[Drafter, Dataset]:
+    dataset = make_conversations()
     drafter = make(name, target)
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     return drafter, dataset
 
 
 @pytest.fixture(scope="module")
-def trained(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafter, Target]:
+def trained_pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafter, Target]:
     """A drafter after three steps, and the target that it was trained for."""
-    target = copy.deepcopy(whole())
-    drafter, dataset = prepared(name, target)
+    target = copy.deepcopy(get_shared_target())
+    drafter, dataset = prepare_drafter(name, target)
     if is_trainable(drafter):
         trainer = Trainer(lr=3e-3, max_steps=3, batch_tokens=512)
         trainer.fit(drafter, target, dataset, LiveSource(), tmp_path_factory.mktemp("contract"))
@@ -171,18 +171,18 @@ def trained(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafte
 
 def test_nestable_drafters_leave_verification_to_the_target(name: str) -> None:
     """A drafter inside another one is not called to verify, so one with a verification of its own is not nestable."""
-    drafter = make(name, whole())
+    drafter = make(name, get_shared_target())
     assert not drafter.capabilities.nestable or type(drafter).verify is Drafter.verify
 
 
 def stages(drafter: Drafter, num_steps: int) -> list[int]:
-    """The stage of every step."""
+    """Return the stage of every step."""
     return [stage_at(drafter.stages, step, num_steps) for step in range(num_steps)]
 
 
 def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target) -> None:
     """In every stage the loss is finite, and every parameter of its groups, and no other, gets a gradient."""
-    drafter, dataset = prepared(name, target)
+    drafter, dataset = prepare_drafter(name, target)
     if not is_trainable(drafter):
         return
     for stage in sorted(set(stages(drafter, 8))):
@@ -203,16 +203,16 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
 @pytest.mark.sweep(4, free=("name",))
 @pytest.mark.parametrize("name", each(), indirect=True)
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
-    """Twenty steps on a few sequences lower the loss, in every stage by itself."""
-    drafter, dataset = prepared(name, target)
+    """Twenty steps on a few sequences lower the loss in every stage."""
+    drafter, dataset = prepare_drafter(name, target)
     if not is_trainable(drafter):
         return
-    seen: dict[int, list[float]] = {}
-    of_step = stages(drafter, 20)
+    losses_by_stage: dict[int, list[float]] = {}
+    step_stages = stages(drafter, 20)
     Trainer(lr=3e-3, max_steps=20, batch_tokens=512, log_every=1).fit(drafter, target, dataset, LiveSource(), tmp_path)
-    for stage, line in zip(of_step, (tmp_path / "metrics.jsonl").read_text().splitlines(), strict=True):
-        seen.setdefault(stage, []).append(json.loads(line)["loss"])
-    for losses in seen.values():
+    for stage, line in zip(step_stages, (tmp_path / "metrics.jsonl").read_text().splitlines(), strict=True):
+        losses_by_stage.setdefault(stage, []).append(json.loads(line)["loss"])
+    for losses in losses_by_stage.values():
         assert losses[-1] < 0.9 * losses[0]
 
 
@@ -223,43 +223,45 @@ def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
 def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: TreeBuilder) -> None:
     """Greedy drafted output equals greedy autoregressive output, from well-formed trees rooted at the newest token, also where
     some rounds are plain steps."""
-    drafter, _ = prepared(name, target)
+    drafter, _ = prepare_drafter(name, target)
     drafter.eval()
-    kept = Keeping(builder)
+    recorder = Keeping(builder)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (5, 9, 2)[:batch]]
     expected = [decode(target, [prompt], Greedy(), 10, ignore_eos=True)[0].output for prompt in prompts]
-    session = Session(target, Greedy(), drafter, kept)
-    assert [found.output for found in session.decode(prompts, 10, ignore_eos=True)] == expected
-    assert kept.trees
+    session = Session(target, Greedy(), drafter, recorder)
+    assert [generation.output for generation in session.decode(prompts, 10, ignore_eos=True)] == expected
+    assert recorder.trees
 
 
 @pytest.mark.sweep(8, free=("name",))
 @pytest.mark.parametrize("name", each(1), indirect=True)
-def test_reloaded_equals_saved(name: str, trained: tuple[Drafter, Target], tmp_path: Path) -> None:
+def test_reloaded_equals_saved(name: str, trained_pair: tuple[Drafter, Target], tmp_path: Path) -> None:
     """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts the same."""
-    drafter, target = trained
+    drafter, target = trained_pair
     save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes(composed("drafter=ngram", "target=tiny")))
     if drafter.capabilities.target_training:
         target.save(tmp_path / "target")
-        again = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})
+        reloaded_target = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})
     else:
-        again = target
-    other = make(name, again)
-    load_weights(other, tmp_path / "drafter")
-    first, second = drafter.state_dict(), other.state_dict()
+        reloaded_target = target
+    reloaded = make(name, reloaded_target)
+    load_weights(reloaded, tmp_path / "drafter")
+    first, second = drafter.state_dict(), reloaded.state_dict()
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
     if not drafter.capabilities.target_training:  # a trained target is saved in its own dtype
         prompts = [[5, 6, 7, 8, 5, 6]]
-        found = [decode(again, prompts, Greedy(), 8, d.eval(), Chain(3))[0].round_lengths for d in (drafter, other)]
-        assert found[0] == found[1]
+        lengths = [
+            decode(reloaded_target, prompts, Greedy(), 8, d.eval(), Chain(3))[0].round_lengths for d in (drafter, reloaded)
+        ]
+        assert lengths[0] == lengths[1]
 
 
 @pytest.mark.sweep(14, free=("name",))
 @pytest.mark.parametrize("name", each(1), indirect=True)
-def test_target_is_untouched(trained: tuple[Drafter, Target]) -> None:
-    """Training changes the target's weights only where the drafter says so."""
-    drafter, target = trained
-    before = whole().model.state_dict()
+def test_target_is_untouched(trained_pair: tuple[Drafter, Target]) -> None:
+    """Training changes the target's weights only if the drafter declares it."""
+    drafter, target = trained_pair
+    before = get_shared_target().model.state_dict()
     changed = [key for key, value in target.model.state_dict().items() if not torch.equal(value, before[key])]
     assert bool(changed) == bool(drafter.capabilities.target_training)
 
@@ -268,8 +270,8 @@ def test_target_is_untouched(trained: tuple[Drafter, Target]) -> None:
 @pytest.mark.parametrize("name", each(1, toys=False), indirect=True)
 def test_merged_adapters_equal_the_adapted_drafter(name: str, target: Target) -> None:
     """Only adapters get gradients; merged into the weights, under the names of before, they give the same losses and drafts.
-    Other families say why they take none."""
-    drafter, dataset = prepared(name, target)
+    Other families refuse an adapter."""
+    drafter, dataset = prepare_drafter(name, target)
     names = [*drafter.state_dict()]
     try:
         LoraAdapter(rank=4, alpha=8.0).adapt_drafter(drafter, target.head.vocab_size)
@@ -278,20 +280,22 @@ def test_merged_adapters_equal_the_adapted_drafter(name: str, target: Target) ->
         return
     for layer in find_lora_layers(drafter):
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
-    found = []
+    results = []
     for merge in (False, True):
         drafter.train()
         total = 0.0
         for stage in range(len(drafter.stages)):
-            trained = [p for group in select_trained_groups(drafter, target, stage) for p in group["params"]]
+            parameters = [p for group in select_trained_groups(drafter, target, stage) for p in group["params"]]
             layers = drafter.stages[stage].layers
             losses = drafter(LiveSource().make_batch(BatchRequest(dataset[[0, 1]], target, layers)), target, TrainingState())
             if not merge:
                 losses.total.backward()
                 with_gradient = {key for key, p in drafter.named_parameters() if p.grad is not None}
-                assert {key for key, p in drafter.named_parameters() if any(p is one for one in trained)} == with_gradient
+                assert {
+                    key for key, p in drafter.named_parameters() if any(p is parameter for parameter in parameters)
+                } == with_gradient
             total += float(losses.total.detach())
-        found.append((total, decode(target, [[5, 6, 7, 8, 5, 6]], Greedy(), 8, drafter.eval(), Chain(3))[0].round_lengths))
+        results.append((total, decode(target, [[5, 6, 7, 8, 5, 6]], Greedy(), 8, drafter.eval(), Chain(3))[0].round_lengths))
         merge_adapters(drafter)
-    assert [*drafter.state_dict()] == names and found[0][1] == found[1][1]
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    assert [*drafter.state_dict()] == names and results[0][1] == results[1][1]
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)

@@ -22,12 +22,12 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
 from .blocks import dataset, states_behind
-from .test_dflash import LIMIT, PROMPTS, Watching
+from .test_dflash import LIMIT, PROMPTS, RoundRecorder
 
 CANDIDATES = 5
 
 
-def make(target: Target, **options: Any) -> DFlash2:
+def make_drafter(target: Target, **options: Any) -> DFlash2:
     torch.manual_seed(7)
     sizes = {"block_size": 4, "num_layers": 1, "num_anchors": 5, "selector_rank": 8, "selector_top_k": CANDIDATES}
     drafter = DFlash2(target, DFlash2Config(**{**sizes, **options}))
@@ -41,50 +41,50 @@ def make(target: Target, **options: Any) -> DFlash2:
     return drafter.eval()
 
 
-def batch_of(target: Target, drafter: DFlash2, rows: list[int], packed: bool = False) -> Batch:
+def make_batch(target: Target, drafter: DFlash2, rows: list[int], packed: bool = False) -> Batch:
     return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
 
 
 @torch.no_grad()
-def scores_of(drafter: DFlash2, hidden: Tensor, before: int, candidates: list[int]) -> Tensor:
-    """[C] of candidates in target ids: their logits, and what the selector adds by the formula."""
+def compute_scores(drafter: DFlash2, hidden: Tensor, before: int, candidates: list[int]) -> Tensor:
+    """Compute scores [C] of candidates in target ids: their logits, and what the selector adds by the formula."""
     selector = drafter.candidate_selector
     projected = selector.hidden_projection(hidden)
-    found = []
+    scores = []
     for token in candidates:
         pair = selector.predecessor_codebook[before] * projected * selector.successor_codebook[token]
-        found.append(float(drafter.head.logits(hidden)[token]) + float(pair.sum()))
-    return torch.tensor(found)
+        scores.append(float(drafter.head.logits(hidden)[token]) + float(pair.sum()))
+    return torch.tensor(scores)
 
 
 @torch.no_grad()
-def candidates_of(drafter: DFlash2, hidden: Tensor) -> list[int]:
+def list_candidates(drafter: DFlash2, hidden: Tensor) -> list[int]:
     logits = drafter.head.logits(hidden)[drafter.draft_ids]
-    found: list[int] = drafter.draft_ids[logits.topk(CANDIDATES).indices].tolist()
-    return found
+    candidates: list[int] = drafter.draft_ids[logits.topk(CANDIDATES).indices].tolist()
+    return candidates
 
 
 @pytest.mark.parametrize("options", [{}, {"vocab_size": 512, "conv_kernel_size": 3}, {"sample_from_anchor": True}],
                          ids=["whole", "cropped", "shifted"])  # fmt: skip
 def test_loss_is_the_formula(shallow: Target, options: dict[str, Any]) -> None:
-    """The divergence of the slots, and the cross-entropy of the target's likeliest token among the candidates."""
-    drafter = make(shallow, decay=3.0, selector_weight=0.5, **options)
-    batch = batch_of(shallow, drafter, [0, 1])
+    """The loss has the slots' divergence, and the cross-entropy of the target's most likely token among the candidates."""
+    drafter = make_drafter(shallow, decay=3.0, selector_weight=0.5, **options)
+    batch = make_batch(shallow, drafter, [0, 1])
     losses = drafter.loss(batch, shallow, TrainingState())
     anchors, length = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0), batch.tokens.shape[1]
-    every = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final"))
+    target_logits = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final"))
     totals = {"forward_kl": 0.0, "selector": 0.0}
     for row in range(2):
         terms, weights = {"forward_kl": 0.0, "selector": 0.0}, 0.0
-        for place, position in zip(anchors.token_indices.tolist(), anchors.positions.tolist()):
-            if place // length != row:
+        for index, position in zip(anchors.token_indices.tolist(), anchors.positions.tolist()):
+            if index // length != row:
                 continue
             text = batch.tokens[row].tolist()
             states = states_behind(drafter, shallow, text[: position + 1])
             for d in range(drafter.num_drafts):
                 if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
                     break
-                weight, logits = math.exp(-d / 3.0), every[row, position + d]
+                weight, logits = math.exp(-d / 3.0), target_logits[row, position + d]
                 weights += weight
                 best = int(logits.argmax())
                 if not drafter.t2d[best]:
@@ -92,37 +92,37 @@ def test_loss_is_the_formula(shallow: Target, options: dict[str, Any]) -> None:
                 log_p = logits[drafter.draft_ids].log_softmax(-1)
                 log_q = drafter.head.logits(states[d])[drafter.draft_ids].log_softmax(-1)
                 terms["forward_kl"] += weight * float((log_p.exp() * (log_p - log_q)).sum())
-                candidates = candidates_of(drafter, states[d])
+                candidates = list_candidates(drafter, states[d])
                 if best not in candidates:
                     candidates[-1] = best
-                said = scores_of(drafter, states[d], text[position + d], candidates).log_softmax(0)
-                terms["selector"] -= 0.5 * weight * float(said[candidates.index(best)])
+                candidate_log_q = compute_scores(drafter, states[d], text[position + d], candidates).log_softmax(0)
+                terms["selector"] -= 0.5 * weight * float(candidate_log_q[candidates.index(best)])
         for name, term in terms.items():
             totals[name] += term / weights * int(batch.loss_mask[row, 1:].sum())
     assert {name: float(term.detach()) for name, term in losses.terms.items()} == pytest.approx(totals, rel=1e-3)
 
 
 def test_packed_equals_padded(shallow: Target) -> None:
-    drafter, found = make(shallow), []
+    drafter, results = make_drafter(shallow), []
     for packed in (False, True):
         drafter.zero_grad()
-        losses = drafter.loss(batch_of(shallow, drafter, [0, 1, 2], packed), shallow, TrainingState())
+        losses = drafter.loss(make_batch(shallow, drafter, [0, 1, 2], packed), shallow, TrainingState())
         losses.total.backward()
-        found.append([losses.total.detach(), losses.hits, *(p.grad for p in drafter.parameters() if p.grad is not None)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+        results.append([losses.total.detach(), losses.hits, *(p.grad for p in drafter.parameters() if p.grad is not None)])
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 9, 3), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]])],
                          ids=["chain", "eagle2", "static"])  # fmt: skip
 def test_candidates_are_weighed_by_their_parents(shallow: Target, builder: TreeBuilder) -> None:
-    """A node is one of its slot's candidates, its score what the formulas say along its path; the output is greedy."""
-    drafter = make(shallow)
+    """A node is one of its slot's candidates, its score that of the formulas along its path; the output is greedy."""
+    drafter = make_drafter(shallow)
     plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
-    watching = Watching(builder)
-    found = decode(shallow, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
-    assert [one.output for one in found] == plain
-    for texts, tree in watching.rounds[::6]:
+    recorder = RoundRecorder(builder)
+    generations = decode(shallow, PROMPTS[:2], Greedy(), LIMIT, drafter, recorder, ignore_eos=True)
+    assert [generation.output for generation in generations] == plain
+    for texts, tree in recorder.rounds[::6]:
         assert tree.scores is not None
         for row, text in enumerate(texts):
             states = states_behind(drafter, shallow, text)
@@ -133,10 +133,10 @@ def test_candidates_are_weighed_by_their_parents(shallow: Target, builder: TreeB
                     at = int(tree.parents[row, at])
                 score = 0.0
                 for depth, (before, token) in enumerate(zip(path, path[1:])):
-                    candidates = candidates_of(drafter, states[depth])
+                    candidates = list_candidates(drafter, states[depth])
                     assert token in candidates
-                    said = scores_of(drafter, states[depth], before, candidates).log_softmax(0)
-                    score += float(said[candidates.index(token)])
+                    log_q = compute_scores(drafter, states[depth], before, candidates).log_softmax(0)
+                    score += float(log_q[candidates.index(token)])
                 assert float(tree.scores[row, node]) == pytest.approx(score, abs=1e-3)
 
 
@@ -145,14 +145,16 @@ def test_candidates_are_weighed_by_their_parents(shallow: Target, builder: TreeB
     (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 ], ids=["chain", "tree"])  # fmt: skip
 def test_drawn_children(shallow: Target, builder: TreeBuilder, rule: Any) -> None:
-    """Rules that weigh p against q: where p allows one token only, the output is greedy."""
+    """Under rules that weigh p against q, the output is greedy where p allows one token only."""
     plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
-    found = decode(shallow, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make(shallow), builder, ignore_eos=True)
-    assert [one.output for one in found] == plain
+    generations = decode(
+        shallow, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make_drafter(shallow), builder, ignore_eos=True
+    )
+    assert [generation.output for generation in generations] == plain
 
 
 def test_convolutions_start_as_nothing(shallow: Target) -> None:
-    """Before training its states are those of DFlash with the same weights."""
+    """Before training the drafter's states are those of DFlash with the same weights."""
     torch.manual_seed(3)
     second = DFlash2(shallow, DFlash2Config(block_size=4, num_layers=2))
     first = DFlash(shallow, DFlashConfig(block_size=4, num_layers=2))
@@ -163,4 +165,4 @@ def test_convolutions_start_as_nothing(shallow: Target) -> None:
 
 def test_groups_divide_the_width(shallow: Target) -> None:
     with pytest.raises(UserError, match="conv_group_size=7: use a divisor of the target's width, 128"):
-        make(shallow, conv_group_size=7)
+        make_drafter(shallow, conv_group_size=7)

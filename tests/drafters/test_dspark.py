@@ -24,12 +24,12 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
 from .blocks import dataset, states_behind
-from .test_dflash import LIMIT, PROMPTS, Watching
+from .test_dflash import LIMIT, PROMPTS, RoundRecorder
 
 HEADS = pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
 
 
-def make(target: Target, **options: Any) -> DSpark:
+def make_drafter(target: Target, **options: Any) -> DSpark:
     torch.manual_seed(7)
     drafter = DSpark(target, DSparkConfig(**{"block_size": 4, "num_layers": 1, "num_anchors": 5, "rank": 8, **options}))
     counts = torch.arange(target.head.vocab_size, 0, -1)
@@ -42,15 +42,15 @@ def make(target: Target, **options: Any) -> DSpark:
     return drafter.eval()
 
 
-def batch_of(target: Target, drafter: DSpark, rows: list[int], packed: bool = False) -> Batch:
+def make_batch(target: Target, drafter: DSpark, rows: list[int], packed: bool = False) -> Batch:
     return LiveSource().make_batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
 
 
 @torch.no_grad()
-def said_behind(drafter: DSpark, target: Target, text: list[int], path: list[int]) -> tuple[Tensor, list[float]]:
-    """[len(path) + 1, V] log q after the text and each token of a path below it, and the confidence there, by the formulas."""
+def compute_by_formula(drafter: DSpark, target: Target, text: list[int], path: list[int]) -> tuple[Tensor, list[float]]:
+    """Compute log q [len(path) + 1, V] after a text and each token of a path below it, and the confidence, by the formulas."""
     states, head = states_behind(drafter, target, text), drafter.markov
-    carried, said, confidence = torch.zeros(head.rank), [], []
+    carried, log_q, confidence = torch.zeros(head.rank), [], []
     for hidden, token in zip(states, [text[-1], *path]):
         e = m = head.markov_w1.weight[token]
         if head.gate_proj is not None:
@@ -59,10 +59,10 @@ def said_behind(drafter: DSpark, target: Target, text: list[int], path: list[int
             gate, candidate, output = head.joint_proj(torch.cat([carried, e, hidden])).split(head.rank)
             carried = gate.sigmoid() * carried + (1 - gate.sigmoid()) * candidate.tanh()
             m = output.tanh()
-        said.append((drafter.head.output.weight[drafter.draft_ids] @ hidden + head.markov_w2.weight @ m).log_softmax(-1))
+        log_q.append((drafter.head.output.weight[drafter.draft_ids] @ hidden + head.markov_w2.weight @ m).log_softmax(-1))
         assert drafter.confidence_head is not None
         confidence.append(float(drafter.confidence_head.proj(torch.cat([hidden, e])).sigmoid()))
-    return torch.stack(said), confidence
+    return torch.stack(log_q), confidence
 
 
 @HEADS
@@ -70,33 +70,33 @@ def said_behind(drafter: DSpark, target: Target, text: list[int], path: list[int
     "options", [{}, {"vocab_size": 512}, {"sample_from_anchor": False}], ids=["whole", "cropped", "unshifted"]
 )
 def test_loss_is_the_formula(shallow: Target, head: str, options: dict[str, Any]) -> None:
-    """ce CE + 2 tv TV, weighted exp(-d / decay), and the confidence's cross-entropy with the chance that a draft is kept."""
-    drafter = make(shallow, markov_head=head, decay=3.0, ce=0.3, tv=0.7, **options)
-    batch = batch_of(shallow, drafter, [0, 1])
+    """The loss is ce CE + 2 tv TV, weighted exp(-d / decay), and the confidence's cross-entropy with the acceptance."""
+    drafter = make_drafter(shallow, markov_head=head, decay=3.0, ce=0.3, tv=0.7, **options)
+    batch = make_batch(shallow, drafter, [0, 1])
     losses = drafter.loss(batch, shallow, TrainingState())
     anchors, length = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0), batch.tokens.shape[1]
-    target_said = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final")).softmax(-1)[
+    target_probs = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final")).softmax(-1)[
         ..., drafter.draft_ids
     ]
     slots = {int(token): slot for slot, token in enumerate(drafter.draft_ids)}
     totals = {"ce_tv": 0.0, "confidence": 0.0}
     for row in range(2):
         terms, weights = {"ce_tv": 0.0, "confidence": 0.0}, 0.0
-        for place, position in zip(anchors.token_indices.tolist(), anchors.positions.tolist()):
-            if place // length != row:
+        for index, position in zip(anchors.token_indices.tolist(), anchors.positions.tolist()):
+            if index // length != row:
                 continue
             text = batch.tokens[row].tolist()
-            said, confidence = said_behind(drafter, shallow, text[: position + 1], text[position + 1 :])
+            log_q, confidence = compute_by_formula(drafter, shallow, text[: position + 1], text[position + 1 :])
             for d in range(drafter.num_drafts):
                 if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
                     break
-                kept = float(torch.minimum(said[d].exp(), target_said[row, position + d]).sum())
+                acceptance = float(torch.minimum(log_q[d].exp(), target_probs[row, position + d]).sum())
                 slot = slots.get(text[position + d + 1])
                 weight = math.exp(-d / 3.0)
                 weights += weight
-                terms["ce_tv"] += weight * (1.4 * (1 - kept) - (0.0 if slot is None else 0.3 * float(said[d, slot])))
+                terms["ce_tv"] += weight * (1.4 * (1 - acceptance) - (0.0 if slot is None else 0.3 * float(log_q[d, slot])))
                 c = confidence[d]
-                terms["confidence"] -= weight * (kept * math.log(c) + (1 - kept) * math.log(1 - c))
+                terms["confidence"] -= weight * (acceptance * math.log(c) + (1 - acceptance) * math.log(1 - c))
         for name, term in terms.items():
             totals[name] += term / weights * int(batch.loss_mask[row, 1:].sum())
     assert {name: float(term.detach()) for name, term in losses.terms.items()} == pytest.approx(totals, rel=1e-3)
@@ -104,14 +104,14 @@ def test_loss_is_the_formula(shallow: Target, head: str, options: dict[str, Any]
 
 @HEADS
 def test_packed_equals_padded(shallow: Target, head: str) -> None:
-    drafter, found = make(shallow, markov_head=head), []
+    drafter, results = make_drafter(shallow, markov_head=head), []
     for packed in (False, True):
         drafter.zero_grad()
-        losses = drafter.loss(batch_of(shallow, drafter, [0, 1, 2], packed), shallow, TrainingState())
+        losses = drafter.loss(make_batch(shallow, drafter, [0, 1, 2], packed), shallow, TrainingState())
         losses.total.backward()
-        found.append([losses.total.detach(), losses.hits, *(p.grad for p in drafter.parameters() if p.grad is not None)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+        results.append([losses.total.detach(), losses.hits, *(p.grad for p in drafter.parameters() if p.grad is not None)])
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
 
 
 @HEADS
@@ -120,13 +120,13 @@ def test_packed_equals_padded(shallow: Target, head: str) -> None:
 ], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
 @pytest.mark.sweep(1)
 def test_children_depend_on_their_parents(shallow: Target, head: str, builder: TreeBuilder) -> None:
-    """A node's score is the sum of what the formulas say along its path, and the output is greedy."""
-    drafter = make(shallow, markov_head=head)
+    """A node's score is the sum of the formulas' log q along its path, and the output is greedy."""
+    drafter = make_drafter(shallow, markov_head=head)
     plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
-    watching = Watching(builder)
-    found = decode(shallow, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
-    assert [one.output for one in found] == plain
-    for texts, tree in watching.rounds[::6]:
+    recorder = RoundRecorder(builder)
+    generations = decode(shallow, PROMPTS[:2], Greedy(), LIMIT, drafter, recorder, ignore_eos=True)
+    assert [generation.output for generation in generations] == plain
+    for texts, tree in recorder.rounds[::6]:
         assert tree.scores is not None
         for row, text in enumerate(texts):
             for node in range(1, tree.tokens.shape[1]):
@@ -136,8 +136,8 @@ def test_children_depend_on_their_parents(shallow: Target, head: str, builder: T
                 while at:
                     path.insert(0, int(tree.tokens[row, at]))
                     at = int(tree.parents[row, at])
-                said, _ = said_behind(drafter, shallow, text, path[:-1])
-                score = sum(float(said[depth, token]) for depth, token in enumerate(path))
+                log_q, _ = compute_by_formula(drafter, shallow, text, path[:-1])
+                score = sum(float(log_q[depth, token]) for depth, token in enumerate(path))
                 assert float(tree.scores[row, node]) == pytest.approx(score, abs=1e-3)
 
 
@@ -146,33 +146,33 @@ def test_children_depend_on_their_parents(shallow: Target, head: str, builder: T
 ], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
 @pytest.mark.sweep(2, free=("builder",))
 def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
-    """No node hangs below one whose confidence is under the threshold, some are cut, and the output stays greedy."""
-    drafter = make(shallow, confidence_threshold=0.5)
+    """No node is below a node whose confidence is under the threshold, some nodes are cut, and the output stays greedy."""
+    drafter = make_drafter(shallow, confidence_threshold=0.5)
     assert drafter.capabilities.capture is None
     with torch.no_grad():
         assert drafter.confidence_head is not None
         drafter.confidence_head.proj.weight.mul_(4)
     plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
-    watching = Watching(builder)
-    found = decode(shallow, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
-    assert [one.output for one in found] == plain
-    cut = going = 0
-    for texts, tree in watching.rounds[::2]:
+    recorder = RoundRecorder(builder)
+    generations = decode(shallow, PROMPTS[:2], Greedy(), LIMIT, drafter, recorder, ignore_eos=True)
+    assert [generation.output for generation in generations] == plain
+    num_cut = num_expanded = 0
+    for texts, tree in recorder.rounds[::2]:
         for row, text in enumerate(texts):
             parents = {int(tree.parents[row, n]) for n in range(1, tree.tokens.shape[1]) if tree.valid[row, n]}
             if builder.drafts_by_level:
-                _, confidence = said_behind(drafter, shallow, text, [])
+                _, confidence = compute_by_formula(drafter, shallow, text, [])
                 assert (0 in parents) == (confidence[0] >= 0.5) or len(texts) > 1
             for node in parents:
                 path, at = [], node
                 while at > 0:
                     path.insert(0, int(tree.tokens[row, at]))
                     at = int(tree.parents[row, at])
-                _, confidence = said_behind(drafter, shallow, text, path)
+                _, confidence = compute_by_formula(drafter, shallow, text, path)
                 assert min(confidence[: len(path) + 1]) >= 0.5
-                going += 1
-            cut += not parents
-    assert cut and going
+                num_expanded += 1
+            num_cut += not parents
+    assert num_cut and num_expanded
 
 
 @pytest.mark.sweep(2)
@@ -182,28 +182,30 @@ def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
     (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), RecursiveRejection),
 ], ids=["chain", "tree"])  # fmt: skip
 def test_drawn_children(shallow: Target, head: str, builder: TreeBuilder, rule: Any) -> None:
-    """Rules that weigh p against q: where p allows one token only, the output is greedy; cut or not."""
+    """Under rules that weigh p against q, the output is greedy where p allows one token only, cut or not."""
     plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
     for threshold in (0.0, 0.5):
-        drafter = make(shallow, markov_head=head, confidence_threshold=threshold)
-        found = decode(shallow, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, drafter, builder, ignore_eos=True)
-        assert [one.output for one in found] == plain
+        drafter = make_drafter(shallow, markov_head=head, confidence_threshold=threshold)
+        generations = decode(shallow, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, drafter, builder, ignore_eos=True)
+        assert [generation.output for generation in generations] == plain
 
 
 def test_drafted_equals_matched_sampling(shallow: Target) -> None:
     rule = Match(temperature=0.3, top_k=50, seed=5)
     plain = decode(shallow, PROMPTS, rule, LIMIT, ignore_eos=True)
-    found = decode(shallow, PROMPTS, rule, LIMIT, make(shallow, confidence_threshold=0.4), Eagle2(3, 8, 3), ignore_eos=True)
-    assert [one.output for one in found] == [one.output for one in plain]
+    generations = decode(
+        shallow, PROMPTS, rule, LIMIT, make_drafter(shallow, confidence_threshold=0.4), Eagle2(3, 8, 3), ignore_eos=True
+    )
+    assert [generation.output for generation in generations] == [generation.output for generation in plain]
 
 
 def test_without_its_heads_it_is_dflash(shallow: Target) -> None:
     """With a Markov head of zeros the logits are the block's own."""
-    drafter = make(shallow, confidence=False)
+    drafter = make_drafter(shallow, confidence=False)
     with torch.no_grad():
         drafter.markov.markov_w2.weight.zero_()
     states = states_behind(drafter, shallow, PROMPTS[0])
     context: Any = SimpleNamespace(root=torch.tensor([PROMPTS[0][-1]]))
     rollout = drafter.make_rollout(context, SlotStates(states[None], 0))
-    said = F.log_softmax(drafter.head.logits(states), dim=-1)
-    torch.testing.assert_close(rollout.start()[0, 0], said[0])
+    expected = F.log_softmax(drafter.head.logits(states), dim=-1)
+    torch.testing.assert_close(rollout.start()[0, 0], expected[0])

@@ -23,90 +23,90 @@ from .forced import shaken, walk
 STEPS = 3
 
 
-def make(target: Target, **options: Any) -> Eagle1:
+def make_drafter(target: Target, **options: Any) -> Eagle1:
     return shaken(Eagle1(target, **{"num_steps": STEPS, "noise": 0.0, **options}), target, 0.1)  # type: ignore[no-any-return]
 
 
-def unrolled(drafter: Eagle1, batch: Batch) -> list[Tensor]:
-    """The features [B, T, D] of every step, as HASS trains them: each step reads the one before it as a constant."""
+def unroll_steps(drafter: Eagle1, batch: Batch) -> list[Tensor]:
+    """Compute the features [B, T, D] of every step, as HASS trains them: each step reads the one before it as a constant."""
     assert batch.features is not None
-    hidden, held, found = batch.features.at_layer("final"), [], []
+    hidden, keys_values, states = batch.features.at_layer("final"), [], []
     for step in range(STEPS):
-        hidden, own = drafter.run_step(batch, hidden.detach(), step, held[:])
-        held.append(own)
-        found.append(hidden)
-    return found
+        hidden, step_keys_values = drafter.run_step(batch, hidden.detach(), step, keys_values[:])
+        keys_values.append(step_keys_values)
+        states.append(hidden)
+    return states
 
 
 @torch.no_grad()
 def test_the_layer_is_llamas_without_its_first_norm(shallow: Target) -> None:
     """The first step's features are those of transformers' own layer over fc [E(x); f]."""
-    drafter = make(shallow, bias=True)
+    drafter = make_drafter(shallow, bias=True)
     batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None and drafter.fc.bias is not None
     config = llama_config(shallow)
     config._attn_implementation = "sdpa"
     layer = LlamaDecoderLayer(config, 0)
-    own = {k: v for k, v in drafter.state_dict().items() if not k.startswith("fc.")}
-    layer.load_state_dict(own | {"input_layernorm.weight": torch.ones(shallow.width)})
+    state = {k: v for k, v in drafter.state_dict().items() if not k.startswith("fc.")}
+    layer.load_state_dict(state | {"input_layernorm.weight": torch.ones(shallow.width)})
     layer.register_module("input_layernorm", nn.Identity())
     embedded = shallow.head.embed(batch.tokens.roll(-1, dims=1))
     x = torch.cat([embedded, batch.features.at_layer("final")], dim=-1) @ drafter.fc.weight.T + drafter.fc.bias
-    places = torch.arange(x.shape[1])[None]
-    expected = layer(x, position_embeddings=LlamaRotaryEmbedding(config)(x, places), position_ids=places)
-    found, _ = drafter.run_step(batch, batch.features.at_layer("final"), 0, [])
-    torch.testing.assert_close(found, expected if isinstance(expected, Tensor) else expected[0], rtol=1e-4, atol=1e-4)
+    positions = torch.arange(x.shape[1])[None]
+    expected = layer(x, position_embeddings=LlamaRotaryEmbedding(config)(x, positions), position_ids=positions)
+    actual, _ = drafter.run_step(batch, batch.features.at_layer("final"), 0, [])
+    torch.testing.assert_close(actual, expected if isinstance(expected, Tensor) else expected[0], rtol=1e-4, atol=1e-4)
 
 
 def test_training_equals_decoding_along_the_true_path(shallow: Target) -> None:
-    """Harmonized context alignment: every step of training says what drafting says behind the same true tokens."""
-    drafter = make(shallow)
+    """Harmonized context alignment: every training step's log q is that of drafting after the same true tokens."""
+    drafter = make_drafter(shallow)
     batch = random_batch(shallow, drafter.layers)
     with torch.no_grad():
-        trained = [drafter.log_q(hidden) for hidden in unrolled(drafter, batch)]
-    for row, index, said in walk(drafter, shallow, batch.tokens, STEPS):
+        trained = [drafter.log_q(hidden) for hidden in unroll_steps(drafter, batch)]
+    for row, index, log_q in walk(drafter, shallow, batch.tokens, STEPS):
         for step in range(STEPS):
-            torch.testing.assert_close(said[step], trained[step][row, index], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(log_q[step], trained[step][row, index], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("top_k_weight", [0.0, 0.7])
 def test_the_loss_and_its_gradient_are_the_papers(shallow: Target, top_k_weight: float) -> None:
-    """SmoothL1, 0.1 of the divergence and the top-K term of every step, none with a gradient into the step before it."""
-    drafter = make(shallow, top_k_weight=top_k_weight, step_decay=0.5)
+    """The loss is SmoothL1, 0.1 of the divergence and the top-K term of every step; gradients stay within a step."""
+    drafter = make_drafter(shallow, top_k_weight=top_k_weight, step_decay=0.5)
     batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None
     final, supervision, expected = batch.features.at_layer("final"), Supervision(drafter, batch), torch.zeros(())
-    for step, hidden in enumerate(unrolled(drafter, batch)):
-        rows, wanted = supervision.is_supervised(step), final.roll(-1 - step, dims=1)
-        log_p, log_q = (shallow.head.logits(part[rows]).log_softmax(-1) for part in (wanted, hidden))
-        loss = F.smooth_l1_loss(hidden[rows], wanted[rows], reduction="none").mean(-1) + 0.1 * forward_kl(log_p, log_q)
+    for step, hidden in enumerate(unroll_steps(drafter, batch)):
+        rows, next_features = supervision.is_supervised(step), final.roll(-1 - step, dims=1)
+        log_p, log_q = (shallow.head.logits(part[rows]).log_softmax(-1) for part in (next_features, hidden))
+        loss = F.smooth_l1_loss(hidden[rows], next_features[rows], reduction="none").mean(-1) + 0.1 * forward_kl(log_p, log_q)
         expected = expected + 0.5**step * (loss + top_k_weight * top_k_loss(log_p, log_q)).sum()
     losses = drafter.loss(batch, shallow, TrainingState())
     assert ("top_k" in losses.terms) == bool(top_k_weight)
     torch.testing.assert_close(losses.total, expected, rtol=1e-4, atol=1e-3)
     parameters = list(drafter.parameters())
-    found, wanted_gradients = (torch.autograd.grad(total, parameters) for total in (losses.total, expected))
-    for mine, reference in zip(found, wanted_gradients, strict=True):
-        torch.testing.assert_close(mine, reference, rtol=1e-3, atol=1e-3)
+    gradients, expected_gradients = (torch.autograd.grad(total, parameters) for total in (losses.total, expected))
+    for gradient, reference in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-3, atol=1e-3)
 
 
 def test_through_time_there_is_more_gradient(shallow: Target) -> None:
     """Without `detach` the loss is the same and its gradient is not."""
-    drafter = make(shallow)
+    drafter = make_drafter(shallow)
     batch = random_batch(shallow, drafter.layers)
     losses, gradients = [], []
     for detach in (True, False):
         drafter.detach = detach
-        found = drafter.loss(batch, shallow, TrainingState())
-        losses.append(found.total.detach())
-        gradients.append(torch.autograd.grad(found.total, drafter.fc.weight)[0])
+        result = drafter.loss(batch, shallow, TrainingState())
+        losses.append(result.total.detach())
+        gradients.append(torch.autograd.grad(result.total, drafter.fc.weight)[0])
     torch.testing.assert_close(*losses)
     assert not torch.allclose(*gradients, rtol=1e-2)
 
 
 def test_noise_is_the_conversations_own(shallow: Target) -> None:
-    """It is at most noise / 2 times 512 / length, drawn anew every step, the same in a batch, alone and beside padding."""
-    drafter = make(shallow, noise=0.2)
+    """Noise is at most noise / 2 times 512 / length, drawn anew every step, the same in a batch, alone and with padding."""
+    drafter = make_drafter(shallow, noise=0.2)
     batch = random_batch(shallow, drafter.layers)
     zeros = torch.zeros(2, 32, shallow.width)
     drawn = drafter._with_noise(batch, zeros, 3)
@@ -117,8 +117,8 @@ def test_noise_is_the_conversations_own(shallow: Target) -> None:
     assert torch.equal(alone[0, :32], drawn[0]) and not alone[0, 32:].any()
 
 
-def test_an_untrained_one_repeats_the_feature(shallow: Target) -> None:
-    """fc passes the target's feature on, and a top-K term needs the target's distribution."""
+def test_an_untrained_drafter_repeats_the_feature(shallow: Target) -> None:
+    """fc initially returns the target's feature, and a top-K term needs the target's distribution."""
     drafter = Eagle1(shallow)
     drafter.prepare(shallow, torch.zeros(shallow.head.vocab_size))
     hidden = torch.randn(1, 4, shallow.width)

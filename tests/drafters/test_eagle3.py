@@ -33,67 +33,67 @@ from spectrain.trees import Chain
 from tests.decoding.rounds import Keeping
 
 
-def examples() -> Dataset:
-    """Sequences of unequal length, supervised in two separate spans."""
+def make_examples() -> Dataset:
+    """Make sequences of unequal length, supervised in two separate spans."""
     rows = torch.randint(3, 2000, (4, 30)).tolist()
-    found = []
+    examples = []
     for number, row in enumerate(rows):
         length = 30 - 5 * number
-        found.append(Example(row[:length], [6 <= i < 11 or 15 <= i < 22 for i in range(length)]))
-    return Dataset(found, 4, 0, 0)
+        examples.append(Example(row[:length], [6 <= i < 11 or 15 <= i < 22 for i in range(length)]))
+    return Dataset(examples, 4, 0, 0)
 
 
-def make(tiny: Target, **options: object) -> Eagle3:
+def make_drafter(tiny: Target, **options: object) -> Eagle3:
     torch.manual_seed(1)
     drafter = Eagle3(tiny, **{"ttt_steps": 3, "vocab_size": 512, **options})  # type: ignore[arg-type]
     drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
     return drafter
 
 
-def batch_of(dataset: Dataset, indices: list[int], tiny: Target, drafter: Eagle3) -> Batch:
+def make_batch(dataset: Dataset, indices: list[int], tiny: Target, drafter: Eagle3) -> Batch:
     return LiveSource().make_batch(BatchRequest(dataset[indices], tiny, drafter.layers))
 
 
-def gradients(drafter: Eagle3) -> Tensor:
+def collect_gradients(drafter: Eagle3) -> Tensor:
     return torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("loss", ["forward_kl", "lk_hybrid"])
 def test_loss_and_gradient_do_not_depend_on_batching(tiny: Target, loss: str) -> None:
     """One padded batch of four gives the loss, the gradient and the counts of four batches of one."""
-    dataset, results = examples(), []
+    dataset, results = make_examples(), []
     for shares in ([[0, 1, 2, 3]], [[0], [1], [2], [3]]):
-        drafter = make(tiny, loss=loss)
+        drafter = make_drafter(tiny, loss=loss)
         total, hits, counts = torch.zeros(()), torch.zeros(3), torch.zeros(3)
         for share in shares:
-            losses = drafter.loss(batch_of(dataset, share, tiny, drafter), tiny, TrainingState())
+            losses = drafter.loss(make_batch(dataset, share, tiny, drafter), tiny, TrainingState())
             losses.total.backward()
             total, hits, counts = total + losses.total.detach(), hits + losses.hits, counts + losses.counts
-        results.append((total, gradients(drafter), hits, counts))
+        results.append((total, collect_gradients(drafter), hits, counts))
     for left, right in zip(*results):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
 
 
 def test_supervised_positions_are_those_whose_prediction_is_the_assistants(tiny: Target) -> None:
     """Index t at step i is supervised exactly where token t + 2 + i is the assistant's; the padded tail never is."""
-    dataset = examples()
-    drafter = make(tiny)
-    batch = batch_of(dataset, [0, 1, 2, 3], tiny, drafter)
+    dataset = make_examples()
+    drafter = make_drafter(tiny)
+    batch = make_batch(dataset, [0, 1, 2, 3], tiny, drafter)
     supervision = Supervision(drafter, batch)
     for step in range(3):
         rows = supervision.is_supervised(step)
         for b, example in enumerate(dataset.examples):
             for t in range(batch.tokens.shape[1]):
                 predicted = t + 2 + step
-                wanted = predicted < len(example.tokens) and example.mask[predicted]
-                assert bool(rows[b, t]) == wanted
+                expected = predicted < len(example.tokens) and example.mask[predicted]
+                assert bool(rows[b, t]) == expected
 
 
 def test_supervision_judges_the_predicted_token(tiny: Target) -> None:
-    """Step i at index t is compared with what the unmodified target says after token t + 1 + i."""
-    dataset = examples()
-    drafter = make(tiny)
-    batch = batch_of(dataset, [0, 1], tiny, drafter)
+    """Step i at index t is compared with the unmodified target's distribution after token t + 1 + i."""
+    dataset = make_examples()
+    drafter = make_drafter(tiny)
+    batch = make_batch(dataset, [0, 1], tiny, drafter)
     logits = tiny.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
     supervision = Supervision(drafter, batch)
@@ -123,9 +123,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 VARIANT = pytest.mark.parametrize("variant", list(VARIANTS))
 
 
-def shaken(tiny: Target, variant: str) -> Eagle3:
-    """A drafter whose norms and layers matter."""
-    drafter = make(tiny, **VARIANTS[variant]).eval()
+def make_noisy_drafter(tiny: Target, variant: str) -> Eagle3:
+    """Make a drafter whose norms and layers matter."""
+    drafter = make_drafter(tiny, **VARIANTS[variant]).eval()
     for module in drafter.modules():
         if isinstance(module, torch.nn.RMSNorm):
             torch.nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -136,15 +136,15 @@ def shaken(tiny: Target, variant: str) -> Eagle3:
 
 
 @torch.no_grad()
-def drafted(drafter: Eagle3, target: Target, text: list[int], depth: int) -> list[int]:
-    """What a chain behind a text drafts, whose last token is not run: the whole text again for each token, every score of
-    every layer written out."""
+def draft_by_formula(drafter: Eagle3, target: Target, text: list[int], depth: int) -> list[int]:
+    """Draft a chain after a text whose last token is not run: the full text again for each token, every score of every layer
+    written out."""
     fused = target.features(torch.tensor([text[:-1]]), drafter.layers).fuse_layers(drafter.fused_layers)[0]
     if drafter.input_norm is not None:
         fused = drafter.input_norm(fused)
     if drafter.fc_norm is not None:
         fused = torch.cat([norm(part) for norm, part in zip(drafter.fc_norm, fused.chunk(len(drafter.fc_norm), -1))], -1)
-    hidden, tokens, found = drafter.fc(fused), text[1:], []
+    hidden, tokens, drafts = drafter.fc(fused), text[1:], []
     embed = drafter.head.embedding if drafter.embed_tokens is None else drafter.embed_tokens
     for _ in range(depth):
         state = hidden
@@ -157,13 +157,13 @@ def drafted(drafter: Eagle3, target: Target, text: list[int], depth: int) -> lis
             state = state + attended_plainly(layer.self_attn, x, drafter)
             state = state + layer.mlp(layer.post_attention_layernorm(state))
         last = drafter.norm(state[-1])
-        found.append(int(drafter.draft_ids[drafter.lm_head(last).argmax()]))
-        hidden, tokens = torch.cat([hidden, (last if drafter.norm_output else state[-1])[None]]), [*tokens, found[-1]]
-    return found
+        drafts.append(int(drafter.draft_ids[drafter.lm_head(last).argmax()]))
+        hidden, tokens = torch.cat([hidden, (last if drafter.norm_output else state[-1])[None]]), [*tokens, drafts[-1]]
+    return drafts
 
 
 def attended_plainly(attention: Any, x: Tensor, drafter: Any) -> Tensor:
-    """Causal attention over x [T, ..], one head and token at a time, through the drafter's window."""
+    """Compute causal attention over x [T, ..], one head and token at a time, through the drafter's window."""
     q, k, v = (
         part(x).unflatten(-1, (-1, attention.head_dim)) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
@@ -182,51 +182,54 @@ def attended_plainly(attention: Any, x: Tensor, drafter: Any) -> Tensor:
 
 @VARIANT
 def test_drafts_are_those_of_the_plain_formulas(variant: str, shallow: Target) -> None:
-    """In every round, of every row, a chain's drafts are the likeliest tokens by the layers written out; output is greedy."""
-    drafter, kept = shaken(shallow, variant), Keeping(Chain(3))
+    """In every round, of every row, a chain's drafts are the most likely tokens by the layers written out; output is greedy."""
+    drafter, recorder = make_noisy_drafter(shallow, variant), Keeping(Chain(3))
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 3)]
-    found = decode(shallow, prompts, Greedy(), 8, drafter, kept, ignore_eos=True)
+    generations = decode(shallow, prompts, Greedy(), 8, drafter, recorder, ignore_eos=True)
     plain = decode(shallow, prompts, Greedy(), 8, ignore_eos=True)
-    assert [one.output for one in found] == [one.output for one in plain] and len(kept.trees) > 3
-    for texts, tree in list(zip(kept.texts, kept.trees))[::3]:
+    assert [generation.output for generation in generations] == [generation.output for generation in plain]
+    assert len(recorder.trees) > 3
+    for texts, tree in list(zip(recorder.texts, recorder.trees))[::3]:
         for row, text in enumerate(texts):
-            assert tree.tokens[row, 1:].tolist() == drafted(drafter, shallow, text, 3)
+            assert tree.tokens[row, 1:].tolist() == draft_by_formula(drafter, shallow, text, 3)
 
 
 @pytest.mark.parametrize("variant", ["two layers", "window", "all of it"])
 def test_packed_equals_padded(variant: str, tiny: Target) -> None:
-    """Documents in one row have the loss, the hits and the gradient of documents in a row each."""
+    """Documents in one row have the loss, the hits and the gradient of documents in rows of their own."""
     results = []
     for packed in (False, True):
-        drafter = shaken(tiny, variant)
-        batch = LiveSource().make_batch(BatchRequest(examples()[[0, 1, 2, 3]], tiny, drafter.layers, packed=packed))
+        drafter = make_noisy_drafter(tiny, variant)
+        batch = LiveSource().make_batch(BatchRequest(make_examples()[[0, 1, 2, 3]], tiny, drafter.layers, packed=packed))
         losses = drafter.loss(batch, tiny, TrainingState())
         losses.total.backward()
-        results.append((losses.total.detach(), gradients(drafter), losses.hits, losses.counts))
+        results.append((losses.total.detach(), collect_gradients(drafter), losses.hits, losses.counts))
     for left, right in zip(*results):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
 
 
-def test_one_layer_keeps_its_names(tiny: Target) -> None:
-    """Drafters that were saved with one layer are read still; a second layer's tensors stand apart."""
-    one, two = (set(make(tiny, num_layers=count).state_dict()) for count in (1, 2))
-    assert {"self_attn.q_proj.weight", "mlp.up_proj.weight", "hidden_norm.weight", "input_layernorm.weight"} <= one
-    assert not any("later" in name for name in one) and one < two
-    assert all(name.startswith("later.0.") for name in two - one)
+def test_a_single_layer_keeps_its_names(tiny: Target) -> None:
+    """Drafters that were saved with one layer still load; a second layer's tensors have names of their own."""
+    single, double = (set(make_drafter(tiny, num_layers=count).state_dict()) for count in (1, 2))
+    assert {"self_attn.q_proj.weight", "mlp.up_proj.weight", "hidden_norm.weight", "input_layernorm.weight"} <= single
+    assert not any("later" in name for name in single) and single < double
+    assert all(name.startswith("later.0.") for name in double - single)
 
 
 @VARIANT
 def test_training_unroll_equals_decoding(variant: str, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hidden states of the unrolled training forward are those that drafting the same tokens passes through."""
-    dataset = examples()
-    drafter = shaken(tiny, variant)
-    batch = batch_of(dataset, [0], tiny, drafter)
+    """The hidden states of the unrolled training forward are those of drafting the same tokens."""
+    dataset = make_examples()
+    drafter = make_noisy_drafter(tiny, variant)
+    batch = make_batch(dataset, [0], tiny, drafter)
     assert batch.features is not None
-    seen: list[Tensor] = []
+    training_states: list[Tensor] = []
     judge = drafter.judge_steps
-    monkeypatch.setattr(drafter, "judge_steps", lambda wanted, states: (seen.extend(states), judge(wanted, states))[1])
-    everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
-    drafter.loss(everywhere, tiny, TrainingState())
+    monkeypatch.setattr(
+        drafter, "judge_steps", lambda supervision, states: (training_states.extend(states), judge(supervision, states))[1]
+    )
+    fully_supervised = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
+    drafter.loss(fully_supervised, tiny, TrainingState())
     length = batch.tokens.shape[1]
     for t in (4, 9, 17):
         cache = TreeCache(drafter.num_layers, 1, length + 8, "cpu")
@@ -239,14 +242,14 @@ def test_training_unroll_equals_decoding(variant: str, tiny: Target, monkeypatch
             rollout.extend(batch.tokens[:, t + 1 + step][None], torch.tensor([[step - 1]]))
         for step in range(3):
             # with every token supervised, row t of step i is index t: the first prediction is made at index 0
-            torch.testing.assert_close(rollout.hidden[0, step], seen[step][t], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(rollout.hidden[0, step], training_states[step][t], rtol=1e-3, atol=1e-3)
 
 
 def test_token_outside_the_draft_vocabulary_is_a_miss(tiny: Target) -> None:
-    """Agreement is judged against the target's best token of its whole vocabulary, over every supervised token."""
-    dataset = examples()
-    drafter = make(tiny, vocab_size=16)
-    batch = batch_of(dataset, [0], tiny, drafter)
+    """Agreement is judged against the target's best token of its full vocabulary, over every supervised token."""
+    dataset = make_examples()
+    drafter = make_drafter(tiny, vocab_size=16)
+    batch = make_batch(dataset, [0], tiny, drafter)
     losses = drafter.loss(batch, tiny, TrainingState())
     supervision = Supervision(drafter, batch)
     inside = drafter.t2d[supervision.labels[supervision.label_index(0)]]
@@ -266,16 +269,16 @@ def test_draft_vocabulary_is_the_most_used_tokens_as_sorted_offsets(tiny: Target
 
 
 def test_feature_layers_are_the_papers(tiny: Target) -> None:
-    """Layers 2, L/2 and L - 3, sorted and without duplicates; other ones can be named."""
-    assert make(tiny).fused_layers == (2, tiny.num_layers // 2, tiny.num_layers - 3)
+    """The layers are 2, L/2 and L - 3, sorted and without duplicates; other layers can be named."""
+    assert make_drafter(tiny).fused_layers == (2, tiny.num_layers // 2, tiny.num_layers - 3)
     assert Eagle3(tiny, layers=[5, 1, 5]).layers == (1, 5, "final")
 
 
 def test_heads_attend_to_their_own_position_at_the_start(tiny: Target) -> None:
-    """Half of the query heads score the own position of normed inputs highest; with start=random they do not."""
+    """Half of the query heads score their own position of normed inputs highest; with start=random they do not."""
     inputs, is_own = torch.randn(24, 2 * tiny.width), []
     for start in ("target", "random"):
-        attention = make(tiny, start=start).self_attn
+        attention = make_drafter(tiny, start=start).self_attn
         queries, keys = (
             layer(inputs).unflatten(-1, (-1, attention.head_dim)) for layer in (attention.q_proj, attention.k_proj)
         )
@@ -286,29 +289,29 @@ def test_heads_attend_to_their_own_position_at_the_start(tiny: Target) -> None:
 
 def test_gradient_flows_through_the_unroll(tiny: Target) -> None:
     """The last step alone sends a gradient to fc, which only the first step reads: hidden states are not detached."""
-    dataset = examples()
-    drafter = make(tiny, step_decay=0.0)
-    losses = drafter.loss(batch_of(dataset, [0], tiny, drafter), tiny, TrainingState())
+    dataset = make_examples()
+    drafter = make_drafter(tiny, step_decay=0.0)
+    losses = drafter.loss(make_batch(dataset, [0], tiny, drafter), tiny, TrainingState())
     first = torch.autograd.grad(losses.total, drafter.fc.weight)[0]
-    deeper = make(tiny, step_decay=2.0)
+    deeper = make_drafter(tiny, step_decay=2.0)
     weighted = torch.autograd.grad(
-        deeper.loss(batch_of(dataset, [0], tiny, deeper), tiny, TrainingState()).total, deeper.fc.weight
+        deeper.loss(make_batch(dataset, [0], tiny, deeper), tiny, TrainingState()).total, deeper.fc.weight
     )[0]
     assert not torch.allclose(first, weighted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_few_calls_give_what_the_modules_give(tiny: Target, dtype: torch.dtype) -> None:
-    """States and log q of a prompt, of what was accepted behind it, and of a level of a tree, to the rounding of the type."""
+    """States and log q of a prompt, of accepted tokens, and of a level of a tree are equal to the rounding of the type."""
     torch.manual_seed(0)
     modules = Eagle3(tiny, vocab_size=256).to(dtype).eval()
-    lean = copy.deepcopy(modules)
-    pack_linears(lean)
+    packed = copy.deepcopy(modules)
+    pack_linears(packed)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-2
     level = torch.tensor([[[True, False, True, False], [True, False, False, True]]])
-    found = []
+    results = []
     with torch.inference_mode():
-        for drafter in (modules, lean):
+        for drafter in (modules, packed):
             source = torch.Generator().manual_seed(1)
             cache = TreeCache(1, 1, 64, "cpu")
             states = []
@@ -318,17 +321,17 @@ def test_few_calls_give_what_the_modules_give(tiny: Target, dtype: torch.dtype) 
                 states.append(drafter.run(tokens, hidden, cache.next_slots(count), cache, visible))
                 if count > 2:
                     cache.commit(None, torch.tensor([count]))
-            found.append([*states, drafter.log_q(states[-1])])
-        assert fused_cpu_eagle.uses_fused_cpu(lean) and not fused_cpu_eagle.uses_fused_cpu(modules)
-    for one, other in zip(*found):
-        torch.testing.assert_close(one.float(), other.float(), atol=tolerance * 4, rtol=tolerance)
+            results.append([*states, drafter.log_q(states[-1])])
+        assert fused_cpu_eagle.uses_fused_cpu(packed) and not fused_cpu_eagle.uses_fused_cpu(modules)
+    for left, right in zip(*results):
+        torch.testing.assert_close(left.float(), right.float(), atol=tolerance * 4, rtol=tolerance)
 
 
 @pytest.mark.skipif(not (has_int8() and has_drafting_kernels()), reason="no compiled kernels for 8-bit weights here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_drafting_gives_what_few_calls_give(tiny: Target, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States of the text, and log q of the levels of a tree, to a few steps of 8-bit inputs: these round another way where a
-    number differs by its last bit. Written weights are compiled anew."""
+    """States of the text, and log q of the levels of a tree, are equal to a few steps of 8-bit inputs, which round otherwise
+    where a number differs by its last bit. Changed weights are compiled anew."""
     monkeypatch.setattr(packed_linears, "SMALL_WEIGHTS", 0)
     torch.manual_seed(0)
     drafter = Eagle3(tiny, vocab_size=256).eval()
@@ -361,9 +364,9 @@ def test_compiled_drafting_gives_what_few_calls_give(tiny: Target, dtype: torch.
             patch.setattr(eagle_layers, "find_compiled", lambda _: None)
             patch.setitem(draft.__globals__, "find_compiled", lambda _: None)
             few_calls = draft()
-        for one, other in zip(compiled, few_calls, strict=True):
-            torch.testing.assert_close(one, other, atol=0.1, rtol=0)
-            assert (one - other).abs().median() < 0.01 < other.std()
+        for actual, expected in zip(compiled, few_calls, strict=True):
+            torch.testing.assert_close(actual, expected, atol=0.1, rtol=0)
+            assert (actual - expected).abs().median() < 0.01 < expected.std()
     with torch.no_grad():
         drafter.mlp.down_proj.weight.add_(1)
         assert find_compiled(drafter) is not first

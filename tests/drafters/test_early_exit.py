@@ -50,8 +50,8 @@ ADAPTATIONS: dict[str, dict[str, Any]] = {
 ADAPTED = pytest.mark.parametrize("options", list(ADAPTATIONS.values()), ids=list(ADAPTATIONS))
 
 
-def pair(tiny: Target, tied: bool = False) -> tuple[Target, Any]:
-    """A small random target, and the same model of transformers' own."""
+def make_pair(tiny: Target, tied: bool = False) -> tuple[Target, Any]:
+    """Make a small random target, and the same model of transformers' own."""
     config = LlamaConfig(**SIZE, tie_word_embeddings=tied)
     reference, model = (AutoModelForCausalLM.from_config(config, attn_implementation=a).eval() for a in ("eager", "spectrain"))
     with torch.no_grad():
@@ -62,7 +62,7 @@ def pair(tiny: Target, tied: bool = False) -> tuple[Target, Any]:
     return Target(model, tiny.tokenizer, "random", ""), reference
 
 
-def prepared(target: Target, **options: Any) -> EarlyExit:
+def prepare_drafter(target: Target, **options: Any) -> EarlyExit:
     torch.manual_seed(3)
     drafter = EarlyExit(target, **{"rotate": 2, **options})
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
@@ -71,18 +71,18 @@ def prepared(target: Target, **options: Any) -> EarlyExit:
     return drafter
 
 
-def examples(count: int, vocab: int = VOCAB, length: int = 20) -> list[Example]:
-    """Sequences of unequal length whose later part is the assistant's."""
+def make_examples(count: int, vocab: int = VOCAB, length: int = 20) -> list[Example]:
+    """Make sequences of unequal length whose later part is the assistant's."""
     source = torch.Generator().manual_seed(5)
     rows = torch.randint(3, vocab, (count, length), generator=source).tolist()
     return [Example(row[: length - n % 5], [i >= 8 for i in range(length - n % 5)]) for n, row in enumerate(rows)]
 
 
-def dataset(vocab: int = VOCAB, count: int = 8) -> Dataset:
-    return Dataset(examples(count, vocab), count, 0, 0)
+def make_dataset(vocab: int = VOCAB, count: int = 8) -> Dataset:
+    return Dataset(make_examples(count, vocab), count, 0, 0)
 
 
-def logits_of(target: Target, tokens: Tensor) -> Tensor:
+def compute_logits(target: Target, tokens: Tensor) -> Tensor:
     logits = target.run(tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
     return logits
@@ -92,15 +92,15 @@ def logits_of(target: Target, tokens: Tensor) -> Tensor:
 
 
 def paper_weights(num_layers: int, scale: float, opened: set[int]) -> list[float]:
-    """Section 4.1.2: e(l) = scale sum_{i=0}^{l} i for l < L - 1, L - 1 + scale sum_{i=0}^{L-2} i for the last, normalised."""
+    """Compute e(l) = scale sum_{i=0}^{l} i, e(L - 1) = L - 1 + scale sum_{i=0}^{L-2} i, normalised (section 4.1.2)."""
     e = [scale * sum(range(exit + 1)) for exit in range(num_layers)]
     e[-1] = num_layers - 1 + scale * sum(range(num_layers - 1))
     opened = opened | {num_layers - 1}
     return [e[exit] / sum(e[i] for i in opened) if exit in opened else 0.0 for exit in range(num_layers)]
 
 
-def at(step: int, num_steps: int) -> TrainingState:
-    """What the trainer says at a step."""
+def make_state(step: int, num_steps: int) -> TrainingState:
+    """Make the state that the trainer passes at a step."""
     return TrainingState(step, step / num_steps)
 
 
@@ -119,9 +119,9 @@ def test_exit_weights_are_the_papers(tiny: Target, num_layers: int, scale: float
             opened = opened | {num_layers - 1 - later}
     cases.append(({"curriculum": "gradual"}, opened))
     for options, exits in cases:
-        found = EarlyExit(tiny, exit_scale=scale, **options).exit_weights(num_layers, at(step, 100))
-        assert found == pytest.approx(paper_weights(num_layers, scale, exits), rel=1e-9, abs=0)
-        assert sum(found) == pytest.approx(1) and found[-1] > 0
+        weights = EarlyExit(tiny, exit_scale=scale, **options).exit_weights(num_layers, make_state(step, 100))
+        assert weights == pytest.approx(paper_weights(num_layers, scale, exits), rel=1e-9, abs=0)
+        assert sum(weights) == pytest.approx(1) and weights[-1] > 0
 
 
 @pytest.mark.parametrize("rotate", [1, 2, 3, 8, 11])
@@ -130,7 +130,7 @@ def test_rotation_opens_every_exit(tiny: Target, rotate: int, start: int) -> Non
     """Over `rotate` steps in a row every exit that can count is open once, and the last at each of them."""
     times = [0] * 8
     for step in range(start, start + rotate):
-        weights = EarlyExit(tiny, rotate=rotate).exit_weights(8, at(step, 100))
+        weights = EarlyExit(tiny, rotate=rotate).exit_weights(8, make_state(step, 100))
         times = [count + (weight > 0) for count, weight in zip(times, weights)]
     assert times == [0, *[1] * 6, rotate]  # e(0) is 0
 
@@ -138,20 +138,20 @@ def test_rotation_opens_every_exit(tiny: Target, rotate: int, start: int) -> Non
 @CURRICULA
 @pytest.mark.parametrize("num_layers", [1, 2, 6])
 def test_without_scale_only_the_last_exit_counts(tiny: Target, curriculum: Any, num_layers: int) -> None:
-    """exit_scale=0 is the language model's loss alone."""
-    found = EarlyExit(tiny, exit_scale=0.0, curriculum=curriculum).exit_weights(num_layers, at(60, 100))
-    assert found == [0.0] * (num_layers - 1) + [1.0]
+    """With exit_scale=0 the loss is the language model's alone."""
+    weights = EarlyExit(tiny, exit_scale=0.0, curriculum=curriculum).exit_weights(num_layers, make_state(60, 100))
+    assert weights == [0.0] * (num_layers - 1) + [1.0]
 
 
 def test_gradual_exits_open_downwards(tiny: Target) -> None:
-    """Only the last at the start, then from above without a gap, each for good, all from half of the training on."""
+    """Only the last exit is open at first; exits open from above without a gap for good, all from half of the training on."""
     before: set[int] = set()
     for step in range(64):
-        weights = EarlyExit(tiny, curriculum="gradual").exit_weights(8, at(step, 64))
-        found = {exit for exit, weight in enumerate(weights) if weight > 0}
-        assert found >= before and found == set(range(min(found), 8))
-        assert (found == {7}) if step == 0 else (step < 32 or found == set(range(1, 8)))
-        before = found
+        weights = EarlyExit(tiny, curriculum="gradual").exit_weights(8, make_state(step, 64))
+        exits = {exit for exit, weight in enumerate(weights) if weight > 0}
+        assert exits >= before and exits == set(range(min(exits), 8))
+        assert (exits == {7}) if step == 0 else (step < 32 or exits == set(range(1, 8)))
+        before = exits
 
 
 @pytest.mark.sweep(8)
@@ -159,25 +159,25 @@ def test_gradual_exits_open_downwards(tiny: Target) -> None:
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("step", [0, 3, 9])
 def test_dropout_rates_are_the_papers(tiny: Target, num_layers: int, rate: float, step: int) -> None:
-    """(exp(l ln 2 / (L - 1)) - 1) max_dropout: 0 at the first layer, max_dropout at the last, whatever the step."""
-    found = EarlyExit(tiny, max_dropout=rate).dropout_rates(num_layers, at(step, 10))
-    assert found == pytest.approx([rate * (2 ** (n / (num_layers - 1)) - 1) for n in range(num_layers)], rel=1e-9, abs=1e-12)
-    assert found[0] == 0 and found[-1] == pytest.approx(rate)
+    """The rate is (exp(l ln 2 / (L - 1)) - 1) max_dropout: 0 at the first layer, max_dropout at the last, at every step."""
+    rates = EarlyExit(tiny, max_dropout=rate).dropout_rates(num_layers, make_state(step, 10))
+    assert rates == pytest.approx([rate * (2 ** (n / (num_layers - 1)) - 1) for n in range(num_layers)], rel=1e-9, abs=1e-12)
+    assert rates[0] == 0 and rates[-1] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("num_steps", [2, 6])
 def test_exponential_dropout_follows_the_training(tiny: Target, num_steps: int, tmp_path: Path) -> None:
-    """At step t of T the trainer's rates are exp(t ln 2 / (T - 1)) - 1 times the constant ones: 0 first, all of them last."""
-    target, _ = pair(tiny)
-    drafter = prepared(target, max_dropout=0.4, dropout_schedule="exponential", adapt="lora", rank=2)
+    """At step t of T the trainer's rates are exp(t ln 2 / (T - 1)) - 1 times the constant rates, from 0 to equal."""
+    target, _ = make_pair(tiny)
+    drafter = prepare_drafter(target, max_dropout=0.4, dropout_schedule="exponential", adapt="lora", rank=2)
     trainer = Trainer(lr=1e-4, max_steps=num_steps, batch_tokens=40)
     with patch.object(EarlyExit, "loss", autospec=True, side_effect=EarlyExit.loss) as loss:
-        trainer.fit(drafter, target, dataset(), LiveSource(), tmp_path)
-    found = [drafter.dropout_rates(LAYERS, call.args[3]) for call in loss.call_args_list]
-    assert len(found) == num_steps
+        trainer.fit(drafter, target, make_dataset(), LiveSource(), tmp_path)
+    step_rates = [drafter.dropout_rates(LAYERS, call.args[3]) for call in loss.call_args_list]
+    assert len(step_rates) == num_steps
     constant = EarlyExit(target, max_dropout=0.4).dropout_rates(LAYERS, TrainingState())
-    assert found[0] == [0.0] * LAYERS
-    for step, rates in enumerate(found):
+    assert step_rates[0] == [0.0] * LAYERS
+    for step, rates in enumerate(step_rates):
         over_time = math.exp(step * math.log(2) / (num_steps - 1)) - 1
         assert rates == pytest.approx([over_time * rate for rate in constant], abs=1e-9), step
 
@@ -185,45 +185,45 @@ def test_exponential_dropout_follows_the_training(tiny: Target, num_steps: int, 
 # Which layers a sequence drops
 
 
-def drawn(drafter: EarlyExit, target: Target, rows: list[Example], step: int = 4) -> Tensor:
-    found = drafter.draw_dropped_layers(collate(rows), target, at(step, 10))
-    assert found is not None
-    return found
+def draw_layers(drafter: EarlyExit, target: Target, rows: list[Example], step: int = 4) -> Tensor:
+    dropped = drafter.draw_dropped_layers(collate(rows), target, make_state(step, 10))
+    assert dropped is not None
+    return dropped
 
 
 def test_a_sequence_drops_the_same_layers_however_it_is_batched(tiny: Target) -> None:
-    """Alone, padded, among others and in another order; another step or seed draws anew."""
+    """A sequence drops the same layers alone, padded, among others and in another order; another step or seed draws anew."""
     drafter = EarlyExit(tiny, max_dropout=0.6).train()
-    rows = examples(40, 2000)
-    whole = drawn(drafter, tiny, rows)
-    assert whole.shape == (8, 40) and whole.any(0).sum() > 10 and not whole[0].any()
+    rows = make_examples(40, 2000)
+    full = draw_layers(drafter, tiny, rows)
+    assert full.shape == (8, 40) and full.any(0).sum() > 10 and not full[0].any()
     order = torch.randperm(40)
-    assert torch.equal(drawn(drafter, tiny, [rows[n] for n in order]), whole[:, order])
+    assert torch.equal(draw_layers(drafter, tiny, [rows[n] for n in order]), full[:, order])
     for n in range(0, 40, 7):
-        assert torch.equal(drawn(drafter, tiny, [rows[n]]), whole[:, n : n + 1])
+        assert torch.equal(draw_layers(drafter, tiny, [rows[n]]), full[:, n : n + 1])
         longer = Example(torch.randint(3, 2000, (50,)).tolist(), [True] * 50)
-        assert torch.equal(drawn(drafter, tiny, [longer, rows[n]])[:, 1], whole[:, n])
-    assert torch.equal(drawn(EarlyExit(tiny, max_dropout=0.6, curriculum="all").train(), tiny, rows), whole)
+        assert torch.equal(draw_layers(drafter, tiny, [longer, rows[n]])[:, 1], full[:, n])
+    assert torch.equal(draw_layers(EarlyExit(tiny, max_dropout=0.6, curriculum="all").train(), tiny, rows), full)
     for step, seed in ((5, 0), (4, 1)):
-        assert not torch.equal(drawn(EarlyExit(tiny, max_dropout=0.6, seed=seed).train(), tiny, rows, step), whole)
+        assert not torch.equal(draw_layers(EarlyExit(tiny, max_dropout=0.6, seed=seed).train(), tiny, rows, step), full)
 
 
 def test_nothing_is_dropped_where_it_is_not_trained(tiny: Target) -> None:
-    """Not in evaluation, not at a rate of 0."""
-    batch = collate(examples(4, 2000))
-    assert EarlyExit(tiny, max_dropout=0.6).eval().draw_dropped_layers(batch, tiny, at(4, 10)) is None
-    assert EarlyExit(tiny, max_dropout=0.0).train().draw_dropped_layers(batch, tiny, at(4, 10)) is None
+    """No layer is dropped in evaluation or at a rate of 0."""
+    batch = collate(make_examples(4, 2000))
+    assert EarlyExit(tiny, max_dropout=0.6).eval().draw_dropped_layers(batch, tiny, make_state(4, 10)) is None
+    assert EarlyExit(tiny, max_dropout=0.0).train().draw_dropped_layers(batch, tiny, make_state(4, 10)) is None
     late = EarlyExit(tiny, max_dropout=0.9, dropout_schedule="exponential").train()
-    first = late.draw_dropped_layers(batch, tiny, at(0, 10))
+    first = late.draw_dropped_layers(batch, tiny, make_state(0, 10))
     assert first is not None and not first.any()
 
 
 def test_layers_drop_as_often_as_their_rates(tiny: Target) -> None:
-    """Within five standard deviations of a binomial count, over sequences and over steps, and layers drop independently."""
+    """Counts are within five standard deviations of a binomial count, and layers drop independently."""
     drafter = EarlyExit(tiny, max_dropout=0.5).train()
-    rows = examples(100, 2000)
-    many = torch.stack([drawn(drafter, tiny, rows, step).double() for step in range(20)])  # [steps, L, B]
-    rates = torch.tensor(drafter.dropout_rates(8, at(0, 10)), dtype=torch.float64)
+    rows = make_examples(100, 2000)
+    many = torch.stack([draw_layers(drafter, tiny, rows, step).double() for step in range(20)])  # [steps, L, B]
+    rates = torch.tensor(drafter.dropout_rates(8, make_state(0, 10)), dtype=torch.float64)
     for mean, count in ((many.mean((0, 2)), 2000), (many[0].mean(1), 100), (many[:, :, 0].mean(0), 20)):
         assert ((mean - rates).abs() <= 5 * (rates * (1 - rates) / count).sqrt() + 1e-12).all()
     both = (many[:, 6] * many[:, 7]).mean()
@@ -235,7 +235,7 @@ def test_layers_drop_as_often_as_their_rates(tiny: Target) -> None:
 
 
 def reference_loss(reference: Any, batch: Batch, weights: list[float]) -> tuple[Tensor, Tensor]:
-    """From transformers' hidden states, its norm and its lm_head: the last exit's weighted loss, and that of the others."""
+    """Compute the last exit's weighted loss, and that of the others, from transformers' hidden states, norm and lm_head."""
     outputs = reference(batch.tokens, output_hidden_states=True, use_cache=False)
     assert len(outputs.hidden_states) == len(weights) + 1
     mask = batch.loss_mask[:, 1:]
@@ -244,8 +244,8 @@ def reference_loss(reference: Any, batch: Batch, weights: list[float]) -> tuple[
         last = exit + 1 == len(weights)  # transformers' last hidden state has been through the norm
         final = outputs.hidden_states[exit + 1] if last else reference.model.norm(outputs.hidden_states[exit + 1])
         log_q = reference.lm_head(final)[:, :-1].log_softmax(-1)
-        each = -log_q.gather(-1, batch.tokens[:, 1:, None])[..., 0]
-        terms.append(weight * (each * mask).sum())
+        token_losses = -log_q.gather(-1, batch.tokens[:, 1:, None])[..., 0]
+        terms.append(weight * (token_losses * mask).sum())
     return terms[-1], torch.stack(terms[:-1]).sum()
 
 
@@ -258,11 +258,11 @@ LOSSES = [
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("options", LOSSES, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
 def test_loss_is_the_sum_over_the_exits(tiny: Target, options: dict[str, Any], tied: bool) -> None:
-    """Its terms, the gradient of every parameter, hits and counts equal those of transformers' own hidden states."""
-    target, reference = pair(tiny, tied)
-    drafter = prepared(target, max_dropout=0.0, exit_layer=2, **options).train()
+    """The loss's terms, the gradient of every parameter, hits and counts equal those of transformers' own hidden states."""
+    target, reference = make_pair(tiny, tied)
+    drafter = prepare_drafter(target, max_dropout=0.0, exit_layer=2, **options).train()
     state = TrainingState(3, 0.35)
-    batch = collate(examples(4))
+    batch = collate(make_examples(4))
     losses = drafter.loss(batch, target, state)
     last, early = reference_loss(reference, batch, drafter.exit_weights(LAYERS, state))
     assert set(losses.terms) == {"language_model", "exits"}
@@ -270,30 +270,30 @@ def test_loss_is_the_sum_over_the_exits(tiny: Target, options: dict[str, Any], t
     torch.testing.assert_close(losses.terms["exits"], early, rtol=1e-5, atol=1e-4)
     losses.total.backward()
     (last + early).backward()
-    wanted = dict(reference.named_parameters())
+    expected = dict(reference.named_parameters())
     for name, parameter in target.model.named_parameters():
-        assert parameter.grad is not None and wanted[name].grad.abs().max() > 0, name
-        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-3, atol=1e-3, msg=name)
+        assert parameter.grad is not None and expected[name].grad.abs().max() > 0, name
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-3, msg=name)
     with torch.no_grad():
         states = reference(batch.tokens, output_hidden_states=True).hidden_states
         early_best, best = (reference.lm_head(x).argmax(-1) for x in (reference.model.norm(states[2]), states[-1]))
-    asked = batch.loss_mask[:, 1:]
-    assert losses.hits.tolist() == [int((early_best == best)[:, :-1][asked].sum())]
-    assert losses.counts.tolist() == [int(asked.sum())]
+    mask = batch.loss_mask[:, 1:]
+    assert losses.hits.tolist() == [int((early_best == best)[:, :-1][mask].sum())]
+    assert losses.counts.tolist() == [int(mask.sum())]
 
 
-def test_loss_is_said_by_the_layers_that_are_kept(tiny: Target) -> None:
+def test_loss_is_that_of_the_remaining_layers(tiny: Target) -> None:
     """With dropout, a sequence's loss is that of the model without the layers that it drops, its last state at every exit."""
-    target, reference = pair(tiny)
-    drafter = prepared(target, max_dropout=0.9, curriculum="all").train()
-    state, rows = at(2, 10), examples(6)
-    dropped = drawn(drafter, target, rows, step=2)
+    target, reference = make_pair(tiny)
+    drafter = prepare_drafter(target, max_dropout=0.9, curriculum="all").train()
+    state, rows = make_state(2, 10), make_examples(6)
+    dropped = draw_layers(drafter, target, rows, step=2)
     assert dropped.any() and not dropped.all(1).any()
     weights = drafter.exit_weights(LAYERS, state)
-    wanted = 0.0
+    expected = 0.0
     with torch.no_grad():
         for row, example in enumerate(rows):
-            tokens, place = torch.tensor([example.tokens]), [n for n in range(1, len(example.tokens)) if example.mask[n]]
+            tokens, positions = torch.tensor([example.tokens]), [n for n in range(1, len(example.tokens)) if example.mask[n]]
             hidden = target.run(tokens, ForwardPlan(layers=(0,))).at_layer(0)
             for layer in range(LAYERS):
                 if not dropped[layer, row]:
@@ -302,23 +302,23 @@ def test_loss_is_said_by_the_layers_that_are_kept(tiny: Target) -> None:
                     )
                     hidden = part.at_layer(layer + 1)
                 log_q = reference.lm_head(reference.model.norm(hidden))[0].log_softmax(-1)
-                wanted += weights[layer] * float(-sum(log_q[n - 1, example.tokens[n]] for n in place))
-        found = drafter.loss(collate(rows), target, state).total
-    assert float(found) == pytest.approx(wanted, rel=1e-5)
+                expected += weights[layer] * float(-sum(log_q[n - 1, example.tokens[n]] for n in positions))
+        loss = drafter.loss(collate(rows), target, state).total
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_the_assistants_tokens_carry_loss(tiny: Target) -> None:
     """Without labels there is no loss; padding adds none; batches add up."""
-    target, _ = pair(tiny)
-    drafter = prepared(target, max_dropout=0.5, curriculum="all").train()
-    rows = examples(4)
+    target, _ = make_pair(tiny)
+    drafter = prepare_drafter(target, max_dropout=0.5, curriculum="all").train()
+    rows = make_examples(4)
     with torch.no_grad():
-        whole = drafter.loss(collate(rows), target, TrainingState())
+        full = drafter.loss(collate(rows), target, TrainingState())
         parts = [drafter.loss(collate([row]), target, TrainingState()) for row in rows]
         padded = drafter.loss(collate([*rows, Example([5] * 40, [False] * 40)]), target, TrainingState())
-    assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-5)
-    assert float(whole.total) == pytest.approx(float(padded.total), rel=1e-5)
-    assert whole.counts.sum() == padded.counts.sum() == sum(sum(row.mask) for row in rows)
+    assert float(full.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-5)
+    assert float(full.total) == pytest.approx(float(padded.total), rel=1e-5)
+    assert full.counts.sum() == padded.counts.sum() == sum(sum(row.mask) for row in rows)
 
 
 # Self-distillation
@@ -327,9 +327,9 @@ def test_only_the_assistants_tokens_carry_loss(tiny: Target) -> None:
 @pytest.mark.parametrize("adapt", ["full", "lora"])
 def test_self_distillation_starts_where_there_is_nothing_to_learn(tiny: Target, adapt: Any) -> None:
     """While only the last exit is open the loss is the entropy of the original, and its gradient is zero."""
-    target, reference = pair(tiny)
-    drafter = prepared(target, max_dropout=0.0, curriculum="gradual", adapt=adapt, self_distillation=True).train()
-    batch = collate(examples(4))
+    target, reference = make_pair(tiny)
+    drafter = prepare_drafter(target, max_dropout=0.0, curriculum="gradual", adapt=adapt, self_distillation=True).train()
+    batch = collate(make_examples(4))
     losses = drafter.loss(batch, target, TrainingState())
     with torch.no_grad():
         log_p = reference(batch.tokens).logits[:, :-1].log_softmax(-1)
@@ -337,35 +337,35 @@ def test_self_distillation_starts_where_there_is_nothing_to_learn(tiny: Target, 
     torch.testing.assert_close(losses.total.detach(), entropy, rtol=1e-5, atol=1e-4)
     gradients = torch.autograd.grad(losses.total, drafter.target_training.parameters, allow_unused=True)
     assert all(gradient is None or gradient.abs().max() < 1e-3 for gradient in gradients)
-    own = pair(tiny)[0]
-    plain = prepared(own, max_dropout=0.0, curriculum="gradual", adapt=adapt)
-    total = plain.loss(batch, own, TrainingState()).total
+    plain_target = make_pair(tiny)[0]
+    plain = prepare_drafter(plain_target, max_dropout=0.0, curriculum="gradual", adapt=adapt)
+    total = plain.loss(batch, plain_target, TrainingState()).total
     data = torch.autograd.grad(total, plain.target_training.parameters, allow_unused=True)
     assert max(float(gradient.abs().max()) for gradient in data if gradient is not None) > 1  # that of the data is not
 
 
 @pytest.mark.parametrize("adapt", ["full", "lora"])
 def test_self_distillation_asks_the_original(tiny: Target, adapt: Any) -> None:
-    """Whatever became of the target, every exit's loss is its cross-entropy from the model that it was."""
-    target, reference = pair(tiny)
-    drafter = prepared(target, max_dropout=0.0, curriculum="all", adapt=adapt, rank=4, self_distillation=True).train()
-    batch = collate(examples(4))
+    """However the target changes, every exit's loss is its cross-entropy from the original target."""
+    target, reference = make_pair(tiny)
+    drafter = prepare_drafter(target, max_dropout=0.0, curriculum="all", adapt=adapt, rank=4, self_distillation=True).train()
+    batch = collate(make_examples(4))
     with torch.no_grad():
         original = reference(batch.tokens).logits.softmax(-1)
         for parameter in drafter.target_training.parameters:
             parameter.add_(0.1 * torch.randn_like(parameter))
         weights = drafter.exit_weights(LAYERS, TrainingState())
-        wanted = 0.0
+        expected = 0.0
         states = target.run(batch.tokens, ForwardPlan(layers=tuple(range(1, LAYERS + 1))))
         for exit, weight in enumerate(weights):
             log_q = target.head.logits(target.apply_final_norm(states.at_layer(exit + 1))).log_softmax(-1)
-            wanted += weight * float(-(original * log_q).sum(-1)[:, :-1][batch.loss_mask[:, 1:]].sum())
-        assert float(drafter.loss(batch, target, TrainingState()).total) == pytest.approx(wanted, rel=1e-5)
-        assert not torch.allclose(logits_of(target, batch.tokens).softmax(-1), original, atol=1e-2)
+            expected += weight * float(-(original * log_q).sum(-1)[:, :-1][batch.loss_mask[:, 1:]].sum())
+        assert float(drafter.loss(batch, target, TrainingState()).total) == pytest.approx(expected, rel=1e-5)
+        assert not torch.allclose(compute_logits(target, batch.tokens).softmax(-1), original, atol=1e-2)
 
 
-def original(drafter: EarlyExit, batch: Batch, target: Target) -> Tensor:
-    """[R, V] what the exits should say."""
+def compute_original_probs(drafter: EarlyExit, batch: Batch, target: Target) -> Tensor:
+    """Compute the original target's probabilities [R, V], which the exits learn."""
     log_probs = drafter._original_log_probs(batch, target)
     assert log_probs is not None
     return log_probs(slice(0, int(batch.next_is_supervised.sum()))).exp()
@@ -375,22 +375,22 @@ def original(drafter: EarlyExit, batch: Batch, target: Target) -> Tensor:
 @pytest.mark.parametrize("adapt", ["full", "lora"])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_the_original_stays_as_it_was(adapt: Any, packed: bool, tmp_path: Path) -> None:
-    """Training changes the target and not, bit by bit, what it is asked to say; the copy is gone afterwards."""
+    """Training changes the target and not, bit by bit, the distributions that it learns; the copy is gone afterwards."""
     target = cut_tiny(3)
     if packed:
         target.pack_weights()
-    drafter = prepared(target, adapt=adapt, rank=4, self_distillation=True)
-    batch = collate(examples(2, 2000))
-    before, wanted = logits_of(target, batch.tokens), original(drafter, batch, target)
-    torch.testing.assert_close(wanted, before[batch.next_is_supervised].softmax(-1), rtol=1e-4, atol=1e-6)
-    seen: list[bool] = []
+    drafter = prepare_drafter(target, adapt=adapt, rank=4, self_distillation=True)
+    batch = collate(make_examples(2, 2000))
+    before, expected = compute_logits(target, batch.tokens), compute_original_probs(drafter, batch, target)
+    torch.testing.assert_close(expected, before[batch.next_is_supervised].softmax(-1), rtol=1e-4, atol=1e-6)
+    is_unchanged: list[bool] = []
 
     def watch(step: int) -> None:
-        seen.append(torch.equal(original(drafter, batch, target), wanted))
+        is_unchanged.append(torch.equal(compute_original_probs(drafter, batch, target), expected))
 
-    Trainer(lr=1e-3, max_steps=3).fit(drafter, target, dataset(2000), LiveSource(), tmp_path, on_step=watch)
-    assert seen == [True] * 3
-    assert not torch.allclose(logits_of(target, batch.tokens), before, atol=1e-2)
+    Trainer(lr=1e-3, max_steps=3).fit(drafter, target, make_dataset(2000), LiveSource(), tmp_path, on_step=watch)
+    assert is_unchanged == [True] * 3
+    assert not torch.allclose(compute_logits(target, batch.tokens), before, atol=1e-2)
     assert drafter.target_training.original is None and not list(drafter.parameters()) and not drafter.state_dict()
 
 
@@ -399,10 +399,10 @@ def test_the_original_stays_as_it_was(adapt: Any, packed: bool, tmp_path: Path) 
 
 @ADAPTED
 def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
-    """All weights, or the adapters alone, move; afterwards the target is frozen and has the parameters it had."""
-    target, _ = pair(tiny)
+    """All weights, or the adapters alone, change; afterwards the target is frozen and has the parameters of before."""
+    target, _ = make_pair(tiny)
     names = [name for name, _ in target.named_parameters()]
-    drafter = prepared(target, max_dropout=0.3, **options)
+    drafter = prepare_drafter(target, max_dropout=0.3, **options)
     chosen = {id(parameter) for parameter in drafter.target_training.parameters}
     before = {name: parameter.detach().clone() for name, parameter in target.named_parameters()}
     moved: dict[str, bool] = {}
@@ -412,7 +412,7 @@ def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], t
             moved[name] = not torch.equal(parameter, before[name])
             assert parameter.requires_grad == (id(parameter) in chosen)
 
-    Trainer(lr=1e-3, max_steps=4).fit(drafter, target, dataset(), LiveSource(), tmp_path, on_step=watch)
+    Trainer(lr=1e-3, max_steps=4).fit(drafter, target, make_dataset(), LiveSource(), tmp_path, on_step=watch)
     assert all(moved[name] == (options["adapt"] == "full" or ".lora_" in name) for name in moved)
     assert [name for name, _ in target.named_parameters()] == names
     assert not any(parameter.requires_grad for parameter in target.parameters()) and not drafter.target_training.parameters
@@ -421,30 +421,35 @@ def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], t
 @pytest.mark.sweep(2, free=("options",))
 @ADAPTED
 def test_the_finished_target_says_what_the_trained_one_said(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
-    """Adapters on, then merged, then saved and loaded: the same logits."""
-    target, _ = pair(tiny)
+    """The logits are the same with adapters on, then merged, then saved and loaded."""
+    target, _ = make_pair(tiny)
     target.pack_weights()
-    drafter, tokens = prepared(target, max_dropout=0.2, **options), torch.randint(3, VOCAB, (2, 12))
-    before, during = logits_of(target, tokens), []
+    drafter, tokens = prepare_drafter(target, max_dropout=0.2, **options), torch.randint(3, VOCAB, (2, 12))
+    before, during = compute_logits(target, tokens), []
     trainer = Trainer(lr=3e-3, max_steps=5, batch_tokens=60)
     trainer.fit(
-        drafter, target, dataset(), LiveSource(), tmp_path / "run", on_step=lambda _: during.append(logits_of(target, tokens))
+        drafter,
+        target,
+        make_dataset(),
+        LiveSource(),
+        tmp_path / "run",
+        on_step=lambda _: during.append(compute_logits(target, tokens)),
     )
-    after = logits_of(target, tokens)
+    after = compute_logits(target, tokens)
     torch.testing.assert_close(after, during[-1], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(after, before, atol=1e-2)
     target.save(tmp_path / "target")
-    torch.testing.assert_close(logits_of(load_hf(str(tmp_path / "target")), tokens), after, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compute_logits(load_hf(str(tmp_path / "target")), tokens), after, rtol=1e-5, atol=1e-5)
 
 
 class Killed(Exception):
-    """Stands for a kill between two steps."""
+    """An error that stands for a kill between two steps."""
 
 
 @pytest.mark.sweep(2, free=("options",))
 @ADAPTED
 def test_resumed_equals_uninterrupted(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
-    """Killed at step 4 of 6 and gone on with from step 3, with layers dropped, a run ends in the same weights and metrics."""
+    """A run killed at step 4 of 6 and resumed from step 3, with layers dropped, ends in the same weights and metrics."""
     options = {"max_dropout": 0.7, "dropout_schedule": "exponential", "curriculum": "gradual", **options}
     results = []
     for name in ("whole", "cut"):
@@ -456,50 +461,54 @@ def test_resumed_equals_uninterrupted(tiny: Target, options: dict[str, Any], tmp
                     raise Killed
 
             torch.manual_seed(0)
-            target, _ = pair(tiny)
+            target, _ = make_pair(tiny)
             with pytest.raises(Killed):
-                trainer.fit(prepared(target, **options), target, dataset(), LiveSource(), tmp_path / name, on_step=kill)
+                trainer.fit(
+                    prepare_drafter(target, **options), target, make_dataset(), LiveSource(), tmp_path / name, on_step=kill
+                )
         torch.manual_seed(0)
-        target, _ = pair(tiny)
-        trainer.fit(prepared(target, **options), target, dataset(), LiveSource(), tmp_path / name)
+        target, _ = make_pair(tiny)
+        trainer.fit(prepare_drafter(target, **options), target, make_dataset(), LiveSource(), tmp_path / name)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        kept = [{key: line.get(key) for key in ("step", "loss", "losses", "agreement", "lr")} for line in lines]
-        results.append((target.state_dict(), kept))
-    (one, metrics), (two, others) = results
-    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    assert metrics == others and [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+        columns = [{key: line.get(key) for key in ("step", "loss", "losses", "agreement", "lr")} for line in lines]
+        results.append((target.state_dict(), columns))
+    (first, metrics), (second, other_metrics) = results
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert metrics == other_metrics and [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("adapt", ["full", "lora"])
 def test_a_bfloat16_target_is_trained_in_float32(adapt: Any, tmp_path: Path) -> None:
-    """What learns is float32 meanwhile; then all is bfloat16 again, and the target says what its saved copy says."""
+    """Weights are float32 in training; then all are bfloat16 again, and the target's logits are its saved copy's."""
     target = load_tiny(dtype="bfloat16")
     types = {name: tensor.dtype for name, tensor in target.state_dict(keep_vars=True).items()}
     buffers = {name: buffer.clone() for name, buffer in target.named_buffers()}
-    drafter = prepared(target, adapt=adapt, rank=2, rotate=4)
+    drafter = prepare_drafter(target, adapt=adapt, rank=2, rotate=4)
     assert {parameter.dtype for parameter in drafter.target_training.parameters} == {torch.float32}
     tokens = torch.randint(3, 2000, (1, 10))
-    Trainer(lr=1e-3, max_steps=1, batch_tokens=20).fit(drafter, target, dataset(2000, 1), LiveSource(), tmp_path / "run")
+    Trainer(lr=1e-3, max_steps=1, batch_tokens=20).fit(drafter, target, make_dataset(2000, 1), LiveSource(), tmp_path / "run")
     assert target.dtype == torch.bfloat16 and {n: t.dtype for n, t in target.state_dict().items()} == types
     for name, buffer in target.named_buffers():  # such as the frequencies of the rotary embedding, which stay float32
         assert buffer.dtype == buffers[name].dtype and torch.equal(buffer, buffers[name]), name
     target.save(tmp_path / "target")
-    assert torch.equal(logits_of(target, tokens), logits_of(load_hf(str(tmp_path / "target"), dtype="bfloat16"), tokens))
+    assert torch.equal(
+        compute_logits(target, tokens), compute_logits(load_hf(str(tmp_path / "target"), dtype="bfloat16"), tokens)
+    )
 
 
 # The trained target
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
-    """The tiny target after a short training on its own text, and where it is saved."""
+def trained_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
+    """The tiny target after a short training on its own text, and the directory in which it is saved."""
     run = tmp_path_factory.mktemp("trained")
     target = load_tiny()
     prompts = [torch.randint(3, 2000, (6,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(4)]
     answers = [decode(target, [prompt], Greedy(), 24, ignore_eos=True)[0].output for prompt in prompts]
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
     target.pack_weights()
-    drafter = prepared(target, curriculum="all", exit_layer=3)
+    drafter = prepare_drafter(target, curriculum="all", exit_layer=3)
     Trainer(lr=1e-3, max_steps=30, warmup=0.0).fit(drafter, target, Dataset(rows, 4, 0, 0), LiveSource(), run / "run")
     target.save(run / "target")
     return target, run / "target"
@@ -507,9 +516,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
 
 @pytest.mark.sweep(1, free=("exit_layer",))
 @pytest.mark.parametrize("exit_layer", [1, 3, 7])
-def test_transformers_decodes_the_same_with_the_same_exit(trained: tuple[Target, Path], exit_layer: int) -> None:
-    """Our early exit, transformers' from the saved directory, and its plain greedy decoding give the same tokens."""
-    target, directory = trained
+def test_transformers_decodes_the_same_with_the_same_exit(trained_target: tuple[Target, Path], exit_layer: int) -> None:
+    """Our early exit, transformers' from the saved directory, and its greedy decoding give the same tokens."""
+    target, directory = trained_target
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     drafter = EarlyExit(target, exit_layer=exit_layer).eval()
     rounds = written = 0
@@ -524,7 +533,7 @@ def test_transformers_decodes_the_same_with_the_same_exit(trained: tuple[Target,
 
 
 def test_another_exit_is_the_same_drafter(tiny: Target) -> None:
-    """at_exit changes the exit and nothing else; an exit that is not there is refused."""
+    """at_exit changes the exit and nothing else; an exit that does not exist is refused."""
     drafter = EarlyExit(tiny, exit_layer=2)
     other = drafter.at_exit(5, tiny)
     assert (drafter.exit_layer, other.exit_layer) == (2, 5)
@@ -536,30 +545,30 @@ def test_another_exit_is_the_same_drafter(tiny: Target) -> None:
             drafter.at_exit(wrong, tiny)
 
 
-def saved(tiny: Target, directory: Path, **options: Any) -> Any:
-    """The configuration of a drafter that is saved in `directory`."""
+def save_exit_drafter(tiny: Target, directory: Path, **options: Any) -> Any:
+    """Save a drafter in `directory` and return its configuration."""
     config = OmegaConf.create({"drafter": {"_target_": "spectrain.drafters.early_exit.EarlyExit", **options}})
     save_drafter(directory, EarlyExit(tiny, **options), RunSpec.from_nodes(config))
     return config
 
 
 def test_a_saved_drafter_names_its_exit(tiny: Target, tmp_path: Path) -> None:
-    """The description holds the exit that the default chose, and builds the same drafter; there are no weights."""
-    saved(tiny, tmp_path / "drafter", max_dropout=0.3)
+    """The description has the exit that the default chose, and builds the same drafter; there are no weights."""
+    save_exit_drafter(tiny, tmp_path / "drafter", max_dropout=0.3)
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
-    again: EarlyExit = build(resolve_choice("drafter", described, ""), target=tiny)
-    load_weights(again, tmp_path / "drafter")
-    assert described["exit_layer"] == again.exit_layer == EarlyExit(tiny).exit_layer == 2 and again.max_dropout == 0.3
-    assert not list(again.parameters())
+    reloaded: EarlyExit = build(resolve_choice("drafter", described, ""), target=tiny)
+    load_weights(reloaded, tmp_path / "drafter")
+    assert described["exit_layer"] == reloaded.exit_layer == EarlyExit(tiny).exit_layer == 2 and reloaded.max_dropout == 0.3
+    assert not list(reloaded.parameters())
 
 
 def test_init_is_refused(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """drafter.init has nothing to give; the message names what to write instead, and the command ends with 2."""
-    saved(tiny, tmp_path / "drafter", exit_layer=2)
-    config = saved(tiny, tmp_path / "other", adapt="lora")
+    """drafter.init has no weights to load; the message names what to write instead, and the command exits with 2."""
+    save_exit_drafter(tiny, tmp_path / "drafter", exit_layer=2)
+    config = save_exit_drafter(tiny, tmp_path / "other", adapt="lora")
     config = OmegaConf.merge(config, {"drafter": {"init": str(tmp_path / "drafter")}, "trainer": {}})
     with pytest.raises(UserError, match="target=hf target.model=RUN/target"):
-        init_drafter(RunSpec.from_nodes(config), load_tiny(), dataset(2000))  # type: ignore[arg-type]
+        init_drafter(RunSpec.from_nodes(config), load_tiny(), make_dataset(2000))  # type: ignore[arg-type]
     run = tmp_path / "run"
     settings = ["target=tiny", "recipe=layerskip", "data.limit=4", "data.max_length=32", "eval=none", "trainer.max_steps=1"]
     monkeypatch.setattr(sys, "argv", ["spectrain", "train", *settings, f"drafter.init={tmp_path}", f"run={run}"])
@@ -585,9 +594,9 @@ def test_wrong_settings_are_named(tiny: Target, options: dict[str, Any], message
 
 def test_dropout_changes_the_loss_in_training_only(tiny: Target) -> None:
     """In evaluation the loss is that without dropout."""
-    target, _ = pair(tiny)
-    drafter, batch = prepared(target, max_dropout=0.9, curriculum="all"), collate(examples(4))
-    plain = prepared(target, max_dropout=0.0, curriculum="all")
+    target, _ = make_pair(tiny)
+    drafter, batch = prepare_drafter(target, max_dropout=0.9, curriculum="all"), collate(make_examples(4))
+    plain = prepare_drafter(target, max_dropout=0.0, curriculum="all")
     with torch.no_grad():
         none = float(plain.train().loss(batch, target, TrainingState()).total)
         on, off = (float(drafter.train(mode).loss(batch, target, TrainingState()).total) for mode in (True, False))

@@ -22,27 +22,27 @@ class Killed(Exception):
 @pytest.mark.sweep(1, free=("family",))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_resumed_equals_uninterrupted(family: str, shallow: Target, tmp_path: Path) -> None:
-    """Killed after step 3 and gone on with from step 2, it ends in the same weights, bit by bit."""
+    """A run killed after step 3 and resumed from step 2 ends in the same weights, bit by bit."""
 
     def kill(at: int) -> None:
         if at == 3:
             raise Killed
 
-    def trainer() -> Trainer:
+    def make_trainer() -> Trainer:
         return Trainer(lr=1e-3, max_steps=4, batch_tokens=64, save_every=2)
 
-    whole, cut, resumed = (make(family, shallow) for _ in range(3))
-    trainer().fit(whole, shallow, dataset(), LiveSource(), tmp_path / "whole")
+    uninterrupted, interrupted, resumed = (make(family, shallow) for _ in range(3))
+    make_trainer().fit(uninterrupted, shallow, dataset(), LiveSource(), tmp_path / "whole")
     with pytest.raises(Killed):
-        trainer().fit(cut, shallow, dataset(), LiveSource(), tmp_path / "cut", on_step=kill)
-    trainer().fit(resumed, shallow, dataset(), LiveSource(), tmp_path / "cut")
-    for key, value in whole.state_dict().items():
+        make_trainer().fit(interrupted, shallow, dataset(), LiveSource(), tmp_path / "cut", on_step=kill)
+    make_trainer().fit(resumed, shallow, dataset(), LiveSource(), tmp_path / "cut")
+    for key, value in uninterrupted.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_without_supervision_costs_nothing(family: str, shallow: Target) -> None:
-    """The loss is zero, and so is every gradient, which other processes wait for."""
+    """The loss is zero, and every parameter has a gradient of zero, which other processes wait for."""
     drafter = make(family, shallow)
     tokens = torch.randint(3, 2000, (2, 12))
     batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool), shallow.features(tokens, drafter.layers))

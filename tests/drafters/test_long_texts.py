@@ -35,11 +35,11 @@ def test_positions_are_those_of_the_target_up_to_its_limit(scheme: str) -> None:
         rope_parameters=rope,
     )  # fmt: skip
     target: Any = SimpleNamespace(config=config, head=SimpleNamespace(vocab_size=50))
-    own, limit = llama_config(target), 1024 if scheme == "longrope" else LIMIT
-    assert own.max_position_embeddings == limit
+    drafter_config, limit = llama_config(target), 1024 if scheme == "longrope" else LIMIT
+    assert drafter_config.max_position_embeddings == limit
     positions = torch.cat([torch.arange(4), torch.arange(limit - 4, limit)])[None]
     for left, right in zip(
-        make_rotary(own)(torch.zeros(1), positions), LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+        make_rotary(drafter_config)(torch.zeros(1), positions), LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     ):
         assert torch.equal(left, right)
 
@@ -59,7 +59,7 @@ def test_masked_attention_by_rows_changes_nothing(
 ) -> None:
     """Outputs and gradients do not depend on the number of positions whose mask exists at one time."""
 
-    def run() -> list[Tensor]:
+    def compute_outputs() -> list[Tensor]:
         q, keys, values = make_parts(steps)
         if steps == 1:
             output = causal_attention(q, keys[0], values[0], None, AttentionOptions(None, window, softcap, None))
@@ -68,18 +68,18 @@ def test_masked_attention_by_rows_changes_nothing(
         (output * torch.linspace(-1, 1, 8)).sum().backward()
         return [output, *(part.grad for part in (q, *keys, *values) if part.grad is not None)]
 
-    whole = run()
+    full = compute_outputs()
     monkeypatch.setattr(attention, "MASKED_ROWS", rows)
-    for left, right in zip(whole, run(), strict=True):
+    for left, right in zip(full, compute_outputs(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_rows_of_a_window_attend_as_in_the_text(window: int | None) -> None:
-    """The last positions alone, after the keys of the first step, give what they give among all positions."""
+    """The last positions alone, after the keys of the first step, have the outputs that they have among all positions."""
     q, keys, values = make_parts(3)
     options, first = AttentionOptions(window=window), 17
-    whole = unrolled_attention(q, keys, values, None, options)[:, :, first:]
+    expected = unrolled_attention(q, keys, values, None, options)[:, :, first:]
     later = [[part[:, :, first:] if step else part for step, part in enumerate(parts)] for parts in (keys, values)]
-    own = attend_rows(q[:, :, first:], later[0], later[1], first, options)
-    torch.testing.assert_close(own, whole, rtol=1e-5, atol=1e-6)
+    actual = attend_rows(q[:, :, first:], later[0], later[1], first, options)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Lookahead decoding: its tree is that of the paper, its pool holds what was really said, and its output is the target's."""
+"""Lookahead decoding: its tree is the paper's, its pool holds n-grams of text and answers, and its output is the target's."""
 
 import pytest
 import torch
@@ -26,13 +26,13 @@ SIZES = [(1, 2, 1), (5, 4, 5), (3, 3, 2), (7, 5, 4)]
 BUILDER = Eagle2(depth=4, budget=12)
 
 
-class Watched(Lookahead):
-    """Keeps every tree, what the target answered at each of its nodes, and what was accepted."""
+class RecordingLookahead(Lookahead):
+    """A drafter that records every tree, the target's token at each of its nodes, and the accepted path."""
 
     def __init__(self, target: Target, *options: int, pool_from_prompt: bool = True) -> None:
         super().__init__(target, *options, pool_from_prompt=pool_from_prompt)
         self.trees: list[TokenTree] = []
-        self.answered: list[Tensor] = []
+        self.target_tokens: list[Tensor] = []
         self.accepted: list[AcceptedPath] = []
         self.columns: list[list[list[list[int]]]] = []  # of every round and row
 
@@ -43,10 +43,10 @@ class Watched(Lookahead):
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         self.trees.append(tree)
-        seen = super().verify(context, tree)
-        assert seen.logits is not None
-        self.answered.append(seen.logits.argmax(-1))
-        return seen
+        features = super().verify(context, tree)
+        assert features.logits is not None
+        self.target_tokens.append(features.logits.argmax(-1))
+        return features
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         super().commit(context, accepted)
@@ -61,12 +61,12 @@ class Bigram(Target):
         self.period = period
 
     def run(self, tokens: Tensor, plan: ForwardPlan = DEFAULT_PLAN) -> Features:
-        seen = super().run(tokens, plan)
-        if seen.logits is None:
-            return seen
-        wanted = 10 + (tokens[:, -seen.logits.shape[1] :] + 1) % self.period
-        logits = torch.zeros_like(seen.logits).scatter_(2, wanted[..., None], 1.0)
-        return Features(seen.tokens, seen.layers, seen.hidden, logits)
+        features = super().run(tokens, plan)
+        if features.logits is None:
+            return features
+        next_tokens = 10 + (tokens[:, -features.logits.shape[1] :] + 1) % self.period
+        logits = torch.zeros_like(features.logits).scatter_(2, next_tokens[..., None], 1.0)
+        return Features(features.tokens, features.layers, features.hidden, logits)
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +83,11 @@ def prompts(shallow: Target) -> list[list[int]]:
 def test_output_is_the_target_s(
     shallow: Target, prompts: list, sizes: tuple, pool_from_prompt: bool, builder: TreeBuilder, batch: int, rule: AcceptanceRule
 ) -> None:
-    """Greedy and sampled output equals autoregressive output, and no tree is larger than it says."""
-    drafter = Watched(shallow, *sizes, pool_from_prompt=pool_from_prompt)
+    """Greedy and sampled output equals autoregressive output, and no tree is larger than its stated size."""
+    drafter = RecordingLookahead(shallow, *sizes, pool_from_prompt=pool_from_prompt)
     plain = decode(shallow, prompts[:batch], rule, LIMIT)
-    found = decode(shallow, prompts[:batch], rule, LIMIT, drafter, builder)
-    assert [row.output for row in found] == [row.output for row in plain]
+    generations = decode(shallow, prompts[:batch], rule, LIMIT, drafter, builder)
+    assert [row.output for row in generations] == [row.output for row in plain]
     window, ngram, guesses = sizes
     for tree in drafter.trees:
         tree.check_structure()
@@ -100,16 +100,16 @@ def test_output_is_the_target_s(
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_window_is_never_emitted(shallow: Target, prompts: list, sizes: tuple) -> None:
-    """Every kept node is one of the verified ones, even where the window was right."""
-    drafter = Watched(shallow, *sizes, pool_from_prompt=False)
-    target = Bigram(shallow, 1)  # it says one thing, and the window soon too
+    """Every accepted node is one of the verified nodes, even where the window was right."""
+    drafter = RecordingLookahead(shallow, *sizes, pool_from_prompt=False)
+    target = Bigram(shallow, 1)  # it repeats one token, and so does the window soon
     decode(target, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
-    right = False
-    for tree, answers, accepted in zip(drafter.trees, drafter.answered, drafter.accepted):
+    is_right = False
+    for tree, answers, accepted in zip(drafter.trees, drafter.target_tokens, drafter.accepted):
         assert tree.can_emit.gather(1, accepted.path).all()
         first = int(tree.can_emit[0].sum())  # the window's first node, a child of the root
-        right |= bool((tree.tokens[:, first] == answers[:, 0]).all())
-    assert right
+        is_right |= bool((tree.tokens[:, first] == answers[:, 0]).all())
+    assert is_right
 
 
 @pytest.mark.sweep(2, free=("sizes",))
@@ -117,7 +117,7 @@ def test_the_window_is_never_emitted(shallow: Target, prompts: list, sizes: tupl
 def test_the_mask_is_lookahead_s(shallow: Target, prompts: list, sizes: tuple) -> None:
     """A window token sees the text, level 0 up to its column and its own column above it; a guess sees its own path."""
     window, ngram, _ = sizes
-    drafter = Watched(shallow, *sizes)
+    drafter = RecordingLookahead(shallow, *sizes)
     decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER)
     for tree, columns in zip(drafter.trees, drafter.columns):
         first = tree.tokens.shape[1] - drafter.window_nodes
@@ -136,14 +136,14 @@ def test_the_mask_is_lookahead_s(shallow: Target, prompts: list, sizes: tuple) -
 @pytest.mark.sweep(2, free=("sizes",))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_window_moves_by_a_jacobi_step(shallow: Target, prompts: list, sizes: tuple) -> None:
-    """Level j takes the tokens of level j + 1, the last level the target's answers to it, and it begins with the prompt's."""
+    """Level j takes the tokens of level j + 1, the last level the target's answers, and the window begins with the prompt's."""
     window, _, _ = sizes
-    drafter = Watched(shallow, *sizes)
-    found = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
+    drafter = RecordingLookahead(shallow, *sizes)
+    generations = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
     for row, prompt in enumerate(prompts):
-        assert {token for column in drafter.columns[0][row] for token in column} <= {*prompt, found[row].output[0]}
-        for turn in range(len(found[row].round_lengths) - 1):
-            answers = drafter.answered[turn][row, -window:].tolist()
+        assert {token for column in drafter.columns[0][row] for token in column} <= {*prompt, generations[row].output[0]}
+        for turn in range(len(generations[row].round_lengths) - 1):
+            answers = drafter.target_tokens[turn][row, -window:].tolist()
             expected = [[*column[1:], answer] for column, answer in zip(drafter.columns[turn][row], answers)]
             assert drafter.columns[turn + 1][row] == expected
 
@@ -152,24 +152,27 @@ def test_the_window_moves_by_a_jacobi_step(shallow: Target, prompts: list, sizes
 @pytest.mark.parametrize("pool_from_prompt", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_pool_holds_what_was_said(shallow: Target, prompts: list, sizes: tuple, pool_from_prompt: bool) -> None:
-    """Each n-gram of the pool is one of the text, or N answers of the target, one after another in a column."""
+    """Each n-gram of the pool is from the text, or N answers of the target, one after another in a column."""
     window, ngram, guesses = sizes
-    drafter = Watched(shallow, *sizes, pool_from_prompt=pool_from_prompt)
-    found = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
+    drafter = RecordingLookahead(shallow, *sizes, pool_from_prompt=pool_from_prompt)
+    generations = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
     plain = decode(shallow, prompts, Greedy(), LIMIT + ngram, ignore_eos=True)  # the last round may pass the limit
     for row, prompt in enumerate(prompts):
         text = prompt + plain[row].output
-        said = {tuple(text[end - ngram : end]) for end in range(ngram, len(text) + 1)} if pool_from_prompt else set()
-        answers = [answered[row, -window:].tolist() for answered in drafter.answered[: len(found[row].round_lengths)]]
+        allowed = {tuple(text[end - ngram : end]) for end in range(ngram, len(text) + 1)} if pool_from_prompt else set()
+        answers = [
+            target_tokens[row, -window:].tolist()
+            for target_tokens in drafter.target_tokens[: len(generations[row].round_lengths)]
+        ]
         for turn in range(ngram, len(answers) + 1):
-            said |= set(zip(*answers[turn - ngram : turn]))
+            allowed |= set(zip(*answers[turn - ngram : turn]))
         pool = drafter.sequences[row].pool.phrases
-        assert {ngram for known in pool.values() for ngram in known} <= said and pool
-        for token, known in pool.items():
-            assert len(set(known)) == len(known) <= guesses and {ngram[0] for ngram in known} == {token}
+        assert {ngram for phrases in pool.values() for ngram in phrases} <= allowed and pool
+        for token, phrases in pool.items():
+            assert len(set(phrases)) == len(phrases) <= guesses and {ngram[0] for ngram in phrases} == {token}
 
 
-def test_the_newest_guesses_are_kept(shallow: Target) -> None:
+def test_the_newest_guesses_remain(shallow: Target) -> None:
     """A first token keeps its newest n-grams, each once; the trie merges equal beginnings and stops at its budget."""
     drafter = Lookahead(shallow, window=1, ngram=3, guesses=3)
     decode(shallow, [[7, 8]], Greedy(), 2, drafter, BUILDER)
@@ -180,40 +183,40 @@ def test_the_newest_guesses_are_kept(shallow: Target) -> None:
     assert row.pool.phrases == {5: [(5, 1, 6), (5, 3, 4), (5, 9, 9)], 6: [(6, 1, 1)]}
     row.pool.phrases[5].append((5, 3, 8))
     row.root, drafter.max_guesses = 5, 4
-    known = Trie.from_continuations(row.find_guesses())
-    kept = {(depth, budget): known.best_nodes(depth, budget) for depth, budget in ((2, 10), (2, 3), (1, 10), (2, 1))}
-    assert [known.tokens[node] for node in kept[2, 10]] == [-1, 3, 8, 9, 9, 4, 1, 6]
-    assert known.parents == [-1, 0, 1, 0, 3, 1, 0, 6]
-    assert [known.tokens[node] for node in kept[2, 3]] == [-1, 3, 8] and kept[2, 1] == [0]
-    assert [known.tokens[node] for node in kept[1, 10]] == [-1, 3, 9, 1]
+    trie = Trie.from_continuations(row.find_guesses())
+    nodes = {(depth, budget): trie.best_nodes(depth, budget) for depth, budget in ((2, 10), (2, 3), (1, 10), (2, 1))}
+    assert [trie.tokens[node] for node in nodes[2, 10]] == [-1, 3, 8, 9, 9, 4, 1, 6]
+    assert trie.parents == [-1, 0, 1, 0, 3, 1, 0, 6]
+    assert [trie.tokens[node] for node in nodes[2, 3]] == [-1, 3, 8] and nodes[2, 1] == [0]
+    assert [trie.tokens[node] for node in nodes[1, 10]] == [-1, 3, 9, 1]
 
 
 @pytest.mark.parametrize("pool_from_prompt", [True, False])
 def test_a_text_that_repeats_is_guessed(shallow: Target, pool_from_prompt: bool) -> None:
-    """Where the answer is a loop of six tokens, whole n-grams are soon accepted."""
+    """Where the answer is a loop of six tokens, full n-grams are soon accepted."""
     drafter = Lookahead(shallow, 5, 4, 5, pool_from_prompt)
-    (found,) = decode(Bigram(shallow, 6), [[40, 50, 60]], Greedy(), LIMIT * 2, drafter, BUILDER, ignore_eos=True)
-    assert len(found.output) == LIMIT * 2 and max(found.round_lengths) == drafter.ngram
-    assert sum(found.complete_round_lengths) / len(found.complete_round_lengths) > 2.5
+    (generation,) = decode(Bigram(shallow, 6), [[40, 50, 60]], Greedy(), LIMIT * 2, drafter, BUILDER, ignore_eos=True)
+    assert len(generation.output) == LIMIT * 2 and max(generation.round_lengths) == drafter.ngram
+    assert sum(generation.complete_round_lengths) / len(generation.complete_round_lengths) > 2.5
 
 
 @pytest.mark.sweep(2, free=("sizes",))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_batch_equals_its_rows_alone(shallow: Target, prompts: list, sizes: tuple) -> None:
     """Window and pool belong to one row, and a new decoding begins without them."""
-    drafter = Watched(shallow, *sizes)
+    drafter = RecordingLookahead(shallow, *sizes)
     together = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[4, 9, 2], ignore_eos=True)
     trees = drafter.trees
     for row, key in enumerate([4, 9, 2]):
         drafter.trees = []
         (alone,) = decode(shallow, [prompts[row]], Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[key], ignore_eos=True)
         assert (alone.output, alone.round_lengths) == (together[row].output, together[row].round_lengths)
-        for ours, theirs in zip(drafter.trees, trees):
-            assert torch.equal(ours.tokens[0], theirs.tokens[row][theirs.valid[row]])
+        for tree, expected in zip(drafter.trees, trees):
+            assert torch.equal(tree.tokens[0], expected.tokens[row][expected.valid[row]])
 
 
 class EveryOther(Guard):
-    """Drafts in every other round."""
+    """A guard that drafts in every other round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,14 +228,14 @@ class EveryOther(Guard):
 
 
 def test_rounds_without_a_draft_are_caught_up_with(shallow: Target, prompts: list) -> None:
-    """Text that was decoded without a draft is read too: the output stays, and so do the pool's n-grams of it."""
+    """Text that was decoded without a draft is read too: the output does not change, and the pool has the text's n-grams."""
     drafter = Lookahead(shallow, 3, 3, 1000)
     plain = decode(shallow, prompts, Greedy(), LIMIT)
-    found = Session(shallow, Greedy(), drafter, BUILDER, guard=EveryOther()).decode(prompts, LIMIT)
-    for row, (prompt, generation) in enumerate(zip(prompts, found)):
+    generations = Session(shallow, Greedy(), drafter, BUILDER, guard=EveryOther()).decode(prompts, LIMIT)
+    for row, (prompt, generation) in enumerate(zip(prompts, generations)):
         assert generation.output == plain[row].output
         text = prompt + generation.output[: 1 + sum(generation.round_lengths[:-2])]
-        pool = {ngram for known in drafter.sequences[row].pool.phrases.values() for ngram in known}
+        pool = {ngram for phrases in drafter.sequences[row].pool.phrases.values() for ngram in phrases}
         assert {tuple(text[end - 3 : end]) for end in range(3, len(text) + 1)} <= pool
 
 
