@@ -105,8 +105,11 @@ def test_a_drop_beyond_the_trained_length_is_stated() -> None:
     assert [range_start(name) for name in groups] == [0, 1024, 2048, 32768]
     sentence = (
         "Trained on texts of up to 2,048 tokens. Tokens per forward beyond: 1.25 in 2k-4k, 1.00 in 32k+, against 2.50 before."
+        " A drafter with attention of its own may do better with drafter.window=2048."
     )
     assert describe_trained_length({"max_length": 2048}, groups) == sentence
+    steady = {name: {"acceptance_length": 2.3, "rounds": 2, "tokens": 4.6} for name in groups}
+    assert str(describe_trained_length({"max_length": 2048}, steady)).endswith("2.30 in 32k+, against 2.30 before.")
     assert describe_trained_length({"max_length": 65536}, groups) is describe_trained_length(None, groups) is None
     summary = {"setting": {"training": {"max_length": 2048}}, "by_text_position": groups}
     assert warn_of_long_texts({"a": summary}) == ["", f"**Long texts.** {sentence}"]
