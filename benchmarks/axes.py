@@ -24,14 +24,15 @@ CHAIN = ["tree=chain", "tree.depth=3"]
 TRAINED = ("eagle3", "medusa1", "gkd", "dflash")
 SHIPPED = "drafter=smollm2-eagle3"
 AUTO = ["tree=auto", "eval.max_new_tokens=64"]
-"""Longer answers, because the first trials of a number of prompts are a larger share of short ones."""
+"""Longer answers, because the first trials of a number of prompts are a larger share of short ones. On tiny they would be a
+thirtieth of 32 answers, so there are more prompts too."""
 DRAFTERS: dict[str, dict[str, list[str]]] = {
     "tiny": {
         **{f"{recipe}, chain of 3": [f"run=WORK/{recipe}", *CHAIN] for recipe in TRAINED},
         "n-gram, chain of 3": ["target=tiny", "drafter=ngram", *CHAIN],
         "retrieval, chain of 3": ["target=tiny", "drafter=retrieval", *CHAIN],
-        "eagle3, tree=auto": ["run=WORK/eagle3", *AUTO],
-        "n-gram, tree=auto": ["target=tiny", "drafter=ngram", *AUTO],
+        "eagle3, tree=auto": ["run=WORK/eagle3", *AUTO, "eval.limit=96"],
+        "n-gram, tree=auto": ["target=tiny", "drafter=ngram", *AUTO, "eval.limit=96"],
     },
     "smollm2": {
         "shipped eagle3, chain of 3": ["target=smollm2", SHIPPED, *CHAIN],
