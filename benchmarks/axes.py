@@ -31,8 +31,8 @@ DRAFTERS: dict[str, dict[str, list[str]]] = {
         **{f"{recipe}, chain of 3": [f"run=WORK/{recipe}", *CHAIN] for recipe in TRAINED},
         "n-gram, chain of 3": ["target=tiny", "drafter=ngram", *CHAIN],
         "retrieval, chain of 3": ["target=tiny", "drafter=retrieval", *CHAIN],
-        "eagle3, tree=auto": ["run=WORK/eagle3", *AUTO, "eval.limit=96"],
-        "n-gram, tree=auto": ["target=tiny", "drafter=ngram", *AUTO, "eval.limit=96"],
+        "eagle3, tree=auto": ["run=WORK/eagle3", *AUTO, "eval.limit=60"],
+        "n-gram, tree=auto": ["target=tiny", "drafter=ngram", *AUTO, "eval.limit=60"],
     },
     "smollm2": {
         "shipped eagle3, chain of 3": ["target=smollm2", SHIPPED, *CHAIN],
