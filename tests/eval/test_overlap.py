@@ -20,7 +20,7 @@ BOTH = (Overlap(), Overlap(pre_verify=True))
 
 
 @pytest.mark.parametrize("way", ["post", "outcomes"])
-def test_overlap_is_scored_beside(
+def test_overlap_is_scored_with_the_drafter(
     shallow: Target, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With eval.overlap the same drafter decodes once more, identical too, and its gain stands beside what the rounds promised;
@@ -31,13 +31,13 @@ def test_overlap_is_scored_beside(
     scored = evaluation(tmp_path, overlap=way)
     summary = scored.score(Candidate(shallow, drafter, Chain(2), Greedy(), SETTING), tmp_path / "out")
     assert ("OMP_NUM_THREADS=1" in capsys.readouterr().out) == (way == "post")
-    entry, found = summary["compared"]["overlap"], summary["overlap"]
+    entry, overlap = summary["compared"]["overlap"], summary["overlap"]
     assert entry["lossless"]["identical"] == 4 and entry["acceptance_length"] == summary["acceptance_length"]
-    assert found["drafts_missed"] > 0 and found["measured"] > 0
-    assert ("outcomes" in found) == ("outcomes" in found["simulated"]) == (way == "outcomes")
-    found["simulated"].pop("outcomes", None)
+    assert overlap["drafts_missed"] > 0 and overlap["measured"] > 0
+    assert ("outcomes" in overlap) == ("outcomes" in overlap["simulated"]) == (way == "outcomes")
+    overlap["simulated"].pop("outcomes", None)
     read = Timetable.from_files(tmp_path / "out").summarize()
-    assert {key: pytest.approx(value, rel=1e-3) for key, value in found["simulated"].items()} == read
+    assert {key: pytest.approx(value, rel=1e-3) for key, value in overlap["simulated"].items()} == read
 
 
 def test_what_is_always_right_costs_what_the_longer_part_takes() -> None:
@@ -50,10 +50,10 @@ def test_what_is_always_right_costs_what_the_longer_part_takes() -> None:
 
 def test_what_is_foreseen_costs_what_the_longer_part_takes() -> None:
     """With every outcome foreseen no round waits for a draft, however little of it is kept; with none, all do; half, half."""
-    for kept in ((4,) * 10, (1,) * 10):
-        schedule = replace(SAME, emitted_counts=kept)
+    for counts in ((4,) * 10, (1,) * 10):
+        schedule = replace(SAME, emitted_counts=counts)
         times = [
-            schedule.seconds_per_token(Overlap(num_outcomes=8, num_ready=ready, num_missed=8 - ready)) * kept[0]
+            schedule.seconds_per_token(Overlap(num_outcomes=8, num_ready=ready, num_missed=8 - ready)) * counts[0]
             for ready in (8, 4, 0)
         ]
         assert times == pytest.approx([2.0, 2.5, 3.0], rel=0.02)
@@ -67,10 +67,10 @@ def test_what_is_always_wrong_gains_by_steps_alone() -> None:
     assert wrong.seconds_per_token(Overlap(pre_verify=True)) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("kept", [(4, 4, 1, 2), (2, 1, 1, 3), (4, 3, 4, 4)])
-def test_the_mean_round_is_that_of_the_rate(kept: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("counts", [(4, 4, 1, 2), (2, 1, 1, 3), (4, 3, 4, 4)])
+def test_the_mean_round_is_that_of_the_rate(counts: tuple[int, ...]) -> None:
     """One after another, a token takes a round's time over the tokens that drafts kept at that rate give."""
-    schedule = replace(SAME, emitted_counts=kept)
+    schedule = replace(SAME, emitted_counts=counts)
     tokens = sum(schedule.accept_rate**k for k in range(schedule.depth + 1))
     assert schedule.seconds_per_token(None) == pytest.approx(3 / tokens, rel=0.05)
     assert schedule.seconds_per_token(Overlap()) < schedule.seconds_per_token(None)
