@@ -56,7 +56,7 @@ def attention(
     return aot.Request(MODULE, "_split_kernel", types, constants, config.num_warps, config.num_stages)
 
 
-def combining(head_size: int) -> Any:
+def make_combine_request(head_size: int) -> Any:
     types = {"parts_ptr": "*fp32", "logs_ptr": "*fp32", "out_ptr": "*bf16"}
     constants = {"HEAD_SIZE": head_size, "BLOCK_D": head_size, "BLOCK_M": rows_per_combine(head_size)}
     return aot.Request(MODULE, "_combine_kernel", types, constants, 4, 3)
@@ -92,7 +92,7 @@ def test_default_configurations_fit_sm90(dtype: torch.dtype, head_size: int, num
 @pytest.mark.parametrize("head_size", TILE_CONFIGS)
 def test_combine_kernel_fits_sm90(head_size: int) -> None:
     """So does the kernel that averages splits."""
-    assert_fits(combining(head_size))
+    assert_fits(make_combine_request(head_size))
 
 
 @pytest.mark.slow

@@ -40,17 +40,17 @@ def test_nodes_attend_as_their_paths_alone_do(length: int) -> None:
         visibility = make_tree(num_nodes, length)
         queries = torch.randn(1, NUM_HEADS, num_nodes, SIZE).bfloat16() * 2
         keys, values = torch.randn(2, 1, length + num_nodes + 3, NUM_KEY_HEADS, SIZE).bfloat16()
-        found = cpu_kernels.attend_cached(queries, keys, values, visibility, 0.3)
+        actual = cpu_kernels.attend_cached(queries, keys, values, visibility, 0.3)
         wide = [x.double() for x in (queries, keys[:, :-3].transpose(1, 2), values[:, :-3].transpose(1, 2))]
         exact = tree_attention_reference(*wide, visibility, 0.3)
-        torch.testing.assert_close(found.double(), exact, rtol=2**-8 + 1e-5, atol=1e-6)
-        assert (found == exact.to(torch.bfloat16)).float().mean() > 0.99
+        torch.testing.assert_close(actual.double(), exact, rtol=2**-8 + 1e-5, atol=1e-6)
+        assert (actual == exact.to(torch.bfloat16)).float().mean() > 0.99
         for node in {0, num_nodes // 2, num_nodes - 1}:
             path = torch.cat([torch.arange(length), length + visibility.tree[0, node].nonzero()[:, 0]])
             alone = Visibility(torch.tensor([len(path) - 1]), len(path) - 1, torch.ones(1, 1, 1).bool(), path[None, -1:], None)
             query = queries[:, :, node : node + 1]
             assert torch.equal(
-                cpu_kernels.attend_cached(query, keys[:, path], values[:, path], alone, 0.3)[:, :, 0], found[:, :, node]
+                cpu_kernels.attend_cached(query, keys[:, path], values[:, path], alone, 0.3)[:, :, 0], actual[:, :, node]
             )
 
 
@@ -71,15 +71,15 @@ def test_tokens_of_several_texts_attend_as_alone(num_heads: int, num_key_heads: 
     team = cpu_kernels.current_team().address
     before, shape = (heads.shape[1], size), (num_heads, num_key_heads, size)
 
-    def run(num_texts: int, parts: tuple[Tensor, ...], starts: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def run_kernel(num_texts: int, parts: tuple[Tensor, ...], starts: Tensor, lengths: Tensor, out: Tensor) -> None:
         queries, *others = (x.data_ptr() for x in parts)
         after = starts.data_ptr(), lengths.data_ptr(), num_texts, 1, mask.data_ptr(), 1, *shape, out.data_ptr(), 0.3
         attend(queries, *before, *others, width, *after, memory, 0, 0, team, 1)
 
-    run(count, (heads, cos, sin, slots[0], slots[1]), starts, lengths, out)
+    run_kernel(count, (heads, cos, sin, slots[0], slots[1]), starts, lengths, out)
     for text in range(count):
         parts = single_heads[text], cos[text], sin[text], single_slots[0, text], single_slots[1, text]
-        run(1, parts, starts[:1], lengths[text:], single_out[text])
+        run_kernel(1, parts, starts[:1], lengths[text:], single_out[text])
     assert torch.equal(out, single_out) and torch.equal(slots, single_slots)
 
 
@@ -91,8 +91,8 @@ def test_tokens_drawn_by_bounds_are_those_of_all_noise() -> None:
     logits[2, :2, 50:] = -float("inf")
     keys = make_key(3, torch.arange(6)[:, None], torch.arange(4))
     assert can_choose_by_noise(logits)
-    wanted = (logits / temperature + gumbel_noise(keys, size)).argmax(-1)
-    assert torch.equal(draw_tokens(logits, keys, temperature), wanted)
+    expected = (logits / temperature + gumbel_noise(keys, size)).argmax(-1)
+    assert torch.equal(draw_tokens(logits, keys, temperature), expected)
 
 
 def test_windows_and_chunks_hide_what_the_reference_hides() -> None:
@@ -102,10 +102,10 @@ def test_windows_and_chunks_hide_what_the_reference_hides() -> None:
         visibility = make_tree(9, length, chunk)
         queries = torch.randn(1, NUM_HEADS, 9, SIZE).bfloat16()
         keys, values = torch.randn(2, 1, length + 9, NUM_KEY_HEADS, SIZE).bfloat16()
-        found = cpu_kernels.attend_cached(queries, keys, values, visibility, 0.3, window)
+        actual = cpu_kernels.attend_cached(queries, keys, values, visibility, 0.3, window)
         wide = [x.double() for x in (queries, keys.transpose(1, 2), values.transpose(1, 2))]
         exact = tree_attention_reference(*wide, visibility, 0.3, window)
-        torch.testing.assert_close(found.double(), exact, rtol=2**-8 + 1e-5, atol=1e-6)
+        torch.testing.assert_close(actual.double(), exact, rtol=2**-8 + 1e-5, atol=1e-6)
 
 
 def test_norms_and_gates_have_the_bits_of_torch() -> None:
@@ -124,10 +124,10 @@ def test_norms_and_gates_have_the_bits_of_torch() -> None:
         assert torch.equal(normed, weight * F.rms_norm(summed, (width,), None, 1e-5))
     inner = torch.randn(5, 2 * 64).bfloat16() * 4
     inner[0, 0], inner[1, 70], inner[2, 1] = float("nan"), float("inf"), -float("inf")
-    found = inner.new_empty(10, 64)
-    rows.gate_half(inner.data_ptr(), table.data_ptr(), found.data_ptr(), 5, 64, 2)
-    wanted = F.silu(inner[:, :64]) * inner[:, 64:]
-    torch.testing.assert_close(found, wanted.repeat(2, 1), rtol=0, atol=0, equal_nan=True)
+    actual = inner.new_empty(10, 64)
+    rows.gate_half(inner.data_ptr(), table.data_ptr(), actual.data_ptr(), 5, 64, 2)
+    expected = F.silu(inner[:, :64]) * inner[:, 64:]
+    torch.testing.assert_close(actual, expected.repeat(2, 1), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.skipif(not cpu_kernels.has_panel_kernels(torch.bfloat16), reason="the processor has no AVX512-BF16")

@@ -117,7 +117,7 @@ def inputs_of(case: Case, poison: float = float("nan")) -> tuple[tuple[Tensor, T
     return (query, keys, values, visibility), *(half[:, : longest + num_nodes].transpose(1, 2) for half in clean)
 
 
-def agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_agrees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' answer from a poisoned cache is the reference's in float64 from a clean one."""
     inputs, keys, values = inputs_of(case)
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: case.splits)
@@ -130,7 +130,7 @@ def agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def use_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels, through triton's interpreter."""
     assert os.environ["TRITON_INTERPRET"] == "1"
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
@@ -138,25 +138,25 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def large_blocks(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def large_blocks(use_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The half-precision blocks for float32 too: the interpreter takes as long for a small block as for a large one."""
     choose = module.choose_tiles
     monkeypatch.setattr(module, "choose_tiles", lambda rows, size, dtype, roomy: choose(rows, size, torch.float16))
     monkeypatch.setattr(module, "COMBINED_ROWS", 256)
 
 
-def work(case: Case) -> float:
+def estimate_work(case: Case) -> float:
     """About how long the interpreter takes: blocks of keys for every block of rows, and what each program does besides."""
     batch, kv_heads = (3 if case.ragged else 1), (1 if case.num_new > 65 else 2)
     blocks = (case.prefix + case.earlier + case.num_new) / 64 + 3 * case.splits
     return batch * kv_heads * (1 + case.num_new * case.group // 128) * blocks
 
 
-@pytest.mark.sweep(10, cost=work)
+@pytest.mark.sweep(10, cost=estimate_work)
 @pytest.mark.parametrize("case", [Case(*choices) for choices in pairwise(*AXES.values())], ids=name_of)
 def test_kernel_equals_reference(case: Case, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernel = reference where every two choices meet: sizes, trees, windows, softcaps, splits, ragged rows, dtypes."""
-    agree(case, monkeypatch)
+    assert_agrees(case, monkeypatch)
 
 
 @pytest.mark.slow
@@ -169,23 +169,23 @@ def test_kernel_equals_reference_everywhere(
     """Kernel = reference for every number of nodes, prefix and number of splits, so at every edge of blocks; other choices
     drawn."""
     draw = random.Random(repr((num_new, prefix, splits)))
-    agree(Case(num_new, prefix, splits, *(draw.choice(values) for values in list(AXES.values())[3:])), monkeypatch)
+    assert_agrees(Case(num_new, prefix, splits, *(draw.choice(values) for values in list(AXES.values())[3:])), monkeypatch)
 
 
 @pytest.mark.sweep(1, free=("num_new", "group", "window"))
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("num_new, group", [(1, 1), (4, 4), (5, 7)])
 def test_float32_blocks_equal_the_reference(
-    num_new: int, group: int, window: int | None, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    num_new: int, group: int, window: int | None, use_interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks that float32 runs in by default agree too, with heads in groups of any size."""
-    agree(Case(num_new, splits=3, group=group, head_size=48, earlier=13, ragged=True, window=window), monkeypatch)
+    assert_agrees(Case(num_new, splits=3, group=group, head_size=48, earlier=13, ragged=True, window=window), monkeypatch)
 
 
 @pytest.mark.parametrize("head_size", [16, 80, 512])
 def test_other_head_sizes_equal_the_reference(head_size: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Head sizes that are padded to a power of two, and the largest one."""
-    agree(Case(30, splits=3, head_size=head_size, dtype=torch.float16), monkeypatch)
+    assert_agrees(Case(30, splits=3, head_size=head_size, dtype=torch.float16), monkeypatch)
 
 
 @pytest.mark.parametrize("sizes", [(48, 32), (32, 80)])
@@ -424,7 +424,7 @@ def two_layers() -> Target:
 
 
 def test_decoding_through_the_kernels_equals_the_references(
-    two_layers: Target, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    two_layers: Target, use_interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ragged batch decoded greedily, by the loop with little trees and by the engine, gives the same tokens, with the same
     ones accepted; every kernel of a round has run."""
@@ -442,7 +442,7 @@ def test_decoding_through_the_kernels_equals_the_references(
     expected = [run() for run in runs]
     ran: Counter[str] = Counter()
 
-    def watch(name: str, launch: Callable[..., Any], *arguments: Any) -> Any:
+    def count_launch(name: str, launch: Callable[..., Any], *arguments: Any) -> Any:
         ran[name] += 1
         return launch(*arguments)
 
@@ -452,12 +452,12 @@ def test_decoding_through_the_kernels_equals_the_references(
         ("_launch_commit", kv_commit),
         ("_launch_match", tree_verify),
     ):
-        monkeypatch.setattr(index, name, partial(watch, name, getattr(index, name)))
+        monkeypatch.setattr(index, name, partial(count_launch, name, getattr(index, name)))
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
-    for run, wanted in zip(runs, expected):
+    for run, generations in zip(runs, expected):
         result = run()
-        assert [each.output for each in result] == [each.output for each in wanted]
-        assert [each.round_lengths for each in result] == [each.round_lengths for each in wanted]
+        assert [each.output for each in result] == [each.output for each in generations]
+        assert [each.round_lengths for each in result] == [each.round_lengths for each in generations]
     assert expected[0][0].output == plain[0][:5] and set(ran) == {
         "_launch_attention",
         "_launch_append",
