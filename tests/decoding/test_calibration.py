@@ -39,7 +39,7 @@ def prompts(shallow: Target) -> list[list[int]]:
     return [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
 
 
-def lucky(target: Target, prompts: list[list[int]]) -> Eagle3:
+def make_lucky_drafter(target: Target, prompts: list[list[int]]) -> Eagle3:
     """A drafter that guesses badly among few tokens, those of the greedy answers, so that some guesses hit."""
     torch.manual_seed(5)  # a drafter whose first guess is right now and then at every depth
     counts = torch.zeros(target.head.vocab_size)
@@ -52,7 +52,7 @@ def lucky(target: Target, prompts: list[list[int]]) -> Eagle3:
 
 @pytest.fixture(scope="module")
 def eagle3(shallow: Target, prompts: list[list[int]]) -> Eagle3:
-    return lucky(shallow, prompts)
+    return make_lucky_drafter(shallow, prompts)
 
 
 def test_latency_interpolation_is_exact_and_linear() -> None:
@@ -127,13 +127,13 @@ def test_teacher_forced_rounds_accept_everything(
     """Every round but the last emits depth + 1 tokens, and the output is that without a drafter."""
     stop_at(monkeypatch)
     _, runs, answers = forced_decode(shallow, prompts, eagle3, Chain(depth), rule, batch)
-    for result, wanted in zip(runs, answers):
-        assert result.output == wanted.output and len(result.output) == LIMIT
+    for result, expected in zip(runs, answers):
+        assert result.output == expected.output and len(result.output) == LIMIT
         full, rest = divmod(LIMIT - 1, depth + 1)
         assert result.round_lengths[:full] == [depth + 1] * full and len(result.round_lengths) == full + (rest > 0)
 
 
-def ranks(shallow: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
+def rank_tokens(shallow: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
     """The drafter's tokens from the likeliest on, after a text whose last `step` tokens are drafted; by the training loss."""
     return eagle3.draft_ids[draft_logits(shallow, eagle3, text, step).argsort(descending=True)].tolist()
 
@@ -155,7 +155,7 @@ def draft_logits(shallow: Target, eagle3: Eagle3, text: list[int], step: int = 0
 @pytest.mark.parametrize("depth", [3, 1])
 def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """At each depth and rank, it is counted how often the drafter's token there is the greedy one, over all rounds."""
-    eagle3 = lucky(tiny, prompts)  # with three layers' answers none is lucky at every depth
+    eagle3 = make_lucky_drafter(tiny, prompts)  # with three layers' answers none is lucky at every depth
     stop_at(monkeypatch)
     forced, runs, _ = forced_decode(tiny, prompts, eagle3, Chain(depth), Greedy())
     sums, counts = torch.zeros_like(forced.hit_sums), [0] * depth
@@ -163,7 +163,7 @@ def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: py
         for start in range(0, LIMIT - 1, depth + 1):
             for step in range(min(depth, LIMIT - 1 - start)):
                 end = start + step + 1
-                guesses = ranks(tiny, eagle3, result.prompt + result.output[:end], step)[: forced.width]
+                guesses = rank_tokens(tiny, eagle3, result.prompt + result.output[:end], step)[: forced.width]
                 counts[step] += 1
                 if result.output[end] in guesses:
                     sums[step, guesses.index(result.output[end])] += 1
@@ -178,7 +178,7 @@ def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: py
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=7), RecursiveRejection(seed=2)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
-def test_hits_of_distinct_children_sum_to_at_most_one(
+def test_hits_of_distinct_children_sum_to_at_most_1(
     shallow: Target, prompts: list, eagle3: Eagle3, rule: AcceptanceRule, children: Children
 ) -> None:
     """At every depth they are no less than 0 and add up to 1 at most, for one child is kept or none; some are kept."""
@@ -188,7 +188,7 @@ def test_hits_of_distinct_children_sum_to_at_most_one(
     assert hits.sum() > 0 and min(forced.counts) > 0
 
 
-def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: int, width: int = VOCAB) -> list[float]:
+def child_chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: int, width: int = VOCAB) -> list[float]:
     """The chances of the children that are drawn from a table the `number`th time."""
     forced = TeacherForcedBuilder({}, Chain(1, children), rule, width)
     forced.rollout, forced.counts = Table(soft_scores), [number]
@@ -206,18 +206,18 @@ def test_first_child_is_accepted_with_the_overlap(rule: AcceptanceRule, children
     logits = torch.randn(7 * VOCAB)
     p, q = logits.double().softmax(-1), torch.zeros(7 * VOCAB, dtype=torch.float64)
     q[7 * torch.arange(VOCAB) + 3] = torch.tensor(soft_scores(0, ()), dtype=torch.float64).exp()
-    result = torch.tensor([chances(rule, children, logits, number)[0] for number in range(400)])
+    result = torch.tensor([child_chances(rule, children, logits, number)[0] for number in range(400)])
     assert abs(result.mean() - torch.minimum(p, q).sum()) < 4 * result.std() / 400**0.5
 
 
-def test_all_tokens_without_replacement_accept_exactly_one() -> None:
+def test_all_tokens_without_replacement_always_accept_a_child() -> None:
     """Where the target says nothing outside the draft vocabulary and all of it is drawn, some child is kept for sure."""
     logits = torch.full((7 * VOCAB,), float("-inf"))
     logits[7 * torch.arange(VOCAB) + 3] = torch.randn(VOCAB)
     for number in range(50):
-        result = chances(RecursiveRejection(), "without_replacement", logits, number)
+        result = child_chances(RecursiveRejection(), "without_replacement", logits, number)
         assert min(result) >= 0 and sum(result) == pytest.approx(1)
-        assert sum(chances(Match(), "without_replacement", logits, number)) == pytest.approx(1)
+        assert sum(child_chances(Match(), "without_replacement", logits, number)) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Block(0.7, seed=2)], ids=lambda rule: rule.name)
@@ -299,9 +299,9 @@ def test_calibrate_prepares_what_needs_it(shallow: Target, prompts: list, eagle3
     assert calibration is not None and calibration.latency is None
     forced = run_teacher_forced(shallow, eagle3, Chain(3), Greedy(), prompts, LIMIT)
     assert (calibration.hits, calibration.counts) == (forced.hit_rates, forced.counts)
-    for builder, fresh in ((builders[0], Static(depth=2, budget=5)), (builders[2], Sequoia(depth=3, budget=6))):
+    for builder, reference in ((builders[0], Static(depth=2, budget=5)), (builders[2], Sequoia(depth=3, budget=6))):
         assert isinstance(builder, Static) and builder.paths
-        assert set(builder.paths) == set(fresh.search_paths(calibration)) and len(builder.paths) < fresh.budget
+        assert set(builder.paths) == set(reference.search_paths(calibration)) and len(builder.paths) < reference.budget
     assert calibrate_builders(shallow, eagle3, [Chain(2), Static(paths=[[0], [1]])], Greedy(), prompts, LIMIT) is None
 
 

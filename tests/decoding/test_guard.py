@@ -23,7 +23,7 @@ TEXTS = ("The bees find the hive. The bees", "one two three four one two three f
 BUILDERS = (Chain(3), Eagle2(depth=4, budget=8, top_k=3))
 
 
-def stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[list[bool], float]:
+def run_stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[list[bool], float]:
     """Which rounds of so many tokens drafted, and what all took, in steps; a drafted round emits `gain` tokens for `cost`."""
     drafted, emitted, spent = [], 0.0, 0.0
     while emitted < num_tokens:
@@ -38,7 +38,7 @@ def stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[lis
 def test_gaining_rounds_never_stop_drafting(gain: float, cost: float) -> None:
     """After two rounds that measure a step, all rounds draft but one after every 32, which measures it again; that costs a
     little more than 1 % at most."""
-    drafted, spent = stream(Guard(), gain, cost, 3000)
+    drafted, spent = run_stream(Guard(), gain, cost, 3000)
     pattern = [False] + ([False] + [True] * 32) * (len(drafted) // 33 + 1)
     assert drafted == pattern[: len(drafted)]
     assert spent <= 1.015 * 3000 / gain * cost
@@ -76,7 +76,7 @@ def test_slow_first_steps_are_measured_again(step: Callable[[float, int], float]
 @pytest.mark.parametrize("cost", [1.05, 1.2, 1.5, 3.0, 16.0])
 def test_losing_rounds_cost_little(cost: float) -> None:
     """Over 2,000 tokens a drafter of which nothing is kept costs at most 5 % of decoding without it, and is tried again."""
-    drafted, spent = stream(Guard(), 1.0, cost, 2000)
+    drafted, spent = run_stream(Guard(), 1.0, cost, 2000)
     assert any(drafted[1000:])
     assert spent <= 1.05 * 2000
 
@@ -84,7 +84,7 @@ def test_losing_rounds_cost_little(cost: float) -> None:
 @pytest.mark.parametrize("allowance", [0.02, 0.2])
 def test_losses_stay_within_the_allowance(allowance: float) -> None:
     """The same for other allowances, over as many tokens as it takes for the first rounds not to count."""
-    _, spent = stream(Guard(allowance), 1.0, 1.5, 4000)
+    _, spent = run_stream(Guard(allowance), 1.0, 1.5, 4000)
     assert spent <= (1 + allowance) * 4000
 
 
@@ -92,8 +92,8 @@ def test_losses_stay_within_the_allowance(allowance: float) -> None:
 def test_drafting_resumes_when_it_gains(bad: float) -> None:
     """After a stretch that does not pay one that does is drafted again, to its end."""
     guard = Guard()
-    before, _ = stream(guard, 1.0, bad, 600)
-    after, _ = stream(guard, 3.0, 1.5, 3000)
+    before, _ = run_stream(guard, 1.0, bad, 600)
+    after, _ = run_stream(guard, 3.0, 1.5, 3000)
     assert sum(before) < len(before) / 2
     assert after[-900:].count(False) <= 900 / 32 and not guard.is_stopped
 
@@ -183,10 +183,10 @@ def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
         for turn, tree in zip(turns, followed.trees):
             if turn < len(result.round_lengths):
                 prefix = texts[row][: len(prompts[row]) + sum(result.round_lengths[:turn])]
-                fresh = Oracle([texts[row]], inner=eagle3)
-                decode(shallow, [prefix], Greedy(), 2, fresh, builder)
-                assert torch.equal(tree.tokens[row], fresh.trees[0].tokens[0])
-                assert torch.equal(tree.parents[row], fresh.trees[0].parents[0])
+                oracle = Oracle([texts[row]], inner=eagle3)
+                decode(shallow, [prefix], Greedy(), 2, oracle, builder)
+                assert torch.equal(tree.tokens[row], oracle.trees[0].tokens[0])
+                assert torch.equal(tree.parents[row], oracle.trees[0].parents[0])
 
 
 @pytest.mark.slow

@@ -58,13 +58,13 @@ class Script:
     def flip_coin(self, chance: Any, node: int, number: int = 0) -> bool:
         assert isinstance(chance, (int, Fraction))
         falls = min(max(Fraction(chance), Fraction(0)), Fraction(1))
-        return bool(self._turn([(1, falls), (0, 1 - falls)]))
+        return bool(self._take_outcome([(1, falls), (0, 1 - falls)]))
 
     def draw_token(self, weights: Vector, node: int = 0) -> int:
         assert sum(weights) == 1 and min(weights) >= 0
-        return self._turn(list(enumerate(weights)))
+        return self._take_outcome(list(enumerate(weights)))
 
-    def _turn(self, outcomes: list[tuple[int, Any]]) -> int:
+    def _take_outcome(self, outcomes: list[tuple[int, Any]]) -> int:
         possible = [(outcome, chance) for outcome, chance in outcomes if chance > 0]
         turn = len(self.taken)
         choice = self.script[turn] if turn < len(self.script) else 0
@@ -91,7 +91,7 @@ def every(play: Callable[[RandomSource], T]) -> Iterator[tuple[Fraction, T]]:
 # Models and trees
 
 
-def distribution(draw: random.Random, vocab: int, least: int) -> Vector:
+def random_distribution(draw: random.Random, vocab: int, least: int) -> Vector:
     """Random fractions; with `least` 0 some are zero."""
     weights = [draw.randint(least, 4) for _ in range(vocab)]
     if not any(weights):
@@ -114,8 +114,8 @@ def models(kind: str, vocab: int, length: int, seed: int = 0) -> tuple[Model, Mo
     """The target's p and the drafter's q after every path that is shorter than `length`."""
     draw = random.Random(f"{kind} {vocab} {length} {seed}")
     paths = [path for size in range(length) for path in itertools.product(range(vocab), repeat=size)]
-    p = {path: distribution(draw, vocab, int(kind == "dense")) for path in paths}
-    q = p if kind == "equal" else {path: distribution(draw, vocab, int(kind == "dense")) for path in paths}
+    p = {path: random_distribution(draw, vocab, int(kind == "dense")) for path in paths}
+    q = p if kind == "equal" else {path: random_distribution(draw, vocab, int(kind == "dense")) for path in paths}
     if kind == "apart":  # after the empty path and some others, p and q share no token
         for path in paths:
             if not path or draw.random() < 0.4:
@@ -214,7 +214,7 @@ def likeliest(shape: Shape) -> Draft:
     return draft
 
 
-def top_and_one(shape: Shape) -> Draft:
+def top_and_sampled(shape: Shape) -> Draft:
     """The same shape with all children but a node's last the likeliest, and that one drawn from what is left of q."""
     counts: dict[Path, int] = defaultdict(int)
     for ranks in shape:
@@ -261,7 +261,7 @@ def best_first(budget: int, depth: int) -> Draft:
     return draft
 
 
-def stopping(depth: int, least: Fraction) -> Draft:
+def stopping_chain(depth: int, least: Fraction) -> Draft:
     """A chain that ends before a token is drawn from a q without a likely token, as tree=chain with `stop` does."""
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
@@ -285,7 +285,7 @@ def as_row(tree: Drawn, p: Model, q: Model, without_replacement: bool) -> Verifi
     return VerifiedTree(tree.tokens, tree.children, lambda node: p[tree.paths[node]], drawn_from, without_replacement)
 
 
-def outcomes(
+def round_outcomes(
     rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool
 ) -> Iterator[tuple[Fraction, Path, int]]:
     """Of every outcome of a round: its probability, the tokens of the kept nodes, the token after them."""
@@ -311,7 +311,7 @@ def continued(heads: Joint, p: Model, length: int) -> Joint:
 def emitted(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool, length: int) -> Joint:
     """The joint distribution of the first tokens of a round and what the target says after it."""
     heads: Joint = defaultdict(Fraction)
-    for chance, accepted, bonus in outcomes(rule, draft, p, q, without_replacement):
+    for chance, accepted, bonus in round_outcomes(rule, draft, p, q, without_replacement):
         heads[(*accepted, bonus)] += chance
     return continued(heads, p, length)
 
@@ -324,17 +324,17 @@ def target_joint(p: Model, length: int) -> Joint:
 def accepted_lengths(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
     """How many drafted tokens a round keeps, with the probability of each number."""
     lengths: dict[int, Fraction] = defaultdict(Fraction)
-    for chance, accepted, _ in outcomes(rule, draft, p, q, without_replacement):
+    for chance, accepted, _ in round_outcomes(rule, draft, p, q, without_replacement):
         lengths[len(accepted)] += chance
     return dict(lengths)
 
 
-def mean(lengths: dict[int, Fraction]) -> Fraction:
+def expected_value(lengths: dict[int, Fraction]) -> Fraction:
     """The expected number."""
     return sum((length * chance for length, chance in lengths.items()), start=Fraction(0))
 
 
-def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
+def random_trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
     """Random p, q and the tokens that a round can emit, over vocabularies of 2 to 4: more of them for smaller trees."""
     length = max(map(len, shape)) + 1
     seeds = {2: 2, 3: 1, 4: 0} if len(shape) > 4 else {2: 4, 3: 4, 4: 0} if len(shape) > 2 else {2: 6, 3: 6, 4: 6}
@@ -351,18 +351,20 @@ def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
 def test_every_lossless_choice_has_an_enumeration_proof(name: str, kind: str) -> None:
     """Whatever conf/acceptance names, a new rule by itself, with each kind of children that it takes: of a path, or of a pair
     with one child each. Those that fix the target's tokens beforehand are proven below by their names, for want of coins."""
-    made: Any = GroupSpec("acceptance", name).load_constructor()
-    assert made.name == name
-    if not made.lossless:
+    rule_class: Any = GroupSpec("acceptance", name).load_constructor()
+    assert rule_class.name == name
+    if not rule_class.lossless:
         return
-    if made.fixes_choice:
-        assert made in (Greedy, Match, OpenSampling), f"{name}: prove it, as sample-and-match is"
+    if rule_class.fixes_choice:
+        assert rule_class in (Greedy, Match, OpenSampling), f"{name}: prove it, as sample-and-match is"
         return
-    shape = SHAPES["1-1" if made.chains_only else "2-1"]
-    for children in made.children:
-        draft = {"top_and_sampled": top_and_one, "deterministic": likeliest}.get(children, partial(drawn, children=children))
-        for p, q, length in itertools.islice(trials(kind, shape), 4):
-            joint = emitted(made(), draft(shape), p, q, children == "without_replacement", length)
+    shape = SHAPES["1-1" if rule_class.chains_only else "2-1"]
+    for children in rule_class.children:
+        draft = {"top_and_sampled": top_and_sampled, "deterministic": likeliest}.get(
+            children, partial(drawn, children=children)
+        )
+        for p, q, length in itertools.islice(random_trials(kind, shape), 4):
+            joint = emitted(rule_class(), draft(shape), p, q, children == "without_replacement", length)
             assert joint == target_joint(p, length), children
 
 
@@ -374,7 +376,7 @@ def test_every_lossless_choice_has_an_enumeration_proof(name: str, kind: str) ->
 )
 def test_drawn_chains_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
     """Judging a drawn chain, then going on with the target, gives the target's joint distribution exactly."""
-    for p, q, length in trials(kind, CHAINS[name]):
+    for p, q, length in random_trials(kind, CHAINS[name]):
         for children in ("sampled", "without_replacement"):
             result = emitted(rule, drawn(CHAINS[name], children), p, q, children == "without_replacement", length)
             assert result == target_joint(p, length)
@@ -387,7 +389,7 @@ def test_drawn_chains_are_lossless(rule: SequentialRule, name: str, kind: str) -
 @pytest.mark.parametrize("rule", [RecursiveRejection(), Traversal()], ids=lambda rule: rule.name)
 def test_drawn_trees_are_lossless(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
     """Judging a drawn tree, then going on with the target, gives the target's joint distribution exactly."""
-    for p, q, length in trials(kind, BRANCHING[name]):
+    for p, q, length in random_trials(kind, BRANCHING[name]):
         result = emitted(rule, drawn(BRANCHING[name], children), p, q, children == "without_replacement", length)
         assert result == target_joint(p, length)
 
@@ -412,7 +414,7 @@ SEVERAL = {"1": widths(1), "1-1": widths(1, 1), **BRANCHING}
 )
 def test_rules_for_independent_drafts_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
     """Judging children drawn independently, then going on with the target, gives the target's joint distribution exactly."""
-    for p, q, length in list(trials(kind, SEVERAL[name]))[::3]:
+    for p, q, length in list(random_trials(kind, SEVERAL[name]))[::3]:
         assert emitted(rule, drawn(SEVERAL[name], "sampled"), p, q, False, length) == target_joint(p, length)
 
 
@@ -424,8 +426,8 @@ def test_top_and_sampled_children_are_lossless(rule: SequentialRule, name: str, 
     """A node's likeliest children and one drawn from the rest of q: the target's joint distribution exactly."""
     if rule.name == "spechub" and name == "3":
         pytest.skip("it judges two drafts")
-    for p, q, length in trials(kind, SEVERAL[name]):
-        assert emitted(rule, top_and_one(SEVERAL[name]), p, q, False, length) == target_joint(p, length)
+    for p, q, length in random_trials(kind, SEVERAL[name]):
+        assert emitted(rule, top_and_sampled(SEVERAL[name]), p, q, False, length) == target_joint(p, length)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -444,7 +446,7 @@ def test_trees_grown_best_first_are_lossless(rule: SequentialRule, budget: int, 
 )
 def test_chains_that_stop_before_a_draw_are_lossless(rule: SequentialRule, kind: str) -> None:
     """Ending a chain for what q looks like, before its token is drawn, leaves the target's joint distribution exact."""
-    draft = stopping(2, Fraction(1, 2))
+    draft = stopping_chain(2, Fraction(1, 2))
     depths = set()
     for seed in range(10):
         p, q = models(kind, 3, 3, seed)
@@ -453,7 +455,7 @@ def test_chains_that_stop_before_a_draw_are_lossless(rule: SequentialRule, kind:
     assert len(depths) > 1, "some chains must have stopped and some not"
 
 
-def deciding(depth: int, seed: int) -> Draft:
+def policy_chain(depth: int, seed: int) -> Draft:
     """A chain that a policy ends: whether another token is drawn is any function of the tokens drawn so far."""
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
@@ -474,13 +476,13 @@ def test_chains_that_a_policy_ends_are_lossless(rule: SequentialRule, kind: str)
     depths = set()
     for seed in range(10):
         p, q = models(kind, 3, 3, seed)
-        draft = deciding(2, seed)
+        draft = policy_chain(2, seed)
         assert emitted(rule, draft, p, q, False, 3) == target_joint(p, 3)
         depths |= {len(tree.paths) for _, tree in every(partial(draft, q))}
     assert depths == {1, 2, 3}
 
 
-def after(model: Model, head: Path) -> Model:
+def model_after(model: Model, head: Path) -> Model:
     """A model behind some tokens."""
     return {path[len(head) :]: weights for path, weights in model.items() if path[: len(head)] == head}
 
@@ -495,12 +497,12 @@ def test_lengths_learned_from_earlier_rounds_are_lossless(rule: SequentialRule, 
     for seed in range(3):
         p, q = models(kind, 2, 6, seed)
         heads: Joint = defaultdict(Fraction)
-        for chance, accepted, bonus in outcomes(rule, drawn(CHAINS["1-1"], "sampled"), p, q, False):
+        for chance, accepted, bonus in round_outcomes(rule, drawn(CHAINS["1-1"], "sampled"), p, q, False):
             head = (*accepted, bonus)
             second = (
                 drawn(CHAINS["1-1"] if len(accepted) == 2 else CHAINS["1"], "sampled") if accepted else drawn((), "sampled")
             )
-            for share, more, last in outcomes(rule, second, after(p, head), after(q, head), False):
+            for share, more, last in round_outcomes(rule, second, model_after(p, head), model_after(q, head), False):
                 heads[(*head, *more, last)] += chance * share
         assert continued(heads, p, 6) == target_joint(p, 6)
 
@@ -513,7 +515,7 @@ def of_a_pass(knows: str, vocab: int, length: int, seed: int) -> tuple[Model, Mo
     for path in other:
         key = (len(path), path[-1:] if knows != "place" else ())
         if key not in reported:
-            weights = distribution(draw, vocab, 1)
+            weights = random_distribution(draw, vocab, 1)
             cut = np.where(np.arange(vocab) == draw.randrange(vocab), Fraction(0), weights)
             reported[key] = scaled(cut) if knows == "candidates" else weights
         other[path] = reported[key]
@@ -601,7 +603,7 @@ def siblings_of(tree: Drawn, node: int, p: Model, q: Model, without_replacement:
     return Siblings(tokens, p[path], tree.offered.get(node, q[path]), without_replacement)
 
 
-def kept_with(rule: SequentialRule, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
+def acceptance_by_node(rule: SequentialRule, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
     """The probability of every node to be kept, over the rule's own outcomes."""
     accepted: dict[int, Fraction] = defaultdict(Fraction)
     for chance, (path, _) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
@@ -625,10 +627,10 @@ def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, c
     if rule.chains_only and name not in CHAINS:
         pytest.skip("it judges chains")
     shape, drop = SHAPES[name], children == "without_replacement"
-    for p, q, length in itertools.islice(trials(kind, shape), 3):
+    for p, q, length in itertools.islice(random_trials(kind, shape), 3):
         above: dict[Path, Fraction] = defaultdict(Fraction)  # what is left to be kept at depth 1, by what is drawn there
         for chance, tree in every(partial(drawn(shape, children), q)):
-            accepted = kept_with(rule, tree, p, q, drop)
+            accepted = acceptance_by_node(rule, tree, p, q, drop)
             siblings = siblings_of(tree, 0, p, q, drop)
             first = rule.acceptance_chances(siblings, Fraction(1))
             for index, child in enumerate(tree.children[0]):
@@ -649,13 +651,13 @@ def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, c
 @pytest.mark.parametrize("name", ["1", "2", "3"])
 def test_acceptance_chances_for_several_drafts_equal_enumeration(name: str, kind: str) -> None:
     """The same of rules that take their drafts together, by the drafts that each of them takes; equal tokens count as one."""
-    for p, q, _ in itertools.islice(trials(kind, SHAPES[name]), 3):
+    for p, q, _ in itertools.islice(random_trials(kind, SHAPES[name]), 3):
         taken: list[tuple[SequentialRule, Draft]] = [(rule, drawn(SHAPES[name], "sampled")) for rule in INDEPENDENT]
-        for rule, draft in [*taken, (Transport(), top_and_one(SHAPES[name])), (Traversal(), top_and_one(SHAPES[name]))]:
+        for rule, draft in [*taken, (Transport(), top_and_sampled(SHAPES[name])), (Traversal(), top_and_sampled(SHAPES[name]))]:
             for _, tree in every(partial(draft, q)):
                 if not tree.children[0]:
                     continue
-                accepted = kept_with(rule, tree, p, q, False)
+                accepted = acceptance_by_node(rule, tree, p, q, False)
                 result = rule.acceptance_chances(siblings_of(tree, 0, p, q, False))
                 assert result == [accepted[child] for child in tree.children[0]]
 
@@ -720,7 +722,7 @@ def test_block_accepts_at_least_as_much_as_the_chain_rule(name: str, kind: str) 
     for seed in range(12 if len(CHAINS[name]) < 3 else 4):
         p, q = models(kind, 3, len(CHAINS[name]) + 1, seed)
         draft = drawn(CHAINS[name], "sampled")
-        block, chain = (mean(accepted_lengths(rule, draft, p, q, False)) for rule in (Block(), SpeculativeSampling()))
+        block, chain = (expected_value(accepted_lengths(rule, draft, p, q, False)) for rule in (Block(), SpeculativeSampling()))
         gains.append(block - chain)
     assert min(gains) >= 0
     if len(CHAINS[name]) == 1 or kind == "equal":
@@ -734,7 +736,7 @@ def test_block_accepts_at_least_as_much_as_the_chain_rule(name: str, kind: str) 
 def test_traversal_of_a_chain_equals_block_verification(name: str, kind: str) -> None:
     """On chains both keep each number of tokens with the same probability."""
     draft = drawn(CHAINS[name], "sampled")
-    for p, q, _ in trials(kind, CHAINS[name]):
+    for p, q, _ in random_trials(kind, CHAINS[name]):
         assert accepted_lengths(Traversal(), draft, p, q, False) == accepted_lengths(Block(), draft, p, q, False)
 
 
@@ -745,9 +747,9 @@ def test_traversal_of_a_chain_equals_block_verification(name: str, kind: str) ->
 def test_traversal_accepts_at_least_as_much_as_recursion(name: str, children: Children, kind: str) -> None:
     """Traversal verification never expects fewer accepted tokens; one level deep it expects just as many."""
     shape, without_replacement = BRANCHING[name], children == "without_replacement"
-    for p, q, length in trials(kind, shape):
+    for p, q, length in random_trials(kind, shape):
         rates = [
-            mean(accepted_lengths(rule, drawn(shape, children), p, q, without_replacement))
+            expected_value(accepted_lengths(rule, drawn(shape, children), p, q, without_replacement))
             for rule in (RecursiveRejection(), Traversal())
         ]
         assert rates[0] == rates[1] if length == 2 else rates[0] <= rates[1]
@@ -756,15 +758,15 @@ def test_traversal_accepts_at_least_as_much_as_recursion(name: str, children: Ch
 # The proof catches what is wrong
 
 
-def changed(draft: Draft, change: Callable[[Drawn, Model], None]) -> Draft:
+def tamper_draft(draft: Draft, change: Callable[[Drawn, Model], None]) -> Draft:
     """A draft whose tree is tampered with after the draws."""
 
-    def tampered(q: Model, dice: RandomSource) -> Drawn:
+    def draw_tampered(q: Model, dice: RandomSource) -> Drawn:
         tree = draft(q, dice)
         change(tree, q)
         return tree
 
-    return tampered
+    return draw_tampered
 
 
 def sort_siblings(tree: Drawn, q: Model) -> None:
@@ -786,7 +788,7 @@ def discard_unlikely(tree: Drawn, q: Model) -> None:
         children[:] = [child for child in children if q[tree.paths[node]][tree.paths[child][-1]] >= Fraction(1, 4)]
 
 
-def unnormalised(weights: Vector, otherwise: Vector) -> Vector:
+def leave_unnormalised(weights: Vector, otherwise: Vector) -> Vector:
     """A residual that is not normalised: what it lacks goes to the distribution before it."""
     return weights + (1 - weights.sum()) * otherwise
 
@@ -853,35 +855,42 @@ class Wrong:
     patch: tuple[str, Callable[..., Any]] | None = None
 
 
-PAIR, TWO_ONE, CHAIN = widths(2), widths(2, 1), widths(1, 1)
+PAIR, TWO_LEVELS, CHAIN = widths(2), widths(2, 1), widths(1, 1)
 WRONG = [
     Wrong("likeliest-child-chain", SpeculativeSampling(), likeliest(CHAIN)),
     Wrong("likeliest-child-block", Block(), likeliest(CHAIN)),
     Wrong("likeliest-children-recursive", RecursiveRejection(), likeliest(PAIR), True),
-    Wrong("likeliest-children-traversal", Traversal(), likeliest(TWO_ONE), True),
+    Wrong("likeliest-children-traversal", Traversal(), likeliest(TWO_LEVELS), True),
     Wrong(
         "sorted-siblings-recursive-without",
         RecursiveRejection(),
-        changed(drawn(PAIR, "without_replacement"), sort_siblings),
+        tamper_draft(drawn(PAIR, "without_replacement"), sort_siblings),
         True,
     ),
-    Wrong("sorted-siblings-recursive-with", RecursiveRejection(), changed(drawn(PAIR, "sampled"), sort_siblings)),
-    Wrong("sorted-siblings-traversal-without", Traversal(), changed(drawn(PAIR, "without_replacement"), sort_siblings), True),
-    Wrong("sorted-siblings-traversal-with", Traversal(), changed(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong("sorted-siblings-recursive-with", RecursiveRejection(), tamper_draft(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong(
+        "sorted-siblings-traversal-without", Traversal(), tamper_draft(drawn(PAIR, "without_replacement"), sort_siblings), True
+    ),
+    Wrong("sorted-siblings-traversal-with", Traversal(), tamper_draft(drawn(PAIR, "sampled"), sort_siblings)),
     Wrong(
         "residual-not-normalised-chain",
         SpeculativeSampling(),
         drawn(CHAIN, "sampled"),
-        patch=("normalize_weights", unnormalised),
+        patch=("normalize_weights", leave_unnormalised),
     ),
     Wrong(
         "residual-not-normalised-recursive",
         RecursiveRejection(),
         drawn(PAIR, "sampled"),
-        patch=("normalize_weights", unnormalised),
+        patch=("normalize_weights", leave_unnormalised),
     ),
-    Wrong("residual-not-normalised-block", Block(), drawn(CHAIN, "sampled"), patch=("normalize_weights", unnormalised)),
-    Wrong("residual-not-normalised-traversal", Traversal(), drawn(PAIR, "sampled"), patch=("normalize_weights", unnormalised)),
+    Wrong("residual-not-normalised-block", Block(), drawn(CHAIN, "sampled"), patch=("normalize_weights", leave_unnormalised)),
+    Wrong(
+        "residual-not-normalised-traversal",
+        Traversal(),
+        drawn(PAIR, "sampled"),
+        patch=("normalize_weights", leave_unnormalised),
+    ),
     Wrong("q-keeps-the-drawn-recursive", RecursiveRejection(), drawn(PAIR, "without_replacement"), False),
     Wrong("q-keeps-the-drawn-traversal", Traversal(), drawn(PAIR, "without_replacement"), False),
     Wrong(
@@ -893,13 +902,13 @@ WRONG = [
     ),
     Wrong("q-not-normalised-traversal", Traversal(), drawn(PAIR, "without_replacement"), True, ("remove_token", leave_as_is)),
     Wrong("q-loses-the-replaced-recursive", RecursiveRejection(), drawn(PAIR, "sampled"), True),
-    Wrong("duplicates-skipped-recursive", RecursiveRejection(), changed(drawn(PAIR, "sampled"), skip_duplicates)),
-    Wrong("duplicates-skipped-traversal", Traversal(), changed(drawn(PAIR, "sampled"), skip_duplicates)),
+    Wrong("duplicates-skipped-recursive", RecursiveRejection(), tamper_draft(drawn(PAIR, "sampled"), skip_duplicates)),
+    Wrong("duplicates-skipped-traversal", Traversal(), tamper_draft(drawn(PAIR, "sampled"), skip_duplicates)),
     Wrong("bonus-at-another-temperature", SharpBonus(), drawn(PAIR, "sampled")),
-    Wrong("unlikely-draw-discarded-chain", SpeculativeSampling(), changed(drawn(CHAIN, "sampled"), discard_unlikely)),
-    Wrong("unlikely-draw-discarded-block", Block(), changed(drawn(CHAIN, "sampled"), discard_unlikely)),
+    Wrong("unlikely-draw-discarded-chain", SpeculativeSampling(), tamper_draft(drawn(CHAIN, "sampled"), discard_unlikely)),
+    Wrong("unlikely-draw-discarded-block", Block(), tamper_draft(drawn(CHAIN, "sampled"), discard_unlikely)),
     Wrong("middle-h-is-b-block", Block(), drawn(CHAIN, "sampled"), patch=("residual_rate", rate_itself)),
-    Wrong("middle-h-is-b-traversal", Traversal(), drawn(TWO_ONE, "sampled"), patch=("residual_rate", rate_itself)),
+    Wrong("middle-h-is-b-traversal", Traversal(), drawn(TWO_LEVELS, "sampled"), patch=("residual_rate", rate_itself)),
     Wrong("not-divided-kseq", KSeq(), drawn(PAIR, "sampled"), patch=("solve_divisor", not_divided)),
     Wrong("distinct-drafts-kseq", KSeq(), drawn(PAIR, "without_replacement")),
     Wrong("likeliest-children-kseq", KSeq(), likeliest(PAIR)),
@@ -910,10 +919,10 @@ WRONG = [
         "residual-not-normalised-importance",
         ImportanceSampling(),
         drawn(PAIR, "sampled"),
-        patch=("normalize_weights", unnormalised),
+        patch=("normalize_weights", leave_unnormalised),
     ),
-    Wrong("drawn-from-all-of-q-transport", TopTaken(), top_and_one(PAIR)),
-    Wrong("sorted-siblings-transport", Transport(), changed(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong("drawn-from-all-of-q-transport", TopTaken(), top_and_sampled(PAIR)),
+    Wrong("sorted-siblings-transport", Transport(), tamper_draft(drawn(PAIR, "sampled"), sort_siblings)),
 ]
 
 
@@ -941,7 +950,7 @@ BRANCHED = TokenTree(
 )  # fmt: skip
 
 
-def judged(rule: AcceptanceRule, tree: TokenTree) -> AcceptedPath:
+def judge_uniform(rule: AcceptanceRule, tree: TokenTree) -> AcceptedPath:
     """A round at a uniform target."""
     return rule(tree, torch.zeros(1, 3, 3), torch.zeros(1, dtype=torch.int64), tree.depths)
 
@@ -952,16 +961,16 @@ def judged(rule: AcceptanceRule, tree: TokenTree) -> AcceptedPath:
 def test_rules_that_need_drawn_children_refuse_others(rule: SequentialRule) -> None:
     """Deterministic children are refused under the rule's name, with two ways out; the same chain, drawn, is judged."""
     with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree\.children=sampled .*acceptance=match"):
-        judged(rule, LIKELIEST)
+        judge_uniform(rule, LIKELIEST)
     sampled = replace(LIKELIEST, children="sampled", q=torch.full((1, 3, 3), 1 / 3))
-    assert judged(rule, sampled).counts.tolist() == [3]
+    assert judge_uniform(rule, sampled).counts.tolist() == [3]
 
 
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Block()], ids=lambda rule: rule.name)
 def test_chain_rules_refuse_branches(rule: SequentialRule) -> None:
     """A tree that branches is refused under the rule's name, with two ways out."""
     with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree=chain or acceptance=recursive"):
-        judged(rule, BRANCHED)
+        judge_uniform(rule, BRANCHED)
 
 
 @pytest.mark.parametrize("rule", [*INDEPENDENT, Transport(), SpecHub()], ids=lambda rule: rule.name)
@@ -971,10 +980,10 @@ def test_rules_for_several_drafts_refuse_other_children(rule: SequentialRule) ->
     for children in ("deterministic", "sampled", "without_replacement", "top_and_sampled"):
         tree = replace(BRANCHED, children=children, q=q.clone())
         if children in rule.children:
-            assert judged(rule, tree).counts.item() <= 2
+            assert judge_uniform(rule, tree).counts.item() <= 2
             continue
         with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree\.children={rule.children[0]} with it"):
-            judged(rule, tree)
+            judge_uniform(rule, tree)
 
 
 def test_spechub_refuses_three_drafts() -> None:
@@ -990,7 +999,7 @@ def test_spechub_refuses_three_drafts() -> None:
 )
 def test_tree_rules_accept_branches(rule: AcceptanceRule) -> None:
     """A drawn tree that branches is judged by every other rule."""
-    assert 1 <= judged(rule, BRANCHED).counts.item() <= 2
+    assert 1 <= judge_uniform(rule, BRANCHED).counts.item() <= 2
 
 
 @pytest.mark.parametrize(
@@ -1060,7 +1069,7 @@ def test_lossy_rules_are_marked_lossy() -> None:
 
 
 @pytest.mark.parametrize(
-    "p, epsilon, delta, kept",
+    "p, epsilon, delta, accepted",
     [
         pytest.param([0.5, 0.3, 0.1, 0.06, 0.04], 0.09, 1.0, {0, 1, 2}, id="epsilon-binds"),
         pytest.param([0.5, 0.3, 0.1, 0.06, 0.04], 0.9, 0.4, {0, 1}, id="entropy-binds"),
@@ -1069,14 +1078,14 @@ def test_lossy_rules_are_marked_lossy() -> None:
         pytest.param([0.2, 0.2, 0.2, 0.2, 0.2], 0.9, 0.9, {0, 1, 2, 3, 4}, id="uniform"),
     ],
 )
-def test_typical_accepts_likely_tokens(p: list[float], epsilon: float, delta: float, kept: set[int]) -> None:
+def test_typical_accepts_likely_tokens(p: list[float], epsilon: float, delta: float, accepted: set[int]) -> None:
     """Of single children exactly those with p(x) > min(epsilon, delta exp(-H)) are kept."""
     threshold = min(epsilon, delta * math.exp(sum(x * math.log(x + 1e-5) for x in p)))
-    assert {token for token, chance in enumerate(p) if chance > threshold} == kept
+    assert {token for token, chance in enumerate(p) if chance > threshold} == accepted
     rule = TypicalAcceptance(epsilon=epsilon, delta=delta)
     after = {(): p, **{(token,): [0.0, 0.0, 0.0, 0.0, 1.0] for token in range(5)}}
     for token in range(5):
-        assert typical_path([(token,)], after, rule) == (((token,), 4) if token in kept else ((), 0))
+        assert typical_path([(token,)], after, rule) == (((token,), 4) if token in accepted else ((), 0))
 
 
 def test_typical_accepts_the_longest_then_likeliest_path() -> None:

@@ -24,12 +24,12 @@ from tests.decoding.test_lossless import (
     accepted_lengths,
     drawn,
     every,
+    expected_value,
     likeliest,
-    mean,
     models,
+    random_trials,
     siblings_of,
-    top_and_one,
-    trials,
+    top_and_sampled,
     widths,
 )
 
@@ -38,7 +38,7 @@ DRAFTS = {
     "deterministic": likeliest,
     "sampled": lambda shape: drawn(shape, "sampled"),
     "without_replacement": lambda shape: drawn(shape, "without_replacement"),
-    "top_and_sampled": top_and_one,
+    "top_and_sampled": top_and_sampled,
 }
 TAKEN: dict[Children, list[SequentialRule]] = {
     "sampled": [
@@ -54,7 +54,7 @@ TAKEN: dict[Children, list[SequentialRule]] = {
 }
 
 
-def programme(draft: Draft, p: Model, q: Model, depth: int) -> float:
+def solve_program(draft: Draft, p: Model, q: Model, depth: int) -> float:
     """The most that any lossless rule keeps of these drafts."""
     return optimal_round_length([(float(chance), tree.paths) for chance, tree in every(partial(draft, q))], p, depth)
 
@@ -70,7 +70,7 @@ def test_closed_form_equals_the_linear_program(children: Children, count: int, k
         draft = DRAFTS[children](widths(count))
         _, tree = next(every(partial(draft, q)))  # what is there for sure is there whatever is drawn
         siblings = siblings_of(tree, 0, p, q, children == "without_replacement")
-        assert optimal_acceptance(siblings, children) == pytest.approx(programme(draft, p, q, 1), abs=ROUNDING)
+        assert optimal_acceptance(siblings, children) == pytest.approx(solve_program(draft, p, q, 1), abs=ROUNDING)
 
 
 def test_probability_within_equals_enumeration() -> None:
@@ -97,10 +97,12 @@ def test_no_rule_accepts_more_than_the_optimum(children: Children, name: str, ki
     """On every tree the programme's plan keeps at least what each rule does that takes such drafts."""
     shape, draft = SEVERAL[name], DRAFTS[children](SEVERAL[name])
     rules = TAKEN[children] + ([SpeculativeSampling(), Block()] if name in CHAINS and children == "sampled" else [])
-    for p, q, length in list(trials(kind, shape))[:3]:
-        best = programme(draft, p, q, length - 1)
+    for p, q, length in list(random_trials(kind, shape))[:3]:
+        best = solve_program(draft, p, q, length - 1)
         for rule in rules:
-            assert float(mean(accepted_lengths(rule, draft, p, q, children == "without_replacement"))) <= best + ROUNDING
+            assert (
+                float(expected_value(accepted_lengths(rule, draft, p, q, children == "without_replacement"))) <= best + ROUNDING
+            )
 
 
 @pytest.mark.sweep(4)
@@ -109,9 +111,9 @@ def test_no_rule_accepts_more_than_the_optimum(children: Children, name: str, ki
 def test_block_verification_is_optimal_for_chains(name: str, kind: str) -> None:
     """Of one drawn path no rule keeps more, however long it is (Sun et al., 2024, theorem 2)."""
     draft = drawn(CHAINS[name], "sampled")
-    for p, q, length in list(trials(kind, CHAINS[name]))[:3]:
-        result = mean(accepted_lengths(Block(), draft, p, q, False))
-        assert float(result) == pytest.approx(programme(draft, p, q, length - 1), abs=ROUNDING)
+    for p, q, length in list(random_trials(kind, CHAINS[name]))[:3]:
+        result = expected_value(accepted_lengths(Block(), draft, p, q, False))
+        assert float(result) == pytest.approx(solve_program(draft, p, q, length - 1), abs=ROUNDING)
 
 
 @pytest.mark.sweep(4)
@@ -122,12 +124,12 @@ def test_traversal_is_optimal_where_the_last_level_branches(counts: tuple[int, .
     level branches, one could."""
     for seed in range(3):
         p, q = models(kind, 3, len(counts) + 1, seed)
-        draft = top_and_one(widths(*counts))
-        result = mean(accepted_lengths(Traversal(), draft, p, q, False))
-        assert float(result) == pytest.approx(programme(draft, p, q, len(counts)), abs=ROUNDING)
+        draft = top_and_sampled(widths(*counts))
+        result = expected_value(accepted_lengths(Traversal(), draft, p, q, False))
+        assert float(result) == pytest.approx(solve_program(draft, p, q, len(counts)), abs=ROUNDING)
     p, q = models("dense", 2, 3, 1)
-    draft = top_and_one(widths(2, 1))
-    assert float(mean(accepted_lengths(Traversal(), draft, p, q, False))) < programme(draft, p, q, 2) - 0.01
+    draft = top_and_sampled(widths(2, 1))
+    assert float(expected_value(accepted_lengths(Traversal(), draft, p, q, False))) < solve_program(draft, p, q, 2) - 0.01
 
 
 @pytest.mark.sweep(4)
@@ -142,7 +144,7 @@ def test_matching_is_optimal_for_deterministic_children(name: str, kind: str) ->
         accepted = sum(
             math.prod((p[path[:end]][path[end]] for end in range(len(path))), start=Fraction(1)) for path in tree.paths[1:]
         )
-        assert float(accepted) == pytest.approx(programme(likeliest(SEVERAL[name]), p, q, length - 1), abs=ROUNDING)
+        assert float(accepted) == pytest.approx(solve_program(likeliest(SEVERAL[name]), p, q, length - 1), abs=ROUNDING)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,8 +155,8 @@ def test_full_linear_program_is_optimal_for_two_drafts(kind: str) -> None:
     for seed in range(4):
         p, q = models(kind, 5, 2, seed)
         draft = drawn(widths(2), "sampled")
-        full, cut = (mean(accepted_lengths(TruncatedLinearProgram(truncated=n), draft, p, q, False)) for n in (5, 2))
-        best = programme(draft, p, q, 1)
+        full, cut = (expected_value(accepted_lengths(TruncatedLinearProgram(truncated=n), draft, p, q, False)) for n in (5, 2))
+        best = solve_program(draft, p, q, 1)
         assert float(full) == pytest.approx(best, abs=1e-5)
         assert float(cut) <= best + ROUNDING
         less.append(best - float(cut))
@@ -169,8 +171,8 @@ def test_transport_is_optimal_for_a_node(count: int, kind: str) -> None:
     for seed in range(4):
         p, q = models(kind, 4, 2, seed)
         for rule in [Transport(), *([SpecHub()] if count == 2 else [])]:
-            result = mean(accepted_lengths(rule, top_and_one(widths(count)), p, q, False))
-            _, tree = next(every(partial(top_and_one(widths(count)), q)))
+            result = expected_value(accepted_lengths(rule, top_and_sampled(widths(count)), p, q, False))
+            _, tree = next(every(partial(top_and_sampled(widths(count)), q)))
             best = optimal_acceptance(siblings_of(tree, 0, p, q, False), "top_and_sampled")
             assert float(result) == pytest.approx(best, abs=1e-12)
 
@@ -183,6 +185,6 @@ def test_spechub_pairs_equal_top_and_sampled_children() -> None:
         hub = max(range(4), key=lambda token: (weights[token], -token))
         pairs = {frozenset({x, hub}): w + weights[hub] * w / (1 - weights[hub]) for x, w in enumerate(weights) if x != hub}
         result: dict[frozenset[int], Fraction] = {}
-        for chance, tree in every(partial(top_and_one(widths(2)), q)):
+        for chance, tree in every(partial(top_and_sampled(widths(2)), q)):
             result[frozenset(tree.tokens[1:])] = chance
         assert result == pairs
