@@ -188,8 +188,8 @@ class RoundTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.steps.append((func.name(), *map(self.describe_leaf, tree_leaves((args, kwargs)))))
-        held = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        self.created |= {storage_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)} - held
+        storages = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self.created |= {storage_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)} - storages
         self.references.append((args, kwargs, out))
         return out
 
@@ -228,9 +228,10 @@ def test_every_round_runs_the_captured_operations(drafter: str | None, builder: 
             engine.state.drafter_state = {name: getattr(built, name) for name in engine._state_names}
     first, *others = traces
     assert all(trace.steps == first.steps for trace in others)
-    held = {argument[0] for step in first.steps for argument in step[1:] if isinstance(argument, tuple)}
+    storages = {argument[0] for step in first.steps for argument in step[1:] if isinstance(argument, tuple)}
     assert (
-        engine.state.log is not None and {storage_of(engine.state.log.records), storage_of(engine.state.context.tokens)} <= held
+        engine.state.log is not None
+        and {storage_of(engine.state.log.records), storage_of(engine.state.context.tokens)} <= storages
     )
 
 
@@ -283,14 +284,14 @@ def test_drafter_state_survives_use_by_another_runner(shallow: Target) -> None:
     """Two engines and the loop share a drafter, in turn: each gives what it gives alone."""
     drafter, builders = Eagle3(shallow, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
     engines = [CapturedRunner(shallow, Greedy(), drafter, builder) for builder in builders]
-    held: list[object] = []
+    addresses: list[object] = []
     for _ in range(2):
         for engine, builder in zip(engines, builders):
             expected = decode(shallow, PROMPTS, Greedy(), 8, drafter, builder)
             assert list_facts(engine.decode(PROMPTS, 8)) == list_facts(expected)
             (state,) = engine.states.values()
-            held.append(state.drafter_state["cache"].storage.data_ptr())
-    assert held == held[:2] * 2 and held[0] != held[1]
+            addresses.append(state.drafter_state["cache"].storage.data_ptr())
+    assert addresses == addresses[:2] * 2 and addresses[0] != addresses[1]
 
 
 def test_uncompiled_layers_do_not_shift_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,11 +342,11 @@ def test_refused_prompt_leaves_no_state(shallow: Target) -> None:
         engine.decode(longest, 6)
     expected = engine.decode(PROMPTS, 8)
     (state,) = engine.states.values()
-    held = state.drafter_state["cache"]
+    cache = state.drafter_state["cache"]
     decode(shallow, PROMPTS, Greedy(), 4, drafter, Chain(2))
     with pytest.raises(UserError, match=f"prompt of {shallow.max_length - 5} tokens"):
         engine.decode(longest, 6)
-    assert state.drafter_state["cache"] is held and list_facts(engine.decode(PROMPTS, 8)) == list_facts(expected)
+    assert state.drafter_state["cache"] is cache and list_facts(engine.decode(PROMPTS, 8)) == list_facts(expected)
 
 
 def test_a_drafter_keeps_its_settings(shallow: Target) -> None:

@@ -511,14 +511,14 @@ def of_a_pass(knows: str, vocab: int, length: int, seed: int) -> tuple[Model, Mo
     """p of any kind, and q as drafters say it that draft in one pass: by a token's place alone (DFlash, P-EAGLE), by it and the
     token before (DSpark), with zeros for what is no candidate (DFlash2)."""
     p, other = models("dense", vocab, length, seed)
-    draw, reported = random.Random(f"{knows} {seed}"), {}
+    draw, distributions = random.Random(f"{knows} {seed}"), {}
     for path in other:
         key = (len(path), path[-1:] if knows != "place" else ())
-        if key not in reported:
+        if key not in distributions:
             weights = random_distribution(draw, vocab, 1)
             cut = np.where(np.arange(vocab) == draw.randrange(vocab), Fraction(0), weights)
-            reported[key] = scaled(cut) if knows == "candidates" else weights
-        other[path] = reported[key]
+            distributions[key] = scaled(cut) if knows == "candidates" else weights
+        other[path] = distributions[key]
     return p, other
 
 
@@ -588,10 +588,10 @@ def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> 
         draft = likeliest(shape) if children == "deterministic" else drawn(shape, children)
         for _, tree in every(partial(draft, q)):
             batch = tree.as_tree(children)
-            visited = torch.stack([logits[path] for path in tree.paths])[None]
-            accepted = Greedy()(batch, visited, torch.zeros(1, dtype=torch.int64), batch.depths).trim_padding()
-            held = max(len(path) for path in tree.paths if path == greedy[: len(path)])
-            assert tuple(accepted.emitted_tokens(batch)[0].tolist()) == greedy[: held + 1]
+            node_logits = torch.stack([logits[path] for path in tree.paths])[None]
+            accepted = Greedy()(batch, node_logits, torch.zeros(1, dtype=torch.int64), batch.depths).trim_padding()
+            depth = max(len(path) for path in tree.paths if path == greedy[: len(path)])
+            assert tuple(accepted.emitted_tokens(batch)[0].tolist()) == greedy[: depth + 1]
 
 
 # What a rule says of its chances
@@ -693,7 +693,7 @@ def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, 
 )
 def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: SequentialRule) -> None:
     """Rules that draw no lots keep a child surely or not at all; siblings that may be equal are judged as they judge them."""
-    visited = set()
+    values = set()
     for tokens in itertools.product(range(4), repeat=1 if rule.chains_only else 3):
         for p in ([0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25], [0.02, 0.03, 0.05, 0.9]):
             tree = Drawn()
@@ -707,8 +707,8 @@ def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: Sequential
                 assert (result == [1.0]) == (bonus == tokens[0] and (target > target[tokens[0]]).sum() < 2)
             else:
                 assert result == [float(child == path[-1]) for child in tree.children[0]]
-            visited |= set(result)
-    assert visited == {0.0, 1.0}
+            values |= set(result)
+    assert values == {0.0, 1.0}
 
 
 # Which rule keeps more

@@ -111,8 +111,8 @@ def deferral_distribution(defer: str, p: Vector, q: Vector, alpha: Fraction) -> 
     """The papers' closed forms, token by token."""
     if defer == "token":
         left = {v for v in range(len(p)) if p[v] < (1 - alpha) * max(p)}
-        requested = sum((q[v] for v in left), start=Fraction(0))
-        return np.array([q[v] * (v not in left) + p[v] * requested for v in range(len(p))], dtype=object)
+        deferred_mass = sum((q[v] for v in left), start=Fraction(0))
+        return np.array([q[v] * (v not in left) + p[v] * deferred_mass for v in range(len(p))], dtype=object)
     least = {"chow": 1 - alpha, "diff": max(p) - alpha, "opt": max(p) - alpha * total_variation(p, q)}[defer]
     return p if max(q) < least else q
 
@@ -121,7 +121,7 @@ def deferral_distribution(defer: str, p: Vector, q: Vector, alpha: Fraction) -> 
 @pytest.mark.parametrize("defer", ["chow", "diff", "opt", "token"])
 def test_cascade_emits_its_deferral_distribution(defer: Any, kind: str) -> None:
     """The first token of a drafted chain has the closed form of the deferral rule; over the trials both models are asked."""
-    requested = set()
+    models_used = set()
     for seed, alpha in itertools.product(range(8), (Fraction(0), Fraction(1, 4), Fraction(3, 5))):
         p, q = models(kind, 3, 2, seed)
         heads: Joint = defaultdict(Fraction)
@@ -131,8 +131,8 @@ def test_cascade_emits_its_deferral_distribution(defer: Any, kind: str) -> None:
             heads[(*accepted, bonus)[:1]] += chance
         expected = deferral_distribution(defer, p[()], q[()], alpha)
         assert list(marginal_vector(heads, 3)) == list(expected)
-        requested |= {name for name, vector in (("p", p[()]), ("q", q[()])) if list(vector) == list(expected)}
-    assert requested == {"p", "q"} or defer == "token"
+        models_used |= {name for name, vector in (("p", p[()]), ("q", q[()])) if list(vector) == list(expected)}
+    assert models_used == {"p", "q"} or defer == "token"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -381,9 +381,9 @@ def test_likeliest_forgiven_child_is_accepted() -> None:
 def test_rules_without_features_need_logits_only() -> None:
     """Judging by logits and by all that the target said is the same."""
     tree, logits = random_rounds(False, count=5)
-    visited = Features(tree.tokens, ("final",), torch.randn(*tree.tokens.shape, 1, 7), logits)
+    features = Features(tree.tokens, ("final",), torch.randn(*tree.tokens.shape, 1, 7), logits)
     for rule in (Greedy(), Rollback(1.0)):
-        result = rule.accept(tree, visited, torch.arange(5), tree.depths)
+        result = rule.accept(tree, features, torch.arange(5), tree.depths)
         assert torch.equal(result.path, rule(tree, logits, torch.arange(5), tree.depths).path)
 
 

@@ -77,8 +77,8 @@ def test_superseded_draft_is_abandoned(shallow: Target) -> None:
 
 def test_outcomes_are_selected_by_probability() -> None:
     """Of a chain of two over five tokens all outcomes, in the order of their chances by the drafter, which sum to one."""
-    reported = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
-    q, chain = reported.exp(), reported.argmax(-1).tolist()
+    log_q = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
+    q, chain = log_q.exp(), log_q.argmax(-1).tolist()
     chances = {
         (accepted, x): float(q[accepted, x]) for accepted in range(3) for x in range(5) if accepted == 2 or x != chain[accepted]
     }
@@ -86,22 +86,22 @@ def test_outcomes_are_selected_by_probability() -> None:
         for index in range(accepted):
             chances[accepted, x] *= float(q[index, chain[index]])
     assert sum(chances.values()) == pytest.approx(1)
-    result = [tuple(outcome) for outcome in select_outcomes(reported, 100).tolist()]
+    result = [tuple(outcome) for outcome in select_outcomes(log_q, 100).tolist()]
     assert result == sorted(chances, key=lambda outcome: -chances[outcome])
-    assert [tuple(outcome) for outcome in select_outcomes(reported, 4).tolist()] == result[:4]
+    assert [tuple(outcome) for outcome in select_outcomes(log_q, 4).tolist()] == result[:4]
 
 
 def test_draft_after_every_outcome_equals_a_new_draft(shallow: Target) -> None:
     """Drafted at once, or as far as there was time and then finished, behind a draft that is made or that is known, it is what
     a follower of that text drafts."""
     follower, alone = (Follower(make_drafter("causal", shallow), shallow) for _ in range(2))
-    text, reported_values = PROMPTS[0], list[list[int]]()
+    text, first_drafts = PROMPTS[0], list[list[int]]()
     with torch.inference_mode():
         for item in (follower, alone):
             item.start_text(64, 3, 5)
         drafted: list[int] | None = None
         for levels in (3, 1, 0):
-            foreseen = follower.predict_outcomes(DraftRequest(1, text, 3, num_outcomes=5), drafted, reported_values.append)
+            foreseen = follower.predict_outcomes(DraftRequest(1, text, 3, num_outcomes=5), drafted, first_drafts.append)
             left = iter([False] * levels)
             foreseen.extend_drafts(lambda left=left: next(left, True))  # type: ignore[misc]
             texts = [item.text for item in foreseen.outcomes]
@@ -113,13 +113,13 @@ def test_draft_after_every_outcome_equals_a_new_draft(shallow: Target) -> None:
                 ]
             foreseen.end_draft()
             assert drafted == alone.draft(text, 3, lambda: False)
-        assert reported_values == [alone.draft(PROMPTS[0], 3, lambda: False)]
+        assert first_drafts == [alone.draft(PROMPTS[0], 3, lambda: False)]
 
 
 def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
     """Foreseeing more outcomes asks the device for no more values."""
 
-    class Asking(TorchDispatchMode):
+    class ReadCounter(TorchDispatchMode):
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,12 +131,12 @@ def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
         follower = Follower(make_drafter("causal", shallow), shallow)
         with torch.inference_mode():
             follower.start_text(64, 3, outcomes)
-            with Asking() as requested:
+            with ReadCounter() as counter:
                 foreseen = follower.predict_outcomes(
                     DraftRequest(1, PROMPTS[0], 3, num_outcomes=outcomes), [5, 6, 7], lambda tokens: None
                 )
             assert len(foreseen.outcomes) == outcomes
-        counts.append(requested.count)
+        counts.append(counter.count)
     assert counts[0] == counts[1] > 0
 
 
@@ -244,14 +244,14 @@ def test_ended_worker_raises_an_error(shallow: Target) -> None:
 def test_drafters_that_cannot_overlap_are_refused(shallow: Target) -> None:
     """Drafters that read the target's features, trees, rules whose tokens depend on drafts, and texts side by side."""
     causal = make_drafter("causal", shallow)
-    for drafter, builder, rule, reported in [
+    for drafter, builder, rule, message in [
         (Eagle3(shallow, vocab_size=64), Chain(3), Greedy(), "cannot draft ahead"),
         (causal, Eagle2(3, 6, 2), Greedy(), "tree=chain"),
         (causal, Chain(3, stop=0.5), Greedy(), "tree=chain"),
         (causal, Chain(3, "sampled"), SpeculativeSampling(), "tree=chain"),
         (causal, Chain(3), SpeculativeSampling(), "acceptance=chain"),
     ]:
-        with pytest.raises(UserError, match=reported):
+        with pytest.raises(UserError, match=message):
             check_overlap(drafter, builder, rule)
     with pytest.raises(UserError, match=r"eval\.overlap=outcomes: .*drafter=causal"):
         check_overlap(make_drafter("ngram", shallow), Chain(3), Greedy(), num_outcomes=4)

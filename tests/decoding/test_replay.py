@@ -256,9 +256,9 @@ def test_forward_with_branches_equals_separate_forwards(shallow: Target, packed:
         text = generation.prompt + generation.output
         indices = [(text[:t], item.replay.tokens_past_error[t]) for t in range(len(generation.prompt), len(text))]
         end = len(text)
-        for size, visited in item.branches:
+        for size, prefix_length in item.branches:
             tail = item.replay.example.tokens[end : end + size]
-            indices += [(text[:visited] + tail[:number], number) for number in range(1, size)]
+            indices += [(text[:prefix_length] + tail[:number], number) for number in range(1, size)]
             end += size
         for before, k in indices:
             p, q = next_logits(shallow, before).softmax(-1), next_logits(drafter.model, before).softmax(-1)
@@ -323,18 +323,18 @@ def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch:
     assert isinstance(drafter, Eagle3)
     batch = replay_drafts(shallow, drafter)
     assert batch.tokens_past_error is not None
-    reported: list[Tensor] = []
+    judged: list[Tensor] = []
     judge = Supervision.judge_states
 
     def record_judged(self: Supervision, hidden: Tensor, lm_head: Any, answers: Tensor, row_weight: Tensor) -> Any:
         log_q = lm_head(hidden).detach().log_softmax(-1)
-        reported.extend(log_q[row_weight == weight] for weight in row_weight.unique(sorted=True).flip(0))
+        judged.extend(log_q[row_weight == weight] for weight in row_weight.unique(sorted=True).flip(0))
         return judge(self, hidden, lm_head, answers, row_weight)
 
     monkeypatch.setattr(Supervision, "judge_states", record_judged)
     losses = drafter.loss(batch, shallow, TrainingState())
     total, outside = torch.zeros(()), 0
-    for step, log_q in enumerate(reported):
+    for step, log_q in enumerate(judged):
         indices = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2 + step]
         assert len(indices) == len(log_q) == losses.counts[step]
         for (b, t), row in zip(indices, log_q):
@@ -428,15 +428,15 @@ def test_reference_penalty_subtracts_the_divergence_gradient(weight: float, monk
     logits, other = (torch.randn(4, dtype=torch.float64, generator=draw) for _ in range(2))
     logits.requires_grad_()
     gains = [0.5, -0.25, 1.0, 0.0]
-    reported = {"mine": logits.detach().log_softmax(-1), "theirs": other.log_softmax(-1)}
-    monkeypatch.setattr(policy, "log_probs", lambda model, text, temperature=1.0: reported[model].expand(len(text), -1))
+    log_probs = {"mine": logits.detach().log_softmax(-1), "theirs": other.log_softmax(-1)}
+    monkeypatch.setattr(policy, "log_probs", lambda model, text, temperature=1.0: log_probs[model].expand(len(text), -1))
     estimated, q = torch.zeros_like(logits), logits.log_softmax(-1)
     for token, gain in enumerate(gains):
         window = DraftWindow(Example([2, 1, token], [False, True, True]), [0.0, 0.0, gain], 2)
         result = policy.penalize_divergence(window, "mine", "theirs", weight, 1.0).advantage  # type: ignore[arg-type]
         assert result[:2] == [0.0, 0.0]
         estimated += float(q[token].detach().exp()) * torch.autograd.grad(result[2] * q[token], logits, retain_graph=True)[0]
-    expected = (q.exp() * torch.tensor(gains)).sum() - weight * (q.exp() * (q - reported["theirs"])).sum()
+    expected = (q.exp() * torch.tensor(gains)).sum() - weight * (q.exp() * (q - log_probs["theirs"])).sum()
     torch.testing.assert_close(estimated, torch.autograd.grad(expected, logits)[0], rtol=1e-6, atol=1e-6)
 
 

@@ -345,14 +345,14 @@ def test_a_joined_comparison_says_where_runs_are(comparison_folder: Path, tmp_pa
 
 def test_held_bytes_are_the_peak() -> None:
     """Two tensors at a time of three: the peak is the largest pair's; views and writes in place hold nothing more."""
-    with MemoryCounter() as held:
+    with MemoryCounter() as counter:
         first = torch.zeros(1000)
         view = first.view(10, 100)
         view.add_(1)
         second = torch.zeros(3000)
         del first, view
         third = torch.zeros(500)
-    assert held.peak == 4 * 4000
+    assert counter.peak == 4 * 4000
     assert second.numel() + third.numel() == 3500
 
 

@@ -121,9 +121,9 @@ def test_every_cell_of_exits_is_decoded(
         assert entry["lossless"]["rule"] == rule.name and entry["tree"]["depth"] == depth
     own = decode_alone(tiny, folder, rule, EarlyExit(tiny, EXIT), Chain(2))
     assert rounds_of(folder, "drafter") == list_rounds(own) and summary["setting"]["drafter"] == {"exit_layer": EXIT}
-    held = json.loads((folder / "summary.json").read_text())["sweep"]
-    same_as_entries(held, summary["compared"], cells, "speedup")
-    assert_printed(capsys.readouterr().out, held, summary["compared"], "speedup")
+    sweep = json.loads((folder / "summary.json").read_text())["sweep"]
+    same_as_entries(sweep, summary["compared"], cells, "speedup")
+    assert_printed(capsys.readouterr().out, sweep, summary["compared"], "speedup")
 
 
 def same_as_entries(sweep: dict[str, Any], compared: dict[str, Any], cells: dict[tuple[int, int], str], second: str) -> None:

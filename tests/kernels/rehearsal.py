@@ -88,10 +88,10 @@ class Stand:
 def launch_attention(dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int | None = None) -> None:
     tree, lengths = random_tree(batch, nodes, CPU), torch.full((batch,), prefix)
     indices = lengths[:, None] + tree.depths
-    visited = tree_attention.Visibility(lengths, prefix, tree.ancestors, indices, indices, is_exact=False)
+    visibility = tree_attention.Visibility(lengths, prefix, tree.ancestors, indices, indices, is_exact=False)
     query = torch.zeros(batch, nodes, 32, 128, dtype=dtype).transpose(1, 2)
     keys, values = torch.zeros(2, batch, prefix + nodes, 8, 128, dtype=dtype).transpose(2, 3)
-    tree_attention.tree_attention(query, keys, values, visited, 128**-0.5, window)
+    tree_attention.tree_attention(query, keys, values, visibility, 128**-0.5, window)
 
 
 def launch_verify(dtype: torch.dtype, vocab: int) -> None:

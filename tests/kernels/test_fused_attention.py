@@ -150,8 +150,8 @@ def score_documents(
         keys = k[part].repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("thd,shd->hts", q[part], keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
         distance = index[:, None] - index
-        visited = (distance >= -(ahead or 0)) & ((distance <= back) if back is not None else True)
-        yield part, scores.masked_fill(~visited, float("-inf"))
+        visible = (distance >= -(ahead or 0)) & ((distance <= back) if back is not None else True)
+        yield part, scores.masked_fill(~visible, float("-inf"))
 
 
 def standing_in(

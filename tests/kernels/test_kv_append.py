@@ -82,10 +82,8 @@ def test_only_the_requested_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(module, "_launch_append", lambda *arguments: ran.append("kernel"))
     monkeypatch.setattr(module, "kv_append_reference", lambda *arguments: ran.append("reference"))
-    for requested in (None, "reference", "triton"):
-        monkeypatch.setenv("SPECTRAIN_KERNELS", requested) if requested else monkeypatch.delenv(
-            "SPECTRAIN_KERNELS", raising=False
-        )
+    for setting in (None, "reference", "triton"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", setting) if setting else monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
         kv_append(*make_arguments(1, 1, 1, 16, torch.float32, False))
     assert ran == ["reference", "reference", "kernel"]
 

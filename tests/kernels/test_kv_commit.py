@@ -175,10 +175,8 @@ def test_only_the_requested_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(module, "_launch_commit", lambda *arguments: ran.append("kernel"))
     monkeypatch.setattr(module, "kv_commit_reference", lambda *arguments: ran.append("reference"))
-    for requested in (None, "reference", "triton"):
-        monkeypatch.setenv("SPECTRAIN_KERNELS", requested) if requested else monkeypatch.delenv(
-            "SPECTRAIN_KERNELS", raising=False
-        )
+    for setting in (None, "reference", "triton"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", setting) if setting else monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
         kv_commit(*make_round())
     assert ran == ["reference", "reference", "kernel"]
 

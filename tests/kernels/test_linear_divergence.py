@@ -177,11 +177,11 @@ def test_top_k_targets_equal_their_dense_distribution(chunk: int) -> None:
     """TopK = KL(p || q) of a p that is 0 elsewhere, normalised or not; with all tokens it is the dense forward KL."""
     case = Case()
     for k, total in ((1, 1.0), (3, 1.0), (3, 0.6)):
-        accepted = case.log_p(False).exp().topk(k)
-        p = accepted.values / accepted.values.sum(-1, keepdim=True) * total
-        result = linear_divergence(case.hidden, case.head, TopK(accepted.indices, p), chunk=chunk)
-        losses = (p * (p.log() - case.log_q().gather(-1, accepted.indices))).sum(-1)
-        assert_agrees(case, result, losses, accepted.indices[:, 0], 1e-10)
+        top = case.log_p(False).exp().topk(k)
+        p = top.values / top.values.sum(-1, keepdim=True) * total
+        result = linear_divergence(case.hidden, case.head, TopK(top.indices, p), chunk=chunk)
+        losses = (p * (p.log() - case.log_q().gather(-1, top.indices))).sum(-1)
+        assert_agrees(case, result, losses, top.indices[:, 0], 1e-10)
     every = case.log_p(False).exp().topk(VOCAB)
     dense = linear_divergence(case.hidden, case.head, case.head_target(False), chunk=chunk)
     result = linear_divergence(case.hidden, case.head, TopK(every.indices, every.values), chunk=chunk)
@@ -191,16 +191,16 @@ def test_top_k_targets_equal_their_dense_distribution(chunk: int) -> None:
 
 def test_function_of_rows_is_a_valid_target() -> None:
     """log p from anywhere, asked a chunk at a time, each row once; p = 0 adds nothing to forward KL."""
-    case, requested = Case(), []
+    case, computed_rows = Case(), []
     log_p = case.log_p(False)
     log_p[:, 2] = float("-inf")
 
     def target_rows(rows: slice) -> Tensor:
-        requested.extend(range(ROWS)[rows])
+        computed_rows.extend(range(ROWS)[rows])
         return log_p[rows]
 
     result = linear_divergence(case.hidden, case.head, target_rows, chunk=3)
-    assert requested == list(range(ROWS))
+    assert computed_rows == list(range(ROWS))
     terms = log_p.exp() * (log_p - case.log_q())
     assert_agrees(case, result, terms[:, [v for v in range(VOCAB) if v != 2]].sum(-1), log_p.argmax(-1), 1e-10)
 
@@ -585,13 +585,13 @@ def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
 def test_loss_with_the_kernel_equals_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole function with SPECTRAIN_KERNELS=triton, which runs the kernel, = without, which does not."""
     case = Case(dtype, bias=True, softcap=3.0)
-    accepted = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
+    top = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
     results = []
     for setting in ("triton", "reference"):
         monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
         with OperationRecorder() as recorder:
             result = (
-                linear_divergence(case.hidden, case.head, accepted, chunk=3)
+                linear_divergence(case.hidden, case.head, top, chunk=3)
                 if name == "top_k"
                 else compute_fused(case, name, chunk=3)
             )

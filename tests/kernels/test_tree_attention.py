@@ -42,15 +42,15 @@ def attend_by_loop(
             if visibility.tree[b, n, m]:
                 slots.append((length + m, int(visibility.key_positions[b, m])))
         here = int(visibility.query_positions[b, n])
-        visited = [slot for slot, position in slots if window is None or here - position < window]
+        visible = [slot for slot, position in slots if window is None or here - position < window]
         near = {slot for slot, position in slots if here // chunk == position // chunk}
-        visited = [slot for slot in visited if slot in near]
-        scores = [float(query[b, h, n].double() @ keys[b, kv_head, slot].double()) * 0.3 for slot in visited]
+        visible = [slot for slot in visible if slot in near]
+        scores = [float(query[b, h, n].double() @ keys[b, kv_head, slot].double()) * 0.3 for slot in visible]
         if softcap is not None:
             scores = [softcap * math.tanh(score / softcap) for score in scores]
         away = [] if sinks is None else [float(sinks[h])]  # what looks at no key
         weights = torch.tensor(scores + away, dtype=torch.float64).softmax(0)[: len(scores)]
-        output[b, h, n] = weights @ values[b, kv_head, visited].double()
+        output[b, h, n] = weights @ values[b, kv_head, visible].double()
     return output
 
 

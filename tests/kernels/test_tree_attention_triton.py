@@ -258,12 +258,12 @@ def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_row_in_a_batch_equals_the_row_alone(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same number of splits, a row's output is bit for bit the same whatever rows are beside it."""
-    (query, _, _, visited), keys, values = inputs_of(Case(prefix=130, ragged=True))
+    (query, _, _, visibility), keys, values = inputs_of(Case(prefix=130, ragged=True))
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
-    together = tree_attention(query, keys, values, visited, 0.2)
-    for row, length in enumerate(visited.lengths.tolist()):
-        item, end = slice(row, row + 1), length + visited.tree.shape[2]
-        alone = Visibility(visited.lengths[item], length, visited.tree[item], visited.query_positions[item], None)
+    together = tree_attention(query, keys, values, visibility, 0.2)
+    for row, length in enumerate(visibility.lengths.tolist()):
+        item, end = slice(row, row + 1), length + visibility.tree.shape[2]
+        alone = Visibility(visibility.lengths[item], length, visibility.tree[item], visibility.query_positions[item], None)
         output = tree_attention(query[item], keys[item, :, :end], values[item, :, :end], alone, 0.2)
         assert torch.equal(output, together[item])
 
@@ -318,16 +318,16 @@ def test_packed_words_equal_the_mask(num_nodes: int) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 def test_operator_passes_opcheck(splits: int, window: int | None, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema holds, it changes no input, and its fake gives the shape and strides of what it gives."""
-    (query, _, _, visited), keys, values = inputs_of(Case(splits=splits))
-    positions = visited.query_positions, visited.key_positions
-    num_nodes = visited.tree.shape[2]
+    (query, _, _, visibility), keys, values = inputs_of(Case(splits=splits))
+    positions = visibility.query_positions, visibility.key_positions
+    num_nodes = visibility.tree.shape[2]
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
     arguments = (
         query,
         keys,
         values,
-        visited.packed_words(),
-        visited.lengths,
+        visibility.packed_words(),
+        visibility.lengths,
         *positions,
         num_nodes,
         65,

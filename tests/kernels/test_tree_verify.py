@@ -207,14 +207,14 @@ def test_equal_scores_choose_the_first_token(use_interpreter: None) -> None:
 
 
 @triton.jit
-def _accepted_kernel(logits_ptr, accepted_ptr, num_tokens, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cut_kernel(logits_ptr, allowed_ptr, num_tokens, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which tokens of one row are kept."""
     logits_ptr += tl.program_id(0) * num_tokens
     _, cut = sampling_cuts.find_cut(logits_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
     for start in range(0, num_tokens, BLOCK):
         x, columns = sampling_cuts.load_logits(logits_ptr, start, num_tokens, BLOCK)
-        accepted = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
-        tl.store(accepted_ptr + tl.program_id(0) * num_tokens + columns, accepted, mask=columns < num_tokens)
+        allowed = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
+        tl.store(allowed_ptr + tl.program_id(0) * num_tokens + columns, allowed, mask=columns < num_tokens)
 
 
 @pytest.mark.sweep(2, free=("top_k", "top_p", "dtype"))
@@ -230,16 +230,16 @@ def test_bisection_cuts_like_sorting(top_k: int, top_p: float, dtype: torch.dtyp
     few = torch.randn(1, num_tokens).masked_fill(torch.arange(num_tokens) > 12, float("-inf"))
     tied = (torch.randn(2, num_tokens) * 2).round() / 2 * torch.tensor([[1.0], [-1.0]])  # 0 of either sign
     logits = torch.cat([distinct, few, tied]).to(dtype)
-    accepted = torch.zeros(logits.shape, dtype=torch.bool)
+    allowed = torch.zeros(logits.shape, dtype=torch.bool)
     settings = (temperature, top_k or None, top_p if top_p < 1 else None)
-    _accepted_kernel[(len(logits),)](logits, accepted, num_tokens, *settings, SHIFT=EMPTY_BITS[dtype], BLOCK=64)
+    _cut_kernel[(len(logits),)](logits, allowed, num_tokens, *settings, SHIFT=EMPTY_BITS[dtype], BLOCK=64)
     draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
-    assert torch.equal(accepted, draws.shape_logits(logits) > float("-inf"))
+    assert torch.equal(allowed, draws.shape_logits(logits) > float("-inf"))
 
 
 @triton.jit
 def _candidate_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, accepted_ptr, enough_ptr, top_ptr, mass_ptr, count_ptr, candidates_ptr, num_tokens, num_parts,
+    logits_ptr, allowed_ptr, enough_ptr, top_ptr, mass_ptr, count_ptr, candidates_ptr, num_tokens, num_parts,
     temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Which tokens of one row are kept, and whether its candidates were enough to tell."""
@@ -252,8 +252,8 @@ def _candidate_kernel(  # type: ignore[no-untyped-def]
     tl.store(enough_ptr + row, enough)
     for start in range(0, num_tokens, BLOCK):
         x, columns = sampling_cuts.load_logits(logits_ptr, start, num_tokens, BLOCK)
-        accepted = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
-        tl.store(accepted_ptr + row * num_tokens + columns, accepted, mask=columns < num_tokens)
+        allowed = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
+        tl.store(allowed_ptr + row * num_tokens + columns, allowed, mask=columns < num_tokens)
 
 
 @interpreter
@@ -269,16 +269,16 @@ def test_candidates_cut_like_sorting(dtype: torch.dtype, top_k: int, top_p: floa
     peaked = torch.randn(2, num_tokens) * 4
     few = torch.randn(1, num_tokens).masked_fill(torch.arange(num_tokens) > 12, float("-inf"))
     logits = torch.cat([peaked, few, torch.zeros(1, num_tokens)])[None].to(dtype)
-    accepted = torch.zeros(logits.shape[1:], dtype=torch.bool)
-    enough = torch.zeros(len(accepted), dtype=torch.int32)
+    allowed = torch.zeros(logits.shape[1:], dtype=torch.bool)
+    enough = torch.zeros(len(allowed), dtype=torch.int32)
     settings = temperature, top_k or None, top_p if top_p < 1 else None
     parts = tree_verify.find_candidates(logits, temperature, top_k or None)
-    _candidate_kernel[(len(accepted),)](
-        logits, accepted, enough, *parts, num_tokens, parts.num_parts, *settings,
+    _candidate_kernel[(len(allowed),)](
+        logits, allowed, enough, *parts, num_tokens, parts.num_parts, *settings,
         SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=tree_verify.MAX_CANDIDATES,
     )  # fmt: skip
     draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
-    assert torch.equal(accepted, draws.shape_logits(logits[0]) > float("-inf"))
+    assert torch.equal(allowed, draws.shape_logits(logits[0]) > float("-inf"))
     assert enough.tolist()[:2] == [top_k < 50] * 2 and not enough[3]
 
 

@@ -405,11 +405,11 @@ def test_a_cache_holds_layers_of_different_shapes() -> None:
         for layer, (heads, *sizes) in enumerate(shapes):
             parts = [torch.randn(2, heads, 3, size) for size in sizes]
             added.append(parts)
-            for part, held in zip(parts, cache.append(layer, parts[0], parts[1])):
-                assert torch.equal(held[:, :, :3], part)
+            for part, stored in zip(parts, cache.append(layer, parts[0], parts[1])):
+                assert torch.equal(stored[:, :, :3], part)
         cache.add_uncommitted(3)
         cache.commit(*accepted)
         for layer, parts in enumerate(added):
-            held = cache.append(layer, parts[0], parts[1])
-            for part, slots in zip(parts, held):
+            stored = cache.append(layer, parts[0], parts[1])
+            for part, slots in zip(parts, stored):
                 assert torch.equal(slots[0, :, :2], part[0][:, [0, 2]]) and torch.equal(slots[1, :, :1], part[1][:, :1])
