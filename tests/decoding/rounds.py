@@ -98,6 +98,6 @@ class RecordedRollout(Rollout):
 
 
 def watching(builder: TreeBuilder) -> tuple[RolloutLog, Keeping]:
-    """What the rollouts of a builder, which comes with it and keeps its trees, say."""
+    """Return the list to which the rollouts of a builder log their q, and the builder in a wrapper that keeps its trees."""
     log: RolloutLog = []
     return log, Keeping(builder, lambda rollout, prefix: RecordedRollout(rollout, prefix, log))

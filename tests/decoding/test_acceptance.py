@@ -46,7 +46,7 @@ def draw_choice(tokens: list[int], parents: list[int], draw: random.Random) -> l
 
 
 def walk_by_loop(tokens: list[int], parents: list[int], usable: list[bool], choice: list[int]) -> list[int]:
-    """The path that following `choice` from the root keeps."""
+    """Return the path that is accepted by following `choice` from the root."""
     path = [0]
     while True:
         below = [n for n in range(len(tokens)) if parents[n] == path[-1] and usable[n] and tokens[n] == choice[path[-1]]]

@@ -83,14 +83,15 @@ def test_generate_multiplies_a_single_token_like_several(bfloat16_target: Target
 
 
 def test_near_tie_width_equals_the_rounding(bfloat16_target: Target, shallow: Target) -> None:
-    """Logits of bfloat16 are told apart by chance within a few hundredths or tenths, those of float32 within the least."""
+    """Rounding decides between logits of bfloat16 that differ by hundredths or tenths, and between those of float32 that
+    differ by 1e-4."""
     context = list(range(3, 30))
     assert logit_gap(shallow, context).rounding == pytest.approx(1e-4, rel=2)
     assert 1e-3 < logit_gap(bfloat16_target, context).rounding < 2
 
 
 def test_small_models_stay_in_float32() -> None:
-    """On a CPU; larger ones go where the processor is quick; what is asked for is done."""
+    """On a CPU small models stay in float32; larger ones go where the processor is quick; a requested type is used."""
     large = LlamaConfig(hidden_size=576, intermediate_size=1536)
     assert resolve_dtype("cpu", CONFIG) == torch.float32
     assert resolve_dtype("cpu", large) == (torch.bfloat16 if has_batch_invariance() else torch.float32)

@@ -65,7 +65,7 @@ def test_latency_interpolation_is_exact_and_linear() -> None:
 
 
 def test_latency_between_contexts_is_linear() -> None:
-    """So is that of a tree's size behind every context; beyond the lengths that were measured the nearest holds."""
+    """So is that of a tree's size after every context; beyond the measured lengths the nearest counts."""
     latency = Latency({100: {1: 10.0, 3: 12.0}, 300: {1: 20.0, 3: 26.0}}, {100: {1: 1.0}, 300: {1: 3.0}}, 0.0)
     assert [latency.estimate_verify(1, length) for length in (0, 100, 150, 200, 300, 999)] == [
         10.0,
@@ -80,7 +80,7 @@ def test_latency_between_contexts_is_linear() -> None:
 
 
 def test_draft_latency_sums_start_and_steps() -> None:
-    """A draft is its first step and, for every further level, a step of that width, each behind its own context."""
+    """A draft is its first step and, for every further level, a step of that width, each after its own context."""
     latency = Latency({10: {1: 1.0, 3: 2.0}, 50: {1: 4.0, 3: 8.0}}, {10: {1: 0.1, 3: 0.3}, 50: {1: 0.5, 3: 0.9}}, 0.25)
     assert (latency.estimate_verify(2), latency.estimate_verify(2, 30), latency.estimate_verify(5, 99)) == (1.5, 3.75, 12.0)
     assert latency.estimate_draft(1, 3) == 0.25 and latency.estimate_draft(4, 2) == pytest.approx(0.25 + 3 * 0.2)
@@ -134,7 +134,8 @@ def test_teacher_forced_rounds_accept_everything(
 
 
 def rank_tokens(shallow: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
-    """The drafter's tokens from the likeliest on, after a text whose last `step` tokens are drafted; by the training loss."""
+    """Return the drafter's tokens, the most likely first, after a text whose last `step` tokens are drafted; by the training
+    loss."""
     return eagle3.draft_ids[draft_logits(shallow, eagle3, text, step).argsort(descending=True)].tolist()
 
 
@@ -181,7 +182,7 @@ def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: py
 def test_hits_of_distinct_children_sum_to_at_most_1(
     shallow: Target, prompts: list, eagle3: Eagle3, rule: AcceptanceRule, children: Children
 ) -> None:
-    """At every depth they are no less than 0 and add up to 1 at most, for one child is kept or none; some are kept."""
+    """At every depth they are no less than 0 and add up to 1 at most, for one child is accepted or none; some are accepted."""
     forced = run_teacher_forced(shallow, eagle3, Chain(3, children), rule, prompts, LIMIT)
     hits = torch.tensor(forced.hit_rates)
     assert hits.shape == (3, forced.width) and (hits >= 0).all() and (hits.sum(1) <= 1 + 1e-6).all()
@@ -202,7 +203,7 @@ def child_chances(rule: AcceptanceRule, children: Children, logits: Tensor, numb
 )
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 def test_first_child_is_accepted_with_the_overlap(rule: AcceptanceRule, children: Children) -> None:
-    """On average over draws, every rule that weighs p against q keeps the first child with the summed min(p, q)."""
+    """On average over draws, every rule that weighs p against q accepts the first child with the summed min(p, q)."""
     logits = torch.randn(7 * VOCAB)
     p, q = logits.double().softmax(-1), torch.zeros(7 * VOCAB, dtype=torch.float64)
     q[7 * torch.arange(VOCAB) + 3] = torch.tensor(soft_scores(0, ()), dtype=torch.float64).exp()
@@ -211,7 +212,7 @@ def test_first_child_is_accepted_with_the_overlap(rule: AcceptanceRule, children
 
 
 def test_all_tokens_without_replacement_always_accept_a_child() -> None:
-    """Where the target says nothing outside the draft vocabulary and all of it is drawn, some child is kept for sure."""
+    """Where the target has no mass outside the draft vocabulary and all of it is drawn, some child is accepted for sure."""
     logits = torch.full((7 * VOCAB,), float("-inf"))
     logits[7 * torch.arange(VOCAB) + 3] = torch.randn(VOCAB)
     for number in range(50):
@@ -245,8 +246,8 @@ def test_overlap_and_first_equal_a_count_by_hand(
 
 @pytest.mark.parametrize("builder", [Chain(2), Eagle2(2, 8, 4)], ids=lambda builder: builder.name)
 def test_sampling_rules_are_forecast(shallow: Target, prompts: list, eagle3: Eagle3, builder: TreeBuilder) -> None:
-    """With sample-and-match, what both rules would keep is measured over the same places: of one child of a chain and of four
-    of a tree, as forced decoding with either rule finds; no other rule is compared."""
+    """With sample-and-match, what both rules would accept is measured over the same positions: of one child of a chain and
+    of four of a tree, as forced decoding with either rule measures; no other rule is compared."""
     forced = run_teacher_forced(shallow, eagle3, builder, Match(seed=3), prompts[:2], LIMIT)
     rules = forced.rule_forecast
     assert rules is not None and rules.children == (1 if builder.is_chain else 4)
@@ -261,7 +262,7 @@ def test_sampling_rules_are_forecast(shallow: Target, prompts: list, eagle3: Eag
 
 
 def test_forecast_prefers_the_rule_that_accepts_more() -> None:
-    """Where four drawn children are kept at 0.7 and the four likeliest at 0.45, drawing is recommended, else not."""
+    """Where four drawn children are accepted at 0.7 and the four most likely at 0.45, drawing is recommended, else not."""
     weak, sure = RuleForecast(4, [0.445, 0.4], [0.704, 0.7]), RuleForecast(1, [0.9], [0.91])
     assert weak.forecast_lengths == pytest.approx((1 + 0.445 + 0.178, 1 + 0.704 + 0.4928))
     assert weak.summary()["better"] == "recursive" and sure.summary()["better"] == "match"
@@ -318,7 +319,7 @@ def test_calibrate_times_what_needs_it(shallow: Target, prompts: list, eagle3: E
 
 @pytest.mark.parametrize("budget, sizes", [(2, [1, 2]), (4, [1, 2, 4]), (11, [1, 2, 4, 8, 11])])
 def test_every_size_is_timed(shallow: Target, prompts: list, eagle3: Eagle3, budget: int, sizes: list[int]) -> None:
-    """Behind the shortest prompt, and behind the longest or a text as long as is asked for, each size up to the budget has a
+    """After the shortest prompt, and after the longest or a text of the requested length, each size up to the budget has a
     positive time."""
     lengths = sorted(map(len, prompts))
     longest = lengths[-1] + 7 if budget == 4 else 2

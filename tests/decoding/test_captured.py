@@ -161,7 +161,7 @@ def test_tree_that_omits_run_nodes_is_refused(shallow: Target, drafter: str, bui
 def test_drawn_tokens_equal_those_of_the_loop(
     shallow: Target, drafter: str, rule: AcceptanceRule, builder: TreeBuilder
 ) -> None:
-    """Random numbers come from counters of sequence and place, so both draw the same trees and tokens."""
+    """Random numbers come from counters of sequence and position, so both draw the same trees and tokens."""
     assert_same_rounds(shallow, rule, DRAFTERS[drafter](shallow).eval(), builder)
 
 
@@ -176,14 +176,14 @@ def test_rounds_that_can_be_captured_are_counted(shallow: Target, drafter: str |
 
 
 class RoundTrace(TorchDispatchMode):
-    """What a graph would hold of a round: its operations, numbers of the host among their arguments, and the places of tensors
-    that the round did not make."""
+    """Records what a graph would hold of a round: its operations, numbers of the host among their arguments, and the
+    storages of tensors that the round did not make."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple[object, ...]] = []
         self.created: set[int] = set()
-        self.references: list[object] = []  # so that no place is given away twice
+        self.references: list[object] = []  # so that no storage is used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -211,7 +211,7 @@ def storage_of(tensor: Tensor) -> int:
 )
 def test_every_round_runs_the_captured_operations(drafter: str | None, builder: str) -> None:
     """Later rounds, and those of other prompts, do what a graph holds of an earlier one: the same operations on the same
-    numbers of the host and on tensors in the same places. Tensors without data show it, by the kernels that a GPU runs."""
+    numbers of the host and on tensors in the same storages. Tensors without data show it, by the kernels that a GPU runs."""
     target = cut_tiny(3)
     built = None if drafter is None else DRAFTERS[drafter](target).eval().to("meta")
     target.to("meta")
@@ -295,7 +295,7 @@ def test_drafter_state_survives_use_by_another_runner(shallow: Target) -> None:
 
 
 def test_uncompiled_layers_do_not_shift_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one attends in its own place."""
+    """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one attends with its own keys."""
     torch._dynamo.reset()
     target = cut_tiny(3)
     expected = decode(target, PROMPTS[:1], Greedy(), 5)

@@ -45,7 +45,7 @@ def test_gaining_rounds_never_stop_drafting(gain: float, cost: float) -> None:
 
 
 def long_start(emitted: float, rounds: int) -> float:
-    """A step behind a long first prompt costs half as much again."""
+    """Return the seconds of a step, half as many again after a long first prompt."""
     return 1.5 if emitted < 150 else 1.0
 
 
@@ -58,8 +58,8 @@ def slow_start(emitted: float, rounds: int) -> float:
 @pytest.mark.parametrize("cost", [1.1, 1.25, 1.4])
 @pytest.mark.parametrize("spread", [0.0, 0.15])
 def test_slow_first_steps_are_measured_again(step: Callable[[float, int], float], cost: float, spread: float) -> None:
-    """A drafter of which nothing is kept, dearer than a step and cheaper than the steps at the start, costs 5 % at most over
-    2,000 tokens, also where the times of rounds scatter; timed once, it would cost what it costs for ever."""
+    """A drafter of which nothing is accepted, dearer than a step and cheaper than the steps at the start, costs 5 % at most
+    over 2,000 tokens, also where the times of rounds scatter; timed once, it would cost what it costs for ever."""
     guard, draw = Guard(), Random(1)
     spent = plain = emitted = 0.0
     drafted = 0
@@ -75,7 +75,7 @@ def test_slow_first_steps_are_measured_again(step: Callable[[float, int], float]
 
 @pytest.mark.parametrize("cost", [1.05, 1.2, 1.5, 3.0, 16.0])
 def test_losing_rounds_cost_little(cost: float) -> None:
-    """Over 2,000 tokens a drafter of which nothing is kept costs at most 5 % of decoding without it, and is tried again."""
+    """Over 2,000 tokens a drafter of which nothing is accepted costs at most 5 % of decoding without it, and is tried again."""
     drafted, spent = run_stream(Guard(), 1.0, cost, 2000)
     assert any(drafted[1000:])
     assert spent <= 1.05 * 2000
@@ -106,7 +106,7 @@ def test_guard_refuses_invalid_allowances(allowance: float) -> None:
 
 
 class Switch(Guard):
-    """A guard that drafts by a fixed pattern and keeps what it is told."""
+    """A guard that drafts by a fixed pattern and records the rounds."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def prompts(shallow: Target) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def greedy(shallow: Target, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers' own generate says after each prompt."""
+    """Return the outputs of transformers' own generate after each prompt."""
     with reference_model(shallow) as model:
         return [generate(model, prompt, LIMIT, shallow.stop_ids) for prompt in prompts]
 
@@ -164,7 +164,7 @@ def test_perfect_drafter_fills_every_round(
 def test_partly_right_drafts_do_not_change_the_output(
     shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule
 ) -> None:
-    """Where each row of a ragged batch keeps its own number of drafted tokens, counts and outputs are as expected."""
+    """Where each row of a ragged batch accepts its own number of drafted tokens, counts and outputs are as expected."""
     stop_at(monkeypatch)
     depth = 3
     plain = [result.output for result in decode(shallow, prompts, rule, LIMIT + depth + 1)]
@@ -248,7 +248,7 @@ def test_eagle3_proposals_depend_on_the_tokens_only(
 
 
 class FixedTree(Eagle2):
-    """Drafts a fixed tree, two levels below the root, and keeps the drafter's distribution after every path."""
+    """Drafts a fixed tree, two levels below the root, and stores the drafter's distribution after every path."""
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         after = torch.cat(
@@ -285,7 +285,7 @@ def test_eagle3_decodes_as_it_was_trained(
 
 
 class Recording(Greedy):
-    """Greedy, and keeps for which sequence and position each token of a path could be chosen."""
+    """Greedy, which records for which sequence and position each token of a path could be chosen."""
 
     def __init__(self) -> None:
         self.choices: dict[tuple[int, int], int] = {}
@@ -302,7 +302,7 @@ class Recording(Greedy):
 
 
 def test_a_token_is_drawn_at_its_own_position(shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random draws are keyed by the place of the token in its sequence, so no two tokens share one."""
+    """Random draws are keyed by the position of the token in its sequence, so no two tokens share one."""
     stop_at(monkeypatch)
     plain = [result.output for result in decode(shallow, prompts, Greedy(), 11)]
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
@@ -349,7 +349,7 @@ def test_ngram_tree_stays_within_its_budget(shallow: Target, builder: TreeBuilde
 
 @pytest.mark.parametrize("new_tokens", [1, 30])
 def test_prompt_longer_than_the_context_is_refused(shallow: Target, new_tokens: int) -> None:
-    """A prompt that leaves no room for its answer stops with a sentence that says both lengths."""
+    """A prompt that leaves no room for its answer stops with a sentence that names both lengths."""
     prompt = [5] * (shallow.max_length - new_tokens + 1)
     with pytest.raises(UserError, match=rf"prompt of {len(prompt)} tokens.*{shallow.max_length} tokens"):
         decode(shallow, [prompt], Greedy(), new_tokens)

@@ -241,7 +241,7 @@ def top_and_sampled(shape: Shape) -> Draft:
 
 
 def best_first(budget: int, depth: int) -> Draft:
-    """DySpec's growth: the open place with the largest value is drawn next, without replacement."""
+    """DySpec's growth: the open position with the largest value is drawn next, without replacement."""
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
         tree, left = Drawn(), {}
@@ -288,7 +288,7 @@ def as_row(tree: Drawn, p: Model, q: Model, without_replacement: bool) -> Verifi
 def round_outcomes(
     rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool
 ) -> Iterator[tuple[Fraction, Path, int]]:
-    """Of every outcome of a round: its probability, the tokens of the kept nodes, the token after them."""
+    """Yield of every outcome of a round its probability, the tokens of the accepted nodes, and the token after them."""
     for chance, tree in every(partial(draft, q)):
         for share, (path, bonus) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
             assert all(child in tree.children[node] for node, child in zip(path, path[1:])) and path[0] == 0
@@ -309,7 +309,7 @@ def continued(heads: Joint, p: Model, length: int) -> Joint:
 
 
 def emitted(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool, length: int) -> Joint:
-    """The joint distribution of the first tokens of a round and what the target says after it."""
+    """Return the joint distribution of the first tokens of a round and of the target's tokens after it."""
     heads: Joint = defaultdict(Fraction)
     for chance, accepted, bonus in round_outcomes(rule, draft, p, q, without_replacement):
         heads[(*accepted, bonus)] += chance
@@ -322,7 +322,7 @@ def target_joint(p: Model, length: int) -> Joint:
 
 
 def accepted_lengths(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
-    """How many drafted tokens a round keeps, with the probability of each number."""
+    """Return how many drafted tokens a round accepts, with the probability of each number."""
     lengths: dict[int, Fraction] = defaultdict(Fraction)
     for chance, accepted, _ in round_outcomes(rule, draft, p, q, without_replacement):
         lengths[len(accepted)] += chance
@@ -483,7 +483,7 @@ def test_chains_that_a_policy_ends_are_lossless(rule: SequentialRule, kind: str)
 
 
 def model_after(model: Model, head: Path) -> Model:
-    """A model behind some tokens."""
+    """Return a model after some tokens."""
     return {path[len(head) :]: weights for path, weights in model.items() if path[: len(head)] == head}
 
 
@@ -492,7 +492,7 @@ def model_after(model: Model, head: Path) -> Model:
     "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
 )
 def test_lengths_learned_from_earlier_rounds_are_lossless(rule: SequentialRule, kind: str) -> None:
-    """A second round as long as the first one kept tokens, its length thus learnt from what was accepted and rejected, leaves
+    """A second round as long as the first accepted path, its length thus learned from what was accepted and rejected, leaves
     the joint distribution of both rounds' tokens exact."""
     for seed in range(3):
         p, q = models(kind, 2, 6, seed)
@@ -508,8 +508,8 @@ def test_lengths_learned_from_earlier_rounds_are_lossless(rule: SequentialRule, 
 
 
 def of_a_pass(knows: str, vocab: int, length: int, seed: int) -> tuple[Model, Model]:
-    """p of any kind, and q as drafters say it that draft in one pass: by a token's place alone (DFlash, P-EAGLE), by it and the
-    token before (DSpark), with zeros for what is no candidate (DFlash2)."""
+    """Return p of any kind, and q as drafters have it that draft in one pass: by a token's position alone (DFlash, P-EAGLE),
+    by it and the token before (DSpark), with zeros for what is no candidate (DFlash2)."""
     p, other = models("dense", vocab, length, seed)
     draw, distributions = random.Random(f"{knows} {seed}"), {}
     for path in other:
@@ -576,7 +576,7 @@ def test_sample_and_match_is_lossless(name: str, children: Children, kind: str) 
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("name", MATCHED)
 def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> None:
-    """Every tree keeps as much of the target's greedy continuation as it holds, and the next token of it follows."""
+    """Every tree accepts as much of the target's greedy continuation as it holds, and the next token of it follows."""
     shape = MATCHED[name]
     length = max(map(len, shape)) + 1
     for seed in range(3):
@@ -594,7 +594,7 @@ def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> 
             assert tuple(accepted.emitted_tokens(batch)[0].tolist()) == greedy[: depth + 1]
 
 
-# What a rule says of its chances
+# Acceptance chances
 
 
 def siblings_of(tree: Drawn, node: int, p: Model, q: Model, without_replacement: bool) -> Siblings:
@@ -604,7 +604,7 @@ def siblings_of(tree: Drawn, node: int, p: Model, q: Model, without_replacement:
 
 
 def acceptance_by_node(rule: SequentialRule, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
-    """The probability of every node to be kept, over the rule's own outcomes."""
+    """Return the probability of every node to be accepted, over the rule's own outcomes."""
     accepted: dict[int, Fraction] = defaultdict(Fraction)
     for chance, (path, _) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
         for node in path:
@@ -622,13 +622,13 @@ DEEP = {name: SHAPES[name] for name in ("1-1", "1-2", "2-1")}
     "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
 )
 def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
-    """What a rule says of siblings is how often it keeps each, over all of its outcomes: exactly for the deepest ones, drawn as
-    they are, and for those above them over all that is drawn below."""
+    """A rule's acceptance chances of siblings are how often it accepts each, over all of its outcomes: exactly for the
+    deepest ones, drawn as they are, and for those above them over all that is drawn below."""
     if rule.chains_only and name not in CHAINS:
         pytest.skip("it judges chains")
     shape, drop = SHAPES[name], children == "without_replacement"
     for p, q, length in itertools.islice(random_trials(kind, shape), 3):
-        above: dict[Path, Fraction] = defaultdict(Fraction)  # what is left to be kept at depth 1, by what is drawn there
+        above: dict[Path, Fraction] = defaultdict(Fraction)  # what is left to be accepted at depth 1, by what is drawn there
         for chance, tree in every(partial(drawn(shape, children), q)):
             accepted = acceptance_by_node(rule, tree, p, q, drop)
             siblings = siblings_of(tree, 0, p, q, drop)
@@ -666,8 +666,8 @@ def test_acceptance_chances_for_several_drafts_equal_enumeration(name: str, kind
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["1", "2", "3"])
 def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, children: Children, kind: str) -> None:
-    """Sample-and-match keeps a child as often as the target draws it, and of equal ones the first; greedy likewise, with the
-    likeliest token for a draw."""
+    """Sample-and-match accepts a child as often as the target draws it, and of equal ones the first; greedy likewise, with
+    the most likely token for a draw."""
     shape = SHAPES[name]
     p, q = models(kind, 3, 2)
     draft = likeliest(shape) if children == "deterministic" else drawn(shape, children)
@@ -703,7 +703,7 @@ def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: Sequential
             verified = VerifiedTree(tree.tokens, tree.children, dict.fromkeys(range(4), target).__getitem__, lambda node: None)
             path, bonus = rule.select_path(verified, Likeliest())
             result = rule.acceptance_chances(Siblings(list(tokens), target, None))
-            if rule.chains_only:  # a chain that is wholly kept ends with its last token
+            if rule.chains_only:  # a chain that is accepted completely ends with its last token
                 assert (result == [1.0]) == (bonus == tokens[0] and (target > target[tokens[0]]).sum() < 2)
             else:
                 assert result == [float(child == path[-1]) for child in tree.children[0]]
@@ -711,7 +711,7 @@ def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: Sequential
     assert values == {0.0, 1.0}
 
 
-# Which rule keeps more
+# Which rule accepts more
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -801,12 +801,12 @@ def leave_as_is(q: Vector, token: int) -> Vector:
 
 
 def rate_itself(mass: Any, rate: Any) -> Any:
-    """The coin of a middle token of block verification shows b in place of h."""
+    """Return b in place of h for the coin of a middle token of block verification."""
     return rate
 
 
 class SharpBonus(RecursiveRejection):
-    """The token after a whole path is drawn at another temperature than the rest."""
+    """The token after a complete path is drawn at another temperature than the rest."""
 
     def select_path(self, row: VerifiedTree, dice: RandomSource) -> tuple[list[int], int]:
         def p(node: int) -> Vector:
@@ -835,7 +835,7 @@ class ForgetsTheProgramme(TruncatedLinearProgram):
 
 
 class TopTaken(Transport):
-    """The child that is drawn beside the likeliest is judged as if it had been drawn from all of q."""
+    """The child that is drawn besides the most likely ones is judged as if it had been drawn from all of q."""
 
     def select_path(self, row: VerifiedTree, dice: RandomSource) -> tuple[list[int], int]:
         def q(node: int) -> Vector:
@@ -1050,7 +1050,7 @@ class Likeliest:
 
 
 def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: TypicalAcceptance) -> tuple[Path, int]:
-    """The tokens that typical acceptance keeps of a tree, and the one after them."""
+    """Return the tokens that typical acceptance accepts of a tree, and the one after them."""
     tree = Drawn()
     for path in sorted(paths, key=len):
         tree.add(tree.paths.index(path[:-1]), path[-1])
@@ -1079,7 +1079,7 @@ def test_lossy_rules_are_marked_lossy() -> None:
     ],
 )
 def test_typical_accepts_likely_tokens(p: list[float], epsilon: float, delta: float, accepted: set[int]) -> None:
-    """Of single children exactly those with p(x) > min(epsilon, delta exp(-H)) are kept."""
+    """Of single children exactly those with p(x) > min(epsilon, delta exp(-H)) are accepted."""
     threshold = min(epsilon, delta * math.exp(sum(x * math.log(x + 1e-5) for x in p)))
     assert {token for token, chance in enumerate(p) if chance > threshold} == accepted
     rule = TypicalAcceptance(epsilon=epsilon, delta=delta)
@@ -1089,7 +1089,7 @@ def test_typical_accepts_likely_tokens(p: list[float], epsilon: float, delta: fl
 
 
 def test_typical_accepts_the_longest_then_likeliest_path() -> None:
-    """A longer kept path wins over a likelier one; of two equally long ones the likelier wins, in any order of siblings."""
+    """A longer accepted path wins over a likelier one; of two equally long ones the likelier wins, in any order of siblings."""
     p = {
         (): [0.5, 0.4, 0.1],
         (0,): [0.02, 0.03, 0.95],
@@ -1106,7 +1106,7 @@ def test_typical_accepts_the_longest_then_likeliest_path() -> None:
 
 
 def test_typical_is_greedy_where_the_target_is_certain() -> None:
-    """At a low temperature it keeps what greedy acceptance keeps, and the same token follows."""
+    """At a low temperature it accepts what greedy acceptance accepts, and the same token follows."""
     tokens = torch.randint(0, 4, (50, 4))
     tree = TokenTree.from_chain(tokens)
     logits = torch.stack([torch.stack([torch.randperm(4) for _ in range(4)]) for _ in range(50)]).float()

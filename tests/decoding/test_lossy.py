@@ -79,7 +79,7 @@ def marginal_vector(joint: Joint, vocab: int) -> Vector:
 @pytest.mark.parametrize("name", ["1", "1-1", "2", "2-1"])
 @pytest.mark.parametrize("rule", BLENDS, ids=rule_name)
 def test_output_has_the_blended_distribution(rule: BlendingRule, name: str, children: Any, kind: str) -> None:
-    """Over every place that had drafts, what a round emits, going on with pi, has pi's joint distribution exactly."""
+    """Over every position that had drafts, what a round emits, going on with pi, has pi's joint distribution exactly."""
     depth = max(map(len, SHAPES[name]))
     for seed in range(3):
         p, q = models(kind, 3, depth + 1, seed)
@@ -99,7 +99,7 @@ STRICT = [*(Deferral(defer=defer, alpha=-2) for defer in ("chow", "diff", "opt",
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", STRICT, ids=rule_name)
 def test_blend_without_the_drafter_is_lossless(rule: SequentialRule, kind: str) -> None:
-    """At its strict end such a rule emits the target's joint distribution, and keeps what recursive rejection keeps."""
+    """At its strict end such a rule emits the target's joint distribution, and accepts what recursive rejection accepts."""
     draft = drawn(SHAPES["2"], "sampled")
     for seed in range(3):
         p, q = models(kind, 3, 2, seed)
@@ -120,7 +120,7 @@ def deferral_distribution(defer: str, p: Vector, q: Vector, alpha: Fraction) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("defer", ["chow", "diff", "opt", "token"])
 def test_cascade_emits_its_deferral_distribution(defer: Any, kind: str) -> None:
-    """The first token of a drafted chain has the closed form of the deferral rule; over the trials both models are asked."""
+    """The first token of a drafted chain has the closed form of the deferral rule; over the trials both models are used."""
     models_used = set()
     for seed, alpha in itertools.product(range(8), (Fraction(0), Fraction(1, 4), Fraction(3, 5))):
         p, q = models(kind, 3, 2, seed)
@@ -162,7 +162,7 @@ LOOSENED: dict[str, Callable[[Fraction], BlendingRule]] = {
 
 @pytest.mark.parametrize("name", LOOSENED)
 def test_acceptance_rises_with_alpha(name: str) -> None:
-    """On fixed rounds the expected number of kept drafts never falls with the threshold, and rises from end to end."""
+    """On fixed rounds the expected number of accepted drafts never falls with the threshold, and rises from end to end."""
     steps = [Fraction(0), Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(1)]
     ends = []
     for seed in range(6):
@@ -177,7 +177,7 @@ def test_acceptance_rises_with_alpha(name: str) -> None:
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("rule", BLENDS, ids=rule_name)
 def test_acceptance_chances_of_blends_equal_enumeration(rule: BlendingRule, children: Any) -> None:
-    """What a blend says of siblings is how often it keeps each."""
+    """A blend's acceptance chances of siblings are how often it accepts each."""
     drop = children == "without_replacement"
     for seed in range(2):
         p, q = models("dense", 3, 2, seed)
@@ -207,7 +207,7 @@ def test_shifted_sigmoid_equals_a_ratio() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sigmoid_rule_emits_its_distribution(kind: str) -> None:
-    """A drafted place has q min(1, p'/q') + (its rejections) norm(max(p' - q', 0)); far to the right that is p."""
+    """A drafted position has q min(1, p'/q') + (its rejections) norm(max(p' - q', 0)); far to the right that is p."""
     for seed, odds in itertools.product(range(4), (Fraction(1, 2), Fraction(10**12))):
         p, q = models(kind, 3, 2, seed)
         rule = Rational()
@@ -256,7 +256,7 @@ def random_rounds(chain: bool, count: int = 40, vocab: int = 9, nodes: int = 9) 
 
 
 def judge_tree(rule: AcceptanceRule, tree: TokenTree, logits: Tensor) -> list[tuple[list[int], int]]:
-    """The kept nodes of every row, and the token after them."""
+    """Return the accepted nodes of every row, and the token after them."""
     result = rule(tree, logits, torch.arange(len(logits)), tree.depths)
     return [
         (path[:count], bonus)
@@ -292,7 +292,7 @@ def test_looser_threshold_accepts_a_superset(rules: list[RelaxedRule], chain: bo
 
 
 def test_rollback_ends_at_the_first_distant_draft() -> None:
-    """A chain is kept up to the first draft with -log p beyond the threshold that is not the likeliest token."""
+    """A chain is accepted up to the first draft with -log p beyond the threshold that is not the most likely token."""
     tree, logits = random_rounds(True)
     log_p = logits.log_softmax(-1)
     for row, (path, bonus) in enumerate(judge_tree(Rollback(1.2), tree, logits)):
@@ -307,8 +307,8 @@ def test_rollback_ends_at_the_first_distant_draft() -> None:
 
 
 def decode_by_hand(small: Target, large: Target, prompt: list[int], count: int, fallback: float, rollback: float) -> list[int]:
-    """BiLD as it is told: the small model goes on, up to four tokens, until it is unsure; the large one reads them, goes back
-    to the first that is too far from what it would say, if any, and says the next token."""
+    """Decode as BiLD's paper does: the small model goes on, up to four tokens, until it is unsure; the large one reads them,
+    goes back to the first that is too far from its own prediction, if any, and adds the next token."""
 
     def log_p_after(model: Target, text: list[int]) -> Tensor:
         logits = model.run(torch.tensor([text]), ForwardPlan(logits=True)).logits
@@ -348,7 +348,8 @@ def test_bild_applies_both_thresholds(fallback: float, rollback: float) -> None:
 
 @pytest.mark.parametrize("entropy, window", [(0.0, 1), (0.5, 2), (0.7, 1)])
 def test_deviation_is_forgiven_where_the_target_agrees_afterwards(entropy: float, window: int) -> None:
-    """A chain is kept up to the first deviation where the target was sure, or whose window holds another or is not whole."""
+    """A chain is accepted up to the first deviation where the target was sure, or whose window has another deviation or is
+    incomplete."""
     tree, logits = random_rounds(True)
     forgiven = 0
     for row, (path, _) in enumerate(judge_tree(LooseMatch(entropy, window), tree, logits)):
@@ -368,7 +369,7 @@ def test_deviation_is_forgiven_where_the_target_agrees_afterwards(entropy: float
 
 
 def test_likeliest_forgiven_child_is_accepted() -> None:
-    """The likeliest token's child comes first, then the child with most chance; nodes that only draft are never kept."""
+    """The most likely token's child comes first, then the child with most chance; nodes that only draft are never accepted."""
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 4, -1)
     tree = TokenTree.from_parents(torch.tensor([[0, 2, 1, 1]]), torch.tensor([[-1, 0, 0, 0]]))
     assert judge_tree(Rollback(2.0), tree, logits) == [([0, 2], 0)]
@@ -379,7 +380,7 @@ def test_likeliest_forgiven_child_is_accepted() -> None:
 
 
 def test_rules_without_features_need_logits_only() -> None:
-    """Judging by logits and by all that the target said is the same."""
+    """Judging by logits and by all outputs of the target is the same."""
     tree, logits = random_rounds(False, count=5)
     features = Features(tree.tokens, ("final",), torch.randn(*tree.tokens.shape, 1, 7), logits)
     for rule in (Greedy(), Rollback(1.0)):

@@ -33,7 +33,7 @@ from tests.decoding.test_lossless import (
     widths,
 )
 
-ROUNDING = 1e-7  # of the programme's solver
+ROUNDING = 1e-7  # of the program's solver
 DRAFTS = {
     "deterministic": likeliest,
     "sampled": lambda shape: drawn(shape, "sampled"),
@@ -55,7 +55,7 @@ TAKEN: dict[Children, list[SequentialRule]] = {
 
 
 def solve_program(draft: Draft, p: Model, q: Model, depth: int) -> float:
-    """The most that any lossless rule keeps of these drafts."""
+    """Return the most that any lossless rule accepts of these drafts."""
     return optimal_round_length([(float(chance), tree.paths) for chance, tree in every(partial(draft, q))], p, depth)
 
 
@@ -94,7 +94,7 @@ def test_probability_within_equals_enumeration() -> None:
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("children", TAKEN)
 def test_no_rule_accepts_more_than_the_optimum(children: Children, name: str, kind: str) -> None:
-    """On every tree the programme's plan keeps at least what each rule does that takes such drafts."""
+    """On every tree the program's plan accepts at least what each rule does that takes such drafts."""
     shape, draft = SEVERAL[name], DRAFTS[children](SEVERAL[name])
     rules = TAKEN[children] + ([SpeculativeSampling(), Block()] if name in CHAINS and children == "sampled" else [])
     for p, q, length in list(random_trials(kind, shape))[:3]:
@@ -109,7 +109,7 @@ def test_no_rule_accepts_more_than_the_optimum(children: Children, name: str, ki
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
 def test_block_verification_is_optimal_for_chains(name: str, kind: str) -> None:
-    """Of one drawn path no rule keeps more, however long it is (Sun et al., 2024, theorem 2)."""
+    """Of one drawn path no rule accepts more, however long it is (Sun et al., 2024, theorem 2)."""
     draft = drawn(CHAINS[name], "sampled")
     for p, q, length in list(random_trials(kind, CHAINS[name]))[:3]:
         result = expected_value(accepted_lengths(Block(), draft, p, q, False))
@@ -120,8 +120,8 @@ def test_block_verification_is_optimal_for_chains(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [(2,), (3,), (1, 2), (1, 3), (1, 1, 2)], ids=str)
 def test_traversal_is_optimal_where_the_last_level_branches(counts: tuple[int, ...], kind: str) -> None:
-    """Of one drawn path that ends in the likeliest tokens and one drawn, no rule keeps more of a whole round; where the first
-    level branches, one could."""
+    """Of one drawn path that ends in the most likely tokens and one drawn, no rule accepts more in a complete round; where
+    the first level branches, one could."""
     for seed in range(3):
         p, q = models(kind, 3, len(counts) + 1, seed)
         draft = top_and_sampled(widths(*counts))
@@ -136,7 +136,8 @@ def test_traversal_is_optimal_where_the_last_level_branches(counts: tuple[int, .
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_matching_is_optimal_for_deterministic_children(name: str, kind: str) -> None:
-    """Where nothing is drawn, what sample-and-match keeps, the chance of every node's path, is the most of a whole round."""
+    """Where nothing is drawn, what sample-and-match accepts, the chance of every node's path, is the most of a complete
+    round."""
     length = max(map(len, SEVERAL[name])) + 1
     for seed in range(3):
         p, q = models(kind, 2 if len(SEVERAL[name]) > 4 else 3, length, seed)
@@ -149,8 +150,8 @@ def test_matching_is_optimal_for_deterministic_children(name: str, kind: str) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_linear_program_is_optimal_for_two_drafts(kind: str) -> None:
-    """Where it decides about every token, no rule keeps more of two independent drafts (Khisti et al., 2024, theorem 1), to the
-    fineness of its chances; about two tokens alone, it keeps less of some drafts and never more."""
+    """Where it decides about every token, no rule accepts more of two independent drafts (Khisti et al., 2024, theorem 1),
+    to the fineness of its chances; about two tokens alone, it accepts less of some drafts and never more."""
     less = []
     for seed in range(4):
         p, q = models(kind, 5, 2, seed)
@@ -166,8 +167,8 @@ def test_full_linear_program_is_optimal_for_two_drafts(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [2, 3])
 def test_transport_is_optimal_for_a_node(count: int, kind: str) -> None:
-    """It keeps what the closed form says of the likeliest tokens and one drawn; of two drafts so does SpecHub, whose pairs are
-    these."""
+    """It accepts what the closed form gives for the most likely tokens and one drawn; of two drafts so does SpecHub, whose
+    pairs are these."""
     for seed in range(4):
         p, q = models(kind, 4, 2, seed)
         for rule in [Transport(), *([SpecHub()] if count == 2 else [])]:

@@ -65,7 +65,7 @@ def test_follower_drafts_equal_the_drafters(shallow: Target, stranger: str, name
 
 
 def test_superseded_draft_is_abandoned(shallow: Target) -> None:
-    """Between two levels it looks whether something else is wanted; what it drafts next is right all the same."""
+    """Between two levels the follower checks for a newer request; what it drafts next is right all the same."""
     follower, alone = (Follower(make_drafter("causal", shallow), shallow) for _ in range(2))
     with torch.inference_mode():
         for item in (follower, alone):
@@ -92,8 +92,8 @@ def test_outcomes_are_selected_by_probability() -> None:
 
 
 def test_draft_after_every_outcome_equals_a_new_draft(shallow: Target) -> None:
-    """Drafted at once, or as far as there was time and then finished, behind a draft that is made or that is known, it is what
-    a follower of that text drafts."""
+    """Drafted at once, or as far as there was time and then finished, after a draft in progress or a finished one, it is
+    what a follower of that text drafts."""
     follower, alone = (Follower(make_drafter("causal", shallow), shallow) for _ in range(2))
     text, first_drafts = PROMPTS[0], list[list[int]]()
     with torch.inference_mode():
@@ -117,7 +117,7 @@ def test_draft_after_every_outcome_equals_a_new_draft(shallow: Target) -> None:
 
 
 def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
-    """Foreseeing more outcomes asks the device for no more values."""
+    """Foreseeing more outcomes reads no more values from the device."""
 
     class ReadCounter(TorchDispatchMode):
         count = 0

@@ -58,7 +58,7 @@ def drafters(tiny: Target) -> dict[str, Drafter]:
 
 
 class RecordingPruning(Pruning):
-    """Keeps every text with the tree before and after."""
+    """Records every text with the tree before and after."""
 
     def __init__(self, layer: int, top_k: int) -> None:
         super().__init__(layer, top_k)
@@ -73,7 +73,8 @@ class RecordingPruning(Pruning):
 
 
 def expected_paths(target: Target, text: list[int], proposed: list[Path], layer: int, top_k: int) -> list[Path]:
-    """The paths whose every token is among the likeliest `top_k` that the first layers name after the text so far."""
+    """Return the paths whose every token is among the `top_k` most likely that the first layers predict after the text so
+    far."""
     likely: dict[Path, list[int]] = {}
 
     def is_likely(path: Path) -> bool:
@@ -97,8 +98,8 @@ def expected_paths(target: Target, text: list[int], proposed: list[Path], layer:
 def test_remaining_nodes_are_the_likely_nodes(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, layer: int, batch: int
 ) -> None:
-    """What stays is, in its order, what runs of the first layers over every whole path name; a layer that drafting has been
-    through is refused."""
+    """The remaining nodes are, in their order, those that runs of the first layers over every full path find likely; a layer
+    that drafting has been through is refused."""
     if layer < EXITS.get(name, 0):
         with pytest.raises(UserError, match=f"use {EXITS[name]} or more"):
             Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(layer, 2)).decode(prompts[:batch], 8)
@@ -203,7 +204,7 @@ REFUSED: list[AcceptanceRule] = [
 def test_pruning_refuses_rejection_rules(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], rule: AcceptanceRule
 ) -> None:
-    """A rule that keeps a node by its probability would be wrong about what is left; the message says what to use."""
+    """A rule that accepts a node by its probability would be wrong about what is left; the message says what to use."""
     with pytest.raises(UserError, match=f"acceptance={rule.name}: .*acceptance=greedy or match"):
         Pruning(2, 4).check_settings(rule, tiny)
     with pytest.raises(UserError, match=f"acceptance={rule.name}"):
@@ -279,7 +280,8 @@ def mark_rooted(tree: TokenTree, marked: Tensor) -> Tensor:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("num_nodes", [1, 2, 9, 70])
 def test_selected_tree_has_the_marked_nodes(batch: int, num_nodes: int) -> None:
-    """Every marked node, and none but padding beside them, in the same order with the same path, q, validity and emission."""
+    """Every marked node, and none but padding besides, is there in the same order with the same path, q, validity and
+    emission."""
     for seed in range(4):
         tree = random_tree(Random(seed), batch, num_nodes)
         keep = mark_rooted(tree, torch.rand(batch, num_nodes) < 0.8)

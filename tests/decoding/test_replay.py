@@ -1,4 +1,4 @@
-"""Replayed drafts: what is recorded, which sequences it makes, and that the target is asked behind the drafted tokens."""
+"""Replayed drafts: what is recorded, which sequences it makes, and that the target's logits come after the drafted tokens."""
 
 import math
 from dataclasses import replace
@@ -62,7 +62,7 @@ LOSSES = ["forward_kl", "cross_entropy"]  # whatever the drafter's own loss is, 
 
 
 class RecordingChain(Chain):
-    """A chain that keeps every round it is told of."""
+    """A chain that records every round that it observes."""
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
@@ -91,7 +91,7 @@ def test_recorder_has_the_properties_of_its_builder(builder: TreeBuilder) -> Non
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_recorder_records_every_round_unchanged(shallow: Target, count: int) -> None:
-    """The output is the builder's own, which hears of every round; drafts and emitted tokens are those of the decoding."""
+    """The output is the builder's own, which observes every round; drafts and emitted tokens are those of the decoding."""
     drafter, builder = Causal(shallow, num_layers=2), RecordingChain(3)
     recorder = DraftRecorder(builder)
     plain = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, Chain(3))
@@ -135,7 +135,8 @@ BY_HAND = [
 
 @pytest.mark.parametrize("seed", range(6))
 def test_replays_equal_hand_made_ones(seed: int) -> None:
-    """Each draft behind the answer so far, with its distances; rejected ones first, no draft no replay, at most `limit`."""
+    """Each draft comes after the answer so far, with its distances; rejected ones first, no replay without a draft, at most
+    `limit`."""
     result = select_replays(GENERATION, ROUNDS, 9, Random(seed))
     assert len(result) == 3 and result[2] == BY_HAND[0]
     assert result[:2] in (BY_HAND[1:], BY_HAND[:0:-1])
@@ -157,7 +158,7 @@ def test_round_past_the_end_is_omitted() -> None:
 
 
 def test_collate_pads_on_the_right() -> None:
-    """Tokens are padded with 0, the mask with False, distances as kept."""
+    """Tokens are padded with 0, the mask with False, distances with NOT_PAST_ERROR."""
     batch = collate_replays(BY_HAND[:2])
     assert batch.tokens.tolist() == [[1, 2, 10, 11, 12, 0, 0, 0, 0], BY_HAND[1].example.tokens]
     assert batch.loss_mask.tolist() == [[False] * 2 + [True] * 3 + [False] * 4, BY_HAND[1].example.mask]
@@ -203,8 +204,8 @@ def next_logits(model: Target, text: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
-    """Half the forward KL where a token was kept, half of 0.8^k the reverse one k behind the first wrong one, p being what
-    the target says after the drafted tokens."""
+    """The loss is half the forward KL where a token was accepted, half of 0.8^k the reverse one k after the first wrong one,
+    p being the target's after the drafted tokens."""
     drafter = make_drafter("causal", shallow, loss)
     assert isinstance(drafter, Causal)
     batch = replay_drafts(shallow, drafter)
@@ -225,7 +226,7 @@ def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
 
 def test_branches_equal_hand_made_ones() -> None:
     """A rejected draft judges the text's next token at distance 0, and its own from the second on; of a draft at the end, or
-    one that is all kept, nothing is rejected; where texts are short the branch is cut."""
+    one that is accepted completely, nothing is rejected; where texts are short the branch is cut."""
     result = join_branches(GENERATION, ROUNDS, 99)
     assert result.replay.example.tokens == [1, 2, *GENERATION.output, 99, 98, 97]
     assert result.replay.example.mask == [False] * 2 + [True] * 7 + [False, True, True]
@@ -241,8 +242,8 @@ def test_branches_equal_hand_made_ones() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_forward_with_branches_equals_separate_forwards(shallow: Target, packed: bool) -> None:
-    """The loss over answers with all their rejected drafts is that of every place by itself, behind the text and the wrong
-    tokens that it was drafted behind."""
+    """The loss over answers with all their rejected drafts is that of every position by itself, after the text and the wrong
+    tokens before it."""
     drafter = make_drafter("causal", shallow)
     assert isinstance(drafter, Causal)
     recorder = DraftRecorder(Chain(4))
@@ -318,7 +319,7 @@ def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step the split loss of what the drafter says, where the right token can be drafted, weighted by the step."""
+    """At every step it is the split loss of the drafter's q, where the right token can be drafted, weighted by the step."""
     drafter = make_drafter("eagle3", shallow, loss)
     assert isinstance(drafter, Eagle3)
     batch = replay_drafts(shallow, drafter)
@@ -350,7 +351,7 @@ def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch:
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
 def test_balanced_loss_without_rejections_is_half_the_forward_kl(shallow: Target, family: str) -> None:
-    """Distances of kept tokens only: loss and gradient are half of those of forward_kl."""
+    """With distances of accepted tokens only, loss and gradient are half of those of forward_kl."""
     rows = torch.randint(3, 2000, (3, 20)).tolist()
     data = Dataset([Example(row, [index >= 5 for index in range(20)]) for row in rows], 3, 0, 0)
     result = []
@@ -399,7 +400,7 @@ def drawn_rounds(*drafts: tuple[int, ...]) -> tuple[Generation, list[tuple[list[
 
 
 def log_chances(logits: Tensor, draft: tuple[int, ...]) -> list[Tensor]:
-    """log q of both tokens, of logits [3, 2]: at the root, behind a 0, behind a 1."""
+    """Return log q of both tokens, of logits [3, 2]: at the root, after a 0, after a 1."""
     return [logits[0].log_softmax(-1)[draft[0]], logits[1 + draft[0]].log_softmax(-1)[draft[1]]]
 
 
@@ -423,7 +424,7 @@ def test_policy_gradient_equals_enumeration(earlier: tuple[tuple[int, ...], ...]
 
 @pytest.mark.parametrize("weight", [0.0, 0.7])
 def test_reference_penalty_subtracts_the_divergence_gradient(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a place, over every token that may be drawn there, E[A log q] has the gradient of E[reward] - weight KL(q || r)."""
+    """At a position, over every token that may be drawn there, E[A log q] has the gradient of E[reward] - weight KL(q || r)."""
     draw = torch.Generator().manual_seed(5)
     logits, other = (torch.randn(4, dtype=torch.float64, generator=draw) for _ in range(2))
     logits.requires_grad_()
@@ -441,8 +442,8 @@ def test_reference_penalty_subtracts_the_divergence_gradient(weight: float, monk
 
 
 def test_windows_come_from_missed_certain_tokens(shallow: Target) -> None:
-    """A window's weight is the mean of (1 - H / log V) KL(p || q) over its tokens, each behind the text before it; a drafter
-    that says what the target says has windows that all weigh alike, next to nothing."""
+    """A window's weight is the mean of (1 - H / log V) KL(p || q) over its tokens, each after the text before it; a drafter
+    that equals the target has windows that all weigh alike, next to nothing."""
     drafter = make_drafter("causal", shallow)
     assert isinstance(drafter, Causal)
     recorder = DraftRecorder(Chain(3, "sampled", 1.0, 2))
@@ -486,7 +487,8 @@ def test_source_samples_and_caches_windows(shallow: Target) -> None:
 
 
 def test_windows_equal_hand_made_ones() -> None:
-    """All but the first, with what was kept and the first wrong token; a baseline is the mean of those that came so far."""
+    """All rounds but the first give a window, with the accepted tokens and the first wrong one; a baseline is the mean
+    reward so far."""
     generation, rounds = drawn_rounds((0, 0), (1, 0), (1, 1))
     result = make_windows(generation, rounds, 0.0)
     assert [item.example.tokens for item in result] == [[5, 7, 7, 1, 0], [5, 7, 7, 7, 7, 7, 1, 1]]
@@ -499,7 +501,7 @@ def test_windows_equal_hand_made_ones() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_policy_learns_from_its_own_samples(shallow: Target, packed: bool) -> None:
-    """source.by=policy adds -A log q of every drawn token to the loss, q being the model's own behind the tokens before it."""
+    """source.by=policy adds -A log q of every drawn token to the loss, q being the model's own after the tokens before it."""
     drafter = make_drafter("causal", shallow)
     assert isinstance(drafter, Causal)
     data = Dataset([Example([*prompt, 9, 9], [False] * len(prompt) + [True] * 2) for prompt in PROMPTS], 2, 0, 0)
@@ -567,8 +569,8 @@ def test_window_gradient_of_features_equals_enumeration(shallow: Target, family:
 
 
 def test_groups_are_normalized_window_rewards(shallow: Target) -> None:
-    """k / (1 + c k) of kept tokens, and of none the least overlap, which is sum min(p, q) after the drafted tokens; a group's
-    rewards have mean 0 and deviation 1."""
+    """The reward is k / (1 + c k) of accepted tokens, and of none the least overlap, which is sum min(p, q) after the
+    drafted tokens; a group's rewards have mean 0 and deviation 1."""
     drafter = make_drafter("causal", shallow)
     assert isinstance(drafter, Causal)
     chain = DrawnDraftRecorder(Chain(3, "sampled", 1.0, 4))
@@ -636,8 +638,8 @@ def test_families_without_a_policy_are_refused(shallow: Target) -> None:
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
 def test_balanced_weights_give_half_to_rejected_tokens(shallow: Target, family: str) -> None:
-    """Kept and rejected tokens of a replay weigh as much as all its supervised tokens each, so that over their number it is the
-    sum of both means; and the loss is linear in these weights, 1 where nothing is said."""
+    """Accepted and rejected tokens of a replay weigh as much as all its supervised tokens each, so that over their number it
+    is the sum of both means; and the loss is linear in these weights, 1 where none are given."""
     drafter = make_drafter(family, shallow)
     batch = replay_drafts(shallow, drafter)
     result = [

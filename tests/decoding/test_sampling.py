@@ -178,7 +178,7 @@ PAIRS = [
 def test_drafted_decoding_draws_from_the_target(
     shallow: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder
 ) -> None:
-    """Sequences decoded with a rough drafter have the target's joint distribution; drafts were both kept and rejected."""
+    """Sequences decoded with a rough drafter have the target's joint distribution; drafts were both accepted and rejected."""
     generations = decode_many(shallow, truth, make_rule(rule), builder)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4
     accepted = Counter(count for generation in generations for count in generation.round_lengths)
@@ -222,7 +222,7 @@ DRAWN = [
 
 
 def make_untrained(family: str, shallow: Target, truth: Truth) -> Drafter:
-    """A drafter with random weights over the tokens that the target is likeliest to say after the prompt."""
+    """Make a drafter with random weights over the tokens that the target is likeliest to emit after the prompt."""
     torch.manual_seed(SEED)
     drafter = FAMILIES[family](shallow)
     counts = torch.zeros(shallow.head.vocab_size)
@@ -245,8 +245,8 @@ def estimate_cost(family: str, rule: type[SamplingRule], builder: TreeBuilder) -
 def test_parallel_drafts_keep_the_target_distribution(
     shallow: Target, truth: Truth, family: str, rule: type[SamplingRule], builder: TreeBuilder
 ) -> None:
-    """What is said in one pass, whether slots depend on each other or not, is drawn from the q that rules are told, and judged
-    to the target's joint distribution; drafts were both kept and rejected."""
+    """Drafts of one pass, whether slots depend on each other or not, are drawn from the q that rules get, and judged to the
+    target's joint distribution; drafts were both accepted and rejected."""
     rough = replace(truth, drafter=make_untrained(family, shallow, truth))
     generations = decode_many(shallow, rough, make_rule(rule), builder, batches=4)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4

@@ -81,7 +81,7 @@ def test_requested_capture_has_no_eager_fallback(shallow: Target, monkeypatch: p
 
 
 def test_uncapturable_rounds_run_in_the_eager_loop(tiny: Target) -> None:
-    """With the reason, and refused by name where capture was asked for."""
+    """They run there with the reason, and are refused by name where capture is required."""
     eagle3 = Eagle3(tiny, vocab_size=64).eval()
     sessions = {
         "eval.guard decides": Session(tiny, Greedy(), eagle3, Chain(2), guard=Guard(), engine="captured"),
@@ -112,7 +112,7 @@ def test_guard_and_pruning_combine(tiny: Target) -> None:
 
 
 def test_from_drafter_tunes_calibrates_and_checks(shallow: Target) -> None:
-    """Settings are searched and trees measured on the prompts that are asked for; a rule that would be wrong is refused."""
+    """Settings are searched and trees measured on the given prompts; a rule that would be wrong is refused."""
     requested = []
 
     def prompts() -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""An independent reference of what a rule keeps once it has chosen the token after every node."""
+"""An independent reference of what a rule accepts once it has chosen the token after every node."""
 
 import torch
 from torch import Tensor

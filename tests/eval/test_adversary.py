@@ -18,10 +18,10 @@ from tests.eval.test_run import ROWS, SETTING, make_evaluation
 
 
 def run_adversary(target: Target, folder: Path, name: str, **more: Any) -> dict[str, Any]:
-    """What is found against n-gram lookup, which hangs on the wording."""
+    """Score n-gram lookup with an adversary, because what it copies depends on the wording."""
     candidate = Candidate(target, Ngram(target), Chain(3), Greedy(), SETTING)
     evaluation = make_evaluation(folder, adversary=5, **more)
-    evaluation.max_new_tokens = 20  # enough for copies to be kept
+    evaluation.max_new_tokens = 20  # enough for copies to be accepted
     return evaluation.score(candidate, folder / name)
 
 
@@ -52,7 +52,7 @@ def test_equal_output_is_required(shallow: Target, tmp_path: Path) -> None:
 
 
 def test_words_go_between_words() -> None:
-    """Several at one place keep their order; the text's own spaces and lines stay."""
+    """Several words inserted at one position keep their order; the text's own spaces and lines stay."""
     assert insert_words("one  two\nthree", [(0, "a"), (0, "b"), (3, "c")]) == "a b one  two\nthree c"
 
 

@@ -127,7 +127,8 @@ def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path, monkeyp
 
 
 def test_a_scenario_has_the_drafter_that_is_fastest_there() -> None:
-    """At the largest value in common, and none where none pays; scenarios without a sweep are named."""
+    """The advice is taken at the largest common value and names no drafter where none pays; scenarios without a sweep are
+    named."""
 
     def make_sweep(name: str, speedups: list[float]) -> dict[str, Any]:
         points = [{"value": 2**index, "speedup": value, "ci95": None} for index, value in enumerate(speedups)]

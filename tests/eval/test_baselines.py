@@ -38,7 +38,7 @@ def make_store(shallow: Target, tmp_path: Path) -> MakeStore:
 
 
 def score_early_exit(target: Target, folder: Path, own: Datastore | None, **options: Any) -> dict[str, Any]:
-    """An early exit on two short prompts, beside copies; `own` is what the run says that it was trained on."""
+    """Score an early exit on two short prompts with its baselines; `own` is the datastore of the run's training data."""
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
     settings: dict[str, Any] = {"baselines": ("auto", "copies", "retrieval"), "calibration": str(file), **options}
@@ -70,7 +70,7 @@ def test_copies_and_measured_trees_are_shown(shallow: Target, tmp_path: Path, ma
 def test_a_runs_own_store_that_holds_a_question_is_left_out(
     shallow: Target, tmp_path: Path, make_store: MakeStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Copies are then of the text alone; a store that was asked for by name is refused."""
+    """Copies then come from the text alone; a store that is requested by name is refused."""
     store = make_store([[5, 6, 7]], QUESTIONS[1])
     summary = score_early_exit(shallow, tmp_path, store, baselines=("copies",))
     assert "Retrieval copies from the text only" in capsys.readouterr().out and "store" not in summary["setting"]

@@ -1,4 +1,4 @@
-"""A comparison: its numbers are those of the runs in it, budgets are kept, and what may not be compared is refused."""
+"""A comparison: its numbers are those of the runs in it, budgets are spent, and what may not be compared is refused."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ COMMON = (
 
 
 def run_compare(*words: str) -> tuple[int, str]:
-    """The status of `spectrain compare WORDS`, and what it says on stderr."""
+    """Return the status of `spectrain compare WORDS` and what it writes to stderr."""
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as stderr:
         patch.setattr(sys, "argv", ["spectrain", "compare", *words])
         try:
@@ -206,7 +206,7 @@ def change_setting(run: ScoredRun, setting: dict[str, Any]) -> ScoredRun:
 
 
 def test_unlike_evaluations_are_refused(comparison_folder: Path, tmp_path: Path) -> None:
-    """Another target, length, type or rule cannot stand beside it, nor other prompts; another machine is said."""
+    """Another target, length, type, rule or set of prompts is refused; another machine is only reported."""
     run = ScoredRun.read("one", comparison_folder / "medusa1" / "eval" / "heldout")
     assert all("to be quoted" in caveat for caveat in list_differences([run, run]))  # as this machine was busy
     for key, value in (
@@ -227,7 +227,7 @@ def test_unlike_evaluations_are_refused(comparison_folder: Path, tmp_path: Path)
 
 
 def make_variant(folder: Path, name: str, seconds: list[float], length: float, **row: Any) -> Variant:
-    """A drafter of made-up speed on prompts of 10 tokens, for which decoding without it takes a second."""
+    """Make a drafter of invented speed on prompts of 10 tokens, for which decoding without it takes a second."""
     folder = folder / name
     folder.mkdir()
     rows = [{"system": "drafter", "id": str(number), "tokens": 10, "seconds": value, "autoregressive_tokens": 10,
@@ -267,8 +267,8 @@ def test_lossy_drafters_are_not_advised(tmp_path: Path) -> None:
 
 
 def test_how_to_sample_is_advised(tmp_path: Path) -> None:
-    """Where calibration measured that drawing children keeps more than sample-and-match does, it is advised, once and not
-    where that is used already."""
+    """Drawn children are advised where calibration measured that they are accepted more often than with sample-and-match, once,
+    and not where they are used already."""
     flat = {"match": {"forecast": 1.72}, "recursive": {"forecast": 3.17}, "better": "recursive"}
     sharp = {"match": {"forecast": 2.9}, "recursive": {"forecast": 2.91}, "better": "match"}
 
@@ -290,7 +290,7 @@ def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
 
 
 def test_forwards_that_draft_count(tmp_path: Path) -> None:
-    """What drafts with the target itself has its tokens shared out among all forwards of a round."""
+    """The tokens of a round that drafts with the target itself are divided by all forwards of the round."""
     doubled, single = make_variant(tmp_path, "two", [1.5] * 10, 2.4), make_variant(tmp_path, "one", [1.2] * 10, 1.6)
     doubled.run.summary["bounds"] = {"forwards_per_round": 2}
     assert (doubled.length, single.length) == (1.2, 1.6)
@@ -299,7 +299,7 @@ def test_forwards_that_draft_count(tmp_path: Path) -> None:
 
 
 def test_engines_are_ranked_apart(tmp_path: Path) -> None:
-    """A drafter that the loop decodes beside a slower baseline does not win over captured rounds."""
+    """A drafter in the eager loop with a slower baseline does not win over captured rounds."""
     captured = make_variant(tmp_path, "captured", [0.6] * 10, 2.0)
     captured.run.summary["engine"] = "captured"
     eager = make_variant(tmp_path, "eager", [0.3] * 10, 1.5, trained=False)
@@ -335,7 +335,7 @@ def test_two_speeds_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
 
 
 def test_a_joined_comparison_says_where_runs_are(comparison_folder: Path, tmp_path: Path) -> None:
-    """Folders are told as seen from the comparison's own."""
+    """The comparison names folders relative to its own."""
     result = compare_runs([ScoredRun.read("one", comparison_folder / "medusa1" / "eval" / "heldout")], tmp_path)
     assert (tmp_path / result["rows"][0]["evaluation"] / "summary.json").exists()
 
@@ -344,7 +344,7 @@ def test_a_joined_comparison_says_where_runs_are(comparison_folder: Path, tmp_pa
 
 
 def test_held_bytes_are_the_peak() -> None:
-    """Two tensors at a time of three: the peak is the largest pair's; views and writes in place hold nothing more."""
+    """Of three tensors two are alive at a time: the peak is the largest pair's; views and writes in place add nothing."""
     with MemoryCounter() as counter:
         first = torch.zeros(1000)
         view = first.view(10, 100)
@@ -357,7 +357,7 @@ def test_held_bytes_are_the_peak() -> None:
 
 
 def test_extra_memory_is_the_drafters(tiny: Target) -> None:
-    """A drafter's weights are those that the target does not lend; looking words up holds none."""
+    """A drafter's weights are those that the target does not lend; n-gram lookup has none."""
     drafter = Eagle3(tiny, ttt_steps=2, vocab_size=256)
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     own = sum(t.numel() * t.element_size() for t in (*drafter.parameters(), *drafter.buffers()))

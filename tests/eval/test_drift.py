@@ -1,4 +1,4 @@
-"""Drift: a target's judgement of texts, by hand and where the answer is known."""
+"""Drift: a target's judgement of texts, by hand and where the answer is already certain."""
 
 import math
 from types import SimpleNamespace

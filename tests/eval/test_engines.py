@@ -81,7 +81,7 @@ def test_scores_of_engines_stand_side_by_side(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_fastest_may_draft_nothing(tmp_path: Path) -> None:
-    """Where an engine is faster without the drafter than any is with it, that is said."""
+    """Where an engine is faster without the drafter than any engine is with it, the advice is to use no drafter."""
     write_score(tmp_path, "heldout", plain=30, speedup=1.3)
     write_score(tmp_path, "llamacpp-heldout", plain=80, speedup=0.8, server=make_server_entry("llamacpp"))
     _, fastest, where = compare_run(tmp_path)

@@ -1,4 +1,4 @@
-"""Quality by exit: what transformers' own hidden states say, read through the final norm and the head."""
+"""Quality by exit: the logits that transformers' own hidden states have, read through the final norm and the head."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def measure_reference(model: Any, cases: list[Text]) -> dict[str, list[float]]:
         with torch.inference_mode():
             output = model(torch.tensor([prompt + answer]), output_hidden_states=True)
         for exit in range(1, count + 1):
-            if exit < count:  # the stream entering layer `exit`; the model's own logits are behind the last one
+            if exit < count:  # the stream entering layer `exit`; the model's own logits come after the last one
                 with torch.inference_mode():
                     logits = head(norm(output.hidden_states[exit])) / scale
                 logits = logits if cap is None else torch.tanh(logits / cap) * cap
@@ -109,7 +109,7 @@ def test_the_last_exit_is_the_target(tiny: Target, name: str) -> None:
 
 
 def test_an_exit_whose_last_layers_add_nothing(tiny: Target) -> None:
-    """Where the layers behind an exit pass their input on, that exit is as good as the last one."""
+    """Where the layers after an exit pass their input on, that exit is as good as the last one."""
     target, _ = random_target("llama, five layers", tiny)
     with torch.no_grad():
         for layer in list(target.layers)[3:]:

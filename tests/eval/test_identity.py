@@ -29,7 +29,7 @@ BUILDERS = (Chain(4), Eagle2(4, 12, 4))
 
 @cache
 def reference_answers(target: Target) -> list[tuple[list[int], list[int]]]:
-    """Held-out prompts, and what transformers' generate says to them."""
+    """Return held-out prompts with the outputs of transformers' generate."""
     prompts = [tokenize_prompt(target.template, prompt.opening_conversation) for prompt in read_prompts(None, PROMPTS).prompts]
     with reference_model(target) as model:
         return [(prompt, generate(model, prompt, TOKENS, target.stop_ids)) for prompt in prompts]

@@ -112,7 +112,7 @@ def test_positions_have_ranges(position: int, name: str) -> None:
 
 @pytest.mark.parametrize("length, name", [(1, "0-1k"), (1022, "0-1k"), (1023, "1k-2k"), (4096, "4k-8k"), (40_000, "32k+")])
 def test_a_text_position_includes_the_prompt(length: int, name: str) -> None:
-    """The first round begins behind the prompt and the prefill's token; an unknown prompt has no position."""
+    """The first round begins after the prompt and the prefill's token; a prompt of unknown length has no position."""
     turns = [Turn(str(n), 0, "all", answer, answer) for n, size in enumerate((2, 3)) for answer in [make_answer(length, size)]]
     (group,) = acceptance_by_text_position(turns).items()
     assert group[0] == name and (group[1].acceptance_length, group[1].rounds, group[1].tokens) == (2.5, 2, 5)

@@ -31,7 +31,7 @@ def make_generation(
 
 
 def make_turn(name: str, drafted: Generation, category: str = "all", steps: int = 8, scale: float = 4.0) -> Turn:
-    """A drafted generation beside an autoregressive one of `steps` steps."""
+    """Pair a drafted generation with an autoregressive one of `steps` steps."""
     return Turn(name, 0, category, make_generation([1] * steps, [0] * steps, steps + 1, scale=scale), drafted)
 
 
@@ -40,7 +40,7 @@ TURNS = [
     make_turn(
         "b", make_generation([2, 2, 4], [3, 1, 3], 6, cut=True, scale=0.5)
     ),  # 1 + 2 + 2 tokens, then one of the last four
-    make_turn("c", make_generation([4], [3], 3, cut=True)),  # no whole round at all
+    make_turn("c", make_generation([4], [3], 3, cut=True)),  # no complete round at all
 ]
 
 
@@ -55,19 +55,19 @@ def test_pooled_acceptance() -> None:
 
 
 def test_per_prompt_acceptance() -> None:
-    """The mean of each prompt's mean; a prompt without a whole round has none."""
+    """The mean of each prompt's mean counts; a prompt without a complete round has none."""
     assert metrics.per_prompt_acceptance(TURNS) == pytest.approx(((3 + 1 + 4) / 3 + (2 + 2) / 2) / 2)
 
 
 @pytest.mark.parametrize("statistic", [metrics.pooled_acceptance, metrics.per_prompt_acceptance])
 def test_no_complete_round_counts_as_a_token(statistic: Callable[[Sequence[Turn]], float]) -> None:
-    """Without a whole round the acceptance length is that of autoregressive decoding."""
+    """Without a complete round the acceptance length is that of autoregressive decoding."""
     assert statistic(TURNS[2:]) == 1.0
 
 
 def test_acceptance_by_depth() -> None:
-    """Depth k counts rounds that kept k - 1 drafted tokens and had a k-th; bonus tokens and cut rounds do not count."""
-    # kept 2, 0 and 3 of 3, then 1 of 3 and 1 of 1
+    """Depth k counts rounds that accepted k - 1 drafted tokens and had a k-th; bonus tokens and cut rounds do not count."""
+    # accepted 2, 0 and 3 of 3, then 1 of 3 and 1 of 1
     assert metrics.acceptance_by_depth(TURNS) == [round(4 / 5, 4), round(2 / 3, 4), round(1 / 2, 4)]
     assert metrics.acceptance_by_depth(TURNS[2:]) == []
 
@@ -104,7 +104,7 @@ def test_per_prompt_acceptance_joins_turns_of_a_prompt() -> None:
 
 
 def test_histogram() -> None:
-    """Entry k counts whole rounds of k + 1 tokens; it gives the pooled acceptance length back."""
+    """Entry k counts complete rounds of k + 1 tokens; it gives the pooled acceptance length back."""
     assert metrics.count_round_lengths(TURNS) == [1, 2, 1, 1]
     assert metrics.count_round_lengths(TURNS[2:]) == []
     counts = metrics.count_round_lengths(TURNS)
@@ -112,7 +112,7 @@ def test_histogram() -> None:
 
 
 def test_tau_by_convention() -> None:
-    """Every round counts, cut ones too: 20 tokens in 7 rounds, 13 of 19 drafted tokens kept."""
+    """Every round counts, cut ones too: 20 tokens in 7 rounds, 13 of 19 drafted tokens accepted."""
     every = {"spec_bench": 20 / 7, "eagle": 20 / 7, "medusa": 20 / 7, "hass": (8 / 3 + 8 / 3 + 4) / 3, "gpt_fast": 13 / 7}
     tau = metrics.tau_by_convention(TURNS, chain=True)
     assert tau == pytest.approx({**every, "layerskip": 13 / 19}, abs=1e-4)
@@ -148,7 +148,7 @@ def test_rows_of_a_batch_share_its_seconds() -> None:
 
 
 def test_per_user_tokens_per_second() -> None:
-    """Each row's tokens over the whole time until it was done; a row without a round has no speed."""
+    """Each row's tokens are divided by the time until it was done; a row without a round has no speed."""
     expected = (5 / 8 + 4 / 4 + 1 / 4) / 3
     assert metrics.per_user_tokens_per_second(BATCH) == pytest.approx(expected)
     assert metrics.per_user_tokens_per_second([*BATCH, make_generation([], [], 1, scale=0)]) == pytest.approx(expected)
@@ -238,7 +238,7 @@ DEPTH, CYCLE = 4, 1.5  # drafted tokens a round; seconds of a round over those o
 
 
 def expected_tokens(level: np.ndarray) -> np.ndarray:
-    """Expected tokens of a round whose drafted tokens are each kept with probability `level`."""
+    """Return the expected tokens of a round whose drafted tokens are each accepted with probability `level`."""
     return sum(level**k for k in range(DEPTH + 1))
 
 

@@ -1,4 +1,4 @@
-"""A speedup that cannot be, or that was measured beside something else, is not to be quoted."""
+"""A speedup that is impossible, or that was measured on a busy machine, is not to be quoted."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -71,7 +71,7 @@ def test_a_speedup_above_the_tokens_a_forward_cannot_be() -> None:
 
 
 def test_earlier_results_are_read_as_they_are() -> None:
-    """A summary that says nothing of it is shown with its number."""
+    """A summary without this judgement is shown with its number."""
     assert is_possible({"ratio": 9.0}) and format_speedup({"ratio": 9.0}) == "9.00"
 
 

@@ -1,4 +1,4 @@
-"""Learning while decoding: what is learnt from, that a copy stays as it was, and that the output stays the target's."""
+"""Learning while decoding: the training examples, the copy that does not learn, and an output that stays the target's."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ QUESTIONS = [["Name a color.", "Name another color."], ["Count: one two three on
              ["Say hello."]]  # fmt: skip
 ROWS = [{"id": f"{number}", "category": "talk", "turns": turns} for number, turns in enumerate(QUESTIONS)]
 NUM_TURNS = 5
-QUICK: dict[str, Any] = {"oracle": False, "report": False, "repeats": 1}  # without what is not asked about here
+QUICK: dict[str, Any] = {"oracle": False, "report": False, "repeats": 1}  # without what these tests do not check
 LEARN = pytest.mark.parametrize("learn", ["corrections", "answers", "split", "dvi"])
 Weights = dict[str, Tensor]
 
@@ -59,17 +59,17 @@ def are_equal(left: Weights, right: Weights) -> bool:
     return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
 
-# What is learnt from
+# The training examples
 
 
 @pytest.mark.parametrize(
     ("output", "accepted", "depths", "corrected"),
     [
         ([10, 11, 12, 13, 14, 15], [3, 1, 1], [3, 2, 0], [5, 6]),  # a round that drafted nothing corrects nothing
-        ([10, 11, 12, 13, 14, 15], [4, 1], [3, 3], [7]),  # the bonus behind a draft that was right is no correction
+        ([10, 11, 12, 13, 14, 15], [4, 1], [3, 3], [7]),  # the bonus token after a correct draft is no correction
         ([10, 11], [3], [3], []),  # cut before its correction
-        ([10, 11, 12, 13], [3], [3], [5]),  # cut right behind it
-        ([10, 11, 2], [1, 3], [3, 3], [3]),  # EOS is a draft that was kept
+        ([10, 11, 12, 13], [3], [3], [5]),  # cut right after it
+        ([10, 11, 2], [1, 3], [3, 3], [3]),  # EOS is an accepted draft
         ([10, 2], [1], [3], [3]),  # EOS is a correction
         ([2], [], [], []),
     ],
@@ -84,7 +84,7 @@ def test_corrections_by_hand(output: list[int], accepted: list[int], depths: lis
 
 
 def record_answers(shallow: Target, drafter: Causal, count: int) -> list[tuple[Generation, Any]]:
-    """Answers, each decoded by itself, and what was recorded of it."""
+    """Decode answers one by one and return each with its recorded rounds."""
     answers = []
     for number in range(count):
         recorder = DraftRecorder(Chain(3))
@@ -99,8 +99,9 @@ ACCEPTED_DRAFT = [1, 0]  # what the target predicts
 
 @pytest.mark.parametrize("updates", [0, 6, 40])
 def test_the_loss_of_dvi_has_the_enumerated_gradient(updates: int) -> None:
-    """Over every draft of two tokens that may be drawn, the terms have the gradient of lambda_kl KL(p || q) at logged places,
-    less 2 lambda_pg times the chance that a logged place is accepted; the baseline has none. Weights fall and rise."""
+    """Over every draft of two tokens that may be drawn, the terms have the gradient of lambda_kl KL(p || q) at logged
+    positions, less 2 lambda_pg times the chance that a logged position is accepted; the baseline has none. Weights fall and
+    rise."""
     logits = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)  # at the root, and after a 0 and a 1
     log_p, log_q = torch.randn(3, 2, dtype=torch.float64).log_softmax(-1), logits.log_softmax(-1)
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -127,7 +128,7 @@ def test_the_loss_of_dvi_has_the_enumerated_gradient(updates: int) -> None:
 
 
 def test_corrections_are_what_the_drafter_got_wrong(shallow: Target) -> None:
-    """In a real answer a token is marked exactly where the record says that a draft ended before it."""
+    """In a real answer a token is marked exactly where, by the record, a draft ended before it."""
     marked = 0
     for generation, rounds in record_answers(shallow, make_drafter(shallow), 6):
         expected, end = [False] * (len(generation.prompt) + len(generation.output) + 4), len(generation.prompt) + 1
@@ -230,7 +231,7 @@ def test_a_loss_that_is_not_finite_stops(shallow: Target) -> None:
 
 
 def test_the_curve_is_a_moving_mean_over_rounds() -> None:
-    """At every turn, the mean over the whole rounds of the last `window` turns; 1 where there is none."""
+    """At every turn the curve is the mean over the complete rounds of the last `window` turns, or 1 where there is none."""
     turns = [Turn("a", 0, "talk", Generation([1]), Generation([1], [2], rounds, is_cut=cut))
              for rounds, cut in (([4], True), ([2, 4], False), ([1], False), ([3, 3, 9], True))]  # fmt: skip
     assert acceptance_curve(turns, 2) == [1.0, 3.0, round(7 / 3, 4), round(7 / 3, 4)]
@@ -311,7 +312,7 @@ def without_learning(shallow: Target, tmp_path_factory: pytest.TempPathFactory) 
 def test_only_the_learner_changes(
     shallow: Target, without_learning: tuple[Path, Any, Causal], tmp_path: Path, learn: Any
 ) -> None:
-    """The copy decodes as without learning and keeps its weights; the learner changes; both say what generate says."""
+    """The copy decodes as without learning and keeps its weights; the learner changes; both outputs are generate's."""
     folder, plain, untouched = without_learning
     folders, saved = [folder, tmp_path], list[Weights]()
     options = {"online": True, "online_every": 2, "online_lr": 1e-3, "online_learn": learn}
@@ -349,7 +350,7 @@ def test_only_the_learner_changes(
 @pytest.mark.sweep(1, free=("learn",))
 @pytest.mark.parametrize("learn", ["corrections", "answers"])
 def test_trees_and_batches_learn_too(shallow: Target, tmp_path: Path, learn: Any) -> None:
-    """Behind a branching tree, with prompts decoded together, the output is still the target's and the learner learns."""
+    """With a branching tree and prompts decoded together, the output is still the target's and the learner learns."""
     options = {"online": True, "online_every": 1, "online_lr": 1e-3, "online_learn": learn, "batch_size": 2}
     summary, still, drafter = score_learning(shallow, tmp_path, Eagle2(3, 6, 2), [], **options)
     assert not are_equal(copy_weights(still), copy_weights(drafter))

@@ -1,4 +1,5 @@
-"""What rules keep beside the most that any could: places are those of the run, and where nothing is drawn both are known."""
+"""What rules accept, next to the most that any rule could: positions are those of the run, and both are exact where nothing is
+drawn."""
 
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from tests.eval.test_run import SETTING, make_evaluation
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(0.5, seed=3)], ids=lambda rule: rule.name)
 def test_no_rule_accepts_more_of_copied_text(shallow: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
-    """Of copied text no rule keeps more than the one in use, place by place; greedily that is what the run has kept."""
+    """No rule accepts more copied tokens than the one in use, depth by depth; with greedy decoding that is the run's own
+    acceptance."""
     evaluation = make_evaluation(tmp_path, check=False, optimum=True)
     summary = evaluation.score(Candidate(shallow, Ngram(shallow), Chain(3), rule, SETTING), tmp_path / "out")
     optimum = summary["optimum"]
@@ -28,7 +30,7 @@ def test_no_rule_accepts_more_of_copied_text(shallow: Target, tmp_path: Path, ru
 
 
 def test_copies_are_not_drawn_whatever_the_tree_asks(shallow: Target, tmp_path: Path) -> None:
-    """A tree of drawn children holds copies as they are: what is said of them is what is said of likeliest ones."""
+    """Copies in a tree of sampled children are deterministic, so their optimum is that of deterministic children."""
     evaluation = make_evaluation(tmp_path, check=False, optimum=True)
     optima = [
         evaluation.score(Candidate(shallow, Ngram(shallow), builder, Match(0.5, seed=3), SETTING), tmp_path / "out")["optimum"]
@@ -51,7 +53,8 @@ INDEPENDENT = ("match", "recursive", "kseq", "importance", "programme")
 def test_every_rule_for_such_children_is_named(
     shallow: Target, tmp_path: Path, rule: AcceptanceRule, builder: TreeBuilder, judged: set[str]
 ) -> None:
-    """At the places of one run all rules are judged that take its children, and what is printed names them and the optimum."""
+    """At the positions of one run all rules are judged that take its children, and the printed sentence names them and the
+    optimum."""
     torch.manual_seed(1)
     drafter = Eagle3(shallow, vocab_size=512)
     drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))

@@ -107,7 +107,7 @@ def browser() -> Iterator[Browser]:
 
 
 def open_page(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]:
-    """The page at a size, and what it complained of or asked the network for, which it is refused."""
+    """Open the page at a size; return it with its complaints and its network requests, which are refused."""
     width, height = SIZES[size]
     page = browser.new_page(viewport={"width": width, "height": height})
     troubles: list[str] = []
@@ -128,7 +128,7 @@ def open_page(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]
 
 @pytest.mark.parametrize("name", ["eagle3", "ngram"])
 def test_drafts_agree_with_samples(shallow: Target, folders: dict[str, Path], name: str) -> None:
-    """The text is that of samples.jsonl and so are its rounds; what was kept is what was emitted without the target's own."""
+    """The text and its rounds are those of samples.jsonl; accepted tokens are the emitted ones without the target's own."""
     samples = {(line["id"], line["turn"]): line for line in read_lines(folders[name], "samples.jsonl")}
     *turns, counts = read_lines(folders[name], "drafts.jsonl")
     assert [turn["id"] for turn in turns] == ["count", "why", "name"]
@@ -164,7 +164,7 @@ def test_characters_of_several_tokens_are_not_cut(shallow: Target) -> None:
 
 
 def test_the_accepted_path_among_equal_children() -> None:
-    """Children drawn with replacement can be equal: the one whose own child was kept is on the path."""
+    """Children drawn with replacement can be equal: the one whose own child was accepted is on the path."""
     draft = EmittableTree(tokens=[1, 7, 7, 8], parents=[-1, 0, 0, 2], depths=[0, 1, 1, 2], count=3)
     assert draft.accepted_nodes([7, 8]) == [2, 3] and draft.accepted_nodes([]) == []
     assert tree_positions(draft.parents) == [(), (0,), (1,), (1, 0)]
@@ -188,7 +188,7 @@ def test_the_same_files_give_the_same_page(folders: dict[str, Path]) -> None:
 
 
 def test_a_missing_file_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
-    """With summary.json alone the table is there, and the page says what it does without; so with nothing at all."""
+    """With summary.json alone the table is shown and the page names the missing files; so with no file at all."""
     shutil.copy(folders["ngram"] / "summary.json", tmp_path)
     write_report(tmp_path / "report.html", [tmp_path])
     page = (tmp_path / "report.html").read_text()
@@ -214,7 +214,7 @@ def test_page_stands_alone_and_fits(browser: Browser, folders: dict[str, Path], 
 
 
 def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, Path]) -> None:
-    """Every system's row, depth and category, the drawn places, and the curves."""
+    """Every system's row, depth and category, the positions of the tree, and the curves are the summary's."""
     page, _ = open_page(browser, folders["eagle3"] / "report.html", "desktop")
     expected = read_summary(folders["eagle3"])
     rows = [row.split("\t") for row in page.locator(".systems tbody tr").all_inner_texts()]

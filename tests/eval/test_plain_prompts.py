@@ -90,7 +90,7 @@ def test_tools_and_results_reach_the_template(tmp_path: Path, name: str) -> None
 
 
 def test_tools_stay_with_later_turns(tmp_path: Path) -> None:
-    """Every turn is asked with the tools and arguments of the row, and the generated tokens of answers stand in its prompt."""
+    """Every turn is rendered with the tools and arguments of the row, and its prompt has the generated tokens of answers."""
     row = {"turns": ["Hi", "And?"], "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
     (prompt,) = read_prompts(write_lines(tmp_path, row)).prompts
     template = make_template("llama31")

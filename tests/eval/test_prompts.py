@@ -211,7 +211,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, lines: list[object]) 
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    """The error names the key and the path; a bare name lists the known ones."""
+    """The error names the key and the path; for a bare name it lists the data sets."""
     path = str(tmp_path / "nowhere.jsonl")
     assert f"eval.prompts={path}: there is no such file; " in catch_refusal(path)
     for name in ("gsm9k", "", str(tmp_path)):
@@ -220,7 +220,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chosen, ids", [(None, "abcd"), (["x"], "ac"), (["y", "x"], "abc")])
 def test_categories_are_chosen(tmp_path: Path, chosen: list[str] | None, ids: str) -> None:
-    """Only the asked categories stay, and only their empty prompts are counted."""
+    """Only the requested categories stay, and only their empty prompts are counted."""
     rows = [{"id": name, "category": category, "prompt": "?"} for name, category in zip("abcd", "xyxz")]
     read = read_prompts(write_lines(tmp_path, *rows, {"category": "z", "prompt": ""}), None, chosen)
     assert "".join(prompt.id for prompt in read.prompts) == ids
@@ -253,7 +253,7 @@ def test_a_limit_spreads_over_categories(tmp_path: Path, limit: int, ids: list[s
 
 
 def test_a_limit_counts_after_the_categories_are_chosen(tmp_path: Path) -> None:
-    """Neither other categories nor empty prompts take a place."""
+    """Neither other categories nor empty prompts count towards the limit."""
     texts = ["", "?", "?", "?", "?", "?"]
     rows = [{"id": str(i), "category": category, "prompt": texts[i]} for i, category in enumerate("aaabbc")]
     assert [prompt.id for prompt in read_prompts(write_lines(tmp_path, *rows), 2, ["a", "b"]).prompts] == ["1", "3"]

@@ -1,4 +1,4 @@
-"""The committed comparison and the table of families are whole."""
+"""The committed comparison and the table of families are complete."""
 
 import json
 import re

@@ -62,7 +62,7 @@ KEYS = {
 
 
 class WrongNgram(Ngram):
-    """Looks tokens up, and lies about what the target says after them."""
+    """N-gram lookup that shifts the target's logits by one token."""
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         features = super().verify(context, tree)
@@ -71,7 +71,7 @@ class WrongNgram(Ngram):
 
 
 def make_evaluation(folder: Path, baselines: tuple[str, ...] = (), check: bool = True, **more: Any) -> Evaluation:
-    """An evaluation over three short prompts, one of two turns, without what is asked for only in the tests of it."""
+    """Make an evaluation over three short prompts, one of two turns; options that only some tests need are off."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     settings = {"calibration_limit": 2, "oracle": False, "report": False, "repeats": 1, **more}
@@ -175,7 +175,7 @@ def test_prompts_are_complete_contexts(shallow: Target, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=2)], ids=lambda rule: rule.name)
 def test_identity_catches_a_wrong_drafter(shallow: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
-    """Outputs that differ from the reference are counted and placed, and the table says so."""
+    """Outputs that differ from the reference are counted, with the position of each difference."""
     evaluation = make_evaluation(tmp_path)
     lossless = evaluation.score(Candidate(shallow, WrongNgram(shallow), Chain(3), rule, SETTING), tmp_path / "out")["lossless"]
     assert lossless["checked"] == 4 and lossless["identical"] < 4
@@ -200,7 +200,7 @@ def test_a_near_tie_goes_on_from_the_reference(shallow: Target, tmp_path: Path, 
 
 
 def test_the_gap_of_experts_is_measured_in_float64(tmp_path: Path) -> None:
-    """The gap of a bfloat16 mixture of experts is the whole model's in float64, where only the plainest experts run."""
+    """The gap of a bfloat16 mixture of experts is that of the full model in float64, where only the plainest experts run."""
     save_small("mixtral", tmp_path)
     load_tiny().tokenizer.save_pretrained(tmp_path)
     target = load_hf(str(tmp_path), dtype="bfloat16", device="cpu")
@@ -233,7 +233,7 @@ def test_prompts_that_do_not_fit_are_left_out(shallow: Target, tmp_path: Path) -
 
 
 def test_a_turn_that_has_grown_too_long_is_left_out(shallow: Target, tmp_path: Path) -> None:
-    """A later turn that does not fit behind the answers before it is counted, and the earlier ones are scored."""
+    """A later turn that does not fit after the answers before it is counted, and the earlier ones are scored."""
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"id": "a", "turns": ["Hi", "word " * shallow.max_length, "Bye"]}) + "\n")
     evaluation = Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), oracle=False, report=False)
@@ -293,8 +293,8 @@ def test_every_rule_is_scored(
 def test_the_rule_that_keeps_more_is_used(
     shallow: Target, tmp_path: Path, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, capsys: Any, pays: bool
 ) -> None:
-    """acceptance=sample decodes by the rule that a measurement favours, says what both would keep, and is scored under its
-    name; n-gram lookup beside it is sample-and-match either way."""
+    """acceptance=sample decodes by the rule that a measurement favours, prints what both would accept, and is scored under its
+    name; n-gram lookup next to it is sample-and-match either way."""
     monkeypatch.setattr(RuleForecast, "prefers_rejection", pays)
     summary = make_evaluation(tmp_path, ("ngram",)).score(
         Candidate(shallow, eagle3, Static(2, 5), OpenSampling(0.8, seed=2), SETTING), tmp_path / "out"
@@ -307,7 +307,7 @@ def test_the_rule_that_keeps_more_is_used(
 
 
 def test_a_tree_is_searched_and_timed_before_it_is_scored(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
-    """Builders that need it are prepared on other prompts, and what was measured is kept."""
+    """Builders that need it are prepared on other prompts, and the measurements are saved."""
     for builder, key in ((Static(3, 6), "hits"), (Auto(3, 8, 2), "latency")):
         summary = make_evaluation(tmp_path).score(Candidate(shallow, eagle3, builder, Greedy(), SETTING), tmp_path / key)
         assert json.loads((tmp_path / key / "calibration.json").read_text())[key]
@@ -329,7 +329,7 @@ def test_the_sweep_scores_every_builder(shallow: Target, tmp_path: Path, eagle3:
 
 
 def test_rounds_and_samples_agree(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
-    """rounds.parquet has a row for every round of every system, and its whole rounds give the acceptance length."""
+    """rounds.parquet has a row for every round of every system, and its complete rounds give the acceptance length."""
     summary = make_evaluation(tmp_path, ("ngram",)).score(
         Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / "out"
     )
@@ -349,7 +349,7 @@ def test_what_is_right_on_the_targets_text(shallow: Target, tmp_path: Path, eagl
     evaluation = make_evaluation(tmp_path, oracle=True)
     summary = evaluation.score(Candidate(shallow, eagle3, Chain(1), Greedy(), SETTING), tmp_path / "out")
     right = total = 0
-    for line in read_samples(tmp_path / "out"):  # depth 1: every forced round keeps its draft and a bonus
+    for line in read_samples(tmp_path / "out"):  # depth 1: every forced round accepts its draft and adds a bonus token
         text, start = line["prompt_tokens"] + line["output_tokens"], len(line["prompt_tokens"])
         for root in range(start, len(text) - 1, 2):
             (generation,) = decode(shallow, [text[:root]], Greedy(), 4, eagle3, Chain(1))
@@ -412,7 +412,8 @@ def test_bad_settings_are_refused(keywords: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize("batch_size", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_engine_that_asks_nothing_scores_the_same(shallow: Target, tmp_path: Path, batch_size: int) -> None:
-    """eval.engine=captured changes no token and no count; what it cannot hold is decoded by the loop, and says so."""
+    """eval.engine=captured changes no token and no count; what it cannot capture is decoded by the loop, and its label tells
+    so."""
     eagle3 = Eagle3(shallow, vocab_size=512)
     summaries = []
     for engine in ("eager", "captured"):
@@ -433,7 +434,7 @@ def test_the_engine_that_asks_nothing_scores_the_same(shallow: Target, tmp_path:
 
 
 def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp_path: Path) -> None:
-    """eval.engine=captured names what asks the device; an unknown engine is refused with the choices."""
+    """eval.engine=captured names what reads values on the host; an unknown engine is refused with the choices."""
     evaluation = make_evaluation(tmp_path, engine="captured")
     with pytest.raises(
         UserError, match="eval.engine=captured: drafter=ngram reads values from the device.*use eval.engine=eager"
@@ -448,7 +449,7 @@ def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp
 
 
 def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Path) -> None:
-    """Not where a tree is asked for, rounds are captured, children are drawn, or copies stand ready."""
+    """A requested tree, a sweep, captured rounds, sampled children and copies each keep the measured tree from coming first."""
     for overrides, measured in (
         (["recipe=eagle3", "trainer.lr=1"], True),
         (["tree=chain"], False),

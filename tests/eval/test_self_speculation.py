@@ -87,7 +87,7 @@ def make_evaluation(folder: Path, **options: Any) -> Evaluation:
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short LayerSkip run, with rates high enough to change what the target says."""
+    """Train LayerSkip briefly, with rates high enough to change what the target says."""
     run = tmp_path_factory.mktemp("runs") / "layerskip"
     argv = sys.argv
     try:
@@ -170,7 +170,7 @@ def test_a_run_scored_again_by_exits(trained_run: Path, monkeypatch: pytest.Monk
 def test_a_drafter_without_its_target_is_refused(
     trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The drafter directory alone would draft for the untrained target: it is refused, and with `target` beside it it runs."""
+    """The drafter directory alone would draft for the untrained target: it is refused, and it runs with `target` next to it."""
     shutil.copytree(trained_run / "drafter", tmp_path / "alone" / "drafter")
     words = ["eval", f"run={tmp_path / 'alone' / 'drafter'}", "eval.baselines=[]", "eval.report=false", *SHORT, "tree.depth=3"]
     assert run_command(monkeypatch, *words) == 2
@@ -206,7 +206,7 @@ def test_transformers_leaves_at_the_drafters_exit(
 
 
 def test_other_drafters_have_no_exit_to_lend(tiny: Target, tmp_path: Path) -> None:
-    """Beside a drafter without an exit the baseline wants eval.exit_layer."""
+    """With a drafter that has no exit the baseline needs eval.exit_layer."""
     evaluation = make_evaluation(tmp_path, baselines=("early_exit",))
     with pytest.raises(UserError, match=r"early_exit needs eval\.exit_layer=N"):
         evaluation.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
@@ -219,7 +219,7 @@ def test_other_drafters_have_no_exit_to_lend(tiny: Target, tmp_path: Path) -> No
 def test_skipped_layers_are_searched_and_can_be_given(
     tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`eval drafter=layer_skip` drafts without the set that `search` finds on the calibration prompts, says so in the setting
+    """`eval drafter=layer_skip` drafts without the set that `search` finds on the calibration prompts, names it in the setting
     and on the screen, and given that set does not search and has the same rounds."""
     path = write_prompts(tmp_path)
     words = ["eval", "drafter=layer_skip", "target=tiny", "tree=chain", "tree.depth=3", "drafter.answer_tokens=8",
@@ -249,8 +249,8 @@ def test_skipped_layers_are_searched_and_can_be_given(
 @pytest.mark.sweep(1, free=("name",))
 @pytest.mark.parametrize("name", ["without layers 5 and 6", "exit 6"])
 def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name: str) -> None:
-    """The rounds are those of transformers' own model with the layers taken out, drafting behind the whole model's keys and
-    values, and of its whole self, verifying."""
+    """The rounds are those of transformers' own model: without the layers it drafts after the full model's keys and values, and
+    with all of them it verifies."""
     depth, skipped = 3, (5, 6) if name.startswith("without") else (6, 7)
     drafter: SelfDrafter = LayerSkipping(tiny, skipped) if name.startswith("without") else EarlyExit(tiny, 6)
     make_evaluation(tmp_path).score(Candidate(tiny, drafter, Chain(depth), Greedy(), SETTING), tmp_path / "eval" / "out")

@@ -55,7 +55,7 @@ def make_evaluation(folder: Path, **options: Any) -> Evaluation:
 
 
 def read_turns(folder: Path) -> list[tuple[list[int], int]]:
-    """Every turn's whole context and the key of its random draws, as the scoring saw them."""
+    """Return every turn's full context and the key of its random draws, as the scoring used them."""
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return [(line["prompt_tokens"], row) for row, line in enumerate(lines, 1)]
 
@@ -220,7 +220,8 @@ def test_a_fixed_exit_is_not_swept(tiny: Target, tmp_path: Path, family: Any) ->
 @pytest.mark.parametrize("sweep", ["exit", "prune"])
 @pytest.mark.parametrize("exits", [(8,), (1, 9)])
 def test_exits_that_are_none_are_refused(tiny: Target, tmp_path: Path, sweep: Any, exits: tuple[int, ...]) -> None:
-    """The last layer and what lies beyond are no exits, nor for pruning what drafting has run; the message names the first."""
+    """The last layer and later ones are no exits, and pruning needs a layer that drafting has not run; the message names the
+    first."""
     evaluation = make_evaluation(tmp_path, sweep=sweep, exits=exits)
     with pytest.raises(
         UserError, match=rf"eval\.exits=\[.* {exits[-1] if sweep == 'exit' else exits[0]} is no exit here; tiny has those from"
@@ -264,8 +265,8 @@ def node_layers(session: Session, prompt: list[int], row: int) -> tuple[Generati
 def count_alone(
     target: Target, folder: Path, rule: AcceptanceRule, drafter: Drafter, builder: TreeBuilder, pruning: Pruning
 ) -> tuple[list[Generation], float]:
-    """`alone`, and the share of node-layers that the layers themselves did not run, of all proposed nodes through all layers.
-    The drafter must draft in none of the target's layers, or propose all that it drafts."""
+    """Return `decode_alone`, and the share of node-layers that the layers themselves did not run, of all proposed nodes through
+    all layers. The drafter must draft in none of the target's layers, or propose all that it drafts."""
     session = Session(target, rule, drafter, builder, pruning=pruning)
     runs = [node_layers(session, prompt, row) for prompt, row in read_turns(folder)]
     every = target.num_layers * sum(sum(generation.node_counts) + sum(generation.pruned_counts) for generation, _ in runs)
@@ -306,8 +307,8 @@ def test_every_cell_of_prunings_is_decoded(
 @pytest.mark.sweep(1, free=("layer", "exit_layer"))
 @pytest.mark.parametrize("layer, exit_layer", [(5, 1), (1, 1), (3, 3), (4, 3)])
 def test_what_is_saved_where_the_target_drafts(tiny: Target, tmp_path: Path, layer: int, exit_layer: int) -> None:
-    """Behind an early exit, of which every drafted node is proposed, node_layers_saved is what the layers did not run; before
-    the exit there is nothing to save, and pruning there is refused."""
+    """With an early exit, of which every drafted node is proposed, node_layers_saved is what the layers did not run; before the
+    exit there is nothing to save, and pruning there is refused."""
     with pytest.raises(UserError, match=f"eval.prune_layer=1.*{exit_layer + 1} or more"):
         early = make_evaluation(tmp_path, prune_layer=1)
         early.score(Candidate(tiny, EarlyExit(tiny, exit_layer + 1), Chain(2), Greedy(), SETTING), tmp_path / "early")
@@ -324,8 +325,8 @@ def test_what_is_saved_where_the_target_drafts(tiny: Target, tmp_path: Path, lay
 def test_pruned_and_unpruned_rounds(
     tiny: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """eval.prune_layer puts the unpruned rounds beside the pruned ones: those of a score without it. From the same text, in an
-    answer's first round, pruning never keeps more tokens."""
+    """eval.prune_layer adds the unpruned rounds to the pruned ones: those of a score without it. From the same text, in an
+    answer's first round, pruning never accepts more tokens."""
     drafter, builder = EarlyExit(tiny, 6), Eagle2(3, 8, 3)
     plain = make_evaluation(tmp_path).score(Candidate(tiny, drafter, builder, rule, SETTING), tmp_path / "plain")
     capsys.readouterr()

@@ -41,7 +41,7 @@ PROBLEM = {
     ],
 )  # fmt: skip
 def test_the_last_number_counts(text: str, value: float | None) -> None:
-    """The number behind GSM8K's mark, else the last one, with signs, thousands and decimals; no part of a word."""
+    """The number after GSM8K's mark counts, else the last one, with signs, thousands and decimals; no part of a word counts."""
     number = last_number(text)
     assert (None if number is None else float(number)) == value
 
@@ -57,8 +57,8 @@ def test_what_a_row_says_is_right() -> None:
 
 
 def test_the_questions_that_ship_have_the_answers_of_their_sums() -> None:
-    """Every question of eval.prompts=arithmetic has one exact answer, which is the value of the sum beside it, and of which the
-    question does not tell."""
+    """Every question of eval.prompts=arithmetic has one exact answer, which is the value of its sum and does not stand in the
+    question."""
     rows = [
         json.loads(line) for line in (Path(spectrain.__file__).parent / "data" / "arithmetic.jsonl").read_text().splitlines()
     ]
@@ -136,7 +136,7 @@ def test_a_judge_that_is_missing_or_blind_is_refused(judge: Judge, monkeypatch: 
 @pytest.mark.parametrize("rule", [Greedy(), Rollback(9.0)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("quality", [False, True])
 def test_quality_is_shown_for_lossy_rules_or_on_request(tiny: Target, tmp_path: Path, rule: Any, quality: bool) -> None:
-    """Perplexity, agreement and score stand beside the speed; of a lossless rule only on demand, and nothing differs then."""
+    """Perplexity, agreement and score stand next to the speed; of a lossless rule only on request, and nothing differs then."""
     evaluation = Evaluation(
         prompts="arithmetic", limit=2, max_new_tokens=12, baselines=(), oracle=False, report=False, repeats=1, quality=quality
     )

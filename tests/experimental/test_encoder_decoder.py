@@ -66,7 +66,8 @@ def test_decoding_equals_generate(target: EncoderDecoderTarget, prompts: list[li
 def test_features_and_trees_equal_the_model(
     target: EncoderDecoderTarget, prompts: list[list[int]], outputs: list[list[int]]
 ) -> None:
-    """Logits of whole texts, packed or padded; then at all nodes of a tree with a wrong branch, before and after a commit."""
+    """Logits of full texts, packed or padded, are the model's; then at all nodes of a tree with a wrong branch, before and
+    after a commit."""
     texts = [prompt + output for prompt, output in zip(prompts, outputs)]
     with reference_model(target) as model:
         logits = [model(torch.tensor([text])).logits[0] for text in texts]

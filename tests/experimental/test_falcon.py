@@ -27,7 +27,7 @@ def cut_blocks(size: int, offset: int, length: int) -> Blocks:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_training_equals_decoding_along_the_true_path(shallow: Target, size: int) -> None:
-    """The features of a block that ends at the newest entry, from a forward over the text, say what drafting says."""
+    """The features of a block that ends at the newest entry, from a forward over the text, give the log q of drafting."""
     drafter, batch = make_drafter(shallow, size), random_batch(shallow, ("final",))
     assert batch.features is not None
     final, tokens, count = batch.features.at_layer("final"), batch.tokens.roll(-1, dims=1), 0

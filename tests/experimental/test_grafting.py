@@ -106,7 +106,7 @@ def test_grafts_are_those_of_plain_forwards(
 
 @torch.no_grad()
 def test_grafting_accepts_more_at_equal_nodes(target: Target, drafters: dict[str, Drafter]) -> None:
-    """The late exit of a random target says more than an untrained drafter."""
+    """The late exit of a random target predicts more than an untrained drafter."""
     plain, grafted = (
         Session(target, Greedy(), drafters["eagle3"], Eagle2(3, 8, 2), pruning=pruning).decode(PROMPTS, 30, ignore_eos=True)
         for pruning in (None, Grafting(LAYER, COUNT))

@@ -1,4 +1,4 @@
-"""Pipelines: the simulator by hand and beside real processes, and processes whose output is greedy."""
+"""Pipelines: the simulator by hand and against real processes, and processes whose output is greedy."""
 
 import time
 from statistics import mean

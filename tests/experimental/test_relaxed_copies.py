@@ -44,7 +44,7 @@ def accept_path(is_copied: list[bool], rule: RelaxedCopies) -> tuple[list[int], 
     ],
 )
 def test_likely_copies_are_accepted(copied: list[int], top_k: int, ratio: float, path: list[int]) -> None:
-    """Copies are forgiven by rank and share; drafted tokens never; the target's likeliest token follows."""
+    """Copies are accepted by rank and share, drafted tokens never; the target's most likely token follows."""
     rule = RelaxedCopies(top_k, ratio)
     assert accept_path([node in copied for node in range(5)], rule) == (path, int(LOGITS[0, path[-1]].argmax()))
     with pytest.raises(UserError, match="use drafter=respec"):

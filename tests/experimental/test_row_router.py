@@ -75,7 +75,7 @@ def test_a_drafter_reads_the_texts_that_come_to_it(shallow: Target, shallow_fold
 
 
 class Expert(Drafter):
-    """Knows what follows in some texts; elsewhere it says the same token always."""
+    """A drafter that has the continuations of some texts; elsewhere it always proposes the same token."""
 
     def __init__(self, texts: list[list[int]], vocab_size: int, seconds: float, now: list[float]) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ spilled: dict[str, int] = {}  # bytes of stack, of what has any
 
 
 class Utils:
-    """What of the CUDA driver a launch asks."""
+    """The part of the CUDA driver that a launch needs."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[object, int, int, int, int]:
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -126,7 +126,7 @@ def test_group_sizes_other_than_powers_of_two_fit_sm90(head_size: int, num_rows:
     ],
 )
 def test_row_kernels_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
-    """So do the row kernels of the fused loss, over a whole vocabulary; the target's products are read as they are."""
+    """So do the row kernels of the fused loss, over a full vocabulary; the target's products are read as they are."""
     types = {"product_ptr": "*bf16", "log_p_ptr": "*bf16" if raw else "*fp32", "row_weight_ptr": "*fp32", "loss_ptr": "*fp32"}
     types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(("log_z_ptr", "target_log_z_ptr"), "*fp32")
     types |= dict.fromkeys(("scale", "softcap", "target_scale", "target_softcap"), "fp32")

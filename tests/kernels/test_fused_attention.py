@@ -142,7 +142,7 @@ def test_flash_attention_is_called_where_available(
 def score_documents(
     q: Tensor, k: Tensor, starts: Tensor | None, scale: float | None, back: int | None, ahead: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Scores [H, T, T] of every document of queries [T, H, D] and keys [T, K, D], -inf where nothing is seen."""
+    """Yield scores [H, T, T] of every document of queries [T, H, D] and keys [T, K, D], -inf where nothing is visible."""
     ends = [0, len(q)] if starts is None else starts.tolist()
     for first, last in itertools.pairwise(ends):
         index = torch.arange(last - first)
@@ -211,7 +211,7 @@ DOCUMENTS: dict[str, Attending] = {
 
 @pytest.mark.parametrize("path", DOCUMENTS)
 def test_single_launch_equals_a_launch_per_document(path: str, request: pytest.FixtureRequest) -> None:
-    """Values and gradients, of grouped heads, by what a GPU is asked for and by what a CPU runs."""
+    """Values and gradients of grouped heads are equal, by what a GPU launches and by what a CPU runs."""
     torch.manual_seed(0)
     batch = 2 if path == "window" else 1
     parts = [torch.randn(batch, heads, 20, 8, requires_grad=True) for heads in (4, 2, 2)]

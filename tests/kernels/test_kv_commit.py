@@ -50,7 +50,7 @@ def make_round(
     spare: int = 3,
     features: tuple[int, int] | None = (3, 8),
 ) -> Round:
-    """Random trees behind ragged prefixes; every slot behind a row's tree holds NaN."""
+    """Make random trees after ragged prefixes; every slot after a row's tree holds NaN."""
     batch, num_steps, num_slots = len(lengths), max(1, *counts), max(lengths) + num_nodes + spare
     storage = torch.randn(2, 2, batch, num_slots, *shape).to(dtype)
     for row, length in enumerate(lengths):
@@ -100,7 +100,7 @@ def test_commit_equals_the_loop(num_nodes: int, counts: tuple[int, ...], dtype: 
 
 @pytest.mark.parametrize("counts", [(100, 100), (1, 100), (40, 0)])
 def test_any_share_of_a_chain_equals_the_loop(counts: tuple[int, ...], implementation: str) -> None:
-    """A whole tree of 100 nodes accepted, where nothing moves but the lengths, or a long part of it."""
+    """A full chain of 100 nodes is accepted, where nothing moves but the lengths, or a long part of it."""
     assert_agrees(make_round(100, counts, lengths=(0, 31), features=None))
 
 
@@ -140,14 +140,14 @@ def test_any_strides_equal_the_loop(implementation: str) -> None:
 
 
 def test_features_may_have_another_dtype(implementation: str) -> None:
-    """A cache in half precision beside features in full."""
+    """A cache in half precision goes with features in full precision."""
     case = make_round(dtype=torch.float16)
     assert case.hidden is not None and case.path_features is not None
     assert_agrees(case._replace(hidden=case.hidden.float() / 3, path_features=case.path_features.float()))
 
 
 def test_commits_follow_each_other(implementation: str) -> None:
-    """The lengths that one commit leaves are those of the next, whose nodes lie behind them."""
+    """The lengths that one commit leaves are those of the next, whose nodes come after them."""
     first = make_round(features=None, spare=30)
     assert_agrees(first)
     again = make_round(features=None)
@@ -165,7 +165,7 @@ def test_operator_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @loops
 def test_compiled_call_equals_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile takes it into one whole graph, and still it changes its arguments in place."""
+    """torch.compile takes the call into one full graph, and still it changes its arguments in place."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     assert_agrees(make_round(), torch.compile(kv_commit, fullgraph=True, backend="aot_eager"))
 

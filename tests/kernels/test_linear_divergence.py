@@ -1,4 +1,5 @@
-"""The fused output layer and divergence equal autograd over the whole matrix of logits, a chunk of which is all they hold."""
+"""The fused output layer and divergence equal autograd over the full matrix of logits, of which they hold one chunk at a
+time."""
 
 import math
 import os
@@ -97,7 +98,7 @@ def compute_fused(case: Case, name: str, **arguments: Any) -> DivergenceResult:
 
 
 def compute_unfused(case: Case, name: str) -> tuple[Tensor, Tensor]:
-    """The losses [R] from the whole matrix, and the target's most likely entries."""
+    """Return the losses [R] from the full matrix, and the target's most likely entries."""
     log_q = case.log_q()
     if name == "cross_entropy":
         return F.nll_loss(log_q, case.tokens, reduction="none"), case.tokens
@@ -153,7 +154,7 @@ def test_empty_input_has_zero_loss(name: str) -> None:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_per_row_arguments_reach_the_divergence(chunk: int) -> None:
-    """Draft-OPD's split loss, which asks each row's distance, equals the unfused one."""
+    """Draft-OPD's split loss, which reads each row's distance, equals the unfused one."""
     case, distance = Case(), torch.tensor([-1, 0, 2, -1, 5, 1, -1])
     result = linear_divergence(case.hidden, case.head, case.head_target(False), split_loss, per_row=(distance,), chunk=chunk)
     log_p = case.log_p(False)
@@ -190,7 +191,7 @@ def test_top_k_targets_equal_their_dense_distribution(chunk: int) -> None:
 
 
 def test_function_of_rows_is_a_valid_target() -> None:
-    """log p from anywhere, asked a chunk at a time, each row once; p = 0 adds nothing to forward KL."""
+    """A function may return log p, a chunk at a time and each row once; p = 0 adds nothing to forward KL."""
     case, computed_rows = Case(), []
     log_p = case.log_p(False)
     log_p[:, 2] = float("-inf")
@@ -221,7 +222,7 @@ def test_argmax_and_log_z_equal_the_unchunked_computation(chunk: int) -> None:
 @pytest.mark.parametrize("own_mass", [True, False])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_restricted_target_equals_the_selected_entries(chunk: int, own_mass: bool) -> None:
-    """In one chunk or in several: the likeliest token of all, log p of the entries, for whichever rows, and no gradient."""
+    """In one chunk or in several: the most likely token of all, log p of the entries for any rows, and no gradient."""
     case = Case(bias=True, softcap=2.0)
     best, log_p_at = restrict_target(case.final, case.target, case.ids, own_mass, chunk)
     assert torch.equal(best, full_logits(case.final, case.target).argmax(-1))
@@ -302,7 +303,7 @@ def test_retained_graph_allows_two_backward_passes(name: str) -> None:
 
 
 def test_second_derivative_is_refused() -> None:
-    """Gradients are found in the forward pass, so there is nothing to differentiate again, and this is said."""
+    """Gradients are computed in the forward pass, so there is nothing to differentiate again, and the error says so."""
     case = Case()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(compute_fused(case, "forward_kl").loss, case.hidden, create_graph=True)
@@ -349,8 +350,8 @@ def test_chunks_of_low_precision_add_up_in_float32() -> None:
 
 
 def test_fused_wide_sums_equal_separate_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU adds to float32 at once, here by a stand-in behind torch's own schema, is the sum of the products, rounded
-    less: gradients of chunks in bfloat16 are nearer to those of float32."""
+    """The sum that a GPU adds to float32 at once, here by a stand-in for torch's own schema, is the sum of the products,
+    rounded less: gradients of chunks in bfloat16 are nearer to those of float32."""
     library = torch.library.Library("aten", "IMPL")
     calls: list[str] = []
 
@@ -379,7 +380,7 @@ def test_fused_wide_sums_equal_separate_sums(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("version, takes", [("2.9.1+cu128", False), ("2.10.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True)])
 def test_old_torch_adds_in_a_separate_call(version: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.9, which we take too, refuses a total in float32 beside factors in half precision on a GPU: it gets a sum."""
+    """Torch 2.9, which we take too, refuses a total in float32 with factors in half precision on a GPU: it gets a sum."""
     monkeypatch.setattr(torch, "__version__", version)
     left, total = torch.zeros(4, 3, dtype=torch.bfloat16, device="meta"), torch.zeros(3, 5, device="meta")
     with OperationRecorder() as recorder:
@@ -406,7 +407,7 @@ class OperationRecorder(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [*NAMES, "top_k"])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(name: str) -> None:
-    """Forward and backward return nothing over chunk x V; the unfused loss, seen the same way, R x V."""
+    """Forward and backward return nothing over chunk x V; the unfused loss, recorded the same way, R x V."""
     rows, chunk = 40, 8  # with V = 11 no state or weight is as large
     case = Case(rows=rows, width=2, softcap=2.0)
     target_values = case.head_target(name in ACCEPTANCE_LOSSES)
@@ -502,7 +503,7 @@ def test_row_kl_kernel_normalises_target_logits(
 
 @pytest.mark.parametrize("rules", [(1.0, None), (1.3, 4.0)])
 def test_argmax_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
-    """The likeliest entry, of equal ones the first, and the log-sum-exp, in one sweep over several blocks."""
+    """One sweep over several blocks gives the most likely entry, of equal ones the first, and the log-sum-exp."""
     product = (2 * torch.randn(3, 1500)).half()
     product[1] = 0.5
     best, log_z = row_argmax(product, *rules)
@@ -514,7 +515,7 @@ def test_argmax_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
 
 @pytest.mark.parametrize("own_mass", [True, False])
 def test_target_products_in_pieces_are_equal(own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few entries kept, a CPU makes the products of a few rows at a time."""
+    """For a target restricted to few entries, a CPU makes the products of a few rows at a time."""
     case = Case(torch.float32, scale=0.7)
     results = []
     for products in (1, 3 * len(case.target.weight), 1 << 23):
@@ -583,7 +584,7 @@ def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "top_k"])
 def test_loss_with_the_kernel_equals_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole function with SPECTRAIN_KERNELS=triton, which runs the kernel, = without, which does not."""
+    """The function gives the same with SPECTRAIN_KERNELS=triton, which runs the kernel, and without, which does not."""
     case = Case(dtype, bias=True, softcap=3.0)
     top = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
     results = []
@@ -638,7 +639,7 @@ def test_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: tor
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of tensors that are alive at one time, beside those that were there before."""
+    """Tracks the most bytes of tensors that are alive at one time, without those that were there before."""
 
     def __init__(self, *before: Tensor) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ def assert_agrees(inputs: Inputs, window: int | None = None, softcap: float | No
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("num_nodes", [1, 2, 9])
 def test_single_row_equals_the_loop(prefix: int, group: int, num_nodes: int) -> None:
-    """Each node sees the whole prefix and its own ancestors, for every ratio of query to key-value heads."""
+    """Each node sees the full prefix and its own ancestors, for every ratio of query to key-value heads."""
     assert_agrees(make_case([prefix], num_nodes, num_nodes, group))
 
 
@@ -88,7 +88,7 @@ def test_ragged_rows_windows_softcaps_and_stages_equal_the_loop(
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("num_nodes", [1, 5])
 def test_invisible_slots_do_not_leak(num_nodes: int, window: int | None, softcap: float | None) -> None:
-    """The slots of a short row behind its own nodes hold leftovers: even huge ones change nothing."""
+    """The slots of a short row after its own nodes hold leftovers: even huge ones change nothing."""
     inputs = make_case([3, 0, 12], num_nodes, num_nodes, group=2)
     for row, length in enumerate([3, 0, 12]):
         inputs[1][row, :, length + num_nodes :] = 1e30

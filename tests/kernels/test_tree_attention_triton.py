@@ -257,7 +257,7 @@ def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_row_in_a_batch_equals_the_row_alone(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same number of splits, a row's output is bit for bit the same whatever rows are beside it."""
+    """With the same number of splits, a row's output is bit for bit the same whatever other rows there are."""
     (query, _, _, visibility), keys, values = inputs_of(Case(prefix=130, ragged=True))
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
     together = tree_attention(query, keys, values, visibility, 0.2)
@@ -281,7 +281,7 @@ def test_number_of_splits_minimises_the_time() -> None:
 @pytest.mark.parametrize("batch", range(1, 13))
 @pytest.mark.parametrize("nodes", [1, 16, 64])
 def test_splits_fill_the_last_wave(nodes: int, batch: int) -> None:
-    """Behind a long prefix nine programs of ten slots run in every wave, whatever the batch; behind 1,024 tokens one node has
+    """After a long prefix nine programs of ten slots run in every wave, whatever the batch; after 1,024 tokens one node has
     a program for all but a few multiprocessors."""
     rows = 4 * nodes  # four query heads to each of eight key-value heads
     config = choose_tiles(rows, 128, torch.float16)
@@ -301,7 +301,7 @@ def test_blocks_of_nodes_lie_within_a_word() -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 7, 63, 64, 65, 200])
 def test_packed_words_equal_the_mask(num_nodes: int) -> None:
-    """For a whole tree they are TokenTree's words; bit j of word w says whether node 64 w + j is seen; built once."""
+    """For a full tree they are TokenTree's words; bit j of word w says whether node 64 w + j is visible; built once."""
     tree = TokenTree.from_parents(torch.zeros(2, num_nodes, dtype=torch.int64), parents_of("random", 2, num_nodes))
     visibility = Visibility(torch.tensor([3, 4]), 4, tree.ancestors, tree.depths, None)
     words = visibility.packed_words()
@@ -340,7 +340,7 @@ def test_operator_passes_opcheck(splits: int, window: int | None, large_blocks: 
 
 
 def test_compiled_call_equals_eager(large_blocks: None) -> None:
-    """torch.compile takes a function with the call in it as one whole graph, which gives the same."""
+    """torch.compile takes a function with the call in it as one full graph, which gives the same."""
     (query, _, _, visibility), keys, values = inputs_of(Case())
     visibility.packed_words()
 
@@ -397,7 +397,7 @@ assert torch.equal(tree_attention(q, k, v, seen, 0.3), tree_attention_reference(
 
 
 class Forked(Drafter):
-    """Proposes the two tokens that come next as it was told, each with a wrong sibling."""
+    """Proposes the two tokens that come next in given texts, each with a wrong sibling."""
 
     def __init__(self, texts: list[list[int]]) -> None:
         super().__init__()

@@ -92,7 +92,8 @@ def assert_same(actual: Verdict, expected: Verdict) -> None:
 
 
 def assert_walks(actual: Verdict, tree: TokenTree, choice: Tensor, height: int) -> None:
-    """The verdict is what acceptance.walk says of the same choices, its path padded to the tree's height."""
+    """Check that the verdict is that of tests.decoding.walking.walk for the same choices, its path padded to the tree's
+    height."""
     expected = walk(tree, choice)
     path = expected.path[:, torch.arange(height + 1).clamp(max=expected.path.shape[1] - 1)]
     assert_same(actual, Verdict(path, expected.counts, expected.bonus))
@@ -125,7 +126,7 @@ def draw_choices(logits: Tensor, draws: SamplingSpec) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_nodes", SIZES)
 def test_greedy_reference_equals_walk(num_nodes: int, shape: str) -> None:
-    """The reference keeps what acceptance.walk keeps by the argmax, twins and padding included."""
+    """The reference accepts what `walk` accepts by the argmax, twins and padding included."""
     logits = logits_of(5, num_nodes, 37)
     tree, nodes = make_agreeing_trees(shape, num_nodes, logits.argmax(-1), batch=5)
     assert_walks(tree_greedy_reference(nodes, logits), tree, logits.argmax(-1), nodes.height)
@@ -134,7 +135,7 @@ def test_greedy_reference_equals_walk(num_nodes: int, shape: str) -> None:
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("num_nodes, shape", [(1, "chain"), (5, "star"), (16, "random"), (40, "padded"), (9, "chain")])
 def test_match_reference_equals_walk(num_nodes: int, shape: str, cut: tuple[float, int, float]) -> None:
-    """The reference keeps what acceptance.walk keeps by draws made node by node."""
+    """The reference accepts what `walk` accepts by draws made node by node."""
     logits, draws = torch.randn(4, num_nodes, 37), draws_of(4, num_nodes, SAMPLE, cut)
     choice = draw_choices(logits, draws)
     tree, nodes = make_agreeing_trees(shape, num_nodes, choice, batch=4)
@@ -180,7 +181,7 @@ def match_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], dtyp
 def test_match_kernel_equals_reference(
     num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype, use_interpreter: None
 ) -> None:
-    """Kernel = reference, with top-k and top-p and without, in every dtype; and more than the root is kept."""
+    """Kernel = reference, with top-k and top-p and without, in every dtype; and more than the root is accepted."""
     assert match_agrees(num_nodes, shape, cut, dtype).counts.max() > (num_nodes > 1)
 
 
@@ -208,7 +209,7 @@ def test_equal_scores_choose_the_first_token(use_interpreter: None) -> None:
 
 @triton.jit
 def _cut_kernel(logits_ptr, allowed_ptr, num_tokens, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which tokens of one row are kept."""
+    """Write which tokens of one row the cut allows."""
     logits_ptr += tl.program_id(0) * num_tokens
     _, cut = sampling_cuts.find_cut(logits_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
     for start in range(0, num_tokens, BLOCK):
@@ -224,7 +225,7 @@ def _cut_kernel(logits_ptr, allowed_ptr, num_tokens, temperature, top_k, top_p, 
     "top_k, top_p", [(1, 1.0), (5, 1.0), (40, 1.0), (0, 0.05), (0, 0.5), (0, 0.95), (20, 0.7), (90, 0.999)]
 )
 def test_bisection_cuts_like_sorting(top_k: int, top_p: float, dtype: torch.dtype) -> None:
-    """Kernel and reference keep the same tokens; where the last ones tie, all of them."""
+    """Kernel and reference allow the same tokens; where the last ones tie, all of them."""
     temperature, num_tokens = 0.8, 93
     distinct = torch.stack([torch.randperm(num_tokens) * 0.05 - 2.5 for _ in range(3)])
     few = torch.randn(1, num_tokens).masked_fill(torch.arange(num_tokens) > 12, float("-inf"))
@@ -242,7 +243,7 @@ def _candidate_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, allowed_ptr, enough_ptr, top_ptr, mass_ptr, count_ptr, candidates_ptr, num_tokens, num_parts,
     temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Which tokens of one row are kept, and whether its candidates were enough to tell."""
+    """Write which tokens of one row the cut allows, and whether its candidates were enough to tell."""
     row = tl.program_id(0)
     logits_ptr += row * num_tokens
     _, cut, enough = sampling_cuts.cut_from_candidates(

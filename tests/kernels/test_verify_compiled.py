@@ -99,7 +99,7 @@ def test_choose_kernel_fits_sm90(dtype: torch.dtype, noise: bool) -> None:
 @pytest.mark.parametrize("kernel", ["parts_kernel", "candidates_kernel"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_candidate_kernels_fit_sm90(dtype: torch.dtype, kernel: str) -> None:
-    """Nor do the two launches that find what may be kept."""
+    """Nor do the two launches that find the candidates."""
     constants = {"SHIFT": EMPTY_BITS[dtype], "BLOCK_S": 128, "CANDIDATES": MAX_CANDIDATES}
     assert_nothing_spills(make_request(kernel, dtype, PART_TILES, constants if kernel == "candidates_kernel" else {}))
 

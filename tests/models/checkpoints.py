@@ -1,4 +1,4 @@
-"""Small checkpoints whose weights are kept in few bits, in the layouts that people publish."""
+"""Small checkpoints whose weights are stored in few bits, in the layouts that people publish."""
 
 import json
 from pathlib import Path
@@ -95,7 +95,7 @@ NAMES = {
 
 
 def save_gguf_file(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A Llama as llama.cpp keeps it, in blocks of 32 integers (Q8_0); its file, and what the weights come to."""
+    """Save a Llama as llama.cpp stores it, in blocks of 32 integers (Q8_0); return its file and the dequantized weights."""
     weights, path = save_unquantized(folder / "whole"), folder / "small-q8_0.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {

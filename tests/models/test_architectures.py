@@ -29,8 +29,11 @@ from spectrain.trees.token_tree import TokenTree
 
 from .architectures import VOCAB, auto_class, names, save_small
 
-STATES_AFTER = ("mamba", "mamba2", "falcon_mamba")  # whose hidden states are told after each layer, not before it
-STEPS_APART = ("nemotron_h", "zamba2")  # which in transformers too says up to 5 % otherwise when a text is read token by token
+STATES_AFTER = ("mamba", "mamba2", "falcon_mamba")  # whose hidden states come after each layer, not before it
+STEPS_APART = (
+    "nemotron_h",
+    "zamba2",
+)  # whose logits in transformers too differ by up to 5 % when a text is read token by token
 IDENTICAL, ERROR = "identical", "error"
 NEW_TOKENS = 24
 
@@ -72,7 +75,7 @@ def stepped_after(plain: Any, sequences: list[list[int]], read: int) -> Tensor:
 
 @torch.no_grad()
 def logits_after(plain: Any, sequences: list[list[int]]) -> Tensor:
-    """What the unmodified model says follows each sequence, [S, V]; sequences of a length are run together."""
+    """Return the unmodified model's logits after each sequence, [S, V]; sequences of a length are run together."""
     results: list[Tensor] = [torch.empty(0)] * len(sequences)
     for length in {len(sequence) for sequence in sequences}:
         rows = [row for row, sequence in enumerate(sequences) if len(sequence) == length]
@@ -129,7 +132,7 @@ class Trial:
         return max(gaps)
 
     def expected_logits(self, sequences: list[list[int]], lengths: list[int]) -> Tensor:
-        """What follows each of the sequences, as many of them for each of the prompts of these lengths."""
+        """Return the logits after each of the sequences, of which each prompt of these lengths has equally many."""
         if self.target.config.model_type not in STEPS_APART:
             return logits_after(self.plain, sequences)
         each = len(sequences) // len(lengths)
@@ -145,7 +148,7 @@ class Trial:
         return self.count_differences(Session(self.target, Greedy(), drafter, Eagle2(3, 8)))
 
     def count_differences(self, session: Session) -> float:
-        """How many of two prompts are continued otherwise than by `generate`."""
+        """Count how many of two prompts are continued otherwise than by `generate`."""
         prompts = [(random_tokens(1, length)[0].tolist() * 2) for length in (9, 6)]
         generations = session.decode(prompts, NEW_TOKENS)
         expected = [generate(self.plain, prompt, NEW_TOKENS, self.target.stop_ids) for prompt in prompts]
@@ -168,7 +171,7 @@ CHECKS: dict[str, Callable[[Trial], float]] = {
 
 
 def run_check(act: Callable[[], float]) -> str:
-    """identical, wrong by so much, the sentence that refuses it, or where it broke."""
+    """Return `identical`, the size of the error, the sentence that refuses it, or where it broke."""
     torch.manual_seed(0)
     try:
         gap = act()
@@ -181,7 +184,7 @@ def run_check(act: Callable[[], float]) -> str:
 
 
 def outcomes(name: str, folder: Path) -> dict[str, str]:
-    """What becomes of each check; where loading ends, of loading."""
+    """Return the result of each check, or that of loading where loading ends it."""
     save_model(name, folder)
     trials: list[Trial] = []
     loaded = run_check(lambda: trials.append(Trial(name, folder)) or 0.0)
@@ -206,7 +209,7 @@ def row(name: str, results: dict[str, str]) -> str:
     "name", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.slow) for name in names()]
 )  # fmt: skip
 def test_a_target_decodes_as_transformers_does_or_is_refused(name: str, tmp_path: Path) -> None:
-    """Nothing is wrong in silence, nothing ends in a traceback, and the page says what was found."""
+    """Nothing is wrong in silence, nothing ends in a traceback, and the page has these results."""
     results = outcomes(name, tmp_path)
     assert all(result == IDENTICAL or result.startswith("refused: ") for result in results.values()), results
     if f"transformers {transformers.__version__}" in PAGE.read_text():

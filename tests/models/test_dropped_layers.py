@@ -1,4 +1,4 @@
-"""Layers that sequences drop equal x + M f(x) on the unmodified model, and cost only what the kept rows cost."""
+"""Layers that sequences drop equal x + M f(x) on the unmodified model, and cost only what the remaining rows cost."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,7 +99,7 @@ def test_dropped_rows_equal_a_masked_model(models: tuple[Target, Any], dropped: 
 
 
 def test_dropping_layers_equals_a_loop_over_the_layers(models: tuple[Target, Any]) -> None:
-    """Row by row, the layers that the row keeps, one after another, and no other."""
+    """Each row equals a loop over the layers that it does not drop."""
     target, _ = models
     tokens = random_tokens(ROWS, 9)
     actual = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=MIXED)))
@@ -207,7 +207,7 @@ def test_dropping_layers_leaves_the_model_unchanged(models: tuple[Target, Any]) 
 
 
 def test_final_norm_of_any_layer_equals_the_models(models: tuple[Target, Any]) -> None:
-    """`normed` is the model's own norm layer on the states, with its gradient, and runs no layer."""
+    """`apply_final_norm` is the model's own norm layer on the states, with its gradient, and runs no layer."""
     target, reference = models
     hidden = torch.randn(2, 5, 32, dtype=target.dtype)
     norm = reference.model.final_layernorm if target.name == "phi" else reference.model.norm

@@ -68,7 +68,7 @@ SMALL: dict[str, dict[str, Any]] = {
 def case(
     request: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Target, list[list[int]], list[list[int]]]]:
-    """A target, two prompts, and what `generate` says to them."""
+    """Yield a target, two prompts, and the outputs of `generate`."""
     folder = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(architectures.SMALL, "vocab_size", WORDS)

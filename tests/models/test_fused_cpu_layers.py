@@ -60,7 +60,7 @@ def target(request: pytest.FixtureRequest, tiny: Target) -> Target:
 
 @torch.inference_mode()
 def prompt_and_tree(target: Target) -> list[Tensor]:
-    """What two padded prompts and a tree behind each give: states of every layer, and logits."""
+    """Run two padded prompts and a tree after each; return states of every layer, and logits."""
     prompts, lengths = torch.randint(3, 64, (2, 9)), torch.tensor([9, 6])
     cache = target.new_cache(2, 64)
     layers = (0, 1, 3, "final")
@@ -73,7 +73,7 @@ def prompt_and_tree(target: Target) -> list[Tensor]:
 
 @torch.inference_mode()
 def single_trees(target: Target) -> list[Tensor]:
-    """What a token and two levels of a tree behind one prompt give: states of every layer, and logits."""
+    """Run a token and two levels of a tree after one prompt; return states of every layer, and logits."""
     cache, outputs = target.new_cache(1, 64), []
     target.prefill(torch.randint(3, 64, (1, 9)), torch.tensor([9]), cache, ())
     for parents in ([-1], [-1, 0, 0, 1, 2], list(range(-1, 20))):
@@ -156,7 +156,7 @@ def test_compiled_decoder_is_made_anew_after_changes(target: Target) -> None:
 
 
 def test_layers_with_hooks_or_overrides_are_not_fused(target: Target) -> None:
-    """A layer runs by itself where a hook listens inside, where something runs in its place or a part's, and unpacked."""
+    """A layer runs by itself where a hook listens inside, where it or a part of it is overridden, and when unpacked."""
     every = list(target.layers)
     assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every
     first = every[0]
@@ -175,7 +175,7 @@ def test_layers_with_hooks_or_overrides_are_not_fused(target: Target) -> None:
 
 
 def test_layers_of_other_classes_are_not_fused(tiny: Target) -> None:
-    """Nothing is guessed of classes that are not known, however alike they look."""
+    """Layers of unlisted classes are not fused, however alike they look."""
     model = AutoModelForCausalLM.from_config(hf.GemmaConfig(**SIZE, head_dim=8), attn_implementation="spectrain").eval()
     target = Target(model, tiny.tokenizer, "gemma", "")
     target.pack_weights()

@@ -40,7 +40,7 @@ def record_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def check_equal(head: Target, full: Target) -> None:
-    """Embedding, output layer and final norm compute the same, and the shapes of the layers are known."""
+    """Check that embedding, output layer and final norm compute the same, and that the shapes of the layers are equal."""
     tokens, states = torch.arange(20)[None], torch.randn(1, 5, full.width, dtype=full.dtype)
     assert torch.equal(head.head.embed(tokens), full.head.embed(tokens))
     assert torch.equal(head.head.logits(states), full.head.logits(states))

@@ -77,7 +77,7 @@ def test_only_the_answer_carries_loss(target: Target, pictures: tuple[str, str])
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_features_over_images_equal_the_models(target: Target, pictures: tuple[str, str], packed: bool) -> None:
-    """Padded or packed beside each other, every text has the features that the model of text and images gives it alone."""
+    """Padded or packed together, every text has the features that the model of text and images gives it alone."""
     examples = make_examples(target, pictures)
     layers = (*range(1, target.num_layers), "final")
     batch = LiveSource().make_batch(BatchRequest(examples, target, layers, packed))
@@ -116,7 +116,8 @@ OTHERS = ("gemma3", "gemma4", "glm4v", "internvl", "llama4", "llava", "llava_nex
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_vision_towers_decode_as_generate(name: str, pictures: tuple[str, str], tmp_path: Path) -> None:
-    """Pictures of one size, tiles, patches with places; tokens of an image that see each other, in all layers or in some."""
+    """Towers take pictures of one size, tiles, or patches with positions; tokens of an image see each other in all layers, in
+    some or in none."""
     target = seeing_target(name, tmp_path)
     for packed in (False, True):
         test_features_over_images_equal_the_models(target, pictures, packed)
@@ -130,7 +131,7 @@ AHEAD = {"gemma3": {"full_attention", "sliding_attention"}, "gemma4": {"sliding_
 
 
 def test_bidirectional_image_masks_follow_requested_masks() -> None:
-    """Two tokens that see each other, told by a model's mask; a causal mask tells nothing."""
+    """Two tokens see each other where a model's mask says so; a causal mask adds nothing."""
     positions = torch.arange(5)
 
     def image(batch: torch.Tensor, head: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
@@ -147,7 +148,7 @@ def test_bidirectional_image_masks_follow_requested_masks() -> None:
 
 
 def test_another_image_changes_the_output(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
-    """The tokens are the same and the answer is not; nor is the key by which features are kept."""
+    """The tokens are the same and the answer is not; nor is the key by which features are stored."""
     texts = [
         tokenize_prompt(target.template, asked("What?", path), target.vision) for path in (pictures[0], picture(tmp_path, 3))
     ]
@@ -187,7 +188,7 @@ def test_stored_features_are_the_live_ones(target: Target, pictures: tuple[str, 
 
 
 def test_conversations_with_images_are_read_from_a_file(pictures: tuple[str, str], tmp_path: Path) -> None:
-    """Paths stand in the parts, or beside the messages in their order, as seen from the file."""
+    """Paths stand in the parts, or next to the messages in their order, relative to the file."""
     name = Path(pictures[0]).name
     (tmp_path / name).write_bytes(Path(pictures[0]).read_bytes())
     answer = {"role": "assistant", "content": [{"type": "text", "text": "Yes"}]}
@@ -256,7 +257,7 @@ def test_images_with_other_logits_than_transformers_are_refused(target: Target, 
 
 
 def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
-    """What an engine loads is the whole model; the ends that drafters take are those of its text decoder."""
+    """An engine loads the full model; the ends that drafters take are those of its text decoder."""
     files = TargetFiles(target.path)
     assert files.full_config.architectures == [type(target.model).__name__] and files.engine_path == target.path
     assert files.build_meta_target().num_layers == target.num_layers

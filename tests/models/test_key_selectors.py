@@ -25,7 +25,7 @@ GROUP = 2
 
 
 def make_input(num_queries: int) -> SelectionInput:
-    """Random keys of two texts, and what their newest tokens ask."""
+    """Return random keys of two texts and queries of their newest tokens."""
     queries = torch.randn(2, KEYS, GROUP, num_queries, 8)
     return SelectionInput(torch.randn(2, int(LENGTHS.max()), KEYS, 8), LENGTHS, queries)
 
@@ -109,7 +109,7 @@ def test_signs_stand_for_keys() -> None:
 
 
 def test_heads_share_a_threshold() -> None:
-    """One head attends to a single token and the other to all alike: of four tokens for the two, beside the observed ones, the
+    """One head attends to a single token and the other to all alike: of four tokens for the two, besides the observed ones, the
     first takes one and the second the rest, whose other slots are hidden."""
     keys = torch.zeros(1, 8, 2, 1)
     keys[0, 0, 0] = 9.0

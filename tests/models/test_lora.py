@@ -27,7 +27,7 @@ def load_target(packed: bool = False) -> Target:
 
 @torch.no_grad()
 def fill_adapters(parameters: list[torch.nn.Parameter]) -> None:
-    """Adapters that change what the target says."""
+    """Fill adapters so that they change the target's logits."""
     for parameter in parameters:
         parameter.normal_(std=0.05)
 
@@ -90,7 +90,7 @@ def test_a_merged_target_equals_the_adapted_target(packed: bool, alpha: float) -
 
 
 def test_merged_target_is_saved_and_loads_as_an_ordinary_model(tmp_path: Path) -> None:
-    """What load_hf reads from a saved merged target says the same."""
+    """A saved merged target that load_hf reads has the same outputs."""
     adapted = load_target()
     fill_adapters(inject_lora(adapted, rank=4, alpha=8.0))
     merge_lora(adapted)

@@ -1,4 +1,4 @@
-"""Layers that attend by themselves: what they are told by masks is what a text alone would tell them."""
+"""Layers that attend by themselves: the masks that they get make every text the same as alone."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.models.architectures import VOCAB, WINDOW, save_small
 
 @pytest.fixture(scope="module", params=["mpt", "gpt_neo"])
 def target(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """One with biases by place, one with windows in masks of its own."""
+    """Load a target with biases by position, or one with windows in masks of its own."""
     return load_target(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -35,7 +35,7 @@ def random_tokens(*shape: int) -> torch.Tensor:
 
 
 def test_masked_architectures_are_detected(target: Target) -> None:
-    """Biases are found by what layers are called with, windows in the masks that they keep."""
+    """Biases are detected in the layers' arguments, windows in the masks that layers store."""
     own, windows = target.architecture, [attention.range.window for attention in target.architecture.attention_layers.values()]
     assert isinstance(own, Masked) and target.config._attn_implementation == MASKED
     assert own.bias_arguments == (("position_bias",) if target.name == "mpt" else ())
@@ -65,7 +65,7 @@ def test_trees_without_a_cache(target: Target, packed: bool) -> None:
 
 
 def test_a_split_forward_equals_a_full_forward(target: Target) -> None:
-    """What enters the third layer of a cached tree, then run from there, is what the whole run gives."""
+    """A forward that starts from the inputs of the third layer of a cached tree gives what the full forward gives."""
     prompt, tree = random_tokens(2, 12), TokenTree.from_parents(random_tokens(2, 5), torch.tensor([[-1, 0, 0, 1, 2]] * 2))
     outputs = []
     for split in (False, True):
@@ -95,7 +95,7 @@ def test_the_reference_model_has_no_masks_of_ours(target: Target) -> None:
 
 
 def test_biases_follow_positions() -> None:
-    """Of a bias that is a key's slot, what is left is its position, for all texts or for each."""
+    """A bias that equals a key's slot becomes the key's position, for all texts or for each."""
     positions, slots = torch.tensor([[0, 1, 2, 2], [0, 1, 1, 2]]), torch.arange(4.0)
     visibility = MaskVisibility(lambda window: torch.ones(1, 1, 1, 4), positions, 3)
     each = visibility.gather_bias((slots * torch.ones(6, 1, 1)).view(6, 1, 4))

@@ -49,7 +49,7 @@ def llama(tiny: Target) -> Target:
 
 @torch.inference_mode()
 def compute_logits(target: Target) -> Tensor:
-    """After two padded prompts, and at the nodes of a tree behind each."""
+    """Return the logits after two padded prompts, and at the nodes of a tree after each."""
     torch.manual_seed(1)
     prompts, lengths = torch.randint(3, 64, (2, 9)), torch.tensor([9, 6])
     cache = target.new_cache(2, 64)
@@ -61,7 +61,7 @@ def compute_logits(target: Target) -> Tensor:
 
 
 def list_merged(target: Target) -> set[str]:
-    """The names of the linears that are, with those beside them, one product now."""
+    """Return the names of the linears that share one product with their neighbours."""
     linears = {name: part for name, part in target.model.named_modules() if is_merged(part)}
     return {name.split(".")[-1] for name, part in linears.items() if part.merged_weights.are_adjacent()}  # type: ignore[union-attr]
 

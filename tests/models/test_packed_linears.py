@@ -100,7 +100,7 @@ def step_optimizer(linear: nn.Linear) -> None:
 @needs_onednn
 @pytest.mark.parametrize("change", [add_to_weight, fill_a_row, load_weight, replace_weight, merge_adapter, step_optimizer])
 def test_packed_follows_a_weight_change(change: Callable[[nn.Linear], None]) -> None:
-    """After the weight was written to in place, loaded, replaced, merged and packed anew, or trained, the copy is new."""
+    """After the weight was written in place, loaded, replaced, merged and packed again, or trained, the copy is new."""
     linear, input = pack_linear(nn.Linear(8, 6)), torch.randn(5, 8)
     with torch.no_grad():
         before = linear(input)

@@ -47,7 +47,7 @@ def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
 
 
 class Case:
-    """Two equal caches behind one ragged batch of prompts: one for the tree in parts, one for the tree at once."""
+    """Two equal caches after one ragged batch of prompts: one for the tree in parts, one for the tree at once."""
 
     def __init__(self, target: Target, lengths: list[int], layers: tuple[Layer, ...] = EVERY) -> None:
         self.target, self.batch, self.layers = target, len(lengths), layers
@@ -103,7 +103,7 @@ def paths_of(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
 
 
 def run_shuffled_part(partial: PartialForward, tree: TokenTree, random: Random) -> tuple[TokenTree, list[NodeLevel]]:
-    """Run a part of the tree, shuffled among nodes that it does not hold; all that was given, and what was seen."""
+    """Run a part of the tree, shuffled among nodes that it does not hold; return all nodes that ran, and their levels."""
     batch, root = len(tree.tokens), tree.tokens[:, 0]
     levels = [partial.run_root(root)]
     nodes: list[list[int | None]] = [[0] for _ in range(batch)]  # which node of the tree each given one is
@@ -133,7 +133,7 @@ def run_shuffled_part(partial: PartialForward, tree: TokenTree, random: Random) 
 
 
 def assert_verified(case: Case, partial: PartialForward, tree: TokenTree, random: Random) -> None:
-    """Finishing a tree and verifying it agree at every real node, and so does the next tree behind the path that is kept."""
+    """Finishing a tree and verifying it agree at every real node, and so does the next tree after the accepted path."""
     actual, expected = partial.run_tree(tree), case.target.verify(tree, case.reference_cache, case.layers)
     assert actual.layers == case.layers and actual.hidden.shape == expected.hidden.shape
     assert actual.logits is not None and expected.logits is not None and expected.logits.std() > 0.1
@@ -284,7 +284,7 @@ def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: 
 
 
 def test_layers_that_attend_twice_align_their_cache(tmp_path: Path, tiny: Target) -> None:
-    """LongCat's layers have two attentions each: what the first two layers ran in another order stays theirs."""
+    """LongCat's layers have two attentions each: each gets back what the first two layers ran in another order."""
     save_small("longcat_flash", tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
     target = load_hf(str(tmp_path), "longcat", device="cpu")

@@ -69,7 +69,7 @@ def test_quantized_decoding_equals_generate_or_names_the_missing_package(way: An
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("save", [save_fp8, save_mxfp4, save_compressed])
 def test_quantized_checkpoints_decode_as_generate(save: Callable[[Path], None], dtype: str, tmp_path: Path) -> None:
-    """What is dequantised as it is loaded has the type that was asked for, and decodes as the model that transformers loads."""
+    """Weights that are dequantised on loading have the requested type, and decode as the model that transformers loads."""
     save(tmp_path)
     if save is save_compressed and not find_spec("compressed_tensors"):
         with pytest.raises(UserError, match="pip install compressed-tensors"):
@@ -98,7 +98,7 @@ def test_a_gguf_file_loads_as_a_target(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("way", [way for way in QUANTIZERS if has_package(way)])
 def test_adapters_merge_into_dequantized_weights(way: Any, small: Path) -> None:
-    """The trained target says what it said with its adapters, and is an ordinary model again."""
+    """The merged target has the outputs that it had with its adapters, and is an ordinary model again."""
     target = load_hf(str(small), device="cpu", dtype="float32", quantization=way)
     training = TargetTraining("lora", 2, 4.0)
     training.start_training(target)

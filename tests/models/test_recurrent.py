@@ -78,7 +78,7 @@ def run_along(target: Target, policy: PathPolicy) -> Iterator[None]:
 
 @contextmanager
 def record_runs(target: Target) -> Iterator[list[str]]:
-    """What runs meanwhile of the first layer's module that keeps a state: in, out, and what lies between."""
+    """Record what runs of the first layer's recurrent module: in, out, and what lies between."""
     assert isinstance(target.architecture, Recurrent)
     stateful, ran = target.architecture.recurrent_modules[0], list[str]()
     assert stateful.output_linear is not None and len(stateful.input_linears) == 2
@@ -101,14 +101,14 @@ PARENTS = ([-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 3], [-1, 0, 0, 0, 2, 2])
 
 
 def test_recurrent_modules_allow_several_tokens_from_a_state(target: Target) -> None:
-    """What loading found: several tokens behind a state are what they are one after another."""
+    """Loading detects that several tokens after a state equal the same tokens one after another."""
     assert isinstance(target.architecture, Recurrent) and target.architecture.path_policy == "where cheaper"
 
 
 @pytest.mark.parametrize("parents", PARENTS)
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
 def test_running_along_paths_equals_level_by_level(target: Target, lengths: list[int], parents: list[int]) -> None:
-    """Two rounds, of which each row keeps another number of nodes, one of them all where the tree is a chain."""
+    """In each of two rounds every row accepts another number of nodes, one of them all where the tree is a chain."""
     batch, prompts = len(lengths), random_tokens(len(lengths), 9)
     trees = [TokenTree.from_parents(random_tokens(batch, 6), torch.tensor(parents).expand(batch, -1)) for _ in range(2)]
     trees.append(TokenTree.from_chain(random_tokens(batch, 1)))

@@ -106,7 +106,7 @@ def random_tokens(*shape: int) -> Tensor:
 
 @torch.no_grad()
 def logits_after(reference: Any, sequences: list[list[int]]) -> Tensor:
-    """What the unmodified model says follows each sequence, [S, V]."""
+    """Return the unmodified model's logits after each sequence, [S, V]."""
     longest = max(len(sequence) for sequence in sequences)
     batch = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
     logits: Tensor = reference(batch, use_cache=False).logits
@@ -126,7 +126,7 @@ def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
 
 
 def random_paths(tree: TokenTree) -> tuple[Tensor, Tensor]:
-    """For every row a path that starts at the root, padded, and how much of it is kept; the last row keeps nothing."""
+    """Return for every row a padded path from the root, and how much of it is accepted; the last row accepts nothing."""
     batch, num_nodes = tree.tokens.shape
     paths = torch.zeros(batch, num_nodes, dtype=torch.int64)
     counts = torch.zeros(batch, dtype=torch.int64)

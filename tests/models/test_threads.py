@@ -1,4 +1,4 @@
-"""The number of threads: the fastest count is chosen, kept against noise, and chosen again when times change."""
+"""The number of threads: the fastest count is chosen, stays in spite of noise, and is chosen again when times change."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class FixedSize(Processor):
 
 
 class Patches(FixedSize):
-    """As Gemma 4's: patches with their places, a token for four of them."""
+    """As Gemma 4's: patches with their positions, a token for four of them."""
 
     def process_images(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
         words, inputs = super().process_images(images)
@@ -106,7 +106,7 @@ class Patches(FixedSize):
 
 
 class Tiles(Processor):
-    """LLaVA-Next's own, which sees a picture whole and in tiles."""
+    """LLaVA-Next's own, which reads a picture in full and in tiles."""
 
     def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> dict[str, Any]:
         return dict(self.own(text=text, images=images, add_special_tokens=False, return_tensors="pt"))
@@ -138,14 +138,17 @@ class OfImages(LlavaOnevisionProcessor):
 
 
 PINPOINTS = [[56, 112], [112, 56], [112, 112]]
-OWN: dict[str, dict[str, Any]] = {  # of the whole model, and of its tower
+OWN: dict[str, dict[str, Any]] = {  # of the full model, and of its tower
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma4": {"vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 64}},
     "llama4": {"vision_config": {"intermediate_size": 128}},
     "llava_next": {"image_grid_pinpoints": PINPOINTS},
     "llava_onevision": {"image_grid_pinpoints": PINPOINTS},
 }
-KINDS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}  # what a model calls kinds of tokens, if it asks for them
+KINDS = {
+    "gemma3": "token_type_ids",
+    "gemma4": "mm_token_type_ids",
+}  # the name of a model's argument for kinds of tokens, if it has one
 PROCESSORS: dict[str, type[Processor]] = {
     "mistral3": Rows, "gemma3": FixedSize, "gemma4": Patches, "internvl": FixedSize, "llama4": FixedSize, "llava": FixedSize,
     "llava_next": Tiles, "llava_onevision": MoreTiles,
