@@ -24,7 +24,7 @@ VOCAB = 4
 
 
 def draw_tree(shape: str, num_nodes: int, draw: random.Random) -> tuple[list[int], list[int], list[bool], list[bool]]:
-    """Tokens, parents, valid and emitted of one tree; valid siblings carry distinct tokens, padding carries any."""
+    """Draw tokens, parents, valid and emitted of one tree; valid siblings carry distinct tokens, padding carries any."""
     vocab = num_nodes if shape == "star" else VOCAB
     tokens, parents, valid, emitted = [0], [-1], [True], [True]
     for node in range(1, num_nodes):
@@ -254,7 +254,7 @@ def test_match_never_draws_what_shaping_cut() -> None:
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("cut", [(1.0, 0, 1.0), (0.7, 9, 0.9)])
 def test_recursive_on_the_device_equals_select_path(children: Children, cut: tuple[float, int, float]) -> None:
-    """What is decided for all rows at once is what `judge`, which is proven lossless, decides with the same random numbers."""
+    """The decision for all rows at once is that of `judge`, which is proven lossless, with the same random numbers."""
     batch, vocab, drafted = 64, 16, 12
     parents = [-1, 0, 0, 0, 1, 1, 2, 4, 4]
     draft_ids = torch.arange(drafted) + 2

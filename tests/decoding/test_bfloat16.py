@@ -61,7 +61,7 @@ def test_bfloat16_node_equals_a_single_token_bit_for_bit(bfloat16_target: Target
 
 @rows_are_alike
 def test_drafted_equals_generate(bfloat16_target: Target) -> None:
-    """Token by token, for a chain that copies and goes wrong often, and autoregressively."""
+    """Outputs are equal token by token, for a chain that copies and goes wrong often, and autoregressively."""
     prompts = [[5, 6, 7, 5, 6, 7, 5], list(range(3, 60))]
     with reference_model(bfloat16_target) as model:
         expected = [generate(model, prompt, 40, frozenset()) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""What builders are prepared with equals what is counted by hand."""
+"""The measurements that builders are prepared with equal counts by hand."""
 
 import json
 from pathlib import Path
@@ -155,7 +155,7 @@ def draft_logits(shallow: Target, eagle3: Eagle3, text: list[int], step: int = 0
 @pytest.mark.sweep(1, free=("depth",))
 @pytest.mark.parametrize("depth", [3, 1])
 def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    """At each depth and rank, it is counted how often the drafter's token there is the greedy one, over all rounds."""
+    """Hits count, at each depth and rank, how often the drafter's token there is the greedy one, over all rounds."""
     eagle3 = make_lucky_drafter(tiny, prompts)  # with three layers' answers none is lucky at every depth
     stop_at(monkeypatch)
     forced, runs, _ = forced_decode(tiny, prompts, eagle3, Chain(depth), Greedy())

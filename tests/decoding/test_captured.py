@@ -140,7 +140,7 @@ def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, bu
 @pytest.mark.parametrize("builder", LEAVING)
 @pytest.mark.parametrize("drafter", KEEPING)
 def test_tree_that_omits_run_nodes_is_refused(shallow: Target, drafter: str, builder: str) -> None:
-    """With the tree and the drafter by name."""
+    """The error names the tree and the drafter."""
     with pytest.raises(UserError, match=f"tree={builder} omits nodes that drafter=[a-z]* has run"):
         CapturedRunner(shallow, Greedy(), DRAFTERS[drafter](shallow).eval(), BUILDERS[builder]())
 
@@ -167,7 +167,7 @@ def test_drawn_tokens_equal_those_of_the_loop(
 
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_rounds_that_can_be_captured_are_counted(shallow: Target, drafter: str | None) -> None:
-    """All of them, but for the one in which a drafter reads the prompt: a capture waits for two."""
+    """All rounds count but the one in which a drafter reads the prompt: a capture waits for two."""
     built = None if drafter is None else DRAFTERS[drafter](shallow).eval()
     engine = CapturedRunner(shallow, Greedy(), built, None if built is None else Chain(2), rounds_per_read=1)
     (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
@@ -237,7 +237,7 @@ def test_every_round_runs_the_captured_operations(drafter: str | None, builder: 
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])
 def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -> None:
-    """However seldom the host looks."""
+    """The output does not depend on how seldom the host reads it."""
     assert_same_rounds(shallow, Greedy(), None, None, rounds)
 
 
@@ -387,7 +387,7 @@ def test_captured_beams_equal_the_loop(shallow: Target) -> None:
 
 
 def test_oldest_batch_states_are_dropped(shallow: Target) -> None:
-    """Of many sizes of batches the latest stay."""
+    """Of many sizes of batches the latest states stay."""
     engine = CapturedRunner(shallow, Greedy())
     for batch in (1, 2, 1, 3, 4, 5):
         engine.decode([[5, 6]] * batch, 3)
@@ -406,7 +406,7 @@ def test_oldest_batch_states_are_dropped(shallow: Target) -> None:
 def test_rounds_that_cannot_be_captured_are_refused(
     shallow: Target, rule: AcceptanceRule, drafter: Callable[[Target], Drafter] | None, builder: TreeBuilder | None, words: str
 ) -> None:
-    """With the reason, and what to do."""
+    """The error gives the reason, and what to do."""
     with pytest.raises(UserError, match=f"eval.engine=captured: {words}.*use eval.engine=eager"):
         CapturedRunner(shallow, rule, None if drafter is None else drafter(shallow), builder)
 

@@ -24,7 +24,8 @@ BUILDERS = (Chain(3), Eagle2(depth=4, budget=8, top_k=3))
 
 
 def run_stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[list[bool], float]:
-    """Which rounds of so many tokens drafted, and what all took, in steps; a drafted round emits `gain` tokens for `cost`."""
+    """Return which rounds of so many tokens drafted, and the cost of all in steps; a drafted round emits `gain` tokens for
+    `cost`."""
     drafted, emitted, spent = [], 0.0, 0.0
     while emitted < num_tokens:
         drafted.append(guard.should_draft())
@@ -83,7 +84,7 @@ def test_losing_rounds_cost_little(cost: float) -> None:
 
 @pytest.mark.parametrize("allowance", [0.02, 0.2])
 def test_losses_stay_within_the_allowance(allowance: float) -> None:
-    """The same for other allowances, over as many tokens as it takes for the first rounds not to count."""
+    """The same holds for other allowances, over as many tokens as it takes for the first rounds not to count."""
     _, spent = run_stream(Guard(allowance), 1.0, 1.5, 4000)
     assert spent <= (1 + allowance) * 4000
 

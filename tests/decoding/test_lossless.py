@@ -147,7 +147,7 @@ class Drawn:
         return [path[-1] if path else 0 for path in self.paths]
 
     def as_tree(self, children: Children, batch: int = 1) -> TokenTree:
-        """The same tree as decoding knows it, `batch` times."""
+        """Return the same tree as decoding has it, `batch` times."""
         parents = [-1] * len(self.paths)
         for node, below in enumerate(self.children):
             for child in below:
@@ -198,7 +198,7 @@ def drawn(shape: Shape, children: Children) -> Draft:
 
 
 def likeliest(shape: Shape) -> Draft:
-    """The same shape with the likeliest tokens for children: nothing is drawn."""
+    """Return a draft of the same shape with the most likely tokens for children: nothing is drawn."""
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
         tree, nodes = Drawn(), {(): 0}
@@ -215,7 +215,8 @@ def likeliest(shape: Shape) -> Draft:
 
 
 def top_and_sampled(shape: Shape) -> Draft:
-    """The same shape with all children but a node's last the likeliest, and that one drawn from what is left of q."""
+    """Return a draft of the same shape: all children of a node but the last are its most likely tokens, and the last is
+    drawn from the rest of q."""
     counts: dict[Path, int] = defaultdict(int)
     for ranks in shape:
         counts[ranks[:-1]] += 1
@@ -650,7 +651,8 @@ def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, c
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["1", "2", "3"])
 def test_acceptance_chances_for_several_drafts_equal_enumeration(name: str, kind: str) -> None:
-    """The same of rules that take their drafts together, by the drafts that each of them takes; equal tokens count as one."""
+    """The same holds for rules that take their drafts together, by the drafts that each of them takes; equal tokens count as
+    one."""
     for p, q, _ in itertools.islice(random_trials(kind, SHAPES[name]), 3):
         taken: list[tuple[SequentialRule, Draft]] = [(rule, drawn(SHAPES[name], "sampled")) for rule in INDEPENDENT]
         for rule, draft in [*taken, (Transport(), top_and_sampled(SHAPES[name])), (Traversal(), top_and_sampled(SHAPES[name]))]:
@@ -734,7 +736,7 @@ def test_block_accepts_at_least_as_much_as_the_chain_rule(name: str, kind: str) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
 def test_traversal_of_a_chain_equals_block_verification(name: str, kind: str) -> None:
-    """On chains both keep each number of tokens with the same probability."""
+    """On chains both accept each number of tokens with the same probability."""
     draft = drawn(CHAINS[name], "sampled")
     for p, q, _ in random_trials(kind, CHAINS[name]):
         assert accepted_lengths(Traversal(), draft, p, q, False) == accepted_lengths(Block(), draft, p, q, False)
@@ -776,7 +778,7 @@ def sort_siblings(tree: Drawn, q: Model) -> None:
 
 
 def skip_duplicates(tree: Drawn, q: Model) -> None:
-    """Of equal siblings only the first stays."""
+    """Keep only the first of equal siblings."""
     for children in tree.children:
         first = {tree.paths[child]: child for child in reversed(children)}
         children[:] = [child for child in children if first[tree.paths[child]] == child]
@@ -828,7 +830,7 @@ class ForgetsTheChoice(ImportanceSampling):
 
 
 class ForgetsTheProgramme(TruncatedLinearProgram):
-    """The same of the programme's choice."""
+    """The choice of the linear program is judged as if it were the only one."""
 
     def _stay_chances(self, p: Vector, q: Vector, count: int) -> tuple[list[Any], Vector]:
         return super()._stay_chances(p, q, count)[0], q

@@ -1,4 +1,4 @@
-"""What any lossless rule could keep: the closed form equals the linear programme, and no rule lies above either."""
+"""The most that any lossless rule could accept: the closed form equals the linear program, and no rule lies above either."""
 
 import math
 from fractions import Fraction
@@ -64,7 +64,8 @@ def solve_program(draft: Draft, p: Model, q: Model, depth: int) -> float:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("children", DRAFTS)
 def test_closed_form_equals_the_linear_program(children: Children, count: int, kind: str) -> None:
-    """For children of one node, however they are chosen or drawn, also where there are fewer tokens than children."""
+    """Both are equal for children of one node, however they are chosen or drawn, also where there are fewer tokens than
+    children."""
     for vocab, seed in ((4, 0), (4, 1), (5, 2), (3, 3)):
         p, q = models(kind, vocab, 1, seed)
         draft = DRAFTS[children](widths(count))

@@ -48,7 +48,7 @@ def make_drafter(name: str, target: Target, stranger: str = "") -> Drafter:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_follower_drafts_equal_the_drafters(shallow: Target, stranger: str, name: str) -> None:
-    """After any texts, longer, shorter and others than the one before, it expects what a drafter that reads the text anew
+    """After any texts, longer, shorter and others than the one before, it proposes what a drafter that reads the text anew
     proposes in a round."""
     follower, anew = Follower(make_drafter(name, shallow, stranger), shallow), make_drafter(name, shallow, stranger)
     follower.start_text(64, 3)
@@ -76,7 +76,7 @@ def test_superseded_draft_is_abandoned(shallow: Target) -> None:
 
 
 def test_outcomes_are_selected_by_probability() -> None:
-    """Of a chain of two over five tokens all outcomes, in the order of their chances by the drafter, which sum to one."""
+    """A chain of two over five tokens has all outcomes, in the order of their chances by the drafter, which sum to one."""
     log_q = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
     q, chain = log_q.exp(), log_q.argmax(-1).tolist()
     chances = {
@@ -234,7 +234,7 @@ def test_correct_drafts_are_ready(shallow: Target) -> None:
 
 
 def test_ended_worker_raises_an_error(shallow: Target) -> None:
-    """And nothing waits for it."""
+    """The error is raised, and nothing waits for the worker."""
     worker = ProcessWorker(make_drafter("ngram", shallow), shallow)
     worker.connection.close()
     with pytest.raises(RunError, match=r"eval\.overlap: the process that drafts has ended"):

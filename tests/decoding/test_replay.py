@@ -145,7 +145,7 @@ def test_replays_equal_hand_made_ones(seed: int) -> None:
 
 
 def test_equal_replays_are_selected_at_random() -> None:
-    """Which of the rejected drafts comes first is drawn."""
+    """A random draw decides which of the rejected drafts comes first."""
     assert {tuple(select_replays(GENERATION, ROUNDS, 1, Random(seed))[0].tokens_past_error) for seed in range(20)} == {
         tuple(replay.tokens_past_error) for replay in BY_HAND[1:]
     }

@@ -131,7 +131,7 @@ def p_value(outputs: list[Path], joint: dict[Path, float]) -> float:
 
 
 def outputs_of(generations: list[Generation]) -> list[Path]:
-    """What was generated."""
+    """Return the generated tokens."""
     assert all(len(generation.output) == LENGTH for generation in generations)
     return [tuple(generation.output) for generation in generations]
 
@@ -235,7 +235,8 @@ def make_untrained(family: str, shallow: Target, truth: Truth) -> Drafter:
 
 
 def estimate_cost(family: str, rule: type[SamplingRule], builder: TreeBuilder) -> float:
-    """Of a case, by the nodes that are judged; the fewest are those of a chain whose first rejected draft ends it."""
+    """Estimate the cost of a case by the nodes that are judged; the fewest are those of a chain whose first rejected draft
+    ends it."""
     return builder.budget if rule is SpeculativeSampling else 4.0 * builder.budget
 
 

@@ -119,7 +119,7 @@ def test_the_shortest_unfinished_text_decides() -> None:
 
 
 def make_trie(source: Random) -> Trie:
-    """Some continuations with random weights."""
+    """Make some continuations with random weights."""
     trie = Trie()
     for _ in range(source.randint(0, 5)):
         trie.add_continuation([source.randint(1, 3) for _ in range(3)], source.random())

@@ -51,7 +51,8 @@ def run_compare(*words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def comparison_folder(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One recipe that leaves the target alone and one that trains it, a drafter without training, on a budget of tokens."""
+    """Compare a recipe that leaves the target alone, one that trains it and a drafter without training, on a budget of
+    tokens."""
     folder = tmp_path_factory.mktemp("compare") / "all"
     recipes = ("recipes=medusa1,medusa2", "target=hf", f"target.model={shallow_folder}", f"compare.tokens={TOKENS}")
     status, stderr = run_compare(*recipes, *COMMON, f"run={folder}")
@@ -109,7 +110,7 @@ def test_budgets_are_spent(comparison_folder: Path) -> None:
 
 
 def test_a_comparison_goes_on(comparison_folder: Path, shallow_folder: Path) -> None:
-    """The same command is refused, and with trainer.resume=auto does nothing again but what is missing."""
+    """The same command is refused, and with trainer.resume=auto repeats nothing but what is missing."""
     recipes = ("recipes=medusa1,medusa2", "target=hf", f"target.model={shallow_folder}", f"compare.tokens={TOKENS}")
     again = (*recipes, *COMMON, f"run={comparison_folder}")
     status, stderr = run_compare(*again)

@@ -92,7 +92,7 @@ def test_exits_of_the_tiny_target(tiny: Target) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_exits_of_other_targets(tiny: Target, name: str) -> None:
-    """So it is with any number of layers and with a head that caps or scales its logits."""
+    """The same holds with any number of layers and with a head that caps or scales its logits."""
     target, plain = random_target(name, tiny)
     cases = make_texts(VOCAB)
     assert_close(exit_quality(target, cases), measure_reference(plain, cases))
@@ -137,7 +137,7 @@ def test_a_score_of_early_exit_shows_all_exits(tiny: Target, tmp_path: Path) -> 
 
 
 def count_curve_points(path: Path) -> list[int]:
-    """How many points each curve of a plot has, by its markers, legends left out."""
+    """Count the points of each curve of a plot, by its markers, legends left out."""
     svg = "{http://www.w3.org/2000/svg}"
     root = ElementTree.parse(path).getroot()
     assert root.tag == f"{svg}svg"

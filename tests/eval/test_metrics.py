@@ -50,7 +50,7 @@ def test_complete_rounds_leave_out_a_cut_round() -> None:
 
 
 def test_pooled_acceptance() -> None:
-    """Tokens over rounds, all prompts together, cut rounds left out."""
+    """The pooled acceptance length is tokens over rounds, all prompts together, cut rounds left out."""
     assert metrics.pooled_acceptance(TURNS) == pytest.approx((3 + 1 + 4 + 2 + 2) / 5)
 
 

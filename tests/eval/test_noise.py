@@ -99,7 +99,7 @@ def test_a_busy_machine_is_reported(noise: Noise, reasons: list[str]) -> None:
 
 
 def test_the_load_counts_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else runs on the cores decides little about an accelerator's times; one process is the evaluation's own."""
+    """Other processes on the cores decide little about an accelerator's times; one process is the evaluation's own."""
     monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert machine_load(torch.device("cpu")) == 2.0 and machine_load(torch.device("cuda")) is None

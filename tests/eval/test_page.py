@@ -182,7 +182,7 @@ def test_shown_prompts_cover_the_categories() -> None:
 
 
 def test_the_same_files_give_the_same_page(folders: dict[str, Path]) -> None:
-    """Byte for byte, figures included."""
+    """The page is the same byte for byte, figures included."""
     write_report(folders["eagle3"] / "again.html", [folders["eagle3"]])
     assert (folders["eagle3"] / "again.html").read_text() == (folders["eagle3"] / "report.html").read_text()
 

@@ -139,6 +139,6 @@ def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, row: dict[str, Any
 
 
 def test_empty_texts_are_counted(tmp_path: Path) -> None:
-    """As empty turns are."""
+    """Empty texts are counted as empty turns are."""
     read = read_prompts(write_lines(tmp_path, {"text": "a"}, {"text": " \n"}))
     assert len(read.prompts) == 1 and read.skipped == {"empty": 1}

@@ -91,7 +91,7 @@ def test_a_question_is_added_to_a_text(tmp_path: Path, row: dict, name: str, wor
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.json", "p.parquet"])
 def test_every_file_format_gives_the_same_prompts(tmp_path: Path, name: str) -> None:
-    """The same rows, ids and turns, whatever holds them; a nameless row is named after its number."""
+    """Rows, ids and turns are the same in every format; a nameless row is named after its number."""
     rows = [{"id": "a", "category": "x", "turns": ["one", "two"]}, {"id": None, "category": "y", "turns": ["three"]}]
     prompts = read_prompts(write_rows(tmp_path / name, rows)).prompts
     assert prompts == [Prompt("a", "x", ["one", "two"], []), Prompt("2", "y", ["three"], [])]
@@ -197,7 +197,7 @@ def test_a_bad_row_is_named(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, name: str, data: bytes, words: str) -> None:
-    """What is wrong, in which file and, where it has lines, in which of them."""
+    """The error says what is wrong, in which file and, where it has lines, in which of them."""
     path = tmp_path / name
     path.write_bytes(data)
     assert f"{path}{words}" in catch_refusal(str(path))
@@ -293,7 +293,7 @@ def test_named_data_sets_come_from_the_hub(
 
 @pytest.mark.parametrize("error", [ConnectionError("no route\nto the hub"), OSError()])
 def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """One sentence: which set, why, what to do."""
+    """One sentence says which set, why, and what to do."""
 
     def load_rows(*_: object, **__: object) -> None:
         raise error
@@ -304,7 +304,7 @@ def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch, error: 
 
 
 def test_a_bad_hub_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its data set and number."""
+    """The error names the data set and the row's number."""
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [{"question": "2?", "answer": "2"}, {"words": "?"}])
     assert "openai/gsm8k, row 2: it holds no prompt" in catch_refusal("gsm8k")
 

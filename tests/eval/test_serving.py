@@ -246,7 +246,7 @@ def test_how_an_engine_is_started_is_written(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_keys_that_do_not_apply_are_refused() -> None:
-    """What means nothing for a server, or nothing without one, is refused."""
+    """Settings that mean nothing for a server, or nothing without one, are refused."""
     server = {"_target_": "spectrain.servers.vllm.VllmServer"}
     for settings in ({"eval": {"sweep": "tree"}}, {"tree": {"depth": 3}}, {"acceptance": {"temperature": 1.0}}):
         with pytest.raises(UserError, match=next(iter(settings))):
@@ -259,7 +259,7 @@ def test_keys_that_do_not_apply_are_refused() -> None:
 
 
 def test_where_drafting_stops_paying() -> None:
-    """Intervals decide: above 1 it pays, below 1 it does not, around 1 nobody knows."""
+    """Intervals decide: above 1 drafting pays, below 1 it does not, and around 1 the result is open."""
     speedups = [
         {"concurrency": level, "ratio": ratio, "ci95": [ratio - 0.1, ratio + 0.1]}
         for level, ratio in ((1, 1.5), (4, 1.05), (8, 0.8))

@@ -61,7 +61,7 @@ def read_turns(folder: Path) -> list[tuple[list[int], int]]:
 
 
 def rounds_of(folder: Path, system: str) -> list[tuple[int, ...]]:
-    """Tokens, depth and nodes of every round of a system, with its number in the answer."""
+    """Return tokens, depth and nodes of every round of a system, with its number in the answer."""
     rows = [row for row in pq.read_table(folder / "rounds.parquet").to_pylist() if row["system"] == system]
     return [(row["round"], row["tokens"], row["depth"], row["nodes"]) for row in rows]
 
@@ -69,7 +69,7 @@ def rounds_of(folder: Path, system: str) -> list[tuple[int, ...]]:
 def decode_alone(
     target: Target, folder: Path, rule: AcceptanceRule, drafter: Drafter, builder: TreeBuilder, pruning: Pruning | None = None
 ) -> list[Generation]:
-    """The same turns, each decoded by itself and without an evaluation."""
+    """Decode the same turns, each by itself and without an evaluation."""
     session = Session(target, rule, drafter, builder, pruning=pruning)
     return [session.decode([prompt], LIMIT, [row])[0] for prompt, row in read_turns(folder)]
 
@@ -143,7 +143,7 @@ def same_as_entries(sweep: dict[str, Any], compared: dict[str, Any], cells: dict
 
 
 def assert_printed(out: str, sweep: dict[str, Any], compared: dict[str, Any], second: str) -> None:
-    """What was printed holds the grid, row by row, and no cell a second time."""
+    """Check that the output has the grid, row by row, and no cell a second time."""
     lines = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in out.splitlines()]
     assert f"{sweep['row']} \\ {sweep['column']} {' '.join(map(str, sweep['columns']))}" in lines
     for i, row in enumerate(sweep["rows"]):

@@ -96,7 +96,7 @@ def test_edits_are_shortest_scripts() -> None:
 
 
 def reaches(source: list[int], target: list[int], count: int) -> bool:
-    """Whether so many single edits lead from a text to another one, by trying all of them."""
+    """Tell whether so many single edits lead from a text to another one, by trying all of them."""
     if source == target:
         return True
     if not count:

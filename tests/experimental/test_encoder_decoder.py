@@ -37,7 +37,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def prompts(target: EncoderDecoderTarget) -> list[list[int]]:
-    """Sources of unequal length, one with two tokens of the decoder."""
+    """Return sources of unequal length, one with two tokens of the decoder."""
     pair = [target.model.boundary.end, target.model.boundary.start]
     sources: list[list[int]] = [[5, 7, 9, 11, 9], [40, 50, 60], [70, 71]]
     if not target.model.reader.reads_tokens:
@@ -93,7 +93,7 @@ def test_features_and_trees_equal_the_model(
 
 
 def decoder_states(target: EncoderDecoderTarget, text: list[int]) -> Any:
-    """What transformers' decoder feeds into its second layer."""
+    """Return the inputs of the second layer of transformers' decoder."""
     inputs: list[Any] = []
     handle = target.layers[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0][0]))
     with torch.no_grad():

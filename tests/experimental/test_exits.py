@@ -58,7 +58,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", CASES, ids=["free", "two-exits", "branchynet"])
 @torch.no_grad()
 def test_unverified_exits_are_those_of_plain_forwards(target: Target, settings: dict[str, Any]) -> None:
-    """Of two texts at once; tokens leave at every exit and at the end."""
+    """The tokens of two texts at once are equal; they leave at every exit and at the end."""
     drafter = Exits(target, **settings)
     generations = decode(target, PROMPTS, Unverified(), LIMIT, drafter, Chain(DEPTH), ignore_eos=True)
     taken: set[int] = set()

@@ -65,7 +65,7 @@ def test_deeper_blocks_equal_a_forward_over_the_path(shallow: Target) -> None:
 
 
 def test_the_second_pass_glances(shallow: Target) -> None:
-    """As many true entries as a share of the wrong tokens, predictions elsewhere; packed = padded."""
+    """It has as many true entries as a share of the wrong tokens, predictions elsewhere; packed = padded."""
     drafter, padded = make_drafter(shallow, 2), random_batch(shallow, ("final",), (2, 20))
     assert padded.features is not None
     final, tokens = padded.features.at_layer("final"), padded.tokens.roll(-1, dims=1)

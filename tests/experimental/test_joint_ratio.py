@@ -54,7 +54,7 @@ def accept_path(rule: AcceptanceRule, tree: TokenTree, logits: torch.Tensor) -> 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.5, 2.0])
 def test_joint_ratio_accepts_the_longest_likely_draft(threshold: float) -> None:
-    """Also where a token before the last one would be rejected by itself."""
+    """The longest draft is accepted also where a token before the last one would be rejected by itself."""
     sizes = set()
     for seed in range(30):
         tree, logits = random_tree(seed)

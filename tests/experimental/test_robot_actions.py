@@ -60,7 +60,7 @@ def test_straight_motion_is_forecast(target: Target) -> None:
 
 
 def test_drafted_equals_greedy(target: Target) -> None:
-    """Over texts with actions and without, in chains and trees."""
+    """Outputs are equal over texts with actions and without, in chains and trees."""
     actions = target.tokenizer.convert_tokens_to_ids([f"<c{10 + bin}>" for bin in range(12)])
     prompts = [[5, 7, *actions], [40, 50], [9, *actions[:4]]]
     plain = [row.output for row in decode(target, prompts, Greedy(), 12)]

@@ -42,7 +42,7 @@ class FixedRouter(RowRouter):
 
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 3)], ids=["chain", "tree"])
 def test_groups_draft_as_each_drafter_alone(shallow: Target, builder: Chain) -> None:
-    """Of every text the output is the greedy one, and its rounds are those of its drafter on this text alone."""
+    """The output of every text is the greedy one, and its rounds are those of its drafter on this text alone."""
     inner = ["ngram", {"choice": "causal", "num_layers": 1}, {"choice": "eagle3", "vocab_size": 512}]
     torch.manual_seed(0)
     router = FixedRouter(shallow, inner).eval()

@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the compiled kernel takes of the machine."""
+    """The resources of the machine that the compiled kernel takes."""
 
     registers: int  # a thread
     stack: int  # bytes a thread, 0 where nothing spills
@@ -113,7 +113,7 @@ def compile_kernel(request: Request) -> Usage:
 
 
 def loops_in(assembly: str) -> tuple[int, ...]:
-    """Instructions of every loop with a product and no other such loop inside; a loop is what a branch goes back over."""
+    """Count instructions of every loop with a product and no other such loop inside; a loop is what a branch goes back over."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", assembly)]
     product = [at for at, text in lines if re.search(r"\b(HGMMA|HMMA|FFMA)\b", text)]
     spans = []

@@ -50,7 +50,7 @@ def python_signed(number: int) -> int:
 
 
 def chi_squared_excess(counts: Tensor, expected: Tensor) -> float:
-    """By how many standard deviations chi-squared exceeds its mean; cells that expect less than 5 are pooled."""
+    """Return by how many standard deviations chi-squared exceeds its mean; cells that expect less than 5 are pooled."""
     rare = expected < 5
     if rare.any():
         counts = torch.cat([counts[~rare], counts[rare].sum()[None]])

@@ -84,7 +84,8 @@ def test_tokens_of_several_texts_attend_as_alone(num_heads: int, num_key_heads: 
 
 
 def test_tokens_drawn_by_bounds_are_those_of_all_noise() -> None:
-    """Of flat and steep distributions, of tokens that are cut, and of sums so large that rounding decides."""
+    """Draws are equal for flat and steep distributions, for tokens that are cut, and for sums so large that rounding
+    decides."""
     torch.manual_seed(0)
     size, temperature = 9000, 0.7
     logits = torch.randn(6, 4, size) * torch.tensor([0.0, 1.0, 5.0, 30.0, 1e5, 1e6])[:, None, None]
@@ -96,7 +97,7 @@ def test_tokens_drawn_by_bounds_are_those_of_all_noise() -> None:
 
 
 def test_windows_and_chunks_hide_what_the_reference_hides() -> None:
-    """Of nodes at several depths, and where a window ends among the appended nodes."""
+    """The same slots are hidden for nodes at several depths, and where a window ends among the appended nodes."""
     torch.manual_seed(0)
     for length, window, chunk in ((40, 12, None), (40, None, 16), (3, 2, None), (40, 50, 7), (0, 3, None)):
         visibility = make_tree(9, length, chunk)
@@ -109,7 +110,7 @@ def test_windows_and_chunks_hide_what_the_reference_hides() -> None:
 
 
 def test_norms_and_gates_have_the_bits_of_torch() -> None:
-    """Also of widths that no vector divides, and of infinite and undefined numbers."""
+    """Bits are equal also for widths that no vector divides, and for infinite and undefined numbers."""
     torch.manual_seed(0)
     lanes, rows, table = cpu_kernels.norm_lanes(), cpu_kernels.load_kernels().rows, cpu_kernels.silu_table()
     if lanes is None and platform.machine() != "x86_64":
@@ -133,7 +134,7 @@ def test_norms_and_gates_have_the_bits_of_torch() -> None:
 @pytest.mark.skipif(not cpu_kernels.has_panel_kernels(torch.bfloat16), reason="the processor has no AVX512-BF16")
 @pytest.mark.parametrize("width", [96, 576, 1088])
 def test_panels_have_the_bits_of_onednn(width: int) -> None:
-    """For 2 to 32 rows, with sums that cancel, and for one row those of a pair."""
+    """Bits are oneDNN's for 2 to 32 rows, with sums that cancel, and for one row those of a pair."""
     torch.manual_seed(0)
     weight, rows = (torch.randn(count, width // 2).repeat(1, 2) for count in (64, 32))
     rows[:, width // 2 :] *= -1
@@ -158,7 +159,7 @@ def test_kernels_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("length", [1, 33, 70])
 def test_attention_of_texts_has_the_gradients_of_float64(length: int) -> None:
-    """Within bfloat16, alone and with a key of a later step that each token sees."""
+    """Gradients are equal within bfloat16, alone and with a key of a later step that each token sees."""
     torch.manual_seed(0)
     q, grad = torch.randn(2, 2, NUM_HEADS, length, SIZE).bfloat16()
     k, v, later_keys, later_values = torch.randn(4, 2, NUM_KEY_HEADS, length, SIZE).bfloat16()

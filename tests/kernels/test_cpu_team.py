@@ -40,7 +40,7 @@ def make_panels(dtype: torch.dtype) -> list[WeightPanels]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_several_threads_have_the_bits_of_a_single_thread(dtype: torch.dtype) -> None:
-    """Of few and many panels, of several passes, and where helpers have fallen asleep."""
+    """Bits are equal for few and many panels, for several passes, and where helpers have fallen asleep."""
     panels = make_panels(dtype)
     for rows in (1, 5, 33):
         x = torch.randn(1, rows, 64).to(dtype)
@@ -56,7 +56,7 @@ def test_products_of_several_threads_have_the_bits_of_a_single_thread(dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_nodes", [1, 2, 12])
 def test_attention_of_several_threads_has_the_bits_of_a_single_thread(dtype: torch.dtype, num_nodes: int) -> None:
-    """Of few queries per head and of many."""
+    """Bits are equal for few queries per head and for many."""
     torch.manual_seed(0)
     length = torch.tensor([40])
     tree = torch.ones(1, num_nodes, num_nodes).tril().bool()

@@ -46,7 +46,7 @@ def test_gpu_path_equals_torch(dtype: torch.dtype, masked: bool) -> None:
 
 
 class OperationRecorder(TorchDispatchMode):
-    """What operations run, and the most elements that one of them makes."""
+    """Records which operations run, and the most elements that one of them makes."""
 
     def __init__(self) -> None:
         super().__init__()

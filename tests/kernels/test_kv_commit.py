@@ -62,7 +62,7 @@ def make_round(
 
 
 def commit_by_loop(case: Round) -> Round:
-    """What a loop makes of it, all else untouched."""
+    """Return the round as a loop commits it, all else untouched."""
     after = case.clone()
     for row, (length, count) in enumerate(zip(case.lengths.tolist(), case.counts.tolist())):
         for step, node in enumerate(case.path[row].tolist()):

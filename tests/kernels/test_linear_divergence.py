@@ -90,7 +90,7 @@ class Case:
 
 
 def compute_fused(case: Case, name: str, **arguments: Any) -> DivergenceResult:
-    """By the name of a loss, as a family of drafters would call it."""
+    """Compute the fused loss by its name, as a family of drafters would call it."""
     if name == "cross_entropy":
         return linear_divergence(case.hidden, case.head, case.tokens, **arguments)
     chosen = None if name == "forward_kl" else get_divergence(name, 0.3)
@@ -244,7 +244,7 @@ def test_total_entropy_equals_the_sum_over_rows(chunk: int) -> None:
 @pytest.mark.parametrize("block", [1, 2 * VOCAB, 3 * VOCAB + 1])
 @pytest.mark.parametrize("name", [*NAMES, "split"])
 def test_blocks_of_a_chunk_change_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few rows torch works on at one time: the same loss, choices and gradients, to the bit."""
+    """Loss, choices and gradients are the same to the bit, however few rows torch works on at one time."""
     case, weight, distance = Case(bias=True), torch.rand(ROWS), torch.arange(ROWS) - 3
     results = []
     for size in (1 << 16, block):
@@ -454,7 +454,8 @@ def make_target_values(which: str, rows: int, vocab: int) -> tuple[Tensor | None
 def test_row_kl_kernel_equals_its_reference(
     which: str, dtype: torch.dtype, vocab: int, scale: float, softcap: float | None, with_grad: bool
 ) -> None:
-    """Interpreted: losses, choices and the gradient in place, in one block and over its end, with masked rows."""
+    """The interpreted kernel has the reference's losses, choices and gradient in place, in one block and over its end, with
+    masked rows."""
     product = (3 * torch.randn(4, vocab)).to(dtype)
     weight = torch.tensor([1.0, 0.0, 0.3, 2.0])
     target_values = make_target_values(which, 4, vocab)
@@ -549,7 +550,7 @@ def test_unnormalised_target_gives_the_same_gradients(chunk: int, own_mass: bool
 
 @pytest.mark.parametrize("own_mass", [False, True])
 def test_cpu_kernels_equal_torch(own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bfloat16 products, on vocabularies that are not whole blocks; a row without weight adds nothing."""
+    """Results for bfloat16 products are equal on vocabularies that are not full blocks; a row without weight adds nothing."""
     scale, weight = 0.7, torch.tensor([1.0, 0.0, 2.5])
     product, products = (3 * torch.randn(3, vocab).bfloat16() for vocab in (300, 700))
     target = TargetLogits(products[:, :300], 1.3, None, products.float().logsumexp(-1) if own_mass else None)
@@ -572,7 +573,7 @@ def test_cpu_kernels_equal_torch(own_mass: bool, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("which", ["tokens", "dense"])
 @pytest.mark.parametrize("vocab", [1024, 1025, 9000])
 def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
-    """The same at the ends of the block table, and over a vocabulary of several blocks."""
+    """The same holds at the ends of the block table, and over a vocabulary of several blocks."""
     product, target_values = torch.randn(2, vocab), make_target_values(which, 2, vocab)
     expected, result = product.clone(), product.clone()
     by_torch = row_kl_reference(expected, *target_values, torch.ones(2), 1.0, None, True)
@@ -627,7 +628,7 @@ def test_fake_kernel_has_the_real_shapes(which: str) -> None:
 @pytest.mark.parametrize("vocab", [1000, 5000, 32000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: torch.dtype) -> None:
-    """On a GPU, against float64 on the same inputs."""
+    """On a GPU the kernel equals float64 on the same inputs."""
     product = torch.randn(64, vocab).to(dtype).cuda()
     target_values = tuple(None if x is None else x.cuda() for x in make_target_values(which, 64, vocab))
     weight, expected = torch.rand(64).cuda(), product.double()

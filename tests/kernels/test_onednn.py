@@ -12,7 +12,7 @@ from spectrain.kernels.onednn import fast_linear
 @pytest.mark.parametrize(("rows", "width", "out"), [(1, 1, 1), (7, 16, 5), (130, 33, 96), (0, 4, 3), (3, 4, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_onednn_product_equals_torch(dtype: torch.dtype, rows: int, width: int, out: int, bias: bool) -> None:
-    """Of any dtype, also of no rows, with operands that are transposed views."""
+    """Products are equal for any dtype, also for no rows, with operands that are transposed views."""
     x, weight = torch.randn(width, rows, dtype=dtype).t(), torch.randn(width, out, dtype=dtype).t()
     added = torch.randn(out, dtype=dtype) if bias else None
     for left in (x, x.contiguous()):

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed, so there is no ke
 
 
 def make_rounds(batch: int, num_steps: int, num_nodes: int) -> list[torch.Tensor]:
-    """What was emitted, and trees with padding and with nodes that only draft."""
+    """Make emitted tokens, and trees with padding and with nodes that only draft."""
     tokens, counts = torch.randint(0, 99, (batch, num_steps)), torch.randint(0, num_steps + 1, (batch,))
     valid, emitted = (torch.rand(batch, num_nodes) < share for share in (0.7, 0.6))
     return [tokens, counts, torch.randint(0, 9, (batch, num_nodes)), valid, emitted]
@@ -19,7 +19,7 @@ def make_rounds(batch: int, num_steps: int, num_nodes: int) -> list[torch.Tensor
 
 @pytest.mark.parametrize(("batch", "num_steps", "num_nodes"), [(1, 1, 1), (3, 5, 20)])
 def test_kernel_equals_reference_and_loop(monkeypatch: pytest.MonkeyPatch, batch: int, num_steps: int, num_nodes: int) -> None:
-    """Line after line, beyond the last one from the first on; the other lines stay as they are."""
+    """Lines follow one another, and after the last one the first is overwritten; the other lines stay as they are."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     torch.manual_seed(num_nodes)
     logs = [torch.full((3, batch, num_steps + 4), -1) for _ in range(3)]

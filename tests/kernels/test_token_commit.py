@@ -51,7 +51,7 @@ def commit_by_loop(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, t
 def test_kernel_equals_reference_and_loop(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], num_nodes: int, num_stops: int
 ) -> None:
-    """What is emitted, every text, how much of it is left and whether it goes on."""
+    """Emitted tokens, texts, their remaining lengths and whether they go on are equal."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     torch.manual_seed(len(counts) + num_stops)
     case, ended = round_of(counts, num_nodes, num_stops), 0

@@ -146,7 +146,7 @@ def large_blocks(use_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def estimate_work(case: Case) -> float:
-    """About how long the interpreter takes: blocks of keys for every block of rows, and what each program does besides."""
+    """Estimate how long the interpreter takes: blocks of keys for every block of rows, and what each program does besides."""
     batch, kv_heads = (3 if case.ragged else 1), (1 if case.num_new > 65 else 2)
     blocks = (case.prefix + case.earlier + case.num_new) / 64 + 3 * case.splits
     return batch * kv_heads * (1 + case.num_new * case.group // 128) * blocks
@@ -269,7 +269,8 @@ def test_row_in_a_batch_equals_the_row_alone(splits: int, large_blocks: None, mo
 
 
 def test_number_of_splits_minimises_the_time() -> None:
-    """One for short prefixes or many programs, at most 64, 64 keys each where there are several and as many as rows or 256."""
+    """It is one for short prefixes or many programs, at most 64, 64 keys each where there are several and as many as rows or
+    256."""
     for rows, groups, keys in product((1, 4, 64, 256), (1, 8, 40, 132, 1000), (1, 63, 64, 127, 512, 1024, 5000, 131072)):
         config = choose_tiles(rows, 128, torch.float16)
         splits = choose_splits(config, rows, groups, keys)

@@ -197,7 +197,7 @@ def test_match_kernel_equals_reference_everywhere(
 
 @interpreter
 def test_equal_scores_choose_the_first_token(use_interpreter: None) -> None:
-    """Of equal maxima in different blocks, and of a row of -inf, the first counts."""
+    """The first of equal maxima in different blocks counts, and the first of a row of -inf."""
     logits = torch.zeros(1, 3, 200)
     logits[0, 0, [70, 150]] = 1.0
     logits[0, 1, :] = float("-inf")

@@ -99,7 +99,7 @@ def test_choose_kernel_fits_sm90(dtype: torch.dtype, noise: bool) -> None:
 @pytest.mark.parametrize("kernel", ["parts_kernel", "candidates_kernel"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_candidate_kernels_fit_sm90(dtype: torch.dtype, kernel: str) -> None:
-    """Nor do the two launches that find the candidates."""
+    """The two launches that find the candidates spill nothing."""
     constants = {"SHIFT": EMPTY_BITS[dtype], "BLOCK_S": 128, "CANDIDATES": MAX_CANDIDATES}
     assert_nothing_spills(make_request(kernel, dtype, PART_TILES, constants if kernel == "candidates_kernel" else {}))
 
@@ -108,14 +108,14 @@ def test_candidate_kernels_fit_sm90(dtype: torch.dtype, kernel: str) -> None:
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_walk_kernel_fits_sm90(dtype: torch.dtype, cut: tuple[bool, bool]) -> None:
-    """Neither does a walk, whatever is cut."""
+    """A walk spills nothing, whatever is cut."""
     assert_nothing_spills(make_walk_request(dtype, *cut))
 
 
 @pytest.mark.sweep(1, free=("num_nodes", "cut"))
 @pytest.mark.parametrize("num_nodes, cut", [(256, False), (32, False), (32, True), (128, True), (256, True)])
 def test_walk_kernel_of_large_trees_fits_sm90(num_nodes: int, cut: bool) -> None:
-    """Nor one through the largest tree and vocabulary."""
+    """A walk through the largest tree and vocabulary spills nothing."""
     assert_nothing_spills(make_walk_request(torch.bfloat16, cut, cut, num_nodes, 262144))
 
 
@@ -126,19 +126,19 @@ def test_walk_kernel_of_large_trees_fits_sm90(num_nodes: int, cut: bool) -> None
     (torch.bfloat16, True, True, False),
 ])  # fmt: skip
 def test_reject_kernel_fits_sm90(dtype: torch.dtype, without: bool, cut: bool, subset: bool) -> None:
-    """Neither does recursive rejection."""
+    """Recursive rejection spills nothing."""
     assert_nothing_spills(make_reject_request(dtype, without, cut, subset))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [32, 128, 256])
 def test_reject_kernel_of_any_tree_size_fits_sm90(num_nodes: int) -> None:
-    """In little trees and the largest."""
+    """Recursive rejection spills nothing in small trees and the largest."""
     assert_nothing_spills(make_reject_request(torch.bfloat16, num_nodes=num_nodes))
 
 
 @pytest.mark.sweep(1, free=("dtype",))
 @pytest.mark.parametrize("dtype", TYPES)
 def test_bonus_kernel_fits_sm90(dtype: torch.dtype) -> None:
-    """Nor does the draw that follows it."""
+    """The draw of the bonus token spills nothing."""
     assert_nothing_spills(make_request("_bonus_kernel", dtype, SAMPLE_TILES, {"SHIFT": EMPTY_BITS[dtype]}))

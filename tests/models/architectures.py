@@ -158,7 +158,7 @@ def config_of(architecture: str, own: dict[str, Any]) -> Any:
 
 
 def make_small_settings(config_class: Any) -> dict[str, Any]:
-    """What is small of a configuration."""
+    """Return the settings that make a configuration small."""
     has = {*config_class.__dataclass_fields__}
     settings = {key: value for key, value in SMALL.items() if key in has}
     if {"layer_types", "sliding_window"} <= has:
@@ -190,7 +190,7 @@ def names() -> list[str]:
 
 
 def is_text(architecture: str) -> bool:
-    """Whether a configuration is of one model of text, not of several models."""
+    """Tell whether a configuration is of one model of text, not of several models."""
     return not any(name.endswith(("text_config", "decoder_config")) for name in CONFIG_MAPPING[architecture].sub_configs)
 
 

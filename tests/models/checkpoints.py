@@ -39,7 +39,7 @@ def _save_checkpoint(folder: Path, weights: dict[str, Tensor], quantization: dic
 
 
 def save_fp8(folder: Path) -> None:
-    """As DeepSeek-V3: float8 with a scale for every block of 32 by 32."""
+    """Save weights as DeepSeek-V3's: float8 with a scale for every block of 32 by 32."""
     tensors = {}
     for name, weight in save_unquantized(folder).items():
         tensors[name] = weight
@@ -54,7 +54,7 @@ def save_fp8(folder: Path) -> None:
 
 
 def save_mxfp4(folder: Path) -> None:
-    """As gpt-oss: experts in fours of bits, 32 of which share an exponent."""
+    """Save weights as gpt-oss's: experts in fours of bits, 32 of which share an exponent."""
     own = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     tensors = {}
     for name, weight in save_unquantized(folder, "gpt_oss", **own).items():
@@ -69,7 +69,7 @@ def save_mxfp4(folder: Path) -> None:
 
 
 def save_compressed(folder: Path) -> None:
-    """As vLLM's own: integers of 8 bits with a scale for every row, and inputs rounded token by token."""
+    """Save weights as vLLM's own: integers of 8 bits with a scale for every row, and inputs rounded token by token."""
     tensors = {}
     for name, weight in save_unquantized(folder).items():
         tensors[name] = weight

@@ -62,7 +62,8 @@ def random_tree(batch: int, num_nodes: int) -> TokenTree:
 
 @torch.no_grad()
 def stepped_after(plain: Any, sequences: list[list[int]], read: int) -> Tensor:
-    """The same of a model that steps otherwise than it reads: the first `read` tokens at once, each other by itself."""
+    """Return the same logits of a model that steps otherwise than it reads: the first `read` tokens run at once, each other
+    alone."""
     results = []
     for sequence in sequences:
         tokens, cache = torch.tensor([sequence]), None
@@ -93,7 +94,7 @@ class Trial:
         self.plain = auto_class(self.target.model.config).from_pretrained(folder, dtype=torch.float32).eval()
 
     def features(self) -> float:
-        """The residual stream entering every layer, what the head reads, and the logits."""
+        """Compare the residual stream entering every layer, the input of the head, and the logits."""
         tokens = random_tokens(2, 20)
         with torch.no_grad():
             states = self.plain(tokens, output_hidden_states=True, use_cache=False)
@@ -109,7 +110,7 @@ class Trial:
         return max(self.tree_rounds([21]), self.tree_rounds([5, 18, 9]))
 
     def tree_rounds(self, lengths: list[int]) -> float:
-        """Prompts, then three rounds of verify and commit; every node is held against the text that leads to it."""
+        """Run prompts, then three rounds of verify and commit; compare every node with the text that leads to it."""
         prompts, batch = random_tokens(len(lengths), max(lengths)), len(lengths)
         texts = [prompt[:length].tolist() for prompt, length in zip(prompts, lengths)]
         cache = self.target.new_cache(batch, 64)

@@ -62,7 +62,7 @@ def mask_layers(reference: Any, dropped: Tensor) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def record_attention(target: Target) -> Iterator[list[tuple[int, int]]]:
-    """Which layer's attention is called, with how many rows."""
+    """Record which layer's attention is called, with how many rows."""
     calls: list[tuple[int, int]] = []
 
     def make_hook(layer: int) -> Any:

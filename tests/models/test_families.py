@@ -86,7 +86,7 @@ def case(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_on_every_kind_of_target(case: tuple[str, Target, list[list[int]], list[list[int]]], family: str) -> None:
-    """With random weights, by a tree and by a chain, two texts together."""
+    """With random weights, a tree and a chain over two texts together give the outputs of `generate`."""
     name, target, prompts, expected = case
 
     def decode_outputs() -> list[list[list[int]]]:

@@ -100,7 +100,7 @@ def halves_skipped(target: Target) -> list[Tensor]:
 def test_fused_layers_equal_transformers_layers(
     target: Target, compute: Callable[[Target], list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with the layers' own forwards, to the last bit; in float32 compiled kernels have sums of their own."""
+    """The layers' own forwards give the same to the last bit; in float32 compiled kernels have sums of their own."""
     torch.manual_seed(1)
     fused = compute(target)
     monkeypatch.setattr(standard, "fuse_cpu_forwards", lambda *args: [])

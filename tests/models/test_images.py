@@ -69,7 +69,7 @@ def make_drafter(family: Any, target: Target) -> Drafter:
 
 
 def test_only_the_answer_carries_loss(target: Target, pictures: tuple[str, str]) -> None:
-    """What is supervised reads as the answer, whatever images stand before it."""
+    """The supervised tokens are the answer, whatever images stand before it."""
     for messages, example in zip(make_conversations(pictures), make_examples(target, pictures)):
         answer = [token for token, supervised in zip(example.tokens, example.mask) if supervised]
         assert target.tokenizer.decode(answer).removesuffix("<|im_end|>") == messages[-1]["content"]
@@ -240,11 +240,11 @@ def test_text_only_readers_refuse_images(target: Target, pictures: tuple[str, st
 
 
 def test_images_with_other_logits_than_transformers_are_refused(target: Target, pictures: tuple[str, str]) -> None:
-    """What the check holds against transformers is what decoding would use."""
+    """The check compares transformers with the very forward that decoding would use."""
     text = tokenize_prompt(target.template, asked("What?", pictures[0]), target.vision)
 
     def flip_embeddings(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Only in a forward of ours: embeddings the wrong way round."""
+        """Reverse the embeddings, in forwards of this project only."""
         is_ours = "visibility" in kwargs and "inputs_embeds" in kwargs
         return (args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"].flip(1)}) if is_ours else None
 

@@ -101,7 +101,7 @@ def test_merged_target_is_saved_and_loads_as_an_ordinary_model(tmp_path: Path) -
 
 
 def test_fused_experts_have_no_adapters(tmp_path: Path) -> None:
-    """On a mixture of experts attention learns, and merging gives what was adapted."""
+    """In a mixture of experts attention is adapted, and merging gives the adapted outputs."""
     save_small("mixtral", tmp_path)
     load_tiny().tokenizer.save_pretrained(tmp_path)
     adapted = load_hf(str(tmp_path), device="cpu")

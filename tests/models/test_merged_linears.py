@@ -67,7 +67,7 @@ def list_merged(target: Target) -> set[str]:
 
 
 def count_bytes(target: Target) -> int:
-    """Bytes of all that parameters lie in."""
+    """Count the bytes of the storages of all parameters."""
     storages = [parameter.untyped_storage() for parameter in target.model.parameters()]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -76,7 +76,7 @@ def count_bytes(target: Target) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_merged_linears_change_neither_logits_nor_memory(name: str, dtype: torch.dtype, tiny: Target) -> None:
-    """To a few roundings of the numbers, with every weight as it was to the bit, and not a byte more held."""
+    """Logits are the same to a few roundings, every weight is unchanged to the bit, and no byte more is held."""
     target = make_target(name, tiny.tokenizer, dtype)
     before, bytes_before = compute_logits(target), count_bytes(target)
     weights = {key: weight.clone() for key, weight in target.model.state_dict().items()}
@@ -125,7 +125,7 @@ def replace_weights(target: Target) -> None:
 
 @pytest.mark.parametrize("change", [move_target, cast_target, replace_weights, copy.deepcopy])
 def test_moving_a_weight_undoes_the_merge(llama: Target, change: Callable[[Target], Target | None]) -> None:
-    """Then every linear is multiplied by what it holds now, and may be joined again."""
+    """Then every linear is multiplied by its own weight, and may be merged again."""
     merge_linears(llama.model)
     compute_logits(llama)
     target = change(llama) or llama
@@ -144,7 +144,8 @@ def test_moving_a_weight_undoes_the_merge(llama: Target, change: Callable[[Targe
 
 
 def test_writes_to_a_weight_change_the_merged_product(llama: Target) -> None:
-    """As an optimiser or a merged adapter writes, in place; and what learns has gradients of its own, the same ones."""
+    """Writes in place, as by an optimiser or a merged adapter, change the product; what learns has gradients of its own, the
+    same ones."""
     twin = copy.deepcopy(llama)
     merge_linears(llama.model)
     for target in (llama, twin):
@@ -161,7 +162,7 @@ def test_writes_to_a_weight_change_the_merged_product(llama: Target) -> None:
 
 
 def test_adapters_train_and_merge_on_merged_linears(llama: Target) -> None:
-    """What LoRA adds to, and what it is merged into, is the joined product."""
+    """LoRA adds to the joined product, and is merged into it."""
     twin = copy.deepcopy(llama)
     merge_linears(llama.model)
     for target in (llama, twin):
@@ -197,7 +198,7 @@ def tie_weights(target: Target) -> None:
 
 
 def flatten_weights(target: Target) -> None:
-    """As an optimiser that keeps all parameters in one tensor."""
+    """Put all parameters into one tensor, as some optimisers do."""
     parameters = list(target.parameters())
     for parameter, part in zip(parameters, torch.cat([p.flatten() for p in parameters]).split([p.numel() for p in parameters])):
         parameter.data = part.view_as(parameter)

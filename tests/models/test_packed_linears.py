@@ -29,13 +29,13 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 
 def pack_linear(linear: nn.Linear) -> nn.Linear:
-    """The same module, on packed weights."""
+    """Return the same module, on packed weights."""
     pack_linears(linear)
     return linear
 
 
 def expected_output(linear: nn.Linear, input: Tensor) -> Tensor:
-    """What the linear must give, in float64."""
+    """Return the output that the linear must have, computed in float64."""
     bias = None if linear.bias is None else linear.bias.double()
     return F.linear(input.double(), linear.weight.double(), bias).to(input.dtype)
 
@@ -50,7 +50,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (2, 5), (3, 1, 4), (128,)])
 @pytest.mark.parametrize(("width_in", "width_out"), [(1, 1), (16, 48), (96, 33), (577, 129)])
 def test_packed_equals_plain(width_in: int, width_out: int, shape: tuple[int, ...], bias: bool) -> None:
-    """Over one row or many, any number of leading dimensions, even and odd widths."""
+    """Outputs are equal over one row or many, any number of leading dimensions, even and odd widths."""
     linear = pack_linear(nn.Linear(width_in, width_out, bias=bias))
     assert is_packed(linear)
     input = torch.randn(*shape, width_in)
@@ -232,7 +232,7 @@ def test_linears_of_the_same_input_share_a_product(bias: bool, monkeypatch: pyte
 
 @needs_onednn
 def test_bfloat16_is_packed_where_the_processor_multiplies_it() -> None:
-    """Within its rounding of what float64 gives."""
+    """The output is float64's within the rounding of bfloat16."""
     linear = pack_linear(nn.Linear(64, 48).to(torch.bfloat16))
     input = torch.randn(5, 64, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -262,7 +262,7 @@ def test_int8_weights_are_rounded_to_half_a_step() -> None:
 
 @pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
 def test_large_weights_of_a_drafter_are_rounded() -> None:
-    """Within bfloat16's rounding, bias included; small ones, gradients and what was packed before are exact."""
+    """They are within bfloat16's rounding, bias included; small ones, gradients and what was packed before are exact."""
     large, small = nn.Linear(600, 500), nn.Linear(20, 30)
     for linear, tolerance in ((large, 2e-2), (small, 1e-6)):
         input = torch.randn(3, linear.in_features)
@@ -315,7 +315,7 @@ def test_autocast_sets_the_type_of_products() -> None:
 
 @pytest.mark.skipif(not has_batch_invariance(), reason="rows of bfloat16 are not alike here")
 def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
-    """One to forty rows, of weights as wide as a layer's of a small and of a large model."""
+    """One to forty rows have the same bits, with weights as wide as a layer's of a small and of a large model."""
     for width in (96, 576, 4864):
         linear = pack_linear(nn.Linear(width, 640).to(torch.bfloat16))
         input = torch.randn(2, 20, width).bfloat16()

@@ -244,7 +244,7 @@ def test_deeper_and_smaller_trees_equal_verifying(
 
 @contextmanager
 def count_nodes(target: Target) -> Iterator[list[list[int]]]:
-    """How many nodes each call of each layer's attention has."""
+    """Count the nodes of each call of each layer's attention."""
     calls: list[list[int]] = [[] for _ in target.layers]
 
     def make_hook(layer: int) -> Any:

@@ -42,7 +42,7 @@ def test_packed_documents_do_not_see_each_other(target: Target) -> None:
 
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
 def test_a_staged_tree_after_a_discarded_tree_equals_verifying(target: Target, lengths: list[int]) -> None:
-    """What was forgotten leaves no trace, and a tree in two stages, committed, equals one in a single stage."""
+    """A discarded tree leaves no trace, and a tree in two stages, committed, equals one in a single stage."""
     batch = len(lengths)
     prompts, tree, other = random_tokens(batch, 9), random_tokens(batch, 6), random_tokens(batch, 5)
     full_tree = TokenTree.from_parents(tree, torch.tensor([-1, 0, 0, 1, 2, 3]).expand(batch, -1))
@@ -169,7 +169,7 @@ def test_linears_run_once_per_chain(target: Target, policy: PathPolicy, between:
 
 
 def test_only_recurrent_targets_pay_per_tree_level(target: Target) -> None:
-    """What trees are shaped by."""
+    """The measured time of a level, which shapes trees, is 0 for other targets."""
     with run_along(target, "never"):
         assert time_levels(target, random_tokens(6).tolist(), 6, 3) > 0
     assert time_levels(load_tiny(), [3, 4], 6) == 0

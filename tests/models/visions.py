@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 class Processor:
-    """What the models' own processors do, which need torchvision: every placeholder becomes the tokens of its image."""
+    """Does what the models' own processors do, which need torchvision: every placeholder becomes the tokens of its image."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
         self.tokenizer, self.patch = tokenizer, config.vision_config.patch_size
@@ -43,14 +43,14 @@ class Processor:
         return {**tokens, **inputs, "mm_token_type_ids": kinds}
 
     def process_images(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
-        """As Qwen's: patches in a row, and a token for each four of them."""
+        """Return tokens and inputs as Qwen's processor does: patches in a row, and a token for each four of them."""
         pictures = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=56 * 112, patch_size=self.patch)
         inputs = dict(pictures(images=images, return_tensors="pt"))
         return [IMAGE * count for count in (inputs["image_grid_thw"].prod(dim=-1) // 4).tolist()], inputs
 
 
 class Rows(Processor):
-    """As Pixtral's: padded pictures and their sizes, a token for each patch, and one at the end of each row."""
+    """Does as Pixtral's: padded pictures and their sizes, a token for each patch, and one at the end of each row."""
 
     def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> dict[str, Any]:
         inputs = super().__call__(text, images)
@@ -68,7 +68,7 @@ class Rows(Processor):
 
 
 class FixedSize(Processor):
-    """As those of towers that take pictures of one size: each becomes so many tokens."""
+    """Does as processors of towers that take pictures of one size: each becomes so many tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
         self.tokenizer, self.image_token_id = tokenizer, tokenizer.convert_tokens_to_ids(IMAGE)
@@ -94,7 +94,7 @@ class FixedSize(Processor):
 
 
 class Patches(FixedSize):
-    """As Gemma 4's: patches with their positions, a token for four of them."""
+    """Does as Gemma 4's: patches with their positions, a token for four of them."""
 
     def process_images(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
         words, inputs = super().process_images(images)
@@ -132,7 +132,7 @@ class MoreTiles(Tiles):
 
 
 class OfImages(LlavaOnevisionProcessor):
-    """Without videos, whose processor needs torchvision."""
+    """A processor without videos, which would need torchvision."""
 
     def check_argument_for_proper_class(self, *args: Any) -> None: ...
 
