@@ -13,7 +13,7 @@ from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
 
-from .test_run import SETTING, evaluation
+from .test_run import SETTING, make_evaluation
 
 SAME = Timetable(depth=3, emitted_counts=(4,) * 10, draft=1.0, verify=2.0, rest=0.0, step=2.0)
 BOTH = (Overlap(), Overlap(pre_verify=True))
@@ -28,8 +28,8 @@ def test_overlap_is_scored_with_the_drafter(
     monkeypatch.setattr("os.cpu_count", lambda: 2 if way == "post" else 64)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     drafter = Causal(shallow, num_layers=1)
-    scored = evaluation(tmp_path, overlap=way)
-    summary = scored.score(Candidate(shallow, drafter, Chain(2), Greedy(), SETTING), tmp_path / "out")
+    evaluation = make_evaluation(tmp_path, overlap=way)
+    summary = evaluation.score(Candidate(shallow, drafter, Chain(2), Greedy(), SETTING), tmp_path / "out")
     assert ("OMP_NUM_THREADS=1" in capsys.readouterr().out) == (way == "post")
     entry, overlap = summary["compared"]["overlap"], summary["overlap"]
     assert entry["lossless"]["identical"] == 4 and entry["acceptance_length"] == summary["acceptance_length"]
