@@ -434,7 +434,7 @@ def test_the_engine_that_asks_nothing_scores_the_same(shallow: Target, tmp_path:
 
 
 def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp_path: Path) -> None:
-    """eval.engine=captured names what reads values on the host; an unknown engine is refused with the choices."""
+    """eval.engine=captured names what reads values from the device; an unknown engine is refused with the choices."""
     evaluation = make_evaluation(tmp_path, engine="captured")
     with pytest.raises(
         UserError, match="eval.engine=captured: drafter=ngram reads values from the device.*use eval.engine=eager"
