@@ -71,33 +71,33 @@ class Keeping(WrappedBuilder):
         return tree
 
 
-Said = list[tuple[list[int], list[int], Tensor]]
+RolloutLog = list[tuple[list[int], list[int], Tensor]]
 """A text, what was drafted behind it, and the log q that a rollout gave after that."""
 
 
-class Watched(Rollout):
+class RecordedRollout(Rollout):
     """Another rollout, with the text and the drafted tokens before every log q that it gave."""
 
-    def __init__(self, inner: Rollout, prefix: Prefix, said: Said) -> None:
-        self.inner, self.said, self.draft_ids = inner, said, inner.draft_ids
+    def __init__(self, inner: Rollout, prefix: Prefix, log: RolloutLog) -> None:
+        self.inner, self.log, self.draft_ids = inner, log, inner.draft_ids
         self.texts = [prefix.tokens[b, : n + 1].tolist() for b, n in enumerate(prefix.lengths.tolist())]
         self.paths: list[list[list[int]]] = [[[]] for _ in self.texts]
 
     def start(self) -> Tensor:
-        return self.note(self.inner.start(), 1)
+        return self.record_log_q(self.inner.start(), 1)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         for b, paths in enumerate(self.paths):
             paths += [paths[parent] + [token] for token, parent in zip(tokens[b].tolist(), parents[b].tolist())]
-        return self.note(self.inner.extend(tokens, parents), tokens.shape[1])
+        return self.record_log_q(self.inner.extend(tokens, parents), tokens.shape[1])
 
-    def note(self, log_q: Tensor, count: int) -> Tensor:
+    def record_log_q(self, log_q: Tensor, count: int) -> Tensor:
         for b, paths in enumerate(self.paths):
-            self.said += [(self.texts[b], path, log_q[b, n]) for n, path in enumerate(paths[-count:])]
+            self.log += [(self.texts[b], path, log_q[b, n]) for n, path in enumerate(paths[-count:])]
         return log_q
 
 
-def watching(builder: TreeBuilder) -> tuple[Said, Keeping]:
-    """What the rollouts of a builder, which comes with it and keeps its trees, say."""
-    reported: Said = []
-    return reported, Keeping(builder, lambda rollout, prefix: Watched(rollout, prefix, reported))
+def watching(builder: TreeBuilder) -> tuple[RolloutLog, Keeping]:
+    """Return the list to which the rollouts of a builder log their q, and the builder in a wrapper that keeps its trees."""
+    log: RolloutLog = []
+    return log, Keeping(builder, lambda rollout, prefix: RecordedRollout(rollout, prefix, log))

@@ -23,8 +23,8 @@ Path = tuple[int, ...]
 VOCAB = 4
 
 
-def drawn_tree(shape: str, num_nodes: int, draw: random.Random) -> tuple[list[int], list[int], list[bool], list[bool]]:
-    """Tokens, parents, valid and emitted of one tree; valid siblings carry distinct tokens, padding carries any."""
+def draw_tree(shape: str, num_nodes: int, draw: random.Random) -> tuple[list[int], list[int], list[bool], list[bool]]:
+    """Draw tokens, parents, valid and emitted of one tree; valid siblings carry distinct tokens, padding carries any."""
     vocab = num_nodes if shape == "star" else VOCAB
     tokens, parents, valid, emitted = [0], [-1], [True], [True]
     for node in range(1, num_nodes):
@@ -39,14 +39,14 @@ def drawn_tree(shape: str, num_nodes: int, draw: random.Random) -> tuple[list[in
     return tokens, parents, valid, emitted
 
 
-def drawn_choice(tokens: list[int], parents: list[int], draw: random.Random) -> list[int]:
+def draw_choice(tokens: list[int], parents: list[int], draw: random.Random) -> list[int]:
     """A token after each node, mostly that of one of its children, so that paths grow long."""
     children = [[tokens[n] for n in range(len(tokens)) if parents[n] == node] for node in range(len(tokens))]
     return [draw.choice(below) if below and draw.random() < 0.9 else draw.randrange(VOCAB) for below in children]
 
 
-def looped_walk(tokens: list[int], parents: list[int], usable: list[bool], choice: list[int]) -> list[int]:
-    """The path that following `choice` from the root keeps."""
+def walk_by_loop(tokens: list[int], parents: list[int], usable: list[bool], choice: list[int]) -> list[int]:
+    """Return the path that is accepted by following `choice` from the root."""
     path = [0]
     while True:
         below = [n for n in range(len(tokens)) if parents[n] == path[-1] and usable[n] and tokens[n] == choice[path[-1]]]
@@ -62,14 +62,14 @@ def looped_walk(tokens: list[int], parents: list[int], usable: list[bool], choic
 def test_tree_walk_equals_a_loop(shape: str, num_nodes: int, seed: int) -> None:
     """Path, count, bonus and emitted tokens are those of a loop over nodes, row by row."""
     draw = random.Random(f"{shape} {num_nodes} {seed}")
-    rows = [drawn_tree(shape, num_nodes, draw) for _ in range(4)]
-    choices = [drawn_choice(tokens, parents, draw) for tokens, parents, _, _ in rows]
+    rows = [draw_tree(shape, num_nodes, draw) for _ in range(4)]
+    choices = [draw_choice(tokens, parents, draw) for tokens, parents, _, _ in rows]
     tree = TokenTree(*(torch.tensor(column) for column in zip(*rows)))
     tree.check_structure()
     accepted = walk(tree, torch.tensor(choices))
     emitted = accepted.emitted_tokens(tree)
     paths = [
-        looped_walk(tokens, parents, [v and e for v, e in zip(valid, emits)], choice)
+        walk_by_loop(tokens, parents, [v and e for v, e in zip(valid, emits)], choice)
         for (tokens, parents, valid, emits), choice in zip(rows, choices)
     ]
     assert accepted.counts.tolist() == [len(path) for path in paths]
@@ -85,8 +85,8 @@ def test_greedy_follows_the_argmax() -> None:
     """A greedy round is the walk along the target's most likely tokens."""
     tokens = torch.tensor([[5, 1, 2, 3], [5, 1, 2, 3]])
     tree = TokenTree.from_chain(tokens)
-    wanted = torch.tensor([[1, 2, 0, 4], [1, 2, 3, 4]])
-    logits = torch.nn.functional.one_hot(wanted, 6).float()
+    expected = torch.tensor([[1, 2, 0, 4], [1, 2, 3, 4]])
+    logits = torch.nn.functional.one_hot(expected, 6).float()
     accepted = Greedy()(tree, logits, torch.arange(2), tree.depths)
     assert accepted.counts.tolist() == [3, 4]
     assert accepted.emitted_tokens(tree)[0, :3].tolist() == [1, 2, 0] and accepted.emitted_tokens(tree)[1].tolist() == [
@@ -162,11 +162,11 @@ def test_sample_and_match_is_lossless(draws: Callable[[list[Path]], Outcomes], n
         for tail in itertools.product(range(3), repeat=3 - count):
             rest = head + tail
             result[rest] += weight * math.prod((target_p(rest[:i])[rest[i]] for i in range(count, 3)), start=Fraction(1))
-    wanted = {
+    expected = {
         path: math.prod((target_p(path[:i])[path[i]] for i in range(3)), start=Fraction(1))
         for path in itertools.product(range(3), repeat=3)
     }
-    assert dict(result) == wanted
+    assert dict(result) == expected
 
 
 # Match draws
@@ -220,7 +220,7 @@ def test_noise_differs_between_keys() -> None:
 # Shaping
 
 
-def shaped(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+def shape_plainly(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
     """Temperature, then top-k, then top-p over what top-k left, in plain Python."""
     scores = [value / temperature for value in logits]
     ranked = sorted(range(len(scores)), key=lambda v: -scores[v])[: top_k or len(scores)]
@@ -240,7 +240,7 @@ def shaped(logits: list[float], temperature: float, top_k: int, top_p: float) ->
 def test_shaping_equals_plain_python(temperature: float, top_k: int, top_p: float) -> None:
     """Temperature, top-k and top-p keep the tokens, and the scores, of a plain Python loop."""
     logits = 2 * torch.randn(6, 30)
-    expected: Tensor = torch.tensor([shaped(row.tolist(), temperature, top_k, top_p) for row in logits])
+    expected: Tensor = torch.tensor([shape_plainly(row.tolist(), temperature, top_k, top_p) for row in logits])
     torch.testing.assert_close(shape_logits(logits, temperature, top_k, top_p), expected)
 
 
@@ -254,7 +254,7 @@ def test_match_never_draws_what_shaping_cut() -> None:
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("cut", [(1.0, 0, 1.0), (0.7, 9, 0.9)])
 def test_recursive_on_the_device_equals_select_path(children: Children, cut: tuple[float, int, float]) -> None:
-    """What is decided for all rows at once is what `judge`, which is proven lossless, decides with the same random numbers."""
+    """The decision for all rows at once is that of `judge`, which is proven lossless, with the same random numbers."""
     batch, vocab, drafted = 64, 16, 12
     parents = [-1, 0, 0, 0, 1, 1, 2, 4, 4]
     draft_ids = torch.arange(drafted) + 2

@@ -24,7 +24,7 @@ rows_are_alike = pytest.mark.skipif(not has_batch_invariance(), reason="rows of 
 
 
 @pytest.fixture(scope="module")
-def rounded(tiny: Target) -> Target:
+def bfloat16_target(tiny: Target) -> Target:
     """A target with random weights in bfloat16."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="spectrain", dtype=torch.bfloat16)
@@ -37,60 +37,61 @@ def rounded(tiny: Target) -> Target:
 
 
 @rows_are_alike
-def test_bfloat16_node_equals_a_single_token_bit_for_bit(rounded: Target) -> None:
+def test_bfloat16_node_equals_a_single_token_bit_for_bit(bfloat16_target: Target) -> None:
     """Logits of a tree of 40 nodes, of two sequences at once, are those of every path decoded one by one."""
     torch.manual_seed(1)
     prompts, lengths = torch.randint(3, 96, (2, 30)), torch.tensor([30, 21])
     parents = torch.tensor([-1, *(int(torch.randint(max(0, node - 4), node, ())) for node in range(1, 40))])
     tree = TokenTree.from_parents(torch.randint(3, 96, (2, 40)), parents.expand(2, -1))
     with torch.inference_mode():
-        cache = rounded.new_cache(2, 128)
-        rounded.prefill(prompts, lengths, cache, ())
-        logits = rounded.verify(tree, cache).logits
+        cache = bfloat16_target.new_cache(2, 128)
+        bfloat16_target.prefill(prompts, lengths, cache, ())
+        logits = bfloat16_target.verify(tree, cache).logits
         for row in range(2):
             for leaf in (17, 31, 39):
                 path = tree.ancestors[row, leaf].nonzero()[:, 0]
-                cache = rounded.new_cache(2, 128)
-                rounded.prefill(prompts, lengths, cache, ())
+                cache = bfloat16_target.new_cache(2, 128)
+                bfloat16_target.prefill(prompts, lengths, cache, ())
                 for node in path.tolist():
-                    alone = rounded.run(tree.tokens[:, node : node + 1], ForwardPlan(logits=True, cache=cache))
+                    alone = bfloat16_target.run(tree.tokens[:, node : node + 1], ForwardPlan(logits=True, cache=cache))
                     cache.commit(None, torch.ones(2, dtype=torch.int64))
                     assert alone.logits is not None and logits is not None
                     assert torch.equal(alone.logits[row, 0], logits[row, node])
 
 
 @rows_are_alike
-def test_drafted_equals_generate(rounded: Target) -> None:
-    """Token by token, for a chain that copies and goes wrong often, and autoregressively."""
+def test_drafted_equals_generate(bfloat16_target: Target) -> None:
+    """Outputs are equal token by token, for a chain that copies and goes wrong often, and autoregressively."""
     prompts = [[5, 6, 7, 5, 6, 7, 5], list(range(3, 60))]
-    with reference_model(rounded) as model:
-        wanted = [generate(model, prompt, 40, frozenset()) for prompt in prompts]
-    assert len({token for output in wanted for token in output}) > 10
-    for drafter, builder in ((None, None), (Ngram(rounded, longest=2), Chain(4))):
-        session = Session(rounded, Greedy(), drafter, builder)
-        assert [made.output for made in session.decode(prompts, 40, ignore_eos=True)] == wanted
+    with reference_model(bfloat16_target) as model:
+        expected = [generate(model, prompt, 40, frozenset()) for prompt in prompts]
+    assert len({token for output in expected for token in output}) > 10
+    for drafter, builder in ((None, None), (Ngram(bfloat16_target, longest=2), Chain(4))):
+        session = Session(bfloat16_target, Greedy(), drafter, builder)
+        assert [generation.output for generation in session.decode(prompts, 40, ignore_eos=True)] == expected
 
 
 @rows_are_alike
-def test_generate_multiplies_a_single_token_like_several(rounded: Target) -> None:
+def test_generate_multiplies_a_single_token_like_several(bfloat16_target: Target) -> None:
     """Without AMX oneDNN adds up a single row of more than 1,024 numbers in another order, of torch's linears too."""
-    with reference_model(rounded) as model, torch.inference_mode():
+    with reference_model(bfloat16_target) as model, torch.inference_mode():
         linear = model.model.layers[0].mlp.down_proj
         rows = torch.randn(300, linear.in_features).bfloat16()
         alone = torch.cat([linear(row[None, None])[0] for row in rows])
         assert torch.equal(alone, torch.cat([linear(part[None])[0] for part in rows.split(20)]))
-    assert not any("forward" in vars(module) and not is_packed(module) for module in rounded.model.modules())
+    assert not any("forward" in vars(module) and not is_packed(module) for module in bfloat16_target.model.modules())
 
 
-def test_near_tie_width_equals_the_rounding(rounded: Target, shallow: Target) -> None:
-    """Logits of bfloat16 are told apart by chance within a few hundredths or tenths, those of float32 within the least."""
+def test_near_tie_width_equals_the_rounding(bfloat16_target: Target, shallow: Target) -> None:
+    """Rounding decides between logits of bfloat16 that differ by hundredths or tenths, and between those of float32 that
+    differ by 1e-4."""
     context = list(range(3, 30))
     assert logit_gap(shallow, context).rounding == pytest.approx(1e-4, rel=2)
-    assert 1e-3 < logit_gap(rounded, context).rounding < 2
+    assert 1e-3 < logit_gap(bfloat16_target, context).rounding < 2
 
 
 def test_small_models_stay_in_float32() -> None:
-    """On a CPU; larger ones go where the processor is quick; what is asked for is done."""
+    """On a CPU small models stay in float32; larger ones go where the processor is quick; a requested type is used."""
     large = LlamaConfig(hidden_size=576, intermediate_size=1536)
     assert resolve_dtype("cpu", CONFIG) == torch.float32
     assert resolve_dtype("cpu", large) == (torch.bfloat16 if has_batch_invariance() else torch.float32)

@@ -1,4 +1,4 @@
-"""What builders are prepared with equals what is counted by hand."""
+"""The measurements that builders are prepared with equal counts by hand."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def prompts(shallow: Target) -> list[list[int]]:
     return [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
 
 
-def lucky(target: Target, prompts: list[list[int]]) -> Eagle3:
+def make_lucky_drafter(target: Target, prompts: list[list[int]]) -> Eagle3:
     """A drafter that guesses badly among few tokens, those of the greedy answers, so that some guesses hit."""
     torch.manual_seed(5)  # a drafter whose first guess is right now and then at every depth
     counts = torch.zeros(target.head.vocab_size)
@@ -52,7 +52,7 @@ def lucky(target: Target, prompts: list[list[int]]) -> Eagle3:
 
 @pytest.fixture(scope="module")
 def eagle3(shallow: Target, prompts: list[list[int]]) -> Eagle3:
-    return lucky(shallow, prompts)
+    return make_lucky_drafter(shallow, prompts)
 
 
 def test_latency_interpolation_is_exact_and_linear() -> None:
@@ -65,7 +65,7 @@ def test_latency_interpolation_is_exact_and_linear() -> None:
 
 
 def test_latency_between_contexts_is_linear() -> None:
-    """So is that of a tree's size behind every context; beyond the lengths that were measured the nearest holds."""
+    """So is that of a tree's size after every context; beyond the measured lengths the nearest counts."""
     latency = Latency({100: {1: 10.0, 3: 12.0}, 300: {1: 20.0, 3: 26.0}}, {100: {1: 1.0}, 300: {1: 3.0}}, 0.0)
     assert [latency.estimate_verify(1, length) for length in (0, 100, 150, 200, 300, 999)] == [
         10.0,
@@ -80,7 +80,7 @@ def test_latency_between_contexts_is_linear() -> None:
 
 
 def test_draft_latency_sums_start_and_steps() -> None:
-    """A draft is its first step and, for every further level, a step of that width, each behind its own context."""
+    """A draft is its first step and, for every further level, a step of that width, each after its own context."""
     latency = Latency({10: {1: 1.0, 3: 2.0}, 50: {1: 4.0, 3: 8.0}}, {10: {1: 0.1, 3: 0.3}, 50: {1: 0.5, 3: 0.9}}, 0.25)
     assert (latency.estimate_verify(2), latency.estimate_verify(2, 30), latency.estimate_verify(5, 99)) == (1.5, 3.75, 12.0)
     assert latency.estimate_draft(1, 3) == 0.25 and latency.estimate_draft(4, 2) == pytest.approx(0.25 + 3 * 0.2)
@@ -127,14 +127,15 @@ def test_teacher_forced_rounds_accept_everything(
     """Every round but the last emits depth + 1 tokens, and the output is that without a drafter."""
     stop_at(monkeypatch)
     _, runs, answers = forced_decode(shallow, prompts, eagle3, Chain(depth), rule, batch)
-    for result, wanted in zip(runs, answers):
-        assert result.output == wanted.output and len(result.output) == LIMIT
+    for result, expected in zip(runs, answers):
+        assert result.output == expected.output and len(result.output) == LIMIT
         full, rest = divmod(LIMIT - 1, depth + 1)
         assert result.round_lengths[:full] == [depth + 1] * full and len(result.round_lengths) == full + (rest > 0)
 
 
-def ranks(shallow: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
-    """The drafter's tokens from the likeliest on, after a text whose last `step` tokens are drafted; by the training loss."""
+def rank_tokens(shallow: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
+    """Return the drafter's tokens, the most likely first, after a text whose last `step` tokens are drafted; by the training
+    loss."""
     return eagle3.draft_ids[draft_logits(shallow, eagle3, text, step).argsort(descending=True)].tolist()
 
 
@@ -154,8 +155,8 @@ def draft_logits(shallow: Target, eagle3: Eagle3, text: list[int], step: int = 0
 @pytest.mark.sweep(1, free=("depth",))
 @pytest.mark.parametrize("depth", [3, 1])
 def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    """At each depth and rank, it is counted how often the drafter's token there is the greedy one, over all rounds."""
-    eagle3 = lucky(tiny, prompts)  # with three layers' answers none is lucky at every depth
+    """Hits count, at each depth and rank, how often the drafter's token there is the greedy one, over all rounds."""
+    eagle3 = make_lucky_drafter(tiny, prompts)  # with three layers' answers none is lucky at every depth
     stop_at(monkeypatch)
     forced, runs, _ = forced_decode(tiny, prompts, eagle3, Chain(depth), Greedy())
     sums, counts = torch.zeros_like(forced.hit_sums), [0] * depth
@@ -163,7 +164,7 @@ def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: py
         for start in range(0, LIMIT - 1, depth + 1):
             for step in range(min(depth, LIMIT - 1 - start)):
                 end = start + step + 1
-                guesses = ranks(tiny, eagle3, result.prompt + result.output[:end], step)[: forced.width]
+                guesses = rank_tokens(tiny, eagle3, result.prompt + result.output[:end], step)[: forced.width]
                 counts[step] += 1
                 if result.output[end] in guesses:
                     sums[step, guesses.index(result.output[end])] += 1
@@ -178,17 +179,17 @@ def test_hits_equal_a_count_by_hand(tiny: Target, prompts: list, monkeypatch: py
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=7), RecursiveRejection(seed=2)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
-def test_hits_of_distinct_children_sum_to_at_most_one(
+def test_hits_of_distinct_children_sum_to_at_most_1(
     shallow: Target, prompts: list, eagle3: Eagle3, rule: AcceptanceRule, children: Children
 ) -> None:
-    """At every depth they are no less than 0 and add up to 1 at most, for one child is kept or none; some are kept."""
+    """At every depth they are no less than 0 and add up to 1 at most, for one child is accepted or none; some are accepted."""
     forced = run_teacher_forced(shallow, eagle3, Chain(3, children), rule, prompts, LIMIT)
     hits = torch.tensor(forced.hit_rates)
     assert hits.shape == (3, forced.width) and (hits >= 0).all() and (hits.sum(1) <= 1 + 1e-6).all()
     assert hits.sum() > 0 and min(forced.counts) > 0
 
 
-def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: int, width: int = VOCAB) -> list[float]:
+def child_chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: int, width: int = VOCAB) -> list[float]:
     """The chances of the children that are drawn from a table the `number`th time."""
     forced = TeacherForcedBuilder({}, Chain(1, children), rule, width)
     forced.rollout, forced.counts = Table(soft_scores), [number]
@@ -202,22 +203,22 @@ def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: in
 )
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 def test_first_child_is_accepted_with_the_overlap(rule: AcceptanceRule, children: Children) -> None:
-    """On average over draws, every rule that weighs p against q keeps the first child with the summed min(p, q)."""
+    """On average over draws, every rule that weighs p against q accepts the first child with the summed min(p, q)."""
     logits = torch.randn(7 * VOCAB)
     p, q = logits.double().softmax(-1), torch.zeros(7 * VOCAB, dtype=torch.float64)
     q[7 * torch.arange(VOCAB) + 3] = torch.tensor(soft_scores(0, ()), dtype=torch.float64).exp()
-    result = torch.tensor([chances(rule, children, logits, number)[0] for number in range(400)])
+    result = torch.tensor([child_chances(rule, children, logits, number)[0] for number in range(400)])
     assert abs(result.mean() - torch.minimum(p, q).sum()) < 4 * result.std() / 400**0.5
 
 
-def test_all_tokens_without_replacement_accept_exactly_one() -> None:
-    """Where the target says nothing outside the draft vocabulary and all of it is drawn, some child is kept for sure."""
+def test_all_tokens_without_replacement_always_accept_a_child() -> None:
+    """Where the target has no mass outside the draft vocabulary and all of it is drawn, some child is accepted for sure."""
     logits = torch.full((7 * VOCAB,), float("-inf"))
     logits[7 * torch.arange(VOCAB) + 3] = torch.randn(VOCAB)
     for number in range(50):
-        result = chances(RecursiveRejection(), "without_replacement", logits, number)
+        result = child_chances(RecursiveRejection(), "without_replacement", logits, number)
         assert min(result) >= 0 and sum(result) == pytest.approx(1)
-        assert sum(chances(Match(), "without_replacement", logits, number)) == pytest.approx(1)
+        assert sum(child_chances(Match(), "without_replacement", logits, number)) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Block(0.7, seed=2)], ids=lambda rule: rule.name)
@@ -245,8 +246,8 @@ def test_overlap_and_first_equal_a_count_by_hand(
 
 @pytest.mark.parametrize("builder", [Chain(2), Eagle2(2, 8, 4)], ids=lambda builder: builder.name)
 def test_sampling_rules_are_forecast(shallow: Target, prompts: list, eagle3: Eagle3, builder: TreeBuilder) -> None:
-    """With sample-and-match, what both rules would keep is measured over the same places: of one child of a chain and of four
-    of a tree, as forced decoding with either rule finds; no other rule is compared."""
+    """With sample-and-match, what both rules would accept is measured over the same positions: of one child of a chain and
+    of four of a tree, as forced decoding with either rule measures; no other rule is compared."""
     forced = run_teacher_forced(shallow, eagle3, builder, Match(seed=3), prompts[:2], LIMIT)
     rules = forced.rule_forecast
     assert rules is not None and rules.children == (1 if builder.is_chain else 4)
@@ -261,7 +262,7 @@ def test_sampling_rules_are_forecast(shallow: Target, prompts: list, eagle3: Eag
 
 
 def test_forecast_prefers_the_rule_that_accepts_more() -> None:
-    """Where four drawn children are kept at 0.7 and the four likeliest at 0.45, drawing is recommended, else not."""
+    """Where four drawn children are accepted at 0.7 and the four most likely at 0.45, drawing is recommended, else not."""
     weak, sure = RuleForecast(4, [0.445, 0.4], [0.704, 0.7]), RuleForecast(1, [0.9], [0.91])
     assert weak.forecast_lengths == pytest.approx((1 + 0.445 + 0.178, 1 + 0.704 + 0.4928))
     assert weak.summary()["better"] == "recursive" and sure.summary()["better"] == "match"
@@ -299,9 +300,9 @@ def test_calibrate_prepares_what_needs_it(shallow: Target, prompts: list, eagle3
     assert calibration is not None and calibration.latency is None
     forced = run_teacher_forced(shallow, eagle3, Chain(3), Greedy(), prompts, LIMIT)
     assert (calibration.hits, calibration.counts) == (forced.hit_rates, forced.counts)
-    for builder, fresh in ((builders[0], Static(depth=2, budget=5)), (builders[2], Sequoia(depth=3, budget=6))):
+    for builder, reference in ((builders[0], Static(depth=2, budget=5)), (builders[2], Sequoia(depth=3, budget=6))):
         assert isinstance(builder, Static) and builder.paths
-        assert set(builder.paths) == set(fresh.search_paths(calibration)) and len(builder.paths) < fresh.budget
+        assert set(builder.paths) == set(reference.search_paths(calibration)) and len(builder.paths) < reference.budget
     assert calibrate_builders(shallow, eagle3, [Chain(2), Static(paths=[[0], [1]])], Greedy(), prompts, LIMIT) is None
 
 
@@ -318,7 +319,7 @@ def test_calibrate_times_what_needs_it(shallow: Target, prompts: list, eagle3: E
 
 @pytest.mark.parametrize("budget, sizes", [(2, [1, 2]), (4, [1, 2, 4]), (11, [1, 2, 4, 8, 11])])
 def test_every_size_is_timed(shallow: Target, prompts: list, eagle3: Eagle3, budget: int, sizes: list[int]) -> None:
-    """Behind the shortest prompt, and behind the longest or a text as long as is asked for, each size up to the budget has a
+    """After the shortest prompt, and after the longest or a text of the requested length, each size up to the budget has a
     positive time."""
     lengths = sorted(map(len, prompts))
     longest = lengths[-1] + 7 if budget == 4 else 2

@@ -100,7 +100,7 @@ BUILDERS: dict[str, Callable[[], TreeBuilder]] = {
 }
 
 
-def facts(generations: list[Generation]) -> list[tuple[object, ...]]:
+def list_facts(generations: list[Generation]) -> list[tuple[object, ...]]:
     """All that does not depend on the clock."""
     return [
         (g.prompt, g.output, g.round_lengths, g.depths, g.node_counts, g.idle_counts, g.is_cut, g.is_done, g.batch_size)
@@ -108,7 +108,7 @@ def facts(generations: list[Generation]) -> list[tuple[object, ...]]:
     ]
 
 
-def same(
+def assert_same_rounds(
     target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None, rounds: int = 4
 ) -> CapturedRunner:
     """Check batches of several sizes and lengths, decoded one after another by one engine."""
@@ -116,7 +116,7 @@ def same(
     for count, limit, ignore_eos in ((3, 7, True), (1, 8, False), (3, 5, False), (2, 2, True)):
         rows = list(range(3, 3 + count))
         expected = decode(target, PROMPTS[:count], rule, limit, drafter, builder, rows, ignore_eos=ignore_eos)
-        assert facts(engine.decode(PROMPTS[:count], limit, rows, ignore_eos)) == facts(expected)
+        assert list_facts(engine.decode(PROMPTS[:count], limit, rows, ignore_eos)) == list_facts(expected)
     return engine
 
 
@@ -130,8 +130,8 @@ LEAVING = ("eagle2", "entropy")  # nodes that were run
 )
 def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, builder: str) -> None:
     """Tokens, accepted lengths, depths and sizes of every round equal those of the eager loop."""
-    made = DRAFTERS[drafter](shallow).eval()
-    engine = same(shallow, Greedy(), made, BUILDERS[builder]())
+    built = DRAFTERS[drafter](shallow).eval()
+    engine = assert_same_rounds(shallow, Greedy(), built, BUILDERS[builder]())
     assert max(max(generation.round_lengths) for generation in engine.decode(PROMPTS, 24)) > (
         drafter in ("causal", "pard", "early_exit", "layer_skip")
     )
@@ -140,7 +140,7 @@ def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, bu
 @pytest.mark.parametrize("builder", LEAVING)
 @pytest.mark.parametrize("drafter", KEEPING)
 def test_tree_that_omits_run_nodes_is_refused(shallow: Target, drafter: str, builder: str) -> None:
-    """With the tree and the drafter by name."""
+    """The error names the tree and the drafter."""
     with pytest.raises(UserError, match=f"tree={builder} omits nodes that drafter=[a-z]* has run"):
         CapturedRunner(shallow, Greedy(), DRAFTERS[drafter](shallow).eval(), BUILDERS[builder]())
 
@@ -161,46 +161,46 @@ def test_tree_that_omits_run_nodes_is_refused(shallow: Target, drafter: str, bui
 def test_drawn_tokens_equal_those_of_the_loop(
     shallow: Target, drafter: str, rule: AcceptanceRule, builder: TreeBuilder
 ) -> None:
-    """Random numbers come from counters of sequence and place, so both draw the same trees and tokens."""
-    same(shallow, rule, DRAFTERS[drafter](shallow).eval(), builder)
+    """Random numbers come from counters of sequence and position, so both draw the same trees and tokens."""
+    assert_same_rounds(shallow, rule, DRAFTERS[drafter](shallow).eval(), builder)
 
 
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 def test_rounds_that_can_be_captured_are_counted(shallow: Target, drafter: str | None) -> None:
-    """All of them, but for the one in which a drafter reads the prompt: a capture waits for two."""
-    made = None if drafter is None else DRAFTERS[drafter](shallow).eval()
-    engine = CapturedRunner(shallow, Greedy(), made, None if made is None else Chain(2), rounds_per_read=1)
+    """All rounds count but the one in which a drafter reads the prompt: a capture waits for two."""
+    built = None if drafter is None else DRAFTERS[drafter](shallow).eval()
+    engine = CapturedRunner(shallow, Greedy(), built, None if built is None else Chain(2), rounds_per_read=1)
     (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
     (state,) = engine.states.values()
-    assert state.num_warm_rounds == len(done.round_lengths) - (made is not None)
+    assert state.num_warm_rounds == len(done.round_lengths) - (built is not None)
 
 
 class RoundTrace(TorchDispatchMode):
-    """What a graph would hold of a round: its operations, numbers of the host among their arguments, and the places of tensors
-    that the round did not make."""
+    """Records what a graph would hold of a round: its operations, numbers of the host among their arguments, and the
+    storages of tensors that the round did not make."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple[object, ...]] = []
-        self.made: set[int] = set()
-        self.kept: list[object] = []  # so that no place is given away twice
+        self.created: set[int] = set()
+        self.references: list[object] = []  # so that no storage is used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.steps.append((func.name(), *map(self.told, tree_leaves((args, kwargs)))))
-        held = {place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        self.made |= {place(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)} - held
-        self.kept.append((args, kwargs, out))
+        self.steps.append((func.name(), *map(self.describe_leaf, tree_leaves((args, kwargs)))))
+        storages = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self.created |= {storage_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)} - storages
+        self.references.append((args, kwargs, out))
         return out
 
-    def told(self, leaf: object) -> object:
+    def describe_leaf(self, leaf: object) -> object:
         if not isinstance(leaf, Tensor) or leaf.device.type == "cpu":
             return leaf if not isinstance(leaf, Tensor) else leaf.item()  # a graph holds its value
-        where = "made" if place(leaf) in self.made else place(leaf)
+        where = "made" if storage_of(leaf) in self.created else storage_of(leaf)
         return where, leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype
 
 
-def place(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -211,11 +211,11 @@ def place(tensor: Tensor) -> int:
 )
 def test_every_round_runs_the_captured_operations(drafter: str | None, builder: str) -> None:
     """Later rounds, and those of other prompts, do what a graph holds of an earlier one: the same operations on the same
-    numbers of the host and on tensors in the same places. Tensors without data show it, by the kernels that a GPU runs."""
+    numbers of the host and on tensors in the same storages. Tensors without data show it, by the kernels that a GPU runs."""
     target = cut_tiny(3)
-    made = None if drafter is None else DRAFTERS[drafter](target).eval().to("meta")
+    built = None if drafter is None else DRAFTERS[drafter](target).eval().to("meta")
     target.to("meta")
-    engine = CapturedRunner(target, Match(0.8, top_k=5), made, None if made is None else BUILDERS[builder]())
+    engine = CapturedRunner(target, Match(0.8, top_k=5), built, None if built is None else BUILDERS[builder]())
     traces = []
     with torch.inference_mode():
         for prompts, rounds in (([[0] * 7, [0] * 4], 2), ([[0] * 5, [0] * 9], 1)):
@@ -225,17 +225,20 @@ def test_every_round_runs_the_captured_operations(drafter: str | None, builder: 
                 with RoundTrace() as trace:
                     list(engine.run_parts())
                 traces.append(trace)
-            engine.state.drafter_state = {name: getattr(made, name) for name in engine._state_names}
+            engine.state.drafter_state = {name: getattr(built, name) for name in engine._state_names}
     first, *others = traces
     assert all(trace.steps == first.steps for trace in others)
-    held = {reported_values[0] for step in first.steps for reported_values in step[1:] if isinstance(reported_values, tuple)}
-    assert engine.state.log is not None and {place(engine.state.log.records), place(engine.state.context.tokens)} <= held
+    storages = {argument[0] for step in first.steps for argument in step[1:] if isinstance(argument, tuple)}
+    assert (
+        engine.state.log is not None
+        and {storage_of(engine.state.log.records), storage_of(engine.state.context.tokens)} <= storages
+    )
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])
 def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -> None:
-    """However seldom the host looks."""
-    same(shallow, Greedy(), None, None, rounds)
+    """The output does not depend on how seldom the host reads it."""
+    assert_same_rounds(shallow, Greedy(), None, None, rounds)
 
 
 @pytest.mark.sweep(1, free=("backend", "drafter", "builder", "models"))
@@ -260,19 +263,19 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
     torch._dynamo.reset()
     counters.clear()
     target = cut_tiny(3)
-    made = None if drafter is None else DRAFTERS[drafter](target).eval()
+    built = None if drafter is None else DRAFTERS[drafter](target).eval()
     shape = None if builder is None else BUILDERS[builder]()
-    expected = decode(target, PROMPTS[:2], Greedy(), 9, made, shape)
-    engine = CapturedRunner(target, Greedy(), made, shape, backend=backend)
+    expected = decode(target, PROMPTS[:2], Greedy(), 9, built, shape)
+    engine = CapturedRunner(target, Greedy(), built, shape, backend=backend)
     for _ in range(2):
-        assert facts(engine.decode(PROMPTS[:2], 9)) == facts(expected)
+        assert list_facts(engine.decode(PROMPTS[:2], 9)) == list_facts(expected)
     assert not counters["graph_break"]
-    capture = None if made is None else made.capabilities.capture
+    capture = None if built is None else built.capabilities.capture
     at_once = capture is not None and not engine._drafter_models and not capture.needs_all_drafts
     assert counters["stats"]["unique_graphs"] == models + at_once
     if drafter == "eagle3":  # caches of another bound run by the same code
         longer = [list(range(5, 265))] * 2
-        assert facts(engine.decode(longer, 4)) == facts(decode(target, longer, Greedy(), 4, made, shape))
+        assert list_facts(engine.decode(longer, 4)) == list_facts(decode(target, longer, Greedy(), 4, built, shape))
         assert len(engine.states) == 2
         assert counters["stats"]["unique_graphs"] == models + at_once
 
@@ -281,18 +284,18 @@ def test_drafter_state_survives_use_by_another_runner(shallow: Target) -> None:
     """Two engines and the loop share a drafter, in turn: each gives what it gives alone."""
     drafter, builders = Eagle3(shallow, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
     engines = [CapturedRunner(shallow, Greedy(), drafter, builder) for builder in builders]
-    held: list[object] = []
+    addresses: list[object] = []
     for _ in range(2):
         for engine, builder in zip(engines, builders):
             expected = decode(shallow, PROMPTS, Greedy(), 8, drafter, builder)
-            assert facts(engine.decode(PROMPTS, 8)) == facts(expected)
+            assert list_facts(engine.decode(PROMPTS, 8)) == list_facts(expected)
             (state,) = engine.states.values()
-            held.append(state.drafter_state["cache"].storage.data_ptr())
-    assert held == held[:2] * 2 and held[0] != held[1]
+            addresses.append(state.drafter_state["cache"].storage.data_ptr())
+    assert addresses == addresses[:2] * 2 and addresses[0] != addresses[1]
 
 
 def test_uncompiled_layers_do_not_shift_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one attends in its own place."""
+    """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one attends with its own keys."""
     torch._dynamo.reset()
     target = cut_tiny(3)
     expected = decode(target, PROMPTS[:1], Greedy(), 5)
@@ -301,19 +304,19 @@ def test_uncompiled_layers_do_not_shift_compiled_layers(monkeypatch: pytest.Monk
         for layer, forward in list(zip(target.layers, forwards))[::2]:
             layer.forward = forward
         result = decode(target, PROMPTS[:1], Greedy(), 5)
-    assert facts(result) == facts(expected)
+    assert list_facts(result) == list_facts(expected)
 
 
 @pytest.mark.parametrize("drafter", [None, "eagle3", "gated_lora"])
 def test_interrupted_decoding_leaves_no_state(shallow: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle of rounds that the host has not looked at, the next decode gives what it would have given."""
-    made = None if drafter is None else DRAFTERS[drafter](shallow).eval()
-    builder = None if made is None else Chain(3)
-    expected = decode(shallow, PROMPTS, Greedy(), 12, made, builder)
-    engine = CapturedRunner(shallow, Greedy(), made, builder)
+    built = None if drafter is None else DRAFTERS[drafter](shallow).eval()
+    builder = None if built is None else Chain(3)
+    expected = decode(shallow, PROMPTS, Greedy(), 12, built, builder)
+    engine = CapturedRunner(shallow, Greedy(), built, builder)
     rounds, play = [0], captured.run_round
 
-    def stopped(*arguments: Any) -> Iterator[RoundOutcome | None]:
+    def stop_early(*arguments: Any) -> Iterator[RoundOutcome | None]:
         rounds[0] += 1
         parts = play(*arguments)
         yield next(parts)
@@ -322,12 +325,12 @@ def test_interrupted_decoding_leaves_no_state(shallow: Target, drafter: str | No
         yield from parts
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(captured, "run_round", stopped)
+        patch.setattr(captured, "run_round", stop_early)
         engine.decode(PROMPTS, 12)
-    if made is not None:
-        decode(shallow, PROMPTS, Greedy(), 4, made, builder)  # takes the drafter's attributes for itself
+    if built is not None:
+        decode(shallow, PROMPTS, Greedy(), 4, built, builder)  # takes the drafter's attributes for itself
     for _ in range(2):
-        assert facts(engine.decode(PROMPTS, 12)) == facts(expected)
+        assert list_facts(engine.decode(PROMPTS, 12)) == list_facts(expected)
 
 
 def test_refused_prompt_leaves_no_state(shallow: Target) -> None:
@@ -339,11 +342,11 @@ def test_refused_prompt_leaves_no_state(shallow: Target) -> None:
         engine.decode(longest, 6)
     expected = engine.decode(PROMPTS, 8)
     (state,) = engine.states.values()
-    held = state.drafter_state["cache"]
+    cache = state.drafter_state["cache"]
     decode(shallow, PROMPTS, Greedy(), 4, drafter, Chain(2))
     with pytest.raises(UserError, match=f"prompt of {shallow.max_length - 5} tokens"):
         engine.decode(longest, 6)
-    assert state.drafter_state["cache"] is held and facts(engine.decode(PROMPTS, 8)) == facts(expected)
+    assert state.drafter_state["cache"] is cache and list_facts(engine.decode(PROMPTS, 8)) == list_facts(expected)
 
 
 def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
@@ -365,9 +368,9 @@ def test_preset_chain_is_accepted_completely(drafter: str, backend: str | None) 
     """With every draft right a round emits as deep as the drafter reaches and one more, batch after batch."""
     torch._dynamo.reset()
     target = cut_tiny(3)
-    made, builder = DRAFTERS[drafter](target).eval(), Chain(3)
+    built, builder = DRAFTERS[drafter](target).eval(), Chain(3)
     forced = TeacherForcedBuilder({}, builder, Greedy())
-    engine = CapturedRunner(target, Greedy(), made, PresetChainBuilder(forced), backend=backend)
+    engine = CapturedRunner(target, Greedy(), built, PresetChainBuilder(forced), backend=backend)
     for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS):
         plain = decode(target, prompts, Greedy(), 14, ignore_eos=True)
         forced.sequences = dict(enumerate(generation.prompt + generation.output for generation in plain))
@@ -380,11 +383,11 @@ def test_captured_beams_equal_the_loop(shallow: Target) -> None:
     """How many nodes beams share depends on the scores, and the tree's size does not. (Of a drafter that is unsure, rounding
     decides which beams stay, so this one is not.)"""
     drafter = shaken(Redrafter(shallow, vocab_size=512), shallow, 2.0)
-    same(shallow, Greedy(), drafter, Beam(3, 8, 3))
+    assert_same_rounds(shallow, Greedy(), drafter, Beam(3, 8, 3))
 
 
 def test_oldest_batch_states_are_dropped(shallow: Target) -> None:
-    """Of many sizes of batches the latest stay."""
+    """Of many sizes of batches the latest states stay."""
     engine = CapturedRunner(shallow, Greedy())
     for batch in (1, 2, 1, 3, 4, 5):
         engine.decode([[5, 6]] * batch, 3)
@@ -403,7 +406,7 @@ def test_oldest_batch_states_are_dropped(shallow: Target) -> None:
 def test_rounds_that_cannot_be_captured_are_refused(
     shallow: Target, rule: AcceptanceRule, drafter: Callable[[Target], Drafter] | None, builder: TreeBuilder | None, words: str
 ) -> None:
-    """With the reason, and what to do."""
+    """The error gives the reason, and what to do."""
     with pytest.raises(UserError, match=f"eval.engine=captured: {words}.*use eval.engine=eager"):
         CapturedRunner(shallow, rule, None if drafter is None else drafter(shallow), builder)
 

@@ -23,8 +23,9 @@ TEXTS = ("The bees find the hive. The bees", "one two three four one two three f
 BUILDERS = (Chain(3), Eagle2(depth=4, budget=8, top_k=3))
 
 
-def stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[list[bool], float]:
-    """Which rounds of so many tokens drafted, and what all took, in steps; a drafted round emits `gain` tokens for `cost`."""
+def run_stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[list[bool], float]:
+    """Return which rounds of so many tokens drafted, and the cost of all in steps; a drafted round emits `gain` tokens for
+    `cost`."""
     drafted, emitted, spent = [], 0.0, 0.0
     while emitted < num_tokens:
         drafted.append(guard.should_draft())
@@ -38,14 +39,14 @@ def stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[lis
 def test_gaining_rounds_never_stop_drafting(gain: float, cost: float) -> None:
     """After two rounds that measure a step, all rounds draft but one after every 32, which measures it again; that costs a
     little more than 1 % at most."""
-    drafted, spent = stream(Guard(), gain, cost, 3000)
+    drafted, spent = run_stream(Guard(), gain, cost, 3000)
     pattern = [False] + ([False] + [True] * 32) * (len(drafted) // 33 + 1)
     assert drafted == pattern[: len(drafted)]
     assert spent <= 1.015 * 3000 / gain * cost
 
 
 def long_start(emitted: float, rounds: int) -> float:
-    """A step behind a long first prompt costs half as much again."""
+    """Return the seconds of a step, half as many again after a long first prompt."""
     return 1.5 if emitted < 150 else 1.0
 
 
@@ -58,8 +59,8 @@ def slow_start(emitted: float, rounds: int) -> float:
 @pytest.mark.parametrize("cost", [1.1, 1.25, 1.4])
 @pytest.mark.parametrize("spread", [0.0, 0.15])
 def test_slow_first_steps_are_measured_again(step: Callable[[float, int], float], cost: float, spread: float) -> None:
-    """A drafter of which nothing is kept, dearer than a step and cheaper than the steps at the start, costs 5 % at most over
-    2,000 tokens, also where the times of rounds scatter; timed once, it would cost what it costs for ever."""
+    """A drafter of which nothing is accepted, dearer than a step and cheaper than the steps at the start, costs 5 % at most
+    over 2,000 tokens, also where the times of rounds scatter; timed once, it would cost what it costs for ever."""
     guard, draw = Guard(), Random(1)
     spent = plain = emitted = 0.0
     drafted = 0
@@ -75,16 +76,16 @@ def test_slow_first_steps_are_measured_again(step: Callable[[float, int], float]
 
 @pytest.mark.parametrize("cost", [1.05, 1.2, 1.5, 3.0, 16.0])
 def test_losing_rounds_cost_little(cost: float) -> None:
-    """Over 2,000 tokens a drafter of which nothing is kept costs at most 5 % of decoding without it, and is tried again."""
-    drafted, spent = stream(Guard(), 1.0, cost, 2000)
+    """Over 2,000 tokens a drafter of which nothing is accepted costs at most 5 % of decoding without it, and is tried again."""
+    drafted, spent = run_stream(Guard(), 1.0, cost, 2000)
     assert any(drafted[1000:])
     assert spent <= 1.05 * 2000
 
 
 @pytest.mark.parametrize("allowance", [0.02, 0.2])
 def test_losses_stay_within_the_allowance(allowance: float) -> None:
-    """The same for other allowances, over as many tokens as it takes for the first rounds not to count."""
-    _, spent = stream(Guard(allowance), 1.0, 1.5, 4000)
+    """The same holds for other allowances, over as many tokens as it takes for the first rounds not to count."""
+    _, spent = run_stream(Guard(allowance), 1.0, 1.5, 4000)
     assert spent <= (1 + allowance) * 4000
 
 
@@ -92,8 +93,8 @@ def test_losses_stay_within_the_allowance(allowance: float) -> None:
 def test_drafting_resumes_when_it_gains(bad: float) -> None:
     """After a stretch that does not pay one that does is drafted again, to its end."""
     guard = Guard()
-    before, _ = stream(guard, 1.0, bad, 600)
-    after, _ = stream(guard, 3.0, 1.5, 3000)
+    before, _ = run_stream(guard, 1.0, bad, 600)
+    after, _ = run_stream(guard, 3.0, 1.5, 3000)
     assert sum(before) < len(before) / 2
     assert after[-900:].count(False) <= 900 / 32 and not guard.is_stopped
 
@@ -106,7 +107,7 @@ def test_guard_refuses_invalid_allowances(allowance: float) -> None:
 
 
 class Switch(Guard):
-    """A guard that drafts by a fixed pattern and keeps what it is told."""
+    """A guard that drafts by a fixed pattern and records the rounds."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__()
@@ -183,10 +184,10 @@ def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
         for turn, tree in zip(turns, followed.trees):
             if turn < len(result.round_lengths):
                 prefix = texts[row][: len(prompts[row]) + sum(result.round_lengths[:turn])]
-                fresh = Oracle([texts[row]], inner=eagle3)
-                decode(shallow, [prefix], Greedy(), 2, fresh, builder)
-                assert torch.equal(tree.tokens[row], fresh.trees[0].tokens[0])
-                assert torch.equal(tree.parents[row], fresh.trees[0].parents[0])
+                oracle = Oracle([texts[row]], inner=eagle3)
+                decode(shallow, [prefix], Greedy(), 2, oracle, builder)
+                assert torch.equal(tree.tokens[row], oracle.trees[0].tokens[0])
+                assert torch.equal(tree.parents[row], oracle.trees[0].parents[0])
 
 
 @pytest.mark.slow

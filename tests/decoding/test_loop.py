@@ -65,7 +65,7 @@ def prompts(shallow: Target) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def greedy(shallow: Target, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers' own generate says after each prompt."""
+    """Return the outputs of transformers' own generate after each prompt."""
     with reference_model(shallow) as model:
         return [generate(model, prompt, LIMIT, shallow.stop_ids) for prompt in prompts]
 
@@ -84,10 +84,10 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, *ids: int) -> None:
     monkeypatch.setattr(Target, "stop_ids", frozenset(ids))
 
 
-def assert_same(target: Target, prompt: list[int], output: list[int], wanted: list[int]) -> None:
+def assert_same(target: Target, prompt: list[int], output: list[int], expected: list[int]) -> None:
     """Two greedy outputs are equal, but for a first difference between two nearly equal logits."""
-    position = first_difference(output, wanted)
-    assert position is None or logit_gap(target, prompt + wanted[:position]).is_tie
+    position = first_difference(output, expected)
+    assert position is None or logit_gap(target, prompt + expected[:position]).is_tie
 
 
 def assert_counted(generation: Generation, limit: int, stop_ids: frozenset[int]) -> None:
@@ -110,9 +110,9 @@ def test_greedy_drafting_equals_generate(
     """Drafted greedy output is that of transformers' generate and of autoregressive decoding, alone and in a batch."""
     plain = decode(shallow, prompts[:batch], Greedy(), LIMIT)
     drafted = decode(shallow, prompts[:batch], Greedy(), LIMIT, drafters[name], builder)
-    for prompt, wanted, alone, result in zip(prompts, greedy, plain, drafted):
-        assert_same(shallow, prompt, alone.output, wanted)
-        assert_same(shallow, prompt, result.output, wanted)
+    for prompt, expected, alone, result in zip(prompts, greedy, plain, drafted):
+        assert_same(shallow, prompt, alone.output, expected)
+        assert_same(shallow, prompt, result.output, expected)
         assert_same(shallow, prompt, result.output, alone.output)
         assert_counted(result, LIMIT, shallow.stop_ids)
         assert alone.round_lengths == [1] * (len(alone.output) - 1) and alone.depths == [0] * (len(alone.output) - 1)
@@ -156,15 +156,15 @@ def test_perfect_drafter_fills_every_round(
     plain = [result.output for result in decode(shallow, prompts, rule, LIMIT + depth + 1)]
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
     limit = 1 + 5 * (depth + 1)
-    for result, wanted in zip(decode(shallow, prompts, rule, limit, oracle, Chain(depth)), plain):
-        assert result.output == wanted[:limit] and result.round_lengths == [depth + 1] * 5 and not result.is_cut
+    for result, expected in zip(decode(shallow, prompts, rule, limit, oracle, Chain(depth)), plain):
+        assert result.output == expected[:limit] and result.round_lengths == [depth + 1] * 5 and not result.is_cut
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_partly_right_drafts_do_not_change_the_output(
     shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule
 ) -> None:
-    """Where each row of a ragged batch keeps its own number of drafted tokens, counts and outputs are as expected."""
+    """Where each row of a ragged batch accepts its own number of drafted tokens, counts and outputs are as expected."""
     stop_at(monkeypatch)
     depth = 3
     plain = [result.output for result in decode(shallow, prompts, rule, LIMIT + depth + 1)]
@@ -190,20 +190,20 @@ def test_output_ends_at_the_limit(
     assert result.complete_round_lengths == [depth + 1] * ((limit - 1) // (depth + 1))
 
 
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("index", range(8))
 def test_eos_inside_an_accepted_path_ends_the_text(
-    shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, place: int
+    shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, index: int
 ) -> None:
     """EOS is the last token wherever in a round it falls, and the round is cut unless EOS was its last token."""
     stop_at(monkeypatch)
     rule, depth = Match(temperature=2.0, seed=7), 3  # hot, so that tokens do not repeat
     (plain,) = decode(shallow, prompts[:1], rule, 20)
-    place = plain.output.index(plain.output[place])
-    stop_at(monkeypatch, plain.output[place])
+    index = plain.output.index(plain.output[index])
+    stop_at(monkeypatch, plain.output[index])
     (result,) = decode(shallow, prompts[:1], rule, 12, Oracle([prompts[0] + plain.output]), Chain(depth))
-    assert result.output == plain.output[: place + 1]
-    assert result.round_lengths == [depth + 1] * -(-place // (depth + 1))
-    assert result.is_cut == (place % (depth + 1) != 0)
+    assert result.output == plain.output[: index + 1]
+    assert result.round_lengths == [depth + 1] * -(-index // (depth + 1))
+    assert result.is_cut == (index % (depth + 1) != 0)
     assert_counted(result, 12, shallow.stop_ids)
 
 
@@ -241,14 +241,14 @@ def test_eagle3_proposals_depend_on_the_tokens_only(
     for row, result in enumerate(generations):
         for turn in range(len(result.round_lengths)):
             prefix = texts[row][: len(prompts[row]) + sum(result.round_lengths[:turn])]
-            fresh = Oracle([texts[row]], inner=drafters["eagle3"])
-            decode(shallow, [prefix], Greedy(), 2, fresh, builder)
-            assert torch.equal(followed.trees[turn].tokens[row], fresh.trees[0].tokens[0])
-            assert torch.equal(followed.trees[turn].parents[row], fresh.trees[0].parents[0])
+            oracle = Oracle([texts[row]], inner=drafters["eagle3"])
+            decode(shallow, [prefix], Greedy(), 2, oracle, builder)
+            assert torch.equal(followed.trees[turn].tokens[row], oracle.trees[0].tokens[0])
+            assert torch.equal(followed.trees[turn].parents[row], oracle.trees[0].parents[0])
 
 
-class Given(Eagle2):
-    """Drafts a fixed tree, two levels below the root, and keeps the drafter's distribution after every path."""
+class FixedTree(Eagle2):
+    """Drafts a fixed tree, two levels below the root, and stores the drafter's distribution after every path."""
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         after = torch.cat(
@@ -269,7 +269,7 @@ def test_eagle3_decodes_as_it_was_trained(
 ) -> None:
     """After every path of a tree, the cached distribution is the one that the loss unrolls over the whole sequence."""
     stop_at(monkeypatch)
-    eagle3, builder = drafters["eagle3"], Given(depth=2, budget=6, top_k=3)
+    eagle3, builder = drafters["eagle3"], FixedTree(depth=2, budget=6, top_k=3)
     (result,) = decode(shallow, prompts[:1], Greedy(), num_rounds + 1, eagle3, builder)
     logits: list[Tensor] = []
     hook = eagle3.norm.register_forward_hook(lambda module, args, output: logits.append(eagle3.lm_head(output)))
@@ -285,15 +285,15 @@ def test_eagle3_decodes_as_it_was_trained(
 
 
 class Recording(Greedy):
-    """Greedy, and keeps for which sequence and position each token of a path could be chosen."""
+    """Greedy, which records for which sequence and position each token of a path could be chosen."""
 
     def __init__(self) -> None:
-        self.seen: dict[tuple[int, int], int] = {}
+        self.choices: dict[tuple[int, int], int] = {}
 
     def choose_tokens(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         choice = super().choose_tokens(logits, rows, positions)
-        for row, places, tokens in zip(rows.tolist(), positions.tolist(), choice.tolist()):
-            self.seen |= {(row, place): token for place, token in zip(places, tokens)}
+        for row, row_positions, tokens in zip(rows.tolist(), positions.tolist(), choice.tolist()):
+            self.choices |= {(row, position): token for position, token in zip(row_positions, tokens)}
         return choice
 
     def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> AcceptedPath:
@@ -302,14 +302,14 @@ class Recording(Greedy):
 
 
 def test_a_token_is_drawn_at_its_own_position(shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random draws are keyed by the place of the token in its sequence, so no two tokens share one."""
+    """Random draws are keyed by the position of the token in its sequence, so no two tokens share one."""
     stop_at(monkeypatch)
     plain = [result.output for result in decode(shallow, prompts, Greedy(), 11)]
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
     for drafter, builder in ((None, None), (oracle, Chain(1))):
         rule = Recording()
         decode(shallow, prompts, rule, 9, drafter, builder, sequence_ids=[4, 0, 7])
-        assert rule.seen == {
+        assert rule.choices == {
             (row, len(prompt) + i): output[i] for row, prompt, output in zip([4, 0, 7], prompts, plain) for i in range(9)
         }
 
@@ -349,7 +349,7 @@ def test_ngram_tree_stays_within_its_budget(shallow: Target, builder: TreeBuilde
 
 @pytest.mark.parametrize("new_tokens", [1, 30])
 def test_prompt_longer_than_the_context_is_refused(shallow: Target, new_tokens: int) -> None:
-    """A prompt that leaves no room for its answer stops with a sentence that says both lengths."""
+    """A prompt that leaves no room for its answer stops with a sentence that names both lengths."""
     prompt = [5] * (shallow.max_length - new_tokens + 1)
     with pytest.raises(UserError, match=rf"prompt of {len(prompt)} tokens.*{shallow.max_length} tokens"):
         decode(shallow, [prompt], Greedy(), new_tokens)

@@ -58,13 +58,13 @@ class Script:
     def flip_coin(self, chance: Any, node: int, number: int = 0) -> bool:
         assert isinstance(chance, (int, Fraction))
         falls = min(max(Fraction(chance), Fraction(0)), Fraction(1))
-        return bool(self._turn([(1, falls), (0, 1 - falls)]))
+        return bool(self._take_outcome([(1, falls), (0, 1 - falls)]))
 
     def draw_token(self, weights: Vector, node: int = 0) -> int:
         assert sum(weights) == 1 and min(weights) >= 0
-        return self._turn(list(enumerate(weights)))
+        return self._take_outcome(list(enumerate(weights)))
 
-    def _turn(self, outcomes: list[tuple[int, Any]]) -> int:
+    def _take_outcome(self, outcomes: list[tuple[int, Any]]) -> int:
         possible = [(outcome, chance) for outcome, chance in outcomes if chance > 0]
         turn = len(self.taken)
         choice = self.script[turn] if turn < len(self.script) else 0
@@ -91,7 +91,7 @@ def every(play: Callable[[RandomSource], T]) -> Iterator[tuple[Fraction, T]]:
 # Models and trees
 
 
-def distribution(draw: random.Random, vocab: int, least: int) -> Vector:
+def random_distribution(draw: random.Random, vocab: int, least: int) -> Vector:
     """Random fractions; with `least` 0 some are zero."""
     weights = [draw.randint(least, 4) for _ in range(vocab)]
     if not any(weights):
@@ -114,8 +114,8 @@ def models(kind: str, vocab: int, length: int, seed: int = 0) -> tuple[Model, Mo
     """The target's p and the drafter's q after every path that is shorter than `length`."""
     draw = random.Random(f"{kind} {vocab} {length} {seed}")
     paths = [path for size in range(length) for path in itertools.product(range(vocab), repeat=size)]
-    p = {path: distribution(draw, vocab, int(kind == "dense")) for path in paths}
-    q = p if kind == "equal" else {path: distribution(draw, vocab, int(kind == "dense")) for path in paths}
+    p = {path: random_distribution(draw, vocab, int(kind == "dense")) for path in paths}
+    q = p if kind == "equal" else {path: random_distribution(draw, vocab, int(kind == "dense")) for path in paths}
     if kind == "apart":  # after the empty path and some others, p and q share no token
         for path in paths:
             if not path or draw.random() < 0.4:
@@ -147,7 +147,7 @@ class Drawn:
         return [path[-1] if path else 0 for path in self.paths]
 
     def as_tree(self, children: Children, batch: int = 1) -> TokenTree:
-        """The same tree as decoding knows it, `batch` times."""
+        """Return the same tree as decoding has it, `batch` times."""
         parents = [-1] * len(self.paths)
         for node, below in enumerate(self.children):
             for child in below:
@@ -198,7 +198,7 @@ def drawn(shape: Shape, children: Children) -> Draft:
 
 
 def likeliest(shape: Shape) -> Draft:
-    """The same shape with the likeliest tokens for children: nothing is drawn."""
+    """Return a draft of the same shape with the most likely tokens for children: nothing is drawn."""
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
         tree, nodes = Drawn(), {(): 0}
@@ -214,8 +214,9 @@ def likeliest(shape: Shape) -> Draft:
     return draft
 
 
-def top_and_one(shape: Shape) -> Draft:
-    """The same shape with all children but a node's last the likeliest, and that one drawn from what is left of q."""
+def top_and_sampled(shape: Shape) -> Draft:
+    """Return a draft of the same shape: all children of a node but the last are its most likely tokens, and the last is
+    drawn from the rest of q."""
     counts: dict[Path, int] = defaultdict(int)
     for ranks in shape:
         counts[ranks[:-1]] += 1
@@ -241,7 +242,7 @@ def top_and_one(shape: Shape) -> Draft:
 
 
 def best_first(budget: int, depth: int) -> Draft:
-    """DySpec's growth: the open place with the largest value is drawn next, without replacement."""
+    """DySpec's growth: the open position with the largest value is drawn next, without replacement."""
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
         tree, left = Drawn(), {}
@@ -261,7 +262,7 @@ def best_first(budget: int, depth: int) -> Draft:
     return draft
 
 
-def stopping(depth: int, least: Fraction) -> Draft:
+def stopping_chain(depth: int, least: Fraction) -> Draft:
     """A chain that ends before a token is drawn from a q without a likely token, as tree=chain with `stop` does."""
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
@@ -285,10 +286,10 @@ def as_row(tree: Drawn, p: Model, q: Model, without_replacement: bool) -> Verifi
     return VerifiedTree(tree.tokens, tree.children, lambda node: p[tree.paths[node]], drawn_from, without_replacement)
 
 
-def outcomes(
+def round_outcomes(
     rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool
 ) -> Iterator[tuple[Fraction, Path, int]]:
-    """Of every outcome of a round: its probability, the tokens of the kept nodes, the token after them."""
+    """Yield of every outcome of a round its probability, the tokens of the accepted nodes, and the token after them."""
     for chance, tree in every(partial(draft, q)):
         for share, (path, bonus) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
             assert all(child in tree.children[node] for node, child in zip(path, path[1:])) and path[0] == 0
@@ -309,9 +310,9 @@ def continued(heads: Joint, p: Model, length: int) -> Joint:
 
 
 def emitted(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool, length: int) -> Joint:
-    """The joint distribution of the first tokens of a round and what the target says after it."""
+    """Return the joint distribution of the first tokens of a round and of the target's tokens after it."""
     heads: Joint = defaultdict(Fraction)
-    for chance, accepted, bonus in outcomes(rule, draft, p, q, without_replacement):
+    for chance, accepted, bonus in round_outcomes(rule, draft, p, q, without_replacement):
         heads[(*accepted, bonus)] += chance
     return continued(heads, p, length)
 
@@ -322,19 +323,19 @@ def target_joint(p: Model, length: int) -> Joint:
 
 
 def accepted_lengths(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
-    """How many drafted tokens a round keeps, with the probability of each number."""
+    """Return how many drafted tokens a round accepts, with the probability of each number."""
     lengths: dict[int, Fraction] = defaultdict(Fraction)
-    for chance, accepted, _ in outcomes(rule, draft, p, q, without_replacement):
+    for chance, accepted, _ in round_outcomes(rule, draft, p, q, without_replacement):
         lengths[len(accepted)] += chance
     return dict(lengths)
 
 
-def mean(lengths: dict[int, Fraction]) -> Fraction:
+def expected_value(lengths: dict[int, Fraction]) -> Fraction:
     """The expected number."""
     return sum((length * chance for length, chance in lengths.items()), start=Fraction(0))
 
 
-def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
+def random_trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
     """Random p, q and the tokens that a round can emit, over vocabularies of 2 to 4: more of them for smaller trees."""
     length = max(map(len, shape)) + 1
     seeds = {2: 2, 3: 1, 4: 0} if len(shape) > 4 else {2: 4, 3: 4, 4: 0} if len(shape) > 2 else {2: 6, 3: 6, 4: 6}
@@ -351,18 +352,20 @@ def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
 def test_every_lossless_choice_has_an_enumeration_proof(name: str, kind: str) -> None:
     """Whatever conf/acceptance names, a new rule by itself, with each kind of children that it takes: of a path, or of a pair
     with one child each. Those that fix the target's tokens beforehand are proven below by their names, for want of coins."""
-    made: Any = GroupSpec("acceptance", name).load_constructor()
-    assert made.name == name
-    if not made.lossless:
+    rule_class: Any = GroupSpec("acceptance", name).load_constructor()
+    assert rule_class.name == name
+    if not rule_class.lossless:
         return
-    if made.fixes_choice:
-        assert made in (Greedy, Match, OpenSampling), f"{name}: prove it, as sample-and-match is"
+    if rule_class.fixes_choice:
+        assert rule_class in (Greedy, Match, OpenSampling), f"{name}: prove it, as sample-and-match is"
         return
-    shape = SHAPES["1-1" if made.chains_only else "2-1"]
-    for children in made.children:
-        draft = {"top_and_sampled": top_and_one, "deterministic": likeliest}.get(children, partial(drawn, children=children))
-        for p, q, length in itertools.islice(trials(kind, shape), 4):
-            joint = emitted(made(), draft(shape), p, q, children == "without_replacement", length)
+    shape = SHAPES["1-1" if rule_class.chains_only else "2-1"]
+    for children in rule_class.children:
+        draft = {"top_and_sampled": top_and_sampled, "deterministic": likeliest}.get(
+            children, partial(drawn, children=children)
+        )
+        for p, q, length in itertools.islice(random_trials(kind, shape), 4):
+            joint = emitted(rule_class(), draft(shape), p, q, children == "without_replacement", length)
             assert joint == target_joint(p, length), children
 
 
@@ -374,7 +377,7 @@ def test_every_lossless_choice_has_an_enumeration_proof(name: str, kind: str) ->
 )
 def test_drawn_chains_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
     """Judging a drawn chain, then going on with the target, gives the target's joint distribution exactly."""
-    for p, q, length in trials(kind, CHAINS[name]):
+    for p, q, length in random_trials(kind, CHAINS[name]):
         for children in ("sampled", "without_replacement"):
             result = emitted(rule, drawn(CHAINS[name], children), p, q, children == "without_replacement", length)
             assert result == target_joint(p, length)
@@ -387,7 +390,7 @@ def test_drawn_chains_are_lossless(rule: SequentialRule, name: str, kind: str) -
 @pytest.mark.parametrize("rule", [RecursiveRejection(), Traversal()], ids=lambda rule: rule.name)
 def test_drawn_trees_are_lossless(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
     """Judging a drawn tree, then going on with the target, gives the target's joint distribution exactly."""
-    for p, q, length in trials(kind, BRANCHING[name]):
+    for p, q, length in random_trials(kind, BRANCHING[name]):
         result = emitted(rule, drawn(BRANCHING[name], children), p, q, children == "without_replacement", length)
         assert result == target_joint(p, length)
 
@@ -412,7 +415,7 @@ SEVERAL = {"1": widths(1), "1-1": widths(1, 1), **BRANCHING}
 )
 def test_rules_for_independent_drafts_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
     """Judging children drawn independently, then going on with the target, gives the target's joint distribution exactly."""
-    for p, q, length in list(trials(kind, SEVERAL[name]))[::3]:
+    for p, q, length in list(random_trials(kind, SEVERAL[name]))[::3]:
         assert emitted(rule, drawn(SEVERAL[name], "sampled"), p, q, False, length) == target_joint(p, length)
 
 
@@ -424,8 +427,8 @@ def test_top_and_sampled_children_are_lossless(rule: SequentialRule, name: str, 
     """A node's likeliest children and one drawn from the rest of q: the target's joint distribution exactly."""
     if rule.name == "spechub" and name == "3":
         pytest.skip("it judges two drafts")
-    for p, q, length in trials(kind, SEVERAL[name]):
-        assert emitted(rule, top_and_one(SEVERAL[name]), p, q, False, length) == target_joint(p, length)
+    for p, q, length in random_trials(kind, SEVERAL[name]):
+        assert emitted(rule, top_and_sampled(SEVERAL[name]), p, q, False, length) == target_joint(p, length)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -444,7 +447,7 @@ def test_trees_grown_best_first_are_lossless(rule: SequentialRule, budget: int, 
 )
 def test_chains_that_stop_before_a_draw_are_lossless(rule: SequentialRule, kind: str) -> None:
     """Ending a chain for what q looks like, before its token is drawn, leaves the target's joint distribution exact."""
-    draft = stopping(2, Fraction(1, 2))
+    draft = stopping_chain(2, Fraction(1, 2))
     depths = set()
     for seed in range(10):
         p, q = models(kind, 3, 3, seed)
@@ -453,7 +456,7 @@ def test_chains_that_stop_before_a_draw_are_lossless(rule: SequentialRule, kind:
     assert len(depths) > 1, "some chains must have stopped and some not"
 
 
-def deciding(depth: int, seed: int) -> Draft:
+def policy_chain(depth: int, seed: int) -> Draft:
     """A chain that a policy ends: whether another token is drawn is any function of the tokens drawn so far."""
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
@@ -474,14 +477,14 @@ def test_chains_that_a_policy_ends_are_lossless(rule: SequentialRule, kind: str)
     depths = set()
     for seed in range(10):
         p, q = models(kind, 3, 3, seed)
-        draft = deciding(2, seed)
+        draft = policy_chain(2, seed)
         assert emitted(rule, draft, p, q, False, 3) == target_joint(p, 3)
         depths |= {len(tree.paths) for _, tree in every(partial(draft, q))}
     assert depths == {1, 2, 3}
 
 
-def after(model: Model, head: Path) -> Model:
-    """A model behind some tokens."""
+def model_after(model: Model, head: Path) -> Model:
+    """Return a model after some tokens."""
     return {path[len(head) :]: weights for path, weights in model.items() if path[: len(head)] == head}
 
 
@@ -490,33 +493,33 @@ def after(model: Model, head: Path) -> Model:
     "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
 )
 def test_lengths_learned_from_earlier_rounds_are_lossless(rule: SequentialRule, kind: str) -> None:
-    """A second round as long as the first one kept tokens, its length thus learnt from what was accepted and rejected, leaves
+    """A second round as long as the first accepted path, its length thus learned from what was accepted and rejected, leaves
     the joint distribution of both rounds' tokens exact."""
     for seed in range(3):
         p, q = models(kind, 2, 6, seed)
         heads: Joint = defaultdict(Fraction)
-        for chance, accepted, bonus in outcomes(rule, drawn(CHAINS["1-1"], "sampled"), p, q, False):
+        for chance, accepted, bonus in round_outcomes(rule, drawn(CHAINS["1-1"], "sampled"), p, q, False):
             head = (*accepted, bonus)
             second = (
                 drawn(CHAINS["1-1"] if len(accepted) == 2 else CHAINS["1"], "sampled") if accepted else drawn((), "sampled")
             )
-            for share, more, last in outcomes(rule, second, after(p, head), after(q, head), False):
+            for share, more, last in round_outcomes(rule, second, model_after(p, head), model_after(q, head), False):
                 heads[(*head, *more, last)] += chance * share
         assert continued(heads, p, 6) == target_joint(p, 6)
 
 
 def of_a_pass(knows: str, vocab: int, length: int, seed: int) -> tuple[Model, Model]:
-    """p of any kind, and q as drafters say it that draft in one pass: by a token's place alone (DFlash, P-EAGLE), by it and the
-    token before (DSpark), with zeros for what is no candidate (DFlash2)."""
+    """Return p of any kind, and q as drafters have it that draft in one pass: by a token's position alone (DFlash, P-EAGLE),
+    by it and the token before (DSpark), with zeros for what is no candidate (DFlash2)."""
     p, other = models("dense", vocab, length, seed)
-    draw, reported = random.Random(f"{knows} {seed}"), {}
+    draw, distributions = random.Random(f"{knows} {seed}"), {}
     for path in other:
         key = (len(path), path[-1:] if knows != "place" else ())
-        if key not in reported:
-            weights = distribution(draw, vocab, 1)
+        if key not in distributions:
+            weights = random_distribution(draw, vocab, 1)
             cut = np.where(np.arange(vocab) == draw.randrange(vocab), Fraction(0), weights)
-            reported[key] = scaled(cut) if knows == "candidates" else weights
-        other[path] = reported[key]
+            distributions[key] = scaled(cut) if knows == "candidates" else weights
+        other[path] = distributions[key]
     return p, other
 
 
@@ -574,7 +577,7 @@ def test_sample_and_match_is_lossless(name: str, children: Children, kind: str) 
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("name", MATCHED)
 def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> None:
-    """Every tree keeps as much of the target's greedy continuation as it holds, and the next token of it follows."""
+    """Every tree accepts as much of the target's greedy continuation as it holds, and the next token of it follows."""
     shape = MATCHED[name]
     length = max(map(len, shape)) + 1
     for seed in range(3):
@@ -586,13 +589,13 @@ def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> 
         draft = likeliest(shape) if children == "deterministic" else drawn(shape, children)
         for _, tree in every(partial(draft, q)):
             batch = tree.as_tree(children)
-            visited = torch.stack([logits[path] for path in tree.paths])[None]
-            accepted = Greedy()(batch, visited, torch.zeros(1, dtype=torch.int64), batch.depths).trim_padding()
-            held = max(len(path) for path in tree.paths if path == greedy[: len(path)])
-            assert tuple(accepted.emitted_tokens(batch)[0].tolist()) == greedy[: held + 1]
+            node_logits = torch.stack([logits[path] for path in tree.paths])[None]
+            accepted = Greedy()(batch, node_logits, torch.zeros(1, dtype=torch.int64), batch.depths).trim_padding()
+            depth = max(len(path) for path in tree.paths if path == greedy[: len(path)])
+            assert tuple(accepted.emitted_tokens(batch)[0].tolist()) == greedy[: depth + 1]
 
 
-# What a rule says of its chances
+# Acceptance chances
 
 
 def siblings_of(tree: Drawn, node: int, p: Model, q: Model, without_replacement: bool) -> Siblings:
@@ -601,8 +604,8 @@ def siblings_of(tree: Drawn, node: int, p: Model, q: Model, without_replacement:
     return Siblings(tokens, p[path], tree.offered.get(node, q[path]), without_replacement)
 
 
-def kept_with(rule: SequentialRule, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
-    """The probability of every node to be kept, over the rule's own outcomes."""
+def acceptance_by_node(rule: SequentialRule, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
+    """Return the probability of every node to be accepted, over the rule's own outcomes."""
     accepted: dict[int, Fraction] = defaultdict(Fraction)
     for chance, (path, _) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
         for node in path:
@@ -620,15 +623,15 @@ DEEP = {name: SHAPES[name] for name in ("1-1", "1-2", "2-1")}
     "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
 )
 def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
-    """What a rule says of siblings is how often it keeps each, over all of its outcomes: exactly for the deepest ones, drawn as
-    they are, and for those above them over all that is drawn below."""
+    """A rule's acceptance chances of siblings are how often it accepts each, over all of its outcomes: exactly for the
+    deepest ones, drawn as they are, and for those above them over all that is drawn below."""
     if rule.chains_only and name not in CHAINS:
         pytest.skip("it judges chains")
     shape, drop = SHAPES[name], children == "without_replacement"
-    for p, q, length in itertools.islice(trials(kind, shape), 3):
-        above: dict[Path, Fraction] = defaultdict(Fraction)  # what is left to be kept at depth 1, by what is drawn there
+    for p, q, length in itertools.islice(random_trials(kind, shape), 3):
+        above: dict[Path, Fraction] = defaultdict(Fraction)  # what is left to be accepted at depth 1, by what is drawn there
         for chance, tree in every(partial(drawn(shape, children), q)):
-            accepted = kept_with(rule, tree, p, q, drop)
+            accepted = acceptance_by_node(rule, tree, p, q, drop)
             siblings = siblings_of(tree, 0, p, q, drop)
             first = rule.acceptance_chances(siblings, Fraction(1))
             for index, child in enumerate(tree.children[0]):
@@ -648,14 +651,15 @@ def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, c
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["1", "2", "3"])
 def test_acceptance_chances_for_several_drafts_equal_enumeration(name: str, kind: str) -> None:
-    """The same of rules that take their drafts together, by the drafts that each of them takes; equal tokens count as one."""
-    for p, q, _ in itertools.islice(trials(kind, SHAPES[name]), 3):
+    """The same holds for rules that take their drafts together, by the drafts that each of them takes; equal tokens count as
+    one."""
+    for p, q, _ in itertools.islice(random_trials(kind, SHAPES[name]), 3):
         taken: list[tuple[SequentialRule, Draft]] = [(rule, drawn(SHAPES[name], "sampled")) for rule in INDEPENDENT]
-        for rule, draft in [*taken, (Transport(), top_and_one(SHAPES[name])), (Traversal(), top_and_one(SHAPES[name]))]:
+        for rule, draft in [*taken, (Transport(), top_and_sampled(SHAPES[name])), (Traversal(), top_and_sampled(SHAPES[name]))]:
             for _, tree in every(partial(draft, q)):
                 if not tree.children[0]:
                     continue
-                accepted = kept_with(rule, tree, p, q, False)
+                accepted = acceptance_by_node(rule, tree, p, q, False)
                 result = rule.acceptance_chances(siblings_of(tree, 0, p, q, False))
                 assert result == [accepted[child] for child in tree.children[0]]
 
@@ -664,8 +668,8 @@ def test_acceptance_chances_for_several_drafts_equal_enumeration(name: str, kind
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["1", "2", "3"])
 def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, children: Children, kind: str) -> None:
-    """Sample-and-match keeps a child as often as the target draws it, and of equal ones the first; greedy likewise, with the
-    likeliest token for a draw."""
+    """Sample-and-match accepts a child as often as the target draws it, and of equal ones the first; greedy likewise, with
+    the most likely token for a draw."""
     shape = SHAPES[name]
     p, q = models(kind, 3, 2)
     draft = likeliest(shape) if children == "deterministic" else drawn(shape, children)
@@ -691,7 +695,7 @@ def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, 
 )
 def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: SequentialRule) -> None:
     """Rules that draw no lots keep a child surely or not at all; siblings that may be equal are judged as they judge them."""
-    visited = set()
+    values = set()
     for tokens in itertools.product(range(4), repeat=1 if rule.chains_only else 3):
         for p in ([0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25], [0.02, 0.03, 0.05, 0.9]):
             tree = Drawn()
@@ -701,15 +705,15 @@ def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: Sequential
             verified = VerifiedTree(tree.tokens, tree.children, dict.fromkeys(range(4), target).__getitem__, lambda node: None)
             path, bonus = rule.select_path(verified, Likeliest())
             result = rule.acceptance_chances(Siblings(list(tokens), target, None))
-            if rule.chains_only:  # a chain that is wholly kept ends with its last token
+            if rule.chains_only:  # a chain that is accepted completely ends with its last token
                 assert (result == [1.0]) == (bonus == tokens[0] and (target > target[tokens[0]]).sum() < 2)
             else:
                 assert result == [float(child == path[-1]) for child in tree.children[0]]
-            visited |= set(result)
-    assert visited == {0.0, 1.0}
+            values |= set(result)
+    assert values == {0.0, 1.0}
 
 
-# Which rule keeps more
+# Which rule accepts more
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -720,7 +724,7 @@ def test_block_accepts_at_least_as_much_as_the_chain_rule(name: str, kind: str) 
     for seed in range(12 if len(CHAINS[name]) < 3 else 4):
         p, q = models(kind, 3, len(CHAINS[name]) + 1, seed)
         draft = drawn(CHAINS[name], "sampled")
-        block, chain = (mean(accepted_lengths(rule, draft, p, q, False)) for rule in (Block(), SpeculativeSampling()))
+        block, chain = (expected_value(accepted_lengths(rule, draft, p, q, False)) for rule in (Block(), SpeculativeSampling()))
         gains.append(block - chain)
     assert min(gains) >= 0
     if len(CHAINS[name]) == 1 or kind == "equal":
@@ -732,9 +736,9 @@ def test_block_accepts_at_least_as_much_as_the_chain_rule(name: str, kind: str) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
 def test_traversal_of_a_chain_equals_block_verification(name: str, kind: str) -> None:
-    """On chains both keep each number of tokens with the same probability."""
+    """On chains both accept each number of tokens with the same probability."""
     draft = drawn(CHAINS[name], "sampled")
-    for p, q, _ in trials(kind, CHAINS[name]):
+    for p, q, _ in random_trials(kind, CHAINS[name]):
         assert accepted_lengths(Traversal(), draft, p, q, False) == accepted_lengths(Block(), draft, p, q, False)
 
 
@@ -745,9 +749,9 @@ def test_traversal_of_a_chain_equals_block_verification(name: str, kind: str) ->
 def test_traversal_accepts_at_least_as_much_as_recursion(name: str, children: Children, kind: str) -> None:
     """Traversal verification never expects fewer accepted tokens; one level deep it expects just as many."""
     shape, without_replacement = BRANCHING[name], children == "without_replacement"
-    for p, q, length in trials(kind, shape):
+    for p, q, length in random_trials(kind, shape):
         rates = [
-            mean(accepted_lengths(rule, drawn(shape, children), p, q, without_replacement))
+            expected_value(accepted_lengths(rule, drawn(shape, children), p, q, without_replacement))
             for rule in (RecursiveRejection(), Traversal())
         ]
         assert rates[0] == rates[1] if length == 2 else rates[0] <= rates[1]
@@ -756,15 +760,15 @@ def test_traversal_accepts_at_least_as_much_as_recursion(name: str, children: Ch
 # The proof catches what is wrong
 
 
-def changed(draft: Draft, change: Callable[[Drawn, Model], None]) -> Draft:
+def tamper_draft(draft: Draft, change: Callable[[Drawn, Model], None]) -> Draft:
     """A draft whose tree is tampered with after the draws."""
 
-    def tampered(q: Model, dice: RandomSource) -> Drawn:
+    def draw_tampered(q: Model, dice: RandomSource) -> Drawn:
         tree = draft(q, dice)
         change(tree, q)
         return tree
 
-    return tampered
+    return draw_tampered
 
 
 def sort_siblings(tree: Drawn, q: Model) -> None:
@@ -774,7 +778,7 @@ def sort_siblings(tree: Drawn, q: Model) -> None:
 
 
 def skip_duplicates(tree: Drawn, q: Model) -> None:
-    """Of equal siblings only the first stays."""
+    """Keep only the first of equal siblings."""
     for children in tree.children:
         first = {tree.paths[child]: child for child in reversed(children)}
         children[:] = [child for child in children if first[tree.paths[child]] == child]
@@ -786,7 +790,7 @@ def discard_unlikely(tree: Drawn, q: Model) -> None:
         children[:] = [child for child in children if q[tree.paths[node]][tree.paths[child][-1]] >= Fraction(1, 4)]
 
 
-def unnormalised(weights: Vector, otherwise: Vector) -> Vector:
+def leave_unnormalised(weights: Vector, otherwise: Vector) -> Vector:
     """A residual that is not normalised: what it lacks goes to the distribution before it."""
     return weights + (1 - weights.sum()) * otherwise
 
@@ -799,12 +803,12 @@ def leave_as_is(q: Vector, token: int) -> Vector:
 
 
 def rate_itself(mass: Any, rate: Any) -> Any:
-    """The coin of a middle token of block verification shows b in place of h."""
+    """Return b in place of h for the coin of a middle token of block verification."""
     return rate
 
 
 class SharpBonus(RecursiveRejection):
-    """The token after a whole path is drawn at another temperature than the rest."""
+    """The token after a complete path is drawn at another temperature than the rest."""
 
     def select_path(self, row: VerifiedTree, dice: RandomSource) -> tuple[list[int], int]:
         def p(node: int) -> Vector:
@@ -826,14 +830,14 @@ class ForgetsTheChoice(ImportanceSampling):
 
 
 class ForgetsTheProgramme(TruncatedLinearProgram):
-    """The same of the programme's choice."""
+    """The choice of the linear program is judged as if it were the only one."""
 
     def _stay_chances(self, p: Vector, q: Vector, count: int) -> tuple[list[Any], Vector]:
         return super()._stay_chances(p, q, count)[0], q
 
 
 class TopTaken(Transport):
-    """The child that is drawn beside the likeliest is judged as if it had been drawn from all of q."""
+    """The child that is drawn besides the most likely ones is judged as if it had been drawn from all of q."""
 
     def select_path(self, row: VerifiedTree, dice: RandomSource) -> tuple[list[int], int]:
         def q(node: int) -> Vector:
@@ -853,35 +857,42 @@ class Wrong:
     patch: tuple[str, Callable[..., Any]] | None = None
 
 
-PAIR, TWO_ONE, CHAIN = widths(2), widths(2, 1), widths(1, 1)
+PAIR, TWO_LEVELS, CHAIN = widths(2), widths(2, 1), widths(1, 1)
 WRONG = [
     Wrong("likeliest-child-chain", SpeculativeSampling(), likeliest(CHAIN)),
     Wrong("likeliest-child-block", Block(), likeliest(CHAIN)),
     Wrong("likeliest-children-recursive", RecursiveRejection(), likeliest(PAIR), True),
-    Wrong("likeliest-children-traversal", Traversal(), likeliest(TWO_ONE), True),
+    Wrong("likeliest-children-traversal", Traversal(), likeliest(TWO_LEVELS), True),
     Wrong(
         "sorted-siblings-recursive-without",
         RecursiveRejection(),
-        changed(drawn(PAIR, "without_replacement"), sort_siblings),
+        tamper_draft(drawn(PAIR, "without_replacement"), sort_siblings),
         True,
     ),
-    Wrong("sorted-siblings-recursive-with", RecursiveRejection(), changed(drawn(PAIR, "sampled"), sort_siblings)),
-    Wrong("sorted-siblings-traversal-without", Traversal(), changed(drawn(PAIR, "without_replacement"), sort_siblings), True),
-    Wrong("sorted-siblings-traversal-with", Traversal(), changed(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong("sorted-siblings-recursive-with", RecursiveRejection(), tamper_draft(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong(
+        "sorted-siblings-traversal-without", Traversal(), tamper_draft(drawn(PAIR, "without_replacement"), sort_siblings), True
+    ),
+    Wrong("sorted-siblings-traversal-with", Traversal(), tamper_draft(drawn(PAIR, "sampled"), sort_siblings)),
     Wrong(
         "residual-not-normalised-chain",
         SpeculativeSampling(),
         drawn(CHAIN, "sampled"),
-        patch=("normalize_weights", unnormalised),
+        patch=("normalize_weights", leave_unnormalised),
     ),
     Wrong(
         "residual-not-normalised-recursive",
         RecursiveRejection(),
         drawn(PAIR, "sampled"),
-        patch=("normalize_weights", unnormalised),
+        patch=("normalize_weights", leave_unnormalised),
     ),
-    Wrong("residual-not-normalised-block", Block(), drawn(CHAIN, "sampled"), patch=("normalize_weights", unnormalised)),
-    Wrong("residual-not-normalised-traversal", Traversal(), drawn(PAIR, "sampled"), patch=("normalize_weights", unnormalised)),
+    Wrong("residual-not-normalised-block", Block(), drawn(CHAIN, "sampled"), patch=("normalize_weights", leave_unnormalised)),
+    Wrong(
+        "residual-not-normalised-traversal",
+        Traversal(),
+        drawn(PAIR, "sampled"),
+        patch=("normalize_weights", leave_unnormalised),
+    ),
     Wrong("q-keeps-the-drawn-recursive", RecursiveRejection(), drawn(PAIR, "without_replacement"), False),
     Wrong("q-keeps-the-drawn-traversal", Traversal(), drawn(PAIR, "without_replacement"), False),
     Wrong(
@@ -893,13 +904,13 @@ WRONG = [
     ),
     Wrong("q-not-normalised-traversal", Traversal(), drawn(PAIR, "without_replacement"), True, ("remove_token", leave_as_is)),
     Wrong("q-loses-the-replaced-recursive", RecursiveRejection(), drawn(PAIR, "sampled"), True),
-    Wrong("duplicates-skipped-recursive", RecursiveRejection(), changed(drawn(PAIR, "sampled"), skip_duplicates)),
-    Wrong("duplicates-skipped-traversal", Traversal(), changed(drawn(PAIR, "sampled"), skip_duplicates)),
+    Wrong("duplicates-skipped-recursive", RecursiveRejection(), tamper_draft(drawn(PAIR, "sampled"), skip_duplicates)),
+    Wrong("duplicates-skipped-traversal", Traversal(), tamper_draft(drawn(PAIR, "sampled"), skip_duplicates)),
     Wrong("bonus-at-another-temperature", SharpBonus(), drawn(PAIR, "sampled")),
-    Wrong("unlikely-draw-discarded-chain", SpeculativeSampling(), changed(drawn(CHAIN, "sampled"), discard_unlikely)),
-    Wrong("unlikely-draw-discarded-block", Block(), changed(drawn(CHAIN, "sampled"), discard_unlikely)),
+    Wrong("unlikely-draw-discarded-chain", SpeculativeSampling(), tamper_draft(drawn(CHAIN, "sampled"), discard_unlikely)),
+    Wrong("unlikely-draw-discarded-block", Block(), tamper_draft(drawn(CHAIN, "sampled"), discard_unlikely)),
     Wrong("middle-h-is-b-block", Block(), drawn(CHAIN, "sampled"), patch=("residual_rate", rate_itself)),
-    Wrong("middle-h-is-b-traversal", Traversal(), drawn(TWO_ONE, "sampled"), patch=("residual_rate", rate_itself)),
+    Wrong("middle-h-is-b-traversal", Traversal(), drawn(TWO_LEVELS, "sampled"), patch=("residual_rate", rate_itself)),
     Wrong("not-divided-kseq", KSeq(), drawn(PAIR, "sampled"), patch=("solve_divisor", not_divided)),
     Wrong("distinct-drafts-kseq", KSeq(), drawn(PAIR, "without_replacement")),
     Wrong("likeliest-children-kseq", KSeq(), likeliest(PAIR)),
@@ -910,10 +921,10 @@ WRONG = [
         "residual-not-normalised-importance",
         ImportanceSampling(),
         drawn(PAIR, "sampled"),
-        patch=("normalize_weights", unnormalised),
+        patch=("normalize_weights", leave_unnormalised),
     ),
-    Wrong("drawn-from-all-of-q-transport", TopTaken(), top_and_one(PAIR)),
-    Wrong("sorted-siblings-transport", Transport(), changed(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong("drawn-from-all-of-q-transport", TopTaken(), top_and_sampled(PAIR)),
+    Wrong("sorted-siblings-transport", Transport(), tamper_draft(drawn(PAIR, "sampled"), sort_siblings)),
 ]
 
 
@@ -941,7 +952,7 @@ BRANCHED = TokenTree(
 )  # fmt: skip
 
 
-def judged(rule: AcceptanceRule, tree: TokenTree) -> AcceptedPath:
+def judge_uniform(rule: AcceptanceRule, tree: TokenTree) -> AcceptedPath:
     """A round at a uniform target."""
     return rule(tree, torch.zeros(1, 3, 3), torch.zeros(1, dtype=torch.int64), tree.depths)
 
@@ -952,16 +963,16 @@ def judged(rule: AcceptanceRule, tree: TokenTree) -> AcceptedPath:
 def test_rules_that_need_drawn_children_refuse_others(rule: SequentialRule) -> None:
     """Deterministic children are refused under the rule's name, with two ways out; the same chain, drawn, is judged."""
     with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree\.children=sampled .*acceptance=match"):
-        judged(rule, LIKELIEST)
+        judge_uniform(rule, LIKELIEST)
     sampled = replace(LIKELIEST, children="sampled", q=torch.full((1, 3, 3), 1 / 3))
-    assert judged(rule, sampled).counts.tolist() == [3]
+    assert judge_uniform(rule, sampled).counts.tolist() == [3]
 
 
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Block()], ids=lambda rule: rule.name)
 def test_chain_rules_refuse_branches(rule: SequentialRule) -> None:
     """A tree that branches is refused under the rule's name, with two ways out."""
     with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree=chain or acceptance=recursive"):
-        judged(rule, BRANCHED)
+        judge_uniform(rule, BRANCHED)
 
 
 @pytest.mark.parametrize("rule", [*INDEPENDENT, Transport(), SpecHub()], ids=lambda rule: rule.name)
@@ -971,10 +982,10 @@ def test_rules_for_several_drafts_refuse_other_children(rule: SequentialRule) ->
     for children in ("deterministic", "sampled", "without_replacement", "top_and_sampled"):
         tree = replace(BRANCHED, children=children, q=q.clone())
         if children in rule.children:
-            assert judged(rule, tree).counts.item() <= 2
+            assert judge_uniform(rule, tree).counts.item() <= 2
             continue
         with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree\.children={rule.children[0]} with it"):
-            judged(rule, tree)
+            judge_uniform(rule, tree)
 
 
 def test_spechub_refuses_three_drafts() -> None:
@@ -990,7 +1001,7 @@ def test_spechub_refuses_three_drafts() -> None:
 )
 def test_tree_rules_accept_branches(rule: AcceptanceRule) -> None:
     """A drawn tree that branches is judged by every other rule."""
-    assert 1 <= judged(rule, BRANCHED).counts.item() <= 2
+    assert 1 <= judge_uniform(rule, BRANCHED).counts.item() <= 2
 
 
 @pytest.mark.parametrize(
@@ -1041,7 +1052,7 @@ class Likeliest:
 
 
 def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: TypicalAcceptance) -> tuple[Path, int]:
-    """The tokens that typical acceptance keeps of a tree, and the one after them."""
+    """Return the tokens that typical acceptance accepts of a tree, and the one after them."""
     tree = Drawn()
     for path in sorted(paths, key=len):
         tree.add(tree.paths.index(path[:-1]), path[-1])
@@ -1060,7 +1071,7 @@ def test_lossy_rules_are_marked_lossy() -> None:
 
 
 @pytest.mark.parametrize(
-    "p, epsilon, delta, kept",
+    "p, epsilon, delta, accepted",
     [
         pytest.param([0.5, 0.3, 0.1, 0.06, 0.04], 0.09, 1.0, {0, 1, 2}, id="epsilon-binds"),
         pytest.param([0.5, 0.3, 0.1, 0.06, 0.04], 0.9, 0.4, {0, 1}, id="entropy-binds"),
@@ -1069,18 +1080,18 @@ def test_lossy_rules_are_marked_lossy() -> None:
         pytest.param([0.2, 0.2, 0.2, 0.2, 0.2], 0.9, 0.9, {0, 1, 2, 3, 4}, id="uniform"),
     ],
 )
-def test_typical_accepts_likely_tokens(p: list[float], epsilon: float, delta: float, kept: set[int]) -> None:
-    """Of single children exactly those with p(x) > min(epsilon, delta exp(-H)) are kept."""
+def test_typical_accepts_likely_tokens(p: list[float], epsilon: float, delta: float, accepted: set[int]) -> None:
+    """Of single children exactly those with p(x) > min(epsilon, delta exp(-H)) are accepted."""
     threshold = min(epsilon, delta * math.exp(sum(x * math.log(x + 1e-5) for x in p)))
-    assert {token for token, chance in enumerate(p) if chance > threshold} == kept
+    assert {token for token, chance in enumerate(p) if chance > threshold} == accepted
     rule = TypicalAcceptance(epsilon=epsilon, delta=delta)
     after = {(): p, **{(token,): [0.0, 0.0, 0.0, 0.0, 1.0] for token in range(5)}}
     for token in range(5):
-        assert typical_path([(token,)], after, rule) == (((token,), 4) if token in kept else ((), 0))
+        assert typical_path([(token,)], after, rule) == (((token,), 4) if token in accepted else ((), 0))
 
 
 def test_typical_accepts_the_longest_then_likeliest_path() -> None:
-    """A longer kept path wins over a likelier one; of two equally long ones the likelier wins, in any order of siblings."""
+    """A longer accepted path wins over a likelier one; of two equally long ones the likelier wins, in any order of siblings."""
     p = {
         (): [0.5, 0.4, 0.1],
         (0,): [0.02, 0.03, 0.95],
@@ -1097,7 +1108,7 @@ def test_typical_accepts_the_longest_then_likeliest_path() -> None:
 
 
 def test_typical_is_greedy_where_the_target_is_certain() -> None:
-    """At a low temperature it keeps what greedy acceptance keeps, and the same token follows."""
+    """At a low temperature it accepts what greedy acceptance accepts, and the same token follows."""
     tokens = torch.randint(0, 4, (50, 4))
     tree = TokenTree.from_chain(tokens)
     logits = torch.stack([torch.stack([torch.randperm(4) for _ in range(4)]) for _ in range(50)]).float()

@@ -35,15 +35,15 @@ from tests.decoding.test_lossless import (
     SHAPES,
     Joint,
     Vector,
+    acceptance_by_node,
     accepted_lengths,
     continued,
     drawn,
     emitted,
     every,
-    kept_with,
-    mean,
+    expected_value,
     models,
-    outcomes,
+    round_outcomes,
     siblings_of,
     target_joint,
 )
@@ -56,18 +56,18 @@ BLENDS: list[BlendingRule] = [
 ]
 
 
-def named(rule: Any) -> str:
+def rule_name(rule: Any) -> str:
     return f"{rule.name}-{getattr(rule, 'defer', '')}".rstrip("-")
 
 
-def variation(p: Vector, q: Vector) -> Fraction:
+def total_variation(p: Vector, q: Vector) -> Fraction:
     """Half the distance, by its definition."""
     return sum((abs(a - b) for a, b in zip(p, q)), start=Fraction(0)) / 2
 
 
-def of_place(found: Joint, vocab: int) -> Vector:
+def marginal_vector(joint: Joint, vocab: int) -> Vector:
     """A joint distribution of one token as a vector."""
-    return np.array([found.get((token,), Fraction(0)) for token in range(vocab)], dtype=object)
+    return np.array([joint.get((token,), Fraction(0)) for token in range(vocab)], dtype=object)
 
 
 # Blending p and q
@@ -77,16 +77,18 @@ def of_place(found: Joint, vocab: int) -> Vector:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["1", "1-1", "2", "2-1"])
-@pytest.mark.parametrize("rule", BLENDS, ids=named)
+@pytest.mark.parametrize("rule", BLENDS, ids=rule_name)
 def test_output_has_the_blended_distribution(rule: BlendingRule, name: str, children: Any, kind: str) -> None:
-    """Over every place that had drafts, what a round emits, going on with pi, has pi's joint distribution exactly."""
+    """Over every position that had drafts, what a round emits, going on with pi, has pi's joint distribution exactly."""
     depth = max(map(len, SHAPES[name]))
     for seed in range(3):
         p, q = models(kind, 3, depth + 1, seed)
         pi = {path: rule.blend_distributions(p[path], q[path]) for path in p}
         assert all(sum(vector) == 1 and min(vector) >= 0 for vector in pi.values())
         heads: Joint = defaultdict(Fraction)
-        for chance, accepted, bonus in outcomes(rule, drawn(SHAPES[name], children), p, q, children == "without_replacement"):
+        for chance, accepted, bonus in round_outcomes(
+            rule, drawn(SHAPES[name], children), p, q, children == "without_replacement"
+        ):
             heads[(*accepted, bonus)[:depth]] += chance
         assert continued(heads, pi, depth) == target_joint(pi, depth)
 
@@ -95,9 +97,9 @@ STRICT = [*(Deferral(defer=defer, alpha=-2) for defer in ("chow", "diff", "opt",
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", STRICT, ids=named)
+@pytest.mark.parametrize("rule", STRICT, ids=rule_name)
 def test_blend_without_the_drafter_is_lossless(rule: SequentialRule, kind: str) -> None:
-    """At its strict end such a rule emits the target's joint distribution, and keeps what recursive rejection keeps."""
+    """At its strict end such a rule emits the target's joint distribution, and accepts what recursive rejection accepts."""
     draft = drawn(SHAPES["2"], "sampled")
     for seed in range(3):
         p, q = models(kind, 3, 2, seed)
@@ -105,30 +107,32 @@ def test_blend_without_the_drafter_is_lossless(rule: SequentialRule, kind: str) 
         assert accepted_lengths(rule, draft, p, q, False) == accepted_lengths(RecursiveRejection(), draft, p, q, False)
 
 
-def deferred(defer: str, p: Vector, q: Vector, alpha: Fraction) -> Vector:
+def deferral_distribution(defer: str, p: Vector, q: Vector, alpha: Fraction) -> Vector:
     """The papers' closed forms, token by token."""
     if defer == "token":
         left = {v for v in range(len(p)) if p[v] < (1 - alpha) * max(p)}
-        requested = sum((q[v] for v in left), start=Fraction(0))
-        return np.array([q[v] * (v not in left) + p[v] * requested for v in range(len(p))], dtype=object)
-    least = {"chow": 1 - alpha, "diff": max(p) - alpha, "opt": max(p) - alpha * variation(p, q)}[defer]
+        deferred_mass = sum((q[v] for v in left), start=Fraction(0))
+        return np.array([q[v] * (v not in left) + p[v] * deferred_mass for v in range(len(p))], dtype=object)
+    least = {"chow": 1 - alpha, "diff": max(p) - alpha, "opt": max(p) - alpha * total_variation(p, q)}[defer]
     return p if max(q) < least else q
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("defer", ["chow", "diff", "opt", "token"])
 def test_cascade_emits_its_deferral_distribution(defer: Any, kind: str) -> None:
-    """The first token of a drafted chain has the closed form of the deferral rule; over the trials both models are asked."""
-    requested = set()
+    """The first token of a drafted chain has the closed form of the deferral rule; over the trials both models are used."""
+    models_used = set()
     for seed, alpha in itertools.product(range(8), (Fraction(0), Fraction(1, 4), Fraction(3, 5))):
         p, q = models(kind, 3, 2, seed)
         heads: Joint = defaultdict(Fraction)
-        for chance, accepted, bonus in outcomes(Deferral(defer=defer, alpha=alpha), drawn(SHAPES["1"], "sampled"), p, q, False):
+        for chance, accepted, bonus in round_outcomes(
+            Deferral(defer=defer, alpha=alpha), drawn(SHAPES["1"], "sampled"), p, q, False
+        ):
             heads[(*accepted, bonus)[:1]] += chance
-        wanted = deferred(defer, p[()], q[()], alpha)
-        assert list(of_place(heads, 3)) == list(wanted)
-        requested |= {name for name, vector in (("p", p[()]), ("q", q[()])) if list(vector) == list(wanted)}
-    assert requested == {"p", "q"} or defer == "token"
+        expected = deferral_distribution(defer, p[()], q[()], alpha)
+        assert list(marginal_vector(heads, 3)) == list(expected)
+        models_used |= {name for name, vector in (("p", p[()]), ("q", q[()])) if list(vector) == list(expected)}
+    assert models_used == {"p", "q"} or defer == "token"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,13 +141,13 @@ def test_bias_is_bounded_and_gains_as_much_acceptance(kind: str) -> None:
     with one, rejection and bias add up to TV(p, q), the least that they can."""
     for seed, bias in itertools.product(range(6), (Fraction(0), Fraction(1, 10), THIRD, Fraction(1))):
         p, q = models(kind, 3, 2, seed)
-        distance, rule = variation(p[()], q[()]), BoundedSampling(bias=bias)  # type: ignore[arg-type]
+        distance, rule = total_variation(p[()], q[()]), BoundedSampling(bias=bias)  # type: ignore[arg-type]
         for name in ("1", "2"):
             draft = drawn(SHAPES[name], "sampled")
             heads: Joint = defaultdict(Fraction)
-            for chance, accepted, bonus in outcomes(rule, draft, p, q, False):
+            for chance, accepted, bonus in round_outcomes(rule, draft, p, q, False):
                 heads[(*accepted, bonus)[:1]] += chance
-            result = variation(of_place(heads, 3), p[()])
+            result = total_variation(marginal_vector(heads, 3), p[()])
             assert result == min(bias, distance)
             if name == "1":
                 rejected = accepted_lengths(rule, draft, p, q, False).get(0, Fraction(0))
@@ -158,27 +162,27 @@ LOOSENED: dict[str, Callable[[Fraction], BlendingRule]] = {
 
 @pytest.mark.parametrize("name", LOOSENED)
 def test_acceptance_rises_with_alpha(name: str) -> None:
-    """On fixed rounds the expected number of kept drafts never falls with the threshold, and rises from end to end."""
+    """On fixed rounds the expected number of accepted drafts never falls with the threshold, and rises from end to end."""
     steps = [Fraction(0), Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(1)]
     ends = []
     for seed in range(6):
         p, q = models("dense", 3, 3, seed)
         draft = drawn(SHAPES["1-1"], "sampled")
-        accepted = [mean(accepted_lengths(LOOSENED[name](step), draft, p, q, False)) for step in steps]
+        accepted = [expected_value(accepted_lengths(LOOSENED[name](step), draft, p, q, False)) for step in steps]
         assert accepted == sorted(accepted)
         ends.append(accepted[-1] - accepted[0])
     assert max(ends) > 0
 
 
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
-@pytest.mark.parametrize("rule", BLENDS, ids=named)
+@pytest.mark.parametrize("rule", BLENDS, ids=rule_name)
 def test_acceptance_chances_of_blends_equal_enumeration(rule: BlendingRule, children: Any) -> None:
-    """What a blend says of siblings is how often it keeps each."""
+    """A blend's acceptance chances of siblings are how often it accepts each."""
     drop = children == "without_replacement"
     for seed in range(2):
         p, q = models("dense", 3, 2, seed)
         for _, tree in every(partial(drawn(SHAPES["2"], children), q)):
-            accepted = kept_with(rule, tree, p, q, drop)
+            accepted = acceptance_by_node(rule, tree, p, q, drop)
             assert [accepted[child] for child in tree.children[0]] == rule.acceptance_chances(siblings_of(tree, 0, p, q, drop))
 
 
@@ -203,23 +207,23 @@ def test_shifted_sigmoid_equals_a_ratio() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sigmoid_rule_emits_its_distribution(kind: str) -> None:
-    """A drafted place has q min(1, p'/q') + (its rejections) norm(max(p' - q', 0)); far to the right that is p."""
+    """A drafted position has q min(1, p'/q') + (its rejections) norm(max(p' - q', 0)); far to the right that is p."""
     for seed, odds in itertools.product(range(4), (Fraction(1, 2), Fraction(10**12))):
         p, q = models(kind, 3, 2, seed)
         rule = Rational()
         rule.odds = odds
         heads: Joint = defaultdict(Fraction)
-        for chance, accepted, bonus in outcomes(rule, drawn(SHAPES["1"], "sampled"), p, q, False):
+        for chance, accepted, bonus in round_outcomes(rule, drawn(SHAPES["1"], "sampled"), p, q, False):
             heads[(*accepted, bonus)[:1]] += chance
         own_values, target_values = p[()] / (p[()] + odds), q[()] / (q[()] + odds)
         keep = np.array([Fraction(1) if a >= b else a / b for a, b in zip(own_values, target_values)], dtype=object)
         rest = np.array([max(a - b, Fraction(0)) for a, b in zip(own_values, target_values)], dtype=object)
         rejected = 1 - sum(q[()] * keep)
         again = rest / sum(rest) if sum(rest) else p[()]
-        result = of_place(heads, 3)
+        result = marginal_vector(heads, 3)
         assert list(result) == list(q[()] * keep + rejected * again)
         if odds > 10**6:
-            assert variation(result, p[()]) < Fraction(1, 10**9)
+            assert total_variation(result, p[()]) < Fraction(1, 10**9)
 
 
 def test_wider_sigmoid_range_accepts_more() -> None:
@@ -235,7 +239,7 @@ def test_wider_sigmoid_range_accepts_more() -> None:
 # Greedy decoding that forgives
 
 
-def rounds(chain: bool, count: int = 40, vocab: int = 9, nodes: int = 9) -> tuple[TokenTree, Tensor]:
+def random_rounds(chain: bool, count: int = 40, vocab: int = 9, nodes: int = 9) -> tuple[TokenTree, Tensor]:
     """Random trees of distinct siblings, many of whose nodes are the likeliest token, with logits [B, N, V], some nearly
     flat."""
     logits = torch.randn(count, nodes, vocab) * torch.rand(count, nodes, 1) * 3
@@ -251,8 +255,8 @@ def rounds(chain: bool, count: int = 40, vocab: int = 9, nodes: int = 9) -> tupl
     return tree, logits
 
 
-def judged(rule: AcceptanceRule, tree: TokenTree, logits: Tensor) -> list[tuple[list[int], int]]:
-    """The kept nodes of every row, and the token after them."""
+def judge_tree(rule: AcceptanceRule, tree: TokenTree, logits: Tensor) -> list[tuple[list[int], int]]:
+    """Return the accepted nodes of every row, and the token after them."""
     result = rule(tree, logits, torch.arange(len(logits)), tree.depths)
     return [
         (path[:count], bonus)
@@ -263,9 +267,9 @@ def judged(rule: AcceptanceRule, tree: TokenTree, logits: Tensor) -> list[tuple[
 @pytest.mark.parametrize("rule, chain", [(Rollback(0), False), (Rollback(0), True), (LooseMatch(entropy=1.0, window=1), True)])
 def test_relaxed_rule_without_forgiveness_is_greedy(rule: RelaxedRule, chain: bool) -> None:
     """At the strict end paths and tokens are those of the greedy rule."""
-    tree, logits = rounds(chain)
-    greedy = judged(Greedy(), tree, logits)
-    assert judged(rule, tree, logits) == greedy
+    tree, logits = random_rounds(chain)
+    greedy = judge_tree(Greedy(), tree, logits)
+    assert judge_tree(rule, tree, logits) == greedy
     assert len({len(path) for path, _ in greedy}) > 2
 
 
@@ -280,18 +284,18 @@ def test_relaxed_rule_without_forgiveness_is_greedy(rule: RelaxedRule, chain: bo
 )
 def test_looser_threshold_accepts_a_superset(rules: list[RelaxedRule], chain: bool) -> None:
     """On fixed rounds every path goes on where that of the stricter threshold ended, and some do."""
-    tree, logits = rounds(chain)
-    result = [judged(rule, tree, logits) for rule in rules]
+    tree, logits = random_rounds(chain)
+    result = [judge_tree(rule, tree, logits) for rule in rules]
     for strict, loose in itertools.pairwise(result):
         assert all(longer[: len(path)] == path for (path, _), (longer, _) in zip(strict, loose))
     assert sum(len(path) for path, _ in result[-1]) > sum(len(path) for path, _ in result[0])
 
 
 def test_rollback_ends_at_the_first_distant_draft() -> None:
-    """A chain is kept up to the first draft with -log p beyond the threshold that is not the likeliest token."""
-    tree, logits = rounds(True)
+    """A chain is accepted up to the first draft with -log p beyond the threshold that is not the most likely token."""
+    tree, logits = random_rounds(True)
     log_p = logits.log_softmax(-1)
-    for row, (path, bonus) in enumerate(judged(Rollback(1.2), tree, logits)):
+    for row, (path, bonus) in enumerate(judge_tree(Rollback(1.2), tree, logits)):
         tokens = tree.tokens[row].tolist()
         far = [
             node
@@ -302,21 +306,21 @@ def test_rollback_ends_at_the_first_distant_draft() -> None:
         assert path == list(range(accepted)) and bonus == int(logits[row, accepted - 1].argmax())
 
 
-def by_hand(small: Target, large: Target, prompt: list[int], count: int, fallback: float, rollback: float) -> list[int]:
-    """BiLD as it is told: the small model goes on, up to four tokens, until it is unsure; the large one reads them, goes back
-    to the first that is too far from what it would say, if any, and says the next token."""
+def decode_by_hand(small: Target, large: Target, prompt: list[int], count: int, fallback: float, rollback: float) -> list[int]:
+    """Decode as BiLD's paper does: the small model goes on, up to four tokens, until it is unsure; the large one reads them,
+    goes back to the first that is too far from its own prediction, if any, and adds the next token."""
 
-    def said(model: Target, text: list[int]) -> Tensor:
+    def log_p_after(model: Target, text: list[int]) -> Tensor:
         logits = model.run(torch.tensor([text]), ForwardPlan(logits=True)).logits
         assert logits is not None
         return logits[0].log_softmax(-1)
 
-    text = [*prompt, int(said(large, prompt)[-1].argmax())]
+    text = [*prompt, int(log_p_after(large, prompt)[-1].argmax())]
     while len(text) < len(prompt) + count:
         drafts: list[int] = []
-        while len(drafts) < 4 and (likely := said(small, text + drafts)[-1].max(0)).values.exp() >= fallback:
+        while len(drafts) < 4 and (likely := log_p_after(small, text + drafts)[-1].max(0)).values.exp() >= fallback:
             drafts.append(int(likely.indices))
-        log_p = said(large, text + drafts)[len(text) - 1 :]
+        log_p = log_p_after(large, text + drafts)[len(text) - 1 :]
         own = log_p.argmax(-1).tolist()
         far = [n for n, draft in enumerate(drafts) if -log_p[n, draft] > rollback and draft != own[n]]
         accepted = min(far, default=len(drafts))
@@ -335,7 +339,7 @@ def test_bild_applies_both_thresholds(fallback: float, rollback: float) -> None:
     depths = set()
     for prompt in ([5, 6, 7, 8], [40, 41]):
         (result,) = decode(target, [prompt], Rollback(rollback), 16, drafter, chain, ignore_eos=True)
-        assert result.output == by_hand(drafter.model, target, prompt, 16, fallback, rollback)
+        assert result.output == decode_by_hand(drafter.model, target, prompt, 16, fallback, rollback)
         depths |= set(result.depths)
         if rollback == 0:
             assert result.output == decode(target, [prompt], Greedy(), 16, ignore_eos=True)[0].output
@@ -344,10 +348,11 @@ def test_bild_applies_both_thresholds(fallback: float, rollback: float) -> None:
 
 @pytest.mark.parametrize("entropy, window", [(0.0, 1), (0.5, 2), (0.7, 1)])
 def test_deviation_is_forgiven_where_the_target_agrees_afterwards(entropy: float, window: int) -> None:
-    """A chain is kept up to the first deviation where the target was sure, or whose window holds another or is not whole."""
-    tree, logits = rounds(True)
+    """A chain is accepted up to the first deviation where the target was sure, or whose window has another deviation or is
+    incomplete."""
+    tree, logits = random_rounds(True)
     forgiven = 0
-    for row, (path, _) in enumerate(judged(LooseMatch(entropy, window), tree, logits)):
+    for row, (path, _) in enumerate(judge_tree(LooseMatch(entropy, window), tree, logits)):
         tokens = tree.tokens[row].tolist()
         right = [True, *(tokens[node] == int(logits[row, node - 1].argmax()) for node in range(1, len(tokens)))]
         accepted = 1
@@ -364,22 +369,22 @@ def test_deviation_is_forgiven_where_the_target_agrees_afterwards(entropy: float
 
 
 def test_likeliest_forgiven_child_is_accepted() -> None:
-    """The likeliest token's child comes first, then the child with most chance; nodes that only draft are never kept."""
+    """The most likely token's child comes first, then the child with most chance; nodes that only draft are never accepted."""
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 4, -1)
     tree = TokenTree.from_parents(torch.tensor([[0, 2, 1, 1]]), torch.tensor([[-1, 0, 0, 0]]))
-    assert judged(Rollback(2.0), tree, logits) == [([0, 2], 0)]
+    assert judge_tree(Rollback(2.0), tree, logits) == [([0, 2], 0)]
     with_right = TokenTree.from_parents(torch.tensor([[0, 2, 1, 0]]), torch.tensor([[-1, 0, 0, 0]]))
-    assert judged(Rollback(2.0), with_right, logits) == [([0, 3], 0)]
+    assert judge_tree(Rollback(2.0), with_right, logits) == [([0, 3], 0)]
     hidden = TokenTree(tree.tokens, tree.parents, tree.valid, torch.tensor([[True, True, False, False]]))
-    assert judged(Rollback(2.0), hidden, logits) == [([0, 1], 0)]
+    assert judge_tree(Rollback(2.0), hidden, logits) == [([0, 1], 0)]
 
 
 def test_rules_without_features_need_logits_only() -> None:
-    """Judging by logits and by all that the target said is the same."""
-    tree, logits = rounds(False, count=5)
-    visited = Features(tree.tokens, ("final",), torch.randn(*tree.tokens.shape, 1, 7), logits)
+    """Judging by logits and by all outputs of the target is the same."""
+    tree, logits = random_rounds(False, count=5)
+    features = Features(tree.tokens, ("final",), torch.randn(*tree.tokens.shape, 1, 7), logits)
     for rule in (Greedy(), Rollback(1.0)):
-        result = rule.accept(tree, visited, torch.arange(5), tree.depths)
+        result = rule.accept(tree, features, torch.arange(5), tree.depths)
         assert torch.equal(result.path, rule(tree, logits, torch.arange(5), tree.depths).path)
 
 

@@ -1,4 +1,4 @@
-"""What any lossless rule could keep: the closed form equals the linear programme, and no rule lies above either."""
+"""The most that any lossless rule could accept: the closed form equals the linear program, and no rule lies above either."""
 
 import math
 from fractions import Fraction
@@ -24,21 +24,21 @@ from tests.decoding.test_lossless import (
     accepted_lengths,
     drawn,
     every,
+    expected_value,
     likeliest,
-    mean,
     models,
+    random_trials,
     siblings_of,
-    top_and_one,
-    trials,
+    top_and_sampled,
     widths,
 )
 
-ROUNDING = 1e-7  # of the programme's solver
+ROUNDING = 1e-7  # of the program's solver
 DRAFTS = {
     "deterministic": likeliest,
     "sampled": lambda shape: drawn(shape, "sampled"),
     "without_replacement": lambda shape: drawn(shape, "without_replacement"),
-    "top_and_sampled": top_and_one,
+    "top_and_sampled": top_and_sampled,
 }
 TAKEN: dict[Children, list[SequentialRule]] = {
     "sampled": [
@@ -54,8 +54,8 @@ TAKEN: dict[Children, list[SequentialRule]] = {
 }
 
 
-def programme(draft: Draft, p: Model, q: Model, depth: int) -> float:
-    """The most that any lossless rule keeps of these drafts."""
+def solve_program(draft: Draft, p: Model, q: Model, depth: int) -> float:
+    """Return the most that any lossless rule accepts of these drafts."""
     return optimal_round_length([(float(chance), tree.paths) for chance, tree in every(partial(draft, q))], p, depth)
 
 
@@ -64,13 +64,14 @@ def programme(draft: Draft, p: Model, q: Model, depth: int) -> float:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("children", DRAFTS)
 def test_closed_form_equals_the_linear_program(children: Children, count: int, kind: str) -> None:
-    """For children of one node, however they are chosen or drawn, also where there are fewer tokens than children."""
+    """Both are equal for children of one node, however they are chosen or drawn, also where there are fewer tokens than
+    children."""
     for vocab, seed in ((4, 0), (4, 1), (5, 2), (3, 3)):
         p, q = models(kind, vocab, 1, seed)
         draft = DRAFTS[children](widths(count))
         _, tree = next(every(partial(draft, q)))  # what is there for sure is there whatever is drawn
         siblings = siblings_of(tree, 0, p, q, children == "without_replacement")
-        assert optimal_acceptance(siblings, children) == pytest.approx(programme(draft, p, q, 1), abs=ROUNDING)
+        assert optimal_acceptance(siblings, children) == pytest.approx(solve_program(draft, p, q, 1), abs=ROUNDING)
 
 
 def test_probability_within_equals_enumeration() -> None:
@@ -94,47 +95,50 @@ def test_probability_within_equals_enumeration() -> None:
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("children", TAKEN)
 def test_no_rule_accepts_more_than_the_optimum(children: Children, name: str, kind: str) -> None:
-    """On every tree the programme's plan keeps at least what each rule does that takes such drafts."""
+    """On every tree the program's plan accepts at least what each rule does that takes such drafts."""
     shape, draft = SEVERAL[name], DRAFTS[children](SEVERAL[name])
     rules = TAKEN[children] + ([SpeculativeSampling(), Block()] if name in CHAINS and children == "sampled" else [])
-    for p, q, length in list(trials(kind, shape))[:3]:
-        best = programme(draft, p, q, length - 1)
+    for p, q, length in list(random_trials(kind, shape))[:3]:
+        best = solve_program(draft, p, q, length - 1)
         for rule in rules:
-            assert float(mean(accepted_lengths(rule, draft, p, q, children == "without_replacement"))) <= best + ROUNDING
+            assert (
+                float(expected_value(accepted_lengths(rule, draft, p, q, children == "without_replacement"))) <= best + ROUNDING
+            )
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
 def test_block_verification_is_optimal_for_chains(name: str, kind: str) -> None:
-    """Of one drawn path no rule keeps more, however long it is (Sun et al., 2024, theorem 2)."""
+    """Of one drawn path no rule accepts more, however long it is (Sun et al., 2024, theorem 2)."""
     draft = drawn(CHAINS[name], "sampled")
-    for p, q, length in list(trials(kind, CHAINS[name]))[:3]:
-        result = mean(accepted_lengths(Block(), draft, p, q, False))
-        assert float(result) == pytest.approx(programme(draft, p, q, length - 1), abs=ROUNDING)
+    for p, q, length in list(random_trials(kind, CHAINS[name]))[:3]:
+        result = expected_value(accepted_lengths(Block(), draft, p, q, False))
+        assert float(result) == pytest.approx(solve_program(draft, p, q, length - 1), abs=ROUNDING)
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [(2,), (3,), (1, 2), (1, 3), (1, 1, 2)], ids=str)
 def test_traversal_is_optimal_where_the_last_level_branches(counts: tuple[int, ...], kind: str) -> None:
-    """Of one drawn path that ends in the likeliest tokens and one drawn, no rule keeps more of a whole round; where the first
-    level branches, one could."""
+    """Of one drawn path that ends in the most likely tokens and one drawn, no rule accepts more in a complete round; where
+    the first level branches, one could."""
     for seed in range(3):
         p, q = models(kind, 3, len(counts) + 1, seed)
-        draft = top_and_one(widths(*counts))
-        result = mean(accepted_lengths(Traversal(), draft, p, q, False))
-        assert float(result) == pytest.approx(programme(draft, p, q, len(counts)), abs=ROUNDING)
+        draft = top_and_sampled(widths(*counts))
+        result = expected_value(accepted_lengths(Traversal(), draft, p, q, False))
+        assert float(result) == pytest.approx(solve_program(draft, p, q, len(counts)), abs=ROUNDING)
     p, q = models("dense", 2, 3, 1)
-    draft = top_and_one(widths(2, 1))
-    assert float(mean(accepted_lengths(Traversal(), draft, p, q, False))) < programme(draft, p, q, 2) - 0.01
+    draft = top_and_sampled(widths(2, 1))
+    assert float(expected_value(accepted_lengths(Traversal(), draft, p, q, False))) < solve_program(draft, p, q, 2) - 0.01
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_matching_is_optimal_for_deterministic_children(name: str, kind: str) -> None:
-    """Where nothing is drawn, what sample-and-match keeps, the chance of every node's path, is the most of a whole round."""
+    """Where nothing is drawn, what sample-and-match accepts, the chance of every node's path, is the most of a complete
+    round."""
     length = max(map(len, SEVERAL[name])) + 1
     for seed in range(3):
         p, q = models(kind, 2 if len(SEVERAL[name]) > 4 else 3, length, seed)
@@ -142,19 +146,19 @@ def test_matching_is_optimal_for_deterministic_children(name: str, kind: str) ->
         accepted = sum(
             math.prod((p[path[:end]][path[end]] for end in range(len(path))), start=Fraction(1)) for path in tree.paths[1:]
         )
-        assert float(accepted) == pytest.approx(programme(likeliest(SEVERAL[name]), p, q, length - 1), abs=ROUNDING)
+        assert float(accepted) == pytest.approx(solve_program(likeliest(SEVERAL[name]), p, q, length - 1), abs=ROUNDING)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_linear_program_is_optimal_for_two_drafts(kind: str) -> None:
-    """Where it decides about every token, no rule keeps more of two independent drafts (Khisti et al., 2024, theorem 1), to the
-    fineness of its chances; about two tokens alone, it keeps less of some drafts and never more."""
+    """Where it decides about every token, no rule accepts more of two independent drafts (Khisti et al., 2024, theorem 1),
+    to the fineness of its chances; about two tokens alone, it accepts less of some drafts and never more."""
     less = []
     for seed in range(4):
         p, q = models(kind, 5, 2, seed)
         draft = drawn(widths(2), "sampled")
-        full, cut = (mean(accepted_lengths(TruncatedLinearProgram(truncated=n), draft, p, q, False)) for n in (5, 2))
-        best = programme(draft, p, q, 1)
+        full, cut = (expected_value(accepted_lengths(TruncatedLinearProgram(truncated=n), draft, p, q, False)) for n in (5, 2))
+        best = solve_program(draft, p, q, 1)
         assert float(full) == pytest.approx(best, abs=1e-5)
         assert float(cut) <= best + ROUNDING
         less.append(best - float(cut))
@@ -164,13 +168,13 @@ def test_full_linear_program_is_optimal_for_two_drafts(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [2, 3])
 def test_transport_is_optimal_for_a_node(count: int, kind: str) -> None:
-    """It keeps what the closed form says of the likeliest tokens and one drawn; of two drafts so does SpecHub, whose pairs are
-    these."""
+    """It accepts what the closed form gives for the most likely tokens and one drawn; of two drafts so does SpecHub, whose
+    pairs are these."""
     for seed in range(4):
         p, q = models(kind, 4, 2, seed)
         for rule in [Transport(), *([SpecHub()] if count == 2 else [])]:
-            result = mean(accepted_lengths(rule, top_and_one(widths(count)), p, q, False))
-            _, tree = next(every(partial(top_and_one(widths(count)), q)))
+            result = expected_value(accepted_lengths(rule, top_and_sampled(widths(count)), p, q, False))
+            _, tree = next(every(partial(top_and_sampled(widths(count)), q)))
             best = optimal_acceptance(siblings_of(tree, 0, p, q, False), "top_and_sampled")
             assert float(result) == pytest.approx(best, abs=1e-12)
 
@@ -183,6 +187,6 @@ def test_spechub_pairs_equal_top_and_sampled_children() -> None:
         hub = max(range(4), key=lambda token: (weights[token], -token))
         pairs = {frozenset({x, hub}): w + weights[hub] * w / (1 - weights[hub]) for x, w in enumerate(weights) if x != hub}
         result: dict[frozenset[int], Fraction] = {}
-        for chance, tree in every(partial(top_and_one(widths(2)), q)):
+        for chance, tree in every(partial(top_and_sampled(widths(2)), q)):
             result[frozenset(tree.tokens[1:])] = chance
         assert result == pairs

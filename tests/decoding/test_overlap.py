@@ -41,16 +41,16 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     return random_model(byte_level(320, TEXT), tmp_path_factory.mktemp("stranger"))
 
 
-def made(name: str, target: Target, stranger: str = "") -> Drafter:
+def make_drafter(name: str, target: Target, stranger: str = "") -> Drafter:
     torch.manual_seed(0)
     return prepare_for_decoding(DRAFTERS[name](target, stranger), target)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_follower_drafts_equal_the_drafters(shallow: Target, stranger: str, name: str) -> None:
-    """After any texts, longer, shorter and others than the one before, it expects what a drafter that reads the text anew
+    """After any texts, longer, shorter and others than the one before, it proposes what a drafter that reads the text anew
     proposes in a round."""
-    follower, anew = Follower(made(name, shallow, stranger), shallow), made(name, shallow, stranger)
+    follower, anew = Follower(make_drafter(name, shallow, stranger), shallow), make_drafter(name, shallow, stranger)
     follower.start_text(64, 3)
     draw = torch.Generator().manual_seed(1)
     text = torch.randint(3, 2000, (12,), generator=draw).tolist()
@@ -65,8 +65,8 @@ def test_follower_drafts_equal_the_drafters(shallow: Target, stranger: str, name
 
 
 def test_superseded_draft_is_abandoned(shallow: Target) -> None:
-    """Between two levels it looks whether something else is wanted; what it drafts next is right all the same."""
-    follower, alone = (Follower(made("causal", shallow), shallow) for _ in range(2))
+    """Between two levels the follower checks for a newer request; what it drafts next is right all the same."""
+    follower, alone = (Follower(make_drafter("causal", shallow), shallow) for _ in range(2))
     with torch.inference_mode():
         for item in (follower, alone):
             item.start_text(64, 4)
@@ -76,9 +76,9 @@ def test_superseded_draft_is_abandoned(shallow: Target) -> None:
 
 
 def test_outcomes_are_selected_by_probability() -> None:
-    """Of a chain of two over five tokens all outcomes, in the order of their chances by the drafter, which sum to one."""
-    reported = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
-    q, chain = reported.exp(), reported.argmax(-1).tolist()
+    """A chain of two over five tokens has all outcomes, in the order of their chances by the drafter, which sum to one."""
+    log_q = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
+    q, chain = log_q.exp(), log_q.argmax(-1).tolist()
     chances = {
         (accepted, x): float(q[accepted, x]) for accepted in range(3) for x in range(5) if accepted == 2 or x != chain[accepted]
     }
@@ -86,22 +86,22 @@ def test_outcomes_are_selected_by_probability() -> None:
         for index in range(accepted):
             chances[accepted, x] *= float(q[index, chain[index]])
     assert sum(chances.values()) == pytest.approx(1)
-    result = [tuple(outcome) for outcome in select_outcomes(reported, 100).tolist()]
+    result = [tuple(outcome) for outcome in select_outcomes(log_q, 100).tolist()]
     assert result == sorted(chances, key=lambda outcome: -chances[outcome])
-    assert [tuple(outcome) for outcome in select_outcomes(reported, 4).tolist()] == result[:4]
+    assert [tuple(outcome) for outcome in select_outcomes(log_q, 4).tolist()] == result[:4]
 
 
 def test_draft_after_every_outcome_equals_a_new_draft(shallow: Target) -> None:
-    """Drafted at once, or as far as there was time and then finished, behind a draft that is made or that is known, it is what
-    a follower of that text drafts."""
-    follower, alone = (Follower(made("causal", shallow), shallow) for _ in range(2))
-    text, reported_values = PROMPTS[0], list[list[int]]()
+    """Drafted at once, or as far as there was time and then finished, after a draft in progress or a finished one, it is
+    what a follower of that text drafts."""
+    follower, alone = (Follower(make_drafter("causal", shallow), shallow) for _ in range(2))
+    text, first_drafts = PROMPTS[0], list[list[int]]()
     with torch.inference_mode():
         for item in (follower, alone):
             item.start_text(64, 3, 5)
         drafted: list[int] | None = None
         for levels in (3, 1, 0):
-            foreseen = follower.predict_outcomes(DraftRequest(1, text, 3, num_outcomes=5), drafted, reported_values.append)
+            foreseen = follower.predict_outcomes(DraftRequest(1, text, 3, num_outcomes=5), drafted, first_drafts.append)
             left = iter([False] * levels)
             foreseen.extend_drafts(lambda left=left: next(left, True))  # type: ignore[misc]
             texts = [item.text for item in foreseen.outcomes]
@@ -113,13 +113,13 @@ def test_draft_after_every_outcome_equals_a_new_draft(shallow: Target) -> None:
                 ]
             foreseen.end_draft()
             assert drafted == alone.draft(text, 3, lambda: False)
-        assert reported_values == [alone.draft(PROMPTS[0], 3, lambda: False)]
+        assert first_drafts == [alone.draft(PROMPTS[0], 3, lambda: False)]
 
 
 def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
-    """Foreseeing more outcomes asks the device for no more values."""
+    """Foreseeing more outcomes reads no more values from the device."""
 
-    class Asking(TorchDispatchMode):
+    class ReadCounter(TorchDispatchMode):
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,28 +128,28 @@ def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
 
     counts = []
     for outcomes in (2, 9):
-        follower = Follower(made("causal", shallow), shallow)
+        follower = Follower(make_drafter("causal", shallow), shallow)
         with torch.inference_mode():
             follower.start_text(64, 3, outcomes)
-            with Asking() as requested:
+            with ReadCounter() as counter:
                 foreseen = follower.predict_outcomes(
                     DraftRequest(1, PROMPTS[0], 3, num_outcomes=outcomes), [5, 6, 7], lambda tokens: None
                 )
             assert len(foreseen.outcomes) == outcomes
-        counts.append(requested.count)
+        counts.append(counter.count)
     assert counts[0] == counts[1] > 0
 
 
 def test_ready_drafts_equal_predicted_outcomes(shallow: Target) -> None:
     """Of the rounds of a decoding those whose text is among the likely outcomes of the verification before, the prompt's too;
     the more outcomes, the more of them."""
-    drafter, counts = made("causal", shallow), []
+    drafter, counts = make_drafter("causal", shallow), []
     for outcomes in (1, 4, 400):
         overlap = Overlap(num_outcomes=outcomes)
         (result,) = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode(
             [PROMPTS[0]], LIMIT, ignore_eos=True
         )
-        follower, expected = Follower(made("causal", shallow), shallow), 0
+        follower, expected = Follower(make_drafter("causal", shallow), shallow), 0
         follower.start_text(64, 3, outcomes)
         text, chain, end = PROMPTS[0], list[int](), 1
         for emitted in result.round_lengths:
@@ -177,7 +177,7 @@ def test_overlapped_output_equals_the_loop(
 ) -> None:
     """In a process of its own, or on a stream, the drafter gives the same tokens, prompt after prompt; without steps of the
     target in between, in the same rounds."""
-    drafter, builder, overlap = made(name, shallow, stranger), Chain(3), Overlap(**way, uses_streams=streams)
+    drafter, builder, overlap = make_drafter(name, shallow, stranger), Chain(3), Overlap(**way, uses_streams=streams)
     if overlap.num_outcomes and not drafter.capabilities.scores_path_at_once:
         pytest.skip("its chances do not say what follows")
     session = Session(shallow, rule, drafter, builder, runner_source=overlap)
@@ -192,7 +192,7 @@ def test_overlapped_output_equals_the_loop(
 
 def test_stream_worker_drafts_equal_the_process(shallow: Target) -> None:
     """As many drafts are ready, whatever is done ahead."""
-    drafter = made("causal", shallow)
+    drafter = make_drafter("causal", shallow)
     for way in ({}, {"pre_verify": True}, {"num_outcomes": 5}):
         both = [Overlap(**way, uses_streams=streams) for streams in (False, True)]
         for overlap in both:
@@ -203,19 +203,19 @@ def test_stream_worker_drafts_equal_the_process(shallow: Target) -> None:
 def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stream of its own, with a drafter that is always right: every forward of it but the first ones comes between a
     launch of the target's and the reading of what that gave, as many as a draft and a token more take."""
-    drafter, rule, calls = made("causal", shallow), Greedy(), list[str]()
+    drafter, rule, calls = make_drafter("causal", shallow), Greedy(), list[str]()
     drafter.model = copy.deepcopy(shallow)
 
-    def noted(name: str, function: Any) -> Any:
-        def call(*given: Any, **named: Any) -> Any:
+    def record_calls(name: str, function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
             calls.append(name)
-            return function(*given, **named)
+            return function(*arguments, **keywords)
 
         return call
 
-    monkeypatch.setattr(shallow, "verify", noted("verify", shallow.verify))
-    monkeypatch.setattr(drafter.model, "run", noted("draft", drafter.model.run))  # type: ignore[union-attr]
-    monkeypatch.setattr(rule, "accept", noted("accept", rule.accept))
+    monkeypatch.setattr(shallow, "verify", record_calls("verify", shallow.verify))
+    monkeypatch.setattr(drafter.model, "run", record_calls("draft", drafter.model.run))  # type: ignore[union-attr]
+    monkeypatch.setattr(rule, "accept", record_calls("accept", rule.accept))
     overlap = Overlap(uses_streams=True)
     Session(shallow, rule, drafter, Chain(3), runner_source=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
     rounds = " ".join(calls).split("verify")
@@ -234,8 +234,8 @@ def test_correct_drafts_are_ready(shallow: Target) -> None:
 
 
 def test_ended_worker_raises_an_error(shallow: Target) -> None:
-    """And nothing waits for it."""
-    worker = ProcessWorker(made("ngram", shallow), shallow)
+    """The error is raised, and nothing waits for the worker."""
+    worker = ProcessWorker(make_drafter("ngram", shallow), shallow)
     worker.connection.close()
     with pytest.raises(RunError, match=r"eval\.overlap: the process that drafts has ended"):
         worker.request_draft([1, 2], 3, 64)
@@ -243,17 +243,17 @@ def test_ended_worker_raises_an_error(shallow: Target) -> None:
 
 def test_drafters_that_cannot_overlap_are_refused(shallow: Target) -> None:
     """Drafters that read the target's features, trees, rules whose tokens depend on drafts, and texts side by side."""
-    causal = made("causal", shallow)
-    for drafter, builder, rule, reported in [
+    causal = make_drafter("causal", shallow)
+    for drafter, builder, rule, message in [
         (Eagle3(shallow, vocab_size=64), Chain(3), Greedy(), "cannot draft ahead"),
         (causal, Eagle2(3, 6, 2), Greedy(), "tree=chain"),
         (causal, Chain(3, stop=0.5), Greedy(), "tree=chain"),
         (causal, Chain(3, "sampled"), SpeculativeSampling(), "tree=chain"),
         (causal, Chain(3), SpeculativeSampling(), "acceptance=chain"),
     ]:
-        with pytest.raises(UserError, match=reported):
+        with pytest.raises(UserError, match=message):
             check_overlap(drafter, builder, rule)
     with pytest.raises(UserError, match=r"eval\.overlap=outcomes: .*drafter=causal"):
-        check_overlap(made("ngram", shallow), Chain(3), Greedy(), num_outcomes=4)
+        check_overlap(make_drafter("ngram", shallow), Chain(3), Greedy(), num_outcomes=4)
     with pytest.raises(UserError, match=r"eval\.batch_size=1"):
         Session(shallow, Greedy(), causal, Chain(3), runner_source=Overlap()).decode(PROMPTS[:2], LIMIT)

@@ -57,8 +57,8 @@ def drafters(tiny: Target) -> dict[str, Drafter]:
     return {"ngram": Ngram(tiny), "eagle3": eagle3, "early_exit": exiting, "layer_skip": skipping, "kangaroo": kangaroo}
 
 
-class Watched(Pruning):
-    """Keeps every text with the tree before and after."""
+class RecordingPruning(Pruning):
+    """Records every text with the tree before and after."""
 
     def __init__(self, layer: int, top_k: int) -> None:
         super().__init__(layer, top_k)
@@ -72,11 +72,12 @@ class Watched(Pruning):
         return pruned
 
 
-def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: int) -> list[Path]:
-    """The paths whose every token is among the likeliest `top_k` that the first layers name after the text so far."""
+def expected_paths(target: Target, text: list[int], proposed: list[Path], layer: int, top_k: int) -> list[Path]:
+    """Return the paths whose every token is among the `top_k` most likely that the first layers predict after the text so
+    far."""
     likely: dict[Path, list[int]] = {}
 
-    def stays(path: Path) -> bool:
+    def is_likely(path: Path) -> bool:
         if not path:
             return True
         if path[:-1] not in likely:
@@ -85,9 +86,9 @@ def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: 
             ).logits
             assert logits is not None
             likely[path[:-1]] = logits[0, -1].topk(top_k).indices.tolist()
-        return path[-1] in likely[path[:-1]] and stays(path[:-1])
+        return path[-1] in likely[path[:-1]] and is_likely(path[:-1])
 
-    return [path for path in found if stays(path)]
+    return [path for path in proposed if is_likely(path)]
 
 
 @pytest.mark.sweep(2, free=("name", "layer", "batch"))
@@ -97,19 +98,19 @@ def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: 
 def test_remaining_nodes_are_the_likely_nodes(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, layer: int, batch: int
 ) -> None:
-    """What stays is, in its order, what runs of the first layers over every whole path name; a layer that drafting has been
-    through is refused."""
+    """The remaining nodes are, in their order, those that runs of the first layers over every full path find likely; a layer
+    that drafting has been through is refused."""
     if layer < EXITS.get(name, 0):
         with pytest.raises(UserError, match=f"use {EXITS[name]} or more"):
             Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(layer, 2)).decode(prompts[:batch], 8)
         return
-    pruning = Watched(layer, top_k=2 if name in EXITS else 20)
+    pruning = RecordingPruning(layer, top_k=2 if name in EXITS else 20)
     Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], 8, ignore_eos=True)
     for texts, tree, pruned in pruning.rounds:
         pruned.check_structure()
         assert pruned.tokens.shape[1] == pruned.valid.sum(1).max()
         for row, text in enumerate(texts):
-            assert paths(pruned, row) == kept(tiny, text, paths(tree, row), layer, pruning.top_k)
+            assert paths(pruned, row) == expected_paths(tiny, text, paths(tree, row), layer, pruning.top_k)
     sizes = [(tree.valid.sum(), pruned.valid.sum()) for _, tree, pruned in pruning.rounds]
     assert any(after < before for before, after in sizes) and any(after > batch for _, after in sizes)
 
@@ -154,7 +155,7 @@ def test_nodes_and_pruned_nodes_add_up(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, batch: int
 ) -> None:
     """A round's nodes are those that are left, its pruned ones the others, together all that was proposed."""
-    pruning = Watched(6, 2)
+    pruning = RecordingPruning(6, 2)
     result = Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], LIMIT)
     for row, generation in enumerate(result):
         trees = [paths(tree, row) for _, tree, _ in pruning.rounds][: len(generation.round_lengths)]
@@ -175,7 +176,7 @@ def test_drawn_trees_are_pruned_too(
 ) -> None:
     """Siblings that were drawn, equal ones among them, stay or leave by their tokens, and the output is greedy decoding's."""
     drawn = [[0], [1], [2], [0, 0], [1, 0], [1, 1], [2, 0], [0, 0, 0], [1, 0, 0]]
-    pruning, builder = Watched(6, 20), Static(paths=drawn, children=children, temperature=0.3)
+    pruning, builder = RecordingPruning(6, 20), Static(paths=drawn, children=children, temperature=0.3)
     result = Session(tiny, Greedy(), drafters[name], builder, pruning=pruning).decode(prompts, LIMIT)
     assert [generation.output for generation in result] == [
         generation.output for generation in decode(tiny, prompts, Greedy(), LIMIT)
@@ -183,9 +184,9 @@ def test_drawn_trees_are_pruned_too(
     twins = 0
     for texts, tree, pruned in pruning.rounds:
         for row, text in enumerate(texts):
-            wanted = kept(tiny, text, paths(tree, row), 6, pruning.top_k)
-            assert paths(pruned, row) == wanted
-            twins += len(wanted) - len(set(wanted))
+            expected = expected_paths(tiny, text, paths(tree, row), 6, pruning.top_k)
+            assert paths(pruned, row) == expected
+            twins += len(expected) - len(set(expected))
     assert (twins > 0) == (children == "sampled")
 
 
@@ -203,7 +204,7 @@ REFUSED: list[AcceptanceRule] = [
 def test_pruning_refuses_rejection_rules(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], rule: AcceptanceRule
 ) -> None:
-    """A rule that keeps a node by its probability would be wrong about what is left; the message says what to use."""
+    """A rule that accepts a node by its probability would be wrong about what is left; the message says what to use."""
     with pytest.raises(UserError, match=f"acceptance={rule.name}: .*acceptance=greedy or match"):
         Pruning(2, 4).check_settings(rule, tiny)
     with pytest.raises(UserError, match=f"acceptance={rule.name}"):
@@ -219,10 +220,12 @@ def test_both_halves_of_propd_run_together(tiny: Target, prompts: list[list[int]
     # The times above are not this machine's: the choice of plain steps would be one by chance.
     builder.decides_to_draft = False
     session = Session(tiny, Greedy(), drafters["early_exit"], builder, pruning=Pruning(6, 1))
-    found = session.decode(prompts[:1], 24)
-    assert [one.output for one in found] == [one.output for one in decode(tiny, prompts[:1], Greedy(), 24)]
-    drafted = [nodes + dropped for nodes, dropped in zip(found[0].node_counts, found[0].pruned_counts)]
-    assert sum(found[0].pruned_counts) > 0 and builder.tree_sizes == [size for size in drafted if size > 1]
+    generations = session.decode(prompts[:1], 24)
+    assert [generation.output for generation in generations] == [
+        generation.output for generation in decode(tiny, prompts[:1], Greedy(), 24)
+    ]
+    drafted = [nodes + dropped for nodes, dropped in zip(generations[0].node_counts, generations[0].pruned_counts)]
+    assert sum(generations[0].pruned_counts) > 0 and builder.tree_sizes == [size for size in drafted if size > 1]
     assert builder.costs.fit is not None and builder.costs.fit.num_rounds > 0
 
 
@@ -248,7 +251,7 @@ def test_pruned_and_unpruned_first_rounds_are_equal(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]
 ) -> None:
     """The first tree is the one that is proposed without pruning: pruning sees it and does not shape it."""
-    pruning, full = Watched(6, 2), Watched(6, tiny.head.vocab_size)
+    pruning, full = RecordingPruning(6, 2), RecordingPruning(6, tiny.head.vocab_size)
     for each in (pruning, full):
         Session(tiny, Greedy(), drafters["early_exit"], TREE, pruning=each).decode(prompts, 4)
     assert [paths(pruning.rounds[0][1], row) for row in range(3)] == [paths(full.rounds[0][2], row) for row in range(3)]
@@ -262,12 +265,12 @@ def random_tree(random: Random, batch: int, num_nodes: int) -> TokenTree:
     tokens = torch.stack([torch.randperm(1000)[:num_nodes] for _ in range(batch)])
     parents = torch.tensor([[random.randrange(node) if node else -1 for node in range(num_nodes)] for _ in range(batch)])
     full = TokenTree.from_parents(tokens, parents)
-    valid = closed(full, torch.rand(batch, num_nodes) < 0.8)
+    valid = mark_rooted(full, torch.rand(batch, num_nodes) < 0.8)
     q, ids = torch.rand(batch, num_nodes, 5), torch.arange(5) * 7
     return replace(full, valid=valid, can_emit=torch.rand(batch, num_nodes) < 0.7, children="sampled", q=q, draft_ids=ids)
 
 
-def closed(tree: TokenTree, marked: Tensor) -> Tensor:
+def mark_rooted(tree: TokenTree, marked: Tensor) -> Tensor:
     """Those marked nodes whose ancestors are marked, the root always."""
     marked = marked.clone()
     marked[:, 0] = True
@@ -277,10 +280,11 @@ def closed(tree: TokenTree, marked: Tensor) -> Tensor:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("num_nodes", [1, 2, 9, 70])
 def test_selected_tree_has_the_marked_nodes(batch: int, num_nodes: int) -> None:
-    """Every marked node, and none but padding beside them, in the same order with the same path, q, validity and emission."""
+    """Every marked node, and none but padding besides, is there in the same order with the same path, q, validity and
+    emission."""
     for seed in range(4):
         tree = random_tree(Random(seed), batch, num_nodes)
-        keep = closed(tree, torch.rand(batch, num_nodes) < 0.8)
+        keep = mark_rooted(tree, torch.rand(batch, num_nodes) < 0.8)
         part = tree.select_nodes(keep)
         part.check_structure()
         assert part.tokens.shape[1] == keep.sum(1).max()
@@ -328,12 +332,12 @@ def test_fitted_head_is_optimal_for_its_rank() -> None:
     x, y, item = normed.double(), final.double(), torch.eye(12, dtype=torch.float64)
     strength = x.pow(2).mean() * 60
     change = torch.linalg.lstsq(torch.cat([x, strength.sqrt() * item]), torch.cat([y - x, 0 * item])).solution
-    wanted = x @ (item + change) @ head.double().T
-    values = torch.linalg.svdvals(wanted)
+    expected = x @ (item + change) @ head.double().T
+    values = torch.linalg.svdvals(expected)
     for rank in (1, 4, 12):
         fitted = EarlyHead.from_states(normed, final, head, bias, rank)
         assert fitted.down.shape == (12, rank) and fitted.up.shape == (40, rank)
-        missed = ((fitted(normed) - bias).double() - wanted).norm()
+        missed = ((fitted(normed) - bias).double() - expected).norm()
         torch.testing.assert_close(missed, values[rank:].norm(), rtol=1e-3, atol=1e-3)
 
 
@@ -352,7 +356,7 @@ def test_pruning_with_a_fitted_head_is_lossless(tiny: Target, prompts: list[list
 def test_worse_head_is_not_used(tiny: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """On answers that it was not fitted on it must be as good as the target's own head."""
     worthless = EarlyHead(torch.zeros(tiny.width, 1), torch.zeros(tiny.head.vocab_size, 1), None)
-    monkeypatch.setattr(EarlyHead, "from_states", lambda *given: worthless)
+    monkeypatch.setattr(EarlyHead, "from_states", lambda *arguments: worthless)
     pruning = Pruning(6, 4)
     fit_early_heads(tiny, [pruning], prompts, 8)
     assert pruning.head is None

@@ -1,4 +1,4 @@
-"""Replayed drafts: what is recorded, which sequences it makes, and that the target is asked behind the drafted tokens."""
+"""Replayed drafts: what is recorded, which sequences it makes, and that the target's logits come after the drafted tokens."""
 
 import math
 from dataclasses import replace
@@ -61,15 +61,15 @@ PROMPTS = [[5, 900, 71, 4, 333], [17, 1200, 8]]
 LOSSES = ["forward_kl", "cross_entropy"]  # whatever the drafter's own loss is, replayed drafts are judged by the split one
 
 
-class Noting(Chain):
-    """A chain that keeps every round it is told of."""
+class RecordingChain(Chain):
+    """A chain that records every round that it observes."""
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
-        self.told: list[RoundResult] = []
+        self.results: list[RoundResult] = []
 
     def observe(self, round: RoundResult) -> None:
-        self.told.append(round)
+        self.results.append(round)
 
 
 # The recorder
@@ -91,19 +91,19 @@ def test_recorder_has_the_properties_of_its_builder(builder: TreeBuilder) -> Non
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_recorder_records_every_round_unchanged(shallow: Target, count: int) -> None:
-    """The output is the builder's own, which hears of every round; drafts and emitted tokens are those of the decoding."""
-    drafter, builder = Causal(shallow, num_layers=2), Noting(3)
+    """The output is the builder's own, which observes every round; drafts and emitted tokens are those of the decoding."""
+    drafter, builder = Causal(shallow, num_layers=2), RecordingChain(3)
     recorder = DraftRecorder(builder)
     plain = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, Chain(3))
     result = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, recorder)
     assert [generation.output for generation in result] == [generation.output for generation in plain]
-    assert len(builder.told) == max(len(generation.round_lengths) for generation in result)
+    assert len(builder.results) == max(len(generation.round_lengths) for generation in result)
     assert [[emitted for _, emitted in rounds] for rounds in recorder.rounds] == [
         generation.round_lengths for generation in result
     ]
     for row, (generation, rounds) in enumerate(zip(result, recorder.rounds)):
         assert [drafted for drafted, _ in rounds] == [
-            reported_values.tree.tokens[row, 1:].tolist() for reported_values in builder.told
+            round_result.tree.tokens[row, 1:].tolist() for round_result in builder.results
         ][: len(rounds)]
         end = 1
         for drafted, emitted in rounds:
@@ -135,7 +135,8 @@ BY_HAND = [
 
 @pytest.mark.parametrize("seed", range(6))
 def test_replays_equal_hand_made_ones(seed: int) -> None:
-    """Each draft behind the answer so far, with its distances; rejected ones first, no draft no replay, at most `limit`."""
+    """Each draft comes after the answer so far, with its distances; rejected ones first, no replay without a draft, at most
+    `limit`."""
     result = select_replays(GENERATION, ROUNDS, 9, Random(seed))
     assert len(result) == 3 and result[2] == BY_HAND[0]
     assert result[:2] in (BY_HAND[1:], BY_HAND[:0:-1])
@@ -144,7 +145,7 @@ def test_replays_equal_hand_made_ones(seed: int) -> None:
 
 
 def test_equal_replays_are_selected_at_random() -> None:
-    """Which of the rejected drafts comes first is drawn."""
+    """A random draw decides which of the rejected drafts comes first."""
     assert {tuple(select_replays(GENERATION, ROUNDS, 1, Random(seed))[0].tokens_past_error) for seed in range(20)} == {
         tuple(replay.tokens_past_error) for replay in BY_HAND[1:]
     }
@@ -157,7 +158,7 @@ def test_round_past_the_end_is_omitted() -> None:
 
 
 def test_collate_pads_on_the_right() -> None:
-    """Tokens are padded with 0, the mask with False, distances as kept."""
+    """Tokens are padded with 0, the mask with False, distances with NOT_PAST_ERROR."""
     batch = collate_replays(BY_HAND[:2])
     assert batch.tokens.tolist() == [[1, 2, 10, 11, 12, 0, 0, 0, 0], BY_HAND[1].example.tokens]
     assert batch.loss_mask.tolist() == [[False] * 2 + [True] * 3 + [False] * 4, BY_HAND[1].example.mask]
@@ -169,7 +170,7 @@ def test_collate_pads_on_the_right() -> None:
 # Learning from them
 
 
-def make(family: str, shallow: Target, loss: Any = "forward_kl") -> Drafter:
+def make_drafter(family: str, shallow: Target, loss: Any = "forward_kl") -> Drafter:
     torch.manual_seed(1)
     if family == "causal":
         return Causal(shallow, num_layers=2, loss=loss)
@@ -178,7 +179,7 @@ def make(family: str, shallow: Target, loss: Any = "forward_kl") -> Drafter:
     return drafter
 
 
-def replayed(shallow: Target, drafter: Drafter) -> Batch:
+def replay_drafts(shallow: Target, drafter: Drafter) -> Batch:
     """Real drafts of a decoding, at least one of them rejected, with the target's features."""
     recorder = DraftRecorder(Chain(4))
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
@@ -194,7 +195,7 @@ def replayed(shallow: Target, drafter: Drafter) -> Batch:
     )
 
 
-def after(model: Target, text: list[int]) -> Tensor:
+def next_logits(model: Target, text: list[int]) -> Tensor:
     """A model's logits after a text, by itself."""
     logits = model.run(torch.tensor([text]), ForwardPlan(logits=True)).logits
     assert logits is not None
@@ -203,16 +204,16 @@ def after(model: Target, text: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
-    """Half the forward KL where a token was kept, half of 0.8^k the reverse one k behind the first wrong one, p being what
-    the target says after the drafted tokens."""
-    drafter = make("causal", shallow, loss)
+    """The loss is half the forward KL where a token was accepted, half of 0.8^k the reverse one k after the first wrong one,
+    p being the target's after the drafted tokens."""
+    drafter = make_drafter("causal", shallow, loss)
     assert isinstance(drafter, Causal)
-    batch = replayed(shallow, drafter)
+    batch = replay_drafts(shallow, drafter)
     assert batch.tokens_past_error is not None
     total, hits = torch.zeros(()), 0
     for b, t in batch.loss_mask.nonzero().tolist():
         text, k = batch.tokens[b, :t].tolist(), int(batch.tokens_past_error[b, t])
-        p, q = after(shallow, text).softmax(-1), after(drafter.model, text).softmax(-1)
+        p, q = next_logits(shallow, text).softmax(-1), next_logits(drafter.model, text).softmax(-1)
         total = total + 0.5 * ((p * (p / q).log()).sum() if k < 0 else 0.8**k * (q * (q / p).log()).sum())
         hits += int(p.argmax() == q.argmax())
     losses = drafter.loss(batch, shallow, TrainingState())
@@ -225,14 +226,14 @@ def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
 
 def test_branches_equal_hand_made_ones() -> None:
     """A rejected draft judges the text's next token at distance 0, and its own from the second on; of a draft at the end, or
-    one that is all kept, nothing is rejected; where texts are short the branch is cut."""
+    one that is accepted completely, nothing is rejected; where texts are short the branch is cut."""
     result = join_branches(GENERATION, ROUNDS, 99)
     assert result.replay.example.tokens == [1, 2, *GENERATION.output, 99, 98, 97]
     assert result.replay.example.mask == [False] * 2 + [True] * 7 + [False, True, True]
     assert result.replay.tokens_past_error == [-1] * 6 + [0] + [-1] * 3 + [1, 2]
     assert result.position_ids == [*range(9), 6, 7, 8] and result.branches == [(3, 6)]
-    sees = [[*range(index + 1)] for index in range(9)] + [[*range(6), *range(9, 9 + number)] for number in (1, 2, 3)]
-    assert [row.nonzero()[:, 0].tolist() for row in result.visibility] == sees
+    expected = [[*range(index + 1)] for index in range(9)] + [[*range(6), *range(9, 9 + number)] for number in (1, 2, 3)]
+    assert [row.nonzero()[:, 0].tolist() for row in result.visibility] == expected
     cut = join_branches(GENERATION, ROUNDS, 8)
     assert cut.replay.example.tokens[9:] == [99, 98] and cut.position_ids[9:] == [6, 7]
     full = make_unbranched(BY_HAND[0].example)
@@ -241,9 +242,9 @@ def test_branches_equal_hand_made_ones() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_forward_with_branches_equals_separate_forwards(shallow: Target, packed: bool) -> None:
-    """The loss over answers with all their rejected drafts is that of every place by itself, behind the text and the wrong
-    tokens that it was drafted behind."""
-    drafter = make("causal", shallow)
+    """The loss over answers with all their rejected drafts is that of every position by itself, after the text and the wrong
+    tokens before it."""
+    drafter = make_drafter("causal", shallow)
     assert isinstance(drafter, Causal)
     recorder = DraftRecorder(Chain(4))
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
@@ -256,12 +257,12 @@ def test_forward_with_branches_equals_separate_forwards(shallow: Target, packed:
         text = generation.prompt + generation.output
         indices = [(text[:t], item.replay.tokens_past_error[t]) for t in range(len(generation.prompt), len(text))]
         end = len(text)
-        for size, visited in item.branches:
+        for size, prefix_length in item.branches:
             tail = item.replay.example.tokens[end : end + size]
-            indices += [(text[:visited] + tail[:number], number) for number in range(1, size)]
+            indices += [(text[:prefix_length] + tail[:number], number) for number in range(1, size)]
             end += size
         for before, k in indices:
-            p, q = after(shallow, before).softmax(-1), after(drafter.model, before).softmax(-1)
+            p, q = next_logits(shallow, before).softmax(-1), next_logits(drafter.model, before).softmax(-1)
             total = total + 0.5 * ((p * (p / q).log()).sum() if k < 0 else 0.8**k * (q * (q / p).log()).sum())
             wrong += k > 0
     assert wrong > 3
@@ -275,7 +276,7 @@ def test_source_yields_branches(shallow: Target) -> None:
     nothing is replayed and where a family cannot run it."""
     rows = torch.randint(3, 2000, (3, 20), generator=torch.Generator().manual_seed(4)).tolist()
     data = Dataset([Example(row, [index >= 5 for index in range(20)]) for row in rows], 3, 0, 0)
-    drafter = make("causal", shallow)
+    drafter = make_drafter("causal", shallow)
     request = BatchRequest(data[[0, 1, 2]], shallow, ("final",), step=1, drafter=drafter)
     source = GeneratedSource(0.5, "replay", branches=True, max_new_tokens=12)
     batch, plain = source.make_batch(request), replace(source.make_batch(request))
@@ -291,15 +292,15 @@ def test_source_yields_branches(shallow: Target) -> None:
     with pytest.raises(UserError, match=r"source\.branches=true: .*source\.by=replay"):
         GeneratedSource(0.5, "drafter", branches=True)
     with pytest.raises(UserError, match=r"source\.branches=true: this family"):
-        GeneratedSource(1.0, "replay", branches=True).make_batch(replace(request, drafter=make("eagle3", shallow)))
+        GeneratedSource(1.0, "replay", branches=True).make_batch(replace(request, drafter=make_drafter("eagle3", shallow)))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: str) -> None:
     """Row by row, log p over the draft vocabulary is the target's after the drafted tokens, and the distance the token's."""
-    drafter = make("eagle3", shallow, loss)
+    drafter = make_drafter("eagle3", shallow, loss)
     assert isinstance(drafter, Eagle3)
-    batch = replayed(shallow, drafter)
+    batch = replay_drafts(shallow, drafter)
     supervision = Supervision(drafter, batch)
     assert (
         batch.tokens_past_error is not None
@@ -310,7 +311,7 @@ def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: 
     indices = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2]
     assert len(log_p) == len(indices)
     for row, (b, t) in enumerate(indices):
-        logits = after(shallow, batch.tokens[b, :t].tolist())
+        logits = next_logits(shallow, batch.tokens[b, :t].tolist())
         torch.testing.assert_close(log_p[row], logits[drafter.draft_ids].log_softmax(-1), rtol=1e-3, atol=1e-3)
         assert int(supervision.labels[row]) == int(logits.argmax())
         assert int(supervision.tokens_past_error[row]) == int(batch.tokens_past_error[b, t])
@@ -318,27 +319,27 @@ def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step the split loss of what the drafter says, where the right token can be drafted, weighted by the step."""
-    drafter = make("eagle3", shallow, loss)
+    """At every step it is the split loss of the drafter's q, where the right token can be drafted, weighted by the step."""
+    drafter = make_drafter("eagle3", shallow, loss)
     assert isinstance(drafter, Eagle3)
-    batch = replayed(shallow, drafter)
+    batch = replay_drafts(shallow, drafter)
     assert batch.tokens_past_error is not None
-    reported: list[Tensor] = []
+    judged: list[Tensor] = []
     judge = Supervision.judge_states
 
-    def watched(self: Supervision, hidden: Tensor, lm_head: Any, answers: Tensor, row_weight: Tensor) -> Any:
+    def record_judged(self: Supervision, hidden: Tensor, lm_head: Any, answers: Tensor, row_weight: Tensor) -> Any:
         log_q = lm_head(hidden).detach().log_softmax(-1)
-        reported.extend(log_q[row_weight == weight] for weight in row_weight.unique(sorted=True).flip(0))
+        judged.extend(log_q[row_weight == weight] for weight in row_weight.unique(sorted=True).flip(0))
         return judge(self, hidden, lm_head, answers, row_weight)
 
-    monkeypatch.setattr(Supervision, "judge_states", watched)
+    monkeypatch.setattr(Supervision, "judge_states", record_judged)
     losses = drafter.loss(batch, shallow, TrainingState())
     total, outside = torch.zeros(()), 0
-    for step, log_q in enumerate(reported):
+    for step, log_q in enumerate(judged):
         indices = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2 + step]
         assert len(indices) == len(log_q) == losses.counts[step]
         for (b, t), row in zip(indices, log_q):
-            logits = after(shallow, batch.tokens[b, :t].tolist())
+            logits = next_logits(shallow, batch.tokens[b, :t].tolist())
             if not drafter.t2d[logits.argmax()]:
                 outside += 1
                 continue
@@ -350,12 +351,12 @@ def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch:
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
 def test_balanced_loss_without_rejections_is_half_the_forward_kl(shallow: Target, family: str) -> None:
-    """Distances of kept tokens only: loss and gradient are half of those of forward_kl."""
+    """With distances of accepted tokens only, loss and gradient are half of those of forward_kl."""
     rows = torch.randint(3, 2000, (3, 20)).tolist()
     data = Dataset([Example(row, [index >= 5 for index in range(20)]) for row in rows], 3, 0, 0)
     result = []
     for source in (LiveSource(), GeneratedSource(0.0, "replay")):
-        drafter = make(family, shallow)
+        drafter = make_drafter(family, shallow)
         losses = drafter.loss(
             source.make_batch(BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers)), shallow, TrainingState()
         )
@@ -371,7 +372,7 @@ def test_replayed_batches_train(shallow: Target, family: str) -> None:
     """source.by=replay gives a batch with rejected tokens, a finite loss and a gradient for every parameter."""
     rows = torch.randint(3, 2000, (3, 20)).tolist()
     data = Dataset([Example(row, [index >= 5 for index in range(20)]) for row in rows], 3, 0, 0)
-    drafter = make(family, shallow).train()
+    drafter = make_drafter(family, shallow).train()
     batch = GeneratedSource(1.0, "replay", max_new_tokens=12, block=3, seed=2).make_batch(
         BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers, step=0, drafter=drafter)
     )
@@ -399,7 +400,7 @@ def drawn_rounds(*drafts: tuple[int, ...]) -> tuple[Generation, list[tuple[list[
 
 
 def log_chances(logits: Tensor, draft: tuple[int, ...]) -> list[Tensor]:
-    """log q of both tokens, of logits [3, 2]: at the root, behind a 0, behind a 1."""
+    """Return log q of both tokens, of logits [3, 2]: at the root, after a 0, after a 1."""
     return [logits[0].log_softmax(-1)[draft[0]], logits[1 + draft[0]].log_softmax(-1)[draft[1]]]
 
 
@@ -423,27 +424,27 @@ def test_policy_gradient_equals_enumeration(earlier: tuple[tuple[int, ...], ...]
 
 @pytest.mark.parametrize("weight", [0.0, 0.7])
 def test_reference_penalty_subtracts_the_divergence_gradient(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a place, over every token that may be drawn there, E[A log q] has the gradient of E[reward] - weight KL(q || r)."""
+    """At a position, over every token that may be drawn there, E[A log q] has the gradient of E[reward] - weight KL(q || r)."""
     draw = torch.Generator().manual_seed(5)
     logits, other = (torch.randn(4, dtype=torch.float64, generator=draw) for _ in range(2))
     logits.requires_grad_()
     gains = [0.5, -0.25, 1.0, 0.0]
-    reported = {"mine": logits.detach().log_softmax(-1), "theirs": other.log_softmax(-1)}
-    monkeypatch.setattr(policy, "log_probs", lambda model, text, temperature=1.0: reported[model].expand(len(text), -1))
+    log_probs = {"mine": logits.detach().log_softmax(-1), "theirs": other.log_softmax(-1)}
+    monkeypatch.setattr(policy, "log_probs", lambda model, text, temperature=1.0: log_probs[model].expand(len(text), -1))
     estimated, q = torch.zeros_like(logits), logits.log_softmax(-1)
     for token, gain in enumerate(gains):
         window = DraftWindow(Example([2, 1, token], [False, True, True]), [0.0, 0.0, gain], 2)
         result = policy.penalize_divergence(window, "mine", "theirs", weight, 1.0).advantage  # type: ignore[arg-type]
         assert result[:2] == [0.0, 0.0]
         estimated += float(q[token].detach().exp()) * torch.autograd.grad(result[2] * q[token], logits, retain_graph=True)[0]
-    wanted = (q.exp() * torch.tensor(gains)).sum() - weight * (q.exp() * (q - reported["theirs"])).sum()
-    torch.testing.assert_close(estimated, torch.autograd.grad(wanted, logits)[0], rtol=1e-6, atol=1e-6)
+    expected = (q.exp() * torch.tensor(gains)).sum() - weight * (q.exp() * (q - log_probs["theirs"])).sum()
+    torch.testing.assert_close(estimated, torch.autograd.grad(expected, logits)[0], rtol=1e-6, atol=1e-6)
 
 
 def test_windows_come_from_missed_certain_tokens(shallow: Target) -> None:
-    """A window's weight is the mean of (1 - H / log V) KL(p || q) over its tokens, each behind the text before it; a drafter
-    that says what the target says has windows that all weigh alike, next to nothing."""
-    drafter = make("causal", shallow)
+    """A window's weight is the mean of (1 - H / log V) KL(p || q) over its tokens, each after the text before it; a drafter
+    that equals the target has windows that all weigh alike, next to nothing."""
+    drafter = make_drafter("causal", shallow)
     assert isinstance(drafter, Causal)
     recorder = DraftRecorder(Chain(3, "sampled", 1.0, 2))
     (generation,) = decode(shallow, PROMPTS[:1], Greedy(), 14, drafter, recorder)
@@ -454,7 +455,7 @@ def test_windows_come_from_missed_certain_tokens(shallow: Target) -> None:
         parts = []
         for index in range(window.start, len(window.example.tokens)):
             assert window.example.tokens[:index] == text[:index]
-            p, q = (after(model, text[:index]).double().softmax(-1) for model in (shallow, drafter.model))
+            p, q = (next_logits(model, text[:index]).double().softmax(-1) for model in (shallow, drafter.model))
             entropy = float(-(p * p.log()).sum())
             parts.append((1 - entropy / math.log(len(p))) * float((p * (p / q).log()).sum()))
         expected.append(sum(parts) / len(parts))
@@ -465,7 +466,7 @@ def test_windows_come_from_missed_certain_tokens(shallow: Target) -> None:
 def test_source_samples_and_caches_windows(shallow: Target) -> None:
     """By divergence it draws among the windows of the same decoding; held near its beginning nothing changes there, and once
     the drafter has moved, what the drawn tokens bring does; either is a policy's."""
-    drafter = make("causal", shallow)
+    drafter = make_drafter("causal", shallow)
     assert isinstance(drafter, Causal)
     data = Dataset([Example([*prompt, 9, 9], [False] * len(prompt) + [True] * 2) for prompt in PROMPTS], 2, 0, 0)
     request = BatchRequest(data[[0, 1]], shallow, (), drafter=drafter)
@@ -486,7 +487,8 @@ def test_source_samples_and_caches_windows(shallow: Target) -> None:
 
 
 def test_windows_equal_hand_made_ones() -> None:
-    """All but the first, with what was kept and the first wrong token; a baseline is the mean of those that came so far."""
+    """All rounds but the first give a window, with the accepted tokens and the first wrong one; a baseline is the mean
+    reward so far."""
     generation, rounds = drawn_rounds((0, 0), (1, 0), (1, 1))
     result = make_windows(generation, rounds, 0.0)
     assert [item.example.tokens for item in result] == [[5, 7, 7, 1, 0], [5, 7, 7, 7, 7, 7, 1, 1]]
@@ -499,8 +501,8 @@ def test_windows_equal_hand_made_ones() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_policy_learns_from_its_own_samples(shallow: Target, packed: bool) -> None:
-    """source.by=policy adds -A log q of every drawn token to the loss, q being the model's own behind the tokens before it."""
-    drafter = make("causal", shallow)
+    """source.by=policy adds -A log q of every drawn token to the loss, q being the model's own after the tokens before it."""
+    drafter = make_drafter("causal", shallow)
     assert isinstance(drafter, Causal)
     data = Dataset([Example([*prompt, 9, 9], [False] * len(prompt) + [True] * 2) for prompt in PROMPTS], 2, 0, 0)
     source = GeneratedSource(1.0, "policy", max_new_tokens=12, draft_cost=0.0)
@@ -512,7 +514,7 @@ def test_policy_learns_from_its_own_samples(shallow: Target, packed: bool) -> No
         for row, (tokens, _) in enumerate(batch.split_documents()):
             advantage = batch.advantage[row] if batch.lengths is None else batch.advantage[0].split(batch.lengths)[row]
             for index in advantage.nonzero()[:, 0].tolist():
-                log_q = after(drafter.model, tokens[:index].tolist()).log_softmax(-1)
+                log_q = next_logits(drafter.model, tokens[:index].tolist()).log_softmax(-1)
                 total -= float(advantage[index] * log_q[tokens[index]])
                 rest += 1
     assert rest and float(losses.terms["policy"].detach()) == pytest.approx(total, rel=1e-4)
@@ -558,25 +560,25 @@ def test_window_gradient_of_features_equals_enumeration(shallow: Target, family:
     features = shallow.run(batch.tokens, ForwardPlan(layers=drafter.stages[0].layers, lengths=batch.lengths))
     term = drafter.loss(replace(batch, features=features), shallow, TrainingState()).terms["policy"]
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    estimated, wanted = (
+    estimated, enumerated = (
         torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True) for value in (-term, expected)
     )
-    for mine, other in zip(estimated, wanted):
-        torch.testing.assert_close(mine, other, rtol=2e-3, atol=2e-4)
-    assert max(float(part.abs().max()) for part in wanted) > 0.01
+    for gradient, reference in zip(estimated, enumerated):
+        torch.testing.assert_close(gradient, reference, rtol=2e-3, atol=2e-4)
+    assert max(float(part.abs().max()) for part in enumerated) > 0.01
 
 
 def test_groups_are_normalized_window_rewards(shallow: Target) -> None:
-    """k / (1 + c k) of kept tokens, and of none the least overlap, which is sum min(p, q) after the drafted tokens; a group's
-    rewards have mean 0 and deviation 1."""
-    drafter = make("causal", shallow)
+    """The reward is k / (1 + c k) of accepted tokens, and of none the least overlap, which is sum min(p, q) after the
+    drafted tokens; a group's rewards have mean 0 and deviation 1."""
+    drafter = make_drafter("causal", shallow)
     assert isinstance(drafter, Causal)
     chain = DrawnDraftRecorder(Chain(3, "sampled", 1.0, 4))
     generation = decode(shallow, PROMPTS, Greedy(), 8, drafter, chain)
     text = PROMPTS[0] + generation[0].output[:1]
     draft = chain.drafts[0]
     for number, overlap in enumerate(draft.overlaps):
-        p, q = (after(model, text + draft.tokens[:number]).softmax(-1) for model in (shallow, drafter.model))
+        p, q = (next_logits(model, text + draft.tokens[:number]).softmax(-1) for model in (shallow, drafter.model))
         assert overlap == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-3)
     assert draft.num_accepted == generation[0].round_lengths[0] - 1
     assert window_reward(DrawnDraft([1, 2, 3], 2, [0.1, 0.2, 0.3]), 0.25) == 2 / 1.5
@@ -588,7 +590,7 @@ def test_groups_are_normalized_window_rewards(shallow: Target) -> None:
     assert all(window.example.tokens[: len(text)] == text and window.start == len(text) for window in windows)
     data = Dataset([Example([*PROMPTS[0], 9, 9], [False] * 5 + [True] * 2)], 1, 0, 0)
     for family in ("causal", "eagle3"):
-        drafter = make(family, shallow)
+        drafter = make_drafter(family, shallow)
         request = BatchRequest(data[[0]], shallow, drafter.stages[0].layers, drafter=drafter)
         batch = GeneratedSource(1.0, "policy", max_new_tokens=10, group=4).make_batch(request)
         assert len(batch.tokens) == 5 and batch.advantage is not None and batch.advantage.abs().max() > 0.5
@@ -605,9 +607,9 @@ def test_block_replays_are_judged_after_their_roots(shallow: Target) -> None:
     recorder = DraftRecorder(Chain(3))
     written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
     replays = [
-        one for item, rounds in zip(written, recorder.rounds) for one in select_replays(item, rounds, 2, Random(0), True)
+        replay for item, rounds in zip(written, recorder.rounds) for replay in select_replays(item, rounds, 2, Random(0), True)
     ]
-    assert all(max(one.tokens_past_error) >= 0 for one in replays) and len(replays) == 4
+    assert all(max(replay.tokens_past_error) >= 0 for replay in replays) and len(replays) == 4
     batch = collate_replays(replays)
     batch = replace(batch, features=shallow.features(batch.tokens, drafter.layers))
     total = torch.zeros(())
@@ -618,7 +620,7 @@ def test_block_replays_are_judged_after_their_roots(shallow: Target) -> None:
         weights = torch.exp(-torch.arange(size) / 2.0)
         weights = weights * size / weights.sum()
         for slot in range(size):
-            log_p = after(shallow, tokens[: root + slot]).log_softmax(-1)
+            log_p = next_logits(shallow, tokens[: root + slot]).log_softmax(-1)
             distance = torch.tensor([replay.tokens_past_error[root + slot]])
             total = total + weights[slot] * split_loss(log_p[None], log_q[slot][None], distance)[0]
     losses = drafter.loss(batch, shallow, TrainingState())
@@ -628,7 +630,7 @@ def test_block_replays_are_judged_after_their_roots(shallow: Target) -> None:
 
 def test_families_without_a_policy_are_refused(shallow: Target) -> None:
     """A family whose loss does not know q of drawn tokens is refused."""
-    drafter = make("eagle3", shallow)
+    drafter = make_drafter("eagle3", shallow)
     data = Dataset([Example([*PROMPTS[0], 9, 9], [False] * 5 + [True] * 2)], 1, 0, 0)
     with pytest.raises(UserError, match=r"source\.by=policy.*recipe=gkd"):
         GeneratedSource(1.0, "policy").make_batch(BatchRequest(data[[0]], shallow, drafter.stages[0].layers, drafter=drafter))
@@ -636,10 +638,10 @@ def test_families_without_a_policy_are_refused(shallow: Target) -> None:
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
 def test_balanced_weights_give_half_to_rejected_tokens(shallow: Target, family: str) -> None:
-    """Kept and rejected tokens of a replay weigh as much as all its supervised tokens each, so that over their number it is the
-    sum of both means; and the loss is linear in these weights, 1 where nothing is said."""
-    drafter = make(family, shallow)
-    batch = replayed(shallow, drafter)
+    """Accepted and rejected tokens of a replay weigh as much as all its supervised tokens each, so that over their number it
+    is the sum of both means; and the loss is linear in these weights, 1 where none are given."""
+    drafter = make_drafter(family, shallow)
+    batch = replay_drafts(shallow, drafter)
     result = [
         Replay(Example(t.tolist(), m.tolist()), d.tolist())
         for (t, m), d in zip(batch.split_documents(), batch.tokens_past_error)

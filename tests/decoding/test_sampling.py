@@ -106,7 +106,7 @@ def truth(shallow: Target) -> Truth:
     return Truth(prompt, joint, Table(log_q))
 
 
-def decoded(
+def decode_many(
     shallow: Target, truth: Truth, rule: AcceptanceRule, builder: TreeBuilder | None, batches: int = BATCHES
 ) -> list[Generation]:
     """The prompt continued once for each of many row keys."""
@@ -131,17 +131,17 @@ def p_value(outputs: list[Path], joint: dict[Path, float]) -> float:
 
 
 def outputs_of(generations: list[Generation]) -> list[Path]:
-    """What was generated."""
+    """Return the generated tokens."""
     assert all(len(generation.output) == LENGTH for generation in generations)
     return [tuple(generation.output) for generation in generations]
 
 
-def settings(rule: type[SamplingRule]) -> Any:
+def make_rule(rule: type[SamplingRule]) -> Any:
     """The rule under test, at the target's three likeliest tokens."""
     return rule(top_k=TOP_K, seed=SEED)
 
 
-def rehearsed(builder: TreeBuilder) -> TreeBuilder:
+def assume_costs(builder: TreeBuilder) -> TreeBuilder:
     """A builder that knows what drafting costs here, which is little."""
     builder.prepare(Calibration(latency=Latency({0: {1: 1.0, 4: 1.1}}, {0: {1: 0.1}}, 0.1)))
     return builder
@@ -151,8 +151,8 @@ PAIRS = [
     pytest.param(SpeculativeSampling, Chain(2, "sampled", seed=SEED), id="chain-chain"),
     pytest.param(Block, Chain(2, "sampled", seed=SEED), id="block-chain"),
     pytest.param(Block, Chain(3, "sampled", seed=SEED, stop=0.1), id="block-chain-that-stops"),
-    pytest.param(SpeculativeSampling, rehearsed(Thompson(3, "sampled", seed=SEED)), id="chain-thompson"),
-    pytest.param(Block, rehearsed(Policy(3, "sampled", seed=SEED)), id="block-policy"),
+    pytest.param(SpeculativeSampling, assume_costs(Thompson(3, "sampled", seed=SEED)), id="chain-thompson"),
+    pytest.param(Block, assume_costs(Policy(3, "sampled", seed=SEED)), id="block-policy"),
     pytest.param(RecursiveRejection, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive-without"),
     pytest.param(RecursiveRejection, Static(paths=PATHS, children="sampled", seed=SEED), id="recursive-sampled"),
     pytest.param(
@@ -178,8 +178,8 @@ PAIRS = [
 def test_drafted_decoding_draws_from_the_target(
     shallow: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder
 ) -> None:
-    """Sequences decoded with a rough drafter have the target's joint distribution; drafts were both kept and rejected."""
-    generations = decoded(shallow, truth, settings(rule), builder)
+    """Sequences decoded with a rough drafter have the target's joint distribution; drafts were both accepted and rejected."""
+    generations = decode_many(shallow, truth, make_rule(rule), builder)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4
     accepted = Counter(count for generation in generations for count in generation.round_lengths)
     assert min(accepted[1], accepted[2]) > 200
@@ -189,7 +189,7 @@ def test_drafted_decoding_draws_from_the_target(
 @pytest.mark.parametrize("rule", [SpeculativeSampling, Block, Traversal])
 def test_autoregressive_decoding_draws_from_the_target(shallow: Target, truth: Truth, rule: type[SamplingRule]) -> None:
     """Without a drafter, as the reference and guarded rounds decode, rules for drawn trees draw from the target too."""
-    assert p_value(outputs_of(decoded(shallow, truth, settings(rule), None)), truth.joint) > 1e-4
+    assert p_value(outputs_of(decode_many(shallow, truth, make_rule(rule), None)), truth.joint) > 1e-4
 
 
 FAMILIES: dict[str, Callable[[Target], Drafter]] = {
@@ -221,8 +221,8 @@ DRAWN = [
 ]
 
 
-def untrained(family: str, shallow: Target, truth: Truth) -> Drafter:
-    """A drafter with random weights over the tokens that the target is likeliest to say after the prompt."""
+def make_untrained(family: str, shallow: Target, truth: Truth) -> Drafter:
+    """Make a drafter with random weights over the tokens that the target is likeliest to emit after the prompt."""
     torch.manual_seed(SEED)
     drafter = FAMILIES[family](shallow)
     counts = torch.zeros(shallow.head.vocab_size)
@@ -234,21 +234,22 @@ def untrained(family: str, shallow: Target, truth: Truth) -> Drafter:
     return drafter.eval()
 
 
-def dearness(family: str, rule: type[SamplingRule], builder: TreeBuilder) -> float:
-    """Of a case, by the nodes that are judged; the fewest are those of a chain whose first rejected draft ends it."""
+def estimate_cost(family: str, rule: type[SamplingRule], builder: TreeBuilder) -> float:
+    """Estimate the cost of a case by the nodes that are judged; the fewest are those of a chain whose first rejected draft
+    ends it."""
     return builder.budget if rule is SpeculativeSampling else 4.0 * builder.budget
 
 
-@pytest.mark.sweep(3, free=("family", "rule", "builder"), cost=dearness)
+@pytest.mark.sweep(3, free=("family", "rule", "builder"), cost=estimate_cost)
 @pytest.mark.parametrize("rule, builder", DRAWN)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parallel_drafts_keep_the_target_distribution(
     shallow: Target, truth: Truth, family: str, rule: type[SamplingRule], builder: TreeBuilder
 ) -> None:
-    """What is said in one pass, whether slots depend on each other or not, is drawn from the q that rules are told, and judged
-    to the target's joint distribution; drafts were both kept and rejected."""
-    rough = replace(truth, drafter=untrained(family, shallow, truth))
-    generations = decoded(shallow, rough, settings(rule), builder, batches=4)
+    """Drafts of one pass, whether slots depend on each other or not, are drawn from the q that rules get, and judged to the
+    target's joint distribution; drafts were both accepted and rejected."""
+    rough = replace(truth, drafter=make_untrained(family, shallow, truth))
+    generations = decode_many(shallow, rough, make_rule(rule), builder, batches=4)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4
     accepted = Counter(count for generation in generations for count in generation.round_lengths)
     assert min(accepted[1], accepted[2]) > 120
@@ -273,8 +274,8 @@ WRONG = [
 
 def test_wrong_block_q_fails_the_test(shallow: Target, truth: Truth) -> None:
     """The same test rejects a block's drafts that are weighed by another q than they were drawn from."""
-    rough = replace(truth, drafter=untrained("dflash", shallow, truth))
-    result = decoded(shallow, rough, settings(OtherTemperature), Chain(3, "sampled", seed=SEED), batches=3)
+    rough = replace(truth, drafter=make_untrained("dflash", shallow, truth))
+    result = decode_many(shallow, rough, make_rule(OtherTemperature), Chain(3, "sampled", seed=SEED), batches=3)
     assert p_value(outputs_of(result), truth.joint) < 1e-6
 
 
@@ -282,4 +283,4 @@ def test_wrong_block_q_fails_the_test(shallow: Target, truth: Truth) -> None:
 @pytest.mark.parametrize("rule, builder", WRONG)
 def test_wrong_rule_fails_the_test(shallow: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder) -> None:
     """The same test, on as many sequences, rejects a rule that is not lossless."""
-    assert p_value(outputs_of(decoded(shallow, truth, settings(rule), builder)), truth.joint) < 1e-6
+    assert p_value(outputs_of(decode_many(shallow, truth, make_rule(rule), builder)), truth.joint) < 1e-6

@@ -67,8 +67,10 @@ def test_decodings_without_drafts_are_plain(shallow: Target) -> None:
     drafter, builder = Causal(shallow, num_layers=1).eval(), make_builder(10.0)
     builder.costs.choice = DraftChoice(1.0, 5.0)
     session = Session(shallow, Greedy(), drafter, builder)
-    found = session.decode(PROMPTS, 12, ignore_eos=True)
-    assert [row.output for row in found] == [row.output for row in decode(shallow, PROMPTS, Greedy(), 12, ignore_eos=True)]
+    generations = session.decode(PROMPTS, 12, ignore_eos=True)
+    assert [row.output for row in generations] == [
+        row.output for row in decode(shallow, PROMPTS, Greedy(), 12, ignore_eos=True)
+    ]
     assert builder.num_plain == builder.num_rounds == 11 and builder.costs.choice.savings == pytest.approx(11 * TRIAL_ALLOWANCE)
     runner = EagerRunner(shallow, Greedy(), drafter, builder)
     draft_selectively(runner, make_request(shallow, PROMPTS, 12))
@@ -106,7 +108,7 @@ def test_reading_a_prompt_is_no_part_of_copying(shallow: Target) -> None:
     assert builder.costs.copy_seconds == pytest.approx(0.05) and builder.costs.reading_seconds == pytest.approx(0.1, rel=0.02)
 
 
-def test_the_text_that_is_behind_decides() -> None:
+def test_the_shortest_unfinished_text_decides() -> None:
     """A batch ends with its last text: its unfinished texts with the fewest tokens so far count."""
     builder, tree = make_builder(0.0), TokenTree.from_chain(torch.tensor([[1, 2]] * 3))
     recorded: list[float] = []
@@ -117,7 +119,7 @@ def test_the_text_that_is_behind_decides() -> None:
 
 
 def make_trie(source: Random) -> Trie:
-    """Some continuations with random weights."""
+    """Make some continuations with random weights."""
     trie = Trie()
     for _ in range(source.randint(0, 5)):
         trie.add_continuation([source.randint(1, 3) for _ in range(3)], source.random())
@@ -161,8 +163,8 @@ def test_ranks_equal_plain_python() -> None:
 
 def is_on_path(trie: Trie, node: int, tokens: list[int], path: list[int]) -> bool:
     """Tell whether a trie's node is on the accepted path, by the tokens from the root to it."""
-    wanted = []
+    tokens_to_node = []
     while node > 0:
-        wanted.append(trie.tokens[node])
+        tokens_to_node.append(trie.tokens[node])
         node = trie.parents[node]
-    return [tokens[at] for at in path[1 : len(wanted) + 1]] == wanted[::-1]
+    return [tokens[at] for at in path[1 : len(tokens_to_node) + 1]] == tokens_to_node[::-1]

@@ -22,7 +22,7 @@ from spectrain.experimental.shared.guard import Guard
 from spectrain.models.target import Target
 from spectrain.trees import Auto, Chain, Eagle2, Static
 from spectrain.trees.measurements import Calibration, Latency
-from tests.decoding.test_captured import facts
+from tests.decoding.test_captured import list_facts
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
 
@@ -32,11 +32,11 @@ def test_captured_and_eager_sessions_are_equal(shallow: Target, drafted: bool) -
     """Warmed up or not, and again by what the first batch left; without capture nothing is held."""
     drafter, builder = (Eagle3(shallow, vocab_size=512).eval(), Eagle2(3, 8, 3)) if drafted else (None, None)
     rule = Match(0.8, seed=4)
-    expected = facts(decode(shallow, PROMPTS, rule, 12, drafter, builder, [4, 9, 2]))
+    expected = list_facts(decode(shallow, PROMPTS, rule, 12, drafter, builder, [4, 9, 2]))
     eager, captured = (Session(shallow, rule, drafter, builder, engine=engine) for engine in ("eager", "captured"))
     assert captured.eager_reason is None and eager.eager_reason is not None
     for session in (eager, captured, captured):
-        assert facts(session.decode(PROMPTS, 12, [4, 9, 2])) == expected
+        assert list_facts(session.decode(PROMPTS, 12, [4, 9, 2])) == expected
         session.warm_up(PROMPTS, 12)
     assert len(captured._captured_runners["compiled"].states) == 1 and not eager._captured_runners
 
@@ -81,7 +81,7 @@ def test_requested_capture_has_no_eager_fallback(shallow: Target, monkeypatch: p
 
 
 def test_uncapturable_rounds_run_in_the_eager_loop(tiny: Target) -> None:
-    """With the reason, and refused by name where capture was asked for."""
+    """They run there with the reason, and are refused by name where capture is required."""
     eagle3 = Eagle3(tiny, vocab_size=64).eval()
     sessions = {
         "eval.guard decides": Session(tiny, Greedy(), eagle3, Chain(2), guard=Guard(), engine="captured"),
@@ -112,7 +112,7 @@ def test_guard_and_pruning_combine(tiny: Target) -> None:
 
 
 def test_from_drafter_tunes_calibrates_and_checks(shallow: Target) -> None:
-    """Settings are searched and trees measured on the prompts that are asked for; a rule that would be wrong is refused."""
+    """Settings are searched and trees measured on the given prompts; a rule that would be wrong is refused."""
     requested = []
 
     def prompts() -> list[list[int]]:

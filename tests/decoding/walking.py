@@ -1,4 +1,4 @@
-"""An independent reference of what a rule keeps once it has chosen the token after every node."""
+"""An independent reference of what a rule accepts once it has chosen the token after every node."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ def walk(tree: TokenTree, choice: Tensor) -> AcceptedPath:
     A node is kept where it and all of its ancestors carry the token that their parent's choice names. Where siblings drawn
     with replacement are equal, the deepest path counts, and of equal ones the first.
     """
-    wanted = choice.gather(1, tree.parents.clamp(min=0))
-    match = (tree.tokens == wanted) & tree.valid & tree.can_emit
+    chosen = choice.gather(1, tree.parents.clamp(min=0))
+    match = (tree.tokens == chosen) & tree.valid & tree.can_emit
     match[:, 0] = True
     accepted = (match[:, None] | ~tree.ancestors).all(-1)
     counts = accepted.long().mul(tree.depths + 1).amax(-1)

@@ -22,14 +22,17 @@ from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
 
-from .test_run import SETTING, evaluation
-from .test_user_times import timed
+from .test_run import SETTING, make_evaluation
+from .test_user_times import make_timed_generation
 
 
 def paired_turn(name: str, lengths: list[int], step: float = 0.02, cycle: float = 0.03, batch: int = 1) -> Turn:
     """A turn whose plain steps and drafted rounds take so many seconds."""
     count = sum(lengths)
-    pair = timed([1] * count, [step] * count, count + 1), timed(lengths, [cycle] * len(lengths), count + 1)
+    pair = (
+        make_timed_generation([1] * count, [step] * count, count + 1),
+        make_timed_generation(lengths, [cycle] * len(lengths), count + 1),
+    )
     for generation in pair:
         generation.batch_size = batch
         generation.node_counts, generation.depths = [[4] * len(generation.round_lengths)] * 2
@@ -38,8 +41,8 @@ def paired_turn(name: str, lengths: list[int], step: float = 0.02, cycle: float 
 
 def test_crossover_is_interpolated() -> None:
     """Speedups 2, 1.5 and 2/3 at 1, 4 and 16 cross 1 halfway between the logarithms of 4 and 16."""
-    found = find_crossover([1, 4, 16], [2, 1.5, 1 / 1.5], [[1.5, 3], [0.9, 2], [0.5, 0.8]])
-    assert found == Crossover("crosses", 8.0, 1)
+    crossover = find_crossover([1, 4, 16], [2, 1.5, 1 / 1.5], [[1.5, 3], [0.9, 2], [0.5, 0.8]])
+    assert crossover == Crossover("crosses", 8.0, 1)
     assert find_crossover([0, 0.5], [2, 0.5]) == Crossover("crosses", 0.25)
     assert find_crossover([1, 2], [1.2, 1.1], [[1.1, 1.3], None]) == Crossover("always", None, 1)
     assert find_crossover([1, 2], [0.9, 0.8]) == Crossover("never")
@@ -95,15 +98,15 @@ def test_the_rate_at_which_to_stop_is_that_of_the_crossover() -> None:
 def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point has the target's own answers, the first batch has the tokens of the evaluation, and a comparison and the
     report take the sweep from the folder."""
-    kept: list[Results] = []
+    recorded: list[Results] = []
     monkeypatch.setattr(load, "LOADS", (0.5, 1.0))
     report = BatchSweep.report
-    monkeypatch.setattr(BatchSweep, "report", lambda sweep, results: [kept.append(results), report(sweep, results)][1])
-    scored = evaluation(tmp_path, check=False, sweep="batch", batches=(1, 2, 64), context=(48,),
-                        other_device={"bandwidth": 100.0, "tflops": 1e6})  # fmt: skip
-    scored.check_prompts(shallow)
+    monkeypatch.setattr(BatchSweep, "report", lambda sweep, results: [recorded.append(results), report(sweep, results)][1])
+    evaluation = make_evaluation(tmp_path, check=False, sweep="batch", batches=(1, 2, 64), context=(48,),
+                                 other_device={"bandwidth": 100.0, "tflops": 1e6})  # fmt: skip
+    evaluation.check_prompts(shallow)
     folder = tmp_path / "run" / "eval" / "batch"
-    summary = scored.score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), folder)
+    summary = evaluation.score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), folder)
     axis = summary["axis"]
     assert [point["value"] for point in axis["points"]] == [1, 2] and axis["left_out"]
     assert axis["points"][0]["acceptance_length"] == summary["acceptance_length"]["pooled"]
@@ -115,23 +118,24 @@ def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path, monkeyp
     assert list(axes) == ["batch"]
     write_report(tmp_path / "report.html", [], {"rows": [], "axes": axes})
     assert (tmp_path / "report.html").read_text().count('class="axis"') == 2
-    (point,) = ContextSweep("context", 6, 50.0).measure_points(kept[0])
+    (point,) = ContextSweep("context", 6, 50.0).measure_points(recorded[0])
     assert point.value == 48 and point.speedup == summary["by_category"]["48"]["speedup"]
     warmer = TemperatureSweep("temperature", 6, 50.0, temperatures=(0.0, 0.7))
     warmer.prepare_systems(shallow, [], list)
-    cold, warm = warmer.measure_points(kept[0])
+    cold, warm = warmer.measure_points(recorded[0])
     assert (cold.rule, warm.rule) == ("greedy", "match") and cold.identical == cold.checked and warm.identical == warm.checked
 
 
 def test_a_scenario_has_the_drafter_that_is_fastest_there() -> None:
-    """At the largest value in common, and none where none pays; scenarios without a sweep are named."""
+    """The advice is taken at the largest common value and names no drafter where none pays; scenarios without a sweep are
+    named."""
 
-    def swept(name: str, speedups: list[float]) -> dict[str, Any]:
+    def make_sweep(name: str, speedups: list[float]) -> dict[str, Any]:
         points = [{"value": 2**index, "speedup": value, "ci95": None} for index, value in enumerate(speedups)]
         crossover = vars(find_crossover([point["value"] for point in points], speedups))
         return {"name": name, "over": "batch", "points": points, "crossover": crossover}
 
-    quick, steady = swept("quick", [2.0, 0.9]), swept("steady", [1.5, 1.2, 1.1])
+    quick, steady = make_sweep("quick", [2.0, 0.9]), make_sweep("steady", [1.5, 1.2, 1.1])
     choice, because = advise_axis([quick, steady])
     assert choice == "steady" and because.startswith("1.20x at 2 prompts at once.")
     assert "quick: Drafting pays up to about 2 prompts at once." in because

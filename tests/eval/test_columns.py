@@ -9,7 +9,7 @@ from spectrain.eval.columns import SYSTEM_COLUMNS, Column, ComparisonTable, get_
 from spectrain.eval.metrics import SystemSummary
 from spectrain.eval.page import write_report
 from spectrain.eval.report import comparison_titles, print_table
-from tests.eval.test_report import entry
+from tests.eval.test_report import make_entry
 
 
 @pytest.mark.parametrize("column", SYSTEM_COLUMNS, ids=lambda column: column.key)
@@ -25,7 +25,7 @@ def test_a_column_reads_a_field(column: Column) -> None:
 
 def test_the_recommended_row_is_first() -> None:
     """The drafter with retrieval comes before the drafter itself; without it the drafter is first."""
-    summary = {**entry("drafter"), "compared": {"auto": entry("auto"), "copies": entry("drafter + retrieval")}}
+    summary = {**make_entry("drafter"), "compared": {"auto": make_entry("auto"), "copies": make_entry("drafter + retrieval")}}
     assert list(list_systems(summary)) == ["copies", "drafter", "auto"]
     assert list(list_systems({**summary, "compared": {}})) == ["drafter"]
 
@@ -38,7 +38,7 @@ def test_a_new_column_is_shown_everywhere(tmp_path: Any, monkeypatch: Any, capsy
         monkeypatch.setattr(f"spectrain.eval.{view}.SYSTEM_COLUMNS", (*SYSTEM_COLUMNS, column))
     setting = {"recipe": "eagle3", "target": "tiny", "prompts": 1, "max_new_tokens": 9, "batch_size": 1, "device": "cpu",
                "dtype": "float32", "drafter": {}}  # fmt: skip
-    summary = {**entry("drafter"), "compared": {}, "setting": setting, "time_share": {}, "acceptance_by_depth": [0.5]}
+    summary = {**make_entry("drafter"), "compared": {}, "setting": setting, "time_share": {}, "acceptance_by_depth": [0.5]}
     print_table(summary)
     assert "baseline" in capsys.readouterr().out
     assert all(comparison_titles(table) == titles for table, titles in tables.items())

@@ -1,4 +1,4 @@
-"""A comparison: its numbers are those of the runs in it, budgets are kept, and what may not be compared is refused."""
+"""A comparison: its numbers are those of the runs in it, budgets are spent, and what may not be compared is refused."""
 
 import copy
 import json
@@ -38,38 +38,39 @@ COMMON = (
 )
 
 
-def command(*words: str) -> tuple[int, str]:
-    """The status of `spectrain compare WORDS`, and what it says on stderr."""
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as told:
+def run_compare(*words: str) -> tuple[int, str]:
+    """Return the status of `spectrain compare WORDS` and what it writes to stderr."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as stderr:
         patch.setattr(sys, "argv", ["spectrain", "compare", *words])
         try:
             cli.main()
         except SystemExit as stopped:
-            return int(stopped.code or 0), told.getvalue()
-    return 0, told.getvalue()
+            return int(stopped.code or 0), stderr.getvalue()
+    return 0, stderr.getvalue()
 
 
 @pytest.fixture(scope="module")
-def compared(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One recipe that leaves the target alone and one that trains it, a drafter without training, on a budget of tokens."""
+def comparison_folder(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compare a recipe that leaves the target alone, one that trains it and a drafter without training, on a budget of
+    tokens."""
     folder = tmp_path_factory.mktemp("compare") / "all"
     recipes = ("recipes=medusa1,medusa2", "target=hf", f"target.model={shallow_folder}", f"compare.tokens={TOKENS}")
-    status, told = command(*recipes, *COMMON, f"run={folder}")
-    assert status == 0, told
+    status, stderr = run_compare(*recipes, *COMMON, f"run={folder}")
+    assert status == 0, stderr
     return folder
 
 
-def comparison(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "comparison.json").read_text())
-    return found
+def read_comparison(folder: Path) -> dict[str, Any]:
+    comparison: dict[str, Any] = json.loads((folder / "comparison.json").read_text())
+    return comparison
 
 
-def test_rows_are_the_runs_own_numbers(compared: Path) -> None:
+def test_rows_are_the_runs_own_numbers(comparison_folder: Path) -> None:
     """Every row says what the summary of its evaluation says, of the drafter with each of its trees."""
-    rows = comparison(compared)["rows"]
+    rows = read_comparison(comparison_folder)["rows"]
     assert [row["name"] for row in rows] == ["medusa1", "medusa2", "ngram"]
     for row in rows:
-        summary = json.loads((compared / row["evaluation"] / "summary.json").read_text())
+        summary = json.loads((comparison_folder / row["evaluation"] / "summary.json").read_text())
         parts = list_same_drafter(summary).values()
         expected = {"drafter", *(name for name in SAME_DRAFTER if name in summary["compared"])}
         assert set(list_same_drafter(summary)) == expected
@@ -79,13 +80,13 @@ def test_rows_are_the_runs_own_numbers(compared: Path) -> None:
             assert entry["speedup"] == part["speedup"]
             assert entry["lossless"] == part["lossless"]
         assert row["extra_memory"] == summary["memory"]["extra"]
-        batched = json.loads((compared / row["name"] / "eval" / "batch3" / "summary.json").read_text())
+        batched = json.loads((comparison_folder / row["name"] / "eval" / "batch3" / "summary.json").read_text())
         assert batched["setting"]["batch_size"] == row["batched"]["batch_size"] == 3
 
 
-def test_everything_is_lossless_to_its_target(compared: Path) -> None:
+def test_everything_is_lossless_to_its_target(comparison_folder: Path) -> None:
     """Every answer is the target's; only the family that trained it is lossless to the trained one."""
-    rows = {row["name"]: row for row in comparison(compared)["rows"]}
+    rows = {row["name"]: row for row in read_comparison(comparison_folder)["rows"]}
     assert {name: row["lossless_to"] for name, row in rows.items()} == {
         "medusa1": "target", "medusa2": "trained target", "ngram": "target"
     }  # fmt: skip
@@ -94,47 +95,47 @@ def test_everything_is_lossless_to_its_target(compared: Path) -> None:
     assert rows["medusa2"]["drift"]["checked"] == 2
 
 
-def test_budgets_are_kept(compared: Path) -> None:
+def test_budgets_are_spent(comparison_folder: Path) -> None:
     """Each recipe saw the tokens of the budget, up to half a step, on the same data, whatever its own recipe says."""
-    rows = [row for row in comparison(compared)["rows"] if row["trained"]]
+    rows = [row for row in read_comparison(comparison_folder)["rows"] if row["trained"]]
     for row in rows:
         assert abs(row["training_tokens"] - TOKENS) < 512
-        lines = [json.loads(line) for line in (compared / row["name"] / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (comparison_folder / row["name"] / "metrics.jsonl").read_text().splitlines()]
         assert row["training_tokens"] == lines[-1]["tokens"]
         assert math.isclose(row["training_seconds"], lines[-1]["seconds"], abs_tol=0.02)
-    kept = [json.loads((compared / row["name"] / "provenance.json").read_text())["data"] for row in rows]
-    assert kept[0] == kept[1]
-    text = (compared / "report.html").read_text()
+    data = [json.loads((comparison_folder / row["name"] / "provenance.json").read_text())["data"] for row in rows]
+    assert data[0] == data[1]
+    text = (comparison_folder / "report.html").read_text()
     assert all(row["name"] in text for row in rows)
 
 
-def test_a_comparison_goes_on(compared: Path, shallow_folder: Path) -> None:
-    """The same command is refused, and with trainer.resume=auto does nothing again but what is missing."""
+def test_a_comparison_goes_on(comparison_folder: Path, shallow_folder: Path) -> None:
+    """The same command is refused, and with trainer.resume=auto repeats nothing but what is missing."""
     recipes = ("recipes=medusa1,medusa2", "target=hf", f"target.model={shallow_folder}", f"compare.tokens={TOKENS}")
-    again = (*recipes, *COMMON, f"run={compared}")
-    status, told = command(*again)
-    assert status == 2 and "trainer.resume=auto" in told
-    before = comparison(compared)
-    kept = (compared / "medusa1" / "drafter" / "model.safetensors").stat().st_mtime_ns
-    (compared / "ngram" / "eval" / "batch3" / "summary.json").unlink()
-    status, told = command(*again, "trainer.resume=auto")
-    assert status == 0, told
-    assert (compared / "medusa1" / "drafter" / "model.safetensors").stat().st_mtime_ns == kept
-    assert (compared / "ngram" / "eval" / "batch3" / "summary.json").exists()
-    assert comparison(compared)["rows"][:2] == before["rows"][:2]
+    again = (*recipes, *COMMON, f"run={comparison_folder}")
+    status, stderr = run_compare(*again)
+    assert status == 2 and "trainer.resume=auto" in stderr
+    before = read_comparison(comparison_folder)
+    saved_at = (comparison_folder / "medusa1" / "drafter" / "model.safetensors").stat().st_mtime_ns
+    (comparison_folder / "ngram" / "eval" / "batch3" / "summary.json").unlink()
+    status, stderr = run_compare(*again, "trainer.resume=auto")
+    assert status == 0, stderr
+    assert (comparison_folder / "medusa1" / "drafter" / "model.safetensors").stat().st_mtime_ns == saved_at
+    assert (comparison_folder / "ngram" / "eval" / "batch3" / "summary.json").exists()
+    assert read_comparison(comparison_folder)["rows"][:2] == before["rows"][:2]
 
 
 @pytest.mark.slow
-def test_finished_runs_are_joined(compared: Path, tmp_path: Path) -> None:
+def test_finished_runs_are_joined(comparison_folder: Path, tmp_path: Path) -> None:
     """Runs that are done, named one by one or by the folder they are in, give the rows that they gave together."""
-    for number, named in enumerate(([compared / "medusa1", compared / "ngram"], [compared])):
-        status, told = command(*map(str, named), f"run={tmp_path / str(number)}", "compare.batch=3")
-        assert status == 0, told
-        known = {row["name"]: row for row in comparison(compared)["rows"]}
-        rows = comparison(tmp_path / str(number))["rows"]
+    for number, named in enumerate(([comparison_folder / "medusa1", comparison_folder / "ngram"], [comparison_folder])):
+        status, stderr = run_compare(*map(str, named), f"run={tmp_path / str(number)}", "compare.batch=3")
+        assert status == 0, stderr
+        original_rows = {row["name"]: row for row in read_comparison(comparison_folder)["rows"]}
+        rows = read_comparison(tmp_path / str(number))["rows"]
         assert len(rows) == (2, 3)[number]
         for row in rows:
-            assert {**row, "evaluation": ""} == {**known[row["name"]], "evaluation": ""}
+            assert {**row, "evaluation": ""} == {**original_rows[row["name"]], "evaluation": ""}
 
 
 MISTAKES = {
@@ -153,60 +154,62 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("word", MISTAKES)
-def test_mistakes_are_told(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_mistakes_are_refused(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Status 2, one sentence with what is valid, and no folder."""
     monkeypatch.setattr(sys, "argv", ["spectrain", "compare", *word.split(), "target=tiny", f"run={tmp_path / 'out'}"])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
-    told = capsys.readouterr().err
-    assert stopped.value.code == 2 and MISTAKES[word] in told and told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stopped.value.code == 2 and MISTAKES[word] in stderr and stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_seconds_are_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget of seconds is one of minutes for the trainer, by which its schedule goes too, and no guess at steps."""
-    given: list[dict[str, Any]] = []
+    trainer_settings: list[dict[str, Any]] = []
 
-    def train(spec: RunSpec, *rest: Any) -> None:
-        given.append(dict(spec.trainer.settings))
+    def record_settings(spec: RunSpec, *rest: Any) -> None:
+        trainer_settings.append(dict(spec.trainer.settings))
         raise UserError("seen enough")
 
-    monkeypatch.setattr("spectrain.eval.compare.train_and_score", train)
+    monkeypatch.setattr("spectrain.eval.compare.train_and_score", record_settings)
     words = "recipes=medusa1", "target=tiny", "compare.seconds=90", *COMMON
-    assert command(*words, f"run={tmp_path / 'out'}")[0] == 2
-    assert [(one["max_minutes"], one["max_steps"], one["resume"]) for one in given] == [(1.5, None, "auto")]
+    assert run_compare(*words, f"run={tmp_path / 'out'}")[0] == 2
+    assert [(settings["max_minutes"], settings["max_steps"], settings["resume"]) for settings in trainer_settings] == [
+        (1.5, None, "auto")
+    ]
 
 
 def test_recipes_that_copy_text_are_scored_as_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree that is searched over a drafter's steps would be refused after their training."""
     trees: dict[str, str] = {}
-    settings = Contest.compose_settings
+    compose_settings = Contest.compose_settings
 
-    def noted(self: Contest, group: str, name: str) -> Any:
-        found = settings(self, group, name)
-        trees[name] = found.tree.path.rpartition(".")[2]
-        return found
+    def record_tree(self: Contest, group: str, name: str) -> Any:
+        composed = compose_settings(self, group, name)
+        trees[name] = composed.tree.path.rpartition(".")[2]
+        return composed
 
-    def stop(self: Contest) -> None:
+    def stop_contest(self: Contest) -> None:
         raise UserError("seen enough")
 
-    monkeypatch.setattr(Contest, "compose_settings", noted)
-    monkeypatch.setattr(Contest, "write_settings", stop)
+    monkeypatch.setattr(Contest, "compose_settings", record_tree)
+    monkeypatch.setattr(Contest, "write_settings", stop_contest)
     words = "recipes=cllm,medusa1", "compare.training_free=[ngram]", "tree=static"
-    assert command(*words, "target=tiny", f"run={tmp_path / 'out'}")[0] == 2
+    assert run_compare(*words, "target=tiny", f"run={tmp_path / 'out'}")[0] == 2
     assert trees == {"cllm": "Chain", "medusa1": "Static", "ngram": "Chain"}
 
 
-def changed(scored: ScoredRun, setting: dict[str, Any]) -> ScoredRun:
-    summary = copy.deepcopy(scored.summary)
+def change_setting(run: ScoredRun, setting: dict[str, Any]) -> ScoredRun:
+    summary = copy.deepcopy(run.summary)
     summary["setting"] |= setting
-    return ScoredRun(scored.name, scored.folder, summary, scored.facts)
+    return ScoredRun(run.name, run.folder, summary, run.facts)
 
 
-def test_unlike_evaluations_are_refused(compared: Path, tmp_path: Path) -> None:
-    """Another target, length, type or rule cannot stand beside it, nor other prompts; another machine is said."""
-    one = ScoredRun.read("one", compared / "medusa1" / "eval" / "heldout")
-    assert all("to be quoted" in caveat for caveat in list_differences([one, one]))  # as this machine was busy
+def test_unlike_evaluations_are_refused(comparison_folder: Path, tmp_path: Path) -> None:
+    """Another target, length, type, rule or set of prompts is refused; another machine is only reported."""
+    run = ScoredRun.read("one", comparison_folder / "medusa1" / "eval" / "heldout")
+    assert all("to be quoted" in caveat for caveat in list_differences([run, run]))  # as this machine was busy
     for key, value in (
         ("target", "other"),
         ("max_new_tokens", 99),
@@ -215,17 +218,17 @@ def test_unlike_evaluations_are_refused(compared: Path, tmp_path: Path) -> None:
         ("batch_size", 2),
     ):
         with pytest.raises(UserError, match=f"{key} {value}"):
-            check_same([one, changed(one, {key: value})])
-    assert "devices" in " ".join(list_differences([one, changed(one, {"device": "another"})]))
-    lines = [json.loads(line) for line in (one.folder / "samples.jsonl").read_text().splitlines()]
+            check_same([run, change_setting(run, {key: value})])
+    assert "devices" in " ".join(list_differences([run, change_setting(run, {"device": "another"})]))
+    lines = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     lines[0]["prompt_tokens"][0] += 1
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match="prompts are not those"):
-        check_same([one, ScoredRun(one.name, tmp_path, one.summary, {})])
+        check_same([run, ScoredRun(run.name, tmp_path, run.summary, {})])
 
 
-def way(folder: Path, name: str, seconds: list[float], length: float, **row: Any) -> Variant:
-    """A drafter of made-up speed on prompts of 10 tokens, for which decoding without it takes a second."""
+def make_variant(folder: Path, name: str, seconds: list[float], length: float, **row: Any) -> Variant:
+    """Make a drafter of invented speed on prompts of 10 tokens, for which decoding without it takes a second."""
     folder = folder / name
     folder.mkdir()
     rows = [{"system": "drafter", "id": str(number), "tokens": 10, "seconds": value, "autoregressive_tokens": 10,
@@ -242,78 +245,78 @@ def test_advice_follows_the_numbers(tmp_path: Path) -> None:
     """The fastest is named with those that do not differ from it; memory and no training have their own choices; a changed
     target is never chosen; if nothing gains, no drafter is advised."""
     noise = [0.02 * (-1) ** number for number in range(12)]
-    fast = way(tmp_path, "fast", [0.5 + one for one in noise], 2.6)
-    near = way(tmp_path, "near", [0.505 - one for one in noise], 2.5, extra_memory=1_000_000)
-    slow = way(tmp_path, "slow", [0.8 + one for one in noise], 1.5, extra_memory=0, trained=False)
-    other = way(tmp_path, "other", [0.3] * 12, 3.0, lossless_to="trained target")
-    found = {advice["goal"]: advice for advice in recommend([slow, near, other, fast])}
-    assert found["one user"]["choice"].startswith("fast")
-    assert "Not significantly different on these prompts: near (chain of 3)." in found["one user"]["because"]
-    assert "other (chain of 3) is faster still" in found["one user"]["because"]
-    assert found["little memory"]["choice"].startswith("near")
-    assert found["no training"]["choice"].startswith("slow")
-    assert "many users" not in found
-    alone = way(tmp_path, "alone", [1.2 + one for one in noise], 1.4)
+    fast = make_variant(tmp_path, "fast", [0.5 + offset for offset in noise], 2.6)
+    near = make_variant(tmp_path, "near", [0.505 - offset for offset in noise], 2.5, extra_memory=1_000_000)
+    slow = make_variant(tmp_path, "slow", [0.8 + offset for offset in noise], 1.5, extra_memory=0, trained=False)
+    other = make_variant(tmp_path, "other", [0.3] * 12, 3.0, lossless_to="trained target")
+    advice_by_goal = {advice["goal"]: advice for advice in recommend([slow, near, other, fast])}
+    assert advice_by_goal["one user"]["choice"].startswith("fast")
+    assert "Not significantly different on these prompts: near (chain of 3)." in advice_by_goal["one user"]["because"]
+    assert "other (chain of 3) is faster still" in advice_by_goal["one user"]["because"]
+    assert advice_by_goal["little memory"]["choice"].startswith("near")
+    assert advice_by_goal["no training"]["choice"].startswith("slow")
+    assert "many users" not in advice_by_goal
+    alone = make_variant(tmp_path, "alone", [1.2 + offset for offset in noise], 1.4)
     assert recommend([alone])[0]["choice"] == "no drafter"
 
 
 def test_lossy_drafters_are_not_advised(tmp_path: Path) -> None:
     """Where the rule changes the output there is nothing to recommend."""
-    lossy = way(tmp_path, "lossy", [0.5] * 10, 2.0, lossless_to="nothing")
+    lossy = make_variant(tmp_path, "lossy", [0.5] * 10, 2.0, lossless_to="nothing")
     (advice,) = recommend([lossy])
     assert advice["choice"] == "none" and "under this rule" in advice["because"]
 
 
 def test_how_to_sample_is_advised(tmp_path: Path) -> None:
-    """Where calibration measured that drawing children keeps more than sample-and-match does, it is advised, once and not
-    where that is used already."""
+    """Drawn children are advised where calibration measured that they are accepted more often than with sample-and-match, once,
+    and not where they are used already."""
     flat = {"match": {"forecast": 1.72}, "recursive": {"forecast": 3.17}, "better": "recursive"}
     sharp = {"match": {"forecast": 2.9}, "recursive": {"forecast": 2.91}, "better": "match"}
 
-    def scored(name: str, rules: dict[str, Any] | None, rule: str = "match") -> ScoredRun:
+    def make_run(name: str, rules: dict[str, Any] | None, rule: str = "match") -> ScoredRun:
         return ScoredRun(name, tmp_path, {"setting": {"rule": rule}, **({"rules": rules} if rules else {})}, {})
 
-    (found,) = advise_sampling([scored("plain", None), scored("flat", flat), scored("sharp", sharp)])
-    assert found["choice"] == "acceptance=sample" and "flat 1.72 to 3.17" in found["because"]
-    assert "sharp" not in found["because"]
-    assert not advise_sampling([scored("sharp", sharp)]) and not advise_sampling([scored("flat", flat, "sample")])
+    (advice,) = advise_sampling([make_run("plain", None), make_run("flat", flat), make_run("sharp", sharp)])
+    assert advice["choice"] == "acceptance=sample" and "flat 1.72 to 3.17" in advice["because"]
+    assert "sharp" not in advice["because"]
+    assert not advise_sampling([make_run("sharp", sharp)]) and not advise_sampling([make_run("flat", flat, "sample")])
 
 
 def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
     """A speedup above its tokens per forward does not win, and the comparison says which are not to be quoted."""
-    slowed = way(tmp_path, "slowed", [0.3] * 10, 1.4)
+    slowed = make_variant(tmp_path, "slowed", [0.3] * 10, 1.4)
     slowed.entry["speedup"] |= {"at_most": 1.4, "quotable": False, "reason": "slowed"}
-    good = way(tmp_path, "good", [0.6] * 10, 2.0)
+    good = make_variant(tmp_path, "good", [0.6] * 10, 2.0)
     assert recommend([slowed, good])[0]["choice"].startswith("good")
 
 
 def test_forwards_that_draft_count(tmp_path: Path) -> None:
-    """What drafts with the target itself has its tokens shared out among all forwards of a round."""
-    two, one = way(tmp_path, "two", [1.5] * 10, 2.4), way(tmp_path, "one", [1.2] * 10, 1.6)
-    two.run.summary["bounds"] = {"forwards_per_round": 2}
-    assert (two.length, one.length) == (1.2, 1.6)
-    found = {advice["goal"]: advice["because"] for advice in recommend([two, one])}
-    assert "one (" in found["one user"] and "1.60 tokens" in found["one user"]
+    """The tokens of a round that drafts with the target itself are divided by all forwards of the round."""
+    doubled, single = make_variant(tmp_path, "two", [1.5] * 10, 2.4), make_variant(tmp_path, "one", [1.2] * 10, 1.6)
+    doubled.run.summary["bounds"] = {"forwards_per_round": 2}
+    assert (doubled.length, single.length) == (1.2, 1.6)
+    reasons = {advice["goal"]: advice["because"] for advice in recommend([doubled, single])}
+    assert "one (" in reasons["one user"] and "1.60 tokens" in reasons["one user"]
 
 
 def test_engines_are_ranked_apart(tmp_path: Path) -> None:
-    """A drafter that the loop decodes beside a slower baseline does not win over captured rounds."""
-    captured = way(tmp_path, "captured", [0.6] * 10, 2.0)
+    """A drafter in the eager loop with a slower baseline does not win over captured rounds."""
+    captured = make_variant(tmp_path, "captured", [0.6] * 10, 2.0)
     captured.run.summary["engine"] = "captured"
-    eager = way(tmp_path, "eager", [0.3] * 10, 1.5, trained=False)
-    found = {advice["goal"]: advice["choice"] for advice in recommend([eager, captured])}
-    assert found["one user"].startswith("captured") and found["no training"].startswith("eager")
+    eager = make_variant(tmp_path, "eager", [0.3] * 10, 1.5, trained=False)
+    choices = {advice["goal"]: advice["choice"] for advice in recommend([eager, captured])}
+    assert choices["one user"].startswith("captured") and choices["no training"].startswith("eager")
 
 
-def test_the_printed_table_is_whole(compared: Path, capsys: Any) -> None:
+def test_the_printed_table_is_complete(comparison_folder: Path, capsys: Any) -> None:
     """Nothing is cut off within 100 columns, and odd names are shown as they are."""
-    found = comparison(compared)
-    found["rows"][0]["label"] = "medusa[/]"
-    for entry in found["rows"][0]["systems"]:
+    result = read_comparison(comparison_folder)
+    result["rows"][0]["label"] = "medusa[/]"
+    for entry in result["rows"][0]["systems"]:
         entry["acceptance_length"]["ci95"] = [10.11, 12.22]
         entry["speedup"]["ci95"] = [10.33, 13.44]
-    found["rows"][0] |= {"trained_parameters": 1_234_567_890, "extra_memory": 12_345_678_900, "training_tokens": 123_456_000}
-    print_comparison(found)
+    result["rows"][0] |= {"trained_parameters": 1_234_567_890, "extra_memory": 12_345_678_900, "training_tokens": 123_456_000}
+    print_comparison(result)
     printed = capsys.readouterr().out
     assert "\u2026" not in printed
     assert max(map(len, printed.splitlines())) <= 100
@@ -324,35 +327,38 @@ def test_the_printed_table_is_whole(compared: Path, capsys: Any) -> None:
 def test_two_speeds_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     """Where one is twice as fast on every prompt, however unlike prompts are, the interval of the ratio is 2 itself."""
     seconds = [0.1 * (1 + number % 5) for number in range(10)]
-    one, two = way(tmp_path, "one", seconds, 2.0), way(tmp_path, "two", [2 * value for value in seconds], 2.0)
-    assert ratio_interval(one, two) == pytest.approx([2.0, 2.0], rel=1e-3)
-    assert one.differs_from(two) and not one.differs_from(one)
+    fast, slow = (
+        make_variant(tmp_path, "one", seconds, 2.0),
+        make_variant(tmp_path, "two", [2 * value for value in seconds], 2.0),
+    )
+    assert ratio_interval(fast, slow) == pytest.approx([2.0, 2.0], rel=1e-3)
+    assert fast.differs_from(slow) and not fast.differs_from(fast)
 
 
-def test_a_joined_comparison_says_where_runs_are(compared: Path, tmp_path: Path) -> None:
-    """Folders are told as seen from the comparison's own."""
-    found = compare_runs([ScoredRun.read("one", compared / "medusa1" / "eval" / "heldout")], tmp_path)
-    assert (tmp_path / found["rows"][0]["evaluation"] / "summary.json").exists()
+def test_a_joined_comparison_says_where_runs_are(comparison_folder: Path, tmp_path: Path) -> None:
+    """The comparison names folders relative to its own."""
+    result = compare_runs([ScoredRun.read("one", comparison_folder / "medusa1" / "eval" / "heldout")], tmp_path)
+    assert (tmp_path / result["rows"][0]["evaluation"] / "summary.json").exists()
 
 
 # Memory
 
 
 def test_held_bytes_are_the_peak() -> None:
-    """Two tensors at a time of three: the peak is the largest pair's; views and writes in place hold nothing more."""
-    with MemoryCounter() as held:
-        one = torch.zeros(1000)
-        view = one.view(10, 100)
+    """Of three tensors two are alive at a time: the peak is the largest pair's; views and writes in place add nothing."""
+    with MemoryCounter() as counter:
+        first = torch.zeros(1000)
+        view = first.view(10, 100)
         view.add_(1)
-        two = torch.zeros(3000)
-        del one, view
-        three = torch.zeros(500)
-    assert held.peak == 4 * 4000
-    assert two.numel() + three.numel() == 3500
+        second = torch.zeros(3000)
+        del first, view
+        third = torch.zeros(500)
+    assert counter.peak == 4 * 4000
+    assert second.numel() + third.numel() == 3500
 
 
 def test_extra_memory_is_the_drafters(tiny: Target) -> None:
-    """A drafter's weights are those that the target does not lend; looking words up holds none."""
+    """A drafter's weights are those that the target does not lend; n-gram lookup has none."""
     drafter = Eagle3(tiny, ttt_steps=2, vocab_size=256)
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     own = sum(t.numel() * t.element_size() for t in (*drafter.parameters(), *drafter.buffers()))
@@ -362,8 +368,8 @@ def test_extra_memory_is_the_drafters(tiny: Target) -> None:
     wrapped.weight = nn.Parameter(TwoTensor(torch.zeros(4), torch.ones(4)), requires_grad=False)
     assert own_bytes(tiny, wrapped) == 32
     prompt = list(range(5, 30))
-    found = extra_memory(tiny, drafter, Chain(3), Greedy(), prompt)
-    assert found["extra"] == found["weights"] + found["working"] and found["working"] > 0
+    memory = extra_memory(tiny, drafter, Chain(3), Greedy(), prompt)
+    assert memory["extra"] == memory["weights"] + memory["working"] and memory["working"] > 0
     assert extra_memory(tiny, Ngram(tiny), Chain(3), Greedy(), prompt)["weights"] == 0
     # A quantized copy of the target's weights is memory too, although it is no parameter.
     coded = SelfDraft(tiny, "full", weights="int4")

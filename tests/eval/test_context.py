@@ -54,7 +54,7 @@ def test_prompts_have_the_lengths_that_are_named(tiny: Target, method: ContextMe
             assert text.endswith(str(question.turns[0]))
 
 
-def test_one_length_needs_no_list(tmp_path: Path) -> None:
+def test_a_single_length_needs_no_list(tmp_path: Path) -> None:
     filler = ContextFiller.parse("4k", "repeated", str(tmp_path))
     assert filler is not None and filler.lengths == (4096,)
 

@@ -46,13 +46,13 @@ def write_score(
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
-def served(name: str, **settings: Any) -> dict[str, Any]:
+def make_server_entry(name: str, **settings: Any) -> dict[str, Any]:
     """The entry `server` of a score."""
     types = dict.fromkeys(("dtype", "weight_type", "drafter_dtype"), "float32")
     return {"name": name, **types, "threads": 2, "machine": "cpu of this machine", "draft_tokens": 3, **settings}
 
 
-def advice(run: Path, names: Any = "all") -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+def compare_run(run: Path, names: Any = "all") -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     comparison = compare_engines(read_scores(run, names), run)
     return comparison, *comparison["recommendations"]
 
@@ -62,11 +62,11 @@ def test_scores_of_engines_stand_side_by_side(tmp_path: Path, capsys: pytest.Cap
     ranked."""
     write_score(tmp_path, "heldout", plain=30, speedup=1.3)
     tree = {"draft_tokens": 4, "tree_depth": 2, "branching_factor": 2, "dtype": "bfloat16"}
-    write_score(tmp_path, "openvino-heldout", plain=70, speedup=1.2, server=served("openvino", **tree))
-    write_score(tmp_path, "llamacpp-heldout", plain=80, speedup=0.8, server=served("llamacpp", threads=None))
-    write_score(tmp_path, "vllm-other", plain=200, speedup=2.0, server=served("vllm"), shift=1)
-    write_score(tmp_path, "llamacpp-heldout.1", plain=300, speedup=1.0, server=served("llamacpp"))
-    comparison, fastest, where = advice(tmp_path)
+    write_score(tmp_path, "openvino-heldout", plain=70, speedup=1.2, server=make_server_entry("openvino", **tree))
+    write_score(tmp_path, "llamacpp-heldout", plain=80, speedup=0.8, server=make_server_entry("llamacpp", threads=None))
+    write_score(tmp_path, "vllm-other", plain=200, speedup=2.0, server=make_server_entry("vllm"), shift=1)
+    write_score(tmp_path, "llamacpp-heldout.1", plain=300, speedup=1.0, server=make_server_entry("llamacpp"))
+    comparison, fastest, where = compare_run(tmp_path)
     assert [row["name"] for row in comparison["rows"]] == ["heldout", "llamacpp-heldout", "openvino-heldout", "vllm-other"]
     assert fastest["choice"] == "OpenVINO (tree of 4, depth 2, branching 2, float32, 2 threads)"
     assert "84.0 tokens/s, 1.20 times its own" in fastest["because"] and "the drafter pays there" in fastest["because"]
@@ -81,14 +81,14 @@ def test_scores_of_engines_stand_side_by_side(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_fastest_may_draft_nothing(tmp_path: Path) -> None:
-    """Where an engine is faster without the drafter than any is with it, that is said."""
+    """Where an engine is faster without the drafter than any engine is with it, the advice is to use no drafter."""
     write_score(tmp_path, "heldout", plain=30, speedup=1.3)
-    write_score(tmp_path, "llamacpp-heldout", plain=80, speedup=0.8, server=served("llamacpp"))
-    _, fastest, where = advice(tmp_path)
+    write_score(tmp_path, "llamacpp-heldout", plain=80, speedup=0.8, server=make_server_entry("llamacpp"))
+    _, fastest, where = compare_run(tmp_path)
     assert fastest["choice"] == "llama.cpp (float32, 2 threads), without a drafter"
     assert "llama.cpp (chain of 3, float32, 2 threads): 64.0 tokens/s, 0.80 times" in fastest["because"]
     assert where["choice"] == "spectrain"
-    assert advice(tmp_path, "heldout")[1]["choice"].startswith("spectrain (chain of 2")
+    assert compare_run(tmp_path, "heldout")[1]["choice"].startswith("spectrain (chain of 2")
 
 
 def test_scores_that_are_not_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Quality by exit: what transformers' own hidden states say, read through the final norm and the head."""
+"""Quality by exit: the logits that transformers' own hidden states have, read through the final norm and the head."""
 
 import json
 import math
@@ -33,13 +33,13 @@ MODELS: dict[str, Any] = {
 }
 
 
-def texts(vocab_size: int) -> list[Text]:
+def make_texts(vocab_size: int) -> list[Text]:
     """Prompts with answers of unequal length."""
     pairs = ((7, 3), (2, 9), (1, 1))
     return [tuple(torch.randint(3, vocab_size, (length,)).tolist() for length in pair) for pair in pairs]  # type: ignore[misc]
 
 
-def reference(model: Any, cases: list[Text]) -> dict[str, list[float]]:
+def measure_reference(model: Any, cases: list[Text]) -> dict[str, list[float]]:
     """Perplexity and agreement at every exit in float64, the head as the model itself applies it."""
     count = len(model.model.layers)
     losses, agreed, judged = [0.0] * count, [0] * count, 0
@@ -49,15 +49,15 @@ def reference(model: Any, cases: list[Text]) -> dict[str, list[float]]:
         with torch.inference_mode():
             output = model(torch.tensor([prompt + answer]), output_hidden_states=True)
         for exit in range(1, count + 1):
-            if exit < count:  # the stream entering layer `exit`; the model's own logits are behind the last one
+            if exit < count:  # the stream entering layer `exit`; the model's own logits come after the last one
                 with torch.inference_mode():
                     logits = head(norm(output.hidden_states[exit])) / scale
                 logits = logits if cap is None else torch.tanh(logits / cap) * cap
             else:
                 logits = output.logits
-            for place, token in enumerate(answer, len(prompt) - 1):
-                losses[exit - 1] -= math.log(float(logits[0, place].double().softmax(-1)[token]))
-                agreed[exit - 1] += int(logits[0, place].argmax()) == int(output.logits[0, place].argmax())
+            for position, token in enumerate(answer, len(prompt) - 1):
+                losses[exit - 1] -= math.log(float(logits[0, position].double().softmax(-1)[token]))
+                agreed[exit - 1] += int(logits[0, position].argmax()) == int(output.logits[0, position].argmax())
         judged += len(answer)
     return {"perplexity": [math.exp(loss / judged) for loss in losses], "agreement": [hits / judged for hits in agreed]}
 
@@ -76,48 +76,48 @@ def random_target(name: str, tiny: Target) -> tuple[Target, Any]:
     return Target(model, tiny.tokenizer, name, ""), plain
 
 
-def equal(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
-    assert found["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-3)
-    assert found["agreement"] == pytest.approx(wanted["agreement"], abs=1e-4)
+def assert_close(actual: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert actual["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-3)
+    assert actual["agreement"] == pytest.approx(expected["agreement"], abs=1e-4)
 
 
 def test_exits_of_the_tiny_target(tiny: Target) -> None:
     """Every exit's perplexity and agreement are those of transformers' hidden states, on any text and on its own answers."""
     plain = hf.AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32).eval()
-    cases = [*texts(2000), *own_answers(tiny, [prompt for prompt, _ in texts(2000)], 8)]
-    found = exit_quality(tiny, cases)
-    equal(found, reference(plain, cases))
-    assert len(found["perplexity"]) == len(found["agreement"]) == 8 and len(set(found["perplexity"])) == 8
+    cases = [*make_texts(2000), *own_answers(tiny, [prompt for prompt, _ in make_texts(2000)], 8)]
+    result = exit_quality(tiny, cases)
+    assert_close(result, measure_reference(plain, cases))
+    assert len(result["perplexity"]) == len(result["agreement"]) == 8 and len(set(result["perplexity"])) == 8
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_exits_of_other_targets(tiny: Target, name: str) -> None:
-    """So it is with any number of layers and with a head that caps or scales its logits."""
+    """The same holds with any number of layers and with a head that caps or scales its logits."""
     target, plain = random_target(name, tiny)
-    cases = texts(VOCAB)
-    equal(exit_quality(target, cases), reference(plain, cases))
+    cases = make_texts(VOCAB)
+    assert_close(exit_quality(target, cases), measure_reference(plain, cases))
 
 
 @pytest.mark.parametrize("name", ["tiny", *MODELS])
 def test_the_last_exit_is_the_target(tiny: Target, name: str) -> None:
     """The last exit agrees with itself everywhere and has the perplexity that `quality` finds."""
     target = tiny if name == "tiny" else random_target(name, tiny)[0]
-    cases = texts(target.head.vocab_size)
-    found = exit_quality(target, cases)
-    assert found["agreement"][-1] == 1.0
-    assert found["perplexity"][-1] == pytest.approx(quality(target, cases)["perplexity"], rel=1e-4)
+    cases = make_texts(target.head.vocab_size)
+    result = exit_quality(target, cases)
+    assert result["agreement"][-1] == 1.0
+    assert result["perplexity"][-1] == pytest.approx(quality(target, cases)["perplexity"], rel=1e-4)
 
 
 def test_an_exit_whose_last_layers_add_nothing(tiny: Target) -> None:
-    """Where the layers behind an exit pass their input on, that exit is as good as the last one."""
+    """Where the layers after an exit pass their input on, that exit is as good as the last one."""
     target, _ = random_target("llama, five layers", tiny)
     with torch.no_grad():
         for layer in list(target.layers)[3:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    found = exit_quality(target, texts(VOCAB))
-    assert found["perplexity"][2:] == [found["perplexity"][-1]] * 3 and found["agreement"][2:] == [1.0] * 3
-    assert found["perplexity"][1] != found["perplexity"][2]
+    result = exit_quality(target, make_texts(VOCAB))
+    assert result["perplexity"][2:] == [result["perplexity"][-1]] * 3 and result["agreement"][2:] == [1.0] * 3
+    assert result["perplexity"][1] != result["perplexity"][2]
 
 
 @pytest.mark.slow
@@ -131,13 +131,13 @@ def test_a_score_of_early_exit_shows_all_exits(tiny: Target, tmp_path: Path) -> 
     assert summary["exits"] == {
         "target": exit_quality(tiny, [(line["prompt_tokens"], line["output_tokens"]) for line in lines])
     }
-    assert curves(tmp_path / "out" / "exits.svg") == [8, 8] and "target_drift" not in summary
+    assert count_curve_points(tmp_path / "out" / "exits.svg") == [8, 8] and "target_drift" not in summary
     other = scored.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), summary["setting"]), tmp_path / "other")
     assert "exits" not in other and not (tmp_path / "other" / "exits.svg").exists()
 
 
-def curves(path: Path) -> list[int]:
-    """How many points each curve of a plot has, by its markers, legends left out."""
+def count_curve_points(path: Path) -> list[int]:
+    """Count the points of each curve of a plot, by its markers, legends left out."""
     svg = "{http://www.w3.org/2000/svg}"
     root = ElementTree.parse(path).getroot()
     assert root.tag == f"{svg}svg"
@@ -148,9 +148,9 @@ def curves(path: Path) -> list[int]:
 
 def test_the_plot_has_a_curve_of_each_kind_for_each_model(tmp_path: Path) -> None:
     """Two curves a model, perplexity and agreement, with a point at every exit, and each model's name in the legend."""
-    one = {"perplexity": [9.0, 4.0, 2.0], "agreement": [0.1, 0.5, 1.0]}
-    other = {"perplexity": [7.0, 3.0], "agreement": [0.2, 1.0]}
-    plot_exits(tmp_path / "exits.svg", {"original": one, "trained": other})
-    assert curves(tmp_path / "exits.svg") == [3, 2, 3, 2]
+    original = {"perplexity": [9.0, 4.0, 2.0], "agreement": [0.1, 0.5, 1.0]}
+    trained = {"perplexity": [7.0, 3.0], "agreement": [0.2, 1.0]}
+    plot_exits(tmp_path / "exits.svg", {"original": original, "trained": trained})
+    assert count_curve_points(tmp_path / "exits.svg") == [3, 2, 3, 2]
     written = (tmp_path / "exits.svg").read_text()
     assert "<!-- original -->" in written and "<!-- trained -->" in written

@@ -28,26 +28,30 @@ BUILDERS = (Chain(4), Eagle2(4, 12, 4))
 
 
 @cache
-def asked(target: Target) -> list[tuple[list[int], list[int]]]:
-    """Held-out prompts, and what transformers' generate says to them."""
+def reference_answers(target: Target) -> list[tuple[list[int], list[int]]]:
+    """Return held-out prompts with the outputs of transformers' generate."""
     prompts = [tokenize_prompt(target.template, prompt.opening_conversation) for prompt in read_prompts(None, PROMPTS).prompts]
     with reference_model(target) as model:
         return [(prompt, generate(model, prompt, TOKENS, target.stop_ids)) for prompt in prompts]
 
 
-def drafted(target: Target, drafter: Drafter, builder: TreeBuilder) -> Iterator[Generation]:
+def draft_answers(target: Target, drafter: Drafter, builder: TreeBuilder) -> Iterator[Generation]:
     """The answers with a drafter, several prompts at a time."""
-    prompts = [prompt for prompt, _ in asked(target)]
+    prompts = [prompt for prompt, _ in reference_answers(target)]
     for first in range(0, len(prompts), TOGETHER):
         yield from decode(target, prompts[first : first + TOGETHER], Greedy(), TOKENS, drafter, builder)
 
 
 def assert_identical(target: Target, drafter: Drafter, builder: TreeBuilder) -> float:
     """Every answer is `generate`'s, or parts from it where the two best logits nearly tie; gives tokens per forward."""
-    generations = list(drafted(target, drafter, builder))
-    for (prompt, wanted), found in zip(asked(target), generations, strict=True):
-        position = first_difference(found.output, wanted)
-        assert position is None or logit_gap(target, prompt + wanted[:position]) < NEAR_TIE, (prompt, found.output, wanted)
+    generations = list(draft_answers(target, drafter, builder))
+    for (prompt, expected), generation in zip(reference_answers(target), generations, strict=True):
+        position = first_difference(generation.output, expected)
+        assert position is None or logit_gap(target, prompt + expected[:position]) < NEAR_TIE, (
+            prompt,
+            generation.output,
+            expected,
+        )
     rounds = [count for generation in generations for count in generation.complete_round_lengths]
     return sum(rounds) / len(rounds)
 
@@ -62,4 +66,4 @@ def test_sixty_answers_are_the_targets(recipe: str, tiny: Target, tmp_path: Path
     train_and_score(RunSpec.from_config(config, words))
     drafter = load_drafter(read_drafter(tmp_path / "drafter"), tiny)
     lengths = [assert_identical(tiny, drafter, builder) for builder in BUILDERS]
-    assert len(asked(tiny)) == PROMPTS and min(lengths) > 1.05, lengths
+    assert len(reference_answers(tiny)) == PROMPTS and min(lengths) > 1.05, lengths

@@ -26,15 +26,15 @@ def spec() -> RunSpec:
     return RunSpec.from_nodes({"eval": {"_target_": "spectrain.eval.run.Evaluation", "serve_in": "auto"}})
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Pretend that these engines are installed and serve the drafter."""
 
-    def find(trial: installed.EngineTrial, spec: RunSpec, run: Path) -> dict[str, Any]:
+    def return_settings(trial: installed.EngineTrial, spec: RunSpec, run: Path) -> dict[str, Any]:
         if trial.name not in names:
             raise UserError(f"{trial.name} is not here")
         return {"threads": 2}
 
-    monkeypatch.setattr(installed, "find_settings", find)
+    monkeypatch.setattr(installed, "find_settings", return_settings)
 
 
 def test_the_first_engine_is_scored(
@@ -43,14 +43,14 @@ def test_the_first_engine_is_scored(
     """The last lines say what the drafter gained in it and how it is served there; without an engine, what to install."""
     scored: list[str] = []
     monkeypatch.setattr(installed, "score_quietly", lambda name, *rest: scored.append(name) or SUMMARY)
-    install(monkeypatch, "llamacpp", "vllm")
+    pretend_installed(monkeypatch, "llamacpp", "vllm")
     score_in_engine(spec, tmp_path)
     *_, gain, command = capsys.readouterr().out.splitlines()
     assert scored == ["llamacpp"]
     assert gain.startswith("In llama.cpp the drafter makes decoding 1.21 times as fast (95 % 1.10 to 1.32): 90.0 tokens/s")
     assert "It pays there" in gain
     assert command == f"spectrain serve run={tmp_path} server=llamacpp server.threads=2"
-    install(monkeypatch)
+    pretend_installed(monkeypatch)
     score_in_engine(spec, tmp_path)
     assert "make openvino" in capsys.readouterr().out and len(scored) == 1
     score_in_engine(replace(spec, eval=spec.eval.with_settings(serve_in="vllm")), tmp_path)
@@ -62,11 +62,11 @@ def test_the_first_engine_is_scored(
 def test_a_failing_engine_fails_nothing(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(*words: Any) -> dict[str, Any]:
+    def raise_error(*words: Any) -> dict[str, Any]:
         raise RunError("it has ended (exit status 1)")
 
-    install(monkeypatch, "openvino")
-    monkeypatch.setattr(installed, "score_quietly", fail)
+    pretend_installed(monkeypatch, "openvino")
+    monkeypatch.setattr(installed, "score_quietly", raise_error)
     score_in_engine(spec, tmp_path)
     assert "OpenVINO did not serve the drafter: it has ended (exit status 1)." in capsys.readouterr().out
 
@@ -89,10 +89,10 @@ def test_an_engine_is_scored_with_the_first_prompts(spec: RunSpec, monkeypatch: 
 
 
 def test_an_engine_that_is_not_installed(spec: RunSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(self: object) -> None:
+    def raise_error(self: object) -> None:
         raise UserError("not installed")
 
-    monkeypatch.setattr("spectrain.servers.llamacpp.LlamaCppServer.check_installed", refuse)
+    monkeypatch.setattr("spectrain.servers.llamacpp.LlamaCppServer.check_installed", raise_error)
     trial = next(trial for trial in TRIALS if trial.name == "llamacpp")
     with pytest.raises(UserError, match="not installed"):
         installed.find_settings(trial, spec, tmp_path)

@@ -41,13 +41,13 @@ ANSWER = (
 )
 
 
-def encode(template: ChatTemplate, text: str) -> list[int]:
+def encode_text(template: ChatTemplate, text: str) -> list[int]:
     return list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def make_turn(template: ChatTemplate, text: str, lengths: dict[str, int]) -> Turn:
     """Return a turn whose rounds have the length of the kind of their first token; the last round may be cut."""
-    output = encode(template, text)
+    output = encode_text(template, text)
     kinds = token_kinds(template, output, opening_kind(template, QUESTION))
     rounds: list[int] = []
     while 1 + sum(rounds) < len(output):
@@ -59,7 +59,7 @@ def make_turn(template: ChatTemplate, text: str, lengths: dict[str, int]) -> Tur
 def test_the_markers_separate_the_kinds() -> None:
     """Tokens of one kind join to the text of that kind, although characters of several tokens stand before the markers."""
     template = make_template("qwen3")
-    output = encode(template, ANSWER)
+    output = encode_text(template, ANSWER)
     kinds = token_kinds(template, output, opening_kind(template, QUESTION))
     texts = {kind: template.tokenizer.decode([token for token, other in zip(output, kinds) if other == kind]) for kind in kinds}
     assert [run["kind"] for run in kind_runs(kinds)] == ["reasoning", "content", "tool_calls"]
@@ -83,7 +83,7 @@ def test_every_template_counts_each_token_once(name: str) -> None:
             assert group.acceptance_length == pytest.approx(group.tokens / group.rounds, abs=1e-4)
 
 
-def test_a_drafter_of_content_gives_one_token_per_forward_of_reasoning() -> None:
+def test_a_drafter_of_content_gives_a_token_per_forward_of_reasoning() -> None:
     """Rounds belong to the kind of their first token; the acceptance of one kind does not change that of another."""
     template = make_template("qwen3")
     groups = acceptance_by_kind([make_turn(template, ANSWER, {"reasoning": 1, "content": 3, "tool_calls": 1})], template)
@@ -99,7 +99,7 @@ def test_a_generation_prompt_opens_the_reasoning() -> None:
     assert (
         opening_kind(make_template("qwen3"), QUESTION) == opening_kind(opening, Conversation([], text="<think>")) == "content"
     )
-    kinds = token_kinds(opening, encode(opening, "So.\n</think>\n\nYes."), "reasoning")
+    kinds = token_kinds(opening, encode_text(opening, "So.\n</think>\n\nYes."), "reasoning")
     assert (kinds[0], kinds[-1]) == ("reasoning", "content")
 
 
@@ -112,7 +112,7 @@ def test_positions_have_ranges(position: int, name: str) -> None:
 
 @pytest.mark.parametrize("length, name", [(1, "0-1k"), (1022, "0-1k"), (1023, "1k-2k"), (4096, "4k-8k"), (40_000, "32k+")])
 def test_a_text_position_includes_the_prompt(length: int, name: str) -> None:
-    """The first round begins behind the prompt and the prefill's token; an unknown prompt has no position."""
+    """The first round begins after the prompt and the prefill's token; a prompt of unknown length has no position."""
     turns = [Turn(str(n), 0, "all", answer, answer) for n, size in enumerate((2, 3)) for answer in [make_answer(length, size)]]
     (group,) = acceptance_by_text_position(turns).items()
     assert group[0] == name and (group[1].acceptance_length, group[1].rounds, group[1].tokens) == (2.5, 2, 5)
@@ -135,7 +135,7 @@ def test_scoring_writes_kinds_and_positions(shallow: Target, tmp_path: Path, cap
     thinking.tokenizer.chat_template = str(SOURCES["deepseek_r1"])
     thinking.template = ChatTemplate(thinking.tokenizer)
     for target, kind in ((thinking, "reasoning"), (shallow, "content")):
-        summary = score(target, tmp_path / kind, [{"prompt": "one two three one two three one"}])
+        summary = score_prompts(target, tmp_path / kind, [{"prompt": "one two three one two three one"}])
         counted = sum(count * length for length, count in enumerate(summary["tokens_by_round"], 1))
         assert {name: group["tokens"] for name, group in summary["by_kind"].items()} == {kind: counted}
         assert {name: group["tokens"] for name, group in summary["by_position"].items()} == {"0-256": counted}
@@ -148,7 +148,7 @@ def test_scoring_writes_kinds_and_positions(shallow: Target, tmp_path: Path, cap
         assert (f"acceptance_of/{kind}" in tracked_values(summary)) == (kind == "reasoning")
 
 
-def score(target: Target, folder: Path, rows: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+def score_prompts(target: Target, folder: Path, rows: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     folder.mkdir()
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -161,7 +161,7 @@ def score(target: Target, folder: Path, rows: list[dict[str, Any]], **settings: 
 
 def test_kinds_stand_in_the_table_and_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each kind and range that occurs is printed once with its tokens per forward."""
-    from tests.eval.test_report import entry
+    from tests.eval.test_report import make_entry
 
     template = make_template("qwen3")
     turns = [make_turn(template, text, {"reasoning": 2, "content": 3, "tool_calls": 4}) for text in (ANSWER, "Hi. " * 300)]
@@ -169,7 +169,14 @@ def test_kinds_stand_in_the_table_and_on_the_page(tmp_path: Path, capsys: pytest
     numbers = {key: {name: asdict(group) for name, group in value.items()} for key, value in groups.items()}
     setting = {"recipe": "eagle3", "target": "tiny", "prompts": 1, "max_new_tokens": 9, "batch_size": 1, "device": "cpu",
                "dtype": "float32", "drafter": {}}  # fmt: skip
-    summary = {**entry("drafter"), "compared": {}, "setting": setting, "time_share": {}, "acceptance_by_depth": [], **numbers}
+    summary = {
+        **make_entry("drafter"),
+        "compared": {},
+        "setting": setting,
+        "time_share": {},
+        "acceptance_by_depth": [],
+        **numbers,
+    }
     print_table(summary)
     printed = capsys.readouterr().out.replace("\n", " ")
     lengths = ", ".join(f"{column.title} {column.cell(summary)}" for column in KIND_COLUMNS)

@@ -1,4 +1,4 @@
-"""A speedup that cannot be, or that was measured beside something else, is not to be quoted."""
+"""A speedup that is impossible, or that was measured on a busy machine, is not to be quoted."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -34,21 +34,21 @@ QUIET = Noise(0.02, 0.5)
 LIMIT = 12
 
 
-def generation(rounds: list[int], seconds: float) -> Generation:
+def make_generation(rounds: list[int], seconds: float) -> Generation:
     """Rounds that emit so many tokens each, all of them in this time."""
     times = [dict.fromkeys(ROUND_PARTS, seconds / len(rounds) / 4) for _ in rounds]
-    total = {part: sum(one[part] for one in times) for part in ROUND_PARTS}
+    total = {part: sum(times_of_round[part] for times_of_round in times) for part in ROUND_PARTS}
     return Generation([1], list(range(1 + sum(rounds))), rounds, [3] * len(rounds), [4] * len(rounds), round_seconds=times,
         is_done=True,
                       seconds={"prefill": 9.0, **total})  # fmt: skip
 
 
-def turn(name: str, plain: float, drafted: float, rounds: list[int]) -> Turn:
+def make_turn(name: str, plain: float, drafted: float, rounds: list[int]) -> Turn:
     """An answer that took so many seconds without a drafter, and with one in these rounds."""
-    return Turn(name, 0, "all", generation([1] * sum(rounds), plain), generation(rounds, drafted))
+    return Turn(name, 0, "all", make_generation([1] * sum(rounds), plain), make_generation(rounds, drafted))
 
 
-def judged(ratio: float, ends: Interval, turns: list[Turn], noise: Noise) -> dict[str, Any]:
+def judge_ratio(ratio: float, ends: Interval, turns: list[Turn], noise: Noise) -> dict[str, Any]:
     """Return a judged speedup as summary.json holds it."""
     return asdict(judge_speedup(Speedup(ratio, ends, ratio, None), turns, noise))
 
@@ -56,48 +56,50 @@ def judged(ratio: float, ends: Interval, turns: list[Turn], noise: Noise) -> dic
 def test_a_speedup_above_the_tokens_a_forward_cannot_be() -> None:
     """1.66 at 1.43 tokens per forward is no number to quote, in words and in the JSON; with a quiet baseline it is one."""
     rounds = [2, 1, 1, 2, 1, 2, 1]  # 10 tokens in 7 rounds
-    slowed = [turn(str(n), 10 * 0.0166, 0.1, rounds) for n in range(8)]
+    slowed = [make_turn(str(n), 10 * 0.0166, 0.1, rounds) for n in range(8)]
     assert speedup(slowed) == pytest.approx(1.66) and largest_speedup(slowed) == pytest.approx(10 / 7)
-    found = judged(1.66, [1.6, 1.7], slowed, QUIET)
+    judgement = judge_ratio(1.66, [1.6, 1.7], slowed, QUIET)
     assert (
-        found["quotable"] is False and "exceeds the tokens per forward (1.43)" in found["reason"] and found["at_most"] == 1.4286
+        judgement["quotable"] is False
+        and "exceeds the tokens per forward (1.43)" in judgement["reason"]
+        and judgement["at_most"] == 1.4286
     )
-    assert format_speedup(found) == "not to be quoted" and not is_possible(found)
-    quiet = [turn(str(n), 10 * 0.0121, 0.1, rounds) for n in range(8)]
-    found = judged(1.21, [1.2, 1.3], quiet, QUIET)
-    assert found["quotable"] is True and found["reason"] is None and format_speedup(found, "x") == "1.21x"
+    assert format_speedup(judgement) == "not to be quoted" and not is_possible(judgement)
+    quiet = [make_turn(str(n), 10 * 0.0121, 0.1, rounds) for n in range(8)]
+    judgement = judge_ratio(1.21, [1.2, 1.3], quiet, QUIET)
+    assert judgement["quotable"] is True and judgement["reason"] is None and format_speedup(judgement, "x") == "1.21x"
 
 
 def test_earlier_results_are_read_as_they_are() -> None:
-    """A summary that says nothing of it is shown with its number."""
+    """A summary without this judgement is shown with its number."""
     assert is_possible({"ratio": 9.0}) and format_speedup({"ratio": 9.0}) == "9.00"
 
 
 def test_the_spread_of_the_baselines_steps() -> None:
     """Steps of one time have no spread, however long answers are; times that differ by e are 0.5 apart from their mean."""
-    same = [turn(str(n), 0.1 * sum(rounds), 1.0, rounds) for n, rounds in enumerate(([1, 2], [3, 3, 1], [2]))]
+    same = [make_turn(str(n), 0.1 * sum(rounds), 1.0, rounds) for n, rounds in enumerate(([1, 2], [3, 3, 1], [2]))]
     assert baseline_jitter(same) == pytest.approx(0) and baseline_jitter(same[:1]) == 0
-    apart = [turn("a", 2.0, 1.0, [1, 1]), turn("b", 2.0 * 2.718281828, 1.0, [1, 1])]
+    apart = [make_turn("a", 2.0, 1.0, [1, 1]), make_turn("b", 2.0 * 2.718281828, 1.0, [1, 1])]
     assert baseline_jitter(apart) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
-    ("noise", "said"),
+    ("noise", "reasons"),
     [(QUIET, []), (Noise(0.4, 0.5), ["40%"]), (Noise(0.1, 3.0), ["3.0 processes"]), (Noise(0.5, 2.0), ["50%", "2.0 processes"]),
      (Noise(0.2, None), [])],
 )  # fmt: skip
-def test_a_busy_machine_is_told(noise: Noise, said: list[str]) -> None:
+def test_a_busy_machine_is_reported(noise: Noise, reasons: list[str]) -> None:
     """Unsteady steps and a load above the cores are reasons; a number stands with a mark, and the reason below it."""
-    assert len(noise.reasons) == len(said) and all(part in reason for part, reason in zip(said, noise.reasons))
-    found = judged(1.2, None, [turn("a", 1.2, 1.0, [2, 1])], noise)
-    assert found["quotable"] is not bool(said) and format_speedup(found) == ("1.20?" if said else "1.20")
-    summary: dict[str, Any] = {"label": "drafter", "speedup": found, "noise": noise.summary(), "compared": {}}
+    assert len(noise.reasons) == len(reasons) and all(part in reason for part, reason in zip(reasons, noise.reasons))
+    judgement = judge_ratio(1.2, None, [make_turn("a", 1.2, 1.0, [2, 1])], noise)
+    assert judgement["quotable"] is not bool(reasons) and format_speedup(judgement) == ("1.20?" if reasons else "1.20")
+    summary: dict[str, Any] = {"label": "drafter", "speedup": judgement, "noise": noise.summary(), "compared": {}}
     sentences = list(describe_noise(summary))
-    assert len(sentences) == bool(said) and all(part in sentences[0] for part in said)
+    assert len(sentences) == bool(reasons) and all(part in sentences[0] for part in reasons)
 
 
 def test_the_load_counts_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else runs on the cores decides little about an accelerator's times; one process is the evaluation's own."""
+    """Other processes on the cores decide little about an accelerator's times; one process is the evaluation's own."""
     monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert machine_load(torch.device("cpu")) == 2.0 and machine_load(torch.device("cuda")) is None
@@ -107,9 +109,9 @@ def test_median_pairs_stay_pairs() -> None:
     """Of three runs of each turn the one with the median ratio counts, both its times together."""
     fast, slow = [2, 1], [1, 1, 1]
     runs = [
-        [turn("a", 3.0, 1.0, fast), turn("b", 1.0, 1.0, slow)],
-        [turn("a", 9.0, 1.0, fast), turn("b", 5.0, 1.0, slow)],  # something slowed the baseline
-        [turn("a", 3.2, 1.1, fast), turn("b", 1.2, 1.0, slow)],
+        [make_turn("a", 3.0, 1.0, fast), make_turn("b", 1.0, 1.0, slow)],
+        [make_turn("a", 9.0, 1.0, fast), make_turn("b", 5.0, 1.0, slow)],  # something slowed the baseline
+        [make_turn("a", 3.2, 1.1, fast), make_turn("b", 1.2, 1.0, slow)],
     ]
     assert median_pairs(runs) == [runs[0][0], runs[2][1]]
 
@@ -123,25 +125,25 @@ class Scripted:
     def __call__(self, system: Any, prompts: Any, limit: int, sequence_ids: list[int]) -> list[Generation]:
         self.calls += system is None
         if system is None:
-            return [generation([1] * 6, 6.0 * (4.0 if self.calls in self.slow else 1.0))]
-        return [generation([2, 2, 2], 5.0)]
+            return [make_generation([1] * 6, 6.0 * (4.0 if self.calls in self.slow else 1.0))]
+        return [make_generation([2, 2, 2], 5.0)]
 
     def decode_interleaved(
         self, system: Any, prompts: Any, limit: int, sequence_ids: Any
     ) -> tuple[list[Generation], list[Generation]]:
         self.calls += 1
         slower = 1.1 if self.calls in self.slow else 1.0
-        return [generation([1] * 6, 6.0 * slower)], [generation([2, 2, 2], 5.0 * slower)]
+        return [make_generation([1] * 6, 6.0 * slower)], [make_generation([2, 2, 2], 5.0 * slower)]
 
 
-def interleaved(decoder: Scripted, count: int) -> Interleaving:
+def decode_interleaved_turns(decoder: Scripted, count: int) -> Interleaving:
     """Eight turns, or so many, decoded once by a stand-in."""
     decoding = Interleaving(decoder, [SimpleNamespace(name="drafter")], [], None, 8, 1)  # type: ignore[arg-type, list-item]
     for number in range(count):
-        asked: Any = SimpleNamespace(prompt=SimpleNamespace(id=str(number), category="all"), turn=0, tokens=[1], sequence_id=1,
-                                     first_kind="content")  # fmt: skip
-        decoding.batches.append([asked])
-        runs = decoding._decode([asked], number)
+        turn: Any = SimpleNamespace(prompt=SimpleNamespace(id=str(number), category="all"), turn=0, tokens=[1], sequence_id=1,
+                                    first_kind="content")  # fmt: skip
+        decoding.batches.append([turn])
+        runs = decoding._decode([turn], number)
         decoding.turns["drafter"].append(Turn(str(number), 0, "all", runs["autoregressive"][0], runs["drafter"][0]))
     return decoding
 
@@ -150,7 +152,7 @@ def interleaved(decoder: Scripted, count: int) -> Interleaving:
 def test_unsteady_times_are_measured_again(times: int) -> None:
     """Where two of eight baselines were slowed, every pair is decoded again in turn, and that is free of it; steady times are
     measured once, and so are few turns and what must not be repeated."""
-    decoding = interleaved(Scripted({3, 5, 10, 12}), 8)
+    decoding = decode_interleaved_turns(Scripted({3, 5, 10, 12}), 8)
     assert speedup(decoding.turns["drafter"]) == pytest.approx(1.2 * 14 / 8)
     assert is_unsteady([decoding.turns["drafter"]])
     decoding.repeat(1)
@@ -158,14 +160,14 @@ def test_unsteady_times_are_measured_again(times: int) -> None:
     decoding.repeat(times)
     assert decoding.repeats == times and speedup(decoding.turns["drafter"]) == pytest.approx(1.2)
     assert len(decoding.turns["drafter"]) == 8 and baseline_jitter(decoding.turns["drafter"]) < 0.05
-    steady, few = interleaved(Scripted(set()), 8), interleaved(Scripted({1}), 4)
-    for one in (steady, few):
-        one.repeat(times)
-        assert one.repeats == 1
+    steady, few = decode_interleaved_turns(Scripted(set()), 8), decode_interleaved_turns(Scripted({1}), 4)
+    for interleaving in (steady, few):
+        interleaving.repeat(times)
+        assert interleaving.repeats == 1
 
 
-def rounds_of(one: Generation) -> tuple[list[int], list[int], list[int]]:
-    return one.output, one.round_lengths, one.depths
+def read_rounds(generation: Generation) -> tuple[list[int], list[int], list[int]]:
+    return generation.output, generation.round_lengths, generation.depths
 
 
 @pytest.mark.parametrize("engine", ["eager", "captured"])
@@ -175,29 +177,32 @@ def test_pairs_in_turn_are_the_runs_alone(shallow: Target, engine: EngineChoice)
     system = System("drafter", "", drafter, Chain(3), Greedy())
     prompts, keys = [[5, 6, 7], [9, 8, 7, 6, 5]], [0, 1]
     decoder = Decoder(shallow, Greedy(), engine)
-    alone = [decoder(one, prompts, LIMIT, keys) for one in (None, system)]
+    alone = [decoder(generation, prompts, LIMIT, keys) for generation in (None, system)]
     together = decoder.decode_interleaved(system, prompts, LIMIT, keys)
     for run, other in zip(alone, together):
-        assert [rounds_of(one) for one in run] == [rounds_of(one) for one in other]
-        assert all(len(one.round_seconds) == len(one.round_lengths) and one.seconds["verify"] > 0 for one in other)
+        assert [read_rounds(generation) for generation in run] == [read_rounds(generation) for generation in other]
+        assert all(
+            len(generation.round_seconds) == len(generation.round_lengths) and generation.seconds["verify"] > 0
+            for generation in other
+        )
 
 
 def test_what_has_emitted_least_goes_on() -> None:
     """Two decodings in turn, of one token a round and of up to three: their lengths never differ by more than a round gives."""
     lengths = []
 
-    def decoding(rounds: list[int]) -> DecodingSteps:
-        one = Generation([1])
-        mine = [one]
-        lengths.append(mine)
-        yield mine
+    def decode_rounds(rounds: list[int]) -> DecodingSteps:
+        generation = Generation([1])
+        generations = [generation]
+        lengths.append(generations)
+        yield generations
         for tokens in rounds:
-            one.output += [0] * tokens
+            generation.output += [0] * tokens
             assert abs(len(lengths[0][0].output) - len(lengths[-1][0].output)) <= 3
-            yield mine
+            yield generations
 
-    found = interleave([decoding([1] * 9), decoding([3, 2, 3, 1])])
-    assert [len(run[0].output) for run in found] == [9, 9]
+    runs = interleave([decode_rounds([1] * 9), decode_rounds([3, 2, 3, 1])])
+    assert [len(run[0].output) for run in runs] == [9, 9]
 
 
 class Spell:
@@ -216,19 +221,19 @@ def test_a_slow_spell_slows_both(first: int) -> None:
     """40 rounds of a second beside 20 of 1.5 that give twice as much, a speedup of 1.33: run one after the other, a slow spell
     of 20 rounds makes 0.33 to 3.3 of it; in turn, it stays within a tenth."""
 
-    def decoding(machine: Spell, tokens: int, seconds: float) -> DecodingSteps:
-        one = Generation([1])
-        yield [one]
+    def decode_rounds(machine: Spell, tokens: int, seconds: float) -> DecodingSteps:
+        generation = Generation([1])
+        yield [generation]
         for _ in range(40 // tokens):
-            one.output += [0] * tokens
-            one.round_seconds.append({"verify": machine.round(seconds)})
-            yield [one]
+            generation.output += [0] * tokens
+            generation.round_seconds.append({"verify": machine.round(seconds)})
+            yield [generation]
 
     machine = Spell(first, first + 20)
-    plain, drafted = interleave([decoding(machine, 1, 1.0), decoding(machine, 2, 1.5)])
+    plain, drafted = interleave([decode_rounds(machine, 1, 1.0), decode_rounds(machine, 2, 1.5)])
     ratio = plain[0].finish_seconds / drafted[0].finish_seconds
     assert ratio == pytest.approx(40 / 30, rel=0.1)
     machine = Spell(first, first + 20)
-    (plain,), (drafted,) = interleave([decoding(machine, 1, 1.0)]), interleave([decoding(machine, 2, 1.5)])
+    (plain,), (drafted,) = interleave([decode_rounds(machine, 1, 1.0)]), interleave([decode_rounds(machine, 2, 1.5)])
     alone = plain[0].finish_seconds / drafted[0].finish_seconds
     assert abs(alone - 40 / 30) > abs(ratio - 40 / 30)

@@ -1,4 +1,5 @@
-"""What rules keep beside the most that any could: places are those of the run, and where nothing is drawn both are known."""
+"""What rules accept, next to the most that any rule could: positions are those of the run, and both are exact where nothing is
+drawn."""
 
 from pathlib import Path
 
@@ -13,28 +14,29 @@ from spectrain.experimental.transport.rules import KSeq, Transport
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Static, TreeBuilder
-from tests.eval.test_run import SETTING, evaluation
+from tests.eval.test_run import SETTING, make_evaluation
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(0.5, seed=3)], ids=lambda rule: rule.name)
-def test_what_is_not_drawn_is_kept_at_best(shallow: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
-    """Of copied text no rule keeps more than the one in use, place by place; greedily that is what the run has kept."""
-    scored = evaluation(tmp_path, check=False, optimum=True)
-    summary = scored.score(Candidate(shallow, Ngram(shallow), Chain(3), rule, SETTING), tmp_path / "out")
-    found = summary["optimum"]
-    assert found["kept_by_depth"] == {rule.name: found["best_by_depth"]} and found["places"][0] > 0
+def test_no_rule_accepts_more_of_copied_text(shallow: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
+    """No rule accepts more copied tokens than the one in use, depth by depth; with greedy decoding that is the run's own
+    acceptance."""
+    evaluation = make_evaluation(tmp_path, check=False, optimum=True)
+    summary = evaluation.score(Candidate(shallow, Ngram(shallow), Chain(3), rule, SETTING), tmp_path / "out")
+    optimum = summary["optimum"]
+    assert optimum["kept_by_depth"] == {rule.name: optimum["best_by_depth"]} and optimum["places"][0] > 0
     if rule.name == "greedy":
-        assert found["best_by_depth"] == summary["acceptance_by_depth"]
+        assert optimum["best_by_depth"] == summary["acceptance_by_depth"]
 
 
 def test_copies_are_not_drawn_whatever_the_tree_asks(shallow: Target, tmp_path: Path) -> None:
-    """A tree of drawn children holds copies as they are: what is said of them is what is said of likeliest ones."""
-    scored = evaluation(tmp_path, check=False, optimum=True)
-    found = [
-        scored.score(Candidate(shallow, Ngram(shallow), builder, Match(0.5, seed=3), SETTING), tmp_path / "out")["optimum"]
+    """Copies in a tree of sampled children are deterministic, so their optimum is that of deterministic children."""
+    evaluation = make_evaluation(tmp_path, check=False, optimum=True)
+    optima = [
+        evaluation.score(Candidate(shallow, Ngram(shallow), builder, Match(0.5, seed=3), SETTING), tmp_path / "out")["optimum"]
         for builder in (Chain(3), Chain(3, "sampled"))
     ]
-    assert found[0] == found[1] and found[0]["children"] == "deterministic"
+    assert optima[0] == optima[1] and optima[0]["children"] == "deterministic"
 
 
 INDEPENDENT = ("match", "recursive", "kseq", "importance", "programme")
@@ -51,16 +53,17 @@ INDEPENDENT = ("match", "recursive", "kseq", "importance", "programme")
 def test_every_rule_for_such_children_is_named(
     shallow: Target, tmp_path: Path, rule: AcceptanceRule, builder: TreeBuilder, judged: set[str]
 ) -> None:
-    """At the places of one run all rules are judged that take its children, and what is printed names them and the optimum."""
+    """At the positions of one run all rules are judged that take its children, and the printed sentence names them and the
+    optimum."""
     torch.manual_seed(1)
     drafter = Eagle3(shallow, vocab_size=512)
     drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
-    summary = evaluation(tmp_path, check=False, optimum=True).score(
+    summary = make_evaluation(tmp_path, check=False, optimum=True).score(
         Candidate(shallow, drafter, builder, rule, SETTING), tmp_path / "out"
     )
-    found = summary["optimum"]
-    assert found["kept_by_depth"].keys() == judged and found["children"] == builder.children
-    assert found["places"][0] == sum(summary["tokens_by_round"])
-    assert all(0 <= rate <= 1 for rates in (found["best_by_depth"], *found["kept_by_depth"].values()) for rate in rates)
-    (said,) = [line for line in explain_numbers(summary) if "any lossless rule" in line]
-    assert all(f"acceptance={name}" in said for name in judged)
+    optimum = summary["optimum"]
+    assert optimum["kept_by_depth"].keys() == judged and optimum["children"] == builder.children
+    assert optimum["places"][0] == sum(summary["tokens_by_round"])
+    assert all(0 <= rate <= 1 for rates in (optimum["best_by_depth"], *optimum["kept_by_depth"].values()) for rate in rates)
+    (sentence,) = [line for line in explain_numbers(summary) if "any lossless rule" in line]
+    assert all(f"acceptance={name}" in sentence for name in judged)

@@ -36,7 +36,7 @@ ROWS = [
 ]
 
 
-def scored(target: Target, drafter: Drafter, builder: TreeBuilder, run: Path) -> Path:
+def score_prompts(target: Target, drafter: Drafter, builder: TreeBuilder, run: Path) -> Path:
     """The folder of an evaluation of three prompts, inside a run with a few metrics."""
     run.mkdir()
     (run / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -58,17 +58,17 @@ def folders(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     torch.manual_seed(0)
     eagle3 = Eagle3(shallow, vocab_size=512)
     eagle3.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
-    found = {"eagle3": scored(shallow, eagle3, Eagle2(3, 8, 3), root / "eagle3"),
-             "ngram": scored(shallow, Ngram(shallow), Chain(3), root / "ngram")}  # fmt: skip
-    write_report(root / "report.html", list(found.values()), comparison(root, found))
-    return {**found, "comparison": root}
+    evaluations = {"eagle3": score_prompts(shallow, eagle3, Eagle2(3, 8, 3), root / "eagle3"),
+                   "ngram": score_prompts(shallow, Ngram(shallow), Chain(3), root / "ngram")}  # fmt: skip
+    write_report(root / "report.html", list(evaluations.values()), describe_comparison(root, evaluations))
+    return {**evaluations, "comparison": root}
 
 
-def comparison(root: Path, found: dict[str, Path]) -> dict[str, Any]:
+def describe_comparison(root: Path, evaluations: dict[str, Path]) -> dict[str, Any]:
     """A comparison of these evaluations, as `spectrain compare` describes it; the last row lacks what may be missing."""
     rows: list[dict[str, Any]] = []
-    for name, folder in found.items():
-        own, where = summary(folder), str(folder.relative_to(root))
+    for name, folder in evaluations.items():
+        own, where = read_summary(folder), str(folder.relative_to(root))
         system = {key: own[key] for key in ("label", "acceptance_length", "speedup", "tokens_per_second", "lossless")}
         rows.append({"name": name, "label": name, "family": name, "evaluation": where, "systems": [system],
                      "trained_parameters": 123456, "training_seconds": 45.1, "extra_memory": 2**21,
@@ -83,12 +83,12 @@ def comparison(root: Path, found: dict[str, Path]) -> dict[str, Any]:
     }
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+def read_summary(folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
 
 
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+def read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
@@ -101,38 +101,38 @@ def browser() -> Iterator[Browser]:
             pytest.fail("SPECTRAIN_BROWSER=required, and there is no chromium and no google-chrome; install one")
         pytest.skip("there is no chromium and no google-chrome to look at the page with")
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
-        yield found
-        found.close()
+        launched = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield launched
+        launched.close()
 
 
-def opened(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]:
-    """The page at a size, and what it complained of or asked the network for, which it is refused."""
+def open_page(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]:
+    """Open the page at a size; return it with its complaints and its network requests, which are refused."""
     width, height = SIZES[size]
     page = browser.new_page(viewport={"width": width, "height": height})
     troubles: list[str] = []
     page.on("console", lambda message: troubles.append(message.text))
     page.on("pageerror", lambda error: troubles.append(str(error)))
 
-    def refuse(route: Any) -> None:
+    def refuse_request(route: Any) -> None:
         if route.request.url == path.resolve().as_uri():
             route.continue_()
         else:
             troubles.append(route.request.url)
             route.abort()
 
-    page.route("**/*", refuse)
+    page.route("**/*", refuse_request)
     page.goto(path.resolve().as_uri())
     return page, troubles
 
 
 @pytest.mark.parametrize("name", ["eagle3", "ngram"])
 def test_drafts_agree_with_samples(shallow: Target, folders: dict[str, Path], name: str) -> None:
-    """The text is that of samples.jsonl and so are its rounds; what was kept is what was emitted without the target's own."""
-    samples = {(line["id"], line["turn"]): line for line in lines(folders[name], "samples.jsonl")}
-    *turns, counts = lines(folders[name], "drafts.jsonl")
+    """The text and its rounds are those of samples.jsonl; accepted tokens are the emitted ones without the target's own."""
+    samples = {(line["id"], line["turn"]): line for line in read_lines(folders[name], "samples.jsonl")}
+    *turns, counts = read_lines(folders[name], "drafts.jsonl")
     assert [turn["id"] for turn in turns] == ["count", "why", "name"]
-    kept = drafted = rounds = 0
+    accepted = drafted = rounds = 0
     for turn in turns:
         sample = samples[turn["id"], turn["turn"]]
         assert "".join(turn["pieces"]) == shallow.tokenizer.decode(sample["output_tokens"])
@@ -145,13 +145,16 @@ def test_drafts_agree_with_samples(shallow: Target, folders: dict[str, Path], na
             start += round["emitted"]
             if start <= len(turn["pieces"]):  # a round that was not cut short
                 assert round["emitted"] == len(round["kept"]) + 1
-                kept, drafted, rounds = kept + len(round["kept"]), drafted + len(round["tokens"]) - 1, rounds + 1
-    places = counts["tree"]["places"].values()
-    assert (sum(one[1] for one in places), sum(one[0] for one in places)) == (kept, drafted)
+                accepted, drafted, rounds = accepted + len(round["kept"]), drafted + len(round["tokens"]) - 1, rounds + 1
+    positions = counts["tree"]["places"].values()
+    assert (
+        sum(counts_of_position[1] for counts_of_position in positions),
+        sum(counts_of_position[0] for counts_of_position in positions),
+    ) == (accepted, drafted)
     assert counts["tree"]["rounds"] == rounds
 
 
-def test_characters_of_several_tokens_come_whole(shallow: Target) -> None:
+def test_characters_of_several_tokens_are_not_cut(shallow: Target) -> None:
     """Pieces make up the text, and none ends within a character."""
     text = "na\u00efve \u2014 \U0001f41d\U0001f41d \u8702"
     tokens = shallow.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -160,8 +163,8 @@ def test_characters_of_several_tokens_come_whole(shallow: Target) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_kept_path_is_found_among_twins() -> None:
-    """Children drawn with replacement can be equal: the one whose own child was kept is on the path."""
+def test_the_accepted_path_among_equal_children() -> None:
+    """Children drawn with replacement can be equal: the one whose own child was accepted is on the path."""
     draft = EmittableTree(tokens=[1, 7, 7, 8], parents=[-1, 0, 0, 2], depths=[0, 1, 1, 2], count=3)
     assert draft.accepted_nodes([7, 8]) == [2, 3] and draft.accepted_nodes([]) == []
     assert tree_positions(draft.parents) == [(), (0,), (1,), (1, 0)]
@@ -179,13 +182,13 @@ def test_shown_prompts_cover_the_categories() -> None:
 
 
 def test_the_same_files_give_the_same_page(folders: dict[str, Path]) -> None:
-    """Byte for byte, figures included."""
+    """The page is the same byte for byte, figures included."""
     write_report(folders["eagle3"] / "again.html", [folders["eagle3"]])
     assert (folders["eagle3"] / "again.html").read_text() == (folders["eagle3"] / "report.html").read_text()
 
 
 def test_a_missing_file_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
-    """With summary.json alone the table is there, and the page says what it does without; so with nothing at all."""
+    """With summary.json alone the table is shown and the page names the missing files; so with no file at all."""
     shutil.copy(folders["ngram"] / "summary.json", tmp_path)
     write_report(tmp_path / "report.html", [tmp_path])
     page = (tmp_path / "report.html").read_text()
@@ -198,7 +201,7 @@ def test_a_missing_file_is_named(folders: dict[str, Path], tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["eagle3", "ngram", "comparison"])
 def test_page_stands_alone_and_fits(browser: Browser, folders: dict[str, Path], name: str, size: str) -> None:
     """No request, no script, no complaint; nothing is wider than the window, and ids are unique."""
-    page, troubles = opened(browser, folders[name] / "report.html", size)
+    page, troubles = open_page(browser, folders[name] / "report.html", size)
     assert troubles == [] and "broken" not in page.title()
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert page.locator("script, iframe, link[rel=stylesheet], img[src^=http]").count() == 0
@@ -211,18 +214,18 @@ def test_page_stands_alone_and_fits(browser: Browser, folders: dict[str, Path], 
 
 
 def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, Path]) -> None:
-    """Every system's row, depth and category, the drawn places, and the curves."""
-    page, _ = opened(browser, folders["eagle3"] / "report.html", "desktop")
-    found = summary(folders["eagle3"])
+    """Every system's row, depth and category, the positions of the tree, and the curves are the summary's."""
+    page, _ = open_page(browser, folders["eagle3"] / "report.html", "desktop")
+    expected = read_summary(folders["eagle3"])
     rows = [row.split("\t") for row in page.locator(".systems tbody tr").all_inner_texts()]
     assert [float(row[1]) for row in rows] == [
-        1.0, *(round(one["acceptance_length"]["pooled"], 2) for one in (found, *found["compared"].values()))
+        1.0, *(round(entry["acceptance_length"]["pooled"], 2) for entry in (expected, *expected["compared"].values()))
     ]  # fmt: skip
-    assert rows[1][4] == format_speedup(found["speedup"]) and rows[1][7] == "4 of 4"
-    assert page.locator(".categories tbody tr").count() == len(found["by_category"])
+    assert rows[1][4] == format_speedup(expected["speedup"]) and rows[1][7] == "4 of 4"
+    assert page.locator(".categories tbody tr").count() == len(expected["by_category"])
     assert page.locator(".shares tbody tr").count() == 2
-    places = lines(folders["eagle3"], "drafts.jsonl")[-1]["tree"]["places"]
-    assert page.locator(".tree .node").count() == len(places) and page.locator(".tree .root").count() == 1
+    positions = read_lines(folders["eagle3"], "drafts.jsonl")[-1]["tree"]["places"]
+    assert page.locator(".tree .node").count() == len(positions) and page.locator(".tree .root").count() == 1
     assert page.locator("svg.plot").count() == 1
     page.close()
 
@@ -230,11 +233,11 @@ def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, P
 @pytest.mark.parametrize("size", SIZES)
 def test_a_token_says_who_proposed_it(browser: Browser, folders: dict[str, Path], size: str) -> None:
     """Pointed at or reached with the keyboard, a token tells its round, its depth or the target, and what was rejected."""
-    page, _ = opened(browser, folders["ngram"] / "report.html", size)
-    turns = enumerate(lines(folders["ngram"], "drafts.jsonl"))
-    place, turn = next((place, turn) for place, turn in turns if any(round["kept"] for round in turn["rounds"]))
+    page, _ = open_page(browser, folders["ngram"] / "report.html", size)
+    turns = enumerate(read_lines(folders["ngram"], "drafts.jsonl"))
+    index, turn = next((index, turn) for index, turn in turns if any(round["kept"] for round in turn["rounds"]))
     number = next(number for number, round in enumerate(turn["rounds"], 1) if round["kept"])
-    answer = page.locator(".answer").nth(place)
+    answer = page.locator(".answer").nth(index)
     run = answer.locator(".run").nth(number - 1)
     first, own = run.locator(".token").first, run.locator(".target")
     assert not first.locator(".tip").is_visible()
@@ -249,18 +252,18 @@ def test_a_token_says_who_proposed_it(browser: Browser, folders: dict[str, Path]
     rejected = next(((number, round) for number, round in enumerate(turn["rounds"], 1)
                      if not round["kept"] and len(round["tokens"]) > 1), None)  # fmt: skip
     if rejected is not None:
-        one = answer.locator(".run").nth(rejected[0] - 1).locator(".token")
-        one.hover()
-        assert "in place of the draft" in one.locator(".tip").inner_text() and one.locator("q").count() == 1
+        replacement = answer.locator(".run").nth(rejected[0] - 1).locator(".token")
+        replacement.hover()
+        assert "in place of the draft" in replacement.locator(".tip").inner_text() and replacement.locator("q").count() == 1
     page.close()
 
 
 def test_comparison_comes_first(browser: Browser, folders: dict[str, Path]) -> None:
     """Its table, advice and chart stand before a section for every family, which the rows lead to."""
-    page, _ = opened(browser, folders["comparison"] / "report.html", "desktop")
+    page, _ = open_page(browser, folders["comparison"] / "report.html", "desktop")
     rows = [row.split("\t") for row in page.locator(".comparison tbody tr").all_inner_texts()]
     assert [row[0] for row in rows] == ["eagle3", "ngram", "bare"]
-    length = summary(folders["eagle3"])["acceptance_length"]
+    length = read_summary(folders["eagle3"])["acceptance_length"]
     assert rows[0][2].split("\n")[0] == f"{length['pooled']:.2f}" and "0.12 M" in rows[0]
     assert page.locator("h1").all_inner_texts() == ["Drafters for tiny compared"]
     assert page.locator(".advice dd").all_inner_texts() == ["ngram: it needs none."]

@@ -15,8 +15,8 @@ from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from tests.data.chat_templates import make_template
-from tests.eval.test_kinds import CALL, TOOL, score
-from tests.eval.test_prompts import refusal, written
+from tests.eval.test_kinds import CALL, TOOL, score_prompts
+from tests.eval.test_prompts import catch_refusal, write_lines
 
 USED = [
     {"role": "developer", "content": "Be short."},
@@ -43,7 +43,7 @@ def test_plain_text_is_continued_without_a_template(base: Target, tmp_path: Path
         {"prompt": "The bee said"},
         {"turns": ["A bear", "and a fox"]},
     ]
-    summary = score(base, tmp_path / "plain", rows, baselines=("generate", "ngram"))
+    summary = score_prompts(base, tmp_path / "plain", rows, baselines=("generate", "ngram"))
     lines = [json.loads(line) for line in (tmp_path / "plain" / "out" / "samples.jsonl").read_text().splitlines()]
     encode, decode = (lambda text: list(base.tokenizer(text)["input_ids"])), base.tokenizer.decode
     answer = decode([token for token in lines[2]["output_tokens"] if token not in base.stop_ids])
@@ -64,14 +64,14 @@ def test_trees_are_calibrated_without_a_template(base: Target, tmp_path: Path) -
 
 def test_messages_need_a_template(base: Target, tmp_path: Path) -> None:
     """Roles cannot be continued as plain text."""
-    (prompt,) = read_prompts(written(tmp_path, {"messages": USED, "tools": [TOOL]})).prompts
+    (prompt,) = read_prompts(write_lines(tmp_path, {"messages": USED, "tools": [TOOL]})).prompts
     with pytest.raises(UserError, match="no chat template"):
         prompt.tokenize_for(base)
 
 
 def test_a_text_stays_plain_for_a_chat_model(shallow: Target, tmp_path: Path) -> None:
     """Only {"text": ..} is continued where there is a template; {"prompt": ..} is a question."""
-    text, question = read_prompts(written(tmp_path, {"text": " def f(x):\n"}, {"prompt": "Hi"})).prompts
+    text, question = read_prompts(write_lines(tmp_path, {"text": " def f(x):\n"}, {"prompt": "Hi"})).prompts
     assert text.tokenize_for(shallow) == list(shallow.tokenizer(" def f(x):\n")["input_ids"])
     assert question.tokenize_for(shallow) == tokenize_prompt(shallow.template, [{"role": "user", "content": "Hi"}])
     assert text.questions == [" def f(x):\n"] and text.num_answers == 1
@@ -81,7 +81,7 @@ def test_a_text_stays_plain_for_a_chat_model(shallow: Target, tmp_path: Path) ->
 def test_tools_and_results_reach_the_template(tmp_path: Path, name: str) -> None:
     """A prompt that ends with a tool's result renders as the template renders the same conversation."""
     row = {"messages": USED, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
-    (prompt,) = read_prompts(written(tmp_path, row)).prompts
+    (prompt,) = read_prompts(write_lines(tmp_path, row)).prompts
     template = make_template(name)
     rendered = template.render(USED, [TOOL], None, {"enable_thinking": False}, for_generation=True)
     assert render_chat(template, prompt.opening_conversation, for_generation=True) == rendered
@@ -90,9 +90,9 @@ def test_tools_and_results_reach_the_template(tmp_path: Path, name: str) -> None
 
 
 def test_tools_stay_with_later_turns(tmp_path: Path) -> None:
-    """Every turn is asked with the tools and arguments of the row, and the generated tokens of answers stand in its prompt."""
+    """Every turn is rendered with the tools and arguments of the row, and its prompt has the generated tokens of answers."""
     row = {"turns": ["Hi", "And?"], "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
-    (prompt,) = read_prompts(written(tmp_path, row)).prompts
+    (prompt,) = read_prompts(write_lines(tmp_path, row)).prompts
     template = make_template("llama31")
     tokens = [token for word in ("H", "e", "l", "l", "o") for token in template.tokenizer(word)["input_ids"]]
     later = prompt.continue_with([TurnAnswer("Hello", tokens)])
@@ -108,7 +108,7 @@ def test_what_nothing_reads_is_counted(shallow: Target, tmp_path: Path) -> None:
     """Keys of messages that nothing reads, and what the chat template does not render, stand in the summary."""
     messages = [{"role": "system", "content": "Be short.", "weight": 1}, {"role": "user", "content": "Hi"}]
     rows = [{"messages": messages, "tools": [TOOL], "chat_template_kwargs": {"depth": 1}}, {"prompt": "Hi"}]
-    path = written(tmp_path, *rows)
+    path = write_lines(tmp_path, *rows)
     assert read_prompts(path).skipped == {"key 'weight' of a message": 1}
     evaluation = Evaluation(prompts=path)
     for _ in range(2):  # a comparison checks the prompts for each recipe
@@ -134,11 +134,11 @@ def test_what_nothing_reads_is_counted(shallow: Target, tmp_path: Path) -> None:
 )
 def test_a_row_that_cannot_be_used_is_refused(tmp_path: Path, row: dict[str, Any], words: str) -> None:
     """One sentence names the line."""
-    path = written(tmp_path, {"prompt": "fine"}, row)
-    assert f"{path}, line 2: " in refusal(path) and words in refusal(path)
+    path = write_lines(tmp_path, {"prompt": "fine"}, row)
+    assert f"{path}, line 2: " in catch_refusal(path) and words in catch_refusal(path)
 
 
 def test_empty_texts_are_counted(tmp_path: Path) -> None:
-    """As empty turns are."""
-    read = read_prompts(written(tmp_path, {"text": "a"}, {"text": " \n"}))
+    """Empty texts are counted as empty turns are."""
+    read = read_prompts(write_lines(tmp_path, {"text": "a"}, {"text": " \n"}))
     assert len(read.prompts) == 1 and read.skipped == {"empty": 1}

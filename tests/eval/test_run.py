@@ -62,23 +62,23 @@ KEYS = {
 
 
 class WrongNgram(Ngram):
-    """Looks tokens up, and lies about what the target says after them."""
+    """N-gram lookup that shifts the target's logits by one token."""
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        seen = super().verify(context, tree)
-        assert seen.logits is not None
-        return replace(seen, logits=seen.logits.roll(1, dims=-1))
+        features = super().verify(context, tree)
+        assert features.logits is not None
+        return replace(features, logits=features.logits.roll(1, dims=-1))
 
 
-def evaluation(folder: Path, baselines: tuple[str, ...] = (), check: bool = True, **more: Any) -> Evaluation:
-    """An evaluation over three short prompts, one of two turns, without what is asked for only in the tests of it."""
+def make_evaluation(folder: Path, baselines: tuple[str, ...] = (), check: bool = True, **more: Any) -> Evaluation:
+    """Make an evaluation over three short prompts, one of two turns; options that only some tests need are off."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     settings = {"calibration_limit": 2, "oracle": False, "report": False, "repeats": 1, **more}
     return ExperimentalEvaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=baselines, check=check, **settings)
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
+def read_samples(folder: Path) -> list[dict[str, Any]]:
     """The lines of samples.jsonl."""
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
@@ -91,17 +91,17 @@ def test_a_drafter_decodes_as_it_was_loaded(shallow: Target, tmp_path: Path, mon
     loaded = Causal(target, num_layers=1)
     summaries = {}
     for dtype in ("auto", "float32"):
-        scored = evaluation(tmp_path, check=False, drafter_dtype=dtype)
+        evaluation = make_evaluation(tmp_path, check=False, drafter_dtype=dtype)
         drafter = copy.deepcopy(loaded)
         # As after a training.
         packed_linears.pack_linears(drafter)
         candidate = Candidate(target, drafter, Chain(4), Greedy(), SETTING)
-        summaries[dtype] = scored.score(candidate, tmp_path / dtype)
+        summaries[dtype] = evaluation.score(candidate, tmp_path / dtype)
     rounds = [
         decode(target, [line["prompt_tokens"]], Greedy(), LIMIT, loaded, Chain(4))[0].round_lengths
-        for line in samples(tmp_path / "float32")
+        for line in read_samples(tmp_path / "float32")
     ]
-    assert [line["accepted"] for line in samples(tmp_path / "float32")] == rounds
+    assert [line["accepted"] for line in read_samples(tmp_path / "float32")] == rounds
     assert max(max(lengths) for lengths in rounds) > 1
     packed = "int8" if packed_linears.has_int8() else "bfloat16" if has_bfloat16() else "float32"
     assert [summary["setting"]["drafter_dtype"] for summary in summaries.values()] == [packed, "float32"]
@@ -112,9 +112,9 @@ def test_a_drafter_decodes_as_it_was_loaded(shallow: Target, tmp_path: Path, mon
 
 def test_a_drafter_computes_in_the_targets_type(shallow: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="use eval.drafter_dtype=float32, or add target.dtype=bfloat16"):
-        evaluation(tmp_path, drafter_dtype="bfloat16").check_prompts(shallow)
+        make_evaluation(tmp_path, drafter_dtype="bfloat16").check_prompts(shallow)
     with pytest.raises(UserError, match="choose from auto"):
-        evaluation(tmp_path, drafter_dtype="int8")
+        make_evaluation(tmp_path, drafter_dtype="int8")
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.8, seed=2)], ids=lambda rule: rule.name)
@@ -122,9 +122,9 @@ def test_score_writes_a_consistent_summary(shallow: Target, tmp_path: Path, rule
     """summary.json has the documented keys, samples.jsonl agrees with it, and every output is identical."""
     eagle3 = Eagle3(shallow, vocab_size=512)
     eagle3.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
-    scored = evaluation(tmp_path, baselines=("chain", "untrained", "ngram"), report=rule.name == "greedy", repeats=2)
+    evaluation = make_evaluation(tmp_path, baselines=("chain", "untrained", "ngram"), report=rule.name == "greedy", repeats=2)
     tree = Eagle2(depth=3, budget=6, top_k=2)
-    summary = scored.score(
+    summary = evaluation.score(
         Candidate(shallow, eagle3, tree, rule, SETTING, lambda: Eagle3(shallow, vocab_size=512)), tmp_path / "out"
     )
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
@@ -139,30 +139,32 @@ def test_score_writes_a_consistent_summary(shallow: Target, tmp_path: Path, rule
         assert lossless["differences"] == []
     assert not list((tmp_path / "out").glob("*.part"))
 
-    lines = samples(tmp_path / "out")
+    lines = read_samples(tmp_path / "out")
     assert [(line["id"], line["turn"], line["category"]) for line in lines] == [
         ("two", 0, "talk"), ("two", 1, "talk"), ("count", 0, "math"), ("why", 0, "talk")
     ]  # fmt: skip
-    whole: list[int] = []
+    complete: list[int] = []
     for line in lines:
         output, accepted = line["output_tokens"], line["accepted"]
         assert line["rounds"] == len(accepted) and len(output) <= LIMIT
         assert len(output) == LIMIT or output[-1] in shallow.stop_ids
         assert 1 + sum(accepted[:-1]) < len(output) <= 1 + sum(accepted) or accepted == []
         cut = len(output) < 1 + sum(accepted)
-        whole += accepted[:-1] if cut else accepted
+        complete += accepted[:-1] if cut else accepted
     pooled = summary["acceptance_length"]["pooled"]
-    assert pooled == pytest.approx(sum(whole) / len(whole), abs=1e-4)
+    assert pooled == pytest.approx(sum(complete) / len(complete), abs=1e-4)
     assert summary["acceptance_length"]["without_bonus"] == pytest.approx(pooled - 1, abs=1e-4)
     low, high = summary["acceptance_length"]["ci95"]
     assert low <= pooled <= high
     assert sum(summary["time_share"].values()) == pytest.approx(1, abs=1e-3)
 
 
-def test_prompts_are_whole_contexts(shallow: Target, tmp_path: Path) -> None:
+def test_prompts_are_complete_contexts(shallow: Target, tmp_path: Path) -> None:
     """`prompt_tokens` of a turn is the rendered conversation, the target's own earlier answer included."""
-    evaluation(tmp_path, check=False).score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), tmp_path / "out")
-    first, second, third, _ = samples(tmp_path / "out")
+    make_evaluation(tmp_path, check=False).score(
+        Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), tmp_path / "out"
+    )
+    first, second, third, _ = read_samples(tmp_path / "out")
     messages = [{"role": "user", "content": ROWS[0]["turns"][0]}]
     assert first["prompt_tokens"] == tokenize_prompt(shallow.template, messages)
     answer = shallow.tokenizer.decode([token for token in first["output_tokens"] if token not in shallow.stop_ids])
@@ -173,9 +175,9 @@ def test_prompts_are_whole_contexts(shallow: Target, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=2)], ids=lambda rule: rule.name)
 def test_identity_catches_a_wrong_drafter(shallow: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
-    """Outputs that differ from the reference are counted and placed, and the table says so."""
-    scored = evaluation(tmp_path)
-    lossless = scored.score(Candidate(shallow, WrongNgram(shallow), Chain(3), rule, SETTING), tmp_path / "out")["lossless"]
+    """Outputs that differ from the reference are counted, with the position of each difference."""
+    evaluation = make_evaluation(tmp_path)
+    lossless = evaluation.score(Candidate(shallow, WrongNgram(shallow), Chain(3), rule, SETTING), tmp_path / "out")["lossless"]
     assert lossless["checked"] == 4 and lossless["identical"] < 4
     assert len(lossless["differences"]) == 4 - lossless["identical"]
     for difference in lossless["differences"]:
@@ -186,19 +188,19 @@ def test_identity_catches_a_wrong_drafter(shallow: Target, tmp_path: Path, rule:
 def test_a_near_tie_goes_on_from_the_reference(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every gap is called a tie, each difference is listed and the comparison still reaches the end."""
     monkeypatch.setattr(identity, "logit_gap", lambda target, context: identity.LogitGap(0.0, 1.0))
-    lossless = evaluation(tmp_path).score(
+    lossless = make_evaluation(tmp_path).score(
         Candidate(shallow, WrongNgram(shallow), Chain(3), Greedy(), SETTING), tmp_path / "out"
     )["lossless"]
     assert lossless["identical"] == lossless["checked"] == 4 and lossless["differences"] == []
     lengths = {}
-    for found in lossless["near_ties"]:
-        lengths.setdefault((found["id"], found["turn"]), []).append(found["position"])
+    for tie in lossless["near_ties"]:
+        lengths.setdefault((tie["id"], tie["turn"]), []).append(tie["position"])
     # the first token after each restart is the prefill's and right, the one after it is the drafter's and wrong
-    assert lengths and all(places == list(range(1, 2 * len(places), 2)) for places in lengths.values())
+    assert lengths and all(positions == list(range(1, 2 * len(positions), 2)) for positions in lengths.values())
 
 
-def test_the_gap_of_experts_is_known_in_float64(tmp_path: Path) -> None:
-    """The gap of a bfloat16 mixture of experts is the whole model's in float64, where only the plainest experts run."""
+def test_the_gap_of_experts_is_measured_in_float64(tmp_path: Path) -> None:
+    """The gap of a bfloat16 mixture of experts is that of the full model in float64, where only the plainest experts run."""
     save_small("mixtral", tmp_path)
     load_tiny().tokenizer.save_pretrained(tmp_path)
     target = load_hf(str(tmp_path), dtype="bfloat16", device="cpu")
@@ -212,7 +214,7 @@ def test_the_target_leaves_as_it_came(shallow: Target, tmp_path: Path) -> None:
     """The plain reference run gives the target its own attention and linears back."""
     tokens = torch.tensor([[5, 6, 7, 8]])
     before = shallow.features(tokens, ("final",)).hidden
-    evaluation(tmp_path).score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
+    make_evaluation(tmp_path).score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
     assert shallow.model.config._attn_implementation == ATTENTION_NAME
     torch.testing.assert_close(shallow.features(tokens, ("final",)).hidden, before, rtol=0, atol=0)
 
@@ -222,22 +224,22 @@ def test_prompts_that_do_not_fit_are_left_out(shallow: Target, tmp_path: Path) -
     path = tmp_path / "prompts.jsonl"
     rows = [{"id": "long", "prompt": "word " * shallow.max_length}, {"id": "short", "prompt": "Hi"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    scored = Evaluation(prompts=str(path))
-    scored.check_prompts(shallow)
-    assert [prompt.id for prompt in scored.chosen] == ["short"] and scored.skipped == {"too long": 1}
+    evaluation = Evaluation(prompts=str(path))
+    evaluation.check_prompts(shallow)
+    assert [prompt.id for prompt in evaluation.chosen] == ["short"] and evaluation.skipped == {"too long": 1}
     path.write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(UserError, match="none fits the context of shallow"):
         Evaluation(prompts=str(path)).check_prompts(shallow)
 
 
 def test_a_turn_that_has_grown_too_long_is_left_out(shallow: Target, tmp_path: Path) -> None:
-    """A later turn that does not fit behind the answers before it is counted, and the earlier ones are scored."""
+    """A later turn that does not fit after the answers before it is counted, and the earlier ones are scored."""
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"id": "a", "turns": ["Hi", "word " * shallow.max_length, "Bye"]}) + "\n")
-    scored = Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), oracle=False, report=False)
-    scored.check_prompts(shallow)
-    summary = scored.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
-    assert summary["setting"]["skipped"] == {"turn too long": 2} and len(samples(tmp_path / "out")) == 1
+    evaluation = Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), oracle=False, report=False)
+    evaluation.check_prompts(shallow)
+    summary = evaluation.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
+    assert summary["setting"]["skipped"] == {"turn too long": 2} and len(read_samples(tmp_path / "out")) == 1
 
 
 @pytest.fixture(scope="module")
@@ -251,14 +253,14 @@ def eagle3(shallow: Target) -> Eagle3:
 
 def test_a_batch_says_what_single_prompts_say(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """Batches of any size give the same samples, with ragged prompts and turns, and stay identical to generate."""
-    found = []
+    results = []
     for batch_size in (1, 3):
-        scored = evaluation(tmp_path, ("ngram",), batch_size=batch_size)
-        summary = scored.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / str(batch_size))
+        evaluation = make_evaluation(tmp_path, ("ngram",), batch_size=batch_size)
+        summary = evaluation.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / str(batch_size))
         assert summary["lossless"]["identical"] == 4 and summary["compared"]["ngram"]["lossless"]["identical"] == 4
-        lines = samples(tmp_path / str(batch_size))
-        found.append(sorted((line["id"], line["turn"], line["output_tokens"], line["accepted"]) for line in lines))
-    assert found[0] == found[1]
+        lines = read_samples(tmp_path / str(batch_size))
+        results.append(sorted((line["id"], line["turn"], line["output_tokens"], line["accepted"]) for line in lines))
+    assert results[0] == results[1]
 
 
 @pytest.mark.sweep(2, free=("rule", "builder"))
@@ -278,12 +280,12 @@ def test_every_rule_is_scored(
 ) -> None:
     """A rule that weighs p against q claims no token identity, a lossy one says so; the same run gives the same output."""
     candidate = Candidate(shallow, eagle3, builder, rule, SETTING)
-    summary = evaluation(tmp_path, ("chain", "ngram", "lookahead")).score(candidate, tmp_path / "one")
+    summary = make_evaluation(tmp_path, ("chain", "ngram", "lookahead")).score(candidate, tmp_path / "one")
     assert summary["lossless"]["checked"] == 0 and summary["lossless"]["lossless"] is rule.lossless
     copied = summary["compared"]["ngram"]["lossless"]  # nothing is drawn there: matched with the same p
     assert copied["rule"] == "match" and copied["identical"] == copied["checked"] == 4
-    evaluation(tmp_path, check=False).score(candidate, tmp_path / "two")
-    outputs = [[line["output_tokens"] for line in samples(tmp_path / name)] for name in ("one", "two")]
+    make_evaluation(tmp_path, check=False).score(candidate, tmp_path / "two")
+    outputs = [[line["output_tokens"] for line in read_samples(tmp_path / name)] for name in ("one", "two")]
     assert outputs[0] == outputs[1]
 
 
@@ -291,10 +293,10 @@ def test_every_rule_is_scored(
 def test_the_rule_that_keeps_more_is_used(
     shallow: Target, tmp_path: Path, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, capsys: Any, pays: bool
 ) -> None:
-    """acceptance=sample decodes by the rule that a measurement favours, says what both would keep, and is scored under its
-    name; n-gram lookup beside it is sample-and-match either way."""
+    """acceptance=sample decodes by the rule that a measurement favours, prints what both would accept, and is scored under its
+    name; n-gram lookup next to it is sample-and-match either way."""
     monkeypatch.setattr(RuleForecast, "prefers_rejection", pays)
-    summary = evaluation(tmp_path, ("ngram",)).score(
+    summary = make_evaluation(tmp_path, ("ngram",)).score(
         Candidate(shallow, eagle3, Static(2, 5), OpenSampling(0.8, seed=2), SETTING), tmp_path / "out"
     )
     assert summary["setting"]["rule"] == "sample" and summary["lossless"]["rule"] == ("recursive" if pays else "match")
@@ -305,9 +307,9 @@ def test_the_rule_that_keeps_more_is_used(
 
 
 def test_a_tree_is_searched_and_timed_before_it_is_scored(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
-    """Builders that need it are prepared on other prompts, and what was measured is kept."""
+    """Builders that need it are prepared on other prompts, and the measurements are saved."""
     for builder, key in ((Static(3, 6), "hits"), (Auto(3, 8, 2), "latency")):
-        summary = evaluation(tmp_path).score(Candidate(shallow, eagle3, builder, Greedy(), SETTING), tmp_path / key)
+        summary = make_evaluation(tmp_path).score(Candidate(shallow, eagle3, builder, Greedy(), SETTING), tmp_path / key)
         assert json.loads((tmp_path / key / "calibration.json").read_text())[key]
         assert summary["lossless"]["identical"] == 4
     assert len(summary["compared"]) == 0 and summary["setting"]["tree"]["median_size"] >= 2
@@ -316,9 +318,9 @@ def test_a_tree_is_searched_and_timed_before_it_is_scored(shallow: Target, tmp_p
 @pytest.mark.slow
 def test_the_sweep_scores_every_builder(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """eval.sweep=tree adds a row for every builder at every budget, each identical to generate."""
-    scored = evaluation(tmp_path)
-    scored.sweep, scored.budgets = "tree", (4, 6)
-    summary = scored.score(Candidate(shallow, eagle3, Chain(2), Greedy(), SETTING), tmp_path / "out")
+    evaluation = make_evaluation(tmp_path)
+    evaluation.sweep, evaluation.budgets = "tree", (4, 6)
+    summary = evaluation.score(Candidate(shallow, eagle3, Chain(2), Greedy(), SETTING), tmp_path / "out")
     kinds = {"static", "sequoia", "eagle2", "opt", "dyspec", "entropy", "cast", "auto"}
     assert {name for name in summary["compared"]} >= {f"{kind}-4" for kind in kinds - {"static", "sequoia"}}
     assert {name.rpartition("-")[0] for name in summary["compared"]} == kinds | {"chain"}
@@ -327,63 +329,65 @@ def test_the_sweep_scores_every_builder(shallow: Target, tmp_path: Path, eagle3:
 
 
 def test_rounds_and_samples_agree(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
-    """rounds.parquet has a row for every round of every system, and its whole rounds give the acceptance length."""
-    summary = evaluation(tmp_path, ("ngram",)).score(
+    """rounds.parquet has a row for every round of every system, and its complete rounds give the acceptance length."""
+    summary = make_evaluation(tmp_path, ("ngram",)).score(
         Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / "out"
     )
     rows = pq.read_table(tmp_path / "out" / "rounds.parquet").to_pylist()
-    mine = [row for row in rows if row["system"] == "drafter"]
-    accepted = [count for line in samples(tmp_path / "out") for count in line["accepted"]]
-    assert [row["tokens"] for row in mine] == accepted
-    assert all(1 <= row["tokens"] <= row["depth"] + 1 and 1 <= row["nodes"] <= 6 for row in mine)
+    drafter_rows = [row for row in rows if row["system"] == "drafter"]
+    accepted = [count for line in read_samples(tmp_path / "out") for count in line["accepted"]]
+    assert [row["tokens"] for row in drafter_rows] == accepted
+    assert all(1 <= row["tokens"] <= row["depth"] + 1 and 1 <= row["nodes"] <= 6 for row in drafter_rows)
     for name, entry in (("drafter", summary), ("ngram", summary["compared"]["ngram"])):
-        whole = [row["tokens"] for row in rows if row["system"] == name and row["whole"]]
-        assert entry["acceptance_length"]["pooled"] == pytest.approx(sum(whole) / len(whole), abs=1e-4)
-        assert sum(entry["tokens_by_round"]) == len(whole)
+        complete = [row["tokens"] for row in rows if row["system"] == name and row["whole"]]
+        assert entry["acceptance_length"]["pooled"] == pytest.approx(sum(complete) / len(complete), abs=1e-4)
+        assert sum(entry["tokens_by_round"]) == len(complete)
 
 
 def test_what_is_right_on_the_targets_text(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """Supervision-forced agreement equals a count by hand over the target's own answers; nothing is forced on n-gram lookup."""
-    scored = evaluation(tmp_path, oracle=True)
-    summary = scored.score(Candidate(shallow, eagle3, Chain(1), Greedy(), SETTING), tmp_path / "out")
+    evaluation = make_evaluation(tmp_path, oracle=True)
+    summary = evaluation.score(Candidate(shallow, eagle3, Chain(1), Greedy(), SETTING), tmp_path / "out")
     right = total = 0
-    for line in samples(tmp_path / "out"):  # depth 1: every forced round keeps its draft and a bonus
+    for line in read_samples(tmp_path / "out"):  # depth 1: every forced round accepts its draft and adds a bonus token
         text, start = line["prompt_tokens"] + line["output_tokens"], len(line["prompt_tokens"])
         for root in range(start, len(text) - 1, 2):
-            (found,) = decode(shallow, [text[:root]], Greedy(), 4, eagle3, Chain(1))
-            right, total = right + (found.round_lengths[0] == 2), total + 1
+            (generation,) = decode(shallow, [text[:root]], Greedy(), 4, eagle3, Chain(1))
+            right, total = right + (generation.round_lengths[0] == 2), total + 1
     assert total and summary["forced"]["agreement_by_depth"] == [pytest.approx(right / total, abs=1e-4)]
     assert summary["bounds"]["oracle"] > 0
-    other = evaluation(tmp_path, oracle=True).score(
+    other = make_evaluation(tmp_path, oracle=True).score(
         Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "ngram"
     )
     assert "forced" not in other and other["bounds"]["oracle"] is None
 
 
-def test_transformers_own_drafting_is_shown_beside(shallow: Target, tmp_path: Path) -> None:
+def test_baselines_of_transformers_are_shown(shallow: Target, tmp_path: Path) -> None:
     """Plain generate, prompt lookup, an assistant and early exit: one token a forward plainly, never fewer otherwise."""
     names = ("generate", "prompt_lookup", "assistant", "early_exit")
     path = tmp_path / "assistant"
     shallow.save(path)
-    scored = evaluation(tmp_path, names, assistant=str(path), exit_layer=shallow.num_layers - 1)
-    found = scored.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")["transformers"]
-    assert found.keys() == set(names)
-    assert found["generate"]["tokens_per_forward"] == 1.0 and found["generate"]["speedup"] == 1.0
-    assert found["assistant"]["tokens_per_forward"] > 2  # the target itself assists: nearly all is right
-    assert all(entry["tokens_per_forward"] >= 1 and entry["identical"] == 4 for entry in found.values())
+    evaluation = make_evaluation(tmp_path, names, assistant=str(path), exit_layer=shallow.num_layers - 1)
+    baselines = evaluation.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")[
+        "transformers"
+    ]
+    assert baselines.keys() == set(names)
+    assert baselines["generate"]["tokens_per_forward"] == 1.0 and baselines["generate"]["speedup"] == 1.0
+    assert baselines["assistant"]["tokens_per_forward"] > 2  # the target itself assists: nearly all is right
+    assert all(entry["tokens_per_forward"] >= 1 and entry["identical"] == 4 for entry in baselines.values())
 
 
 def test_a_guard_leaves_the_output_alone(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """With eval.guard the output is the same, and the rounds that drafted and did not add up."""
-    scored = evaluation(tmp_path, guard=True)
-    summary = scored.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / "out")
-    rounds = sum(line["rounds"] for line in samples(tmp_path / "out"))
+    evaluation = make_evaluation(tmp_path, guard=True)
+    summary = evaluation.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / "out")
+    rounds = sum(line["rounds"] for line in read_samples(tmp_path / "out"))
     assert summary["lossless"]["identical"] == 4
     assert summary["guard"]["drafted_rounds"] + summary["guard"]["plain_rounds"] >= rounds  # the warm-up's too
 
 
 @pytest.mark.parametrize(
-    "keywords, said",
+    "keywords, message",
     [
         ({"limit": 0}, "eval.limit=0"),
         ({"max_new_tokens": 1}, "eval.max_new_tokens=1"),
@@ -400,50 +404,58 @@ def test_a_guard_leaves_the_output_alone(shallow: Target, tmp_path: Path, eagle3
         ({"categories": ["nonsense"]}, "nonsense"),
     ],
 )
-def test_bad_settings_are_refused(keywords: dict[str, Any], said: str) -> None:
+def test_bad_settings_are_refused(keywords: dict[str, Any], message: str) -> None:
     """A setting that can't be met is refused under its own key."""
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         ExperimentalEvaluation(**keywords)
 
 
 @pytest.mark.parametrize("batch_size", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_engine_that_asks_nothing_scores_the_same(shallow: Target, tmp_path: Path, batch_size: int) -> None:
-    """eval.engine=captured changes no token and no count; what it cannot hold is decoded by the loop, and says so."""
+    """eval.engine=captured changes no token and no count; what it cannot capture is decoded by the loop, and its label tells
+    so."""
     eagle3 = Eagle3(shallow, vocab_size=512)
-    found = []
+    summaries = []
     for engine in ("eager", "captured"):
-        scored = evaluation(tmp_path, ("chain", "ngram"), oracle=True, engine=engine, batch_size=batch_size)
-        found.append(scored.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / engine))
-    for summary, engine in zip(found, ("eager", "captured")):
+        evaluation = make_evaluation(tmp_path, ("chain", "ngram"), oracle=True, engine=engine, batch_size=batch_size)
+        summaries.append(evaluation.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / engine))
+    for summary, engine in zip(summaries, ("eager", "captured")):
         assert summary["engine"] == summary["compared"]["chain"]["engine"] == summary["setting"]["engine"] == engine
         assert summary["compared"]["ngram"]["engine"] == "eager"
         assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 4
-    one, other = found
-    assert one["acceptance_length"] == other["acceptance_length"] and one["acceptance_by_depth"] == other["acceptance_by_depth"]
-    assert "eager" not in one["compared"]["ngram"]["label"] and "(eager)" in other["compared"]["ngram"]["label"]
-    assert "reads values from the device" in other["compared"]["ngram"]["eager_because"]
-    assert one["bounds"]["oracle"] > 0 and other["bounds"]["oracle"] > 0 and one["forced"] == other["forced"]
+    eager, captured = summaries
+    assert (
+        eager["acceptance_length"] == captured["acceptance_length"]
+        and eager["acceptance_by_depth"] == captured["acceptance_by_depth"]
+    )
+    assert "eager" not in eager["compared"]["ngram"]["label"] and "(eager)" in captured["compared"]["ngram"]["label"]
+    assert "reads values from the device" in captured["compared"]["ngram"]["eager_because"]
+    assert eager["bounds"]["oracle"] > 0 and captured["bounds"]["oracle"] > 0 and eager["forced"] == captured["forced"]
 
 
 def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp_path: Path) -> None:
-    """eval.engine=captured names what asks the device; an unknown engine is refused with the choices."""
-    scored = evaluation(tmp_path, engine="captured")
+    """eval.engine=captured names what reads values from the device; an unknown engine is refused with the choices."""
+    evaluation = make_evaluation(tmp_path, engine="captured")
     with pytest.raises(
         UserError, match="eval.engine=captured: drafter=ngram reads values from the device.*use eval.engine=eager"
     ):
-        scored.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
+        evaluation.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
     with pytest.raises(UserError, match="eval.engine=captured: eval.guard decides on the host"):
-        replace(scored, guard=True).score(
+        replace(evaluation, guard=True).score(
             Candidate(shallow, Eagle3(shallow, vocab_size=64), Chain(2), Greedy(), SETTING), tmp_path / "out"
         )
     with pytest.raises(UserError, match="eval.engine=fast: choose from auto, captured, eager"):
-        replace(scored, engine="fast")  # type: ignore[arg-type]
+        replace(evaluation, engine="fast")  # type: ignore[arg-type]
 
 
 def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Path) -> None:
-    """Not where a tree is asked for, rounds are captured, children are drawn, or copies stand ready."""
-    for asked, measured in ((["recipe=eagle3", "trainer.lr=1"], True), (["tree=chain"], False), (["++tree.depth=3"], False)):
-        spec = RunSpec(eval=GroupSpec("eval", "default"), overrides=tuple(asked))
+    """A requested tree, a sweep, captured rounds, sampled children and copies each keep the measured tree from coming first."""
+    for overrides, measured in (
+        (["recipe=eagle3", "trainer.lr=1"], True),
+        (["tree=chain"], False),
+        (["++tree.depth=3"], False),
+    ):
+        spec = RunSpec(eval=GroupSpec("eval", "default"), overrides=tuple(overrides))
         assert spec.with_default_tree().eval.get("measured") == measured
     eagle3, ngram = Eagle3(shallow, vocab_size=512), Ngram(shallow)
     for drafter, builder, settings, first in (
@@ -455,4 +467,4 @@ def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Pat
         (ngram, Chain(3), {}, False),
     ):
         candidate = Candidate(shallow, drafter, builder, Greedy(), SETTING)
-        assert evaluation(tmp_path, **{"measured": True, **settings}).uses_auto_tree(candidate) == first
+        assert make_evaluation(tmp_path, **{"measured": True, **settings}).uses_auto_tree(candidate) == first

@@ -43,7 +43,7 @@ PROMPTS = ("Name a color.", "Count: one two one two")
 SHORT = [f"eval.max_new_tokens={LIMIT}", "eval.limit=2", "eval.oracle=false", "eval.repeats=1"]
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The exit status of `spectrain ARGUMENTS`."""
     monkeypatch.setattr(sys, "argv", ["spectrain", *arguments])
     try:
@@ -53,13 +53,13 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return 0
 
 
-def read(run: Path, name: str) -> dict[str, Any]:
+def read_summary(run: Path, name: str) -> dict[str, Any]:
     """A score's summary."""
-    found: dict[str, Any] = json.loads((run / "eval" / name / "summary.json").read_text())
-    return found
+    summary: dict[str, Any] = json.loads((run / "eval" / name / "summary.json").read_text())
+    return summary
 
 
-def samples(run: Path, name: str) -> list[dict[str, Any]]:
+def read_samples(run: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "eval" / name / "samples.jsonl").read_text().splitlines()]
 
 
@@ -70,24 +70,24 @@ def rounds_of(run: Path, name: str, system: str = "drafter") -> list[tuple[Any, 
     return [tuple(row[key] for key in keys) for row in rows if row["system"] == system]
 
 
-def prompts(folder: Path) -> Path:
+def write_prompts(folder: Path) -> Path:
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     return path
 
 
-def evaluation(folder: Path, **options: Any) -> Evaluation:
+def make_evaluation(folder: Path, **options: Any) -> Evaluation:
     """An evaluation over two short prompts."""
     settings: dict[str, Any] = {"baselines": (), "oracle": False, "repeats": 1, **options}
-    return Evaluation(prompts=str(prompts(folder)), max_new_tokens=LIMIT, **settings)
+    return Evaluation(prompts=str(write_prompts(folder)), max_new_tokens=LIMIT, **settings)
 
 
 # A run that trains the target
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short LayerSkip run, with rates high enough to change what the target says."""
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train LayerSkip briefly, with rates high enough to change what the target says."""
     run = tmp_path_factory.mktemp("runs") / "layerskip"
     argv = sys.argv
     try:
@@ -99,16 +99,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def originals(run: Path) -> tuple[Target, Target, Any]:
+def load_targets(run: Path) -> tuple[Target, Target, Any]:
     """The target as it was, as it was trained, and the original's answers to the prompts of the score."""
     before, after = load_tiny(), load_hf(str(run / "target"))
-    return before, after, own_answers(before, [line["prompt_tokens"] for line in samples(run, "heldout")], LIMIT)
+    return before, after, own_answers(before, [line["prompt_tokens"] for line in read_samples(run, "heldout")], LIMIT)
 
 
-def test_a_run_judges_both_targets(trained: Path) -> None:
+def test_a_run_judges_both_targets(trained_run: Path) -> None:
     """`exits` and `target_drift` are those of the original and of the saved target, on the original's own answers."""
-    summary = read(trained, "heldout")
-    before, after, texts = originals(trained)
+    summary = read_summary(trained_run, "heldout")
+    before, after, texts = load_targets(trained_run)
     for name, target in (("original", before), ("trained", after)):
         for key, values in exit_quality(target, texts).items():
             assert summary["exits"][name][key] == pytest.approx(values, rel=1e-3)
@@ -120,44 +120,44 @@ def test_a_run_judges_both_targets(trained: Path) -> None:
     for name in ("original", "trained"):
         assert summary["target_drift"][name] == pytest.approx(drift[name], rel=1e-3)
         assert summary["exits"][name]["perplexity"][-1] == pytest.approx(drift[name]["perplexity"], rel=1e-3)
-    assert (trained / "eval" / "heldout" / "exits.svg").exists()
+    assert (trained_run / "eval" / "heldout" / "exits.svg").exists()
 
 
-def test_a_run_says_what_it_holds(trained: Path, tiny: Target) -> None:
+def test_a_run_says_what_it_holds(trained_run: Path, tiny: Target) -> None:
     """The setting names the saved target and the exit that was chosen by default; so does the drafter's description."""
-    setting = read(trained, "heldout")["setting"]
-    assert setting["target_path"] == str((trained / "target").resolve()) and setting["target"] == "tiny, trained"
-    described = json.loads((trained / "drafter" / "config.json").read_text())["drafter"]
+    setting = read_summary(trained_run, "heldout")["setting"]
+    assert setting["target_path"] == str((trained_run / "target").resolve()) and setting["target"] == "tiny, trained"
+    described = json.loads((trained_run / "drafter" / "config.json").read_text())["drafter"]
     assert setting["drafter"]["exit_layer"] == described["exit_layer"] == EarlyExit(tiny).exit_layer == tiny.num_layers // 4
-    assert load_file(trained / "drafter" / "model.safetensors") == {}
+    assert load_file(trained_run / "drafter" / "model.safetensors") == {}
 
 
-def test_the_output_is_that_of_the_saved_target(trained: Path, tiny: Target) -> None:
+def test_the_output_is_that_of_the_saved_target(trained_run: Path, tiny: Target) -> None:
     """Every system of the run says what `generate` of RUN/target says, which is not the original."""
-    summary = read(trained, "heldout")
+    summary = read_summary(trained_run, "heldout")
     assert summary["compared"].keys() == {"ngram"}
     for entry in (summary, *summary["compared"].values()):
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
     own = summary["transformers"]["early_exit"]
     assert own["identical"] == own["checked"] == 2
-    model = AutoModelForCausalLM.from_pretrained(trained / "target", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(trained_run / "target", dtype=torch.float32).eval()
     differ = 0
-    for line in samples(trained, "heldout"):
+    for line in read_samples(trained_run, "heldout"):
         assert generate(model, line["prompt_tokens"], LIMIT, tiny.stop_ids) == line["output_tokens"]
         differ += decode(tiny, [line["prompt_tokens"]], Greedy(), LIMIT)[0].output != line["output_tokens"]
     assert differ
 
 
 @pytest.mark.slow
-def test_a_run_scored_again_by_exits(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_scored_again_by_exits(trained_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`eval run=RUN eval.sweep=exit` loads the trained target: the same rounds as at the end of training, also in the cell of
     the same exit and depth, every cell identical, and exits and drift as before."""
-    words = [f"run={trained}", "eval.sweep=exit", "eval.exits=[2,5]", "eval.depths=[3]", "eval.name=swept", *SHORT]
-    assert command(monkeypatch, "eval", *words) == 0
-    first, again = read(trained, "heldout"), read(trained, "swept")
-    assert rounds_of(trained, "swept") == rounds_of(trained, "heldout") == rounds_of(trained, "swept", "exit-2-3")
-    assert [line["output_tokens"] for line in samples(trained, "swept")] == [
-        line["output_tokens"] for line in samples(trained, "heldout")
+    words = [f"run={trained_run}", "eval.sweep=exit", "eval.exits=[2,5]", "eval.depths=[3]", "eval.name=swept", *SHORT]
+    assert run_command(monkeypatch, "eval", *words) == 0
+    first, again = read_summary(trained_run, "heldout"), read_summary(trained_run, "swept")
+    assert rounds_of(trained_run, "swept") == rounds_of(trained_run, "heldout") == rounds_of(trained_run, "swept", "exit-2-3")
+    assert [line["output_tokens"] for line in read_samples(trained_run, "swept")] == [
+        line["output_tokens"] for line in read_samples(trained_run, "heldout")
     ]
     assert again["compared"].keys() == {"exit-2-3", "exit-5-3"}
     for entry in (again, *again["compared"].values()):
@@ -168,46 +168,48 @@ def test_a_run_scored_again_by_exits(trained: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_drafter_without_its_target_is_refused(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The drafter directory alone would draft for the untrained target: it is refused, and with `target` beside it it runs."""
-    shutil.copytree(trained / "drafter", tmp_path / "alone" / "drafter")
+    """The drafter directory alone would draft for the untrained target: it is refused, and it runs with `target` next to it."""
+    shutil.copytree(trained_run / "drafter", tmp_path / "alone" / "drafter")
     words = ["eval", f"run={tmp_path / 'alone' / 'drafter'}", "eval.baselines=[]", "eval.report=false", *SHORT, "tree.depth=3"]
-    assert command(monkeypatch, *words) == 2
+    assert run_command(monkeypatch, *words) == 2
     assert "keep its folder target beside it" in capsys.readouterr().err
-    shutil.copytree(trained / "target", tmp_path / "alone" / "target")
-    assert command(monkeypatch, *words) == 0
-    assert rounds_of(tmp_path / "alone" / "drafter", "heldout") == rounds_of(trained, "heldout")
+    shutil.copytree(trained_run / "target", tmp_path / "alone" / "target")
+    assert run_command(monkeypatch, *words) == 0
+    assert rounds_of(tmp_path / "alone" / "drafter", "heldout") == rounds_of(trained_run, "heldout")
 
 
 # transformers' own early exit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [None, 6])
+@pytest.mark.parametrize("exit_layer", [None, 6])
 def test_transformers_leaves_at_the_drafters_exit(
-    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_layer: int | None
 ) -> None:
     """The baseline early_exit drafts from the drafter's own exit unless eval.exit_layer names one, and its output is that of
     plain generate."""
     used = set()
 
-    def watched(*arguments: Any, **options: Any) -> list[int]:
+    def record_exit(*arguments: Any, **options: Any) -> list[int]:
         used.add(options.get("assistant_early_exit"))
         return generate(*arguments, **options)
 
-    monkeypatch.setattr("spectrain.eval.transformers_baselines.generate", watched)
-    scored = evaluation(tmp_path, baselines=("early_exit",), exit_layer=asked)
-    found = scored.score(Candidate(tiny, EarlyExit(tiny, 5), Chain(2), Greedy(), SETTING), tmp_path / "out")["transformers"]
-    assert used == {None, asked or 5} and found.keys() == {"generate", "early_exit"}
-    assert all(entry["identical"] == entry["checked"] == 2 for entry in found.values())
+    monkeypatch.setattr("spectrain.eval.transformers_baselines.generate", record_exit)
+    evaluation = make_evaluation(tmp_path, baselines=("early_exit",), exit_layer=exit_layer)
+    baselines = evaluation.score(Candidate(tiny, EarlyExit(tiny, 5), Chain(2), Greedy(), SETTING), tmp_path / "out")[
+        "transformers"
+    ]
+    assert used == {None, exit_layer or 5} and baselines.keys() == {"generate", "early_exit"}
+    assert all(entry["identical"] == entry["checked"] == 2 for entry in baselines.values())
 
 
 def test_other_drafters_have_no_exit_to_lend(tiny: Target, tmp_path: Path) -> None:
-    """Beside a drafter without an exit the baseline wants eval.exit_layer."""
-    scored = evaluation(tmp_path, baselines=("early_exit",))
+    """With a drafter that has no exit the baseline needs eval.exit_layer."""
+    evaluation = make_evaluation(tmp_path, baselines=("early_exit",))
     with pytest.raises(UserError, match=r"early_exit needs eval\.exit_layer=N"):
-        scored.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
+        evaluation.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
 
 
 # Skipped layers, which need no training
@@ -217,29 +219,29 @@ def test_other_drafters_have_no_exit_to_lend(tiny: Target, tmp_path: Path) -> No
 def test_skipped_layers_are_searched_and_can_be_given(
     tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`eval drafter=layer_skip` drafts without the set that `search` finds on the calibration prompts, says so in the setting
+    """`eval drafter=layer_skip` drafts without the set that `search` finds on the calibration prompts, names it in the setting
     and on the screen, and given that set does not search and has the same rounds."""
-    path = prompts(tmp_path)
+    path = write_prompts(tmp_path)
     words = ["eval", "drafter=layer_skip", "target=tiny", "tree=chain", "tree.depth=3", "drafter.answer_tokens=8",
              "eval.baselines=[]", f"eval.calibration={path}", *SHORT]  # fmt: skip
-    assert command(monkeypatch, *words, f"run={tmp_path / 'one'}", "drafter.search_steps=9") == 0
+    assert run_command(monkeypatch, *words, f"run={tmp_path / 'one'}", "drafter.search_steps=9") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    found = read(tmp_path / "one", "heldout")
-    skipped = found["setting"]["drafter"]["skipped"]
+    summary = read_summary(tmp_path / "one", "heldout")
+    skipped = summary["setting"]["drafter"]["skipped"]
     openings = [tokenize_prompt(tiny.template, [{"role": "user", "content": text}]) for text in PROMPTS]
     texts = [(opening, decode(tiny, [opening], Greedy(), 8)[0].output) for opening in openings]
     assert skipped == sorted(search_layers(tiny, texts, 3, 9))
     listed = str(skipped).replace(" ", "")
     assert f"Drafted without layers {skipped}; drafter.skipped={listed} uses them again." in shown
-    assert found["lossless"]["identical"] == found["lossless"]["checked"] == 2
+    assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 2
 
-    def never(*arguments: Any) -> Any:
+    def fail_search(*arguments: Any) -> Any:
         raise AssertionError("a given set was searched for")
 
-    monkeypatch.setattr("spectrain.experimental.layer_skip.drafter.search_layers", never)
-    assert command(monkeypatch, *words, f"run={tmp_path / 'two'}", f"drafter.skipped={listed}") == 0
-    again = read(tmp_path / "two", "heldout")
-    assert again["setting"]["drafter"]["skipped"] == skipped and again["acceptance_length"] == found["acceptance_length"]
+    monkeypatch.setattr("spectrain.experimental.layer_skip.drafter.search_layers", fail_search)
+    assert run_command(monkeypatch, *words, f"run={tmp_path / 'two'}", f"drafter.skipped={listed}") == 0
+    again = read_summary(tmp_path / "two", "heldout")
+    assert again["setting"]["drafter"]["skipped"] == skipped and again["acceptance_length"] == summary["acceptance_length"]
     assert rounds_of(tmp_path / "two", "heldout") == rounds_of(tmp_path / "one", "heldout")
 
 
@@ -247,14 +249,14 @@ def test_skipped_layers_are_searched_and_can_be_given(
 @pytest.mark.sweep(1, free=("name",))
 @pytest.mark.parametrize("name", ["without layers 5 and 6", "exit 6"])
 def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name: str) -> None:
-    """The rounds are those of transformers' own model with the layers taken out, drafting behind the whole model's keys and
-    values, and of its whole self, verifying."""
+    """The rounds are those of transformers' own model: without the layers it drafts after the full model's keys and values, and
+    with all of them it verifies."""
     depth, skipped = 3, (5, 6) if name.startswith("without") else (6, 7)
     drafter: SelfDrafter = LayerSkipping(tiny, skipped) if name.startswith("without") else EarlyExit(tiny, 6)
-    evaluation(tmp_path).score(Candidate(tiny, drafter, Chain(depth), Greedy(), SETTING), tmp_path / "eval" / "out")
+    make_evaluation(tmp_path).score(Candidate(tiny, drafter, Chain(depth), Greedy(), SETTING), tmp_path / "eval" / "out")
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32).eval()
-    whole = model.model.layers
-    some = torch.nn.ModuleList([layer for index, layer in enumerate(whole) if index not in skipped])
+    all_layers = model.model.layers
+    remaining_layers = torch.nn.ModuleList([layer for index, layer in enumerate(all_layers) if index not in skipped])
 
     def forward(layers: torch.nn.ModuleList, tokens: list[int], cache: Any = None) -> tuple[int, Any]:
         """The most likely token after `tokens`, and the cache with them."""
@@ -263,21 +265,24 @@ def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name:
             output = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         return int(output.logits[0, -1].argmax()), output.past_key_values
 
-    for line in samples(tmp_path, "out"):
+    for line in read_samples(tmp_path, "out"):
         prompt, output, accepted = line["prompt_tokens"], line["output_tokens"], []
-        text = [*prompt, forward(whole, prompt)[0]]
+        text = [*prompt, forward(all_layers, prompt)[0]]
         while len(text) < len(prompt) + len(output):
-            _, cache = forward(whole, text[:-1])
+            _, cache = forward(all_layers, text[:-1])
             drafts = list(text)
             for _ in range(depth):
-                token, cache = forward(some, drafts[-1:], cache)
+                token, cache = forward(remaining_layers, drafts[-1:], cache)
                 drafts.append(token)
-            kept = 0
-            while kept < depth and forward(whole, drafts[: len(text) + kept])[0] == drafts[len(text) + kept]:
-                kept += 1
-            text = drafts[: len(text) + kept]
-            text.append(forward(whole, text)[0])
-            accepted.append(kept + 1)
+            num_accepted = 0
+            while (
+                num_accepted < depth
+                and forward(all_layers, drafts[: len(text) + num_accepted])[0] == drafts[len(text) + num_accepted]
+            ):
+                num_accepted += 1
+            text = drafts[: len(text) + num_accepted]
+            text.append(forward(all_layers, text)[0])
+            accepted.append(num_accepted + 1)
         assert accepted == line["accepted"] and text[len(prompt) :][: len(output)] == output
 
 
@@ -292,12 +297,12 @@ def test_likeliest_children_are_refused(
     by proof."""
     words = ["eval", "drafter=early_exit", "target=tiny", "tree=chain", "acceptance=chain", "eval.baselines=[]",
              f"run={tmp_path / 'run'}", *SHORT]  # fmt: skip
-    assert command(monkeypatch, *words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("spectrain: acceptance=chain: it weighs p against the q") and said.count("\n") == 1
-    assert "tree.children=sampled" in said and not (tmp_path / "run" / "eval").exists()
-    assert command(monkeypatch, *words, "tree.children=sampled") == 0
-    summary = read(tmp_path / "run", "heldout")
+    assert run_command(monkeypatch, *words) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("spectrain: acceptance=chain: it weighs p against the q") and stderr.count("\n") == 1
+    assert "tree.children=sampled" in stderr and not (tmp_path / "run" / "eval").exists()
+    assert run_command(monkeypatch, *words, "tree.children=sampled") == 0
+    summary = read_summary(tmp_path / "run", "heldout")
     assert summary["lossless"]["lossless"] is True and summary["lossless"]["checked"] == 0
     assert summary["setting"]["tree"]["children"] == "sampled" and summary["setting"]["rule"] == "chain"
 
@@ -308,16 +313,18 @@ def test_drawn_drafts_repeat(tiny: Target, rule: Any) -> None:
     texts = [tokenize_prompt(tiny.template, [{"role": "user", "content": text}]) for text in PROMPTS]
     drafter, builder = EarlyExit(tiny, 5), Chain(3, "sampled", seed=1)
     batch = decode(tiny, texts, rule, LIMIT, drafter, builder, [4, 9])
-    for text, row, found in zip(texts, (4, 9), batch):
-        (one,) = decode(tiny, [text], rule, LIMIT, drafter, builder, [row])
-        assert (one.output, one.round_lengths) == (found.output, found.round_lengths)
-    assert [one.output for one in batch] != [one.output for one in decode(tiny, texts, Greedy(), LIMIT)]
+    for text, row, batched in zip(texts, (4, 9), batch):
+        (generation,) = decode(tiny, [text], rule, LIMIT, drafter, builder, [row])
+        assert (generation.output, generation.round_lengths) == (batched.output, batched.round_lengths)
+    assert [generation.output for generation in batch] != [
+        generation.output for generation in decode(tiny, texts, Greedy(), LIMIT)
+    ]
 
 
 # What drafting reads at least
 
 
-def family(name: str, tiny: Target) -> tuple[SelfDrafter, set[int], int]:
+def make_drafter(name: str, tiny: Target) -> tuple[SelfDrafter, set[int], int]:
     """A drafter, the layers of the target that it drafts with, and how many weights of its own it has."""
     if name.startswith("skip"):
         return LayerSkipping(tiny, (2, 6)), {0, 1, 3, 4, 5, 7}, 0
@@ -334,7 +341,7 @@ def family(name: str, tiny: Target) -> tuple[SelfDrafter, set[int], int]:
 def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, name: str, depth: int) -> None:
     """Where a forward takes as long as its weights are many, the roofline is the acceptance length times the whole target over
     a draft pass for each depth, through the layers that draft, the head and the drafter's own weights, and a verification."""
-    drafter, layers, own = family(name, tiny)
+    drafter, layers, own = make_drafter(name, tiny)
     drafter = drafter.eval()
     text = tokenize_prompt(tiny.template, [{"role": "user", "content": PROMPTS[0]}])
     (plain,), (drafted,) = (decode(tiny, [text], Greedy(), LIMIT, *how) for how in ((), (drafter, Chain(depth))))
@@ -344,16 +351,18 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
 
     monkeypatch.setattr(summaries, "roofline_seconds", as_many)
     monkeypatch.setattr(summaries, "measure_limits", lambda *device: None)
-    found = summaries.speedup_limits(tiny, drafter, [Turn("id", 0, "any", plain, drafted)], [])
+    bounds = summaries.speedup_limits(tiny, drafter, [Turn("id", 0, "any", plain, drafted)], [])
     sizes = AutoModelForCausalLM.from_pretrained(tiny.path).state_dict()
     inside = {index: sum(weight.numel() for key, weight in sizes.items() if key.startswith(f"model.layers.{index}."))
               for index in range(tiny.num_layers)}  # fmt: skip
     head = sizes["lm_head.weight"].numel()  # tied to the embedding
-    whole = sum(inside.values()) + head + sizes["model.norm.weight"].numel()
+    target_size = sum(inside.values()) + head + sizes["model.norm.weight"].numel()
     reads = sum(inside[index] for index in layers) + head + own
     length = sum(drafted.complete_round_lengths) / len(drafted.complete_round_lengths)
     drafts = sum(drafted.depths) / len(drafted.depths)
-    assert drafts == depth and found["roofline"] == pytest.approx(length * whole / (drafts * reads + whole), abs=1e-4)
+    assert drafts == depth and bounds["roofline"] == pytest.approx(
+        length * target_size / (drafts * reads + target_size), abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("strategy, forwards", [("apart", 2), ("quadratic", 1), ("linear", 1)])
@@ -375,6 +384,10 @@ def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forward
     summary = {**numbers, "bounds": summaries.speedup_limits(tiny, drafter, turns, []),
                "setting": {"batch_size": 1, "device": "cpu", "dtype": "float32"}}  # fmt: skip
     assert summary["bounds"].get("forwards_per_round", 1) == forwards
-    told = [line for line in islice(explain_numbers(summary), 3) if line.startswith("A round takes 2 forwards of the target")]
-    kept = sum(drafted.complete_round_lengths) / len(drafted.complete_round_lengths)
-    assert told == ([f"A round takes 2 forwards of the target, so each gives {kept / 2:.2f} tokens."] if forwards == 2 else [])
+    sentences = [
+        line for line in islice(explain_numbers(summary), 3) if line.startswith("A round takes 2 forwards of the target")
+    ]
+    acceptance_length = sum(drafted.complete_round_lengths) / len(drafted.complete_round_lengths)
+    assert sentences == (
+        [f"A round takes 2 forwards of the target, so each gives {acceptance_length / 2:.2f} tokens."] if forwards == 2 else []
+    )

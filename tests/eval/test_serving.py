@@ -68,7 +68,7 @@ def no_causes(position: int) -> Iterator[Cause]:
     yield from ()
 
 
-def score(
+def score_servers(
     folder: Path, server: OwnServer, plain: OwnServer | None, prompts: str, own: OwnChain | None = None, **settings: Any
 ) -> dict[str, Any]:
     """Score servers in this process."""
@@ -83,7 +83,9 @@ def test_the_score_of_a_server_is_our_chains(shallow: Target, drafter: Drafter, 
     """Tokens per forward by level, counters, outputs and rounds equal our own evaluation's."""
     chain = OwnChain(shallow, drafter, no_causes)
     servers = OwnServer(shallow, drafter), OwnServer(shallow, None)
-    summary = score(tmp_path / "eval" / "a", *servers, prompts, chain, concurrency=(1, 2), slo={"itl": "20ms", "ttft": "5ms"})
+    summary = score_servers(
+        tmp_path / "eval" / "a", *servers, prompts, chain, concurrency=(1, 2), slo={"itl": "20ms", "ttft": "5ms"}
+    )
     own = summary["server"]["own_chain"]
     assert own["equal"] == own["checked"] == 4 and own["same_outputs"] == 4
     assert own["drafter_dtype"] == "float32"
@@ -112,23 +114,23 @@ def test_rounds_that_differ_are_explained(shallow: Target, drafter: Drafter, mon
     [served] = decode_prompts(shallow, shallower, Chain(3), [Generation(prompt)], 24)
     turns = [Turn("count", 0, "all", Generation(prompt, [0]), served)]
 
-    def list_one(position: int) -> Iterator[Cause]:
+    def list_cause(position: int) -> Iterator[Cause]:
         yield Cause("layers", "one layer", "take two", lambda: (shallow, shallower))
 
-    def describe(server_dtype: str) -> tuple[dict[str, Any], str]:
-        own = OwnChain(shallow, drafter, list_one, server_dtype=server_dtype).compare(turns, 24)
+    def describe_agreement(server_dtype: str) -> tuple[dict[str, Any], str]:
+        own = OwnChain(shallow, drafter, list_cause, server_dtype=server_dtype).compare(turns, 24)
         entry = {"counts": "none", "requests_counted": None, "totals_counted": None, "speedups": [], "failed": {}}
         return own, " ".join(describe_server(entry | {"own_chain": own}))
 
-    own, text = describe("bfloat16")
+    own, text = describe_agreement("bfloat16")
     assert "server.dtype=float32" in text and "search" not in own
-    own, text = describe("float32")
+    own, text = describe_agreement("float32")
     assert own["cause"]["name"] == "layers" and own["cause"]["agreement"]["share"] == 1 and not own["ties"]
     monkeypatch.setattr(search, "MAX_SECONDS", -1.0)
-    own, text = describe("float32")
+    own, text = describe_agreement("float32")
     assert own["search"]["is_cut"] and "before every cause was tested" in text
     monkeypatch.setattr(ties, "MAX_GAP", float("inf"))
-    own, text = describe("float32")
+    own, text = describe_agreement("float32")
     [tie] = own["ties"]
     assert "Rounding explains" in text and "search" not in own
     assert tie["gap"] > 0 and tie["draft"] == min(tie["served_length"], tie["own_length"])
@@ -140,8 +142,8 @@ def test_totals_give_the_same_rounds_untrimmed(
 ) -> None:
     """Counters around every prompt, or around all of them, give the tokens per forward of all rounds."""
     server = OwnServer(shallow, drafter, counts="totals")
-    totals = score(tmp_path / "totals", server, None, prompts, concurrency=(concurrency,), report=False)
-    each = score(tmp_path / "each", OwnServer(shallow, drafter), None, prompts, report=False)
+    totals = score_servers(tmp_path / "totals", server, None, prompts, concurrency=(concurrency,), report=False)
+    each = score_servers(tmp_path / "each", OwnServer(shallow, drafter), None, prompts, report=False)
     assert totals["server"]["counts"] == "totals" and each["server"]["counts"] == "requests"
     assert totals["server"]["totals_counted"] == each["server"]["totals_counted"]
     assert totals["speedup"] is None and totals["tokens_per_second"]["autoregressive"] is None
@@ -156,10 +158,10 @@ def test_failed_requests_are_left_out(shallow: Target, prompts: str, tmp_path: P
     server, plain = OwnServer(shallow, Ngram(shallow)), OwnServer(shallow, None)
     lines = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
     assert lines[2]["id"] == "name"
-    summary = score(tmp_path / "a", server, plain, prompts, OwnChain(shallow, Ngram(shallow), no_causes), report=False)
+    summary = score_servers(tmp_path / "a", server, plain, prompts, OwnChain(shallow, Ngram(shallow), no_causes), report=False)
     samples = [json.loads(line) for line in (tmp_path / "a" / "samples.jsonl").read_text().splitlines()]
     server.failing_length = len(next(line["prompt_tokens"] for line in samples if line["id"] == "name"))
-    failed = score(tmp_path / "b", server, plain, prompts, OwnChain(shallow, Ngram(shallow), no_causes), report=False)
+    failed = score_servers(tmp_path / "b", server, plain, prompts, OwnChain(shallow, Ngram(shallow), no_causes), report=False)
     assert list(failed["server"]["failed"]) == ["name"] and failed["lossless"]["checked"] == summary["lossless"]["checked"] - 1
     assert failed["serving"]["drafted"]["failed"] == 1
 
@@ -167,11 +169,11 @@ def test_failed_requests_are_left_out(shallow: Target, prompts: str, tmp_path: P
 def test_scores_of_servers_are_compared(shallow: Target, prompts: str, tmp_path: Path) -> None:
     """`spectrain compare` reads them as any other score, with and without a baseline."""
     for name, plain in (("a", OwnServer(shallow, None)), ("b", OwnServer(shallow, None))):
-        score(tmp_path / name / "eval" / "x", OwnServer(shallow, Ngram(shallow)), plain, prompts)
+        score_servers(tmp_path / name / "eval" / "x", OwnServer(shallow, Ngram(shallow)), plain, prompts)
     runs = [ScoredRun.read(name, tmp_path / name / "eval" / "x") for name in "ab"]
     result = compare_runs(runs, tmp_path)
     assert result["recommendations"][0]["goal"] == "one user" and len(result["rows"]) == 2
-    score(tmp_path / "c" / "eval" / "x", OwnServer(shallow, Ngram(shallow)), None, prompts)
+    score_servers(tmp_path / "c" / "eval" / "x", OwnServer(shallow, Ngram(shallow)), None, prompts)
     result = compare_runs([ScoredRun.read("c", tmp_path / "c" / "eval" / "x")], tmp_path)
     assert result["recommendations"][0]["goal"] == "tokens per forward"
 
@@ -182,26 +184,26 @@ def test_the_template_of_the_server(shallow: Target, prompts: str, tmp_path: Pat
     tokenizer = type(shallow.tokenizer).from_pretrained(shallow.path)
     tokenizer.chat_template = "Answer briefly. " + str(tokenizer.chat_template)
     server.template = ChatTemplate(tokenizer)
-    summary = score(tmp_path / "a", server, None, prompts, OwnChain(shallow, Ngram(shallow), no_causes), report=False)
+    summary = score_servers(tmp_path / "a", server, None, prompts, OwnChain(shallow, Ngram(shallow), no_causes), report=False)
     assert summary["server"]["template"]["equal"] == 0 and summary["server"]["template"]["first_difference"] is not None
     assert "chat template" in " ".join(describe_server(summary["server"]))
 
 
-def generation(prompt: int, lengths: list[int], output: list[int]) -> Generation:
+def make_generation(prompt: int, lengths: list[int], output: list[int]) -> Generation:
     return Generation([0] * prompt, output, round_lengths=lengths, depths=[3] * len(lengths))
 
 
 def test_rounds_are_compared_up_to_the_first_other_token() -> None:
     """Equal rounds count; the first round that differs has a position in the sequence. Rounds at the end are left out."""
     output = list(range(12))
-    one, other = generation(5, [2, 2, 1, 3, 3], output), generation(5, [2, 1, 2, 4, 2], output)
-    agreement = compare_rounds([one, one], [one, other])
+    first, second = make_generation(5, [2, 2, 1, 3, 3], output), make_generation(5, [2, 1, 2, 4, 2], output)
+    agreement = compare_rounds([first, first], [first, second])
     # Before position 9, rounds begin at 1, 3, 5 and 6, and at 1, 3, 4 and 6.
     assert (agreement.equal, agreement.checked, agreement.shared_rounds, agreement.rounds) == (1, 2, 5, 8)
     assert agreement.first_difference == 5 + 3
     # After another token, nothing is compared.
-    parted = generation(5, [2, 3, 3, 3], [0, 1, 2, *[99] * 9])
-    assert compare_rounds([one], [parted]).equal == 1
+    parted = make_generation(5, [2, 3, 3, 3], [0, 1, 2, *[99] * 9])
+    assert compare_rounds([first], [parted]).equal == 1
 
 
 def test_counters_expand_to_rounds_that_count_so() -> None:
@@ -244,11 +246,11 @@ def test_how_an_engine_is_started_is_written(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_keys_that_do_not_apply_are_refused() -> None:
-    """What means nothing for a server, or nothing without one, is refused."""
+    """Settings that mean nothing for a server, or nothing without one, are refused."""
     server = {"_target_": "spectrain.servers.vllm.VllmServer"}
-    for given in ({"eval": {"sweep": "tree"}}, {"tree": {"depth": 3}}, {"acceptance": {"temperature": 1.0}}):
-        with pytest.raises(UserError, match=next(iter(given))):
-            refuse_inapplicable({"server": server, **given})
+    for settings in ({"eval": {"sweep": "tree"}}, {"tree": {"depth": 3}}, {"acceptance": {"temperature": 1.0}}):
+        with pytest.raises(UserError, match=next(iter(settings))):
+            refuse_inapplicable({"server": server, **settings})
     with pytest.raises(UserError, match="serve=true"):
         refuse_inapplicable({"server": None})
     for settings in ({"concurrency": (1, 2)}, {"slo": {"ttft": "1s"}}):
@@ -257,7 +259,7 @@ def test_keys_that_do_not_apply_are_refused() -> None:
 
 
 def test_where_drafting_stops_paying() -> None:
-    """Intervals decide: above 1 it pays, below 1 it does not, around 1 nobody knows."""
+    """Intervals decide: above 1 drafting pays, below 1 it does not, and around 1 the result is open."""
     speedups = [
         {"concurrency": level, "ratio": ratio, "ci95": [ratio - 0.1, ratio + 0.1]}
         for level, ratio in ((1, 1.5), (4, 1.05), (8, 0.8))
@@ -273,11 +275,11 @@ def test_a_server_that_answers_nothing(shallow: Target, prompts: str, tmp_path: 
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "Once upon a time"}\n')
     with pytest.raises(RunError, match="plain text"):
-        score(tmp_path / "a", OwnServer(shallow, Ngram(shallow)), None, str(path), report=False)
+        score_servers(tmp_path / "a", OwnServer(shallow, Ngram(shallow)), None, str(path), report=False)
 
 
 @pytest.fixture(scope="module")
-def served(shallow: Target, drafter: Drafter) -> Iterator[ModelStandIn]:
+def stand_in(shallow: Target, drafter: Drafter) -> Iterator[ModelStandIn]:
     """A stand-in for vLLM whose answers have the rounds of our own chain."""
 
     def count_own_rounds(prompt: list[int], answer: list[int]) -> Rounds:
@@ -291,25 +293,25 @@ def served(shallow: Target, drafter: Drafter) -> Iterator[ModelStandIn]:
 
 
 def test_a_server_without_a_run(
-    served: ModelStandIn, shallow_folder: Path, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stand_in: ModelStandIn, shallow_folder: Path, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`spectrain eval server=vllm` scores what is served: with a target's token ids, and with messages, it is the same."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("spectrain.servers.counters.SETTLE_SECONDS", 0)
     settings = {"eval.prompts": prompts, "eval.max_new_tokens": 16, "eval.concurrency": [1, 2], "eval.limit": 2}
     target = {"target": "hf", "target.model": str(shallow_folder)}
-    with_tokens = spectrain.evaluate_server("vllm", served.url, **{**settings, **target})
+    with_tokens = spectrain.evaluate_server("vllm", stand_in.url, **{**settings, **target})
     assert with_tokens["setting"]["server"]["prompts_as"] == "token ids"
     assert with_tokens["server"]["counts"] == "requests" and with_tokens["server"]["template"]["equal"] > 0
     assert (
         with_tokens["serving"]["drafted"]["per_token_ms"]["p50"] == 2 and with_tokens["serving"]["drafted"]["clock"] == "engine"
     )
     assert with_tokens["serving"]["drafted"]["first_token_ms"]["p50"] == 6
-    messages = spectrain.evaluate_server("vllm", served.url, **settings, **{"eval.name": "messages"})
+    messages = spectrain.evaluate_server("vllm", stand_in.url, **settings, **{"eval.name": "messages"})
     assert messages["setting"]["server"]["prompts_as"] == "messages" and messages["setting"]["target"] == "served"
     for key in ("acceptance_length", "acceptance_by_depth", "tokens_by_round"):
         assert messages[key] == with_tokens[key]
     assert {path.name for path in (tmp_path / "runs" / "eval").iterdir()} == {"vllm-prompts", "messages"}
     # Requests of one level share prefixes, and none with another level.
-    salts = {body.get("cache_salt") for body in served.bodies if body.get("stream")}
+    salts = {body.get("cache_salt") for body in stand_in.bodies if body.get("stream")}
     assert len(salts) == 4

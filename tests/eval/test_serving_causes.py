@@ -35,7 +35,7 @@ STEPS, NUM_PROMPTS, NUM_TOKENS = 300, 4, 48
 Change = Callable[[DrafterCheckpoint], DrafterCheckpoint]
 
 
-def flag(**flags: Any) -> Change:
+def change_flag(**flags: Any) -> Change:
     return lambda drafter: with_changes(drafter, {"architecture": flags}, {})
 
 
@@ -43,7 +43,7 @@ def shift_layers(by: int) -> Change:
     return lambda drafter: with_changes(drafter, {"layers": [layer + by for layer in drafter.drafter["layers"]]}, {})
 
 
-def permute(drafter: DrafterCheckpoint) -> DrafterCheckpoint:
+def permute_heads(drafter: DrafterCheckpoint) -> DrafterCheckpoint:
     return with_changes(drafter, {}, convert_heads(drafter.tensors, drafter.drafter["architecture"], to_file=True))
 
 
@@ -55,9 +55,9 @@ FAULTS: dict[str, tuple[str | None, Change]] = {
     "nothing wrong": (None, lambda drafter: drafter),
     "layers one lower": ("layer-ids-off-by-one", shift_layers(-1)),
     "layers one higher": ("layer-ids-off-by-one", shift_layers(1)),
-    "the other residual": ("norm-before-residual-swapped", flag(norm_before_residual=True)),
-    "normed feedback": ("norm-output-swapped", flag(norm_output=True)),
-    "queries and keys permuted": ("heads-permuted", permute),
+    "the other residual": ("norm-before-residual-swapped", change_flag(norm_before_residual=True)),
+    "normed feedback": ("norm-output-swapped", change_flag(norm_output=True)),
+    "queries and keys permuted": ("heads-permuted", permute_heads),
     "offsets read as ids": ("d2t-as-ids", read_offsets_as_ids),
     "a window of 48": ("context-window", lambda drafter: with_changes(drafter, {"window": 48}, {})),
 }

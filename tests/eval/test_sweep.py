@@ -46,7 +46,7 @@ QUICK: dict[str, Any] = {"oracle": False, "report": False, "repeats": 1, "prune_
 SWEEP_EXITS, SWEEP_DEPTHS = (3, 7), (1, 3)
 
 
-def evaluation(folder: Path, **options: Any) -> Evaluation:
+def make_evaluation(folder: Path, **options: Any) -> Evaluation:
     """An evaluation over two short prompts, one of two turns."""
     path = folder / "prompts.jsonl"
     rows = [{"id": str(number), "category": "talk", "turns": turns} for number, turns in enumerate(QUESTIONS)]
@@ -54,40 +54,40 @@ def evaluation(folder: Path, **options: Any) -> Evaluation:
     return ExperimentalEvaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), **{**QUICK, **options})
 
 
-def jobs(folder: Path) -> list[tuple[list[int], int]]:
-    """Every turn's whole context and the key of its random draws, as the scoring saw them."""
+def read_turns(folder: Path) -> list[tuple[list[int], int]]:
+    """Return every turn's full context and the key of its random draws, as the scoring used them."""
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return [(line["prompt_tokens"], row) for row, line in enumerate(lines, 1)]
 
 
 def rounds_of(folder: Path, system: str) -> list[tuple[int, ...]]:
-    """Tokens, depth and nodes of every round of a system, with its number in the answer."""
+    """Return tokens, depth and nodes of every round of a system, with its number in the answer."""
     rows = [row for row in pq.read_table(folder / "rounds.parquet").to_pylist() if row["system"] == system]
     return [(row["round"], row["tokens"], row["depth"], row["nodes"]) for row in rows]
 
 
-def alone(
+def decode_alone(
     target: Target, folder: Path, rule: AcceptanceRule, drafter: Drafter, builder: TreeBuilder, pruning: Pruning | None = None
 ) -> list[Generation]:
-    """The same turns, each decoded by itself and without an evaluation."""
+    """Decode the same turns, each by itself and without an evaluation."""
     session = Session(target, rule, drafter, builder, pruning=pruning)
-    return [session.decode([prompt], LIMIT, [row])[0] for prompt, row in jobs(folder)]
+    return [session.decode([prompt], LIMIT, [row])[0] for prompt, row in read_turns(folder)]
 
 
-def rounds(generations: list[Generation]) -> list[tuple[int, ...]]:
+def list_rounds(generations: list[Generation]) -> list[tuple[int, ...]]:
     return [
-        (number, *found)
+        (number, *counts)
         for generation in generations
-        for number, found in enumerate(zip(generation.round_lengths, generation.depths, generation.node_counts))
+        for number, counts in enumerate(zip(generation.round_lengths, generation.depths, generation.node_counts))
     ]
 
 
-def pooled(generations: list[Generation]) -> float:
-    whole = [count for generation in generations for count in generation.complete_round_lengths]
-    return sum(whole) / len(whole)
+def mean_acceptance(generations: list[Generation]) -> float:
+    complete = [count for generation in generations for count in generation.complete_round_lengths]
+    return sum(complete) / len(complete)
 
 
-def eagle3(target: Target) -> Eagle3:
+def make_eagle3(target: Target) -> Eagle3:
     """An untrained drafter that runs no part of the target."""
     torch.manual_seed(1)
     drafter = Eagle3(target, vocab_size=512)
@@ -105,30 +105,32 @@ def test_every_cell_of_exits_is_decoded(
 ) -> None:
     """Every (exit, depth) cell has the rounds of a direct `decode` with that exit and the target's own output; the table, in
     the summary and printed, repeats the entries."""
-    scored = evaluation(tmp_path, sweep="exit", exits=SWEEP_EXITS, depths=SWEEP_DEPTHS)
+    evaluation = make_evaluation(tmp_path, sweep="exit", exits=SWEEP_EXITS, depths=SWEEP_DEPTHS)
     folder = tmp_path / "out"
-    summary = scored.score(Candidate(tiny, EarlyExit(tiny, EXIT), Chain(2), rule, SETTING), folder)
+    summary = evaluation.score(Candidate(tiny, EarlyExit(tiny, EXIT), Chain(2), rule, SETTING), folder)
     cells = {(exit, depth): f"exit-{exit}-{depth}" for exit in SWEEP_EXITS for depth in SWEEP_DEPTHS}
     assert summary["compared"].keys() == set(cells.values())
-    plain = [decode(tiny, [prompt], rule, LIMIT, sequence_ids=[row])[0].output for prompt, row in jobs(folder)]
+    plain = [decode(tiny, [prompt], rule, LIMIT, sequence_ids=[row])[0].output for prompt, row in read_turns(folder)]
     for (exit, depth), name in cells.items():
-        entry, found = summary["compared"][name], alone(tiny, folder, rule, EarlyExit(tiny, exit), Chain(depth))
-        assert rounds_of(folder, name) == rounds(found) and [one.output for one in found] == plain
-        assert entry["acceptance_length"]["pooled"] == pytest.approx(pooled(found), abs=1e-4)
+        entry, generations = summary["compared"][name], decode_alone(tiny, folder, rule, EarlyExit(tiny, exit), Chain(depth))
+        assert (
+            rounds_of(folder, name) == list_rounds(generations) and [generation.output for generation in generations] == plain
+        )
+        assert entry["acceptance_length"]["pooled"] == pytest.approx(mean_acceptance(generations), abs=1e-4)
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
         assert entry["lossless"]["rule"] == rule.name and entry["tree"]["depth"] == depth
-    own = alone(tiny, folder, rule, EarlyExit(tiny, EXIT), Chain(2))
-    assert rounds_of(folder, "drafter") == rounds(own) and summary["setting"]["drafter"] == {"exit_layer": EXIT}
-    held = json.loads((folder / "summary.json").read_text())["sweep"]
-    same_as_entries(held, summary["compared"], cells, "speedup")
-    printed(capsys.readouterr().out, held, summary["compared"], "speedup")
+    own = decode_alone(tiny, folder, rule, EarlyExit(tiny, EXIT), Chain(2))
+    assert rounds_of(folder, "drafter") == list_rounds(own) and summary["setting"]["drafter"] == {"exit_layer": EXIT}
+    sweep = json.loads((folder / "summary.json").read_text())["sweep"]
+    same_as_entries(sweep, summary["compared"], cells, "speedup")
+    assert_printed(capsys.readouterr().out, sweep, summary["compared"], "speedup")
 
 
 def same_as_entries(sweep: dict[str, Any], compared: dict[str, Any], cells: dict[tuple[int, int], str], second: str) -> None:
     """The table's cells are those of the entries, and the fastest is the one of the greatest measured speedup."""
-    places = {(row, column): (i, j) for i, row in enumerate(sweep["rows"]) for j, column in enumerate(sweep["columns"])}
-    assert places.keys() == cells.keys()
-    for cell, (i, j) in places.items():
+    positions = {(row, column): (i, j) for i, row in enumerate(sweep["rows"]) for j, column in enumerate(sweep["columns"])}
+    assert positions.keys() == cells.keys()
+    for cell, (i, j) in positions.items():
         entry = compared[cells[cell]]
         assert sweep["acceptance_length"][i][j] == entry["acceptance_length"]["pooled"]
         assert sweep["speedup"][i][j] == entry["speedup"]["ratio"]
@@ -140,8 +142,8 @@ def same_as_entries(sweep: dict[str, Any], compared: dict[str, Any], cells: dict
     assert compared[cells[fastest]]["speedup"]["ratio"] == max(speed["ratio"] for speed in speeds)
 
 
-def printed(out: str, sweep: dict[str, Any], compared: dict[str, Any], second: str) -> None:
-    """What was printed holds the grid, row by row, and no cell a second time."""
+def assert_printed(out: str, sweep: dict[str, Any], compared: dict[str, Any], second: str) -> None:
+    """Check that the output has the grid, row by row, and no cell a second time."""
     lines = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in out.splitlines()]
     assert f"{sweep['row']} \\ {sweep['column']} {' '.join(map(str, sweep['columns']))}" in lines
     for i, row in enumerate(sweep["rows"]):
@@ -198,30 +200,33 @@ def test_settings_are_sorted_and_named_once(tiny: Target) -> None:
 def test_drawn_chains_are_swept_too(tiny: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
     """With a rule that weighs p against q and tree.children=sampled, every cell's chain is drawn like the drafter's own, so
     a cell of the same exit and depth has the drafter's own rounds."""
-    scored = evaluation(tmp_path, sweep="exit", exits=(2, EXIT), depths=(2, 3))
+    evaluation = make_evaluation(tmp_path, sweep="exit", exits=(2, EXIT), depths=(2, 3))
     builder = Chain(2, "sampled", temperature=0.9, seed=4)
-    summary = scored.score(Candidate(tiny, EarlyExit(tiny, EXIT), builder, rule, SETTING), tmp_path / "out")
+    summary = evaluation.score(Candidate(tiny, EarlyExit(tiny, EXIT), builder, rule, SETTING), tmp_path / "out")
     assert {entry["tree"]["children"] for entry in summary["compared"].values()} == {"sampled"}
     assert rounds_of(tmp_path / "out", f"exit-{EXIT}-2") == rounds_of(tmp_path / "out", "drafter")
 
 
 @pytest.mark.parametrize("family", [Ngram, Kangaroo, LayerSkipping])
-def test_one_exit_is_not_swept(tiny: Target, tmp_path: Path, family: Any) -> None:
+def test_a_fixed_exit_is_not_swept(tiny: Target, tmp_path: Path, family: Any) -> None:
     """A drafter that can't change its exit is refused before anything is decoded."""
     with pytest.raises(UserError, match=r"eval\.sweep=exit: this drafter has no exits to choose from"):
-        evaluation(tmp_path, sweep="exit").score(Candidate(tiny, family(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
+        make_evaluation(tmp_path, sweep="exit").score(
+            Candidate(tiny, family(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out"
+        )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("sweep", ["exit", "prune"])
 @pytest.mark.parametrize("exits", [(8,), (1, 9)])
 def test_exits_that_are_none_are_refused(tiny: Target, tmp_path: Path, sweep: Any, exits: tuple[int, ...]) -> None:
-    """The last layer and what lies beyond are no exits, nor for pruning what drafting has run; the message names the first."""
-    scored = evaluation(tmp_path, sweep=sweep, exits=exits)
+    """The last layer and later ones are no exits, and pruning needs a layer that drafting has not run; the message names the
+    first."""
+    evaluation = make_evaluation(tmp_path, sweep=sweep, exits=exits)
     with pytest.raises(
         UserError, match=rf"eval\.exits=\[.* {exits[-1] if sweep == 'exit' else exits[0]} is no exit here; tiny has those from"
     ):
-        scored.score(Candidate(tiny, EarlyExit(tiny, EXIT), Chain(2), Greedy(), SETTING), tmp_path / "out")
+        evaluation.score(Candidate(tiny, EarlyExit(tiny, EXIT), Chain(2), Greedy(), SETTING), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -245,10 +250,10 @@ def node_layers(session: Session, prompt: list[int], row: int) -> tuple[Generati
     """A generation, and how often a node was run through a layer after the prefill, counted in the layers themselves."""
     counted, target = [0], session.target
 
-    def count(module: Any, given: Any, output: Any) -> None:
-        counted[0] += given[0].shape[0] * given[0].shape[1]
+    def count_rows(module: Any, inputs: Any, output: Any) -> None:
+        counted[0] += inputs[0].shape[0] * inputs[0].shape[1]
 
-    hooks = [layer.mlp.register_forward_hook(count) for layer in target.layers]  # type: ignore[union-attr, operator]
+    hooks = [layer.mlp.register_forward_hook(count_rows) for layer in target.layers]  # type: ignore[union-attr, operator]
     try:
         (generation,) = session.decode([prompt], LIMIT, [row])
     finally:
@@ -257,15 +262,15 @@ def node_layers(session: Session, prompt: list[int], row: int) -> tuple[Generati
     return generation, counted[0] - target.num_layers * len(prompt)
 
 
-def counted_alone(
+def count_alone(
     target: Target, folder: Path, rule: AcceptanceRule, drafter: Drafter, builder: TreeBuilder, pruning: Pruning
 ) -> tuple[list[Generation], float]:
-    """`alone`, and the share of node-layers that the layers themselves did not run, of all proposed nodes through all layers.
-    The drafter must draft in none of the target's layers, or propose all that it drafts."""
+    """Return `decode_alone`, and the share of node-layers that the layers themselves did not run, of all proposed nodes through
+    all layers. The drafter must draft in none of the target's layers, or propose all that it drafts."""
     session = Session(target, rule, drafter, builder, pruning=pruning)
-    runs = [node_layers(session, prompt, row) for prompt, row in jobs(folder)]
-    every = target.num_layers * sum(sum(found.node_counts) + sum(found.pruned_counts) for found, _ in runs)
-    return [found for found, _ in runs], 1 - sum(counted for _, counted in runs) / every
+    runs = [node_layers(session, prompt, row) for prompt, row in read_turns(folder)]
+    every = target.num_layers * sum(sum(generation.node_counts) + sum(generation.pruned_counts) for generation, _ in runs)
+    return [generation for generation, _ in runs], 1 - sum(counted for _, counted in runs) / every
 
 
 @pytest.mark.slow
@@ -276,85 +281,89 @@ def test_every_cell_of_prunings_is_decoded(
     """Every (layer, top) cell has the rounds of a direct `decode` with that pruning, says how many nodes and node-layers that
     left out, by a count of what the layers ran, and has the target's own output."""
     layers, tops = (1, 2), (2, 300)
-    drafter, builder, folder = eagle3(shallow), Eagle2(3, 8, 3), tmp_path / "out"
-    scored = evaluation(tmp_path, sweep="prune", exits=layers, tops=tops)
-    summary = scored.score(Candidate(shallow, drafter, builder, rule, SETTING), folder)
+    drafter, builder, folder = make_eagle3(shallow), Eagle2(3, 8, 3), tmp_path / "out"
+    evaluation = make_evaluation(tmp_path, sweep="prune", exits=layers, tops=tops)
+    summary = evaluation.score(Candidate(shallow, drafter, builder, rule, SETTING), folder)
     cells = {(layer, top): f"prune-{layer}-{top}" for layer in layers for top in tops}
     assert summary["compared"].keys() == set(cells.values()) and "pruning" not in summary
     for (layer, top), name in cells.items():
         entry, pruning = summary["compared"][name], Pruning(layer, top)
-        found, saved = counted_alone(shallow, folder, rule, drafter, builder, pruning)
-        kept, left = (sum(sum(getattr(one, key)) for one in found) for key in ("nodes", "pruned"))
-        assert rounds_of(folder, name) == rounds(found) and left > 0
+        generations, saved = count_alone(shallow, folder, rule, drafter, builder, pruning)
+        verified, pruned = (sum(sum(getattr(generation, key)) for generation in generations) for key in ("nodes", "pruned"))
+        assert rounds_of(folder, name) == list_rounds(generations) and pruned > 0
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
         assert entry["pruning"].keys() == {"layer", "top_k", "rank", "nodes_pruned", "node_layers_saved", "work_saved"}
         assert (entry["pruning"]["layer"], entry["pruning"]["top_k"]) == (layer, top)
-        assert entry["pruning"]["nodes_pruned"] == pytest.approx(left / (left + kept), abs=1e-4)
+        assert entry["pruning"]["nodes_pruned"] == pytest.approx(pruned / (pruned + verified), abs=1e-4)
         assert entry["pruning"]["node_layers_saved"] == pytest.approx(saved, abs=1e-4)
         size, head = sum(p.numel() for p in shallow.layers[0].parameters()), shallow.head.output.weight.numel()
-        judged = sum(sum(one.judged_counts) for one in found)
-        work = left * ((3 - layer) * size + head) - judged * head
-        assert entry["pruning"]["work_saved"] == pytest.approx(work / ((left + kept) * (3 * size + head)), abs=1e-4)
+        judged = sum(sum(generation.judged_counts) for generation in generations)
+        work = pruned * ((3 - layer) * size + head) - judged * head
+        assert entry["pruning"]["work_saved"] == pytest.approx(work / ((pruned + verified) * (3 * size + head)), abs=1e-4)
     same_as_entries(summary["sweep"], summary["compared"], cells, "node_layers_saved")
-    printed(capsys.readouterr().out, summary["sweep"], summary["compared"], "node_layers_saved")
+    assert_printed(capsys.readouterr().out, summary["sweep"], summary["compared"], "node_layers_saved")
 
 
 @pytest.mark.sweep(1, free=("layer", "exit_layer"))
 @pytest.mark.parametrize("layer, exit_layer", [(5, 1), (1, 1), (3, 3), (4, 3)])
 def test_what_is_saved_where_the_target_drafts(tiny: Target, tmp_path: Path, layer: int, exit_layer: int) -> None:
-    """Behind an early exit, of which every drafted node is proposed, node_layers_saved is what the layers did not run; before
-    the exit there is nothing to save, and pruning there is refused."""
+    """With an early exit, of which every drafted node is proposed, node_layers_saved is what the layers did not run; before the
+    exit there is nothing to save, and pruning there is refused."""
     with pytest.raises(UserError, match=f"eval.prune_layer=1.*{exit_layer + 1} or more"):
-        early = evaluation(tmp_path, prune_layer=1)
+        early = make_evaluation(tmp_path, prune_layer=1)
         early.score(Candidate(tiny, EarlyExit(tiny, exit_layer + 1), Chain(2), Greedy(), SETTING), tmp_path / "early")
     drafter, builder, folder = EarlyExit(tiny, exit_layer), Static(1, 4, [[0], [1], [2]]), tmp_path / "out"
-    scored = evaluation(tmp_path, prune_layer=layer, prune_top=2)
-    found = scored.score(Candidate(tiny, drafter, builder, Greedy(), SETTING), folder)
-    assert found["lossless"]["identical"] == NUM_TURNS and found["pruning"]["nodes_pruned"] > 0
-    _, saved = counted_alone(tiny, folder, Greedy(), drafter, builder, Pruning(layer, 2))
-    assert found["pruning"]["node_layers_saved"] == pytest.approx(saved, abs=1e-4)
+    evaluation = make_evaluation(tmp_path, prune_layer=layer, prune_top=2)
+    summary = evaluation.score(Candidate(tiny, drafter, builder, Greedy(), SETTING), folder)
+    assert summary["lossless"]["identical"] == NUM_TURNS and summary["pruning"]["nodes_pruned"] > 0
+    _, saved = count_alone(tiny, folder, Greedy(), drafter, builder, Pruning(layer, 2))
+    assert summary["pruning"]["node_layers_saved"] == pytest.approx(saved, abs=1e-4)
 
 
 @RULES
 @pytest.mark.slow
-def test_pruned_beside_unpruned(tiny: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]) -> None:
-    """eval.prune_layer puts the unpruned rounds beside the pruned ones: those of a score without it. From the same text, in an
-    answer's first round, pruning never keeps more tokens."""
+def test_pruned_and_unpruned_rounds(
+    tiny: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """eval.prune_layer adds the unpruned rounds to the pruned ones: those of a score without it. From the same text, in an
+    answer's first round, pruning never accepts more tokens."""
     drafter, builder = EarlyExit(tiny, 6), Eagle2(3, 8, 3)
-    plain = evaluation(tmp_path).score(Candidate(tiny, drafter, builder, rule, SETTING), tmp_path / "plain")
+    plain = make_evaluation(tmp_path).score(Candidate(tiny, drafter, builder, rule, SETTING), tmp_path / "plain")
     capsys.readouterr()
     folder = tmp_path / "pruned"
-    summary = evaluation(tmp_path, prune_layer=7, prune_top=1).score(Candidate(tiny, drafter, builder, rule, SETTING), folder)
+    summary = make_evaluation(tmp_path, prune_layer=7, prune_top=1).score(
+        Candidate(tiny, drafter, builder, rule, SETTING), folder
+    )
     assert plain["compared"] == {} and summary["compared"].keys() == {"unpruned"}
     assert "pruning" not in plain and "pruning" not in summary["compared"]["unpruned"]
     assert (summary["pruning"]["layer"], summary["pruning"]["top_k"]) == (7, 1)
     assert rounds_of(folder, "unpruned") == rounds_of(tmp_path / "plain", "drafter")
-    assert rounds_of(folder, "drafter") == rounds(alone(tiny, folder, rule, drafter, builder, Pruning(7, 1)))
+    assert rounds_of(folder, "drafter") == list_rounds(decode_alone(tiny, folder, rule, drafter, builder, Pruning(7, 1)))
     assert summary["compared"]["unpruned"]["acceptance_length"] == plain["acceptance_length"]
     for entry in (summary, summary["compared"]["unpruned"]):
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
-    first = [[one for one in rounds_of(folder, name) if one[0] == 0] for name in ("drafter", "unpruned")]
+    first = [[record for record in rounds_of(folder, name) if record[0] == 0] for name in ("drafter", "unpruned")]
     assert len(first[0]) == NUM_TURNS
-    assert all(mine[1] <= other[1] and mine[3] <= other[3] for mine, other in zip(*first, strict=True))
-    assert sum(mine[3] for mine in first[0]) < sum(other[3] for other in first[1])
+    assert all(pruned[1] <= unpruned[1] and pruned[3] <= unpruned[3] for pruned, unpruned in zip(*first, strict=True))
+    assert sum(pruned[3] for pruned in first[0]) < sum(unpruned[3] for unpruned in first[1])
     assert "Pruned after 7 layers by their top 1" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
-def test_the_whole_vocabulary_prunes_nothing(tiny: Target, tmp_path: Path) -> None:
+def test_the_full_vocabulary_prunes_nothing(tiny: Target, tmp_path: Path) -> None:
     """Where every token counts as likely, the pruned rounds are the unpruned ones and nothing is saved."""
-    scored = evaluation(tmp_path, prune_layer=1, prune_top=10 * tiny.head.vocab_size)
-    summary = scored.score(Candidate(tiny, eagle3(tiny), Eagle2(3, 8, 3), Greedy(), SETTING), tmp_path / "out")
+    evaluation = make_evaluation(tmp_path, prune_layer=1, prune_top=10 * tiny.head.vocab_size)
+    summary = evaluation.score(Candidate(tiny, make_eagle3(tiny), Eagle2(3, 8, 3), Greedy(), SETTING), tmp_path / "out")
     assert summary["pruning"]["nodes_pruned"] == summary["pruning"]["node_layers_saved"] == 0
     assert rounds_of(tmp_path / "out", "drafter") == rounds_of(tmp_path / "out", "unpruned")
 
 
 def test_the_head_is_fitted_before_decoding(shallow: Target, tmp_path: Path) -> None:
     """With a rank, the head that prunes is read off fewer numbers and counted so; the output is the target's."""
-    scored = evaluation(tmp_path, prune_layer=2, prune_top=4, prune_rank=64)
-    candidate = Candidate(shallow, eagle3(shallow), Static(1, 4, [[0], [1], [2]]), Greedy(), SETTING)
-    found = scored.score(candidate, tmp_path / "out")
-    assert found["pruning"]["rank"] == 64 and found["lossless"]["identical"] == NUM_TURNS
+    evaluation = make_evaluation(tmp_path, prune_layer=2, prune_top=4, prune_rank=64)
+    candidate = Candidate(shallow, make_eagle3(shallow), Static(1, 4, [[0], [1], [2]]), Greedy(), SETTING)
+    summary = evaluation.score(candidate, tmp_path / "out")
+    assert summary["pruning"]["rank"] == 64 and summary["lossless"]["identical"] == NUM_TURNS
 
 
 @pytest.mark.parametrize("options", [{"sweep": "prune"}, {"prune_layer": 2}], ids=["sweep", "one"])
@@ -364,16 +373,18 @@ def test_rules_that_pruning_would_bias_are_refused(
 ) -> None:
     """Rules that weigh p against q are refused with the rules to use, and nothing is written."""
     with pytest.raises(UserError, match=rf"acceptance={rule.name}: it is not valid for pruned trees; use .*greedy or match"):
-        evaluation(tmp_path, **options).score(
+        make_evaluation(tmp_path, **options).score(
             Candidate(tiny, EarlyExit(tiny, 2), Chain(2, "sampled"), rule, SETTING), tmp_path / "out"
         )
     assert not (tmp_path / "out").exists()
 
 
-def test_pruning_behind_the_last_layer_is_refused(tiny: Target, tmp_path: Path) -> None:
+def test_pruning_after_the_last_layer_is_refused(tiny: Target, tmp_path: Path) -> None:
     """A layer to prune after that leaves no layer to save is refused."""
     with pytest.raises(UserError, match=r"eval\.prune_layer=8: tiny has 8 layers; use fewer"):
-        evaluation(tmp_path, prune_layer=8).score(Candidate(tiny, eagle3(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
+        make_evaluation(tmp_path, prune_layer=8).score(
+            Candidate(tiny, make_eagle3(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out"
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -381,9 +392,11 @@ def test_pruning_behind_the_last_layer_is_refused(tiny: Target, tmp_path: Path) 
 def test_lengths_are_compared_with_what_decides_them(children: Any, rule: AcceptanceRule) -> None:
     """Chains of every length up to the candidate's depth, and those that decide it, drawn as the candidate's is."""
     candidate: Any = SimpleNamespace(builder=Chain(3, children, 0.7, seed=4), rule=rule, drafter=None)
-    found = LengthSweep().systems(candidate, None)  # type: ignore[arg-type]
+    systems = LengthSweep().systems(candidate, None)  # type: ignore[arg-type]
     names = [f"length-chain-{depth}" for depth in (1, 2, 3)] + ["length-thompson-3", "length-policy-3"]
-    assert [system.name for system in found] == names and len({system.label for system in found}) == len(found)
-    assert {(one.builder.children, one.builder.temperature, one.builder.seed) for one in found} == {(children, 0.7, 4)}
+    assert [system.name for system in systems] == names and len({system.label for system in systems}) == len(systems)
+    assert {(system.builder.children, system.builder.temperature, system.builder.seed) for system in systems} == {
+        (children, 0.7, 4)
+    }
     with pytest.raises(UserError, match="weighs p against the q"):
         LengthSweep().systems(SimpleNamespace(builder=Chain(3), rule=SpeculativeSampling(), drafter=None), None)  # type: ignore

@@ -41,9 +41,9 @@ PROBLEM = {
     ],
 )  # fmt: skip
 def test_the_last_number_counts(text: str, value: float | None) -> None:
-    """The number behind GSM8K's mark, else the last one, with signs, thousands and decimals; no part of a word."""
-    found = last_number(text)
-    assert (None if found is None else float(found)) == value
+    """The number after GSM8K's mark counts, else the last one, with signs, thousands and decimals; no part of a word counts."""
+    number = last_number(text)
+    assert (None if number is None else float(number)) == value
 
 
 def test_what_a_row_says_is_right() -> None:
@@ -57,8 +57,8 @@ def test_what_a_row_says_is_right() -> None:
 
 
 def test_the_questions_that_ship_have_the_answers_of_their_sums() -> None:
-    """Every question of eval.prompts=arithmetic has one exact answer, which is the value of the sum beside it, and of which the
-    question does not tell."""
+    """Every question of eval.prompts=arithmetic has one exact answer, which is the value of its sum and does not stand in the
+    question."""
     rows = [
         json.loads(line) for line in (Path(spectrain.__file__).parent / "data" / "arithmetic.jsonl").read_text().splitlines()
     ]
@@ -71,7 +71,7 @@ def test_the_questions_that_ship_have_the_answers_of_their_sums() -> None:
         assert row["answer"] not in re.findall(r"\d+", row["question"])
 
 
-def turn(target: Target, name: str, plain: str, drafted: str) -> Turn:
+def make_turn(target: Target, name: str, plain: str, drafted: str) -> Turn:
     encoded = [target.tokenizer.encode(text, add_special_tokens=False) for text in (plain, drafted)]
     return Turn(name, 0, "any", *(Generation([1], [*tokens, *sorted(target.stop_ids)[:1]]) for tokens in encoded))
 
@@ -79,7 +79,11 @@ def turn(target: Target, name: str, plain: str, drafted: str) -> Turn:
 def test_both_sides_are_scored(tiny: Target) -> None:
     """Right answers are counted for drafted and autoregressive text; turns without a reference are not."""
     references = {"a": Number(last_number("4")), "b": Number(last_number("5"))}  # type: ignore[arg-type]
-    turns = [turn(tiny, "a", "it is 4", "it is 4"), turn(tiny, "b", "it is 5", "it is 6"), turn(tiny, "c", "1", "1")]
+    turns = [
+        make_turn(tiny, "a", "it is 4", "it is 4"),
+        make_turn(tiny, "b", "it is 5", "it is 6"),
+        make_turn(tiny, "c", "1", "1"),
+    ]
     assert task_score(tiny, references, turns, False) == {"checked": 2, "not_run": 0, "autoregressive": 2, "drafted": 1}
     assert task_score(tiny, {}, turns, False) is None
 
@@ -113,7 +117,7 @@ def test_programs_are_run_only_where_that_is_allowed(tiny: Target, judge: Judge,
     reference = Program(PROBLEM)
     assert reference.is_right(right) and reference.is_right("    return 2 * x") and not reference.is_right(wrong)
     monkeypatch.setattr(judge, "check_correctness", lambda *_: pytest.fail("a program was run"))
-    turns = [turn(tiny, "a", right, wrong)]
+    turns = [make_turn(tiny, "a", right, wrong)]
     assert task_score(tiny, {"a": reference}, turns, False) == {"checked": 0, "not_run": 1, "autoregressive": 0, "drafted": 0}
 
 
@@ -130,21 +134,21 @@ def test_a_judge_that_is_missing_or_blind_is_refused(judge: Judge, monkeypatch: 
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Rollback(9.0)], ids=lambda rule: rule.name)
-@pytest.mark.parametrize("asked", [False, True])
-def test_quality_is_shown_for_lossy_rules_or_when_asked_for(tiny: Target, tmp_path: Path, rule: Any, asked: bool) -> None:
-    """Perplexity, agreement and score stand beside the speed; of a lossless rule only on demand, and nothing differs then."""
+@pytest.mark.parametrize("quality", [False, True])
+def test_quality_is_shown_for_lossy_rules_or_on_request(tiny: Target, tmp_path: Path, rule: Any, quality: bool) -> None:
+    """Perplexity, agreement and score stand next to the speed; of a lossless rule only on request, and nothing differs then."""
     evaluation = Evaluation(
-        prompts="arithmetic", limit=2, max_new_tokens=12, baselines=(), oracle=False, report=False, repeats=1, quality=asked
+        prompts="arithmetic", limit=2, max_new_tokens=12, baselines=(), oracle=False, report=False, repeats=1, quality=quality
     )
     summary = evaluation.score(Candidate(tiny, Ngram(tiny), Chain(3), rule, SETTING), tmp_path / "out")
-    assert ("drift" in summary) == ("task" in summary) == (asked or not rule.lossless)
+    assert ("drift" in summary) == ("task" in summary) == (quality or not rule.lossless)
     if "task" in summary:
         drift, task = summary["drift"], summary["task"]
         assert task["checked"] == drift["checked"] == 2
-        said = " ".join(list_caveats(summary))
-        assert "Agreement with decoding without drafts" in said and "drafted answers right" in said
+        text = " ".join(list_caveats(summary))
+        assert "Agreement with decoding without drafts" in text and "drafted answers right" in text
         if rule.lossless:
             assert drift["agreement"] == 1.0 and drift["same_answers"] == 2 and drift["drafted"] == drift["autoregressive"]
             assert task["drafted"] == task["autoregressive"]
         else:
-            assert drift["agreement"] < 1.0 and "LOSSY: acceptance=bild" in said
+            assert drift["agreement"] < 1.0 and "LOSSY: acceptance=bild" in text

@@ -12,7 +12,7 @@ from spectrain.eval.prompts import Prompt, take_turns
 from spectrain.eval.settings import EvalSettings
 from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
 from spectrain.eval.turns import Interleaving
-from tests.eval.test_noise import generation
+from tests.eval.test_noise import make_generation
 
 SECONDS = 12.0  # of one prompt, decoded autoregressively, by a drafter and by the oracle
 
@@ -29,7 +29,7 @@ class Clocked(Interleaving):
     def _decode_conversations(self, prompts: Any) -> None:
         self.clock[0] += SECONDS
         slow = 4.0 if self.unsteady and self.num_prompts % 3 == 0 else 1.0
-        self.turns["drafter"].append(Turn("a", 0, "all", generation([1] * 6, 6.0 * slow), generation([2, 2, 2], 5.0)))
+        self.turns["drafter"].append(Turn("a", 0, "all", make_generation([1] * 6, 6.0 * slow), make_generation([2, 2, 2], 5.0)))
 
 
 def count_prompts(monkeypatch: pytest.MonkeyPatch, minutes: float | None, unsteady: bool = False, **settings: Any) -> int:

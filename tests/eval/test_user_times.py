@@ -8,10 +8,10 @@ from spectrain.eval.metrics import Rates, price_tokens
 from spectrain.eval.notes import describe_worst_category
 from spectrain.eval.user_times import describe_user_times, measure_user_times, token_gaps
 
-from .test_metrics import TURNS, generation, turn
+from .test_metrics import TURNS, make_generation, make_turn
 
 
-def timed(lengths: list[int], seconds: list[float], output: int, prefill: float = 0.1) -> Generation:
+def make_timed_generation(lengths: list[int], seconds: list[float], output: int, prefill: float = 0.1) -> Generation:
     """A generation of `output` tokens whose rounds emitted `lengths` tokens in `seconds`."""
     rounds = [{"draft": value / 4, "verify": value / 2, "accept": 0.0, "other": value / 4} for value in seconds]
     total = {part: sum(times[part] for times in rounds) for part in rounds[0]}
@@ -20,16 +20,16 @@ def timed(lengths: list[int], seconds: list[float], output: int, prefill: float 
 
 def test_gaps_are_rounds_and_zeros() -> None:
     """The gaps of an answer sum to its decoding; a round's first token waits for it, and trimmed tokens do not count."""
-    drafted = timed([3, 1, 4], [0.06, 0.02, 0.08], 7)
+    drafted = make_timed_generation([3, 1, 4], [0.06, 0.02, 0.08], 7)
     assert token_gaps(drafted) == pytest.approx([0.06, 0, 0, 0.02, 0.08, 0])
     assert sum(token_gaps(drafted)) == pytest.approx(drafted.finish_seconds) == pytest.approx(drafted.decode_seconds)
-    plain = timed([1] * 6, [0.02] * 6, 7)
+    plain = make_timed_generation([1] * 6, [0.02] * 6, 7)
     assert token_gaps(plain) == pytest.approx([0.02] * 6)
 
 
 def test_user_times_of_two_answers() -> None:
     """Half of the answers keep the bound of 50 ms in 95 % of their tokens, so goodput is their tokens over all seconds."""
-    slow, quick = timed([3, 3], [0.06, 0.06], 7, prefill=0.3), timed([1] * 6, [0.02] * 6, 7)
+    slow, quick = make_timed_generation([3, 3], [0.06, 0.06], 7, prefill=0.3), make_timed_generation([1] * 6, [0.02] * 6, 7)
     times = measure_user_times([slow, quick], 50)
     assert times.within_bound == round(10 / 12, 4)
     assert times.goodput == pytest.approx(6 / 0.24)
@@ -50,7 +50,11 @@ def test_prices_follow_from_rates() -> None:
 
 
 def test_categories_have_intervals_and_the_worst_is_named() -> None:
-    turns = [*TURNS[:2], turn("d", generation([1, 1], [2, 2], 3), "chat"), turn("e", generation([2, 1], [2, 2], 4), "chat")]
+    turns = [
+        *TURNS[:2],
+        make_turn("d", make_generation([1, 1], [2, 2], 3), "chat"),
+        make_turn("e", make_generation([2, 1], [2, 2], 4), "chat"),
+    ]
     numbers = metrics.measure_system(turns, True)["by_category"]
     assert numbers["chat"].prompts == 2 and numbers["chat"].speedup == round(metrics.speedup(turns[2:]), 4)
     assert numbers["chat"].speedup_ci95 == metrics.speedup_interval(turns[2:])

@@ -38,13 +38,13 @@ def test_the_process_is_the_closed_form() -> None:
     new = torch.randint(2, (3, 8)).double()
     process = GaussianProcess(bits, scores)
 
-    def kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def compute_kernel(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.exp(-(a[:, None] - b).square().sum(-1) / 2)
 
-    inverse = torch.linalg.inv(kernel(bits, bits) + NOISE * torch.eye(5).double())
+    inverse = torch.linalg.inv(compute_kernel(bits, bits) + NOISE * torch.eye(5).double())
     scale = scores.std(unbiased=False)
-    mean = scores.mean() + kernel(new, bits) @ inverse @ (scores - scores.mean())
-    variance = 1 - (kernel(new, bits) @ inverse @ kernel(bits, new)).diagonal()
+    mean = scores.mean() + compute_kernel(new, bits) @ inverse @ (scores - scores.mean())
+    variance = 1 - (compute_kernel(new, bits) @ inverse @ compute_kernel(bits, new)).diagonal()
     torch.testing.assert_close(process.predict(new), (mean, scale * variance.clamp(min=1e-12).sqrt()), rtol=1e-5, atol=1e-5)
     grid = torch.linspace(-8, 8, 20_001).double()
     density = torch.exp(-grid.square() / 2) / (2 * torch.pi) ** 0.5
@@ -73,8 +73,10 @@ def test_adaptive_drafts_are_verified(
     drafter = AdaptiveSkipping(target, by, 1)  # type: ignore[arg-type]
     if drafter.needs_search:
         drafter.search(target, texts, 3)
-    expected = [one.output for one in decode(target, PROMPTS, Greedy(), 10, ignore_eos=True)]
-    assert [one.output for one in decode(target, PROMPTS, Greedy(), 10, drafter, builder, ignore_eos=True)] == expected
+    expected = [generation.output for generation in decode(target, PROMPTS, Greedy(), 10, ignore_eos=True)]
+    assert [
+        generation.output for generation in decode(target, PROMPTS, Greedy(), 10, drafter, builder, ignore_eos=True)
+    ] == expected
 
 
 def test_sets_follow_prompt_and_probe(target: Target, texts: list[tuple[list[int], list[int]]]) -> None:

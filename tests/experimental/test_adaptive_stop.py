@@ -24,12 +24,12 @@ def test_thresholds_follow_the_rounds(shallow: Target, by: str) -> None:
             super().observe(round)
             stops.append(builder.stop)
 
-    kept = Recording(builder)
+    recording = Recording(builder)
     prompts = [[5, 6, 7, 8]]
-    found = decode(shallow, prompts, Greedy(), 16, drafter, kept, ignore_eos=True)[0]
-    assert found.output == decode(shallow, prompts, Greedy(), 16, ignore_eos=True)[0].output
+    generation = decode(shallow, prompts, Greedy(), 16, drafter, recording, ignore_eos=True)[0]
+    assert generation.output == decode(shallow, prompts, Greedy(), 16, ignore_eos=True)[0].output
     stop, rate, expected = 0.01, 0.8, []
-    for tree, count in zip(kept.trees, found.round_lengths):
+    for tree, count in zip(recording.trees, generation.round_lengths):
         drafted = int(tree.valid.sum()) - 1
         if not drafted:
             stop = stop / 2 if by == "full" else stop - 0.02
@@ -40,4 +40,4 @@ def test_thresholds_follow_the_rounds(shallow: Target, by: str) -> None:
             stop = 0.5 * stop + 0.5 * (stop + (0.02 if rate <= 0.8 else -0.02))
         stop = min(max(stop, 1e-3), 0.95)
         expected.append(stop)
-    assert stops[: len(expected)] == pytest.approx(expected) and len({round(one, 6) for one in stops}) > 2
+    assert stops[: len(expected)] == pytest.approx(expected) and len({round(threshold, 6) for threshold in stops}) > 2

@@ -11,7 +11,8 @@ from tests.targets import make_random_target
 
 
 def test_alignment_loss_is_its_definition() -> None:
-    """By sums over the three most likely tokens; it is zero where all of q is on them as p says, and only there."""
+    """The loss is that of sums over the three most likely tokens; it is zero where all of q is on them in proportion to p,
+    and only there."""
     torch.manual_seed(0)
     p, q = torch.randn(5, 8).softmax(-1), torch.randn(5, 8).softmax(-1)
     for row, value in enumerate(alignment_loss(p.log(), q.log(), 3).tolist()):

@@ -95,9 +95,9 @@ def draw_plainly(p: Vector, count: int, dice: RandomSource) -> Path:
     return tuple(drawn)
 
 
-def chances(play: Callable[[RandomSource], Path]) -> Joint:
+def outcome_chances(draw_path: Callable[[RandomSource], Path]) -> Joint:
     joint: Joint = defaultdict(Fraction)
-    for chance, outcome in every(play):
+    for chance, outcome in every(draw_path):
         joint[outcome] += chance
     return dict(joint)
 
@@ -109,11 +109,11 @@ def test_drafted_draws_have_the_distribution_of_draws_without_replacement(num_dr
     for seed in range(2):
         p, q = weights_of(kind, 4, seed), weights_of(kind, 4, seed + 10)
 
-        def play(dice: RandomSource, p: Vector = p, q: Vector = q) -> Path:
+        def draw_path(dice: RandomSource, p: Vector = p, q: Vector = q) -> Path:
             drafts = draw_plainly(q, num_drafts, dice)
             return tuple(draw_candidates(p, q, drafts, 2, dice))
 
-        assert chances(play) == chances(lambda dice, p=p: draw_plainly(p, 2, dice))  # type: ignore[misc]
+        assert outcome_chances(draw_path) == outcome_chances(lambda dice, p=p: draw_plainly(p, 2, dice))  # type: ignore[misc]
 
 
 def test_beams_of_two_steps_are_drawn_exactly() -> None:
@@ -122,7 +122,7 @@ def test_beams_of_two_steps_are_drawn_exactly() -> None:
     vocab = 3
     p, q = models("dense", vocab, 2)
 
-    def play(dice: RandomSource) -> Path:
+    def draw_path(dice: RandomSource) -> Path:
         first = draw_plainly(q[()], 2, dice)
         flat = np.array([q[()][token] * q[token,][after] for token in first for after in range(vocab)], dtype=object)
         second = draw_plainly(flat / flat.sum(), 2, dice)
@@ -133,7 +133,7 @@ def test_beams_of_two_steps_are_drawn_exactly() -> None:
         drafts = [index - at * vocab for index in second if index // vocab == at]
         return beam, *draw_candidates(p[beam,], q[beam,], drafts, 1, dice)
 
-    assert chances(play) == target_joint(p, 2)
+    assert outcome_chances(draw_path) == target_joint(p, 2)
 
 
 def test_width_depends_on_agreement() -> None:
@@ -188,7 +188,7 @@ def test_drafts_have_the_q_that_draws_judge(
             logits = [drafter.model.run(torch.tensor([text]), ForwardPlan(logits=True)).logits for text in texts]
             log_q = torch.stack([part[0, -1].double().log_softmax(-1) for part in logits if part is not None])
             depth = forest.depths[ends[0].node]
-            scores = torch.tensor([float(forest.scores[place.row, place.node]) for place in ends]).double()
+            scores = torch.tensor([float(forest.scores[end.row, end.node]) for end in ends]).double()
             expected = (scores[:, None] + log_q).flatten().softmax(-1)
             torch.testing.assert_close(q, expected, rtol=1e-4, atol=1e-6)
             assert len(drafts) == len(set(drafts))

@@ -35,8 +35,8 @@ PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5, 6]
 def codebook(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Codes on a line, in another order than their ids."""
     path = tmp_path_factory.mktemp("codes") / "codebook.safetensors"
-    places = torch.tensor([0.0, 3.0, 1.0, 2.1, 9.0, 4.2, 7.0, 5.0, 6.1, 8.0])
-    save_file({"tokens": torch.arange(len(places)), "vectors": places[:, None]}, path)
+    positions = torch.tensor([0.0, 3.0, 1.0, 2.1, 9.0, 4.2, 7.0, 5.0, 6.1, 8.0])
+    save_file({"tokens": torch.arange(len(positions)), "vectors": positions[:, None]}, path)
     return str(path)
 
 
@@ -45,7 +45,7 @@ def random_fractions(draw: random.Random) -> Any:
     return np.array([Fraction(weight, sum(weights)) for weight in weights], dtype=object)
 
 
-def outputs(rule: Any, p: Any, q: Any, number: int) -> dict[int, Fraction]:
+def output_chances(rule: Any, p: Any, q: Any, number: int) -> dict[int, Fraction]:
     """The exact chance of each first token where `number` siblings are drawn from q."""
     chances: dict[int, Fraction] = defaultdict(Fraction)
     for tokens in itertools.product(range(VOCABULARY), repeat=number):
@@ -68,17 +68,17 @@ def test_lantern_without_neighbours_is_lossless_and_moves_at_most_its_bound(tmp_
     for trial in range(6):
         p, q = random_fractions(draw), random_fractions(draw)
         for strict in (NearbyCodes(codebook, neighbours=0), NearbyCodes(codebook, neighbours=3, bound=0.0)):
-            assert outputs(strict, p, q, 1 + trial % 2) == dict(enumerate(p))
+            assert output_chances(strict, p, q, 1 + trial % 2) == dict(enumerate(p))
         rule = NearbyCodes(codebook, neighbours=2, bound=Fraction(1, 2))  # type: ignore[arg-type]
         for token in range(VOCABULARY):
             moved = rule.move_mass(p, token)
             assert sum(moved) == 1 and sum(abs(moved - p)) / 2 <= rule.bound and moved[token] >= p[token]
             accept = min(Fraction(1), moved[token] / q[token])
             tree = VerifiedTree([0, token], [[1], []], lambda node, p=p: p, lambda node, q=q: q)
-            kept = sum(chance for chance, (path, _) in every(partial(rule.select_path, tree)) if len(path) > 1)
-            assert kept == accept
+            chance_accepted = sum(chance for chance, (path, _) in every(partial(rule.select_path, tree)) if len(path) > 1)
+            assert chance_accepted == accept
             gains += q[token] * (accept - min(Fraction(1), p[token] / q[token]))
-        assert sum(outputs(rule, p, q, 2).values()) == 1
+        assert sum(output_chances(rule, p, q, 2).values()) == 1
     assert gains > Fraction(1, 2)
     assert rule.near == {0: [2, 3], 1: [3, 2], 2: [0, 3], 3: [1, 2]} and not rule.lossless and RecursiveRejection.lossless
 
@@ -102,25 +102,25 @@ def plain_best(tree: TokenTree, logits: Tensor, states: Tensor, similarity: floa
         [[n for n, p in enumerate(PARENTS) if p == node] for node in range(len(PARENTS))],
     )
 
-    def below(node: int, depth: int) -> list[int]:
-        return [node] if depth == 0 else [leaf for child in children[node] for leaf in below(child, depth - 1)]
+    def nodes_below(node: int, depth: int) -> list[int]:
+        return [node] if depth == 0 else [leaf for child in children[node] for leaf in nodes_below(child, depth - 1)]
 
-    def accepted(node: int) -> tuple[bool, bool]:
+    def judge_node(node: int) -> tuple[bool, bool]:
         best = int(logits[0, PARENTS[node]].argmax())
         right = next((child for child in children[PARENTS[node]] if tokens[child] == best), None)
         alike = right is not None and any(
             float(torch.cosine_similarity(states[0, a], states[0, b], dim=0)) >= similarity
             for depth in range(horizon + 1)
-            for a in below(node, depth)
-            for b in below(right, depth)
+            for a in nodes_below(node, depth)
+            for b in nodes_below(right, depth)
         )
         return node == right or alike, node == right
 
-    def longest(node: int) -> tuple[int, int]:
-        options = [(longest(child), accepted(child)) for child in children[node]]
-        return max([(1, 0), *[(1 + length, count + right) for (length, count), (kept, right) in options if kept]])
+    def find_longest(node: int) -> tuple[int, int]:
+        options = [(find_longest(child), judge_node(child)) for child in children[node]]
+        return max([(1, 0), *[(1 + length, count + right) for (length, count), (is_accepted, right) in options if is_accepted]])
 
-    return longest(0)
+    return find_longest(0)
 
 
 @pytest.mark.parametrize("horizon", [0, 2])
@@ -130,11 +130,11 @@ def test_interchangeable_states_equal_plain_python(horizon: int) -> None:
     sequences = torch.zeros(1, dtype=torch.int64)
     for tree, logits, states in random_trees():
         features = Features(tree.tokens, ("final",), states[:, :, None], logits)
-        kept = rule.accept(tree, features, sequences, tree.depths)
+        accepted = rule.accept(tree, features, sequences, tree.depths)
         greedy = Greedy()(tree, logits, sequences, tree.depths)
         length, _ = plain_best(tree, logits, states, 0.5, horizon)
-        assert int(kept.counts[0]) == length >= int(greedy.counts[0])
-        assert int(kept.bonus[0]) == int(logits[0, kept.path[0, length - 1]].argmax())
+        assert int(accepted.counts[0]) == length >= int(greedy.counts[0])
+        assert int(accepted.bonus[0]) == int(logits[0, accepted.path[0, length - 1]].argmax())
         longer += length > int(greedy.counts[0])
         strict = InterchangeableStates(similarity=1.1, horizon=horizon).accept(tree, features, sequences, tree.depths)
         assert torch.equal(strict.counts, greedy.counts) and torch.equal(strict.bonus, greedy.bonus)
@@ -143,15 +143,15 @@ def test_interchangeable_states_equal_plain_python(horizon: int) -> None:
 
 def test_near_actions_equal_plain_python(codebook: str) -> None:
     """The right node wins, then the nearest within the radius; at radius 0 the output is the greedy one."""
-    rule, places = NearActions(codebook, radius=1.5), Codebook.read(codebook, "").vectors[:, 0]
+    rule, positions = NearActions(codebook, radius=1.5), Codebook.read(codebook, "").vectors[:, 0]
     sequences, forgiven = torch.zeros(1, dtype=torch.int64), 0
     for tree, logits, _ in random_trees():
-        kept = rule(tree, logits, sequences, tree.depths)
+        accepted = rule(tree, logits, sequences, tree.depths)
         node, path = 0, [0]
         while True:
             best = int(logits[0, node].argmax())
             options = [
-                (abs(float(places[tree.tokens[0, child]] - places[best])), child)
+                (abs(float(positions[tree.tokens[0, child]] - positions[best])), child)
                 for child, parent in enumerate(PARENTS)
                 if parent == node
             ]
@@ -161,7 +161,7 @@ def test_near_actions_equal_plain_python(codebook: str) -> None:
             forgiven += near[0] > 0
             node = near[1]
             path.append(node)
-        assert kept.path[0, : int(kept.counts[0])].tolist() == path
+        assert accepted.path[0, : int(accepted.counts[0])].tolist() == path
         greedy = Greedy()(tree, logits, sequences, tree.depths)
         strict = NearActions(codebook, radius=0.0)(tree, logits, sequences, tree.depths)
         assert torch.equal(strict.counts, greedy.counts) and torch.equal(strict.bonus, greedy.bonus)

@@ -33,25 +33,25 @@ class Devices(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tags: dict[int, str] = {}
-        self.kept: list[Tensor] = []  # so that no storage is used again
+        self.tensors: list[Tensor] = []  # so that no storage is used again
         self.num_copies = self.num_operations = 0
 
-    def tag(self, tensors: Iterable[Tensor], name: str) -> None:
+    def tag_tensors(self, tensors: Iterable[Tensor], name: str) -> None:
         for tensor in tensors:
-            self.kept.append(tensor)
+            self.tensors.append(tensor)
             self.tags[tensor.untyped_storage()._cdata] = name
 
-    def read(self, values: Any) -> set[str]:
+    def read_tags(self, values: Any) -> set[str]:
         tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()]
         return {self.tags[t.untyped_storage()._cdata] for t in tensors if t.untyped_storage()._cdata in self.tags}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names = self.read((args, kwargs))
+        names = self.read_tags((args, kwargs))
         assert len(names) < 2, f"{func} mixes devices"
         results = func(*args, **(kwargs or {}))
         self.num_operations += 1
         if names:
-            self.tag([value for value in tree_leaves(results) if isinstance(value, Tensor)], names.pop())
+            self.tag_tensors([value for value in tree_leaves(results) if isinstance(value, Tensor)], names.pop())
         return results
 
 
@@ -71,33 +71,35 @@ def test_nothing_crosses_devices_but_copies(
     torch.manual_seed(0)
     drafter = OtherDevice(shallow, inner).eval()
     alone, apart = Keeping(builder), Keeping(builder)
-    expected = [one.output for one in decode(shallow, PROMPTS, Greedy(), 8, drafter.inner, alone, ignore_eos=True)]
-    assert expected == [one.output for one in decode(shallow, PROMPTS, Greedy(), 8, ignore_eos=True)]
-    found = decode(shallow, PROMPTS, Greedy(), 8, drafter, apart, ignore_eos=True)
-    assert [one.output for one in found] == expected
+    expected = [
+        generation.output for generation in decode(shallow, PROMPTS, Greedy(), 8, drafter.inner, alone, ignore_eos=True)
+    ]
+    assert expected == [generation.output for generation in decode(shallow, PROMPTS, Greedy(), 8, ignore_eos=True)]
+    generations = decode(shallow, PROMPTS, Greedy(), 8, drafter, apart, ignore_eos=True)
+    assert [generation.output for generation in generations] == expected
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(alone.trees, apart.trees, strict=True))
 
     devices, other = Devices(), {"target": "drafter", "drafter": "target"}
-    devices.tag(drafter.inner.state_dict().values(), "drafter")
-    devices.tag(shallow.model.state_dict().values(), "target")
+    devices.tag_tensors(drafter.inner.state_dict().values(), "drafter")
+    devices.tag_tensors(shallow.model.state_dict().values(), "target")
     if "head" in vars(drafter.inner):
         head = deepcopy_head(shallow.head)
-        devices.tag([head.embedding.weight, head.output.weight], "drafter")
+        devices.tag_tensors([head.embedding.weight, head.output.weight], "drafter")
         drafter.inner.head = head
 
     def copy_tagged(tensor: Tensor, device: torch.device) -> Tensor:
-        names = devices.read([tensor])
+        names = devices.read_tags([tensor])
         with torch.utils._python_dispatch._disable_current_modes():
             copied = tensor.clone()
         if names:
             devices.num_copies += 1
-            devices.tag([copied], other[names.pop()])
+            devices.tag_tensors([copied], other[names.pop()])
         return copied
 
     monkeypatch.setattr(module, "copy_to_device", copy_tagged)
     with devices:
         again = decode(shallow, PROMPTS, Greedy(), 8, drafter, builder, ignore_eos=True)
-    assert [one.output for one in again] == expected
+    assert [generation.output for generation in again] == expected
     assert devices.num_copies > 8 and devices.num_operations > 200
     monkeypatch.setattr(module, "copy_to_device", lambda tensor, device: tensor)
     with devices, pytest.raises(AssertionError, match="mixes devices"):

@@ -64,11 +64,11 @@ POLICIES = {"one": take_count(1), "three": take_count(3), "confident": take_conf
 def test_psd_repeats_plain_decoding(model: MaskedLM, policy: str, depth: int) -> None:
     """Every text after every step is that of one step per forward; with depth there are fewer forwards, never more."""
     expected = decode_plainly(model, POLICIES[policy], 14, 5)
-    found = MaskedDecoder(model, POLICIES[policy], 5, depth, reads_indicator=True).decode(PROMPT, 14)
-    assert found.states == expected and found.tokens == expected[-1][len(PROMPT) :]
-    assert found.num_steps == len(expected) and found.num_forwards <= len(expected) <= found.num_rows
-    assert depth > 1 or found.num_forwards == len(expected)
-    assert depth < 5 or policy != "one" or found.num_forwards < len(expected)
+    actual = MaskedDecoder(model, POLICIES[policy], 5, depth, reads_indicator=True).decode(PROMPT, 14)
+    assert actual.states == expected and actual.tokens == expected[-1][len(PROMPT) :]
+    assert actual.num_steps == len(expected) and actual.num_forwards <= len(expected) <= actual.num_rows
+    assert depth > 1 or actual.num_forwards == len(expected)
+    assert depth < 5 or policy != "one" or actual.num_forwards < len(expected)
 
 
 def test_soft_decoding_without_its_parts_is_that_by_confidence(model: MaskedLM) -> None:
@@ -97,7 +97,7 @@ def test_edits_are_shortest_scripts() -> None:
 
 
 def reaches(source: list[int], target: list[int], count: int) -> bool:
-    """Whether so many single edits lead from a text to another one, by trying all of them."""
+    """Tell whether so many single edits lead from a text to another one, by trying all of them."""
     if source == target:
         return True
     if not count:
@@ -113,7 +113,7 @@ def test_losses_by_hand(model: MaskedLM) -> None:
     tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]])
     is_answer = torch.tensor([[False, False, True, True, True], [False, True, True, False, False]])
     batch = MaskedBatch(tokens, is_answer, torch.tensor([5, 3]))
-    found = masked_loss(model, batch, torch.Generator().manual_seed(1))
+    loss_value = masked_loss(model, batch, torch.Generator().manual_seed(1))
     source = torch.Generator().manual_seed(1)
     rates = torch.rand(2, generator=source).clamp(min=0.05)
     masked = is_answer & (torch.rand(2, 5, generator=source) < rates[:, None])
@@ -123,13 +123,13 @@ def test_losses_by_hand(model: MaskedLM) -> None:
         log_p = model.logits(model.run(text[None]))[0].log_softmax(-1)
         for at in masked[row].nonzero()[:, 0].tolist():
             total = total - log_p[at, tokens[row, at]] / rates[row]
-    assert bool(masked.any()) and float(found.detach()) == pytest.approx(float(total.detach()) / 5)
+    assert bool(masked.any()) and float(loss_value.detach()) == pytest.approx(float(total.detach()) / 5)
     edit_loss(model, batch, torch.Generator().manual_seed(2)).backward()
     assert model.edit_head.weight.grad is not None and bool(model.edit_head.weight.grad.any())
     model.zero_grad()
     states, logits, labels = collect_indications(model, [PROMPT], 6, 3, torch.Generator().manual_seed(0))
     assert len(states) == len(logits) == len(labels) > 4 and labels.dtype == torch.bool
-    assert masked_loss(model, batch, torch.Generator().manual_seed(1), on_policy=True) > found
+    assert masked_loss(model, batch, torch.Generator().manual_seed(1), on_policy=True) > loss_value
 
 
 def test_the_evaluation_compares_all_ways(shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def prompts(target: EncoderDecoderTarget) -> list[list[int]]:
-    """Sources of unequal length, one with two tokens of the decoder."""
+    """Return sources of unequal length, one with two tokens of the decoder."""
     pair = [target.model.boundary.end, target.model.boundary.start]
     sources: list[list[int]] = [[5, 7, 9, 11, 9], [40, 50, 60], [70, 71]]
     if not target.model.reader.reads_tokens:
@@ -66,7 +66,8 @@ def test_decoding_equals_generate(target: EncoderDecoderTarget, prompts: list[li
 def test_features_and_trees_equal_the_model(
     target: EncoderDecoderTarget, prompts: list[list[int]], outputs: list[list[int]]
 ) -> None:
-    """Logits of whole texts, packed or padded; then at all nodes of a tree with a wrong branch, before and after a commit."""
+    """Logits of full texts, packed or padded, are the model's; then at all nodes of a tree with a wrong branch, before and
+    after a commit."""
     texts = [prompt + output for prompt, output in zip(prompts, outputs)]
     with reference_model(target) as model:
         logits = [model(torch.tensor([text])).logits[0] for text in texts]
@@ -83,22 +84,22 @@ def test_features_and_trees_equal_the_model(
     cache, text = target.new_cache(1, 64), texts[0]
     target.prefill(torch.tensor([prompts[0]]), torch.tensor([len(prompts[0])]), cache, ())
     nodes, parents = [*outputs[0][:2], 77, outputs[0][2]], [-1, 0, 0, 1]
-    place = len(prompts[0])
+    length = len(prompts[0])
     tree = target.verify(TokenTree.from_parents(torch.tensor([nodes]), torch.tensor([parents])), cache).logits
-    assert tree is not None and torch.allclose(tree[0, [0, 1, 3]], logits[0][place : place + 3], atol=2e-4)
+    assert tree is not None and torch.allclose(tree[0, [0, 1, 3]], logits[0][length : length + 3], atol=2e-4)
     cache.commit(torch.tensor([[0, 1, 3]]), torch.tensor([3]))
-    rest = target.verify(TokenTree.from_chain(torch.tensor([text[place + 3 :]])), cache).logits
-    assert rest is not None and torch.allclose(rest[0], logits[0][place + 3 :], atol=2e-4)
+    rest = target.verify(TokenTree.from_chain(torch.tensor([text[length + 3 :]])), cache).logits
+    assert rest is not None and torch.allclose(rest[0], logits[0][length + 3 :], atol=2e-4)
 
 
 def decoder_states(target: EncoderDecoderTarget, text: list[int]) -> Any:
-    """What transformers' decoder feeds into its second layer."""
-    found: list[Any] = []
-    handle = target.layers[1].register_forward_pre_hook(lambda module, args: found.append(args[0][0]))
+    """Return the inputs of the second layer of transformers' decoder."""
+    inputs: list[Any] = []
+    handle = target.layers[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0][0]))
     with torch.no_grad():
         target.model(torch.tensor([text]))
     handle.remove()
-    return found[0]
+    return inputs[0]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_small_model_drafts_and_learns(
         Example(prompt + output, [False] * len(prompt) + [True] * len(output)) for prompt, output in zip(prompts, outputs)
     ]
     batch = LiveSource().make_batch(BatchRequest(examples, target, ("final",), packed=True))
-    losses = learn(drafter, batch, target, 5)
+    losses = train_drafter(drafter, batch, target, 5)
     assert losses[-1] < 0.9 * losses[0]
     drafter.eval()
     decoded = decode(target, prompts, Greedy(), LIMIT, drafter, Chain(3))
@@ -127,7 +128,7 @@ def test_small_model_drafts_and_learns(
     again.load_state_dict(drafter.state_dict())
 
 
-def learn(drafter: Drafter, batch: Any, target: EncoderDecoderTarget, steps: int) -> list[float]:
+def train_drafter(drafter: Drafter, batch: Any, target: EncoderDecoderTarget, steps: int) -> list[float]:
     """Take steps of Adam and return the loss before each."""
     optimizer = torch.optim.Adam([parameter for parameter in drafter.parameters() if parameter.requires_grad], 3e-3)
     losses = []

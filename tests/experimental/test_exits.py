@@ -58,13 +58,13 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", CASES, ids=["free", "two-exits", "branchynet"])
 @torch.no_grad()
 def test_unverified_exits_are_those_of_plain_forwards(target: Target, settings: dict[str, Any]) -> None:
-    """Of two texts at once; tokens leave at every exit and at the end."""
+    """The tokens of two texts at once are equal; they leave at every exit and at the end."""
     drafter = Exits(target, **settings)
-    found = decode(target, PROMPTS, Unverified(), LIMIT, drafter, Chain(DEPTH), ignore_eos=True)
+    generations = decode(target, PROMPTS, Unverified(), LIMIT, drafter, Chain(DEPTH), ignore_eos=True)
     taken: set[int] = set()
-    for prompt, one in zip(PROMPTS, found):
+    for prompt, generation in zip(PROMPTS, generations):
         answer, layers = decode_plainly(target, prompt, drafter)
-        assert one.output == answer
+        assert generation.output == answer
         taken |= {*layers}
     assert taken == {*drafter.exits, target.num_layers}
 
@@ -72,24 +72,28 @@ def test_unverified_exits_are_those_of_plain_forwards(target: Target, settings: 
 @pytest.mark.parametrize("settings", CASES[1:], ids=["two-exits", "branchynet"])
 @torch.no_grad()
 def test_verified_exits_give_the_greedy_output(target: Target, settings: dict[str, Any]) -> None:
-    found = decode(target, PROMPTS, Greedy(), LIMIT, Exits(target, **settings), Chain(DEPTH), ignore_eos=True)
-    assert [one.output for one in found] == [one.output for one in decode(target, PROMPTS, Greedy(), LIMIT, ignore_eos=True)]
-    assert any(size > 1 for one in found for size in one.round_lengths)
+    generations = decode(target, PROMPTS, Greedy(), LIMIT, Exits(target, **settings), Chain(DEPTH), ignore_eos=True)
+    assert [generation.output for generation in generations] == [
+        generation.output for generation in decode(target, PROMPTS, Greedy(), LIMIT, ignore_eos=True)
+    ]
+    assert any(size > 1 for generation in generations for size in generation.round_lengths)
 
 
 @torch.no_grad()
 def test_trees_are_drafted_by_the_first_exit(target: Target) -> None:
-    found = decode(target, PROMPTS, Greedy(), 6, Exits(target, (2, 3)), Eagle2(2, 6, 2), ignore_eos=True)
-    assert [one.output for one in found] == [one.output for one in decode(target, PROMPTS, Greedy(), 6, ignore_eos=True)]
+    generations = decode(target, PROMPTS, Greedy(), 6, Exits(target, (2, 3)), Eagle2(2, 6, 2), ignore_eos=True)
+    assert [generation.output for generation in generations] == [
+        generation.output for generation in decode(target, PROMPTS, Greedy(), 6, ignore_eos=True)
+    ]
 
 
 @torch.no_grad()
 def test_the_threshold_follows_the_target(target: Target) -> None:
     """The pairs that are learned from are the exits' probabilities and whether the target's token is the same."""
     drafter = Exits(target, (2,), threshold=0.5, estimate=True)
-    (found,) = decode(target, PROMPTS[:1], Unverified(), 40, drafter, Chain(DEPTH), ignore_eos=True)
-    text, pairs, at = PROMPTS[0] + found.output, [], len(PROMPTS[0]) + 1
-    for size in found.round_lengths:
+    (generation,) = decode(target, PROMPTS[:1], Unverified(), 40, drafter, Chain(DEPTH), ignore_eos=True)
+    text, pairs, at = PROMPTS[0] + generation.output, [], len(PROMPTS[0]) + 1
+    for size in generation.round_lengths:
         for end in range(at, at + size - 1):
             early, late = (
                 target.run(torch.tensor([text[:end]]), ForwardPlan(logits=True, span=LayerSpan(last=last))).logits
@@ -98,20 +102,20 @@ def test_the_threshold_follows_the_target(target: Target) -> None:
             assert early is not None and late is not None
             pairs.append((float(early[0, -1].softmax(-1).max()), int(early[0, -1].argmax()) == int(late[0, -1].argmax())))
         at += size
-    assert np.allclose(drafter.confidences, [one for one, _ in pairs], atol=1e-4)
-    assert drafter.agreed == [one for _, one in pairs] and {*drafter.agreed} == {True, False}
+    assert np.allclose(drafter.confidences, [generation for generation, _ in pairs], atol=1e-4)
+    assert drafter.agreed == [generation for _, generation in pairs] and {*drafter.agreed} == {True, False}
 
 
-def test_threshold_of_known_distributions() -> None:
+def test_threshold_of_chosen_distributions() -> None:
     """Moments are recovered; the threshold is where the true mixture's posterior passes the level; few pairs keep it."""
     draws = np.random.default_rng(0)
     right, wrong = draws.beta(8, 2, 4000), draws.beta(2, 4, 2000)
     assert fit_beta(right) == pytest.approx((8, 2), rel=0.1)
     values, labels = [*right, *wrong], [True] * 4000 + [False] * 2000
-    found = estimate_threshold(values, labels, 0.9, 0.5)
-    inside = [label for value, label in zip(values, labels) if abs(value - found) < 0.03]
+    threshold = estimate_threshold(values, labels, 0.9, 0.5)
+    inside = [label for value, label in zip(values, labels) if abs(value - threshold) < 0.03]
     assert np.mean(inside) == pytest.approx(0.9, abs=0.05)
-    assert estimate_threshold(values, labels, 0.99, 0.5) > found
+    assert estimate_threshold(values, labels, 0.99, 0.5) > threshold
     assert estimate_threshold([0.9] * 20, [True] * 20, 0.9, 0.5) == 0.5
 
 

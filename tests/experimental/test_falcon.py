@@ -15,35 +15,35 @@ from tests.drafters.forced import Probe, shaken, walk
 from tests.factories import random_batch
 
 
-def make(target: Target, size: int) -> Falcon:
+def make_drafter(target: Target, size: int) -> Falcon:
     drafter: Falcon = shaken(Falcon(target, block_size=size, num_lstm_layers=1, first_pass=0.5), target, 0.1)
     return drafter
 
 
-def cut(size: int, offset: int, length: int) -> Blocks:
+def cut_blocks(size: int, offset: int, length: int) -> Blocks:
     shifted = torch.arange(length)[None] + offset
     return Blocks(torch.arange(length)[None], shifted // size, shifted % size)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_training_equals_decoding_along_the_true_path(shallow: Target, size: int) -> None:
-    """The features of a block that ends at the newest entry, from a forward over the text, say what drafting says."""
-    drafter, batch = make(shallow, size), random_batch(shallow, ("final",))
+    """The features of a block that ends at the newest entry, from a forward over the text, give the log q of drafting."""
+    drafter, batch = make_drafter(shallow, size), random_batch(shallow, ("final",))
     assert batch.features is not None
     final, tokens, count = batch.features.at_layer("final"), batch.tokens.roll(-1, dims=1), 0
     with torch.no_grad():
-        features = [drafter.predict_features(final, tokens, batch, cut(size, offset, 32)) for offset in range(size)]
-    for row, index, said in walk(drafter, shallow, batch.tokens, size):
+        features = [drafter.predict_features(final, tokens, batch, cut_blocks(size, offset, 32)) for offset in range(size)]
+    for row, index, log_q in walk(drafter, shallow, batch.tokens, size):
         if index + 1 >= size:
             block = features[(size - 1 - index) % size][row, index + 1 - size : index + 1]
-            torch.testing.assert_close(said, drafter.log_q(block), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(log_q, drafter.log_q(block), rtol=1e-3, atol=1e-3)
             count += 1
     assert count >= 8
 
 
 def test_deeper_blocks_equal_a_forward_over_the_path(shallow: Target) -> None:
     """Below two branches, nodes of the second and third block have the features of a forward over text and path."""
-    drafter, prompt, size = make(shallow, 2), [5, 6, 7, 8, 9], 2
+    drafter, prompt, size = make_drafter(shallow, 2), [5, 6, 7, 8, 9], 2
     probe = Probe(([[20, 30]], [[0, 0]]), ([[21, 31]], [[1, 2]]), ([[22, 32]], [[3, 4]]), ([[23, 33]], [[5, 6]]))
     context = begun(shallow, [prompt], drafter, Chain(8), 40)
     with torch.inference_mode():
@@ -54,19 +54,19 @@ def test_deeper_blocks_equal_a_forward_over_the_path(shallow: Target) -> None:
             features, text = final, [*prompt[1:], root]
             for number in range(3):
                 batch = Batch(torch.tensor([text]), torch.ones(1, len(text), dtype=torch.bool))
-                blocks = cut(size, -len(text) % size, len(text))
+                blocks = cut_blocks(size, -len(text) % size, len(text))
                 predicted = drafter.predict_features(features, batch.tokens, batch, blocks)[:, -size:]
                 for slot in range(size):
                     depth = number * size + slot
                     if depth < 5:
-                        said = probe.said[depth][0, min(branch, probe.said[depth].shape[1] - 1)]
-                        torch.testing.assert_close(said, drafter.log_q(predicted[0, slot]), rtol=2e-3, atol=2e-3)
+                        log_q = probe.said[depth][0, min(branch, probe.said[depth].shape[1] - 1)]
+                        torch.testing.assert_close(log_q, drafter.log_q(predicted[0, slot]), rtol=2e-3, atol=2e-3)
                 features, text = torch.cat([features, predicted], dim=1), text + path[number * size : number * size + size]
 
 
 def test_the_second_pass_glances(shallow: Target) -> None:
-    """As many true entries as a share of the wrong tokens, predictions elsewhere; packed = padded."""
-    drafter, padded = make(shallow, 2), random_batch(shallow, ("final",), (2, 20))
+    """It has as many true entries as a share of the wrong tokens, predictions elsewhere; packed = padded."""
+    drafter, padded = make_drafter(shallow, 2), random_batch(shallow, ("final",), (2, 20))
     assert padded.features is not None
     final, tokens = padded.features.at_layer("final"), padded.tokens.roll(-1, dims=1)
     torch.manual_seed(2)

@@ -57,24 +57,24 @@ def expected_paths(target: Target, text: list[int], drafted: list[Path], steps: 
     """The paths of a grafted tree, by a forward of the first layers over every path."""
     log_p: dict[Path, torch.Tensor] = {}
 
-    def run(path: Path) -> torch.Tensor:
+    def next_log_p(path: Path) -> torch.Tensor:
         if path not in log_p:
             logits = target.run(torch.tensor([[*text, *path]]), ForwardPlan(logits=True, span=LayerSpan(last=LAYER))).logits
             assert logits is not None
             log_p[path] = logits[0, -1].log_softmax(-1)
         return log_p[path]
 
-    def score(path: Path) -> float:
-        return sum(float(run(path[:at])[path[at]]) for at in range(len(path)))
+    def score_path(path: Path) -> float:
+        return sum(float(next_log_p(path[:at])[path[at]]) for at in range(len(path)))
 
     left = list(drafted)
     for _ in range(steps):
-        missing = [(*path, int(run(path).argmax())) for path in left]
-        left += sorted((path for path in missing if path not in left), key=score, reverse=True)[:COUNT]
+        missing = [(*path, int(next_log_p(path).argmax())) for path in left]
+        left += sorted((path for path in missing if path not in left), key=score_path, reverse=True)[:COUNT]
     grafts = left[len(drafted) :]
     while len(left) > len(drafted):
         leaves = [path for path in left if path and not any(other[:-1] == path for other in left if other)]
-        left.remove(min([path for path in leaves if path not in grafts] or leaves, key=score))
+        left.remove(min([path for path in leaves if path not in grafts] or leaves, key=score_path))
     return left
 
 
@@ -89,8 +89,10 @@ def test_grafts_are_those_of_plain_forwards(
     """Two texts at once: the same output, trees of the same size with the expected paths, and grafts that are accepted."""
     grafting = Recorded(LAYER, COUNT, steps)
     grafting.rounds = []
-    found = Session(target, rule, drafters[name], TREE, pruning=grafting).decode(PROMPTS, LIMIT, ignore_eos=True)
-    assert [one.output for one in found] == [one.output for one in decode(target, PROMPTS, rule, LIMIT, ignore_eos=True)]
+    generations = Session(target, rule, drafters[name], TREE, pruning=grafting).decode(PROMPTS, LIMIT, ignore_eos=True)
+    assert [generation.output for generation in generations] == [
+        generation.output for generation in decode(target, PROMPTS, rule, LIMIT, ignore_eos=True)
+    ]
     changed = 0
     for texts, tree, grafted in grafting.rounds:
         grafted.check_structure()
@@ -104,12 +106,14 @@ def test_grafts_are_those_of_plain_forwards(
 
 @torch.no_grad()
 def test_grafting_accepts_more_at_equal_nodes(target: Target, drafters: dict[str, Drafter]) -> None:
-    """The late exit of a random target says more than an untrained drafter."""
+    """The late exit of a random target predicts more than an untrained drafter."""
     plain, grafted = (
         Session(target, Greedy(), drafters["eagle3"], Eagle2(3, 8, 2), pruning=pruning).decode(PROMPTS, 30, ignore_eos=True)
         for pruning in (None, Grafting(LAYER, COUNT))
     )
-    assert sum(len(one.round_lengths) for one in grafted) < sum(len(one.round_lengths) for one in plain)
+    assert sum(len(generation.round_lengths) for generation in grafted) < sum(
+        len(generation.round_lengths) for generation in plain
+    )
 
 
 def test_grafting_refuses_what_it_is_not_valid_for(target: Target, drafters: dict[str, Drafter]) -> None:

@@ -115,9 +115,9 @@ def test_sampled_codes_have_the_guided_distribution() -> None:
     drafter, rule = Causal(target, num_layers=1).eval(), SpeculativeSampling(temperature=2.0)
     counts, count = torch.zeros(6, 6), 500
     rows = decode(target, [prompt] * count, rule, 2, drafter, Chain(2, "sampled", temperature=2.0))
-    places = {**{code: index for index, code in enumerate(codes)}, 2: 5}
+    indices = {**{code: index for index, code in enumerate(codes)}, 2: 5}
     for row in rows:
-        counts[places[row.output[0]], places[row.output[1]] if len(row.output) > 1 else 0] += 1
+        counts[indices[row.output[0]], indices[row.output[1]] if len(row.output) > 1 else 0] += 1
     order = [*codes, 2]
     with reference_model(target) as model, torch.no_grad():
         first = (model(torch.tensor([prompt])).logits[0, -1, order] / 2).softmax(-1)
@@ -126,9 +126,9 @@ def test_sampled_codes_have_the_guided_distribution() -> None:
     for index, row in enumerate(after):
         expected[index] = first[index] * row
     expected[5, 0] = first[5]
-    kept = expected * count > 5
-    statistic = float((((counts - expected * count) ** 2) / (expected * count).clamp(min=1e-9))[kept].sum())
-    freedom = int(kept.sum()) - 1
+    is_frequent = expected * count > 5
+    statistic = float((((counts - expected * count) ** 2) / (expected * count).clamp(min=1e-9))[is_frequent].sum())
+    freedom = int(is_frequent.sum()) - 1
     assert freedom > 4 and statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 

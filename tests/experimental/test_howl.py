@@ -25,8 +25,8 @@ OWL, CAUSAL = {"choice": "owl"}, {"choice": "causal", "num_layers": 1}
 class RecordingHowl(Howl):
     """Records, by round, what copies promised, the active texts, the choices, and what was emitted."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.records: list[tuple[list[float], list[bool], list[bool], list[int], bool]] = []
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
@@ -43,18 +43,20 @@ def test_rounds_have_what_promises_more(shallow: Target, inner: dict[str, Any], 
     """The choices are those of a plain version; OWL is never skipped, because its masks follow copies too."""
     torch.manual_seed(0)
     drafter = RecordingHowl(shallow, inner).eval()
-    found = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Keeping(builder), ignore_eos=True)
-    assert [row.output for row in found] == [row.output for row in decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)]
+    generations = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Keeping(builder), ignore_eos=True)
+    assert [row.output for row in generations] == [
+        row.output for row in decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)
+    ]
     drafted: list[int] = []
     num_copied = 0
     for promised, active, uses, emitted, ran in drafter.records:
         mean = sum(drafted) / max(1, len(drafted))
-        expected = [one and len(drafted) >= FIRST_ROUNDS and tokens > mean for one, tokens in zip(active, promised)]
-        assert [one for one, is_active in zip(uses, active) if is_active] == [
-            one for one, is_active in zip(expected, active) if is_active
+        expected = [is_copied and len(drafted) >= FIRST_ROUNDS and tokens > mean for is_copied, tokens in zip(active, promised)]
+        assert [is_copied for is_copied, is_active in zip(uses, active) if is_active] == [
+            is_copied for is_copied, is_active in zip(expected, active) if is_active
         ]
         assert ran == (inner is OWL or expected != active)
-        drafted += [count for count, one in zip(emitted, expected) if count and not one]
+        drafted += [count for count, is_copied in zip(emitted, expected) if count and not is_copied]
         assert len(drafted) < drafter.memory, "the mean is over all of them"
         num_copied += sum(expected)
     assert drafter.num_copied >= num_copied > 0 and len(drafted) > FIRST_ROUNDS

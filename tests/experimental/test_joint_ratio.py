@@ -34,7 +34,7 @@ def path_to(node: int) -> list[int]:
     return path
 
 
-def search(tree: TokenTree, logits: torch.Tensor, may_end: Callable[[list[int], list[float]], bool]) -> list[int]:
+def search_path(tree: TokenTree, logits: torch.Tensor, may_end: Callable[[list[int], list[float]], bool]) -> list[int]:
     """The longest path that may end where it does, of equally long ones the likeliest."""
     p = logits[0].softmax(-1)
     best, best_value = [0], 0.0
@@ -47,21 +47,23 @@ def search(tree: TokenTree, logits: torch.Tensor, may_end: Callable[[list[int], 
     return best
 
 
-def accepted(rule: AcceptanceRule, tree: TokenTree, logits: torch.Tensor) -> tuple[list[int], int]:
+def accept_path(rule: AcceptanceRule, tree: TokenTree, logits: torch.Tensor) -> tuple[list[int], int]:
     result = rule(tree, logits, torch.zeros(1, dtype=torch.int64), tree.depths)
     return result.path[0, : int(result.counts)].tolist(), int(result.bonus)
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.5, 2.0])
 def test_joint_ratio_accepts_the_longest_likely_draft(threshold: float) -> None:
-    """Also where a token before the last one would be rejected by itself."""
+    """The longest draft is accepted also where a token before the last one would be rejected by itself."""
     sizes = set()
     for seed in range(30):
         tree, logits = random_tree(seed)
         assert tree.scores is not None
         scores = tree.scores[0].tolist()
-        expected = search(tree, logits, lambda path, chances, q=scores: math.prod(chances) / math.exp(q[path[-1]]) > threshold)  # type: ignore[misc]
-        path, bonus = accepted(JointRatio(threshold), tree, logits)
+        expected = search_path(
+            tree, logits, lambda path, chances, q=scores: math.prod(chances) / math.exp(q[path[-1]]) > threshold
+        )  # type: ignore[misc]
+        path, bonus = accept_path(JointRatio(threshold), tree, logits)
         assert path == expected and bonus == int(logits[0, path[-1]].argmax())
         sizes.add(len(path))
     assert len(sizes) > 1
@@ -78,10 +80,10 @@ def test_rank_accepts_likely_tokens_only() -> None:
             ranks = [int((p[above] > p[above, tree.tokens[0, at]]).sum()) for above, at in zip(path, path[1:])]
             return max(ranks) < top_k and min(chances) >= least
 
-        path, bonus = accepted(RankMatch(top_k, least), tree, logits)
-        assert path == search(tree, logits, may_end)
+        path, bonus = accept_path(RankMatch(top_k, least), tree, logits)
+        assert path == search_path(tree, logits, may_end)
         if top_k == 1 and least == 0:
-            assert (path, bonus) == accepted(Greedy(), tree, logits)
+            assert (path, bonus) == accept_path(Greedy(), tree, logits)
         deeper += top_k == 4 and len(path) > 2
     assert deeper > 0
 
@@ -89,7 +91,7 @@ def test_rank_accepts_likely_tokens_only() -> None:
 def test_joint_ratio_refuses_copies() -> None:
     tree, logits = random_tree(0)
     with pytest.raises(UserError, match="^acceptance=joint: .*use drafter=causal"):
-        accepted(JointRatio(), replace(tree, scores=None), logits)
+        accept_path(JointRatio(), replace(tree, scores=None), logits)
 
 
 @pytest.mark.parametrize("make, message", [

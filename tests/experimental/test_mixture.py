@@ -21,8 +21,8 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def drafter(shallow: Target) -> MixtureOfAttentions:
-    made: MixtureOfAttentions = shaken(MixtureOfAttentions(shallow, num_steps=STEPS, vocab_size=512), shallow)
-    return made
+    drafter: MixtureOfAttentions = shaken(MixtureOfAttentions(shallow, num_steps=STEPS, vocab_size=512), shallow)
+    return drafter
 
 
 def test_training_equals_decoding_along_the_true_path(
@@ -35,23 +35,25 @@ def test_training_equals_decoding_along_the_true_path(
         monkeypatch.setattr(module, "sample_steps", lambda *_, steps=steps: steps)
         states: list[Tensor] = []
 
-        def record(self: Supervision, hidden: Tensor, *rest: Any, states: list[Tensor] = states) -> tuple[Tensor, Tensor]:
+        def record_states(
+            self: Supervision, hidden: Tensor, *rest: Any, states: list[Tensor] = states
+        ) -> tuple[Tensor, Tensor]:
             states.append(hidden)
             return hidden.sum(), torch.zeros(len(hidden))
 
-        monkeypatch.setattr(Supervision, "judge_states", record)
+        monkeypatch.setattr(Supervision, "judge_states", record_states)
         with torch.no_grad():
             drafter.loss(batch, shallow, TrainingState())
             log_q = drafter.lm_head(states[0]).log_softmax(-1)
         entries = [(row, entry) for row in range(2) for entry in range(30)]
-        for (row, entry), said in zip(entries, log_q, strict=True):
+        for (row, entry), log_q_of_cuts in zip(entries, log_q, strict=True):
             step = int(steps[row, entry])
-            trained[row, entry - step, step] = said
+            trained[row, entry - step, step] = log_q_of_cuts
     count = 0
-    for row, index, said in walk(drafter, shallow, batch.tokens, STEPS):
+    for row, index, log_q_of_cuts in walk(drafter, shallow, batch.tokens, STEPS):
         for step in range(STEPS):
             if (row, index, step) in trained:
-                torch.testing.assert_close(said[step], trained[row, index, step], rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(log_q_of_cuts[step], trained[row, index, step], rtol=1e-3, atol=1e-3)
                 count += 1
     assert count > 20
 
@@ -80,5 +82,5 @@ def test_packed_equals_padded_and_cuts_are_bounded(shallow: Target, drafter: Mix
     assert torch.equal(first.counts, second.counts) and int(first.counts.sum()) == 36
     steps = sample_steps(padded, STEPS, 0, 4)
     assert steps[:, 0].tolist() == [0, 0] and set(steps.flatten().tolist()) == set(range(STEPS))
-    seen = see_before_cuts(padded.positions, steps)
-    assert torch.equal(seen.sum(-1), torch.arange(1, 21) - steps)
+    visible = see_before_cuts(padded.positions, steps)
+    assert torch.equal(visible.sum(-1), torch.arange(1, 21) - steps)

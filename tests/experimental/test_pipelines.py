@@ -1,4 +1,4 @@
-"""Pipelines: the simulator by hand and beside real processes, and processes whose output is greedy."""
+"""Pipelines: the simulator by hand and against real processes, and processes whose output is greedy."""
 
 import time
 from statistics import mean
@@ -22,18 +22,18 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain
 
 
-def simulate(setup: PipelineSetup, wrong: set[int], num_tokens: int) -> float:
+def simulate_seconds(setup: PipelineSetup, wrong: set[int], num_tokens: int) -> float:
     return PipelineSimulator(setup, lambda position: position not in wrong).simulate_text(num_tokens)
 
 
 def test_right_drafts_fill_the_stages() -> None:
     """One run in flight takes all stages for depth + 1 tokens; full pipelines take their slowest part for a run."""
     stages = (1.0, 1.0, 1.0, 1.0)
-    assert simulate(PipelineSetup(stages, 0.5, 3), set(), 400) == pytest.approx((4 + 1.5) * 100)
-    assert simulate(PipelineSetup(stages, 0.1, 3, 6), set(), 3000) == pytest.approx(1000, rel=0.02)
-    assert simulate(PipelineSetup(stages, 0.5, 3, 6), set(), 3000) == pytest.approx(1500, rel=0.02)
-    assert simulate(PipelineSetup((1.0, 3.0), 0.1, 2, 4), set(), 2000) == pytest.approx(3000, rel=0.02)
-    assert simulate(PipelineSetup(stages, 0.0, 1, 4, exit_stage=1), set(), 2000) == pytest.approx(4000, rel=0.02)
+    assert simulate_seconds(PipelineSetup(stages, 0.5, 3), set(), 400) == pytest.approx((4 + 1.5) * 100)
+    assert simulate_seconds(PipelineSetup(stages, 0.1, 3, 6), set(), 3000) == pytest.approx(1000, rel=0.02)
+    assert simulate_seconds(PipelineSetup(stages, 0.5, 3, 6), set(), 3000) == pytest.approx(1500, rel=0.02)
+    assert simulate_seconds(PipelineSetup((1.0, 3.0), 0.1, 2, 4), set(), 2000) == pytest.approx(3000, rel=0.02)
+    assert simulate_seconds(PipelineSetup(stages, 0.0, 1, 4, exit_stage=1), set(), 2000) == pytest.approx(4000, rel=0.02)
 
 
 def test_wrong_drafts_empty_the_pipeline() -> None:
@@ -42,21 +42,24 @@ def test_wrong_drafts_empty_the_pipeline() -> None:
     # At 2.5 the first run has emitted both of its tokens and cancels the second one, which stage 2 has not begun. The next runs
     # are sent at 3 and 3.5.
     setup = PipelineSetup((1.0, 1.0), 0.5, 1, 2)
-    assert simulate(setup, {1}, 2) == 2.5
-    assert simulate(setup, {1}, 4) == 3.0 + 2
+    assert simulate_seconds(setup, {1}, 2) == 2.5
+    assert simulate_seconds(setup, {1}, 4) == 3.0 + 2
     # With a second stage of 3 s, the first run ends at 4.5. Without early cancellation the second one then occupies it to 7.5.
-    assert simulate(PipelineSetup((1.0, 3.0), 0.5, 1, 2), {1}, 4) == 5.0 + 1 + 3
-    assert simulate(PipelineSetup((1.0, 3.0), 0.5, 1, 2, cancels_early=False), {1}, 4) == 7.5 + 3
+    assert simulate_seconds(PipelineSetup((1.0, 3.0), 0.5, 1, 2), {1}, 4) == 5.0 + 1 + 3
+    assert simulate_seconds(PipelineSetup((1.0, 3.0), 0.5, 1, 2, cancels_early=False), {1}, 4) == 7.5 + 3
     every = set(range(100))
-    assert simulate(PipelineSetup((1.0, 1.0), 0.0, 2, 3), every, 50) >= 100
+    assert simulate_seconds(PipelineSetup((1.0, 1.0), 0.0, 2, 3), every, 50) >= 100
 
 
 def test_texts_share_a_drafter() -> None:
     """The throughput is that of the slower part once there are enough texts, and alone that of both parts."""
     assert simulate_shared_drafter(1, 1.0, 2.0, 3.0) == pytest.approx(1.0, rel=0.01)
     assert simulate_shared_drafter(4, 1.0, 2.0, 3.0) == pytest.approx(1.5, rel=0.01)
-    found = simulate_systems(4, 4, 3, {"draft": 0.01, "verify": 1.0}, 0.8)
-    assert found["pipeinfer"] > found["pipeinfer_without_cancellation"] * 0.99 and found["pipeinfer"] > found["one_run"] > 1
+    throughputs = simulate_systems(4, 4, 3, {"draft": 0.01, "verify": 1.0}, 0.8)
+    assert (
+        throughputs["pipeinfer"] > throughputs["pipeinfer_without_cancellation"] * 0.99
+        and throughputs["pipeinfer"] > throughputs["one_run"] > 1
+    )
 
 
 class ScriptedDrafts:
@@ -88,11 +91,11 @@ def test_processes_take_the_simulated_time(shallow: Target, stages: int, in_flig
     for _ in range(3):
         pipeline.stage_seconds.clear()
         pipeline.draft_seconds.clear()
-        found = session.decode([prompt], limit, ignore_eos=True)[0]
-        assert found.output == answer[:limit]
+        generation = session.decode([prompt], limit, ignore_eos=True)[0]
+        assert generation.output == answer[:limit]
         taken = tuple(mean(column) for column in zip(*pipeline.stage_seconds))
         setup = PipelineSetup(taken, mean(pipeline.draft_seconds) / 3, 3, in_flight)
-        ratios.append(found.decode_seconds / simulate(setup, wrong, limit - 1))
+        ratios.append(generation.decode_seconds / simulate_seconds(setup, wrong, limit - 1))
     assert 0.85 < min(ratios) < 1.3
 
 

@@ -23,11 +23,11 @@ TREE = TokenTree.from_parents(torch.tensor([[0, 1, 2, 3, 4]]), PARENTS)
 LOGITS = torch.tensor([[[0.4, 0.3, 0.25, 0.05, 0.0], [0, 0, 0, 0.2, 0.8], [0, 0, 0, 0.9, 0.1], *[[1.0, 0, 0, 0, 0]] * 2]]).log()
 
 
-def accept(is_copied: list[bool], rule: RelaxedCopies) -> tuple[list[int], int]:
+def accept_path(is_copied: list[bool], rule: RelaxedCopies) -> tuple[list[int], int]:
     """The accepted path of the tree with these copies, and the token after it."""
     tree = CopiedTree(TREE.tokens, TREE.parents, TREE.valid, TREE.can_emit, is_copied=torch.tensor([is_copied]))
-    found = rule(tree, LOGITS, torch.zeros(1, dtype=torch.int64), tree.depths)
-    return found.path[0, : found.counts[0]].tolist(), int(found.bonus)
+    accepted = rule(tree, LOGITS, torch.zeros(1, dtype=torch.int64), tree.depths)
+    return accepted.path[0, : accepted.counts[0]].tolist(), int(accepted.bonus)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def accept(is_copied: list[bool], rule: RelaxedCopies) -> tuple[list[int], int]:
     ],
 )
 def test_likely_copies_are_accepted(copied: list[int], top_k: int, ratio: float, path: list[int]) -> None:
-    """Copies are forgiven by rank and share; drafted tokens never; the target's likeliest token follows."""
+    """Copies are accepted by rank and share, drafted tokens never; the target's most likely token follows."""
     rule = RelaxedCopies(top_k, ratio)
-    assert accept([node in copied for node in range(5)], rule) == (path, int(LOGITS[0, path[-1]].argmax()))
+    assert accept_path([node in copied for node in range(5)], rule) == (path, int(LOGITS[0, path[-1]].argmax()))
     with pytest.raises(UserError, match="use drafter=respec"):
         rule(TREE, LOGITS, torch.zeros(1, dtype=torch.int64), TREE.depths)
 

@@ -28,22 +28,22 @@ def target() -> Target:
 
 def test_filter_equals_the_matrices() -> None:
     """Position, speed and covariance are those of the Kalman equations, after every prediction and update."""
-    one = JointFilter(1.5, 0.8)
+    joint = JointFilter(1.5, 0.8)
     step, noise = np.array([[1.0, 1.0], [0.0, 1.0]]), np.array([[0.25, 0.5], [0.5, 1.0]]) * 1.5**2
     state, covariance = np.zeros(2), np.diag([1e4, 1e2])
     for measured in (3.0, 4.1, 6.0, 6.5, 9.0):
-        one.predict()
-        one.update(measured)
+        joint.predict()
+        joint.update(measured)
         state, covariance = step @ state, step @ covariance @ step.T + noise
         gain = covariance[:, 0] / (covariance[0, 0] + 0.8**2)
         state = state + gain * (measured - state[0])
         covariance = covariance - np.outer(gain, covariance[0])
-        assert np.allclose([one.position, one.speed], state)
+        assert np.allclose([joint.position, joint.speed], state)
         assert np.allclose(
-            [one.var_position, one.var_speed, one.covariance], [covariance[0, 0], covariance[1, 1], covariance[0, 1]]
+            [joint.var_position, joint.var_speed, joint.covariance], [covariance[0, 0], covariance[1, 1], covariance[0, 1]]
         )
     later = step @ step @ state
-    assert one.forecast(2)[1][0] == pytest.approx(later[0])
+    assert joint.forecast(2)[1][0] == pytest.approx(later[0])
     assert sum(bin_chance(bin, 10.3, 2.0) for bin in range(-30, 50)) == pytest.approx(1.0)
 
 
@@ -60,7 +60,7 @@ def test_straight_motion_is_forecast(target: Target) -> None:
 
 
 def test_drafted_equals_greedy(target: Target) -> None:
-    """Over texts with actions and without, in chains and trees."""
+    """Outputs are equal over texts with actions and without, in chains and trees."""
     actions = target.tokenizer.convert_tokens_to_ids([f"<c{10 + bin}>" for bin in range(12)])
     prompts = [[5, 7, *actions], [40, 50], [9, *actions[:4]]]
     plain = [row.output for row in decode(target, prompts, Greedy(), 12)]

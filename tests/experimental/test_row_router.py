@@ -42,18 +42,18 @@ class FixedRouter(RowRouter):
 
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 3)], ids=["chain", "tree"])
 def test_groups_draft_as_each_drafter_alone(shallow: Target, builder: Chain) -> None:
-    """Of every text the output is the greedy one, and its rounds are those of its drafter on this text alone."""
+    """The output of every text is the greedy one, and its rounds are those of its drafter on this text alone."""
     inner = ["ngram", {"choice": "causal", "num_layers": 1}, {"choice": "eagle3", "vocab_size": 512}]
     torch.manual_seed(0)
     router = FixedRouter(shallow, inner).eval()
     router.plan = [[1, 2, 0, 1]]
     plain = decode(shallow, PROMPTS, Greedy(), LIMIT)
-    found = decode(shallow, PROMPTS, Greedy(), LIMIT, router, builder)
-    assert [row.output for row in found] == [row.output for row in plain]
+    generations = decode(shallow, PROMPTS, Greedy(), LIMIT, router, builder)
+    assert [row.output for row in generations] == [row.output for row in plain]
     assert router.num_switches == 0
     for row, number in enumerate(router.plan[0]):
         alone = decode(shallow, [PROMPTS[row]], Greedy(), LIMIT, router.inner[number], builder)[0]  # type: ignore[arg-type]
-        assert found[row].round_lengths == alone.round_lengths
+        assert generations[row].round_lengths == alone.round_lengths
 
 
 def test_a_drafter_reads_the_texts_that_come_to_it(shallow: Target, shallow_folder: Path) -> None:
@@ -61,10 +61,12 @@ def test_a_drafter_reads_the_texts_that_come_to_it(shallow: Target, shallow_fold
     inner = ["ngram", {"choice": "causal", "model": str(shallow_folder)}]
     router = FixedRouter(shallow, inner, switch_every=2).eval()
     router.plan = [[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 1]]
-    found = decode(shallow, PROMPTS, Greedy(), 40, router, Chain(3), ignore_eos=True)
-    assert [row.output for row in found] == [row.output for row in decode(shallow, PROMPTS, Greedy(), 40, ignore_eos=True)]
+    generations = decode(shallow, PROMPTS, Greedy(), 40, router, Chain(3), ignore_eos=True)
+    assert [row.output for row in generations] == [
+        row.output for row in decode(shallow, PROMPTS, Greedy(), 40, ignore_eos=True)
+    ]
     judged = 0
-    for row, generation in enumerate(found):
+    for row, generation in enumerate(generations):
         for number, length in enumerate(generation.complete_round_lengths):
             if router.plan[number // 2 % 3][row] == 1:
                 assert length == 4
@@ -73,7 +75,7 @@ def test_a_drafter_reads_the_texts_that_come_to_it(shallow: Target, shallow_fold
 
 
 class Expert(Drafter):
-    """Knows what follows in some texts; elsewhere it says the same token always."""
+    """A drafter that has the continuations of some texts; elsewhere it always proposes the same token."""
 
     def __init__(self, texts: list[list[int]], vocab_size: int, seconds: float, now: list[float]) -> None:
         super().__init__()
@@ -90,21 +92,23 @@ class Recital(Rollout):
         self.paths = [[tokens[: end + 1]] for tokens, end in zip(context.tokens.tolist(), context.lengths.tolist())]
 
     def start(self) -> Tensor:
-        return self._recite(range(1))
+        return self._recite_texts(range(1))
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         first = len(self.paths[0])
         for paths, row_tokens, row_parents in zip(self.paths, tokens.tolist(), parents.tolist()):
             paths += [[*paths[parent], token] for token, parent in zip(row_tokens, row_parents)]
-        return self._recite(range(first, len(self.paths[0])))
+        return self._recite_texts(range(first, len(self.paths[0])))
 
-    def _recite(self, nodes: range) -> Tensor:
+    def _recite_texts(self, nodes: range) -> Tensor:
         log_q = torch.full((len(self.paths), len(nodes), self.expert.vocab_size), -20.0)
         for row, paths in enumerate(self.paths):
             for at, node in enumerate(nodes):
                 path = paths[node]
-                known = [text[len(path)] for text in self.expert.texts if text[: len(path)] == path and len(text) > len(path)]
-                log_q[row, at, known[0] if known else 7] = 0.0
+                continuations = [
+                    text[len(path)] for text in self.expert.texts if text[: len(path)] == path and len(text) > len(path)
+                ]
+                log_q[row, at, continuations[0] if continuations else 7] = 0.0
         return log_q.log_softmax(-1)
 
 
@@ -117,18 +121,18 @@ def test_every_text_finds_its_drafter(shallow: Target, costs: tuple[float, float
     router.clock = lambda: now[0]
     owners = [0, 1, 1, 0]
     for number, cost in enumerate(costs):
-        known = [text for text, owner in zip(texts, owners) if owner == number]
-        router.inner[number] = Expert(known, shallow.head.vocab_size, cost, now)
+        expert_texts = [text for text, owner in zip(texts, owners) if owner == number]
+        router.inner[number] = Expert(expert_texts, shallow.head.vocab_size, cost, now)
     picks: list[list[int]] = []
     assign = router._assign_drafters
 
-    def record(context: Context) -> None:
+    def record_picks(context: Context) -> None:
         assign(context)
         picks.append(router.assigned)
 
-    router._assign_drafters = record  # type: ignore[method-assign]
-    found = decode(shallow, PROMPTS, Greedy(), 90, router, Chain(3), ignore_eos=True)
-    assert [row.output for row in found] == [row.output for row in answers]
+    router._assign_drafters = record_picks  # type: ignore[method-assign]
+    generations = decode(shallow, PROMPTS, Greedy(), 90, router, Chain(3), ignore_eos=True)
+    assert [row.output for row in generations] == [row.output for row in answers]
     late = [(pick, owner) for assigned in picks[4:] for pick, owner in zip(assigned, owners) if pick >= 0]
     assert len(late) > 12 and sum(pick == owner for pick, owner in late) / len(late) > 0.85
 
@@ -161,6 +165,6 @@ def test_grouped_log_q_is_that_of_each_group() -> None:
     assert torch.equal(rollout.extend(tokens, torch.zeros_like(tokens))[3:], first[1:] * 4) and rollout.depth_limit == 2
 
 
-def test_one_drafter_is_refused(shallow: Target) -> None:
+def test_a_single_drafter_is_refused(shallow: Target) -> None:
     with pytest.raises(UserError, match="name two drafters or more to choose from"):
         make_router(shallow, ["ngram"])

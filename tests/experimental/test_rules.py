@@ -12,7 +12,7 @@ SHELF = ROOT / "spectrain" / "experimental"
 IDEAS = sorted(path.name for path in SHELF.iterdir() if (path / "__init__.py").exists() and path.name != "shared")
 
 
-def sources(idea: str) -> list[Path]:
+def list_sources(idea: str) -> list[Path]:
     return sorted((SHELF / idea).rglob("*.py"))
 
 
@@ -27,17 +27,17 @@ def test_readme_names_papers_command_and_proof(idea: str) -> None:
 
 @pytest.mark.parametrize("idea", IDEAS)
 def test_idea_imports_only_the_core_itself_and_what_is_shared(idea: str) -> None:
-    modules = {name for path in sources(idea) for name in imports(path) if name.startswith("experimental.")}
+    modules = {name for path in list_sources(idea) for name in imports(path) if name.startswith("experimental.")}
     assert not {name for name in modules if name.split(".")[1] not in (idea, "shared")}
 
 
 @pytest.mark.parametrize("idea", IDEAS)
 def test_idea_uses_the_public_contract_of_the_core(idea: str) -> None:
     """No name with an underscore is imported from a module outside of the idea."""
-    for path in sources(idea):
+    for path in list_sources(idea):
         private = {name for name in imports(path) if name.split(".")[-1].startswith("_") and not name.endswith("__")}
         assert all(name.startswith(f"experimental.{idea}.") for name in private), inside(path)
 
 
 def test_no_folder_is_left_empty() -> None:
-    assert all(any(ast.unparse(tree(path)) for path in sources(idea)) for idea in IDEAS)
+    assert all(any(ast.unparse(tree(path)) for path in list_sources(idea)) for idea in IDEAS)

@@ -59,7 +59,7 @@ def test_drafted_equals_greedy_and_training_learns(target: EncoderDecoderTarget)
         optimizer.step()
         losses.append(float(result.total.detach()))
     packed = LiveSource().make_batch(BatchRequest(examples, target, ("final",), packed=True))
-    both = [float(drafter.loss(one, target, TrainingState()).total.detach()) for one in (batch, packed)]
+    both = [float(drafter.loss(rows, target, TrainingState()).total.detach()) for rows in (batch, packed)]
     assert both[0] == pytest.approx(both[1], rel=1e-4) and losses[-1] < 0.7 * losses[0]
     for builder in (Chain(3), Eagle2(3, 8, 3)):
         decoded = decode(target, PROMPTS, Greedy(), LIMIT, drafter.eval(), builder)
@@ -93,10 +93,10 @@ def test_rule_equals_plain_python() -> None:
         tree = TokenTree.from_parents(tokens, torch.tensor([parents]))
         rule = TopCandidates(candidates=4, tolerance=1.5)
         sequences, positions = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 10, dtype=torch.int64)
-        kept = rule(tree, logits, sequences, positions)
+        accepted = rule(tree, logits, sequences, positions)
         path = plain_path(tokens[0].tolist(), parents, logits[0], rule)
-        assert kept.path[0, : int(kept.counts[0])].tolist() == path
-        assert int(kept.bonus[0]) == int(logits[0, path[-1]].argmax())
+        assert accepted.path[0, : int(accepted.counts[0])].tolist() == path
+        assert int(accepted.bonus[0]) == int(logits[0, path[-1]].argmax())
         accepted += len(path) - 1
         greedy = Greedy()(tree, logits, sequences, positions)
         for same in (TopCandidates(1, 9.0), TopCandidates(4, 0.0)):

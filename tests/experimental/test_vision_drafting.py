@@ -118,11 +118,11 @@ def test_weights_follow_what_was_right(target: Target, prompts: list[list[int]])
 def test_pruned_images_leave_the_chosen_tokens(target: Target, prompts: list[list[int]]) -> None:
     """The cache holds the text and a share of the image tokens, those with the largest products; all of them are EAGLE-3."""
     torch.manual_seed(0)
-    whole = Eagle3(target, vocab_size=256).eval()
+    full = Eagle3(target, vocab_size=256).eval()
     for keep, same in ((1.0, True), (0.3, False)):
         drafter = PrunedImages(target, keep, vocab_size=256).eval()
-        drafter.load_state_dict(whole.state_dict())
-        rounds = [decode(target, prompts, Greedy(), LIMIT, one, Chain(3)) for one in (whole, drafter)]
+        drafter.load_state_dict(full.state_dict())
+        rounds = [decode(target, prompts, Greedy(), LIMIT, model, Chain(3)) for model in (full, drafter)]
         if same:
             assert [row.round_lengths for row in rounds[0]] == [row.round_lengths for row in rounds[1]]
     context = first_context(target, drafter, Chain(2), prompts)
@@ -131,9 +131,9 @@ def test_pruned_images_leave_the_chosen_tokens(target: Target, prompts: list[lis
         drafter.draft(context)
     assert drafter.cache is not None
     for row, prompt in enumerate(prompts):
-        places = [at - 1 for at in range(1, len(prompt)) if prompt[at] == image]
-        assert int(drafter.cache.lengths[row]) == len(prompt) - len(places) + -(-3 * len(places) // 10)
-        products = sorted(((float(final[row, at] @ final[row, len(prompt) - 1]), at) for at in places), reverse=True)
+        positions = [at - 1 for at in range(1, len(prompt)) if prompt[at] == image]
+        assert int(drafter.cache.lengths[row]) == len(prompt) - len(positions) + -(-3 * len(positions) // 10)
+        products = sorted(((float(final[row, at] @ final[row, len(prompt) - 1]), at) for at in positions), reverse=True)
         assert bool(products) == (get_images(prompt) is not None)
 
 
@@ -147,7 +147,7 @@ def test_subnets_are_eagle3_of_their_depth_and_the_search_takes_the_fastest(
         alone = Eagle3(target, vocab_size=256, num_layers=depth).eval()
         alone.load_state_dict({name: weight for name, weight in supernet.state_dict().items() if name in alone.state_dict()})
         supernet.subnet = Subnet(depth, supernet.largest.fused)
-        rounds = [decode(target, prompts, Greedy(), LIMIT, one, Chain(3)) for one in (alone, supernet)]
+        rounds = [decode(target, prompts, Greedy(), LIMIT, model, Chain(3)) for model in (alone, supernet)]
         assert [row.round_lengths for row in rounds[0]] == [row.round_lengths for row in rounds[1]]
     supernet.answer_tokens = 4
     supernet.search(target, [(prompts[2], outputs[2])], 2)

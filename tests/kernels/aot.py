@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Usage:
-    """What the compiled kernel takes of the machine."""
+    """The resources of the machine that the compiled kernel takes."""
 
     registers: int  # a thread
     stack: int  # bytes a thread, 0 where nothing spills
@@ -50,7 +50,7 @@ class Usage:
 
 
 @cache
-def compiler() -> "subprocess.Popen[str]":
+def start_compiler() -> "subprocess.Popen[str]":
     """A process that compiles; it lives as long as this one, for it takes seconds to start."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", __file__]
@@ -61,7 +61,7 @@ def compiler() -> "subprocess.Popen[str]":
 
 def compile_for(request: Request) -> Usage:
     """Compile in a process of its own; triton keeps the results on disk."""
-    process = compiler()
+    process = start_compiler()
     assert process.stdin is not None and process.stdout is not None
     print(json.dumps(asdict(request)), file=process.stdin, flush=True)
     answer = process.stdout.readline()
@@ -79,7 +79,7 @@ def tool() -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 
-def compile_one(request: Request) -> Usage:
+def compile_kernel(request: Request) -> Usage:
     """Compile as a launch would: pointers and strides divisible by 16, so that loads become vectors."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -113,7 +113,7 @@ def compile_one(request: Request) -> Usage:
 
 
 def loops_in(assembly: str) -> tuple[int, ...]:
-    """Instructions of every loop with a product and no other such loop inside; a loop is what a branch goes back over."""
+    """Count instructions of every loop with a product and no other such loop inside; a loop is what a branch goes back over."""
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", assembly)]
     product = [at for at, text in lines if re.search(r"\b(HGMMA|HMMA|FFMA)\b", text)]
     spans = []
@@ -129,7 +129,7 @@ def loops_in(assembly: str) -> tuple[int, ...]:
 if __name__ == "__main__":
     for line in sys.stdin:
         try:
-            answer = asdict(compile_one(Request(**json.loads(line))))
+            answer = asdict(compile_kernel(Request(**json.loads(line))))
         except Exception:  # the test fails, the next one does not
             answer = {"failure": traceback.format_exc()[-3000:]}
         print(json.dumps(answer), flush=True)

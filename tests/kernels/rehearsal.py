@@ -38,15 +38,15 @@ spilled: dict[str, int] = {}  # bytes of stack, of what has any
 
 
 class Utils:
-    """What of the CUDA driver a launch asks."""
+    """The part of the CUDA driver that a launch needs."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[object, int, int, int, int]:
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel)
             file.flush()
-            said = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-        registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", said.stdout)[0])
+            output = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", output.stdout)[0])
         if stack:
             spilled[name] = max(stack, spilled.get(name, 0))
         return object(), 1, registers, stack, 1024
@@ -85,16 +85,16 @@ class Stand:
         return True
 
 
-def attend(dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int | None = None) -> None:
+def launch_attention(dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int | None = None) -> None:
     tree, lengths = random_tree(batch, nodes, CPU), torch.full((batch,), prefix)
     indices = lengths[:, None] + tree.depths
-    visited = tree_attention.Visibility(lengths, prefix, tree.ancestors, indices, indices, is_exact=False)
+    visibility = tree_attention.Visibility(lengths, prefix, tree.ancestors, indices, indices, is_exact=False)
     query = torch.zeros(batch, nodes, 32, 128, dtype=dtype).transpose(1, 2)
     keys, values = torch.zeros(2, batch, prefix + nodes, 8, 128, dtype=dtype).transpose(2, 3)
-    tree_attention.tree_attention(query, keys, values, visited, 128**-0.5, window)
+    tree_attention.tree_attention(query, keys, values, visibility, 128**-0.5, window)
 
 
-def verify(dtype: torch.dtype, vocab: int) -> None:
+def launch_verify(dtype: torch.dtype, vocab: int) -> None:
     tree = random_tree(1, 64, CPU)
     nodes = tree_walks.TreeNodes(tree.tokens, tree.parents, torch.ones_like(tree.tokens, dtype=torch.bool), 5, 64)
     logits = torch.zeros(1, 64, vocab, dtype=dtype)
@@ -105,17 +105,17 @@ def verify(dtype: torch.dtype, vocab: int) -> None:
         tree_recursive.tree_recursive(nodes, logits, torch.zeros(1, 64, 32000), torch.arange(32000), True, draws)
 
 
-def keep(dtype: torch.dtype) -> None:
+def launch_commits(dtype: torch.dtype) -> None:
     lengths, path, counts = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64), torch.ones(1).long()
     new = torch.zeros(1, 64, 8, 128, dtype=dtype).transpose(1, 2)
     kv_append._launch_append(torch.zeros(2, 1, 300, 8, 128, dtype=dtype), new, new, lengths, 10)
-    hidden, fresh = torch.zeros(1, 64, 3, 4096, dtype=dtype), torch.zeros(1, 6, 3, 4096, dtype=dtype)
+    hidden, path_features = torch.zeros(1, 64, 3, 4096, dtype=dtype), torch.zeros(1, 6, 3, 4096, dtype=dtype)
     storage = torch.zeros(4, 2, 1, 300, 8, 128, dtype=dtype)
-    for features in ((None, None), (hidden, fresh)):
+    for features in ((None, None), (hidden, path_features)):
         kv_commit._launch_commit(storage, lengths, path, counts, *features)
 
 
-def emit(batch: int, nodes: int, steps: int) -> None:
+def launch_emit(batch: int, nodes: int, steps: int) -> None:
     tree, rows = random_tree(batch, nodes, CPU), torch.zeros(batch, dtype=torch.int64)
     path, active = torch.zeros(batch, steps, dtype=torch.int64), torch.ones(batch, dtype=torch.bool)
     emitted, accepted = token_commit._launch_emit(
@@ -125,7 +125,7 @@ def emit(batch: int, nodes: int, steps: int) -> None:
     round_log._launch_log(lines, rows[:1], emitted, accepted, tree.depths, tree.valid, tree.can_emit)
 
 
-def lose(dtype: torch.dtype, vocab: int) -> None:
+def launch_loss(dtype: torch.dtype, vocab: int) -> None:
     product, weight = torch.zeros(4, vocab, dtype=dtype), torch.ones(4)
     run_row_kl = partial(row_kl.row_kl, row_weight=weight, scale=1.0, softcap=None, with_grad=True)
     target_values: list[tuple[Tensor | None, ...]] = [
@@ -145,13 +145,13 @@ def main() -> None:
     tree_verify.can_run_kernel = tree_recursive.can_run_kernel = lambda logits: True  # type: ignore[assignment]
     for dtype in (torch.bfloat16, torch.float32):
         for nodes in (1, 16, 64):
-            attend(dtype, 1, 1024, nodes)
-        attend(dtype, 8, 1024, 64, window=200)
-        verify(dtype, 128256)
-        keep(dtype)
-        lose(dtype, 128256)
+            launch_attention(dtype, 1, 1024, nodes)
+        launch_attention(dtype, 8, 1024, 64, window=200)
+        launch_verify(dtype, 128256)
+        launch_commits(dtype)
+        launch_loss(dtype, 128256)
     for sizes in ((1, 1, 1), (8, 64, 6), (1, 256, 256)):
-        emit(*sizes)
+        launch_emit(*sizes)
     print(json.dumps({"launches": launches, "spilled": spilled}))
 
 

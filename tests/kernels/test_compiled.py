@@ -56,7 +56,7 @@ def attention(
     return aot.Request(MODULE, "_split_kernel", types, constants, config.num_warps, config.num_stages)
 
 
-def combining(head_size: int) -> Any:
+def make_combine_request(head_size: int) -> Any:
     types = {"parts_ptr": "*fp32", "logs_ptr": "*fp32", "out_ptr": "*bf16"}
     constants = {"HEAD_SIZE": head_size, "BLOCK_D": head_size, "BLOCK_M": rows_per_combine(head_size)}
     return aot.Request(MODULE, "_combine_kernel", types, constants, 4, 3)
@@ -91,8 +91,8 @@ def test_default_configurations_fit_sm90(dtype: torch.dtype, head_size: int, num
 @pytest.mark.sweep(1, free=("head_size",))
 @pytest.mark.parametrize("head_size", TILE_CONFIGS)
 def test_combine_kernel_fits_sm90(head_size: int) -> None:
-    """So does the kernel that averages splits."""
-    assert_fits(combining(head_size))
+    """The kernel that averages splits fits too."""
+    assert_fits(make_combine_request(head_size))
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_combine_kernel_fits_sm90(head_size: int) -> None:
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256, 512])
 def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: torch.dtype) -> None:
-    """So does every other launch: odd head sizes, windows, softcaps, one split or several."""
+    """Every other launch fits too: odd head sizes, windows, softcaps, one split or several."""
     for options in LAUNCHES:
         assert_fits(attention(dtype, head_size, num_rows, **options))
 
@@ -110,7 +110,7 @@ def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: tor
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_group_sizes_other_than_powers_of_two_fit_sm90(head_size: int, num_rows: int, group: int) -> None:
-    """Nor does anything spill where finding a row's node takes a division (Qwen2 has seven query heads a key-value head)."""
+    """Nothing spills where finding a row's node takes a division (Qwen2 has seven query heads a key-value head)."""
     for options in LAUNCHES:
         assert_fits(attention(torch.bfloat16, head_size, num_rows, group=group, **options))
 
@@ -126,7 +126,7 @@ def test_group_sizes_other_than_powers_of_two_fit_sm90(head_size: int, num_rows:
     ],
 )
 def test_row_kernels_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
-    """So do the row kernels of the fused loss, over a whole vocabulary; the target's products are read as they are."""
+    """The row kernels of the fused loss fit, over a full vocabulary; the target's products are read as they are."""
     types = {"product_ptr": "*bf16", "log_p_ptr": "*bf16" if raw else "*fp32", "row_weight_ptr": "*fp32", "loss_ptr": "*fp32"}
     types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(("log_z_ptr", "target_log_z_ptr"), "*fp32")
     types |= dict.fromkeys(("scale", "softcap", "target_scale", "target_softcap"), "fp32")
@@ -142,7 +142,7 @@ def test_row_kernels_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
 
 @pytest.mark.slow
 def test_narrow_values_fit_sm90() -> None:
-    """So do keys of 192 with values of 128, as DeepSeek's latent attention expands them."""
+    """Keys of 192 with values of 128 fit, as DeepSeek's latent attention expands them."""
     for num_rows in ROWS:
         request = attention(torch.bfloat16, 192, num_rows)
         assert_fits(replace(request, constants=request.constants | {"VALUE_SIZE": 128, "BLOCK_V": 128}))

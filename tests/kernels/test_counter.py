@@ -49,8 +49,8 @@ def python_signed(number: int) -> int:
     return number - WORD if number >= WORD // 2 else number
 
 
-def excess(counts: Tensor, expected: Tensor) -> float:
-    """By how many standard deviations chi-squared exceeds its mean; cells that expect less than 5 are pooled."""
+def chi_squared_excess(counts: Tensor, expected: Tensor) -> float:
+    """Return by how many standard deviations chi-squared exceeds its mean; cells that expect less than 5 are pooled."""
     rare = expected < 5
     if rare.any():
         counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
@@ -108,7 +108,7 @@ def _unit_kernel(bits_ptr, unit_ptr, BLOCK: tl.constexpr):  # type: ignore[no-un
     tl.store(unit_ptr + index, unit_in_kernel(tl.load(bits_ptr + index).to(tl.uint32)))
 
 
-def test_uniform_numbers_exclude_zero_and_one() -> None:
+def test_uniform_numbers_lie_strictly_inside_the_interval() -> None:
     """The least and the largest integers lie strictly between 0 and 1, in torch and in kernels, and noise is finite."""
     extremes = torch.tensor([0, 1, 2, 2**24, 2**32 - 2**9, 2**32 - 2**7, 2**32 - 2, 2**32 - 1])
     units, result = to_unit(extremes), torch.empty(len(extremes))
@@ -134,7 +134,7 @@ def test_integers_are_uniform(shift: int) -> None:
     across = [random_bits(make_key(1, torch.arange(1 << 18)), torch.tensor(counter)) for counter in (0, 1)]
     for integers in (along, *across):
         counts = torch.bincount(integers >> shift & 255, minlength=256).double()
-        assert abs(excess(counts, torch.full_like(counts, 1024))) < 4.5
+        assert abs(chi_squared_excess(counts, torch.full_like(counts, 1024))) < 4.5
 
 
 def test_neighbours_are_independent() -> None:
@@ -150,7 +150,7 @@ def test_neighbours_are_independent() -> None:
     assert correlation.abs().max() < 5 / size**0.5
     pairs = random_bits(make_key(torch.arange(1 << 16)), torch.tensor(0)) >> 28
     following = torch.bincount(16 * pairs[:-1] + pairs[1:], minlength=256).double()
-    assert abs(excess(following, torch.full_like(following, (len(pairs) - 1) / 256))) < 4.5
+    assert abs(chi_squared_excess(following, torch.full_like(following, (len(pairs) - 1) / 256))) < 4.5
 
 
 def test_noise_draws_from_softmax() -> None:
@@ -158,4 +158,4 @@ def test_noise_draws_from_softmax() -> None:
     logits = torch.linspace(0, -7, 12)
     num_draws = 1 << 18
     drawn = (logits + gumbel_noise(make_key(4, torch.arange(num_draws)), 12)).argmax(-1)
-    assert abs(excess(torch.bincount(drawn, minlength=12).double(), num_draws * logits.double().softmax(0))) < 4.5
+    assert abs(chi_squared_excess(torch.bincount(drawn, minlength=12).double(), num_draws * logits.double().softmax(0))) < 4.5

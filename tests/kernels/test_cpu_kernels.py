@@ -40,17 +40,17 @@ def test_nodes_attend_as_their_paths_alone_do(length: int) -> None:
         visibility = make_tree(num_nodes, length)
         queries = torch.randn(1, NUM_HEADS, num_nodes, SIZE).bfloat16() * 2
         keys, values = torch.randn(2, 1, length + num_nodes + 3, NUM_KEY_HEADS, SIZE).bfloat16()
-        found = cpu_kernels.attend_cached(queries, keys, values, visibility, 0.3)
+        actual = cpu_kernels.attend_cached(queries, keys, values, visibility, 0.3)
         wide = [x.double() for x in (queries, keys[:, :-3].transpose(1, 2), values[:, :-3].transpose(1, 2))]
         exact = tree_attention_reference(*wide, visibility, 0.3)
-        torch.testing.assert_close(found.double(), exact, rtol=2**-8 + 1e-5, atol=1e-6)
-        assert (found == exact.to(torch.bfloat16)).float().mean() > 0.99
+        torch.testing.assert_close(actual.double(), exact, rtol=2**-8 + 1e-5, atol=1e-6)
+        assert (actual == exact.to(torch.bfloat16)).float().mean() > 0.99
         for node in {0, num_nodes // 2, num_nodes - 1}:
             path = torch.cat([torch.arange(length), length + visibility.tree[0, node].nonzero()[:, 0]])
             alone = Visibility(torch.tensor([len(path) - 1]), len(path) - 1, torch.ones(1, 1, 1).bool(), path[None, -1:], None)
             query = queries[:, :, node : node + 1]
             assert torch.equal(
-                cpu_kernels.attend_cached(query, keys[:, path], values[:, path], alone, 0.3)[:, :, 0], found[:, :, node]
+                cpu_kernels.attend_cached(query, keys[:, path], values[:, path], alone, 0.3)[:, :, 0], actual[:, :, node]
             )
 
 
@@ -71,45 +71,46 @@ def test_tokens_of_several_texts_attend_as_alone(num_heads: int, num_key_heads: 
     team = cpu_kernels.current_team().address
     before, shape = (heads.shape[1], size), (num_heads, num_key_heads, size)
 
-    def run(num_texts: int, parts: tuple[Tensor, ...], starts: Tensor, lengths: Tensor, out: Tensor) -> None:
+    def run_kernel(num_texts: int, parts: tuple[Tensor, ...], starts: Tensor, lengths: Tensor, out: Tensor) -> None:
         queries, *others = (x.data_ptr() for x in parts)
         after = starts.data_ptr(), lengths.data_ptr(), num_texts, 1, mask.data_ptr(), 1, *shape, out.data_ptr(), 0.3
         attend(queries, *before, *others, width, *after, memory, 0, 0, team, 1)
 
-    run(count, (heads, cos, sin, slots[0], slots[1]), starts, lengths, out)
+    run_kernel(count, (heads, cos, sin, slots[0], slots[1]), starts, lengths, out)
     for text in range(count):
         parts = single_heads[text], cos[text], sin[text], single_slots[0, text], single_slots[1, text]
-        run(1, parts, starts[:1], lengths[text:], single_out[text])
+        run_kernel(1, parts, starts[:1], lengths[text:], single_out[text])
     assert torch.equal(out, single_out) and torch.equal(slots, single_slots)
 
 
 def test_tokens_drawn_by_bounds_are_those_of_all_noise() -> None:
-    """Of flat and steep distributions, of tokens that are cut, and of sums so large that rounding decides."""
+    """Draws are equal for flat and steep distributions, for tokens that are cut, and for sums so large that rounding
+    decides."""
     torch.manual_seed(0)
     size, temperature = 9000, 0.7
     logits = torch.randn(6, 4, size) * torch.tensor([0.0, 1.0, 5.0, 30.0, 1e5, 1e6])[:, None, None]
     logits[2, :2, 50:] = -float("inf")
     keys = make_key(3, torch.arange(6)[:, None], torch.arange(4))
     assert can_choose_by_noise(logits)
-    wanted = (logits / temperature + gumbel_noise(keys, size)).argmax(-1)
-    assert torch.equal(draw_tokens(logits, keys, temperature), wanted)
+    expected = (logits / temperature + gumbel_noise(keys, size)).argmax(-1)
+    assert torch.equal(draw_tokens(logits, keys, temperature), expected)
 
 
 def test_windows_and_chunks_hide_what_the_reference_hides() -> None:
-    """Of nodes at several depths, and where a window ends among the appended nodes."""
+    """The same slots are hidden for nodes at several depths, and where a window ends among the appended nodes."""
     torch.manual_seed(0)
     for length, window, chunk in ((40, 12, None), (40, None, 16), (3, 2, None), (40, 50, 7), (0, 3, None)):
         visibility = make_tree(9, length, chunk)
         queries = torch.randn(1, NUM_HEADS, 9, SIZE).bfloat16()
         keys, values = torch.randn(2, 1, length + 9, NUM_KEY_HEADS, SIZE).bfloat16()
-        found = cpu_kernels.attend_cached(queries, keys, values, visibility, 0.3, window)
+        actual = cpu_kernels.attend_cached(queries, keys, values, visibility, 0.3, window)
         wide = [x.double() for x in (queries, keys.transpose(1, 2), values.transpose(1, 2))]
         exact = tree_attention_reference(*wide, visibility, 0.3, window)
-        torch.testing.assert_close(found.double(), exact, rtol=2**-8 + 1e-5, atol=1e-6)
+        torch.testing.assert_close(actual.double(), exact, rtol=2**-8 + 1e-5, atol=1e-6)
 
 
 def test_norms_and_gates_have_the_bits_of_torch() -> None:
-    """Also of widths that no vector divides, and of infinite and undefined numbers."""
+    """Bits are equal also for widths that no vector divides, and for infinite and undefined numbers."""
     torch.manual_seed(0)
     lanes, rows, table = cpu_kernels.norm_lanes(), cpu_kernels.load_kernels().rows, cpu_kernels.silu_table()
     if lanes is None and platform.machine() != "x86_64":
@@ -124,16 +125,16 @@ def test_norms_and_gates_have_the_bits_of_torch() -> None:
         assert torch.equal(normed, weight * F.rms_norm(summed, (width,), None, 1e-5))
     inner = torch.randn(5, 2 * 64).bfloat16() * 4
     inner[0, 0], inner[1, 70], inner[2, 1] = float("nan"), float("inf"), -float("inf")
-    found = inner.new_empty(10, 64)
-    rows.gate_half(inner.data_ptr(), table.data_ptr(), found.data_ptr(), 5, 64, 2)
-    wanted = F.silu(inner[:, :64]) * inner[:, 64:]
-    torch.testing.assert_close(found, wanted.repeat(2, 1), rtol=0, atol=0, equal_nan=True)
+    actual = inner.new_empty(10, 64)
+    rows.gate_half(inner.data_ptr(), table.data_ptr(), actual.data_ptr(), 5, 64, 2)
+    expected = F.silu(inner[:, :64]) * inner[:, 64:]
+    torch.testing.assert_close(actual, expected.repeat(2, 1), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.skipif(not cpu_kernels.has_panel_kernels(torch.bfloat16), reason="the processor has no AVX512-BF16")
 @pytest.mark.parametrize("width", [96, 576, 1088])
 def test_panels_have_the_bits_of_onednn(width: int) -> None:
-    """For 2 to 32 rows, with sums that cancel, and for one row those of a pair."""
+    """Bits are oneDNN's for 2 to 32 rows, with sums that cancel, and for one row those of a pair."""
     torch.manual_seed(0)
     weight, rows = (torch.randn(count, width // 2).repeat(1, 2) for count in (64, 32))
     rows[:, width // 2 :] *= -1
@@ -158,7 +159,7 @@ def test_kernels_are_switched_off_by_the_environment(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("length", [1, 33, 70])
 def test_attention_of_texts_has_the_gradients_of_float64(length: int) -> None:
-    """Within bfloat16, alone and with a key of a later step that each token sees."""
+    """Gradients are equal within bfloat16, alone and with a key of a later step that each token sees."""
     torch.manual_seed(0)
     q, grad = torch.randn(2, 2, NUM_HEADS, length, SIZE).bfloat16()
     k, v, later_keys, later_values = torch.randn(4, 2, NUM_KEY_HEADS, length, SIZE).bfloat16()

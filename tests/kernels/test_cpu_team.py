@@ -18,7 +18,7 @@ DTYPES = [torch.float32, *([torch.bfloat16] if cpu_kernels.has_panel_kernels(tor
 
 
 @pytest.fixture(autouse=True)
-def kept_threads() -> Iterator[None]:
+def restore_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -39,8 +39,8 @@ def make_panels(dtype: torch.dtype) -> list[WeightPanels]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_several_threads_have_the_bits_of_one(dtype: torch.dtype) -> None:
-    """Of few and many panels, of several passes, and where helpers have fallen asleep."""
+def test_products_of_several_threads_have_the_bits_of_a_single_thread(dtype: torch.dtype) -> None:
+    """Bits are equal for few and many panels, for several passes, and where helpers have fallen asleep."""
     panels = make_panels(dtype)
     for rows in (1, 5, 33):
         x = torch.randn(1, rows, 64).to(dtype)
@@ -55,8 +55,8 @@ def test_products_of_several_threads_have_the_bits_of_one(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_nodes", [1, 2, 12])
-def test_attention_of_several_threads_has_the_bits_of_one(dtype: torch.dtype, num_nodes: int) -> None:
-    """Of few queries per head and of many."""
+def test_attention_of_several_threads_has_the_bits_of_a_single_thread(dtype: torch.dtype, num_nodes: int) -> None:
+    """Bits are equal for few queries per head and for many."""
     torch.manual_seed(0)
     length = torch.tensor([40])
     tree = torch.ones(1, num_nodes, num_nodes).tril().bool()
@@ -77,15 +77,15 @@ def test_a_node_has_the_bits_of_its_token_in_either_way_of_attention(dtype: torc
     queries = torch.randn(1, 9, 12, 64).to(dtype)
     keys, values = torch.randn(2, 1, 52, 3, 64).to(dtype)
 
-    def attend(first: int, count: int) -> Tensor:
+    def attend_nodes(first: int, count: int) -> Tensor:
         length, tree = torch.tensor([40 + first]), torch.ones(1, count, count).tril().bool()
         visibility = Visibility(length, 40 + first, tree, 40 + torch.arange(count)[None], None)
         end, nodes = 40 + first + count, slice(first, first + count)
         return cpu_kernels.attend_cached(queries[:, :, nodes], keys[:, :end], values[:, :end], visibility, 0.125)
 
-    chain = attend(0, 12)
+    chain = attend_nodes(0, 12)
     for first in range(12):
-        assert torch.equal(attend(first, 1), chain[:, :, first : first + 1])
+        assert torch.equal(attend_nodes(first, 1), chain[:, :, first : first + 1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

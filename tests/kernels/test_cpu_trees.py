@@ -52,7 +52,7 @@ def test_rounds_are_those_of_small_operations(monkeypatch: pytest.MonkeyPatch) -
         with monkeypatch.context() as patch:
             patch.setattr(cpu_trees, "_kernels", [])
             without = run_round(seed, 1 + seed // 2)
-        assert all(torch.equal(one, other) for one, other in zip(with_kernels, without, strict=True))
+        assert all(torch.equal(actual, expected) for actual, expected in zip(with_kernels, without, strict=True))
 
 
 def test_equal_numbers_are_taken_in_their_order() -> None:

@@ -45,8 +45,8 @@ def test_gpu_path_equals_torch(dtype: torch.dtype, masked: bool) -> None:
         torch.testing.assert_close(item, other, rtol=tolerance, atol=tolerance)
 
 
-class Made(TorchDispatchMode):
-    """What operations run, and the most elements that one of them makes."""
+class OperationRecorder(TorchDispatchMode):
+    """Records which operations run, and the most elements that one of them makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,21 +64,21 @@ class Made(TorchDispatchMode):
         return out
 
 
-def over_trees(q: Tensor, k: Tensor, v: Tensor, chunk: int | None = None) -> Tensor:
+def attend_over_trees(q: Tensor, k: Tensor, v: Tensor, chunk: int | None = None) -> Tensor:
     length = q.shape[2]
     tree = torch.ones(1, length, length, dtype=torch.bool, device=q.device).tril()
-    visited = uncached_visibility(tree, torch.arange(length, device=q.device)[None], None)
-    return tree_attention_reference(q, k, v, visited if chunk is None else visited.in_chunks(chunk), 0.3)
+    visibility = uncached_visibility(tree, torch.arange(length, device=q.device)[None], None)
+    return tree_attention_reference(q, k, v, visibility if chunk is None else visibility.in_chunks(chunk), 0.3)
 
 
 @torch.no_grad()
-def drafting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_drafting(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     indices = torch.arange(LENGTH, device=q.device)
     full = [(slice(0, LENGTH), slice(0, LENGTH))]
     return attend_chunks((q, k, v), (k, v), full, (indices, torch.zeros_like(indices)))
 
 
-def unrolled(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+def attend_unrolled(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     return unrolled_attention(q, [k] * 3, [v] * 3, None, AttentionOptions(window=window))
 
 
@@ -86,11 +86,11 @@ PATHS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "causal": causal_attention,
     "causal, window": partial(causal_attention, options=AttentionOptions(window=20)),
     "packed": partial(causal_attention, lengths=(40, 56)),
-    "unrolled": unrolled,
-    "unrolled, window": partial(unrolled, window=20),
-    "trees": over_trees,
-    "trees in chunks": partial(over_trees, chunk=32),
-    "drafting places": drafting,
+    "unrolled": attend_unrolled,
+    "unrolled, window": partial(attend_unrolled, window=20),
+    "trees": attend_over_trees,
+    "trees in chunks": partial(attend_over_trees, chunk=32),
+    "drafting places": attend_drafting,
 }
 
 
@@ -99,15 +99,15 @@ PATHS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def test_no_path_stores_all_scores(path: str, dtype: torch.dtype) -> None:
     """Forward and backward on a planned GPU, counted on tensors without data: nothing is as large as [H, T, T], and no plan is
     made for the shape. Softcaps and sinks outside the tree kernel are not among these paths: torch fuses neither."""
-    with MemoryTracker(GPU), Made() as made:
+    with MemoryTracker(GPU), OperationRecorder() as recorder:
         q, k, v = (torch.empty(1, heads, LENGTH, SIZE, device=GPU, dtype=dtype) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
         for part in (q, k, v):
             part.requires_grad_()
         attended = PATHS[path](q, k, v)
         if attended.requires_grad:  # all but drafting places, whose forward is run again in the backward pass
             attended.sum().backward()
-    assert made.most < HEADS * LENGTH * LENGTH, made.names
-    assert any("attention" in name for name in made.names) and not any("cudnn" in name for name in made.names)
+    assert recorder.most < HEADS * LENGTH * LENGTH, recorder.names
+    assert any("attention" in name for name in recorder.names) and not any("cudnn" in name for name in recorder.names)
 
 
 @pytest.fixture
@@ -139,10 +139,10 @@ def test_flash_attention_is_called_where_available(
         assert supports_documents(q, q) == is_mergeable(q, q) == (taken and dtype == torch.bfloat16)
 
 
-def documents(
+def score_documents(
     q: Tensor, k: Tensor, starts: Tensor | None, scale: float | None, back: int | None, ahead: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Scores [H, T, T] of every document of queries [T, H, D] and keys [T, K, D], -inf where nothing is seen."""
+    """Yield scores [H, T, T] of every document of queries [T, H, D] and keys [T, K, D], -inf where nothing is visible."""
     ends = [0, len(q)] if starts is None else starts.tolist()
     for first, last in itertools.pairwise(ends):
         index = torch.arange(last - first)
@@ -150,8 +150,8 @@ def documents(
         keys = k[part].repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("thd,shd->hts", q[part], keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
         distance = index[:, None] - index
-        visited = (distance >= -(ahead or 0)) & ((distance <= back) if back is not None else True)
-        yield part, scores.masked_fill(~visited, float("-inf"))
+        visible = (distance >= -(ahead or 0)) & ((distance <= back) if back is not None else True)
+        yield part, scores.masked_fill(~visible, float("-inf"))
 
 
 def standing_in(
@@ -164,7 +164,7 @@ def standing_in(
         rows = [standing_in(*row, None, None, most, most, 0.0, True, False, scale, window_size_left) for row in zip(q, k, v)]
         return *(torch.stack(parts) for parts in zip(*(row[:2] for row in rows))), *rows[0][2:]
     out, logs = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-    for part, scores in documents(q, k, starts, scale, window_size_left, window_size_right):
+    for part, scores in score_documents(q, k, starts, scale, window_size_left, window_size_right):
         values = v[part].repeat_interleave(q.shape[1] // v.shape[1], 1)
         out[part] = torch.einsum("hts,shd->thd", scores.softmax(-1), values)
         logs[:, part] = scores.logsumexp(-1)
@@ -184,7 +184,7 @@ def standing_in_backward(
         return tuple(torch.stack(parts) for parts in zip(*rows))
     groups, size = q.shape[1] // k.shape[1], q.shape[-1]
     result = [torch.zeros_like(x) for x in (q, k, v)]
-    for part, scores in documents(q, k, starts, scale, window_size_left, window_size_right):
+    for part, scores in score_documents(q, k, starts, scale, window_size_left, window_size_right):
         keys, values = (x[part].repeat_interleave(groups, 1) for x in (k, v))
         chances = (scores - logs[:, part, None]).exp()
         of_chances = torch.einsum("thd,shd->hts", grad[part], values) - (grad[part] * out[part]).sum(-1).t()[..., None]
@@ -211,7 +211,7 @@ DOCUMENTS: dict[str, Attending] = {
 
 @pytest.mark.parametrize("path", DOCUMENTS)
 def test_single_launch_equals_a_launch_per_document(path: str, request: pytest.FixtureRequest) -> None:
-    """Values and gradients, of grouped heads, by what a GPU is asked for and by what a CPU runs."""
+    """Values and gradients of grouped heads are equal, by what a GPU launches and by what a CPU runs."""
     torch.manual_seed(0)
     batch = 2 if path == "window" else 1
     parts = [torch.randn(batch, heads, 20, 8, requires_grad=True) for heads in (4, 2, 2)]
@@ -219,10 +219,10 @@ def test_single_launch_equals_a_launch_per_document(path: str, request: pytest.F
     for fixture in (None, "flash"):
         if fixture is not None:
             request.getfixturevalue(fixture)
-        with Made() as made:
+        with OperationRecorder() as recorder:
             out = DOCUMENTS[path](*parts)
             result.append((out, *torch.autograd.grad((out * weight).sum(), parts)))
-        assert ("aten::_flash_attention_forward" in made.names) == (fixture is not None)
+        assert ("aten::_flash_attention_forward" in recorder.names) == (fixture is not None)
     for item, other in zip(*result):
         torch.testing.assert_close(item, other, rtol=1e-5, atol=1e-5)
 
@@ -231,19 +231,19 @@ def test_documents_take_a_single_launch() -> None:
     """On a planned GPU eight of them launch what one does, and nothing joins their outputs or gradients."""
     counts = []
     for lengths in ((96,), (12,) * 8):
-        with MemoryTracker(GPU), Made() as made:
+        with MemoryTracker(GPU), OperationRecorder() as recorder:
             q, k, v = (
                 torch.empty(1, heads, LENGTH, SIZE, device=GPU, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
             )
             for attended in (causal_attention(q, k, v, lengths), unrolled_attention(q, [k] * 3, [v] * 3, lengths)):
                 attended.sum().backward()
-        counts.append(sum(count for name, count in made.count.items() if "flash_attention" in name))
-    assert counts == [4, 4], made.count
+        counts.append(sum(count for name, count in recorder.count.items() if "flash_attention" in name))
+    assert counts == [4, 4], recorder.count
 
 
 def test_grouped_heads_with_a_mask_store_all_scores() -> None:
     """The proof can fail: torch without its kernels makes [H, T, T]."""
-    with MemoryTracker(GPU), Made() as made:
+    with MemoryTracker(GPU), OperationRecorder() as recorder:
         q, k = (torch.empty(1, heads, LENGTH, SIZE, device=GPU) for heads in (HEADS, KEY_HEADS))
         (q @ k.repeat_interleave(HEADS // KEY_HEADS, 1).transpose(-1, -2)).softmax(-1)
-    assert made.most >= HEADS * LENGTH * LENGTH
+    assert recorder.most >= HEADS * LENGTH * LENGTH

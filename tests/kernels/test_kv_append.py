@@ -14,7 +14,7 @@ from tests.kernels import aot
 interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU machine compiles kernels")
 
 
-def looped(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
+def append_by_loop(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
     for half, new in enumerate((keys, values)):
         for b in range(len(lengths)):
             for head in range(new.shape[1]):
@@ -22,7 +22,7 @@ def looped(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending
                     store[half, b, int(lengths[b]) + pending + node, head] = new[b, head, node]
 
 
-def arguments(batch: int, heads: int, nodes: int, width: int, dtype: torch.dtype, strided: bool) -> tuple[Any, ...]:
+def make_arguments(batch: int, heads: int, nodes: int, width: int, dtype: torch.dtype, strided: bool) -> tuple[Any, ...]:
     """A store full of NaN, new keys and values, ragged lengths."""
     store = torch.full((3, 2, batch, 40, heads, width), float("nan"), dtype=dtype)[1]
     shape = (batch, nodes, heads, width) if strided else (batch, heads, nodes, width)
@@ -42,9 +42,9 @@ def test_kernel_equals_reference_and_loop(
 ) -> None:
     """Bit for bit, other slots untouched, whatever the strides."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
-    store, *new = arguments(batch, heads, nodes, width, dtype, strided)
+    store, *new = make_arguments(batch, heads, nodes, width, dtype, strided)
     result = []
-    for append in (kv_append, kv_append_reference, looped):
+    for append in (kv_append, kv_append_reference, append_by_loop):
         copy = store.clone()
         append(copy, *new)
         result.append(copy)
@@ -72,7 +72,7 @@ def test_rows_may_be_more_than_32_bits_apart(monkeypatch: pytest.MonkeyPatch) ->
 def test_operator_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
-    store, *new = arguments(2, 2, 3, 16, torch.float32, False)
+    store, *new = make_arguments(2, 2, 3, 16, torch.float32, False)
     torch.library.opcheck(module._launch_append, (store.nan_to_num(), *new))
 
 
@@ -82,11 +82,9 @@ def test_only_the_requested_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(module, "_launch_append", lambda *arguments: ran.append("kernel"))
     monkeypatch.setattr(module, "kv_append_reference", lambda *arguments: ran.append("reference"))
-    for requested in (None, "reference", "triton"):
-        monkeypatch.setenv("SPECTRAIN_KERNELS", requested) if requested else monkeypatch.delenv(
-            "SPECTRAIN_KERNELS", raising=False
-        )
-        kv_append(*arguments(1, 1, 1, 16, torch.float32, False))
+    for setting in (None, "reference", "triton"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", setting) if setting else monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
+        kv_append(*make_arguments(1, 1, 1, 16, torch.float32, False))
     assert ran == ["reference", "reference", "kernel"]
 
 

@@ -1,4 +1,5 @@
-"""The fused output layer and divergence equal autograd over the whole matrix of logits, a chunk of which is all they hold."""
+"""The fused output layer and divergence equal autograd over the full matrix of logits, of which they hold one chunk at a
+time."""
 
 import math
 import os
@@ -35,7 +36,7 @@ from spectrain.kernels.linear_divergence import (
 )
 from spectrain.kernels.row_kl import TargetLogits, row_argmax, row_kl, row_kl_reference
 
-ROWS, WIDTH, VOCAB, WHOLE = 7, 5, 11, 17
+ROWS, WIDTH, VOCAB, TARGET_VOCAB = 7, 5, 11, 17
 NAMES = ["cross_entropy", *DIVERGENCES]
 CHUNKS = [1, 3, ROWS, ROWS + 5]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -48,13 +49,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def layer(width: int, vocab: int, dtype: torch.dtype, bias: bool = False, **others: Any) -> Projection:
+def make_layer(width: int, vocab: int, dtype: torch.dtype, bias: bool = False, **others: Any) -> Projection:
     """A random output layer whose weight and bias learn."""
     weight = torch.randn(vocab, width, dtype=dtype).requires_grad_()
     return Projection(weight, torch.randn(vocab, dtype=dtype).requires_grad_() if bias else None, **others)
 
 
-def whole_logits(x: Tensor, head: Projection) -> Tensor:
+def full_logits(x: Tensor, head: Projection) -> Tensor:
     """All logits at once."""
     logits = F.linear(x, head.weight, head.bias) * head.scale
     return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
@@ -65,39 +66,39 @@ class Case:
 
     def __init__(self, dtype: torch.dtype = torch.float64, rows: int = ROWS, width: int = WIDTH, **shape: Any) -> None:
         self.hidden = torch.randn(rows, width, dtype=dtype).requires_grad_()
-        self.head = layer(width, VOCAB, dtype, **shape)
+        self.head = make_layer(width, VOCAB, dtype, **shape)
         self.final = torch.randn(rows, width + 1, dtype=dtype)
-        self.target = layer(width + 1, WHOLE, dtype, **shape)
-        self.ids = torch.randperm(WHOLE)[:VOCAB].sort().values
+        self.target = make_layer(width + 1, TARGET_VOCAB, dtype, **shape)
+        self.ids = torch.randperm(TARGET_VOCAB)[:VOCAB].sort().values
         self.tokens = torch.randint(VOCAB, (rows,))
 
-    def theirs(self, own_mass: bool) -> HeadTarget:
+    def head_target(self, own_mass: bool) -> HeadTarget:
         log_z = argmax_and_log_z(self.final, self.target, chunk=2)[1] if own_mass else None
         return HeadTarget(self.final, self.target.select_entries(self.ids), log_z)
 
     def log_p(self, own_mass: bool) -> Tensor:
-        logits = whole_logits(self.final, self.target).detach()
+        logits = full_logits(self.final, self.target).detach()
         chosen = logits[:, self.ids]
         return chosen - torch.logsumexp(logits if own_mass else chosen, -1, keepdim=True)
 
     def log_q(self) -> Tensor:
-        return whole_logits(self.hidden, self.head).log_softmax(-1)
+        return full_logits(self.hidden, self.head).log_softmax(-1)
 
     def gradients(self, loss: Tensor) -> list[Tensor]:
-        asked = [x for x in (self.hidden, self.head.weight, self.head.bias) if x is not None]
-        return list(torch.autograd.grad(loss, asked))
+        inputs = [x for x in (self.hidden, self.head.weight, self.head.bias) if x is not None]
+        return list(torch.autograd.grad(loss, inputs))
 
 
-def fused(case: Case, name: str, **arguments: Any) -> DivergenceResult:
-    """By the name of a loss, as a family of drafters would call it."""
+def compute_fused(case: Case, name: str, **arguments: Any) -> DivergenceResult:
+    """Compute the fused loss by its name, as a family of drafters would call it."""
     if name == "cross_entropy":
         return linear_divergence(case.hidden, case.head, case.tokens, **arguments)
     chosen = None if name == "forward_kl" else get_divergence(name, 0.3)
-    return linear_divergence(case.hidden, case.head, case.theirs(name in ACCEPTANCE_LOSSES), chosen, **arguments)
+    return linear_divergence(case.hidden, case.head, case.head_target(name in ACCEPTANCE_LOSSES), chosen, **arguments)
 
 
-def unfused(case: Case, name: str) -> tuple[Tensor, Tensor]:
-    """The losses [R] from the whole matrix, and the target's most likely entries."""
+def compute_unfused(case: Case, name: str) -> tuple[Tensor, Tensor]:
+    """Return the losses [R] from the full matrix, and the target's most likely entries."""
     log_q = case.log_q()
     if name == "cross_entropy":
         return F.nll_loss(log_q, case.tokens, reduction="none"), case.tokens
@@ -105,13 +106,13 @@ def unfused(case: Case, name: str) -> tuple[Tensor, Tensor]:
     return get_divergence(name, 0.3)(log_p, log_q), log_p.argmax(-1)
 
 
-def agree(case: Case, found: DivergenceResult, losses: Tensor, wanted: Tensor, tolerance: float) -> None:
+def assert_agrees(case: Case, result: DivergenceResult, losses: Tensor, labels: Tensor, tolerance: float) -> None:
     """Equal loss, equal gradients of 3 times the loss, equal choices."""
-    torch.testing.assert_close(found.loss, losses.sum(), rtol=tolerance, atol=tolerance)
-    expected, gradients = case.gradients(3 * losses.sum()), case.gradients(3 * found.loss)
+    torch.testing.assert_close(result.loss, losses.sum(), rtol=tolerance, atol=tolerance)
+    expected, gradients = case.gradients(3 * losses.sum()), case.gradients(3 * result.loss)
     assert any(gradient.abs().max() > 1e-3 for gradient in expected) or not len(case.hidden)
     torch.testing.assert_close(gradients, expected, rtol=tolerance, atol=10 * tolerance)
-    assert torch.equal(found.predictions, case.log_q().argmax(-1)) and torch.equal(found.labels, wanted)
+    assert torch.equal(result.predictions, case.log_q().argmax(-1)) and torch.equal(result.labels, labels)
 
 
 @pytest.mark.sweep(20)
@@ -122,8 +123,8 @@ def agree(case: Case, found: DivergenceResult, losses: Tensor, wanted: Tensor, t
 def test_loss_and_gradients_equal_the_unchunked_computation(name: str, shape: str, chunk: int, dtype: torch.dtype) -> None:
     """Fused = unfused for every loss, over a draft vocabulary smaller than the target's, however rows are cut."""
     case = Case(dtype, **SHAPES[shape])
-    losses, wanted = unfused(case, name)
-    agree(case, fused(case, name, chunk=chunk), losses, wanted, EXACT[dtype])
+    losses, labels = compute_unfused(case, name)
+    assert_agrees(case, compute_fused(case, name, chunk=chunk), losses, labels, EXACT[dtype])
 
 
 @pytest.mark.sweep(10)
@@ -133,11 +134,11 @@ def test_rows_are_weighted(name: str, chunk: int) -> None:
     """Fused = sum of weight times loss; rows of weight 0 change no gradient, even where their loss is not a number."""
     case = Case(bias=True)
     weight = torch.tensor([1.0, 0.0, 0.25, 2.0, 0.0, 1.0, 0.5], dtype=torch.float64)
-    losses, wanted = unfused(case, name)
-    agree(case, fused(case, name, chunk=chunk, row_weight=weight), losses * weight, wanted, 1e-10)
-    expected = case.gradients(fused(case, name, chunk=chunk, row_weight=weight).loss)
+    losses, labels = compute_unfused(case, name)
+    assert_agrees(case, compute_fused(case, name, chunk=chunk, row_weight=weight), losses * weight, labels, 1e-10)
+    expected = case.gradients(compute_fused(case, name, chunk=chunk, row_weight=weight).loss)
     case.final[1] = float("nan")
-    result = fused(case, name, chunk=chunk, row_weight=weight).loss
+    result = compute_fused(case, name, chunk=chunk, row_weight=weight).loss
     assert result.isfinite()
     torch.testing.assert_close(case.gradients(result), expected)
 
@@ -146,18 +147,18 @@ def test_rows_are_weighted(name: str, chunk: int) -> None:
 def test_empty_input_has_zero_loss(name: str) -> None:
     """R = 0: a loss of 0, gradients of 0, and no choices."""
     case = Case(rows=0, bias=True)
-    result = fused(case, name)
+    result = compute_fused(case, name)
     assert result.loss == 0 and result.predictions.shape == result.labels.shape == (0,)
     assert all(gradient.eq(0).all() for gradient in case.gradients(result.loss))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_per_row_arguments_reach_the_divergence(chunk: int) -> None:
-    """Draft-OPD's split loss, which asks each row's distance, equals the unfused one."""
+    """Draft-OPD's split loss, which reads each row's distance, equals the unfused one."""
     case, distance = Case(), torch.tensor([-1, 0, 2, -1, 5, 1, -1])
-    result = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, per_row=(distance,), chunk=chunk)
+    result = linear_divergence(case.hidden, case.head, case.head_target(False), split_loss, per_row=(distance,), chunk=chunk)
     log_p = case.log_p(False)
-    agree(case, result, split_loss(log_p, case.log_q(), distance), log_p.argmax(-1), 1e-10)
+    assert_agrees(case, result, split_loss(log_p, case.log_q(), distance), log_p.argmax(-1), 1e-10)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
@@ -168,8 +169,8 @@ def test_temperature_divides_the_finished_logits(temperature: float, softcap: fl
     target_values = HeadTarget(case.final, case.target.select_entries(case.ids).at_temperature(temperature))
     result = linear_divergence(case.hidden, case.head.at_temperature(temperature), target_values, chunk=3)
     log_p = (case.log_p(False) / temperature).log_softmax(-1)
-    log_q = (whole_logits(case.hidden, case.head) / temperature).log_softmax(-1)
-    agree(case, result, forward_kl(log_p, log_q), log_p.argmax(-1), 1e-10)
+    log_q = (full_logits(case.hidden, case.head) / temperature).log_softmax(-1)
+    assert_agrees(case, result, forward_kl(log_p, log_q), log_p.argmax(-1), 1e-10)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -177,32 +178,32 @@ def test_top_k_targets_equal_their_dense_distribution(chunk: int) -> None:
     """TopK = KL(p || q) of a p that is 0 elsewhere, normalised or not; with all tokens it is the dense forward KL."""
     case = Case()
     for k, total in ((1, 1.0), (3, 1.0), (3, 0.6)):
-        accepted = case.log_p(False).exp().topk(k)
-        p = accepted.values / accepted.values.sum(-1, keepdim=True) * total
-        result = linear_divergence(case.hidden, case.head, TopK(accepted.indices, p), chunk=chunk)
-        losses = (p * (p.log() - case.log_q().gather(-1, accepted.indices))).sum(-1)
-        agree(case, result, losses, accepted.indices[:, 0], 1e-10)
+        top = case.log_p(False).exp().topk(k)
+        p = top.values / top.values.sum(-1, keepdim=True) * total
+        result = linear_divergence(case.hidden, case.head, TopK(top.indices, p), chunk=chunk)
+        losses = (p * (p.log() - case.log_q().gather(-1, top.indices))).sum(-1)
+        assert_agrees(case, result, losses, top.indices[:, 0], 1e-10)
     every = case.log_p(False).exp().topk(VOCAB)
-    dense = linear_divergence(case.hidden, case.head, case.theirs(False), chunk=chunk)
+    dense = linear_divergence(case.hidden, case.head, case.head_target(False), chunk=chunk)
     result = linear_divergence(case.hidden, case.head, TopK(every.indices, every.values), chunk=chunk)
     torch.testing.assert_close(result.loss, dense.loss)
     torch.testing.assert_close(case.gradients(result.loss), case.gradients(dense.loss))
 
 
 def test_function_of_rows_is_a_valid_target() -> None:
-    """log p from anywhere, asked a chunk at a time, each row once; p = 0 adds nothing to forward KL."""
-    case, requested = Case(), []
+    """A function may return log p, a chunk at a time and each row once; p = 0 adds nothing to forward KL."""
+    case, computed_rows = Case(), []
     log_p = case.log_p(False)
     log_p[:, 2] = float("-inf")
 
-    def theirs(rows: slice) -> Tensor:
-        requested.extend(range(ROWS)[rows])
+    def target_rows(rows: slice) -> Tensor:
+        computed_rows.extend(range(ROWS)[rows])
         return log_p[rows]
 
-    result = linear_divergence(case.hidden, case.head, theirs, chunk=3)
-    assert requested == list(range(ROWS))
+    result = linear_divergence(case.hidden, case.head, target_rows, chunk=3)
+    assert computed_rows == list(range(ROWS))
     terms = log_p.exp() * (log_p - case.log_q())
-    agree(case, result, terms[:, [v for v in range(VOCAB) if v != 2]].sum(-1), log_p.argmax(-1), 1e-10)
+    assert_agrees(case, result, terms[:, [v for v in range(VOCAB) if v != 2]].sum(-1), log_p.argmax(-1), 1e-10)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -210,7 +211,7 @@ def test_argmax_and_log_z_equal_the_unchunked_computation(chunk: int) -> None:
     """One pass a chunk at a time = argmax and log-sum-exp of all logits; a target at rows = its rows."""
     case = Case(bias=True, softcap=2.0)
     best, log_z = argmax_and_log_z(case.final, case.target, chunk)
-    logits = whole_logits(case.final, case.target)
+    logits = full_logits(case.final, case.target)
     assert torch.equal(best, logits.argmax(-1)) and not log_z.requires_grad
     torch.testing.assert_close(log_z, logits.logsumexp(-1).detach())
     rows = torch.tensor([4, 0, 4])
@@ -221,12 +222,12 @@ def test_argmax_and_log_z_equal_the_unchunked_computation(chunk: int) -> None:
 @pytest.mark.parametrize("own_mass", [True, False])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_restricted_target_equals_the_selected_entries(chunk: int, own_mass: bool) -> None:
-    """In one chunk or in several: the likeliest token of all, log p of the entries, for whichever rows, and no gradient."""
+    """In one chunk or in several: the most likely token of all, log p of the entries for any rows, and no gradient."""
     case = Case(bias=True, softcap=2.0)
-    best, said = restrict_target(case.final, case.target, case.ids, own_mass, chunk)
-    assert torch.equal(best, whole_logits(case.final, case.target).argmax(-1))
+    best, log_p_at = restrict_target(case.final, case.target, case.ids, own_mass, chunk)
+    assert torch.equal(best, full_logits(case.final, case.target).argmax(-1))
     for rows in (slice(0, ROWS), slice(2, 5), slice(6, 7)):
-        torch.testing.assert_close(said(rows).detach(), case.log_p(own_mass)[rows])
+        torch.testing.assert_close(log_p_at(rows).detach(), case.log_p(own_mass)[rows])
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -243,15 +244,15 @@ def test_total_entropy_equals_the_sum_over_rows(chunk: int) -> None:
 @pytest.mark.parametrize("block", [1, 2 * VOCAB, 3 * VOCAB + 1])
 @pytest.mark.parametrize("name", [*NAMES, "split"])
 def test_blocks_of_a_chunk_change_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few rows torch works on at one time: the same loss, choices and gradients, to the bit."""
+    """Loss, choices and gradients are the same to the bit, however few rows torch works on at one time."""
     case, weight, distance = Case(bias=True), torch.rand(ROWS), torch.arange(ROWS) - 3
     results = []
     for size in (1 << 16, block):
         monkeypatch.setattr("spectrain.kernels.linear_divergence.CPU_BLOCK_LOGITS", size)
         if name == "split":
-            result = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, weight, (distance,))
+            result = linear_divergence(case.hidden, case.head, case.head_target(False), split_loss, weight, (distance,))
         else:
-            result = fused(case, name, row_weight=weight, chunk=5)
+            result = compute_fused(case, name, row_weight=weight, chunk=5)
         results.append([*result, *case.gradients(result.loss)])
     assert all(torch.equal(left, right) for left, right in zip(*results))
 
@@ -266,7 +267,7 @@ def test_gradients_equal_numeric_ones(name: str, softcap: float | None) -> None:
 
     def loss(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
         case.hidden, case.head = hidden, Projection(matrix, bias, case.head.scale, softcap)
-        return fused(case, name, chunk=2, row_weight=weight).loss
+        return compute_fused(case, name, chunk=2, row_weight=weight).loss
 
     assert torch.autograd.gradcheck(loss, (case.hidden, case.head.weight, case.head.bias))
 
@@ -278,10 +279,10 @@ def test_only_trainable_inputs_get_gradients(name: str, learns: tuple[bool, bool
     case = Case(bias=True)
     assert case.head.bias is not None
     parts = (case.hidden, case.head.weight, case.head.bias)
-    expected = case.gradients(fused(case, name).loss)
+    expected = case.gradients(compute_fused(case, name).loss)
     for part, asks in zip(parts, learns):
         part.requires_grad_(asks)
-    result = fused(case, name)
+    result = compute_fused(case, name)
     assert result.loss.requires_grad == any(learns)
     if any(learns):
         result.loss.backward()
@@ -289,30 +290,30 @@ def test_only_trainable_inputs_get_gradients(name: str, learns: tuple[bool, bool
         assert torch.equal(part.grad, gradient) if asks else part.grad is None
     assert case.target.weight.grad is None and not result.predictions.requires_grad
     with torch.no_grad():
-        torch.testing.assert_close(fused(case, name).loss, result.loss.detach())
+        torch.testing.assert_close(compute_fused(case, name).loss, result.loss.detach())
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "reverse_kl"])
 def test_retained_graph_allows_two_backward_passes(name: str) -> None:
     """The gradients of a second backward pass equal those of the first: neither changes what is stored."""
     case = Case()
-    loss = 2 * fused(case, name).loss
+    loss = 2 * compute_fused(case, name).loss
     first = torch.autograd.grad(loss, case.head.weight, retain_graph=True)[0].clone()
     assert torch.equal(torch.autograd.grad(loss, case.head.weight)[0], first)
 
 
 def test_second_derivative_is_refused() -> None:
-    """Gradients are found in the forward pass, so there is nothing to differentiate again, and this is said."""
+    """Gradients are computed in the forward pass, so there is nothing to differentiate again, and the error says so."""
     case = Case()
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(fused(case, "forward_kl").loss, case.hidden, create_graph=True)
+        torch.autograd.grad(compute_fused(case, "forward_kl").loss, case.hidden, create_graph=True)
 
 
 def test_invalid_arguments_are_refused() -> None:
     """Chunks of no rows; a divergence of tokens."""
     case = Case()
     with pytest.raises(ValueError, match="chunk=0"):
-        fused(case, "forward_kl", chunk=0)
+        compute_fused(case, "forward_kl", chunk=0)
     with pytest.raises(ValueError, match="divergence=None"):
         linear_divergence(case.hidden, case.head, case.tokens, jensen_shannon)
 
@@ -324,7 +325,7 @@ def test_low_precision_equals_the_unfused_loss_in_it(name: str, weights_in_bf16:
     case = Case(torch.bfloat16 if weights_in_bf16 else torch.float32)
     weight = case.head.weight
     with torch.autocast("cpu", torch.bfloat16, enabled=not weights_in_bf16):
-        result = fused(case, name, chunk=4)
+        result = compute_fused(case, name, chunk=4)
         log_q = F.linear(case.hidden, weight).float().log_softmax(-1)
         target_values = F.linear(case.final, case.target.weight[case.ids]).float().log_softmax(-1)
         losses = F.nll_loss(log_q, case.tokens, reduction="none")
@@ -340,7 +341,7 @@ def test_low_precision_equals_the_unfused_loss_in_it(name: str, weights_in_bf16:
 def test_chunks_of_low_precision_add_up_in_float32() -> None:
     """256 equal rows one by one: the weight's gradient is 256 times that of one, where sums in bf16 would stall at half."""
     hidden = torch.randn(1, WIDTH).expand(256, -1)
-    head, tokens = layer(WIDTH, VOCAB, torch.float32), torch.zeros(256, dtype=torch.int64)
+    head, tokens = make_layer(WIDTH, VOCAB, torch.float32), torch.zeros(256, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16):
         item = linear_divergence(hidden[:1], head, tokens[:1]).loss
         every = linear_divergence(hidden, head, tokens, chunk=1).loss
@@ -349,46 +350,46 @@ def test_chunks_of_low_precision_add_up_in_float32() -> None:
 
 
 def test_fused_wide_sums_equal_separate_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU adds to float32 at once, here by a stand-in behind torch's own schema, is the sum of the products, rounded
-    less: gradients of chunks in bfloat16 are nearer to those of float32."""
+    """The sum that a GPU adds to float32 at once, here by a stand-in for torch's own schema, is the sum of the products,
+    rounded less: gradients of chunks in bfloat16 are nearer to those of float32."""
     library = torch.library.Library("aten", "IMPL")
     calls: list[str] = []
 
-    def multiply(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def multiply_wide(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
         calls.append("mm")
         return (left.double() @ right.double()).to(out_dtype)
 
-    def add(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, **others: Any) -> Tensor:
+    def add_wide(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, **others: Any) -> Tensor:
         calls.append("addmm")
-        return out.copy_(total + multiply(left, right, out_dtype))
+        return out.copy_(total + multiply_wide(left, right, out_dtype))
 
-    library.impl("mm.dtype", multiply, "CPU")
-    library.impl("addmm.dtype_out", add, "CPU")
-    hidden, head = torch.randn(24, WIDTH).bfloat16(), layer(WIDTH, VOCAB, torch.bfloat16)
+    library.impl("mm.dtype", multiply_wide, "CPU")
+    library.impl("addmm.dtype_out", add_wide, "CPU")
+    hidden, head = torch.randn(24, WIDTH).bfloat16(), make_layer(WIDTH, VOCAB, torch.bfloat16)
     tokens, errors = torch.randint(0, VOCAB, (24,)), []
     exact = Projection(head.weight.detach().float().requires_grad_())
-    (wanted,) = torch.autograd.grad(linear_divergence(hidden.float(), exact, tokens).loss, exact.weight)
+    (expected,) = torch.autograd.grad(linear_divergence(hidden.float(), exact, tokens).loss, exact.weight)
     for wide in (False, True):
         monkeypatch.setattr(module, "_adds_wide", lambda left, dtype, wide=wide: wide)
         (result,) = torch.autograd.grad(linear_divergence(hidden, head, tokens, chunk=8).loss, head.weight)
-        torch.testing.assert_close(result.float(), wanted, rtol=3e-2, atol=3e-2)
-        errors.append(float((result.float() - wanted).abs().mean()))
+        torch.testing.assert_close(result.float(), expected, rtol=3e-2, atol=3e-2)
+        errors.append(float((result.float() - expected).abs().mean()))
     library._destroy()
     assert calls == ["mm", "addmm", "mm", "addmm", "mm"] and errors[1] <= errors[0]
 
 
 @pytest.mark.parametrize("version, takes", [("2.9.1+cu128", False), ("2.10.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True)])
 def test_old_torch_adds_in_a_separate_call(version: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.9, which we take too, refuses a total in float32 beside factors in half precision on a GPU: it gets a sum."""
+    """Torch 2.9, which we take too, refuses a total in float32 with factors in half precision on a GPU: it gets a sum."""
     monkeypatch.setattr(torch, "__version__", version)
     left, total = torch.zeros(4, 3, dtype=torch.bfloat16, device="meta"), torch.zeros(3, 5, device="meta")
-    with Seen() as visited:
+    with OperationRecorder() as recorder:
         module._add_product(total, left, torch.zeros(4, 5, dtype=torch.bfloat16, device="meta"), torch.float32)
     wide = "aten.addmm.dtype_out" if module._counts_wide_totals() else "aten.addmm_.default"
-    assert (wide in visited.names) == takes and ("aten.add_.Tensor" in visited.names) != takes
+    assert (wide in recorder.names) == takes and ("aten.add_.Tensor" in recorder.names) != takes
 
 
-class Seen(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """The size of the largest tensor that any operation returned, and which operations ran."""
 
     def __init__(self) -> None:
@@ -406,40 +407,40 @@ class Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [*NAMES, "top_k"])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(name: str) -> None:
-    """Forward and backward return nothing over chunk x V; the unfused loss, seen the same way, R x V."""
+    """Forward and backward return nothing over chunk x V; the unfused loss, recorded the same way, R x V."""
     rows, chunk = 40, 8  # with V = 11 no state or weight is as large
     case = Case(rows=rows, width=2, softcap=2.0)
-    target_values = case.theirs(name in ACCEPTANCE_LOSSES)
-    wanted = {"cross_entropy": case.tokens, "top_k": TopK(*case.log_p(False).exp().topk(2)[::-1])}.get(name, target_values)
+    target_values = case.head_target(name in ACCEPTANCE_LOSSES)
+    loss_target = {"cross_entropy": case.tokens, "top_k": TopK(*case.log_p(False).exp().topk(2)[::-1])}.get(name, target_values)
     chosen = None if name in ("cross_entropy", "top_k", "forward_kl") else get_divergence(name, 0.5)
-    with Seen() as visited:
-        linear_divergence(case.hidden, case.head, wanted, chosen, chunk=chunk).loss.backward()
-    assert visited.largest == chunk * VOCAB
-    with Seen() as visited:
-        unfused(case, "forward_kl" if name == "top_k" else name)[0].sum().backward()
-    assert visited.largest >= rows * VOCAB
+    with OperationRecorder() as recorder:
+        linear_divergence(case.hidden, case.head, loss_target, chosen, chunk=chunk).loss.backward()
+    assert recorder.largest == chunk * VOCAB
+    with OperationRecorder() as recorder:
+        compute_unfused(case, "forward_kl" if name == "top_k" else name)[0].sum().backward()
+    assert recorder.largest >= rows * VOCAB
 
 
 def test_target_pass_holds_a_single_chunk() -> None:
     """most_likely returns nothing over chunk x target vocabulary."""
     case = Case(rows=40, width=2)
-    with Seen() as visited:
+    with OperationRecorder() as recorder:
         argmax_and_log_z(case.final, case.target, chunk=8)
-    assert visited.largest == 8 * WHOLE
+    assert recorder.largest == 8 * TARGET_VOCAB
 
 
 TARGETS = ["tokens", "kept", "kept, of some mass", "dense", "dense, of some mass"]
 
 
-def said(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def make_target_values(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """log_p, ids and p of a kind of target, as the row kernel reads them."""
     log_p = (3 * torch.randn(rows, vocab)).log_softmax(-1) + math.log(0.7 if "mass" in which else 1.0)
     if which == "tokens":
         return None, torch.randint(vocab, (rows, 1)), torch.ones(rows, 1)
     if "kept" in which:
-        accepted = log_p.exp().topk(min(5, vocab))
-        shuffled = torch.randperm(accepted.indices.shape[1])  # the likeliest is not the first
-        return None, accepted.indices[:, shuffled], accepted.values[:, shuffled]
+        top = log_p.exp().topk(min(5, vocab))
+        shuffled = torch.randperm(top.indices.shape[1])  # the likeliest is not the first
+        return None, top.indices[:, shuffled], top.values[:, shuffled]
     log_p[:, 1:2] = float("-inf")
     return log_p, None, None
 
@@ -453,10 +454,11 @@ def said(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | Non
 def test_row_kl_kernel_equals_its_reference(
     which: str, dtype: torch.dtype, vocab: int, scale: float, softcap: float | None, with_grad: bool
 ) -> None:
-    """Interpreted: losses, choices and the gradient in place, in one block and over its end, with masked rows."""
+    """The interpreted kernel has the reference's losses, choices and gradient in place, in one block and over its end, with
+    masked rows."""
     product = (3 * torch.randn(4, vocab)).to(dtype)
     weight = torch.tensor([1.0, 0.0, 0.3, 2.0])
-    target_values = said(which, 4, vocab)
+    target_values = make_target_values(which, 4, vocab)
     expected, result = product.clone(), product.clone()
     by_torch = row_kl_reference(expected, *target_values, weight, scale, softcap, with_grad)
     by_kernel = row_kl(result, *target_values, weight, scale, softcap, with_grad)
@@ -478,27 +480,31 @@ def test_row_kl_kernel_normalises_target_logits(
     """Given products instead of log p, scaled and capped, of all its mass or a part: the same loss, gradient and labels."""
     product, target_values, weight = (3 * torch.randn(4, vocab)).to(dtype), (3 * torch.randn(4, vocab)).to(dtype), torch.rand(4)
     target_values[0, 1] = float("-inf") if rules[1] is None else 0.0
-    said = TargetLogits(target_values, *rules)
+    target_logits = TargetLogits(target_values, *rules)
     if own_mass:  # of a larger vocabulary
-        said = said._replace(log_z=said._replace(log_z=torch.zeros(4)).log_p().logsumexp(-1) + torch.rand(4))
+        target_logits = target_logits._replace(
+            log_z=target_logits._replace(log_z=torch.zeros(4)).log_p().logsumexp(-1) + torch.rand(4)
+        )
     expected, by_log_p, actual = (product.clone() for _ in range(3))
     arguments = None, None, weight, 0.9, 2.0, True
     results = (
-        row_kl_reference(expected, said.log_p(), *arguments),
-        row_kl(by_log_p, said.log_p(), *arguments),
-        row_kl(actual, said.products, *arguments, *said[1:]),
+        row_kl_reference(expected, target_logits.log_p(), *arguments),
+        row_kl(by_log_p, target_logits.log_p(), *arguments),
+        row_kl(actual, target_logits.products, *arguments, *target_logits[1:]),
     )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     for result, gradient in zip(results[1:], (by_log_p, actual)):
         torch.testing.assert_close(result[0], results[0][0], rtol=2e-5, atol=2e-5)
         assert torch.equal(result[1], results[0][1]) and torch.equal(result[2], results[0][2])
         torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(row_kl_reference(product.clone(), said.products, *arguments, *said[1:])[0], results[0][0])
+    assert torch.equal(
+        row_kl_reference(product.clone(), target_logits.products, *arguments, *target_logits[1:])[0], results[0][0]
+    )
 
 
 @pytest.mark.parametrize("rules", [(1.0, None), (1.3, 4.0)])
 def test_argmax_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
-    """The likeliest entry, of equal ones the first, and the log-sum-exp, in one sweep over several blocks."""
+    """One sweep over several blocks gives the most likely entry, of equal ones the first, and the log-sum-exp."""
     product = (2 * torch.randn(3, 1500)).half()
     product[1] = 0.5
     best, log_z = row_argmax(product, *rules)
@@ -510,7 +516,7 @@ def test_argmax_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
 
 @pytest.mark.parametrize("own_mass", [True, False])
 def test_target_products_in_pieces_are_equal(own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few entries kept, a CPU makes the products of a few rows at a time."""
+    """For a target restricted to few entries, a CPU makes the products of a few rows at a time."""
     case = Case(torch.float32, scale=0.7)
     results = []
     for products in (1, 3 * len(case.target.weight), 1 << 23):
@@ -530,13 +536,13 @@ def test_unnormalised_target_gives_the_same_gradients(chunk: int, own_mass: bool
     results = []
     for setting in ("triton", "reference"):
         monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
-        with Seen() as visited:
+        with OperationRecorder() as recorder:
             best, target = restrict_target(case.final, case.target, case.ids, own_mass, chunk)
             result = linear_divergence(case.hidden, case.head, target, chunk=chunk)
         by_kernel = setting == "triton"
-        assert ("spectrain.row_best.default" in visited.names) == by_kernel
+        assert ("spectrain.row_best.default" in recorder.names) == by_kernel
         asks_mass = own_mass or chunk < len(case.final)  # torch leaves out what nobody reads
-        assert ("aten.logsumexp.default" in visited.names) == (asks_mass and not by_kernel)
+        assert ("aten.logsumexp.default" in recorder.names) == (asks_mass and not by_kernel)
         results.append((best, result.labels, result.loss, case.gradients(result.loss)))
     for left, right in zip(*results):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
@@ -544,7 +550,7 @@ def test_unnormalised_target_gives_the_same_gradients(chunk: int, own_mass: bool
 
 @pytest.mark.parametrize("own_mass", [False, True])
 def test_cpu_kernels_equal_torch(own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bfloat16 products, on vocabularies that are not whole blocks; a row without weight adds nothing."""
+    """Results for bfloat16 products are equal on vocabularies that are not full blocks; a row without weight adds nothing."""
     scale, weight = 0.7, torch.tensor([1.0, 0.0, 2.5])
     product, products = (3 * torch.randn(3, vocab).bfloat16() for vocab in (300, 700))
     target = TargetLogits(products[:, :300], 1.3, None, products.float().logsumexp(-1) if own_mass else None)
@@ -567,8 +573,8 @@ def test_cpu_kernels_equal_torch(own_mass: bool, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("which", ["tokens", "dense"])
 @pytest.mark.parametrize("vocab", [1024, 1025, 9000])
 def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
-    """The same at the ends of the block table, and over a vocabulary of several blocks."""
-    product, target_values = torch.randn(2, vocab), said(which, 2, vocab)
+    """The same holds at the ends of the block table, and over a vocabulary of several blocks."""
+    product, target_values = torch.randn(2, vocab), make_target_values(which, 2, vocab)
     expected, result = product.clone(), product.clone()
     by_torch = row_kl_reference(expected, *target_values, torch.ones(2), 1.0, None, True)
     by_kernel = row_kl(result, *target_values, torch.ones(2), 1.0, None, True)
@@ -579,17 +585,19 @@ def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "top_k"])
 def test_loss_with_the_kernel_equals_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole function with SPECTRAIN_KERNELS=triton, which runs the kernel, = without, which does not."""
+    """The function gives the same with SPECTRAIN_KERNELS=triton, which runs the kernel, and without, which does not."""
     case = Case(dtype, bias=True, softcap=3.0)
-    accepted = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
+    top = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
     results = []
     for setting in ("triton", "reference"):
         monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
-        with Seen() as visited:
+        with OperationRecorder() as recorder:
             result = (
-                linear_divergence(case.hidden, case.head, accepted, chunk=3) if name == "top_k" else fused(case, name, chunk=3)
+                linear_divergence(case.hidden, case.head, top, chunk=3)
+                if name == "top_k"
+                else compute_fused(case, name, chunk=3)
             )
-        assert ("spectrain.row_kl.default" in visited.names) == (setting == "triton")
+        assert ("spectrain.row_kl.default" in recorder.names) == (setting == "triton")
         results.append((result, case.gradients(result.loss)))
     (by_kernel, left), (by_torch, right) = results
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -601,15 +609,15 @@ def test_loss_with_the_kernel_equals_torch(name: str, dtype: torch.dtype, monkey
 def test_float64_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel computes in float32, so float64 does not reach it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
-    with Seen() as visited:
-        fused(Case(torch.float64), "forward_kl")
-    assert "spectrain.row_kl.default" not in visited.names
+    with OperationRecorder() as recorder:
+        compute_fused(Case(torch.float64), "forward_kl")
+    assert "spectrain.row_kl.default" not in recorder.names
 
 
 @pytest.mark.parametrize("which", TARGETS)
 def test_fake_kernel_has_the_real_shapes(which: str) -> None:
     """torch.library.opcheck: schema, which argument is overwritten, and shapes, types and devices of the results."""
-    arguments = (torch.randn(3, 9), *said(which, 3, 9), torch.ones(3), 0.5, 2.0, True)
+    arguments = (torch.randn(3, 9), *make_target_values(which, 3, 9), torch.ones(3), 0.5, 2.0, True)
     torch.library.opcheck(row_kl, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -620,9 +628,9 @@ def test_fake_kernel_has_the_real_shapes(which: str) -> None:
 @pytest.mark.parametrize("vocab", [1000, 5000, 32000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: torch.dtype) -> None:
-    """On a GPU, against float64 on the same inputs."""
+    """On a GPU the kernel equals float64 on the same inputs."""
     product = torch.randn(64, vocab).to(dtype).cuda()
-    target_values = tuple(None if x is None else x.cuda() for x in said(which, 64, vocab))
+    target_values = tuple(None if x is None else x.cuda() for x in make_target_values(which, 64, vocab))
     weight, expected = torch.rand(64).cuda(), product.double()
     by_torch = row_kl_reference(expected, *target_values, weight.double(), 0.7, 3.0, True)
     by_kernel = row_kl(product, *target_values, weight, 0.7, 3.0, True)
@@ -632,26 +640,26 @@ def test_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: tor
 
 
 class Live(TorchDispatchMode):
-    """The most bytes of tensors that are alive at one time, beside those that were there before."""
+    """Tracks the most bytes of tensors that are alive at one time, without those that were there before."""
 
     def __init__(self, *before: Tensor) -> None:
         super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in before}
+        self.counted = {tensor.untyped_storage()._cdata for tensor in before}
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.counted:
                 storage = tensor.untyped_storage()
-                self.known.add(storage._cdata)
+                self.counted.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
         return out
 
     def forget(self, key: int, size: int) -> None:
-        self.known.discard(key)
+        self.counted.discard(key)
         self.now -= size
 
 

@@ -1,4 +1,4 @@
-"""The faster matrix product on a CPU is the same product, and learns where it is asked to."""
+"""The faster matrix product on a CPU is the same product, and gives gradients where they are required."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from spectrain.kernels.onednn import fast_linear
 @pytest.mark.parametrize(("rows", "width", "out"), [(1, 1, 1), (7, 16, 5), (130, 33, 96), (0, 4, 3), (3, 4, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_onednn_product_equals_torch(dtype: torch.dtype, rows: int, width: int, out: int, bias: bool) -> None:
-    """Of any dtype, also of no rows, with operands that are transposed views."""
+    """Products are equal for any dtype, also for no rows, with operands that are transposed views."""
     x, weight = torch.randn(width, rows, dtype=dtype).t(), torch.randn(width, out, dtype=dtype).t()
     added = torch.randn(out, dtype=dtype) if bias else None
     for left in (x, x.contiguous()):
@@ -25,7 +25,7 @@ def test_onednn_product_equals_torch(dtype: torch.dtype, rows: int, width: int, 
 
 @pytest.mark.parametrize("learns", range(3))
 def test_onednn_gradients_reach_trainable_inputs(learns: int) -> None:
-    """The result has the gradients of the plain product where gradients are wanted, and none where they are not."""
+    """The result has the gradients of the plain product where gradients are required, and none where they are not."""
     operands = [torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)]
     operands[learns].requires_grad_()
     (result,) = torch.autograd.grad(fast_linear(*operands).square().sum(), operands[learns])

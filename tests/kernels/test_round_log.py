@@ -10,8 +10,8 @@ from tests.kernels import aot
 pytest.importorskip("triton", reason="triton is not installed, so there is no kernel to interpret")
 
 
-def rounds(batch: int, num_steps: int, num_nodes: int) -> list[torch.Tensor]:
-    """What was emitted, and trees with padding and with nodes that only draft."""
+def make_rounds(batch: int, num_steps: int, num_nodes: int) -> list[torch.Tensor]:
+    """Make emitted tokens, and trees with padding and with nodes that only draft."""
     tokens, counts = torch.randint(0, 99, (batch, num_steps)), torch.randint(0, num_steps + 1, (batch,))
     valid, emitted = (torch.rand(batch, num_nodes) < share for share in (0.7, 0.6))
     return [tokens, counts, torch.randint(0, 9, (batch, num_nodes)), valid, emitted]
@@ -19,12 +19,12 @@ def rounds(batch: int, num_steps: int, num_nodes: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("batch", "num_steps", "num_nodes"), [(1, 1, 1), (3, 5, 20)])
 def test_kernel_equals_reference_and_loop(monkeypatch: pytest.MonkeyPatch, batch: int, num_steps: int, num_nodes: int) -> None:
-    """Line after line, beyond the last one from the first on; the other lines stay as they are."""
+    """Lines follow one another, and after the last one the first is overwritten; the other lines stay as they are."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     torch.manual_seed(num_nodes)
     logs = [torch.full((3, batch, num_steps + 4), -1) for _ in range(3)]
     for slot in range(4):
-        tokens, counts, depths, valid, emitted = case = rounds(batch, num_steps, num_nodes)
+        tokens, counts, depths, valid, emitted = case = make_rounds(batch, num_steps, num_nodes)
         round_log(logs[0], torch.tensor([slot]), *case)
         round_log_reference(logs[1], torch.tensor([slot]), *case)
         for row in range(batch):
@@ -39,7 +39,7 @@ def test_operator_passes_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     lines, slot = torch.zeros(3, 2, 9, dtype=torch.int64), torch.tensor([1])
-    torch.library.opcheck(module._launch_log, (lines, slot, *rounds(2, 5, 4)))
+    torch.library.opcheck(module._launch_log, (lines, slot, *make_rounds(2, 5, 4)))
 
 
 def test_kernel_compiles_for_sm_90() -> None:

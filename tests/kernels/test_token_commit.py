@@ -24,12 +24,12 @@ def round_of(counts: list[int], num_nodes: int, num_stops: int) -> Case:
     return nodes, path, torch.tensor(counts), torch.randint(0, 7, (batch,)), texts
 
 
-def copied(case: Case) -> Case:
+def copy_case(case: Case) -> Case:
     *trees, texts = case
     return *(x.clone() for x in trees), TextBatch(*(x.clone() for x in texts))  # type: ignore[return-value]
 
 
-def looped(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor]:
+def commit_by_loop(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor]:
     emitted, accepted = torch.empty_like(path), torch.zeros_like(counts)
     for row, count in enumerate(counts.tolist()):
         later = [*path[row, 1:].tolist(), int(path[row, -1])]
@@ -51,13 +51,13 @@ def looped(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: Te
 def test_kernel_equals_reference_and_loop(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], num_nodes: int, num_stops: int
 ) -> None:
-    """What is emitted, every text, how much of it is left and whether it goes on."""
+    """Emitted tokens, texts, their remaining lengths and whether they go on are equal."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     torch.manual_seed(len(counts) + num_stops)
     case, ended = round_of(counts, num_nodes, num_stops), 0
     result = []
-    for commit in (token_commit, token_commit_reference, looped):
-        copy = copied(case)
+    for commit in (token_commit, token_commit_reference, commit_by_loop):
+        copy = copy_case(case)
         result.append((*commit(*copy), *copy[-1]))
         ended = int((case[-1].active & ~copy[-1].active).sum())
     for other in result[1:]:

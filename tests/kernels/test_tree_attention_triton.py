@@ -117,7 +117,7 @@ def inputs_of(case: Case, poison: float = float("nan")) -> tuple[tuple[Tensor, T
     return (query, keys, values, visibility), *(half[:, : longest + num_nodes].transpose(1, 2) for half in clean)
 
 
-def agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_agrees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' answer from a poisoned cache is the reference's in float64 from a clean one."""
     inputs, keys, values = inputs_of(case)
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: case.splits)
@@ -130,7 +130,7 @@ def agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def use_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels, through triton's interpreter."""
     assert os.environ["TRITON_INTERPRET"] == "1"
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
@@ -138,25 +138,25 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def large_blocks(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def large_blocks(use_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The half-precision blocks for float32 too: the interpreter takes as long for a small block as for a large one."""
     choose = module.choose_tiles
     monkeypatch.setattr(module, "choose_tiles", lambda rows, size, dtype, roomy: choose(rows, size, torch.float16))
     monkeypatch.setattr(module, "COMBINED_ROWS", 256)
 
 
-def work(case: Case) -> float:
-    """About how long the interpreter takes: blocks of keys for every block of rows, and what each program does besides."""
+def estimate_work(case: Case) -> float:
+    """Estimate how long the interpreter takes: blocks of keys for every block of rows, and what each program does besides."""
     batch, kv_heads = (3 if case.ragged else 1), (1 if case.num_new > 65 else 2)
     blocks = (case.prefix + case.earlier + case.num_new) / 64 + 3 * case.splits
     return batch * kv_heads * (1 + case.num_new * case.group // 128) * blocks
 
 
-@pytest.mark.sweep(10, cost=work)
+@pytest.mark.sweep(10, cost=estimate_work)
 @pytest.mark.parametrize("case", [Case(*choices) for choices in pairwise(*AXES.values())], ids=name_of)
 def test_kernel_equals_reference(case: Case, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernel = reference where every two choices meet: sizes, trees, windows, softcaps, splits, ragged rows, dtypes."""
-    agree(case, monkeypatch)
+    assert_agrees(case, monkeypatch)
 
 
 @pytest.mark.slow
@@ -169,23 +169,23 @@ def test_kernel_equals_reference_everywhere(
     """Kernel = reference for every number of nodes, prefix and number of splits, so at every edge of blocks; other choices
     drawn."""
     draw = random.Random(repr((num_new, prefix, splits)))
-    agree(Case(num_new, prefix, splits, *(draw.choice(values) for values in list(AXES.values())[3:])), monkeypatch)
+    assert_agrees(Case(num_new, prefix, splits, *(draw.choice(values) for values in list(AXES.values())[3:])), monkeypatch)
 
 
 @pytest.mark.sweep(1, free=("num_new", "group", "window"))
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("num_new, group", [(1, 1), (4, 4), (5, 7)])
 def test_float32_blocks_equal_the_reference(
-    num_new: int, group: int, window: int | None, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    num_new: int, group: int, window: int | None, use_interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks that float32 runs in by default agree too, with heads in groups of any size."""
-    agree(Case(num_new, splits=3, group=group, head_size=48, earlier=13, ragged=True, window=window), monkeypatch)
+    assert_agrees(Case(num_new, splits=3, group=group, head_size=48, earlier=13, ragged=True, window=window), monkeypatch)
 
 
 @pytest.mark.parametrize("head_size", [16, 80, 512])
 def test_other_head_sizes_equal_the_reference(head_size: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Head sizes that are padded to a power of two, and the largest one."""
-    agree(Case(30, splits=3, head_size=head_size, dtype=torch.float16), monkeypatch)
+    assert_agrees(Case(30, splits=3, head_size=head_size, dtype=torch.float16), monkeypatch)
 
 
 @pytest.mark.parametrize("sizes", [(48, 32), (32, 80)])
@@ -257,19 +257,20 @@ def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_row_in_a_batch_equals_the_row_alone(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same number of splits, a row's output is bit for bit the same whatever rows are beside it."""
-    (query, _, _, visited), keys, values = inputs_of(Case(prefix=130, ragged=True))
+    """With the same number of splits, a row's output is bit for bit the same whatever other rows there are."""
+    (query, _, _, visibility), keys, values = inputs_of(Case(prefix=130, ragged=True))
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
-    together = tree_attention(query, keys, values, visited, 0.2)
-    for row, length in enumerate(visited.lengths.tolist()):
-        item, end = slice(row, row + 1), length + visited.tree.shape[2]
-        alone = Visibility(visited.lengths[item], length, visited.tree[item], visited.query_positions[item], None)
+    together = tree_attention(query, keys, values, visibility, 0.2)
+    for row, length in enumerate(visibility.lengths.tolist()):
+        item, end = slice(row, row + 1), length + visibility.tree.shape[2]
+        alone = Visibility(visibility.lengths[item], length, visibility.tree[item], visibility.query_positions[item], None)
         output = tree_attention(query[item], keys[item, :, :end], values[item, :, :end], alone, 0.2)
         assert torch.equal(output, together[item])
 
 
 def test_number_of_splits_minimises_the_time() -> None:
-    """One for short prefixes or many programs, at most 64, 64 keys each where there are several and as many as rows or 256."""
+    """It is one for short prefixes or many programs, at most 64, 64 keys each where there are several and as many as rows or
+    256."""
     for rows, groups, keys in product((1, 4, 64, 256), (1, 8, 40, 132, 1000), (1, 63, 64, 127, 512, 1024, 5000, 131072)):
         config = choose_tiles(rows, 128, torch.float16)
         splits = choose_splits(config, rows, groups, keys)
@@ -281,7 +282,7 @@ def test_number_of_splits_minimises_the_time() -> None:
 @pytest.mark.parametrize("batch", range(1, 13))
 @pytest.mark.parametrize("nodes", [1, 16, 64])
 def test_splits_fill_the_last_wave(nodes: int, batch: int) -> None:
-    """Behind a long prefix nine programs of ten slots run in every wave, whatever the batch; behind 1,024 tokens one node has
+    """After a long prefix nine programs of ten slots run in every wave, whatever the batch; after 1,024 tokens one node has
     a program for all but a few multiprocessors."""
     rows = 4 * nodes  # four query heads to each of eight key-value heads
     config = choose_tiles(rows, 128, torch.float16)
@@ -301,7 +302,7 @@ def test_blocks_of_nodes_lie_within_a_word() -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 7, 63, 64, 65, 200])
 def test_packed_words_equal_the_mask(num_nodes: int) -> None:
-    """For a whole tree they are TokenTree's words; bit j of word w says whether node 64 w + j is seen; built once."""
+    """For a full tree they are TokenTree's words; bit j of word w says whether node 64 w + j is visible; built once."""
     tree = TokenTree.from_parents(torch.zeros(2, num_nodes, dtype=torch.int64), parents_of("random", 2, num_nodes))
     visibility = Visibility(torch.tensor([3, 4]), 4, tree.ancestors, tree.depths, None)
     words = visibility.packed_words()
@@ -318,16 +319,16 @@ def test_packed_words_equal_the_mask(num_nodes: int) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 def test_operator_passes_opcheck(splits: int, window: int | None, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema holds, it changes no input, and its fake gives the shape and strides of what it gives."""
-    (query, _, _, visited), keys, values = inputs_of(Case(splits=splits))
-    positions = visited.query_positions, visited.key_positions
-    num_nodes = visited.tree.shape[2]
+    (query, _, _, visibility), keys, values = inputs_of(Case(splits=splits))
+    positions = visibility.query_positions, visibility.key_positions
+    num_nodes = visibility.tree.shape[2]
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
     arguments = (
         query,
         keys,
         values,
-        visited.packed_words(),
-        visited.lengths,
+        visibility.packed_words(),
+        visibility.lengths,
         *positions,
         num_nodes,
         65,
@@ -340,7 +341,7 @@ def test_operator_passes_opcheck(splits: int, window: int | None, large_blocks: 
 
 
 def test_compiled_call_equals_eager(large_blocks: None) -> None:
-    """torch.compile takes a function with the call in it as one whole graph, which gives the same."""
+    """torch.compile takes a function with the call in it as one full graph, which gives the same."""
     (query, _, _, visibility), keys, values = inputs_of(Case())
     visibility.packed_words()
 
@@ -397,7 +398,7 @@ assert torch.equal(tree_attention(q, k, v, seen, 0.3), tree_attention_reference(
 
 
 class Forked(Drafter):
-    """Proposes the two tokens that come next as it was told, each with a wrong sibling."""
+    """Proposes the two tokens that come next in given texts, each with a wrong sibling."""
 
     def __init__(self, texts: list[list[int]]) -> None:
         super().__init__()
@@ -424,7 +425,7 @@ def two_layers() -> Target:
 
 
 def test_decoding_through_the_kernels_equals_the_references(
-    two_layers: Target, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    two_layers: Target, use_interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ragged batch decoded greedily, by the loop with little trees and by the engine, gives the same tokens, with the same
     ones accepted; every kernel of a round has run."""
@@ -442,7 +443,7 @@ def test_decoding_through_the_kernels_equals_the_references(
     expected = [run() for run in runs]
     ran: Counter[str] = Counter()
 
-    def watch(name: str, launch: Callable[..., Any], *arguments: Any) -> Any:
+    def count_launch(name: str, launch: Callable[..., Any], *arguments: Any) -> Any:
         ran[name] += 1
         return launch(*arguments)
 
@@ -452,12 +453,12 @@ def test_decoding_through_the_kernels_equals_the_references(
         ("_launch_commit", kv_commit),
         ("_launch_match", tree_verify),
     ):
-        monkeypatch.setattr(index, name, partial(watch, name, getattr(index, name)))
+        monkeypatch.setattr(index, name, partial(count_launch, name, getattr(index, name)))
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
-    for run, wanted in zip(runs, expected):
+    for run, generations in zip(runs, expected):
         result = run()
-        assert [each.output for each in result] == [each.output for each in wanted]
-        assert [each.round_lengths for each in result] == [each.round_lengths for each in wanted]
+        assert [each.output for each in result] == [each.output for each in generations]
+        assert [each.round_lengths for each in result] == [each.round_lengths for each in generations]
     assert expected[0][0].output == plain[0][:5] and set(ran) == {
         "_launch_attention",
         "_launch_append",

@@ -43,7 +43,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def use_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels, through triton's interpreter, with blocks so small that a row takes several."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     sizes = {name: VerifyTiles(64, 4) for name in ("ARGMAX_TILES", "SAMPLE_TILES", "CUT_TILES")}
@@ -67,7 +67,7 @@ def parents_of(shape: str, batch: int, num_nodes: int) -> Tensor:
     return parents
 
 
-def trees(shape: str, num_nodes: int, tokens: Tensor) -> tuple[TokenTree, TreeNodes]:
+def make_trees(shape: str, num_nodes: int, tokens: Tensor) -> tuple[TokenTree, TreeNodes]:
     """Trees over `tokens` [B, N], some of whose nodes are not valid or not emitted, twins among the siblings."""
     batch = len(tokens)
     parents = parents_of(shape, batch, num_nodes)
@@ -78,24 +78,25 @@ def trees(shape: str, num_nodes: int, tokens: Tensor) -> tuple[TokenTree, TreeNo
     return tree, TreeNodes(tokens, parents, valid & emitted, int(tree.depths.max()), num_nodes)
 
 
-def agreeing(shape: str, num_nodes: int, choice: Any, batch: int = 3) -> tuple[TokenTree, TreeNodes]:
+def make_agreeing_trees(shape: str, num_nodes: int, choice: Any, batch: int = 3) -> tuple[TokenTree, TreeNodes]:
     """Trees whose nodes carry, three times in four, the token that `choice` [B, N] names after their parent."""
-    tree, nodes = trees(shape, num_nodes, torch.zeros(batch, num_nodes, dtype=torch.int64))
-    wanted = choice.gather(1, nodes.parents.clamp(min=0))
-    nodes.tokens.copy_(torch.where(torch.rand(batch, num_nodes) < 0.75, wanted, wanted + 1))
+    tree, nodes = make_trees(shape, num_nodes, torch.zeros(batch, num_nodes, dtype=torch.int64))
+    chosen = choice.gather(1, nodes.parents.clamp(min=0))
+    nodes.tokens.copy_(torch.where(torch.rand(batch, num_nodes) < 0.75, chosen, chosen + 1))
     return tree, nodes
 
 
-def assert_same(found: Verdict, expected: Verdict) -> None:
-    for item, other in zip(found, expected):
-        assert item.dtype == torch.int64 and torch.equal(item, other), (found, expected)
+def assert_same(actual: Verdict, expected: Verdict) -> None:
+    for item, other in zip(actual, expected):
+        assert item.dtype == torch.int64 and torch.equal(item, other), (actual, expected)
 
 
-def assert_walks(found: Verdict, tree: TokenTree, choice: Tensor, height: int) -> None:
-    """The verdict is what acceptance.walk says of the same choices, its path padded to the tree's height."""
+def assert_walks(actual: Verdict, tree: TokenTree, choice: Tensor, height: int) -> None:
+    """Check that the verdict is that of tests.decoding.walking.walk for the same choices, its path padded to the tree's
+    height."""
     expected = walk(tree, choice)
     path = expected.path[:, torch.arange(height + 1).clamp(max=expected.path.shape[1] - 1)]
-    assert_same(found, Verdict(path, expected.counts, expected.bonus))
+    assert_same(actual, Verdict(path, expected.counts, expected.bonus))
 
 
 def logits_of(batch: int, num_nodes: int, num_tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,7 +113,7 @@ def draws_of(batch: int, num_nodes: int, purpose: int, cut: tuple[float, int, fl
     return SamplingSpec(host_key(purpose, 11), torch.randint(0, 1 << 40, (batch,)), positions, *cut)
 
 
-def choices(logits: Tensor, draws: SamplingSpec) -> Tensor:
+def draw_choices(logits: Tensor, draws: SamplingSpec) -> Tensor:
     """[B, N] tokens drawn at every node, one after the other."""
     chosen = torch.zeros(logits.shape[:2], dtype=torch.int64)
     for b, row in enumerate(draws.sequence_keys.tolist()):
@@ -125,29 +126,29 @@ def choices(logits: Tensor, draws: SamplingSpec) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_nodes", SIZES)
 def test_greedy_reference_equals_walk(num_nodes: int, shape: str) -> None:
-    """The reference keeps what acceptance.walk keeps by the argmax, twins and padding included."""
+    """The reference accepts what `walk` accepts by the argmax, twins and padding included."""
     logits = logits_of(5, num_nodes, 37)
-    tree, nodes = agreeing(shape, num_nodes, logits.argmax(-1), batch=5)
+    tree, nodes = make_agreeing_trees(shape, num_nodes, logits.argmax(-1), batch=5)
     assert_walks(tree_greedy_reference(nodes, logits), tree, logits.argmax(-1), nodes.height)
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("num_nodes, shape", [(1, "chain"), (5, "star"), (16, "random"), (40, "padded"), (9, "chain")])
 def test_match_reference_equals_walk(num_nodes: int, shape: str, cut: tuple[float, int, float]) -> None:
-    """The reference keeps what acceptance.walk keeps by draws made node by node."""
+    """The reference accepts what `walk` accepts by draws made node by node."""
     logits, draws = torch.randn(4, num_nodes, 37), draws_of(4, num_nodes, SAMPLE, cut)
-    choice = choices(logits, draws)
-    tree, nodes = agreeing(shape, num_nodes, choice, batch=4)
+    choice = draw_choices(logits, draws)
+    tree, nodes = make_agreeing_trees(shape, num_nodes, choice, batch=4)
     assert_walks(tree_match_reference(nodes, logits, draws), tree, choice, nodes.height)
 
 
 @interpreter
 @pytest.mark.parametrize("num_nodes", [1, 5, 65, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 16, 64, 100))])
-def test_greedy_kernel_equals_reference(num_nodes: int, interpreted: None) -> None:
+def test_greedy_kernel_equals_reference(num_nodes: int, use_interpreter: None) -> None:
     """Kernel = reference for every shape and dtype, ties, -inf and vocabularies that fill no block."""
     for index, shape in enumerate(SHAPES if num_nodes < 64 else SHAPES[2:]):
         logits = logits_of(2, num_nodes, 50 + 7 * index, DTYPES[index % 3])
-        _, nodes = agreeing(shape, num_nodes, logits.argmax(-1), batch=2)
+        _, nodes = make_agreeing_trees(shape, num_nodes, logits.argmax(-1), batch=2)
         assert_same(tree_greedy(nodes, logits), tree_greedy_reference(nodes, logits))
 
 
@@ -157,7 +158,7 @@ def match_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], dtyp
     every = (
         draws.shape_logits(logits) + gumbel_noise(make_key(SAMPLE, 11, draws.sequence_keys[:, None], draws.positions), 97)
     ).argmax(-1)
-    _, nodes = agreeing(shape, num_nodes, every, batch=2)
+    _, nodes = make_agreeing_trees(shape, num_nodes, every, batch=2)
     result = tree_match(nodes, logits, draws)
     assert_same(result, tree_match_reference(nodes, logits, draws))
     return result
@@ -178,9 +179,9 @@ def match_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], dtyp
     ],
 )
 def test_match_kernel_equals_reference(
-    num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype, interpreted: None
+    num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype, use_interpreter: None
 ) -> None:
-    """Kernel = reference, with top-k and top-p and without, in every dtype; and more than the root is kept."""
+    """Kernel = reference, with top-k and top-p and without, in every dtype; and more than the root is accepted."""
     assert match_agrees(num_nodes, shape, cut, dtype).counts.max() > (num_nodes > 1)
 
 
@@ -188,15 +189,15 @@ def test_match_kernel_equals_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_nodes, shape, cut, dtype", pairwise(SIZES, SHAPES, CUTS, DTYPES))
 def test_match_kernel_equals_reference_everywhere(
-    num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype, interpreted: None
+    num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype, use_interpreter: None
 ) -> None:
     """Kernel = reference where every two of sizes, shapes, cuts and dtypes meet."""
     match_agrees(num_nodes, shape, cut, dtype)
 
 
 @interpreter
-def test_equal_scores_choose_the_first_token(interpreted: None) -> None:
-    """Of equal maxima in different blocks, and of a row of -inf, the first counts."""
+def test_equal_scores_choose_the_first_token(use_interpreter: None) -> None:
+    """The first of equal maxima in different blocks counts, and the first of a row of -inf."""
     logits = torch.zeros(1, 3, 200)
     logits[0, 0, [70, 150]] = 1.0
     logits[0, 1, :] = float("-inf")
@@ -207,14 +208,14 @@ def test_equal_scores_choose_the_first_token(interpreted: None) -> None:
 
 
 @triton.jit
-def _kept_kernel(logits_ptr, kept_ptr, num_tokens, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which tokens of one row are kept."""
+def _cut_kernel(logits_ptr, allowed_ptr, num_tokens, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write which tokens of one row the cut allows."""
     logits_ptr += tl.program_id(0) * num_tokens
     _, cut = sampling_cuts.find_cut(logits_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
     for start in range(0, num_tokens, BLOCK):
         x, columns = sampling_cuts.load_logits(logits_ptr, start, num_tokens, BLOCK)
-        accepted = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
-        tl.store(kept_ptr + tl.program_id(0) * num_tokens + columns, accepted, mask=columns < num_tokens)
+        allowed = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
+        tl.store(allowed_ptr + tl.program_id(0) * num_tokens + columns, allowed, mask=columns < num_tokens)
 
 
 @pytest.mark.sweep(2, free=("top_k", "top_p", "dtype"))
@@ -224,36 +225,36 @@ def _kept_kernel(logits_ptr, kept_ptr, num_tokens, temperature, top_k, top_p, SH
     "top_k, top_p", [(1, 1.0), (5, 1.0), (40, 1.0), (0, 0.05), (0, 0.5), (0, 0.95), (20, 0.7), (90, 0.999)]
 )
 def test_bisection_cuts_like_sorting(top_k: int, top_p: float, dtype: torch.dtype) -> None:
-    """Kernel and reference keep the same tokens; where the last ones tie, all of them."""
+    """Kernel and reference allow the same tokens; where the last ones tie, all of them."""
     temperature, num_tokens = 0.8, 93
     distinct = torch.stack([torch.randperm(num_tokens) * 0.05 - 2.5 for _ in range(3)])
     few = torch.randn(1, num_tokens).masked_fill(torch.arange(num_tokens) > 12, float("-inf"))
     tied = (torch.randn(2, num_tokens) * 2).round() / 2 * torch.tensor([[1.0], [-1.0]])  # 0 of either sign
     logits = torch.cat([distinct, few, tied]).to(dtype)
-    accepted = torch.zeros(logits.shape, dtype=torch.bool)
+    allowed = torch.zeros(logits.shape, dtype=torch.bool)
     settings = (temperature, top_k or None, top_p if top_p < 1 else None)
-    _kept_kernel[(len(logits),)](logits, accepted, num_tokens, *settings, SHIFT=EMPTY_BITS[dtype], BLOCK=64)
+    _cut_kernel[(len(logits),)](logits, allowed, num_tokens, *settings, SHIFT=EMPTY_BITS[dtype], BLOCK=64)
     draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
-    assert torch.equal(accepted, draws.shape_logits(logits) > float("-inf"))
+    assert torch.equal(allowed, draws.shape_logits(logits) > float("-inf"))
 
 
 @triton.jit
 def _candidate_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, kept_ptr, enough_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, num_tokens, num_parts,
+    logits_ptr, allowed_ptr, enough_ptr, top_ptr, mass_ptr, count_ptr, candidates_ptr, num_tokens, num_parts,
     temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Which tokens of one row are kept, and whether its candidates were enough to tell."""
+    """Write which tokens of one row the cut allows, and whether its candidates were enough to tell."""
     row = tl.program_id(0)
     logits_ptr += row * num_tokens
     _, cut, enough = sampling_cuts.cut_from_candidates(
-        logits_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, row, num_tokens, num_parts, temperature, top_k, top_p,
+        logits_ptr, top_ptr, mass_ptr, count_ptr, candidates_ptr, row, num_tokens, num_parts, temperature, top_k, top_p,
         SHIFT, BLOCK, BLOCK_S, CANDIDATES,
     )  # fmt: skip
     tl.store(enough_ptr + row, enough)
     for start in range(0, num_tokens, BLOCK):
         x, columns = sampling_cuts.load_logits(logits_ptr, start, num_tokens, BLOCK)
-        accepted = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
-        tl.store(kept_ptr + row * num_tokens + columns, accepted, mask=columns < num_tokens)
+        allowed = (sampling_cuts.float_order(x, SHIFT) >= cut) & (x > float("-inf"))
+        tl.store(allowed_ptr + row * num_tokens + columns, allowed, mask=columns < num_tokens)
 
 
 @interpreter
@@ -263,31 +264,31 @@ def _candidate_kernel(  # type: ignore[no-untyped-def]
     "dtype, top_k, top_p",
     [(torch.float32, 5, 1.0), (torch.bfloat16, 0, 0.6), (torch.float32, 7, 0.8), (torch.float16, 50, 0.9)],
 )
-def test_candidates_cut_like_sorting(dtype: torch.dtype, top_k: int, top_p: float, interpreted: None) -> None:
+def test_candidates_cut_like_sorting(dtype: torch.dtype, top_k: int, top_p: float, use_interpreter: None) -> None:
     """Peaked rows are cut by their candidates alone, flat ones and large top-k by bisection; all as the reference cuts."""
     temperature, num_tokens = 0.8, 60
     peaked = torch.randn(2, num_tokens) * 4
     few = torch.randn(1, num_tokens).masked_fill(torch.arange(num_tokens) > 12, float("-inf"))
     logits = torch.cat([peaked, few, torch.zeros(1, num_tokens)])[None].to(dtype)
-    accepted = torch.zeros(logits.shape[1:], dtype=torch.bool)
-    enough = torch.zeros(len(accepted), dtype=torch.int32)
+    allowed = torch.zeros(logits.shape[1:], dtype=torch.bool)
+    enough = torch.zeros(len(allowed), dtype=torch.int32)
     settings = temperature, top_k or None, top_p if top_p < 1 else None
     parts = tree_verify.find_candidates(logits, temperature, top_k or None)
-    _candidate_kernel[(len(accepted),)](
-        logits, accepted, enough, *parts, num_tokens, parts.num_parts, *settings,
+    _candidate_kernel[(len(allowed),)](
+        logits, allowed, enough, *parts, num_tokens, parts.num_parts, *settings,
         SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=tree_verify.MAX_CANDIDATES,
     )  # fmt: skip
     draws = SamplingSpec(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
-    assert torch.equal(accepted, draws.shape_logits(logits[0]) > float("-inf"))
+    assert torch.equal(allowed, draws.shape_logits(logits[0]) > float("-inf"))
     assert enough.tolist()[:2] == [top_k < 50] * 2 and not enough[3]
 
 
-def drawn(
+def draw_trees(
     shape: str, num_nodes: int, q: Tensor, draft_ids: Tensor | None, without: bool, most_children: int
 ) -> tuple[TokenTree, TreeNodes]:
     """Trees whose children were drawn from their parents' q [B, N, U], twins included where drawn with replacement."""
     batch, _, size = q.shape
-    tree, nodes = trees(shape, num_nodes, torch.zeros(batch, num_nodes, dtype=torch.int64))
+    tree, nodes = make_trees(shape, num_nodes, torch.zeros(batch, num_nodes, dtype=torch.int64))
     same = (nodes.parents[:, :, None] == nodes.parents[:, None]) & nodes.can_accept[:, None]
     order = (same & torch.ones(num_nodes, num_nodes).tril(-1).bool()).sum(-1)
     nodes.can_accept.logical_and_(order < min(size, most_children))
@@ -308,7 +309,7 @@ def recursive_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], 
     logits = logits_of(batch, num_nodes, 90, dtype)
     q = (torch.randn(batch, num_nodes, size) * 2).softmax(-1)
     draft_ids = None if size == 90 else torch.randperm(90)[:size]
-    _, nodes = drawn(shape, num_nodes, q, draft_ids, without, 5)
+    _, nodes = draw_trees(shape, num_nodes, q, draft_ids, without, 5)
     draws = draws_of(batch, num_nodes, ACCEPT, cut)
     result = tree_recursive(nodes, logits, q, draft_ids, without, draws)
     assert_same(result, tree_recursive_reference(nodes, logits, q, draft_ids, without, draws))
@@ -329,7 +330,7 @@ def recursive_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], 
     ],
 )
 def test_recursive_kernel_equals_reference(
-    num_nodes: int, shape: str, cut: tuple[float, int, float], size: int, dtype: Any, without: bool, interpreted: None
+    num_nodes: int, shape: str, cut: tuple[float, int, float], size: int, dtype: Any, without: bool, use_interpreter: None
 ) -> None:
     """Kernel = reference: with and without replacement, whole and reduced vocabularies, cuts, twins, padding, dtypes."""
     recursive_agrees(num_nodes, shape, cut, without, size, dtype)
@@ -340,7 +341,13 @@ def test_recursive_kernel_equals_reference(
 @pytest.mark.parametrize("without", [False, True])
 @pytest.mark.parametrize("num_nodes, shape, cut, size, dtype", pairwise(SIZES, SHAPES, CUTS, (30, 90), DTYPES))
 def test_recursive_kernel_equals_reference_everywhere(
-    num_nodes: int, shape: str, cut: tuple[float, int, float], size: int, dtype: torch.dtype, without: bool, interpreted: None
+    num_nodes: int,
+    shape: str,
+    cut: tuple[float, int, float],
+    size: int,
+    dtype: torch.dtype,
+    without: bool,
+    use_interpreter: None,
 ) -> None:
     """Kernel = reference, with replacement and without, where every two sizes, shapes, cuts, vocabularies and dtypes meet."""
     recursive_agrees(num_nodes, shape, cut, without, size, dtype)
@@ -407,7 +414,7 @@ def test_wrong_recursive_rule_fails_the_test() -> None:
 def test_rows_are_independent() -> None:
     """A row's verdict is the same alone and in a batch."""
     logits, q = logits_of(4, 9, 31), torch.rand(4, 9, 31).softmax(-1)
-    _, nodes = drawn("random", 9, q, None, True, 4)
+    _, nodes = draw_trees("random", 9, q, None, True, 4)
     draws = draws_of(4, 9, ACCEPT, CUTS[3])
     together = tree_match_reference(nodes, logits, draws), tree_recursive_reference(nodes, logits, q, None, True, draws)
     for b in range(4):
@@ -421,7 +428,7 @@ def test_rows_are_independent() -> None:
 
 def test_kernels_do_not_synchronize() -> None:
     """The operators trace without values: their shapes follow from shapes alone."""
-    _, nodes = trees("random", 6, torch.zeros(2, 6, dtype=torch.int64))
+    _, nodes = make_trees("random", 6, torch.zeros(2, 6, dtype=torch.int64))
     meta = [x.to("meta") for x in (nodes.tokens, nodes.parents, nodes.can_accept, torch.zeros(2, 6, 9))]
     for op, rest in (
         (torch.ops.spectrain.tree_match, (None, None, 0, 1.0, None, None)),

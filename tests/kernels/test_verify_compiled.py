@@ -28,7 +28,7 @@ MODULES = {"_reject_kernel": "tree_recursive", "_bonus_kernel": "tree_recursive"
 LONG = ("tokens_ptr", "parents_ptr", "rows_ptr", "positions_ptr", "path_ptr", "counts_ptr", "bonus_ptr")
 
 
-def request(kernel: str, dtype: torch.dtype, config: VerifyTiles, constants: dict[str, Any]) -> Any:
+def make_request(kernel: str, dtype: torch.dtype, config: VerifyTiles, constants: dict[str, Any]) -> Any:
     """The request for what a launch would compile; a constant of None is an argument that is left out."""
     types = dict.fromkeys(LONG, "*i64") | {"logits_ptr": TYPES[dtype], "allowed_ptr": "*i1", "key": "i64"}
     types |= {"best_ptr": "*fp32", "best_token_ptr": "*i32", "temperature": "fp32", "top_p": "fp32"}
@@ -47,12 +47,12 @@ def request(kernel: str, dtype: torch.dtype, config: VerifyTiles, constants: dic
     )
 
 
-def choosing(dtype: torch.dtype, noise: bool) -> Any:
+def make_choose_request(dtype: torch.dtype, noise: bool) -> Any:
     absent = {} if noise else dict.fromkeys(["rows_ptr", "positions_ptr"])
-    return request("_choose_kernel", dtype, SAMPLE_TILES if noise else ARGMAX_TILES, {"NOISE": noise, **absent})
+    return make_request("_choose_kernel", dtype, SAMPLE_TILES if noise else ARGMAX_TILES, {"NOISE": noise, **absent})
 
 
-def walking(dtype: torch.dtype, top_k: bool, top_p: bool, num_nodes: int = 64, num_tokens: int = NUM_TOKENS) -> Any:
+def make_walk_request(dtype: torch.dtype, top_k: bool, top_p: bool, num_nodes: int = 64, num_tokens: int = NUM_TOKENS) -> Any:
     cut = top_k or top_p
     absent = (
         ([] if top_k else ["top_k"])
@@ -62,15 +62,17 @@ def walking(dtype: torch.dtype, top_k: bool, top_p: bool, num_nodes: int = 64, n
     block_s = 1 << (num_tokens // SAMPLE_TILES.block).bit_length()
     constants = {"CUT": cut, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, "BLOCK_S": block_s, "CANDIDATES": MAX_CANDIDATES}
     constants |= dict.fromkeys(absent)
-    return request("_walk_kernel", dtype, CUT_TILES if cut else WALK_TILES, constants)
+    return make_request("_walk_kernel", dtype, CUT_TILES if cut else WALK_TILES, constants)
 
 
-def rejecting(dtype: torch.dtype, without: bool = True, cut: bool = True, subset: bool = True, num_nodes: int = 64) -> Any:
+def make_reject_request(
+    dtype: torch.dtype, without: bool = True, cut: bool = True, subset: bool = True, num_nodes: int = 64
+) -> Any:
     result = ["top_k", "top_p", "top_ptr", "mass_ptr", "candidate_counts_ptr", "candidates_ptr"]
     absent = ([] if cut else result) + ([] if subset else ["draft_index_ptr"])
     constants = {"WITHOUT": without, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, **dict.fromkeys(absent)}
     constants |= {"BLOCK_S": 1 << (NUM_TOKENS // PART_TILES.block).bit_length(), "CANDIDATES": MAX_CANDIDATES}
-    return request("_reject_kernel", dtype, CUT_TILES, constants)
+    return make_request("_reject_kernel", dtype, CUT_TILES, constants)
 
 
 def assert_nothing_spills(request: Any) -> None:
@@ -90,31 +92,31 @@ BOTH = (True, False)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_choose_kernel_fits_sm90(dtype: torch.dtype, noise: bool) -> None:
     """The argmax of rows, with noise and without, spills nothing."""
-    assert_nothing_spills(choosing(dtype, noise))
+    assert_nothing_spills(make_choose_request(dtype, noise))
 
 
 @pytest.mark.sweep(1, free=("dtype", "kernel"))
 @pytest.mark.parametrize("kernel", ["parts_kernel", "candidates_kernel"])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_candidate_kernels_fit_sm90(dtype: torch.dtype, kernel: str) -> None:
-    """Nor do the two launches that find what may be kept."""
+    """The two launches that find the candidates spill nothing."""
     constants = {"SHIFT": EMPTY_BITS[dtype], "BLOCK_S": 128, "CANDIDATES": MAX_CANDIDATES}
-    assert_nothing_spills(request(kernel, dtype, PART_TILES, constants if kernel == "candidates_kernel" else {}))
+    assert_nothing_spills(make_request(kernel, dtype, PART_TILES, constants if kernel == "candidates_kernel" else {}))
 
 
 @pytest.mark.sweep(1, free=("dtype", "cut"))
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_walk_kernel_fits_sm90(dtype: torch.dtype, cut: tuple[bool, bool]) -> None:
-    """Neither does a walk, whatever is cut."""
-    assert_nothing_spills(walking(dtype, *cut))
+    """A walk spills nothing, whatever is cut."""
+    assert_nothing_spills(make_walk_request(dtype, *cut))
 
 
 @pytest.mark.sweep(1, free=("num_nodes", "cut"))
 @pytest.mark.parametrize("num_nodes, cut", [(256, False), (32, False), (32, True), (128, True), (256, True)])
 def test_walk_kernel_of_large_trees_fits_sm90(num_nodes: int, cut: bool) -> None:
-    """Nor one through the largest tree and vocabulary."""
-    assert_nothing_spills(walking(torch.bfloat16, cut, cut, num_nodes, 262144))
+    """A walk through the largest tree and vocabulary spills nothing."""
+    assert_nothing_spills(make_walk_request(torch.bfloat16, cut, cut, num_nodes, 262144))
 
 
 @pytest.mark.sweep(1, free=("dtype", "without", "cut", "subset"))
@@ -124,19 +126,19 @@ def test_walk_kernel_of_large_trees_fits_sm90(num_nodes: int, cut: bool) -> None
     (torch.bfloat16, True, True, False),
 ])  # fmt: skip
 def test_reject_kernel_fits_sm90(dtype: torch.dtype, without: bool, cut: bool, subset: bool) -> None:
-    """Neither does recursive rejection."""
-    assert_nothing_spills(rejecting(dtype, without, cut, subset))
+    """Recursive rejection spills nothing."""
+    assert_nothing_spills(make_reject_request(dtype, without, cut, subset))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [32, 128, 256])
 def test_reject_kernel_of_any_tree_size_fits_sm90(num_nodes: int) -> None:
-    """In little trees and the largest."""
-    assert_nothing_spills(rejecting(torch.bfloat16, num_nodes=num_nodes))
+    """Recursive rejection spills nothing in small trees and the largest."""
+    assert_nothing_spills(make_reject_request(torch.bfloat16, num_nodes=num_nodes))
 
 
 @pytest.mark.sweep(1, free=("dtype",))
 @pytest.mark.parametrize("dtype", TYPES)
 def test_bonus_kernel_fits_sm90(dtype: torch.dtype) -> None:
-    """Nor does the draw that follows it."""
-    assert_nothing_spills(request("_bonus_kernel", dtype, SAMPLE_TILES, {"SHIFT": EMPTY_BITS[dtype]}))
+    """The draw of the bonus token spills nothing."""
+    assert_nothing_spills(make_request("_bonus_kernel", dtype, SAMPLE_TILES, {"SHIFT": EMPTY_BITS[dtype]}))

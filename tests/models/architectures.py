@@ -139,7 +139,7 @@ VISION: dict[str, tuple[str, str]] = {  # of text and of images: the two models 
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 OWN |= {name: {"rope_parameters": MROPE} for name in ("glm4v_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text",
                                                       "qwen3_vl_moe_text")}  # fmt: skip
-TOKENS = {name: 1000 + place for place, name in enumerate(
+TOKENS = {name: 1000 + index for index, name in enumerate(
     ("image_token_id", "video_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "audio_token_index")
 )}  # fmt: skip
 LEFT_OUT = {
@@ -154,11 +154,11 @@ LEFT_OUT = {
 
 def config_of(architecture: str, own: dict[str, Any]) -> Any:
     """A small configuration of an architecture."""
-    return AutoConfig.for_model(architecture, **small(CONFIG_MAPPING[architecture]) | own)
+    return AutoConfig.for_model(architecture, **make_small_settings(CONFIG_MAPPING[architecture]) | own)
 
 
-def small(config_class: Any) -> dict[str, Any]:
-    """What is small of a configuration."""
+def make_small_settings(config_class: Any) -> dict[str, Any]:
+    """Return the settings that make a configuration small."""
     has = {*config_class.__dataclass_fields__}
     settings = {key: value for key, value in SMALL.items() if key in has}
     if {"layer_types", "sliding_window"} <= has:
@@ -170,12 +170,12 @@ def small(config_class: Any) -> dict[str, Any]:
 
 def config_named(name: str) -> Any:
     if name in VISION:
-        return seeing(name, *VISION[name])
+        return make_vision_config(name, *VISION[name])
     architecture, own = VARIANTS.get(name, (name, {}))
     return config_of(architecture, OWN.get(architecture, {}) | own)
 
 
-def seeing(name: str, text: str, vision: str) -> Any:
+def make_vision_config(name: str, text: str, vision: str) -> Any:
     """A small configuration of a model of text and images."""
     parts = {part: CONFIG_MAPPING[part].__dataclass_fields__ for part in (name, vision)}
     sight = {key: value for key, value in SIGHT.items() if key in parts[vision]} | {"model_type": vision}
@@ -185,12 +185,12 @@ def seeing(name: str, text: str, vision: str) -> Any:
 
 
 def names() -> list[str]:
-    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - LEFT_OUT
-    return [*sorted(name for name in known if is_text(name)), *VARIANTS, *VISION]
+    architectures = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - LEFT_OUT
+    return [*sorted(name for name in architectures if is_text(name)), *VARIANTS, *VISION]
 
 
 def is_text(architecture: str) -> bool:
-    """Whether a configuration is of one model of text, not of several models."""
+    """Tell whether a configuration is of one model of text, not of several models."""
     return not any(name.endswith(("text_config", "decoder_config")) for name in CONFIG_MAPPING[architecture].sub_configs)
 
 

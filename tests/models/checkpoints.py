@@ -1,4 +1,4 @@
-"""Small checkpoints whose weights are kept in few bits, in the layouts that people publish."""
+"""Small checkpoints whose weights are stored in few bits, in the layouts that people publish."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SIZE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def save_whole(folder: Path, kind: str = "llama", **own: Any) -> dict[str, Tensor]:
+def save_unquantized(folder: Path, kind: str = "llama", **own: Any) -> dict[str, Tensor]:
     """Random weights, as numbers."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{"intermediate_size": INNER, **SIZE, **own}))
@@ -32,48 +32,50 @@ def save_whole(folder: Path, kind: str = "llama", **own: Any) -> dict[str, Tenso
     return load_file(folder / "model.safetensors")
 
 
-def _save(folder: Path, weights: dict[str, Tensor], quantization: dict[str, Any]) -> None:
+def _save_checkpoint(folder: Path, weights: dict[str, Tensor], quantization: dict[str, Any]) -> None:
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
 def save_fp8(folder: Path) -> None:
-    """As DeepSeek-V3: float8 with a scale for every block of 32 by 32."""
-    found = {}
-    for name, weight in save_whole(folder).items():
-        found[name] = weight
+    """Save weights as DeepSeek-V3's: float8 with a scale for every block of 32 by 32."""
+    tensors = {}
+    for name, weight in save_unquantized(folder).items():
+        tensors[name] = weight
         if name.endswith("proj.weight"):
             blocks = weight.view(weight.shape[0] // BLOCK, BLOCK, -1, BLOCK)
             scales = blocks.abs().amax((1, 3)) / 448
-            found[name] = (blocks / scales[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
-            found[f"{name}_scale_inv"] = scales
-    _save(folder, found, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"})
+            tensors[name] = (blocks / scales[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales
+    _save_checkpoint(
+        folder, tensors, {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    )
 
 
 def save_mxfp4(folder: Path) -> None:
-    """As gpt-oss: experts in fours of bits, 32 of which share an exponent."""
+    """Save weights as gpt-oss's: experts in fours of bits, 32 of which share an exponent."""
     own = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-    found = {}
-    for name, weight in save_whole(folder, "gpt_oss", **own).items():
+    tensors = {}
+    for name, weight in save_unquantized(folder, "gpt_oss", **own).items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            found[name] = weight
+            tensors[name] = weight
             continue
-        count, read, given = weight.shape
-        found[f"{name}_blocks"] = torch.randint(256, (count, given, read // BLOCK, BLOCK // 2), dtype=torch.uint8)
-        found[f"{name}_scales"] = torch.full((count, given, read // BLOCK), 124, dtype=torch.uint8)  # 2^-3
-    whole = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    _save(folder, found, {"quant_method": "mxfp4", "modules_to_not_convert": whole})
+        count, width_in, width_out = weight.shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (count, width_out, width_in // BLOCK, BLOCK // 2), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full((count, width_out, width_in // BLOCK), 124, dtype=torch.uint8)  # 2^-3
+    unquantized = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    _save_checkpoint(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": unquantized})
 
 
 def save_compressed(folder: Path) -> None:
-    """As vLLM's own: integers of 8 bits with a scale for every row, and inputs rounded token by token."""
-    found = {}
-    for name, weight in save_whole(folder).items():
-        found[name] = weight
+    """Save weights as vLLM's own: integers of 8 bits with a scale for every row, and inputs rounded token by token."""
+    tensors = {}
+    for name, weight in save_unquantized(folder).items():
+        tensors[name] = weight
         if name.endswith("proj.weight"):
             scales = weight.abs().amax(1, keepdim=True) / 127
-            found[name], found[f"{name}_scale"] = (weight / scales).round().to(torch.int8), scales
+            tensors[name], tensors[f"{name}_scale"] = (weight / scales).round().to(torch.int8), scales
     bits: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
     group = {
         "targets": ["Linear"],
@@ -81,7 +83,7 @@ def save_compressed(folder: Path) -> None:
         "input_activations": bits | {"strategy": "token", "dynamic": True},
     }
     quantization = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
-    _save(folder, found, quantization | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]})
+    _save_checkpoint(folder, tensors, quantization | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]})
 
 
 NAMES = {
@@ -93,8 +95,8 @@ NAMES = {
 
 
 def save_gguf_file(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A Llama as llama.cpp keeps it, in blocks of 32 integers (Q8_0); its file, and what the weights come to."""
-    weights, path = save_whole(folder / "whole"), folder / "small-q8_0.gguf"
+    """Save a Llama as llama.cpp stores it, in blocks of 32 integers (Q8_0); return its file and the dequantized weights."""
+    weights, path = save_unquantized(folder / "whole"), folder / "small-q8_0.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {
         "context_length": 256,
@@ -115,14 +117,14 @@ def save_gguf_file(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_eos_token_id(2)
     for name, weight in weights.items():
-        for theirs, own in NAMES.items():
-            name = name.replace(theirs, own)
+        for hf_name, gguf_name in NAMES.items():
+            name = name.replace(hf_name, gguf_name)
         kind = gguf.GGMLQuantizationType.Q8_0 if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
-        kept = weight
+        values = weight
         if ".attn_q." in name or ".attn_k." in name:  # llama.cpp turns pairs of neighbours where transformers turns halves
             heads = len(weight) // 32
-            kept = weight.view(heads, 2, 16, WIDTH).transpose(1, 2).reshape(weight.shape)
-        writer.add_tensor(name, gguf.quants.quantize(kept.numpy(), kind), raw_dtype=kind)
+            values = weight.view(heads, 2, 16, WIDTH).transpose(1, 2).reshape(weight.shape)
+        writer.add_tensor(name, gguf.quants.quantize(values.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

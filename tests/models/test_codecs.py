@@ -37,7 +37,7 @@ def test_outliers_stay_and_do_not_widen_ranges() -> None:
 
 
 @pytest.mark.parametrize(("bits", "distortion"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
-def test_levels_have_the_known_distortion(bits: int, distortion: float) -> None:
+def test_levels_have_the_published_distortion(bits: int, distortion: float) -> None:
     """Lloyd-Max levels of the normal distribution (Max, 1960, table I), and vectors lose as much of their squared norm."""
     x = torch.linspace(-8, 8, 20001, dtype=torch.float64)
     density = (-x * x / 2).exp() / (-x * x / 2).exp().sum()

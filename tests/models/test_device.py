@@ -45,7 +45,8 @@ def test_experts_are_read_where_a_row_chooses_them() -> None:
 
 
 def test_a_failed_capture_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's own context does not: where its end raises, its stream stays the current one. Both errors are told."""
+    """Where the end of a capture raises, the former stream is current again, unlike with torch's own context; both errors are
+    reported."""
     current = ["before"]
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Layers that sequences drop equal x + M f(x) on the unmodified model, and cost only what the kept rows cost."""
+"""Layers that sequences drop equal x + M f(x) on the unmodified model, and cost only what the remaining rows cost."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,20 +30,20 @@ def models(request: pytest.FixtureRequest, tiny: Target) -> tuple[Target, Any]:
     return build(request.param, MODELS[request.param], tiny)
 
 
-def words(*shape: int) -> Tensor:
+def random_tokens(*shape: int) -> Tensor:
     return torch.randint(3, VOCAB, shape)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), atol=2e-4, rtol=1e-4)
 
 
 @contextmanager
-def masked(reference: Any, dropped: Tensor) -> Iterator[list[Tensor]]:
+def mask_layers(reference: Any, dropped: Tensor) -> Iterator[list[Tensor]]:
     """Every layer f of the unmodified model computes x + M (f(x) - x) for a row's M; yields the layers' outputs."""
     states: list[Tensor] = []
 
-    def mask(layer: int) -> Any:
+    def make_hook(layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
             f = (output[0] if isinstance(output, tuple) else output) - x
@@ -52,7 +52,7 @@ def masked(reference: Any, dropped: Tensor) -> Iterator[list[Tensor]]:
 
         return hook
 
-    handles = [layer.register_forward_hook(mask(n), with_kwargs=True) for n, layer in enumerate(reference.model.layers)]
+    handles = [layer.register_forward_hook(make_hook(n), with_kwargs=True) for n, layer in enumerate(reference.model.layers)]
     try:
         yield states
     finally:
@@ -61,17 +61,19 @@ def masked(reference: Any, dropped: Tensor) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def attended(target: Target) -> Iterator[list[tuple[int, int]]]:
-    """Which layer's attention is called, with how many rows."""
+def record_attention(target: Target) -> Iterator[list[tuple[int, int]]]:
+    """Record which layer's attention is called, with how many rows."""
     calls: list[tuple[int, int]] = []
 
-    def count(layer: int) -> Any:
+    def make_hook(layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append((layer, len(args[0] if args else kwargs["hidden_states"])))
 
         return hook
 
-    handles = [layer.self_attn.register_forward_pre_hook(count(n), with_kwargs=True) for n, layer in enumerate(target.layers)]
+    handles = [
+        layer.self_attn.register_forward_pre_hook(make_hook(n), with_kwargs=True) for n, layer in enumerate(target.layers)
+    ]
     try:
         yield calls
     finally:
@@ -85,22 +87,22 @@ def attended(target: Target) -> Iterator[list[tuple[int, int]]]:
 def test_dropped_rows_equal_a_masked_model(models: tuple[Target, Any], dropped: Tensor, length: int) -> None:
     """Every layer's features, and the logits, are those of x + M f(x), also where there are as many tokens as rows."""
     target, reference = models
-    tokens = words(ROWS, length)
-    with masked(reference, dropped) as states, torch.no_grad():
+    tokens = random_tokens(ROWS, length)
+    with mask_layers(reference, dropped) as states, torch.no_grad():
         logits = reference(tokens, use_cache=False).logits
-    found = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, span=LayerSpan(dropped=dropped)))
-    assert found.logits is not None
+    actual = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, span=LayerSpan(dropped=dropped)))
+    assert actual.logits is not None
     for layer, state in enumerate(states):
-        close(found.at_layer(layer + 1), state)
-    close(found.at_layer(0), target.run(tokens, ForwardPlan(layers=(0,))).at_layer(0))
-    close(found.logits, logits)
+        assert_close(actual.at_layer(layer + 1), state)
+    assert_close(actual.at_layer(0), target.run(tokens, ForwardPlan(layers=(0,))).at_layer(0))
+    assert_close(actual.logits, logits)
 
 
 def test_dropping_layers_equals_a_loop_over_the_layers(models: tuple[Target, Any]) -> None:
-    """Row by row, the layers that the row keeps, one after another, and no other."""
+    """Each row equals a loop over the layers that it does not drop."""
     target, _ = models
-    tokens = words(ROWS, 9)
-    found = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=MIXED)))
+    tokens = random_tokens(ROWS, 9)
+    actual = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=MIXED)))
     for row in range(ROWS):
         state = target.run(tokens[row : row + 1], ForwardPlan(layers=(0,))).at_layer(0)
         for layer in range(LAYERS):
@@ -110,8 +112,8 @@ def test_dropping_layers_equals_a_loop_over_the_layers(models: tuple[Target, Any
                     ForwardPlan(layers=(layer + 1,), span=LayerSpan(first=layer, last=layer + 1, hidden=state)),
                 )
                 state = part.at_layer(layer + 1)
-            close(found.at_layer(layer + 1)[row], state[0])
-        close(found.at_layer("final")[row], target.apply_final_norm(state)[0])
+            assert_close(actual.at_layer(layer + 1)[row], state[0])
+        assert_close(actual.at_layer("final")[row], target.apply_final_norm(state)[0])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi", "mixtral", "olmo2"])
@@ -119,26 +121,26 @@ def test_dropping_layers_equals_a_loop_over_the_layers(models: tuple[Target, Any
 def test_gradients_are_those_of_a_masked_model(name: str, dropped: Tensor, tiny: Target) -> None:
     """The gradient of every parameter, of a loss that reads every layer, is that of x + M f(x); none means zero."""
     target, reference = build(name, MODELS[name], tiny)
-    tokens = words(ROWS, 7)
+    tokens = random_tokens(ROWS, 7)
     weights = torch.randn(LAYERS, ROWS, 7, 32, dtype=target.dtype)
     target.requires_grad_(True)
-    found = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, grad=True, span=LayerSpan(dropped=dropped)))
-    assert found.logits is not None
-    (sum((found.at_layer(n + 1) * weights[n]).sum() for n in range(LAYERS)) + found.logits.logsumexp(-1).sum()).backward()
+    actual = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, grad=True, span=LayerSpan(dropped=dropped)))
+    assert actual.logits is not None
+    (sum((actual.at_layer(n + 1) * weights[n]).sum() for n in range(LAYERS)) + actual.logits.logsumexp(-1).sum()).backward()
     reference.requires_grad_(True)
-    with masked(reference, dropped) as states:
+    with mask_layers(reference, dropped) as states:
         logits = reference(tokens, use_cache=False).logits
         loss = sum((state * weight).sum() for state, weight in zip(states, weights)) + logits.float().logsumexp(-1).sum()
         loss.backward()  # type: ignore[union-attr]
     expected = dict(reference.named_parameters())
     nonzero = 0
     for path, parameter in target.model.named_parameters():
-        wanted = expected[path].grad
-        if wanted is None or parameter.grad is None:
-            assert all(grad is None or not grad.any() for grad in (wanted, parameter.grad)), path
+        gradient = expected[path].grad
+        if gradient is None or parameter.grad is None:
+            assert all(grad is None or not grad.any() for grad in (gradient, parameter.grad)), path
             continue
-        close(parameter.grad, wanted)
-        nonzero += bool(wanted.any())
+        assert_close(parameter.grad, gradient)
+        nonzero += bool(gradient.any())
     assert nonzero > 10
 
 
@@ -147,52 +149,54 @@ def test_gradients_are_those_of_a_masked_model(name: str, dropped: Tensor, tiny:
 def test_a_layer_runs_only_the_rows_that_do_not_drop_it(models: tuple[Target, Any], dropped: Tensor) -> None:
     """Attention of layer l is called once with as many rows as keep l, and not at all where none does."""
     target, _ = models
-    with attended(target) as calls:
-        target.run(words(ROWS, 6), ForwardPlan(layers=EVERY, span=LayerSpan(dropped=dropped)))
-    kept = (~dropped).sum(1).tolist()
-    assert calls == [(layer, rows) for layer, rows in enumerate(kept) if rows]
+    with record_attention(target) as calls:
+        target.run(random_tokens(ROWS, 6), ForwardPlan(layers=EVERY, span=LayerSpan(dropped=dropped)))
+    counts = (~dropped).sum(1).tolist()
+    assert calls == [(layer, rows) for layer, rows in enumerate(counts) if rows]
 
 
 def test_skipped_layers_are_dropped_by_every_row(models: tuple[Target, Any]) -> None:
     """`skipped` is `dropped` for all rows, and both together are either."""
     target, _ = models
-    tokens = words(ROWS, 6)
+    tokens = random_tokens(ROWS, 6)
     both = SOME.clone()
     both[1] = True
-    wanted = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=both)))
-    with attended(target) as calls:
-        found = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(skipped={1}, dropped=SOME)))
-    assert torch.equal(found.hidden, wanted.hidden) and {layer for layer, _ in calls} == {0, 2}
+    expected = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=both)))
+    with record_attention(target) as calls:
+        actual = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(skipped={1}, dropped=SOME)))
+    assert torch.equal(actual.hidden, expected.hidden) and {layer for layer, _ in calls} == {0, 2}
     alone = NONE.clone()
     alone[1] = True
     skipped = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(skipped=(1,))))
-    close(skipped.hidden, target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=alone))).hidden)
+    assert_close(skipped.hidden, target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=alone))).hidden)
 
 
 def test_rows_do_not_see_each_other(models: tuple[Target, Any]) -> None:
     """A row's features with its own mask are what it gives alone, and another order of rows orders them so."""
     target, _ = models
-    tokens, order = words(ROWS, 6), torch.tensor([2, 0, 3, 1])
-    whole = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=SOME))).hidden
-    close(target.run(tokens[order], ForwardPlan(layers=EVERY, span=LayerSpan(dropped=SOME[:, order]))).hidden, whole[order])
+    tokens, order = random_tokens(ROWS, 6), torch.tensor([2, 0, 3, 1])
+    together = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=SOME))).hidden
+    assert_close(
+        target.run(tokens[order], ForwardPlan(layers=EVERY, span=LayerSpan(dropped=SOME[:, order]))).hidden, together[order]
+    )
     for row in range(ROWS):
         alone = target.run(
             tokens[row : row + 1], ForwardPlan(layers=EVERY, span=LayerSpan(dropped=SOME[:, row : row + 1]))
         ).hidden
-        close(alone[0], whole[row])
+        assert_close(alone[0], together[row])
 
 
 def test_dropping_layers_leaves_the_model_unchanged(models: tuple[Target, Any]) -> None:
     """After a run with dropped rows, also one that broke, no layer has another forward and a plain run says the same."""
     target, _ = models
-    tokens = words(ROWS, 6)
+    tokens = random_tokens(ROWS, 6)
     before = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
     target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=MIXED)))
 
-    def fail(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def raise_error(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         raise ZeroDivisionError
 
-    handle = target.layers[-1].register_forward_hook(fail)
+    handle = target.layers[-1].register_forward_hook(raise_error)
     with pytest.raises(ZeroDivisionError):
         target.run(tokens, ForwardPlan(span=LayerSpan(dropped=MIXED)))
     handle.remove()
@@ -203,16 +207,18 @@ def test_dropping_layers_leaves_the_model_unchanged(models: tuple[Target, Any]) 
 
 
 def test_final_norm_of_any_layer_equals_the_models(models: tuple[Target, Any]) -> None:
-    """`normed` is the model's own norm layer on the states, with its gradient, and runs no layer."""
+    """`apply_final_norm` is the model's own norm layer on the states, with its gradient, and runs no layer."""
     target, reference = models
     hidden = torch.randn(2, 5, 32, dtype=target.dtype)
     norm = reference.model.final_layernorm if target.name == "phi" else reference.model.norm
-    one, two = hidden.clone().requires_grad_(True), hidden.clone().requires_grad_(True)
-    with attended(target) as calls:
-        found = target.apply_final_norm(one, grad=True)
-    wanted = norm(two)
+    first, second = hidden.clone().requires_grad_(True), hidden.clone().requires_grad_(True)
+    with record_attention(target) as calls:
+        actual = target.apply_final_norm(first, grad=True)
+    expected = norm(second)
     assert not calls
-    close(found.detach(), wanted.detach())
-    weights = torch.randn_like(found)
-    close(*(torch.autograd.grad((value * weights).sum(), leaf)[0] for value, leaf in ((found, one), (wanted, two))))
-    assert not target.apply_final_norm(one).requires_grad
+    assert_close(actual.detach(), expected.detach())
+    weights = torch.randn_like(actual)
+    assert_close(
+        *(torch.autograd.grad((value * weights).sum(), leaf)[0] for value, leaf in ((actual, first), (expected, second)))
+    )
+    assert not target.apply_final_norm(first).requires_grad

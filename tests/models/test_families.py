@@ -47,7 +47,7 @@ REFUSED: dict[tuple[str, str], str] = {
 }
 UNCUT = {target for target, family in REFUSED if family == "causal"}  # whose draft models are of another family
 EAGLE = {"choice": "eagle3", "vocab_size": 512}
-BESIDE_UNCUT: dict[str, dict[str, Any]] = {
+UNCUT_SETTINGS: dict[str, dict[str, Any]] = {
     "cascade": {"inner": EAGLE, "ahead": 0, "handover": 2}, "chosen": {"inner": ["ngram", EAGLE]},
 }  # fmt: skip
 WORDS = 2048  # of the tokenizer
@@ -68,7 +68,7 @@ SMALL: dict[str, dict[str, Any]] = {
 def case(
     request: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Target, list[list[int]], list[list[int]]]]:
-    """A target, two prompts, and what `generate` says to them."""
+    """Yield a target, two prompts, and the outputs of `generate`."""
     folder = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(architectures.SMALL, "vocab_size", WORDS)
@@ -79,28 +79,28 @@ def case(
     torch.manual_seed(0)
     prompts = [torch.randint(3, WORDS, (length,)).tolist() * 2 for length in (9, 6)]
     with reference_model(target) as model:
-        wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
-    yield request.param, target, prompts, wanted
+        expected = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
+    yield request.param, target, prompts, expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_on_every_kind_of_target(case: tuple[str, Target, list[list[int]], list[list[int]]], family: str) -> None:
-    """With random weights, by a tree and by a chain, two texts together."""
-    name, target, prompts, wanted = case
+    """With random weights, a tree and a chain over two texts together give the outputs of `generate`."""
+    name, target, prompts, expected = case
 
-    def outputs() -> list[list[list[int]]]:
+    def decode_outputs() -> list[list[list[int]]]:
         torch.manual_seed(0)
-        settings = {**SMALL.get(family, {}), **(BESIDE_UNCUT.get(family, {}) if name in UNCUT else {})}
+        settings = {**SMALL.get(family, {}), **(UNCUT_SETTINGS.get(family, {}) if name in UNCUT else {})}
         drafter = build({**composed(f"drafter={family}").drafter, **settings}, target=target)
         counts = torch.ones(target.head.vocab_size, dtype=torch.int64)
         counts[0] = 0  # the tokenizer's padding, which is taken for a mask token
         drafter.prepare(target, counts)
         sessions = [Session(target, Greedy(), drafter.eval(), builder) for builder in (Eagle2(3, 8), Chain(3))]
-        return [[one.output for one in session.decode(prompts, NEW_TOKENS)] for session in sessions]
+        return [[generation.output for generation in session.decode(prompts, NEW_TOKENS)] for session in sessions]
 
     if (name, family) in REFUSED:
         with pytest.raises(UserError, match=REFUSED[name, family]):
-            outputs()
+            decode_outputs()
     else:
-        assert outputs() == [wanted, wanted]
+        assert decode_outputs() == [expected, expected]

@@ -53,34 +53,34 @@ def target(request: pytest.FixtureRequest, tiny: Target) -> Target:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    found = Target(model, tiny.tokenizer, request.param, "")
-    found.pack_weights()
-    return found
+    target = Target(model, tiny.tokenizer, request.param, "")
+    target.pack_weights()
+    return target
 
 
 @torch.inference_mode()
 def prompt_and_tree(target: Target) -> list[Tensor]:
-    """What two padded prompts and a tree behind each give: states of every layer, and logits."""
+    """Run two padded prompts and a tree after each; return states of every layer, and logits."""
     prompts, lengths = torch.randint(3, 64, (2, 9)), torch.tensor([9, 6])
     cache = target.new_cache(2, 64)
     layers = (0, 1, 3, "final")
-    seen = target.prefill(prompts, lengths, cache, layers)
+    prefilled = target.prefill(prompts, lengths, cache, layers)
     tree = TokenTree.from_parents(torch.randint(3, 64, (2, 5)), torch.tensor([[-1, 0, 0, 1, 2]]).expand(2, -1))
-    found = target.verify(tree, cache, layers)
-    assert seen.logits is not None and found.logits is not None
-    return [seen.hidden, seen.logits, found.hidden, found.logits]
+    verified = target.verify(tree, cache, layers)
+    assert prefilled.logits is not None and verified.logits is not None
+    return [prefilled.hidden, prefilled.logits, verified.hidden, verified.logits]
 
 
 @torch.inference_mode()
 def single_trees(target: Target) -> list[Tensor]:
-    """What a token and two levels of a tree behind one prompt give: states of every layer, and logits."""
-    cache, seen = target.new_cache(1, 64), []
+    """Run a token and two levels of a tree after one prompt; return states of every layer, and logits."""
+    cache, outputs = target.new_cache(1, 64), []
     target.prefill(torch.randint(3, 64, (1, 9)), torch.tensor([9]), cache, ())
     for parents in ([-1], [-1, 0, 0, 1, 2], list(range(-1, 20))):
         tree = TokenTree.from_parents(torch.randint(3, 64, (1, len(parents))), torch.tensor([parents]))
-        seen.append(target.verify(tree, cache, (0, 1, 3, "final")))
+        outputs.append(target.verify(tree, cache, (0, 1, 3, "final")))
         cache.commit(torch.tensor([[0]]), torch.tensor([1]))
-    return [part for features in seen for part in (features.hidden, features.logits) if part is not None]
+    return [part for features in outputs for part in (features.hidden, features.logits) if part is not None]
 
 
 @torch.inference_mode()
@@ -96,19 +96,19 @@ def halves_skipped(target: Target) -> list[Tensor]:
     return [target.run(torch.randint(3, 64, (2, 8)), ForwardPlan(layers=("final",), span=LayerSpan(skipped=skipped))).hidden]
 
 
-@pytest.mark.parametrize("ask", [prompt_and_tree, single_trees, packed_texts, halves_skipped])
+@pytest.mark.parametrize("compute", [prompt_and_tree, single_trees, packed_texts, halves_skipped])
 def test_fused_layers_equal_transformers_layers(
-    target: Target, ask: Callable[[Target], list[Tensor]], monkeypatch: pytest.MonkeyPatch
+    target: Target, compute: Callable[[Target], list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with the layers' own forwards, to the last bit; in float32 compiled kernels have sums of their own."""
+    """The layers' own forwards give the same to the last bit; in float32 compiled kernels have sums of their own."""
     torch.manual_seed(1)
-    lean = ask(target)
+    fused = compute(target)
     monkeypatch.setattr(standard, "fuse_cpu_forwards", lambda *args: [])
     torch.manual_seed(1)
     tolerance = 1e-5 if target.name in COMPILED and target.dtype == torch.float32 else 0.0
-    for one, other in zip(lean, ask(target), strict=True):
-        assert one.isfinite().all() and one.std() > 0.1
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+    for actual, expected in zip(fused, compute(target), strict=True):
+        assert actual.isfinite().all() and actual.std() > 0.1
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
 def test_nodes_have_the_bits_of_single_tokens(target: Target) -> None:
@@ -132,31 +132,31 @@ def test_compiled_decoder_is_made_anew_after_changes(target: Target) -> None:
     """Written weights, hooks, overrides and unpacked linears end a compiled forward; only layers that are all compiled have
     one."""
 
-    def find() -> object:
+    def find_forward() -> object:
         return find_compiled(target.decoder, target.layers, layer_attention)
 
-    first = find()
+    first = find_forward()
     has_kernels = has_cpu_kernels(target.dtype, target.device) and norm_lanes() is not None
     assert (first is not None) == (target.name in COMPILED and has_kernels)
     if first is None:
         return
-    assert find() is first
+    assert find_forward() is first
     linear = target.layers[1].mlp.down_proj
     with torch.no_grad():
         linear.weight.add_(0)
-    second = find()
-    assert second is not first and find() is second
+    second = find_forward()
+    assert second is not first and find_forward() is second
     hook = linear.register_forward_hook(lambda *_: None)
-    assert find() is None
+    assert find_forward() is None
     hook.remove()
     unpack_linears(target.model)
-    assert find() is None
+    assert find_forward() is None
     target.pack_weights()
-    assert find() is not None
+    assert find_forward() is not None
 
 
 def test_layers_with_hooks_or_overrides_are_not_fused(target: Target) -> None:
-    """A layer runs by itself where a hook listens inside, where something runs in its place or a part's, and unpacked."""
+    """A layer runs by itself where a hook listens inside, where it or a part of it is overridden, and when unpacked."""
     every = list(target.layers)
     assert [layer for layer, _ in fuse_cpu_layers(every, layer_attention)] == every
     first = every[0]
@@ -175,7 +175,7 @@ def test_layers_with_hooks_or_overrides_are_not_fused(target: Target) -> None:
 
 
 def test_layers_of_other_classes_are_not_fused(tiny: Target) -> None:
-    """Nothing is guessed of classes that are not known, however alike they look."""
+    """Layers of unlisted classes are not fused, however alike they look."""
     model = AutoModelForCausalLM.from_config(hf.GemmaConfig(**SIZE, head_dim=8), attn_implementation="spectrain").eval()
     target = Target(model, tiny.tokenizer, "gemma", "")
     target.pack_weights()

@@ -19,28 +19,28 @@ from spectrain.models.checkpoint_files import INDEX_FILE, CheckpointFiles
 from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tiny, load_tiny_tokenizer
 from spectrain.models.target import Target
 from tests.models.architectures import save_small
-from tests.models.checkpoints import save_fp8, save_whole
+from tests.models.checkpoints import save_fp8, save_unquantized
 
 HEAD_TENSORS = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
 
 
 @contextmanager
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the tensors that are read while the context is open."""
     names: list[str] = []
     read_tensor = CheckpointFiles.read_tensor
 
-    def record(files: CheckpointFiles, name: str) -> Any:
+    def record_read(files: CheckpointFiles, name: str) -> Any:
         names.append(name)
         return read_tensor(files, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFiles, "read_tensor", record)
+        patch.setattr(CheckpointFiles, "read_tensor", record_read)
         yield names
 
 
 def check_equal(head: Target, full: Target) -> None:
-    """Embedding, output layer and final norm compute the same, and the shapes of the layers are known."""
+    """Check that embedding, output layer and final norm compute the same, and that the shapes of the layers are equal."""
     tokens, states = torch.arange(20)[None], torch.randn(1, 5, full.width, dtype=full.dtype)
     assert torch.equal(head.head.embed(tokens), full.head.embed(tokens))
     assert torch.equal(head.head.logits(states), full.head.logits(states))
@@ -53,7 +53,7 @@ def check_equal(head: Target, full: Target) -> None:
 
 def save_sharded(folder: Path) -> Path:
     """A checkpoint of untied weights in shards of one tensor or a few."""
-    save_whole(folder / "whole")
+    save_unquantized(folder / "whole")
     target = load_hf(str(folder / "whole"))
     target.model.save_pretrained(folder / "shards", max_shard_size="200KB")
     target.tokenizer.save_pretrained(folder / "shards")
@@ -66,7 +66,7 @@ def test_the_tiny_target_without_layers() -> None:
 
 def test_only_the_heads_tensors_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_sharded(tmp_path)
-    with reads(monkeypatch) as names:
+    with record_reads(monkeypatch) as names:
         head = load_hf(str(folder), parts="head", dtype="float32")
     assert sorted(names) == HEAD_TENSORS
     check_equal(head, load_hf(str(folder), dtype="float32"))
@@ -98,32 +98,32 @@ def test_only_the_files_that_hold_the_head_are_downloaded(tmp_path: Path, monkey
     folder, cache, downloads = save_sharded(tmp_path), tmp_path / "cache" / "commit", []
     cache.mkdir(parents=True)
 
-    def download(repository: str, file: str, revision: str | None = None) -> str:
+    def copy_file(repository: str, file: str, revision: str | None = None) -> str:
         downloads.append((repository, file, revision))
         if not (folder / file).exists():
             raise EntryNotFoundError(file)
         return str(shutil.copy(folder / file, cache))
 
-    monkeypatch.setattr(checkpoint_files, "hf_hub_download", download)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", copy_file)
     files = CheckpointFiles.open_model("org/name", "v2")
     tensors = {name: files.read_tensor(name) for name in HEAD_TENSORS}
-    whole = CheckpointFiles(folder)
-    assert all(torch.equal(tensor, whole.read_tensor(name)) for name, tensor in tensors.items())
+    files = CheckpointFiles(folder)
+    assert all(torch.equal(tensor, files.read_tensor(name)) for name, tensor in tensors.items())
     assert downloads[0] == ("org/name", INDEX_FILE, "v2")
-    assert sorted({file for _, file, _ in downloads[1:]}) == sorted({whole.tensor_files[name] for name in HEAD_TENSORS})
+    assert sorted({file for _, file, _ in downloads[1:]}) == sorted({files.tensor_files[name] for name in HEAD_TENSORS})
     assert {revision for _, _, revision in downloads[1:]} == {"commit"}
-    assert len({*whole.tensor_files.values()}) > len(downloads[1:])
+    assert len({*files.tensor_files.values()}) > len(downloads[1:])
 
 
-def test_a_hub_model_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repository: str, file: str, revision: str | None = None) -> str:
+def test_a_hub_model_in_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_file(repository: str, file: str, revision: str | None = None) -> str:
         if not (TINY_DIRECTORY / file).exists():
             raise EntryNotFoundError(file)
         return str(TINY_DIRECTORY / file)
 
-    monkeypatch.setattr(checkpoint_files, "hf_hub_download", download)
+    monkeypatch.setattr(checkpoint_files, "hf_hub_download", copy_file)
     assert "model.norm.weight" in CheckpointFiles.open_model("org/name").tensor_files
-    assert huggingface_hub.hf_hub_download is not download
+    assert huggingface_hub.hf_hub_download is not copy_file
 
 
 def test_what_needs_layers_is_refused() -> None:

@@ -47,18 +47,18 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return picture(folder, 1), picture(folder, 2, (56, 112))
 
 
-def conversations(pictures: tuple[str, str]) -> list[list[dict[str, Any]]]:
+def make_conversations(pictures: tuple[str, str]) -> list[list[dict[str, Any]]]:
     first, second = pictures
     answers = ["A red house by the sea, and a boat.", "The first is larger.", "Nothing to see here."]
     questions = [asked("What is this?", first), asked(first, "and", second, "Which?"), [{"role": "user", "content": "Hello"}]]
     return [[*question, {"role": "assistant", "content": answer}] for question, answer in zip(questions, answers)]
 
 
-def examples(target: Target, pictures: tuple[str, str]) -> list[Example]:
-    return [tokenize_conversation(target.template, messages, target.vision)[0] for messages in conversations(pictures)]
+def make_examples(target: Target, pictures: tuple[str, str]) -> list[Example]:
+    return [tokenize_conversation(target.template, messages, target.vision)[0] for messages in make_conversations(pictures)]
 
 
-def made(family: Any, target: Target) -> Drafter:
+def make_drafter(family: Any, target: Target) -> Drafter:
     torch.manual_seed(1)
     settings: dict[Any, Any] = {Eagle3: {"vocab_size": 256}, DFlash: {"config": DFlashConfig()}}
     drafter: Drafter = family(target, **settings.get(family, {}))
@@ -69,29 +69,29 @@ def made(family: Any, target: Target) -> Drafter:
 
 
 def test_only_the_answer_carries_loss(target: Target, pictures: tuple[str, str]) -> None:
-    """What is supervised reads as the answer, whatever images stand before it."""
-    for messages, example in zip(conversations(pictures), examples(target, pictures)):
-        said = [token for token, supervised in zip(example.tokens, example.mask) if supervised]
-        assert target.tokenizer.decode(said).removesuffix("<|im_end|>") == messages[-1]["content"]
+    """The supervised tokens are the answer, whatever images stand before it."""
+    for messages, example in zip(make_conversations(pictures), make_examples(target, pictures)):
+        answer = [token for token, supervised in zip(example.tokens, example.mask) if supervised]
+        assert target.tokenizer.decode(answer).removesuffix("<|im_end|>") == messages[-1]["content"]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_features_over_images_equal_the_models(target: Target, pictures: tuple[str, str], packed: bool) -> None:
-    """Padded or packed beside each other, every text has the features that the model of text and images gives it alone."""
-    found = examples(target, pictures)
+    """Padded or packed together, every text has the features that the model of text and images gives it alone."""
+    examples = make_examples(target, pictures)
     layers = (*range(1, target.num_layers), "final")
-    batch = LiveSource().make_batch(BatchRequest(found, target, layers, packed))
+    batch = LiveSource().make_batch(BatchRequest(examples, target, layers, packed))
     assert batch.features is not None
     rows = batch.features.hidden[0].split(batch.lengths) if batch.lengths else batch.features.hidden
     with torch.no_grad(), reference_model(target) as model:
-        for example, row in zip(found, rows):
+        for example, row in zip(examples, rows):
             images = get_images(example.tokens)
-            told = {} if images is None else images.model_inputs(len(example.tokens), model)
+            image_inputs = {} if images is None else images.model_inputs(len(example.tokens), model)
             with target.capture_layers(tuple(range(1, target.num_layers))) as states:
-                logits = model(input_ids=torch.tensor([example.tokens]), use_cache=False, **told).logits
+                logits = model(input_ids=torch.tensor([example.tokens]), use_cache=False, **image_inputs).logits
             ours = row[: len(example.tokens)]
-            for place in range(target.num_layers - 1):
-                torch.testing.assert_close(ours[:, place], states[place + 1][0], atol=1e-3, rtol=1e-3)
+            for layer in range(target.num_layers - 1):
+                torch.testing.assert_close(ours[:, layer], states[layer + 1][0], atol=1e-3, rtol=1e-3)
             torch.testing.assert_close(target.head.logits(ours[:, -1]), logits[0].float(), atol=1e-3, rtol=1e-3)
 
 
@@ -99,14 +99,14 @@ def test_features_over_images_equal_the_models(target: Target, pictures: tuple[s
 @pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
 def test_decoding_with_images_equals_generate(target: Target, pictures: tuple[str, str], family: Any) -> None:
     """Trees and chains, alone and in a batch with a text that has no image, are continued as by `generate` with the pixels."""
-    prompts = [tokenize_prompt(target.template, messages[:1], target.vision) for messages in conversations(pictures)]
+    prompts = [tokenize_prompt(target.template, messages[:1], target.vision) for messages in make_conversations(pictures)]
     with reference_model(target) as model:
-        wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
-    drafter = made(family, target)
+        expected = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
+    drafter = make_drafter(family, target)
     for builder in (Eagle2(3, 8), Chain(3)):
         session = Session(target, Greedy(), drafter, builder)
-        assert [one.output for one in session.decode(prompts, NEW_TOKENS)] == wanted
-        assert session.decode(prompts[:1], NEW_TOKENS)[0].output == wanted[0]
+        assert [generation.output for generation in session.decode(prompts, NEW_TOKENS)] == expected
+        assert session.decode(prompts[:1], NEW_TOKENS)[0].output == expected[0]
 
 
 OTHERS = ("gemma3", "gemma4", "glm4v", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen3_5",
@@ -116,43 +116,44 @@ OTHERS = ("gemma3", "gemma4", "glm4v", "internvl", "llama4", "llava", "llava_nex
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_vision_towers_decode_as_generate(name: str, pictures: tuple[str, str], tmp_path: Path) -> None:
-    """Pictures of one size, tiles, patches with places; tokens of an image that see each other, in all layers or in some."""
+    """Towers take pictures of one size, tiles, or patches with positions; tokens of an image see each other in all layers, in
+    some or in none."""
     target = seeing_target(name, tmp_path)
     for packed in (False, True):
         test_features_over_images_equal_the_models(target, pictures, packed)
     test_decoding_with_images_equals_generate(target, pictures, Eagle3)
-    text = examples(target, pictures)[0].tokens
-    found = make_decoder_inputs(target, torch.tensor([list(text)]), [text], torch.arange(len(text))[None], None)
-    assert [*map(set, found.visible_masks)] == [AHEAD.get(name, set())]
+    text = make_examples(target, pictures)[0].tokens
+    inputs = make_decoder_inputs(target, torch.tensor([list(text)]), [text], torch.arange(len(text))[None], None)
+    assert [*map(set, inputs.visible_masks)] == [AHEAD.get(name, set())]
 
 
 AHEAD = {"gemma3": {"full_attention", "sliding_attention"}, "gemma4": {"sliding_attention"}}
 
 
 def test_bidirectional_image_masks_follow_requested_masks() -> None:
-    """Two tokens that see each other, told by a model's mask; a causal mask tells nothing."""
-    places = torch.arange(5)
+    """Two tokens see each other where a model's mask says so; a causal mask adds nothing."""
+    positions = torch.arange(5)
 
     def image(batch: torch.Tensor, head: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
         return (there <= here) | ((here >= 1) & (here <= 2) & (there >= 1) & (there <= 2))
 
     first, second = torch.zeros(1), torch.ones(1)
     masks = [(first, RequestedMask(image, None)), (second, RequestedMask(lambda batch, head, here, there: there <= here, None))]
-    found = _bidirectional_masks({"near": first, "far": second}, masks, places)
-    wanted = torch.ones(5, 5, dtype=torch.bool).tril()
-    wanted[1, 2] = True
-    assert {*found} == {"near"} and torch.equal(found["near"], wanted)
-    for kind, one in (("near", wanted), ("far", wanted.tril())):
-        assert torch.equal(masks_for_kind([found, {}], [5, 4], kind)[0], one)
+    visible = _bidirectional_masks({"near": first, "far": second}, masks, positions)
+    expected = torch.ones(5, 5, dtype=torch.bool).tril()
+    expected[1, 2] = True
+    assert {*visible} == {"near"} and torch.equal(visible["near"], expected)
+    for kind, expected_mask in (("near", expected), ("far", expected.tril())):
+        assert torch.equal(masks_for_kind([visible, {}], [5, 4], kind)[0], expected_mask)
 
 
 def test_another_image_changes_the_output(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
-    """The tokens are the same and the answer is not; nor is the key by which features are kept."""
+    """The tokens are the same and the answer is not; nor is the key by which features are stored."""
     texts = [
         tokenize_prompt(target.template, asked("What?", path), target.vision) for path in (pictures[0], picture(tmp_path, 3))
     ]
     assert list(texts[0]) == list(texts[1])
-    first, second = (one.output for one in Session(target, Greedy()).decode(texts, NEW_TOKENS))
+    first, second = (generation.output for generation in Session(target, Greedy()).decode(texts, NEW_TOKENS))
     assert first != second
     assert len({Example(text, [True] * len(text)).content_hash for text in texts}) == 2
 
@@ -161,8 +162,8 @@ def test_another_image_changes_the_output(target: Target, pictures: tuple[str, s
 @pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
 def test_a_drafter_trains_on_images(target: Target, pictures: tuple[str, str], family: Any) -> None:
     """The loss is finite and falls, on features over images."""
-    drafter, found = made(family, target), examples(target, pictures)
-    batch = LiveSource().make_batch(BatchRequest(found, target, drafter.stages[0].layers))
+    drafter, examples = make_drafter(family, target), make_examples(target, pictures)
+    batch = LiveSource().make_batch(BatchRequest(examples, target, drafter.stages[0].layers))
     learning = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=3e-3)
     losses = []
     for _ in range(8):
@@ -175,19 +176,19 @@ def test_a_drafter_trains_on_images(target: Target, pictures: tuple[str, str], f
 
 
 def test_stored_features_are_the_live_ones(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
-    found, layers = examples(target, pictures), (1, "final")
+    examples, layers = make_examples(target, pictures), (1, "final")
     store = StoredSource(str(tmp_path / "store"))
-    store.prepare(target, layers, None, found)
-    request = BatchRequest(found, target, layers)
+    store.prepare(target, layers, None, examples)
+    request = BatchRequest(examples, target, layers)
     live, captured, read = (source.make_batch(request).features for source in (LiveSource(), store, store))
     assert live is not None and captured is not None and read is not None
-    for example, ours, first, again in zip(found, live.hidden, captured.hidden, read.hidden):
+    for example, ours, first, again in zip(examples, live.hidden, captured.hidden, read.hidden):
         count = len(example.tokens)
         assert torch.equal(ours[:count], first[:count]) and torch.equal(ours[:count], again[:count])
 
 
 def test_conversations_with_images_are_read_from_a_file(pictures: tuple[str, str], tmp_path: Path) -> None:
-    """Paths stand in the parts, or beside the messages in their order, as seen from the file."""
+    """Paths stand in the parts, or next to the messages in their order, relative to the file."""
     name = Path(pictures[0]).name
     (tmp_path / name).write_bytes(Path(pictures[0]).read_bytes())
     answer = {"role": "assistant", "content": [{"type": "text", "text": "Yes"}]}
@@ -226,7 +227,7 @@ def test_a_missing_image_is_refused(part: dict[str, str], tmp_path: Path) -> Non
 
 def test_text_only_readers_refuse_images(target: Target, pictures: tuple[str, str]) -> None:
     """A target without vision, a family that runs the target itself, and data that nobody gave eyes."""
-    messages = conversations(pictures)[0]
+    messages = make_conversations(pictures)[0]
     tiny = load_tiny()
     with pytest.raises(UserError, match="text alone"):
         tokenize_conversation(
@@ -235,19 +236,19 @@ def test_text_only_readers_refuse_images(target: Target, pictures: tuple[str, st
     with pytest.raises(UserError, match="text alone"):
         tokenize_conversation(target.template, messages)
     with pytest.raises(UserError, match="text alone"):
-        LiveSource().make_batch(BatchRequest(examples(target, pictures), target))
+        LiveSource().make_batch(BatchRequest(make_examples(target, pictures), target))
 
 
 def test_images_with_other_logits_than_transformers_are_refused(target: Target, pictures: tuple[str, str]) -> None:
-    """What the check holds against transformers is what decoding would use."""
+    """The check compares transformers with the very forward that decoding would use."""
     text = tokenize_prompt(target.template, asked("What?", pictures[0]), target.vision)
 
-    def turned(module: Any, args: Any, told: dict[str, Any]) -> Any:
-        """Only in a forward of ours: embeddings the wrong way round."""
-        is_ours = "visibility" in told and "inputs_embeds" in told
-        return (args, {**told, "inputs_embeds": told["inputs_embeds"].flip(1)}) if is_ours else None
+    def flip_embeddings(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Reverse the embeddings, in forwards of this project only."""
+        is_ours = "visibility" in kwargs and "inputs_embeds" in kwargs
+        return (args, {**kwargs, "inputs_embeds": kwargs["inputs_embeds"].flip(1)}) if is_ours else None
 
-    handle, target.image_check = target.decoder.register_forward_pre_hook(turned, with_kwargs=True), check_vision
+    handle, target.image_check = target.decoder.register_forward_pre_hook(flip_embeddings, with_kwargs=True), check_vision
     try:
         with pytest.raises(UserError, match="with images its logits differ"):
             target.features(torch.tensor([text]), ("final",), texts=[text])
@@ -256,7 +257,7 @@ def test_images_with_other_logits_than_transformers_are_refused(target: Target, 
 
 
 def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
-    """What an engine loads is the whole model; the ends that drafters take are those of its text decoder."""
+    """An engine loads the full model; the ends that drafters take are those of its text decoder."""
     files = TargetFiles(target.path)
     assert files.full_config.architectures == [type(target.model).__name__] and files.engine_path == target.path
     assert files.build_meta_target().num_layers == target.num_layers
@@ -265,7 +266,7 @@ def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain", "whole"),
+    ("plain", "expanded"),
     [
         ([1, 9, 2], [1, 9, 9, 9, 2]),
         ([9, 3], [9, 8, 9, 8, 3]),
@@ -273,9 +274,9 @@ def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
         ([9, 5, 9, 6], [9, 9, 5, 9, 6]),
     ],
 )
-def test_loss_masks_expand_over_placeholders(plain: list[int], whole: list[int]) -> None:
+def test_loss_masks_expand_over_placeholders(plain: list[int], expanded: list[int]) -> None:
     """Tokens that are no placeholder keep what they have, and the tokens of images have nothing."""
-    kept = [token not in (8, 9) for token in whole]
-    assert expand_codes(plain, [token != 9 for token in plain], whole, 9) == kept
+    expected = [token not in (8, 9) for token in expanded]
+    assert expand_codes(plain, [token != 9 for token in plain], expanded, 9) == expected
     with pytest.raises(UserError, match="changes the text"):
-        expand_codes([*plain, 7], [True] * (len(plain) + 1), whole, 9)
+        expand_codes([*plain, 7], [True] * (len(plain) + 1), expanded, 9)

@@ -24,77 +24,77 @@ KEYS = 2  # heads
 GROUP = 2
 
 
-def seen(num_queries: int) -> SelectionInput:
-    """Random keys of two texts, and what their newest tokens ask."""
+def make_input(num_queries: int) -> SelectionInput:
+    """Return random keys of two texts and queries of their newest tokens."""
     queries = torch.randn(2, KEYS, GROUP, num_queries, 8)
     return SelectionInput(torch.randn(2, int(LENGTHS.max()), KEYS, 8), LENGTHS, queries)
 
 
-def chosen(chooser: KeySelector, what: SelectionInput) -> list[list[list[int]]]:
+def select_tokens(selector: KeySelector, inputs: SelectionInput) -> list[list[list[int]]]:
     """The chosen tokens of every text and head, in their order."""
-    counts = chooser.count_selected(what.lengths)
-    places = chooser.select_keys(0, what, counts)
-    assert places.shape[2] == int(counts.max())
-    return [[head[: int(count)].tolist() for head in row] for row, count in zip(places, counts)]
+    counts = selector.count_selected(inputs.lengths)
+    positions = selector.select_keys(0, inputs, counts)
+    assert positions.shape[2] == int(counts.max())
+    return [[head[: int(count)].tolist() for head in row] for row, count in zip(positions, counts)]
 
 
 def test_a_window_has_the_first_tokens_and_the_newest() -> None:
-    for row, length in zip(chosen(StreamingLLMSelector(12, 4), seen(1)), LENGTHS.tolist()):
+    for row, length in zip(select_tokens(StreamingLLMSelector(12, 4), make_input(1)), LENGTHS.tolist()):
         assert row == [[0, 1, 2, 3, *range(length - 8, length)]] * KEYS
 
 
 def test_a_budget_of_the_full_text_selects_every_key() -> None:
-    for chooser, queries in ((StreamingLLMSelector(64, 4), 1), (SnapKVSelector(64, 6), 6), (QuestSelector(64, 8), 1)):
-        for row, length in zip(chosen(chooser, seen(queries)), LENGTHS.tolist()):
+    for selector, queries in ((StreamingLLMSelector(64, 4), 1), (SnapKVSelector(64, 6), 6), (QuestSelector(64, 8), 1)):
+        for row, length in zip(select_tokens(selector, make_input(queries)), LENGTHS.tolist()):
             assert [sorted(head) for head in row] == [list(range(length))] * KEYS
 
 
 def test_votes_are_attention() -> None:
     """Chosen are the queries' own tokens and, of the others, those with the most attention around them."""
-    what = seen(6)
-    assert what.queries is not None
-    for row, heads in enumerate(chosen(SnapKVSelector(16, 6), what)):
+    inputs = make_input(6)
+    assert inputs.queries is not None
+    for row, heads in enumerate(select_tokens(SnapKVSelector(16, 6), inputs)):
         length = int(LENGTHS[row])
-        for head, found in enumerate(heads):
+        for head, selected in enumerate(heads):
             votes = torch.zeros(length)
             for group in range(GROUP):
                 for number in range(6):
                     own = length - 6 + number
-                    scores = what.keys[row, : own + 1, head] @ what.queries[row, head, group, number]
+                    scores = inputs.keys[row, : own + 1, head] @ inputs.queries[row, head, group, number]
                     votes[: own + 1] += scores.softmax(0)
             around = [float(votes[max(0, t - POOL_SIZE // 2) : t + POOL_SIZE // 2 + 1].sum()) for t in range(length - 6)]
             best = sorted(range(length - 6), key=lambda t: -around[t])[:10]
-            assert set(found) == {*best, *range(length - 6, length)}
+            assert set(selected) == {*best, *range(length - 6, length)}
 
 
 def test_pages_are_chosen_by_bounds_that_hold() -> None:
     """No key of a page scores above its bound, and chosen are the newest page and those with the highest bounds."""
-    what = seen(1)
-    assert what.queries is not None
-    for row, heads in enumerate(chosen(QuestSelector(17, 4), what)):
+    inputs = make_input(1)
+    assert inputs.queries is not None
+    for row, heads in enumerate(select_tokens(QuestSelector(17, 4), inputs)):
         length = int(LENGTHS[row])
         pages = length // 4
-        for head, found in enumerate(heads):
+        for head, selected in enumerate(heads):
             bounds = []
             for page in range(pages):
-                keys = what.keys[row, 4 * page : 4 * page + 4, head]
+                keys = inputs.keys[row, 4 * page : 4 * page + 4, head]
                 bound = 0.0
-                for query in what.queries[row, head, :, 0]:
+                for query in inputs.queries[row, head, :, 0]:
                     most = float(torch.maximum(query * keys.amin(0), query * keys.amax(0)).sum())
                     assert (keys @ query <= most + 1e-5).all()
                     bound += most
                 bounds.append(bound)
             best = sorted(range(pages - 1), key=lambda page: -bounds[page])[:3]
             tokens = {4 * page + step for page in (*best, pages - 1) for step in range(4)}
-            assert set(found) == tokens | {*range(4 * pages, length)} and len(found) == len(set(found))
+            assert set(selected) == tokens | {*range(4 * pages, length)} and len(selected) == len(set(selected))
 
 
 def test_bounds_of_full_pages_are_cached() -> None:
     """Chosen from the text as it grows or all at once: the same; what grows is read once."""
-    what, growing, lengths = seen(1), QuestSelector(8, 4), torch.tensor([22, 18])
-    growing.select_keys(0, what._replace(lengths=lengths), growing.count_selected(lengths))
-    assert growing.selection_bytes(0, what) == (10 - 4 + 7 - 4) * 4 * what.token_bytes + 2 * (10 + 7) * what.token_bytes
-    assert chosen(growing, what) == chosen(QuestSelector(8, 4), what)
+    inputs, growing, lengths = make_input(1), QuestSelector(8, 4), torch.tensor([22, 18])
+    growing.select_keys(0, inputs._replace(lengths=lengths), growing.count_selected(lengths))
+    assert growing.selection_bytes(0, inputs) == (10 - 4 + 7 - 4) * 4 * inputs.token_bytes + 2 * (10 + 7) * inputs.token_bytes
+    assert select_tokens(growing, inputs) == select_tokens(QuestSelector(8, 4), inputs)
 
 
 def test_signs_stand_for_keys() -> None:
@@ -104,19 +104,19 @@ def test_signs_stand_for_keys() -> None:
     assert round_to_signs(keys, 4).flatten().tolist() == [1, 3, 3, 1, -4, 4, 4, -4]
     query = torch.ones(1, 1, 1, 1, 1)
     for sign, expected in ((1.0, {5, 6, 7}), (-1.0, {4, 7, 0, 3})):
-        what = SelectionInput(keys, torch.tensor([8]), sign * query)
-        assert set(chosen(SignSelector(len(expected), 4), what)[0][0]) == expected
+        inputs = SelectionInput(keys, torch.tensor([8]), sign * query)
+        assert set(select_tokens(SignSelector(len(expected), 4), inputs)[0][0]) == expected
 
 
-def test_heads_share_one_threshold() -> None:
-    """One head attends to a single token and the other to all alike: of four tokens for the two, beside the observed ones, the
+def test_heads_share_a_threshold() -> None:
+    """One head attends to a single token and the other to all alike: of four tokens for the two, besides the observed ones, the
     first takes one and the second the rest, whose other slots are hidden."""
     keys = torch.zeros(1, 8, 2, 1)
     keys[0, 0, 0] = 9.0
     selector = KVCompressSelector(3, 1)
-    what = SelectionInput(keys, torch.tensor([8]), torch.ones(1, 2, 1, 1, 1))
+    inputs = SelectionInput(keys, torch.tensor([8]), torch.ones(1, 2, 1, 1, 1))
     selector.count_votes = lambda weights: weights.sum((2, 3)) * torch.tensor([1, 0.9])[:, None]  # type: ignore
-    selector.plan_budgets({0: what})
+    selector.plan_budgets({0: inputs})
     counts = selector.head_counts[0]
     votes = selector.votes[0][0]
     best = sorted(((float(vote), head) for head in (0, 1) for vote in votes[head]), reverse=True)[:6]
@@ -146,9 +146,9 @@ def test_clusters_are_chosen_by_their_centroids() -> None:
     length = NUM_SINKS + 320 + 5
     text = torch.randn(length, 2) * 0.01 + torch.tensor([[1.0, 0.0], [0.0, 1.0]])[torch.arange(length) % 2]
     selector = ClusterSelector(40)
-    what = SelectionInput(text[None, :, None], torch.tensor([length]), torch.tensor([0.0, 1.0])[None, None, None, None])
-    chosen(selector, what._replace(keys=what.keys[:, :-5], lengths=torch.tensor([length - 5])))
-    (tokens,) = chosen(selector, what)[0]
+    inputs = SelectionInput(text[None, :, None], torch.tensor([length]), torch.tensor([0.0, 1.0])[None, None, None, None])
+    select_tokens(selector, inputs._replace(keys=inputs.keys[:, :-5], lengths=torch.tensor([length - 5])))
+    (tokens,) = select_tokens(selector, inputs)[0]
     clustered = [token for token in tokens if NUM_SINKS <= token < NUM_SINKS + 320]
     assert {*range(NUM_SINKS), *range(NUM_SINKS + 320, length)} <= set(tokens) and len(clustered) == 40
     assert all(token % 2 for token in clustered)

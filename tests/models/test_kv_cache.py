@@ -19,6 +19,6 @@ def test_a_cropped_cache_equals_a_cache_of_the_shorter_text(shallow: Target) -> 
     short.commit(None, lengths)
     assert long.lengths.tolist() == short.lengths.tolist() and long.longest == short.longest == 6
     news = torch.randint(3, 2000, (2, 4))
-    found = [shallow.run(news, ForwardPlan(logits=True, cache=cache)).logits for cache in (long, short)]
-    assert found[0] is not None and found[1] is not None
-    torch.testing.assert_close(found[0], found[1])
+    logits = [shallow.run(news, ForwardPlan(logits=True, cache=cache)).logits for cache in (long, short)]
+    assert logits[0] is not None and logits[1] is not None
+    torch.testing.assert_close(logits[0], logits[1])

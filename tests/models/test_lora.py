@@ -17,7 +17,7 @@ LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 
 
-def target(packed: bool = False) -> Target:
+def load_target(packed: bool = False) -> Target:
     """A target of the test's own."""
     loaded = load_tiny()
     if packed:
@@ -26,14 +26,14 @@ def target(packed: bool = False) -> Target:
 
 
 @torch.no_grad()
-def fill(parameters: list[torch.nn.Parameter]) -> None:
-    """Adapters that change what the target says."""
+def fill_adapters(parameters: list[torch.nn.Parameter]) -> None:
+    """Fill adapters so that they change the target's logits."""
     for parameter in parameters:
         parameter.normal_(std=0.05)
 
 
 @torch.no_grad()
-def seen(target: Target) -> Tensor:
+def compute_outputs(target: Target) -> Tensor:
     """Every layer's features and the logits of a fixed text, side by side."""
     tokens = (torch.arange(40).reshape(2, 20) * 13 + 5) % min(target.head.vocab_size, 1000)
     features = target.run(tokens, ForwardPlan(layers=(*range(target.num_layers + 1), "final"), logits=True))
@@ -44,10 +44,10 @@ def seen(target: Target) -> Tensor:
 @PACKED
 def test_new_adapters_change_nothing(packed: bool) -> None:
     """Right after injection features and logits are those of the target; head, embedding and norms have no adapter."""
-    adapted = target(packed)
-    before = seen(adapted)
+    adapted = load_target(packed)
+    before = compute_outputs(adapted)
     added = inject_lora(adapted, rank=4, alpha=8.0)
-    assert torch.equal(seen(adapted), before)
+    assert torch.equal(compute_outputs(adapted), before)
     names = [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
     assert len(names) == len(LINEARS) * adapted.num_layers and {name.rsplit(".", 1)[1] for name in names} == LINEARS
     assert len(added) == 2 * len(names) and {id(p) for p in added} == {
@@ -58,56 +58,58 @@ def test_new_adapters_change_nothing(packed: bool) -> None:
 @PACKED
 def test_disabled_adapters_restore_the_original_bits(packed: bool) -> None:
     """With adapters off every feature and logit equals the unadapted target's; afterwards they are as before, errors or not."""
-    adapted = target(packed)
-    before = seen(adapted)
+    adapted = load_target(packed)
+    before = compute_outputs(adapted)
     added = inject_lora(adapted, rank=4, alpha=8.0)
-    fill(added)
-    on = seen(adapted)
+    fill_adapters(added)
+    on = compute_outputs(adapted)
     assert not torch.allclose(on, before, atol=1e-2)
     with disable_adapters(adapted):
-        assert torch.equal(seen(adapted), before)
-    assert torch.equal(seen(adapted), on)
+        assert torch.equal(compute_outputs(adapted), before)
+    assert torch.equal(compute_outputs(adapted), on)
     with pytest.raises(ZeroDivisionError), disable_adapters(adapted):
         raise ZeroDivisionError
-    assert torch.equal(seen(adapted), on)
+    assert torch.equal(compute_outputs(adapted), on)
 
 
 @pytest.mark.sweep(1)
 @PACKED
 @pytest.mark.parametrize("alpha", [2.0, 16.0])
-def test_a_merged_target_equals_the_adapted_one(packed: bool, alpha: float) -> None:
+def test_a_merged_target_equals_the_adapted_target(packed: bool, alpha: float) -> None:
     """Merging leaves no adapter and the original's parameters by name, and the logits are those with adapters on."""
-    adapted = target(packed)
+    adapted = load_target(packed)
     names = [name for name, _ in adapted.named_parameters()]
-    before = seen(adapted)
-    fill(inject_lora(adapted, rank=4, alpha=alpha))
-    on = seen(adapted)
+    before = compute_outputs(adapted)
+    fill_adapters(inject_lora(adapted, rank=4, alpha=alpha))
+    on = compute_outputs(adapted)
     merge_lora(adapted)
     assert not any(isinstance(module, LoraLayer) for module in adapted.modules())
     assert [name for name, _ in adapted.named_parameters()] == names
-    torch.testing.assert_close(seen(adapted), on, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compute_outputs(adapted), on, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(on, before, atol=1e-2)
 
 
 def test_merged_target_is_saved_and_loads_as_an_ordinary_model(tmp_path: Path) -> None:
-    """What load_hf reads from a saved merged target says the same."""
-    adapted = target()
-    fill(inject_lora(adapted, rank=4, alpha=8.0))
+    """A saved merged target that load_hf reads has the same outputs."""
+    adapted = load_target()
+    fill_adapters(inject_lora(adapted, rank=4, alpha=8.0))
     merge_lora(adapted)
     adapted.save(tmp_path / "target")
-    torch.testing.assert_close(seen(load_hf(str(tmp_path / "target"))), seen(adapted), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        compute_outputs(load_hf(str(tmp_path / "target"))), compute_outputs(adapted), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_fused_experts_have_no_adapters(tmp_path: Path) -> None:
-    """On a mixture of experts attention learns, and merging gives what was adapted."""
+    """In a mixture of experts attention is adapted, and merging gives the adapted outputs."""
     save_small("mixtral", tmp_path)
     load_tiny().tokenizer.save_pretrained(tmp_path)
     adapted = load_hf(str(tmp_path), device="cpu")
-    before = seen(adapted)
-    fill(inject_lora(adapted, rank=4, alpha=8.0))
-    on = seen(adapted)
+    before = compute_outputs(adapted)
+    fill_adapters(inject_lora(adapted, rank=4, alpha=8.0))
+    on = compute_outputs(adapted)
     names = {name.rsplit(".", 1)[1] for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
     merge_lora(adapted)
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    torch.testing.assert_close(seen(adapted), on, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compute_outputs(adapted), on, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(on, before, atol=1e-2)

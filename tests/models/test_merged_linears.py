@@ -33,7 +33,7 @@ CONFIGS: dict[str, Any] = {
 NAMES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
-def made(name: str, tokenizer: Any, dtype: torch.dtype = torch.float32) -> Target:
+def make_target(name: str, tokenizer: Any, dtype: torch.dtype = torch.float32) -> Target:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation="spectrain", dtype=dtype)
     with torch.no_grad():
@@ -44,30 +44,30 @@ def made(name: str, tokenizer: Any, dtype: torch.dtype = torch.float32) -> Targe
 
 @pytest.fixture
 def llama(tiny: Target) -> Target:
-    return made("llama", tiny.tokenizer)
+    return make_target("llama", tiny.tokenizer)
 
 
 @torch.inference_mode()
-def logits(target: Target) -> Tensor:
-    """After two padded prompts, and at the nodes of a tree behind each."""
+def compute_logits(target: Target) -> Tensor:
+    """Return the logits after two padded prompts, and at the nodes of a tree after each."""
     torch.manual_seed(1)
     prompts, lengths = torch.randint(3, 64, (2, 9)), torch.tensor([9, 6])
     cache = target.new_cache(2, 64)
-    seen = target.prefill(prompts, lengths, cache, ("final",))
+    prefilled = target.prefill(prompts, lengths, cache, ("final",))
     tree = TokenTree.from_parents(torch.randint(3, 64, (2, 5)), torch.tensor([[-1, 0, 0, 1, 2]]).expand(2, -1))
-    found = target.verify(tree, cache)
-    assert seen.logits is not None and found.logits is not None
-    return torch.cat([seen.logits, found.logits], dim=1)
+    verified = target.verify(tree, cache)
+    assert prefilled.logits is not None and verified.logits is not None
+    return torch.cat([prefilled.logits, verified.logits], dim=1)
 
 
-def joined(target: Target) -> set[str]:
-    """The names of the linears that are, with those beside them, one product now."""
+def list_merged(target: Target) -> set[str]:
+    """Return the names of the linears that share one product with their neighbours."""
     linears = {name: part for name, part in target.model.named_modules() if is_merged(part)}
     return {name.split(".")[-1] for name, part in linears.items() if part.merged_weights.are_adjacent()}  # type: ignore[union-attr]
 
 
-def held(target: Target) -> int:
-    """Bytes of all that parameters lie in."""
+def count_bytes(target: Target) -> int:
+    """Count the bytes of the storages of all parameters."""
     storages = [parameter.untyped_storage() for parameter in target.model.parameters()]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -76,73 +76,76 @@ def held(target: Target) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_merged_linears_change_neither_logits_nor_memory(name: str, dtype: torch.dtype, tiny: Target) -> None:
-    """To a few roundings of the numbers, with every weight as it was to the bit, and not a byte more held."""
-    target = made(name, tiny.tokenizer, dtype)
-    before, bytes_before = logits(target), held(target)
+    """Logits are the same to a few roundings, every weight is unchanged to the bit, and no byte more is held."""
+    target = make_target(name, tiny.tokenizer, dtype)
+    before, bytes_before = compute_logits(target), count_bytes(target)
     weights = {key: weight.clone() for key, weight in target.model.state_dict().items()}
     merge_linears(target.model)
-    assert joined(target) == {*NAMES} and held(target) == bytes_before
+    assert list_merged(target) == {*NAMES} and count_bytes(target) == bytes_before
     assert all(torch.equal(weight, weights[key]) for key, weight in target.model.state_dict().items())
     assert before.std() > 0.1
-    assert (logits(target) - before).abs().max() <= before.abs().max() * {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    assert (compute_logits(target) - before).abs().max() <= before.abs().max() * {torch.float32: 2e-6, torch.bfloat16: 2e-2}[
+        dtype
+    ]
 
 
 def test_merged_layers_compile_once_with_four_products(llama: Target) -> None:
     """Where they did seven times; one compilation still serves all layers, and its tokens are the loop's."""
     products: list[int] = []
 
-    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def count_products(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         products.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
         return graph.forward
 
     expected = decode(llama, [[5, 6, 7], [9, 10]], Greedy(), 6, ignore_eos=True)
-    for wanted in (7, 4):
+    for num_products in (7, 4):
         torch._dynamo.reset()
         counters.clear()
-        engine = CapturedRunner(llama, Greedy(), backend=aot_autograd(fw_compiler=count))  # type: ignore[arg-type]
-        found = engine.decode([[5, 6, 7], [9, 10]], 6, ignore_eos=True)
-        assert [one.output for one in found] == [one.output for one in expected]
-        assert products == [wanted] and counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+        engine = CapturedRunner(llama, Greedy(), backend=aot_autograd(fw_compiler=count_products))  # type: ignore[arg-type]
+        generations = engine.decode([[5, 6, 7], [9, 10]], 6, ignore_eos=True)
+        assert [generation.output for generation in generations] == [generation.output for generation in expected]
+        assert products == [num_products] and counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
         products.clear()
         merge_linears(llama.model)
 
 
-def moved(target: Target) -> None:
+def move_target(target: Target) -> None:
     target.to("meta").to_empty(device="cpu")
 
 
-def cast(target: Target) -> None:
+def cast_target(target: Target) -> None:
     target.double()
 
 
-def replaced(target: Target) -> None:
+def replace_weights(target: Target) -> None:
     for layer in target.layers:
         layer.self_attn.k_proj.weight = nn.Parameter(layer.self_attn.k_proj.weight + 1, requires_grad=False)
         layer.mlp.up_proj.weight.data = layer.mlp.up_proj.weight + 1
 
 
-@pytest.mark.parametrize("change", [moved, cast, replaced, copy.deepcopy])
+@pytest.mark.parametrize("change", [move_target, cast_target, replace_weights, copy.deepcopy])
 def test_moving_a_weight_undoes_the_merge(llama: Target, change: Callable[[Target], Target | None]) -> None:
-    """Then every linear is multiplied by what it holds now, and may be joined again."""
+    """Then every linear is multiplied by its own weight, and may be merged again."""
     merge_linears(llama.model)
-    logits(llama)
+    compute_logits(llama)
     target = change(llama) or llama
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
         for buffer in target.buffers():  # which moving may have left unwritten
             buffer.fill_(0.5)
-    assert not joined(target)
-    found = logits(target)
+    assert not list_merged(target)
+    separate = compute_logits(target)
     for module in target.modules():
         vars(module).pop("forward", None)
-    assert torch.equal(found, logits(target))
+    assert torch.equal(separate, compute_logits(target))
     merge_linears(target.model)
-    assert joined(target) == {*NAMES} and (logits(target) - found).abs().max() < 1e-5
+    assert list_merged(target) == {*NAMES} and (compute_logits(target) - separate).abs().max() < 1e-5
 
 
 def test_writes_to_a_weight_change_the_merged_product(llama: Target) -> None:
-    """As an optimiser or a merged adapter writes, in place; and what learns has gradients of its own, the same ones."""
+    """Writes in place, as by an optimiser or a merged adapter, change the product; what learns has gradients of its own, the
+    same ones."""
     twin = copy.deepcopy(llama)
     merge_linears(llama.model)
     for target in (llama, twin):
@@ -154,12 +157,12 @@ def test_writes_to_a_weight_change_the_merged_product(llama: Target) -> None:
         target.requires_grad_(False)
     gradients = [[p.grad for p in target.parameters()] for target in (llama, twin)]
     assert all(torch.equal(a, b) for a, b in zip(*gradients) if a is not None and b is not None)
-    assert joined(llama) == {*NAMES} and llama.layers[0].mlp.up_proj.weight.grad is not None
-    torch.testing.assert_close(logits(llama), logits(twin), rtol=1e-5, atol=1e-5)
+    assert list_merged(llama) == {*NAMES} and llama.layers[0].mlp.up_proj.weight.grad is not None
+    torch.testing.assert_close(compute_logits(llama), compute_logits(twin), rtol=1e-5, atol=1e-5)
 
 
 def test_adapters_train_and_merge_on_merged_linears(llama: Target) -> None:
-    """What LoRA adds to, and what it is merged into, is the joined product."""
+    """LoRA adds to the joined product, and is merged into it."""
     twin = copy.deepcopy(llama)
     merge_linears(llama.model)
     for target in (llama, twin):
@@ -168,11 +171,11 @@ def test_adapters_train_and_merge_on_merged_linears(llama: Target) -> None:
         for name, parameter in target.named_parameters():
             if ".lora_" in name:
                 parameter.data.normal_(std=0.1)
-    torch.testing.assert_close(logits(llama), logits(twin), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compute_logits(llama), compute_logits(twin), rtol=1e-5, atol=1e-5)
     for target in (llama, twin):
         merge_lora(target)
-    assert joined(llama) == {*NAMES}
-    torch.testing.assert_close(logits(llama), logits(twin), rtol=1e-5, atol=1e-5)
+    assert list_merged(llama) == {*NAMES}
+    torch.testing.assert_close(compute_logits(llama), compute_logits(twin), rtol=1e-5, atol=1e-5)
 
 
 def test_a_target_with_merged_linears_saves_and_loads(llama: Target, tmp_path: Any) -> None:
@@ -184,36 +187,36 @@ def test_a_target_with_merged_linears_saves_and_loads(llama: Target, tmp_path: A
     assert files[0] == files[1]
 
 
-def learning(target: Target) -> None:
+def make_trainable(target: Target) -> None:
     target.requires_grad_(True)
 
 
-def tied(target: Target) -> None:
+def tie_weights(target: Target) -> None:
     first, second = target.layers
     second.self_attn.k_proj.weight = first.self_attn.k_proj.weight
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
 
 
-def flat(target: Target) -> None:
-    """As an optimiser that keeps all parameters in one tensor."""
+def flatten_weights(target: Target) -> None:
+    """Put all parameters into one tensor, as some optimisers do."""
     parameters = list(target.parameters())
     for parameter, part in zip(parameters, torch.cat([p.flatten() for p in parameters]).split([p.numel() for p in parameters])):
         parameter.data = part.view_as(parameter)
 
 
-def in_few_bits(target: Target) -> None:
+def quantize_weights(target: Target) -> None:
     for layer in target.layers:
         for linear in (layer.self_attn.v_proj, layer.mlp.gate_proj):
             linear.weight = nn.Parameter(linear.weight.to(torch.int8), requires_grad=False)
 
 
-@pytest.mark.parametrize("change", [learning, tied, flat, in_few_bits])
+@pytest.mark.parametrize("change", [make_trainable, tie_weights, flatten_weights, quantize_weights])
 def test_trainable_shared_and_flat_weights_are_not_merged(llama: Target, change: Callable[[Target], None]) -> None:
     """Weights that learn, that several layers share, that lie in another's memory, and that are in few bits."""
     change(llama)
-    places = [parameter.data_ptr() for parameter in llama.parameters()]
+    addresses = [parameter.data_ptr() for parameter in llama.parameters()]
     merge_linears(llama.model)
-    assert not joined(llama) and places == [parameter.data_ptr() for parameter in llama.parameters()]
+    assert not list_merged(llama) and addresses == [parameter.data_ptr() for parameter in llama.parameters()]
 
 
 @pytest.fixture(autouse=True)

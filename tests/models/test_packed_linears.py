@@ -28,19 +28,19 @@ from spectrain.trees import Chain
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
 
 
-def packed(linear: nn.Linear) -> nn.Linear:
-    """The same module, on packed weights."""
+def pack_linear(linear: nn.Linear) -> nn.Linear:
+    """Return the same module, on packed weights."""
     pack_linears(linear)
     return linear
 
 
-def plain(linear: nn.Linear, input: Tensor) -> Tensor:
-    """What the linear must give, in float64."""
+def expected_output(linear: nn.Linear, input: Tensor) -> Tensor:
+    """Return the output that the linear must have, computed in float64."""
     bias = None if linear.bias is None else linear.bias.double()
     return F.linear(input.double(), linear.weight.double(), bias).to(input.dtype)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -50,26 +50,26 @@ def close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (2, 5), (3, 1, 4), (128,)])
 @pytest.mark.parametrize(("width_in", "width_out"), [(1, 1), (16, 48), (96, 33), (577, 129)])
 def test_packed_equals_plain(width_in: int, width_out: int, shape: tuple[int, ...], bias: bool) -> None:
-    """Over one row or many, any number of leading dimensions, even and odd widths."""
-    linear = packed(nn.Linear(width_in, width_out, bias=bias))
+    """Outputs are equal over one row or many, any number of leading dimensions, even and odd widths."""
+    linear = pack_linear(nn.Linear(width_in, width_out, bias=bias))
     assert is_packed(linear)
     input = torch.randn(*shape, width_in)
     with torch.no_grad():
         for _ in range(2):  # the first call reorders the weight, the second one reuses it
-            close(linear(input), plain(linear, input))
+            assert_close(linear(input), expected_output(linear, input))
 
 
 @needs_onednn
 def test_packed_takes_strided_inputs() -> None:
     """A transposed or sliced input gives what its contiguous copy gives."""
-    linear = packed(nn.Linear(8, 6))
+    linear = pack_linear(nn.Linear(8, 6))
     input = torch.randn(8, 4, 10)
     with torch.no_grad():
         for view in (input.transpose(0, 2), input[:, :, :8], input[:, 1:3, 1:9]):
-            close(linear(view), plain(linear, view))
+            assert_close(linear(view), expected_output(linear, view))
 
 
-def add(linear: nn.Linear) -> None:
+def add_to_weight(linear: nn.Linear) -> None:
     linear.weight.add_(1.0)
 
 
@@ -77,20 +77,20 @@ def fill_a_row(linear: nn.Linear) -> None:
     linear.weight[3] = 2.0
 
 
-def load(linear: nn.Linear) -> None:
+def load_weight(linear: nn.Linear) -> None:
     linear.load_state_dict({name: tensor + 1 for name, tensor in linear.state_dict().items()})
 
 
-def replace(linear: nn.Linear) -> None:
+def replace_weight(linear: nn.Linear) -> None:
     linear.weight = nn.Parameter(torch.randn_like(linear.weight))
 
 
-def merge(linear: nn.Linear) -> None:
+def merge_adapter(linear: nn.Linear) -> None:
     linear.weight.data += 1.0  # PEFT merges an adapter so; autograd's version counter does not see it
     pack_linears(linear)
 
 
-def step(linear: nn.Linear) -> None:
+def step_optimizer(linear: nn.Linear) -> None:
     optimiser = torch.optim.AdamW(linear.parameters(), lr=0.5)
     with torch.enable_grad():
         linear(torch.ones(2, 8)).square().sum().backward()
@@ -98,68 +98,68 @@ def step(linear: nn.Linear) -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("change", [add, fill_a_row, load, replace, merge, step])
+@pytest.mark.parametrize("change", [add_to_weight, fill_a_row, load_weight, replace_weight, merge_adapter, step_optimizer])
 def test_packed_follows_a_weight_change(change: Callable[[nn.Linear], None]) -> None:
-    """After the weight was written to in place, loaded, replaced, merged and packed anew, or trained, the copy is new."""
-    linear, input = packed(nn.Linear(8, 6)), torch.randn(5, 8)
+    """After the weight was written in place, loaded, replaced, merged and packed again, or trained, the copy is new."""
+    linear, input = pack_linear(nn.Linear(8, 6)), torch.randn(5, 8)
     with torch.no_grad():
         before = linear(input)
         change(linear)
         after = linear(input)
     assert (after - before).abs().max() > 0.1
-    close(after, plain(linear, input))
+    assert_close(after, expected_output(linear, input))
 
 
 @needs_onednn
 def test_packed_follows_a_weight_at_the_same_address() -> None:
     """A new weight that lies where the old one lay is a new weight: freed memory is handed out again."""
-    linear, input, memory = packed(nn.Linear(8, 6)), torch.randn(5, 8), torch.randn(6, 8)
+    linear, input, memory = pack_linear(nn.Linear(8, 6)), torch.randn(5, 8), torch.randn(6, 8)
     with torch.no_grad():
         linear.weight = nn.Parameter(torch.from_numpy(memory.numpy()))
         linear(input)
         memory.fill_(2.0)
         linear.weight = nn.Parameter(torch.from_numpy(memory.numpy()))
-        close(linear(input), plain(linear, input))
+        assert_close(linear(input), expected_output(linear, input))
 
 
 @pytest.mark.sweep(10)
 @needs_onednn
-@pytest.mark.parametrize("wanted", [{"input"}, {"weight"}, {"bias"}, {"input", "weight"}, {"input", "weight", "bias"}])
+@pytest.mark.parametrize("trained", [{"input"}, {"weight"}, {"bias"}, {"input", "weight"}, {"input", "weight", "bias"}])
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_gives_the_gradients_of_a_plain_linear(wanted: set[str], shape: tuple[int, ...], bias: bool) -> None:
+def test_packed_gives_the_gradients_of_a_plain_linear(trained: set[str], shape: tuple[int, ...], bias: bool) -> None:
     """Whichever of input, weight and bias want a gradient get it, also where a packed copy exists already."""
-    linear, input = packed(nn.Linear(8, 6, bias=bias)), torch.randn(shape)
+    linear, input = pack_linear(nn.Linear(8, 6, bias=bias)), torch.randn(shape)
     with torch.no_grad():
         linear(input)
-    input.requires_grad_("input" in wanted)
+    input.requires_grad_("input" in trained)
     for name, parameter in linear.named_parameters():
-        parameter.requires_grad_(name in wanted)
+        parameter.requires_grad_(name in trained)
     leaves = [leaf for leaf in (input, *linear.parameters()) if leaf.requires_grad]
     if not leaves:
         assert not linear(input).requires_grad
         return
     actual = torch.autograd.grad(linear(input).square().sum(), leaves)
     expected = torch.autograd.grad(F.linear(input, linear.weight, linear.bias).square().sum(), leaves)
-    for mine, theirs in zip(actual, expected):
-        close(mine, theirs)
+    for gradient, reference in zip(actual, expected):
+        assert_close(gradient, reference)
 
 
 @needs_onednn
 def test_strided_inputs_and_gradients_change_nothing() -> None:
     """A transposed input, and an output that is read transposed, give the gradients of their contiguous copies."""
-    linear, input = packed(nn.Linear(8, 6)), torch.randn(8, 4, 10, requires_grad=True)
+    linear, input = pack_linear(nn.Linear(8, 6)), torch.randn(8, 4, 10, requires_grad=True)
     leaves, factor = [input, *linear.parameters()], torch.randn(6, 4, 10)
     actual = torch.autograd.grad((linear(input.transpose(0, 2)).transpose(0, 2) * factor).sum(), leaves)
     expected = torch.autograd.grad((torch.einsum("itb,oi->otb", input, linear.weight) * factor).sum(), leaves[:2])
-    for mine, theirs in zip(actual, (*expected, factor.sum((1, 2)))):
-        close(mine, theirs)
+    for gradient, reference in zip(actual, (*expected, factor.sum((1, 2)))):
+        assert_close(gradient, reference)
 
 
 @needs_onednn
 def test_packing_leaves_other_dtypes_plain() -> None:
     """A linear that is not float32 computes as before."""
-    linear, input = packed(nn.Linear(8, 6).double()), torch.randn(5, 8, dtype=torch.float64)
+    linear, input = pack_linear(nn.Linear(8, 6).double()), torch.randn(5, 8, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(linear(input), F.linear(input, linear.weight, linear.bias))
 
@@ -181,7 +181,7 @@ def test_unpack_undoes_pack() -> None:
 
 
 @needs_onednn
-def test_a_packed_target_equals_a_plain_one() -> None:
+def test_a_packed_target_equals_an_unpacked_target() -> None:
     """The tiny target's logits and features are the same within 1e-4 on packed linears."""
     target = load_tiny(device="cpu")
     tokens, layers = torch.randint(0, target.head.vocab_size, (2, 12)), (0, 1, target.num_layers)
@@ -190,8 +190,8 @@ def test_a_packed_target_equals_a_plain_one() -> None:
     after = target.run(tokens, ForwardPlan(layers=layers, logits=True))
     assert before.logits is not None and after.logits is not None
     assert is_packed(target.head.output)
-    close(after.logits, before.logits)
-    close(after.hidden, before.hidden)
+    assert_close(after.logits, before.logits)
+    assert_close(after.hidden, before.hidden)
 
 
 class Block(nn.Module):
@@ -213,32 +213,32 @@ def test_linears_of_the_same_input_share_a_product(bias: bool, monkeypatch: pyte
     block = Block(bias)
     input, expected = torch.randn(2, 3, 16), []
     with torch.no_grad():
-        plain_outputs = lambda: torch.cat([F.linear(input, one.weight, one.bias) for one in block.children()], dim=-1)  # noqa: E731
+        plain_outputs = lambda: torch.cat([F.linear(input, linear.weight, linear.bias) for linear in block.children()], dim=-1)  # noqa: E731
         expected.append(plain_outputs())
         pack_linears(block)
         calls: list[int] = []
         product = prepacked.onednn_linear
-        monkeypatch.setattr(prepacked, "onednn_linear", lambda *given: (calls.append(1), product(*given))[1])
-        close(block(input), expected[0])
+        monkeypatch.setattr(prepacked, "onednn_linear", lambda *arguments: (calls.append(1), product(*arguments))[1])
+        assert_close(block(input), expected[0])
         assert len(calls) == 1
         input.mul_(2)
-        close(block(input), plain_outputs())
+        assert_close(block(input), plain_outputs())
         block.k_proj.weight.add_(1)
-        close(block(input), plain_outputs())
+        assert_close(block(input), plain_outputs())
         twin = copy.deepcopy(block)
         twin.q_proj.weight.zero_()
-        close(block(input), plain_outputs())
+        assert_close(block(input), plain_outputs())
 
 
 @needs_onednn
 def test_bfloat16_is_packed_where_the_processor_multiplies_it() -> None:
-    """Within its rounding of what float64 gives."""
-    linear = packed(nn.Linear(64, 48).to(torch.bfloat16))
+    """The output is float64's within the rounding of bfloat16."""
+    linear = pack_linear(nn.Linear(64, 48).to(torch.bfloat16))
     input = torch.randn(5, 64, dtype=torch.bfloat16)
     with torch.no_grad():
-        found = linear(input)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), plain(linear, input).double(), atol=2e-2, rtol=2e-2)
+        output = linear(input)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), expected_output(linear, input).double(), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.skipif(not has_int8(), reason="this processor does not multiply integers of 8 bits")
@@ -256,13 +256,13 @@ def test_int8_weights_are_rounded_to_half_a_step() -> None:
         pack_linears(linear, low_precision=True)
         input = torch.randn(3, 600)
         with torch.no_grad():
-            found, again = linear(input), copy.deepcopy(linear)(input)
-        assert torch.equal(found, again) and (linear.forward.weights.packed_int8 is None) is exact
+            output, again = linear(input), copy.deepcopy(linear)(input)
+        assert torch.equal(output, again) and (linear.forward.weights.packed_int8 is None) is exact
 
 
 @pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
 def test_large_weights_of_a_drafter_are_rounded() -> None:
-    """Within bfloat16's rounding, bias included; small ones, gradients and what was packed before are exact."""
+    """They are within bfloat16's rounding, bias included; small ones, gradients and what was packed before are exact."""
     large, small = nn.Linear(600, 500), nn.Linear(20, 30)
     for linear, tolerance in ((large, 2e-2), (small, 1e-6)):
         input = torch.randn(3, linear.in_features)
@@ -272,7 +272,7 @@ def test_large_weights_of_a_drafter_are_rounded() -> None:
             torch.testing.assert_close(linear(input), expected, rtol=tolerance, atol=tolerance)
             assert torch.equal(linear(input), expected) is (linear is small)
         torch.testing.assert_close(linear(input), expected, rtol=1e-5, atol=1e-5)  # learns, in float32
-    exact = packed(nn.Linear(600, 500))
+    exact = pack_linear(nn.Linear(600, 500))
     pack_linears(exact, low_precision=True)
     with torch.no_grad():
         input = torch.randn(3, 600)
@@ -287,11 +287,11 @@ def test_a_target_is_never_rounded(shallow: Target, monkeypatch: pytest.MonkeyPa
     target.pack_weights()
     plain = decode(target, prompt, Greedy(), 24, ignore_eos=True)
     drafter = prepare_for_decoding(Causal(target, num_layers=2), target)
-    found = decode(target, prompt, Greedy(), 24, drafter, Chain(3), ignore_eos=True)
-    assert found[0].output == plain[0].output and max(found[0].round_lengths) > 1
-    forwards = lambda module: [vars(one)["forward"] for one in module.modules() if isinstance(one, nn.Linear)]  # noqa: E731
-    assert not any(one.weights.low_precision for one in forwards(target)) and all(
-        one.weights.low_precision for one in forwards(drafter)
+    drafted = decode(target, prompt, Greedy(), 24, drafter, Chain(3), ignore_eos=True)
+    assert drafted[0].output == plain[0].output and max(drafted[0].round_lengths) > 1
+    forwards = lambda module: [vars(layer)["forward"] for layer in module.modules() if isinstance(layer, nn.Linear)]  # noqa: E731
+    assert not any(forward.weights.low_precision for forward in forwards(target)) and all(
+        forward.weights.low_precision for forward in forwards(drafter)
     )
 
 
@@ -300,24 +300,24 @@ def test_autocast_sets_the_type_of_products() -> None:
     """Output and gradients are float32's within bfloat16's rounding, and gradients come in the weights' own type."""
     if torch.bfloat16 not in packable_dtypes():
         pytest.skip("oneDNN does not multiply bfloat16 here")
-    linear = packed(nn.Linear(64, 48))
+    linear = pack_linear(nn.Linear(64, 48))
     input, judge = torch.randn(5, 64, requires_grad=True), torch.randn(5, 48)
     operands = (input, linear.weight, linear.bias)
-    wanted = torch.autograd.grad((F.linear(*operands) * judge).sum(), operands)
+    expected = torch.autograd.grad((F.linear(*operands) * judge).sum(), operands)
     with torch.autocast("cpu", torch.bfloat16):
         output = linear(input)
-        found = torch.autograd.grad((output * judge).sum(), operands)
+        actual = torch.autograd.grad((output * judge).sum(), operands)
     assert output.dtype == torch.bfloat16
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == torch.float32
-        torch.testing.assert_close(one, other, atol=0.1, rtol=2e-2)
+    for gradient, reference in zip(actual, expected, strict=True):
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, reference, atol=0.1, rtol=2e-2)
 
 
 @pytest.mark.skipif(not has_batch_invariance(), reason="rows of bfloat16 are not alike here")
 def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
-    """One to forty rows, of weights as wide as a layer's of a small and of a large model."""
+    """One to forty rows have the same bits, with weights as wide as a layer's of a small and of a large model."""
     for width in (96, 576, 4864):
-        linear = packed(nn.Linear(width, 640).to(torch.bfloat16))
+        linear = pack_linear(nn.Linear(width, 640).to(torch.bfloat16))
         input = torch.randn(2, 20, width).bfloat16()
         with torch.no_grad(), enforce_batch_invariance():
             alone = torch.cat([linear(row[None]) for row in input.flatten(0, 1)])

@@ -21,15 +21,15 @@ from spectrain.models.partial_forward import NodeLevel, PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.models.architectures import save_small
-from tests.models.test_target import SIZE, VOCAB, WINDOW, build, words
+from tests.models.test_target import SIZE, VOCAB, WINDOW, build, random_tokens
 
 LAYERS = 4
 EVERY: tuple[Layer, ...] = (*range(LAYERS + 1), "final")
 SIZED: dict[str, Any] = {**SIZE, "num_hidden_layers": LAYERS}
 MODELS: dict[str, Any] = {"llama": hf.LlamaConfig(**SIZED), "mistral": hf.MistralConfig(**SIZED, sliding_window=WINDOW)}
 NODES = 10
-KNOWN, TWINS = [3, 4, 5, 6], [3, 4]  # tokens of trees: as many as a node has children at most, and fewer
-UNKNOWN = range(40, VOCAB)  # tokens of nodes that are in no tree
+TREE_TOKENS, TWINS = [3, 4, 5, 6], [3, 4]  # tokens of trees: as many as a node has children at most, and fewer
+OTHER_TOKENS = range(40, VOCAB)  # tokens of nodes that are in no tree
 DRAFTING: list[tuple[int, tuple[int, ...]]] = [
     (1, ()), (2, ()), (3, ()), (LAYERS, (2,)), (LAYERS, (0,)), (LAYERS, (3, 1)), (3, (2,)),
 ]  # fmt: skip
@@ -41,25 +41,25 @@ def target(request: pytest.FixtureRequest, tiny: Target) -> Target:
     return build(request.param, MODELS[request.param], tiny)[0]
 
 
-def close(actual: Tensor | None, expected: Tensor | None) -> None:
+def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
     assert actual is not None and expected is not None
     torch.testing.assert_close(actual.float(), expected.float(), atol=1e-4, rtol=1e-4)
 
 
 class Case:
-    """Two equal caches behind one ragged batch of prompts: one for the tree in parts, one for the tree at once."""
+    """Two equal caches after one ragged batch of prompts: one for the tree in parts, one for the tree at once."""
 
     def __init__(self, target: Target, lengths: list[int], layers: tuple[Layer, ...] = EVERY) -> None:
         self.target, self.batch, self.layers = target, len(lengths), layers
-        self.tokens, self.lengths = words(len(lengths), 64), torch.tensor(lengths)
-        self.cache, self.fresh = self._cache(), self._cache()
+        self.tokens, self.lengths = random_tokens(len(lengths), 64), torch.tensor(lengths)
+        self.cache, self.reference_cache = self._make_cache(), self._make_cache()
 
-    def _cache(self) -> TreeCache:
+    def _make_cache(self) -> TreeCache:
         cache = self.target.new_cache(self.batch, 64)
         self.target.prefill(self.tokens[:, : int(self.lengths.max())], self.lengths, cache, ())
         return cache
 
-    def part(self, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = EVERY) -> PartialForward:
+    def make_part(self, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = EVERY) -> PartialForward:
         return PartialForward(self.target, self.cache, last, skipped, layers)
 
     @property
@@ -77,7 +77,7 @@ class Case:
                 real_siblings = (parents[row, :node] == parent) & valid[row, :node] & valid[row, node]
                 taken = set() if children == "sampled" else set(tokens[row, :node][real_siblings].tolist())
                 tokens[row, node] = random.choice(
-                    [token for token in (TWINS if children == "sampled" else KNOWN) if token not in taken]
+                    [token for token in (TWINS if children == "sampled" else TREE_TOKENS) if token not in taken]
                 )
         tree = replace(TokenTree.from_parents(tokens, parents, valid), children=children)
         tree.check_structure()
@@ -90,42 +90,42 @@ class Case:
             last = random.choice(tree.valid[row].nonzero()[:, 0].tolist())
             path = tree.ancestors[row, last].nonzero()[:, 0]
             paths[row, : len(path)], counts[row] = path, 0 if row == 2 else len(path)
-        for cache in (self.cache, self.fresh):
+        for cache in (self.cache, self.reference_cache):
             cache.commit(paths, counts)
 
 
 def paths_of(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
     """The tokens from the root to every node of a row."""
-    found: list[tuple[int, ...]] = []
+    paths: list[tuple[int, ...]] = []
     for token, parent in zip(tokens.tolist(), parents.tolist()):
-        found.append((*(found[parent] if parent >= 0 else ()), token))
-    return found
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
 
 
-def give(partial: PartialForward, tree: TokenTree, random: Random) -> tuple[TokenTree, list[NodeLevel]]:
-    """Run a part of the tree, shuffled among nodes that it does not hold; all that was given, and what was seen."""
+def run_shuffled_part(partial: PartialForward, tree: TokenTree, random: Random) -> tuple[TokenTree, list[NodeLevel]]:
+    """Run a part of the tree, shuffled among nodes that it does not hold; return all nodes that ran, and their levels."""
     batch, root = len(tree.tokens), tree.tokens[:, 0]
     levels = [partial.run_root(root)]
     nodes: list[list[int | None]] = [[0] for _ in range(batch)]  # which node of the tree each given one is
     tokens, parents = root[:, None], torch.full_like(root[:, None], -1)
     for width in (2, 3, 3):
         new: list[list[tuple[int, int]]] = []
-        for row, given in enumerate(nodes):
-            place = {node: order for order, node in enumerate(given) if node is not None}
+        for row, row_nodes in enumerate(nodes):
+            index = {node: order for order, node in enumerate(row_nodes) if node is not None}
             above = tree.parents[row].tolist()
-            open_nodes = [n for n in tree.valid[row].nonzero()[:, 0].tolist() if n not in place and above[n] in place]
+            open_nodes = [n for n in tree.valid[row].nonzero()[:, 0].tolist() if n not in index and above[n] in index]
             chosen: list[int | None] = [*random.sample(open_nodes, min(len(open_nodes), random.randint(0, width)))]
             chosen += [None] * (width - len(chosen))
             random.shuffle(chosen)
             new.append(
                 [
-                    (random.choice(UNKNOWN), random.randrange(len(given)))
+                    (random.choice(OTHER_TOKENS), random.randrange(len(row_nodes)))
                     if node is None
-                    else (int(tree.tokens[row, node]), place[above[node]])
+                    else (int(tree.tokens[row, node]), index[above[node]])
                     for node in chosen
                 ]
             )
-            given += chosen
+            row_nodes += chosen
         added = torch.tensor(new)
         levels.append(partial.run_children(added[..., 0], added[..., 1]))
         tokens, parents = torch.cat([tokens, added[..., 0]], dim=1), torch.cat([parents, added[..., 1]], dim=1)
@@ -133,20 +133,20 @@ def give(partial: PartialForward, tree: TokenTree, random: Random) -> tuple[Toke
 
 
 def assert_verified(case: Case, partial: PartialForward, tree: TokenTree, random: Random) -> None:
-    """Finishing a tree and verifying it agree at every real node, and so does the next tree behind the path that is kept."""
-    found, expected = partial.run_tree(tree), case.target.verify(tree, case.fresh, case.layers)
-    assert found.layers == case.layers and found.hidden.shape == expected.hidden.shape
-    assert found.logits is not None and expected.logits is not None and expected.logits.std() > 0.1
-    close(found.logits[tree.valid], expected.logits[tree.valid])
-    close(found.hidden[tree.valid], expected.hidden[tree.valid])
-    assert case.cache.uncommitted == case.fresh.uncommitted == NODES or tree.tokens.shape[1] < NODES
+    """Finishing a tree and verifying it agree at every real node, and so does the next tree after the accepted path."""
+    actual, expected = partial.run_tree(tree), case.target.verify(tree, case.reference_cache, case.layers)
+    assert actual.layers == case.layers and actual.hidden.shape == expected.hidden.shape
+    assert actual.logits is not None and expected.logits is not None and expected.logits.std() > 0.1
+    assert_close(actual.logits[tree.valid], expected.logits[tree.valid])
+    assert_close(actual.hidden[tree.valid], expected.hidden[tree.valid])
+    assert case.cache.uncommitted == case.reference_cache.uncommitted == NODES or tree.tokens.shape[1] < NODES
     case.commit(tree, random)
-    following = case.tree("deterministic", random, words(case.batch))
-    again = [case.target.verify(following, cache, EVERY) for cache in (case.cache, case.fresh)]
-    assert torch.equal(case.cache.lengths, case.fresh.lengths)
-    for one, other in ((again[0].logits, again[1].logits), (again[0].hidden, again[1].hidden)):
-        assert one is not None and other is not None
-        close(one[following.valid], other[following.valid])
+    following = case.tree("deterministic", random, random_tokens(case.batch))
+    again = [case.target.verify(following, cache, EVERY) for cache in (case.cache, case.reference_cache)]
+    assert torch.equal(case.cache.lengths, case.reference_cache.lengths)
+    for tensor, reference in ((again[0].logits, again[1].logits), (again[0].hidden, again[1].hidden)):
+        assert tensor is not None and reference is not None
+        assert_close(tensor[following.valid], reference[following.valid])
 
 
 CHILDREN = pytest.mark.parametrize("children", ["deterministic", "sampled"])
@@ -164,8 +164,8 @@ def test_finishing_a_partial_forward_equals_verifying(
     for seed in range(3):
         random, case = Random(seed), Case(target, lengths)
         tree = case.tree(children, random)
-        partial = case.part(last, skipped)
-        give(partial, tree, random)
+        partial = case.make_part(last, skipped)
+        run_shuffled_part(partial, tree, random)
         assert_verified(case, partial, tree, random)
 
 
@@ -175,8 +175,8 @@ def test_partial_forwards_return_requested_features(target: Target, lengths: lis
     """Whether layers lie below, at or above the exit, features are these layers' in their order."""
     random, case = Random(0), Case(target, lengths, layers)
     tree = case.tree("deterministic", random)
-    partial = case.part(2, layers=layers)
-    give(partial, tree, random)
+    partial = case.make_part(2, layers=layers)
+    run_shuffled_part(partial, tree, random)
     assert_verified(case, partial, tree, random)
 
 
@@ -185,20 +185,20 @@ def test_partial_forwards_return_requested_features(target: Target, lengths: lis
 def test_partial_features_equal_the_layers(target: Target, last: int, skipped: tuple[int, ...], lengths: list[int]) -> None:
     """Given level by level, nodes have the states and positions of one run of the same layers over all of them."""
     random, case = Random(1), Case(target, lengths)
-    given, levels = give(case.part(last, skipped), case.tree("deterministic", random), random)
-    positions = case.fresh.lengths[:, None] + given.depths
+    part_tree, levels = run_shuffled_part(case.make_part(last, skipped), case.tree("deterministic", random), random)
+    positions = case.reference_cache.lengths[:, None] + part_tree.depths
     expected = target.run(
-        given.tokens,
+        part_tree.tokens,
         ForwardPlan(
             layers=(min((last, *skipped)), "final"),
             positions=positions,
-            mask=given.ancestors,
-            cache=case.fresh,
+            mask=part_tree.ancestors,
+            cache=case.reference_cache,
             span=LayerSpan(last=last, skipped=skipped),
         ),
     )
-    close(torch.cat([level.features.at_layer("final") for level in levels], dim=1), expected.at_layer("final"))
-    close(
+    assert_close(torch.cat([level.features.at_layer("final") for level in levels], dim=1), expected.at_layer("final"))
+    assert_close(
         torch.cat([level.features.at_layer(expected.layers[0]) for level in levels], dim=1),
         expected.at_layer(expected.layers[0]),
     )
@@ -206,7 +206,7 @@ def test_partial_features_equal_the_layers(target: Target, last: int, skipped: t
     start = 0
     for level in levels:
         end = start + level.positions.shape[1]
-        assert torch.equal(level.visible, given.ancestors[:, start:end, :end])
+        assert torch.equal(level.visible, part_tree.ancestors[:, start:end, :end])
         start = end
 
 
@@ -230,9 +230,9 @@ def test_deeper_and_smaller_trees_equal_verifying(
     for seed in range(2):
         random, case = Random(seed), Case(target, lengths)
         tree = case.tree(children, random)
-        partial = case.part(last, skipped)
+        partial = case.make_part(last, skipped)
         if drafted:
-            give(partial, tree, random)
+            run_shuffled_part(partial, tree, random)
         partial.run_to_layer(tree, deeper)
         assert partial.exit_layer == max(deeper, min((last, *skipped)))
         if seed:
@@ -243,18 +243,18 @@ def test_deeper_and_smaller_trees_equal_verifying(
 
 
 @contextmanager
-def counted(target: Target) -> Iterator[list[list[int]]]:
-    """How many nodes each call of each layer's attention has."""
+def count_nodes(target: Target) -> Iterator[list[list[int]]]:
+    """Count the nodes of each call of each layer's attention."""
     calls: list[list[int]] = [[] for _ in target.layers]
 
-    def watch(layer: int) -> Any:
+    def make_hook(layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls[layer].append((args[0] if args else kwargs["hidden_states"]).shape[1])
 
         return hook
 
     attentions: list[Any] = [layer.self_attn for layer in target.layers]
-    handles = [each.register_forward_pre_hook(watch(index), with_kwargs=True) for index, each in enumerate(attentions)]
+    handles = [each.register_forward_pre_hook(make_hook(index), with_kwargs=True) for index, each in enumerate(attentions)]
     try:
         yield calls
     finally:
@@ -270,26 +270,26 @@ def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: 
     for seed in range(12):
         random, case = Random(seed), Case(target, [9])
         tree = case.tree(children, random)
-        partial = case.part(2)
-        with counted(target) as calls:
-            given, _ = give(partial, tree, random)
+        partial = case.make_part(2)
+        with count_nodes(target) as calls:
+            part_tree, _ = run_shuffled_part(partial, tree, random)
             if deeper is not None:
                 partial.run_to_layer(tree, deeper)
             partial.run_tree(tree)
-        known = paths_of(given.tokens[0], given.parents[0])
+        part_paths = paths_of(part_tree.tokens[0], part_tree.parents[0])
         paths = [path for path, valid in zip(paths_of(tree.tokens[0], tree.parents[0]), tree.valid[0]) if valid]
-        missing = [path for path in paths if path not in known]
-        assert [sum(nodes) for nodes in calls[:2]] == [len(known) + len(missing)] * 2
+        missing = [path for path in paths if path not in part_paths]
+        assert [sum(nodes) for nodes in calls[:2]] == [len(part_paths) + len(missing)] * 2
         assert calls[2:] == [[NODES]] * 2
 
 
 def test_layers_that_attend_twice_align_their_cache(tmp_path: Path, tiny: Target) -> None:
-    """LongCat's layers have two attentions each: what the first two layers ran in another order stays theirs."""
+    """LongCat's layers have two attentions each: each gets back what the first two layers ran in another order."""
     save_small("longcat_flash", tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
     target = load_hf(str(tmp_path), "longcat", device="cpu")
     caches = [target.new_cache(2, 32) for _ in range(2)]
-    prompts, tokens = words(2, 8), words(2, 4)
+    prompts, tokens = random_tokens(2, 8), random_tokens(2, 4)
     for cache in caches:
         target.prefill(prompts, torch.tensor([8, 5]), cache, ())
     part = PartialForward(target, caches[0], 2)
@@ -297,9 +297,9 @@ def test_layers_that_attend_twice_align_their_cache(tmp_path: Path, tiny: Target
     part.run_children(tokens[:, [2, 1]], torch.zeros(2, 2, dtype=torch.int64))
     part.run_children(tokens[:, 3:], torch.full((2, 1), 2))
     tree = TokenTree.from_parents(tokens, torch.tensor([[-1, 0, 0, 1]] * 2))
-    close(part.run_tree(tree).logits, target.verify(tree, caches[1]).logits)
+    assert_close(part.run_tree(tree).logits, target.verify(tree, caches[1]).logits)
     for cache in caches:
         cache.commit(torch.tensor([[0, 1, 3]] * 2), torch.tensor([3, 2]))
-    close(*(target.verify(TokenTree.from_chain(tokens), cache).logits for cache in caches))
+    assert_close(*(target.verify(TokenTree.from_chain(tokens), cache).logits for cache in caches))
     with pytest.raises(UserError, match="no attention of their own"):
         target.get_sublayer(0, "attention")

@@ -41,35 +41,35 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def has(way: str) -> bool:
+def has_package(way: str) -> bool:
     return find_spec(QUANTIZERS[way][0]) is not None
 
 
-def decodes_as_generate(target: Target) -> None:
+def assert_decodes_as_generate(target: Target) -> None:
     """Chains and trees against the quantised model itself, alone and in a batch."""
     target.pack_weights()
     prompts = [torch.randint(3, 60, (length,)).tolist() * 2 for length in (9, 6)]
     with reference_model(target) as model:
-        wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
+        expected = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
     for builder in (Chain(3), Eagle2(3, 8)):
         session = Session(target, Greedy(), Ngram(target), builder)
-        assert [one.output for one in session.decode(prompts, NEW_TOKENS)] == wanted
-        assert session.decode(prompts[:1], NEW_TOKENS)[0].output == wanted[0]
+        assert [generation.output for generation in session.decode(prompts, NEW_TOKENS)] == expected
+        assert session.decode(prompts[:1], NEW_TOKENS)[0].output == expected[0]
 
 
 @pytest.mark.parametrize("way", QUANTIZERS)
 def test_quantized_decoding_equals_generate_or_names_the_missing_package(way: Any, small: Path) -> None:
-    if not has(way):
+    if not has_package(way):
         with pytest.raises(UserError, match=f"pip install {QUANTIZERS[way][0]}"):
             load_hf(str(small), device="cpu", dtype="float32", quantization=way)
         return
-    decodes_as_generate(load_hf(str(small), device="cpu", dtype="float32", quantization=way))
+    assert_decodes_as_generate(load_hf(str(small), device="cpu", dtype="float32", quantization=way))
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("save", [save_fp8, save_mxfp4, save_compressed])
 def test_quantized_checkpoints_decode_as_generate(save: Callable[[Path], None], dtype: str, tmp_path: Path) -> None:
-    """What is dequantised as it is loaded has the type that was asked for, and decodes as the model that transformers loads."""
+    """Weights that are dequantised on loading have the requested type, and decode as the model that transformers loads."""
     save(tmp_path)
     if save is save_compressed and not find_spec("compressed_tensors"):
         with pytest.raises(UserError, match="pip install compressed-tensors"):
@@ -78,7 +78,7 @@ def test_quantized_checkpoints_decode_as_generate(save: Callable[[Path], None], 
     target = load_hf(str(tmp_path), device="cpu", dtype=dtype)
     assert {weight.dtype for weight in target.parameters()} == {getattr(torch, dtype)}
     if dtype == "float32":  # in half precision random weights have too many ties
-        decodes_as_generate(target)
+        assert_decodes_as_generate(target)
 
 
 def test_a_gguf_file_loads_as_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,16 +89,16 @@ def test_a_gguf_file_loads_as_a_target(tmp_path: Path, monkeypatch: pytest.Monke
     assert target.name == path.stem and Path(target.path).parent == tmp_path / "cache"
     for name, weight in target.model.state_dict().items():
         torch.testing.assert_close(weight, weights[name], atol=0.02, rtol=0)
-    decodes_as_generate(target)
+    assert_decodes_as_generate(target)
     written = (Path(target.path) / "model.safetensors").stat().st_mtime_ns
     assert (Path(load_hf(str(path), device="cpu").path) / "model.safetensors").stat().st_mtime_ns == written
     with pytest.raises(UserError, match="no such file"):
         load_hf(str(tmp_path / "missing.gguf"))
 
 
-@pytest.mark.parametrize("way", [way for way in QUANTIZERS if has(way)])
+@pytest.mark.parametrize("way", [way for way in QUANTIZERS if has_package(way)])
 def test_adapters_merge_into_dequantized_weights(way: Any, small: Path) -> None:
-    """The trained target says what it said with its adapters, and is an ordinary model again."""
+    """The merged target has the outputs that it had with its adapters, and is an ordinary model again."""
     target = load_hf(str(small), device="cpu", dtype="float32", quantization=way)
     training = TargetTraining("lora", 2, 4.0)
     training.start_training(target)
@@ -122,20 +122,20 @@ def test_a_quantized_checkpoint_names_its_package(method: str, small: Path, tmp_
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32, "format": "pack-quantized"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="pip install") as told:
+    with pytest.raises(UserError, match="pip install") as error:
         load_hf(str(folder), device="cpu")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=f"already quantized .{method}"):
         load_hf(str(folder), device="cpu", quantization="4bit")
 
 
 @pytest.mark.parametrize(
-    ("method", "adapt", "said"), [("bitsandbytes", "full", "adapt=lora"), ("gptq", "lora", "cannot be added")]
+    ("method", "adapt", "message"), [("bitsandbytes", "full", "adapt=lora"), ("gptq", "lora", "cannot be added")]
 )
-def test_quantized_weights_cannot_be_trained(method: str, adapt: Any, said: str) -> None:
+def test_quantized_weights_cannot_be_trained(method: str, adapt: Any, message: str) -> None:
     target = cut_tiny(1)
     target.config.quantization_config = {"quant_method": method}
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         TargetTraining(adapt, 2, 4.0).start_training(target)
 
 

@@ -24,13 +24,13 @@ def test_quantized_keys_are_rounded_to_half_a_step(bits: Bits, size: int, scale:
 
 @pytest.mark.parametrize(("bits", "bytes_a_number"), [(8, 1.0), (4, 0.5)])
 def test_quantized_keys_take_the_stated_bytes(bits: Bits, bytes_a_number: float) -> None:
-    """So many bits a number, and four bytes a group."""
+    """A number takes its bits, and a group four bytes more."""
     codes = quantize_groups(torch.randn(6, 32), bits)
     assert codes.nbytes == 6 * (32 * bytes_a_number + 4)
 
 
 def test_a_coded_linear_multiplies_by_its_codes() -> None:
-    """With the bias as it is."""
+    """The product is that of the dequantized weight, and the bias is unchanged."""
     linear, rows = nn.Linear(64, 5), torch.randn(3, 64)
     coded = QuantizedLinear(linear, 4)
     weight = coded.weight.dequantize(torch.float32).flatten(-2)

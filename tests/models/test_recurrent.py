@@ -28,13 +28,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_hf(str(folder), "hybrid", device="cpu")
 
 
-def words(*shape: int) -> torch.Tensor:
+def random_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(3, VOCAB, shape)
 
 
 def test_packed_documents_do_not_see_each_other(target: Target) -> None:
     """Each of two documents in a row has the features that it has alone."""
-    tokens = words(1, 15)
+    tokens = random_tokens(1, 15)
     packed = target.features(tokens, (2, "final"), (7, 8)).hidden
     alone = [target.features(part, (2, "final")).hidden for part in tokens.split((7, 8), dim=1)]
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), atol=1e-5, rtol=1e-4)
@@ -42,22 +42,22 @@ def test_packed_documents_do_not_see_each_other(target: Target) -> None:
 
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
 def test_a_staged_tree_after_a_discarded_tree_equals_verifying(target: Target, lengths: list[int]) -> None:
-    """What was forgotten leaves no trace, and a tree in two stages, committed, equals one in a single stage."""
+    """A discarded tree leaves no trace, and a tree in two stages, committed, equals one in a single stage."""
     batch = len(lengths)
-    prompts, tree, other = words(batch, 9), words(batch, 6), words(batch, 5)
-    whole = TokenTree.from_parents(tree, torch.tensor([-1, 0, 0, 1, 2, 3]).expand(batch, -1))
+    prompts, tree, other = random_tokens(batch, 9), random_tokens(batch, 6), random_tokens(batch, 5)
+    full_tree = TokenTree.from_parents(tree, torch.tensor([-1, 0, 0, 1, 2, 3]).expand(batch, -1))
     caches = [target.new_cache(batch, 32) for _ in range(2)]
     for cache in caches:
         target.prefill(prompts, torch.tensor(lengths), cache, ())
     target.verify(TokenTree.from_chain(other), caches[0])
     caches[0].roll_back()
-    positions = caches[0].lengths[:, None] + whole.depths
+    positions = caches[0].lengths[:, None] + full_tree.depths
     parts = []
     for new in (slice(0, 3), slice(3, 6)):
-        mask = whole.ancestors[:, new, : new.stop]
+        mask = full_tree.ancestors[:, new, : new.stop]
         plan = ForwardPlan(logits=True, positions=positions[:, new], mask=mask, cache=caches[0])
-        parts.append(target.run(whole.tokens[:, new], plan).logits)
-    expected = target.verify(whole, caches[1]).logits
+        parts.append(target.run(full_tree.tokens[:, new], plan).logits)
+    expected = target.verify(full_tree, caches[1]).logits
     torch.testing.assert_close(torch.cat([part for part in parts if part is not None], dim=1), expected, atol=1e-4, rtol=1e-4)
     for cache in caches:
         cache.commit(torch.tensor([[0, 1, 3]]).expand(batch, -1), torch.tensor([3, 2][:batch]))
@@ -66,10 +66,10 @@ def test_a_staged_tree_after_a_discarded_tree_equals_verifying(target: Target, l
 
 
 @contextmanager
-def run_along(target: Target, along: PathPolicy) -> Iterator[None]:
+def run_along(target: Target, policy: PathPolicy) -> Iterator[None]:
     before = target.architecture
     assert isinstance(before, Recurrent)
-    target.architecture = replace(before, path_policy=along)
+    target.architecture = replace(before, path_policy=policy)
     try:
         yield
     finally:
@@ -77,112 +77,112 @@ def run_along(target: Target, along: PathPolicy) -> Iterator[None]:
 
 
 @contextmanager
-def runs_of(target: Target) -> Iterator[list[str]]:
-    """What runs meanwhile of the first layer's module that keeps a state: in, out, and what lies between."""
+def record_runs(target: Target) -> Iterator[list[str]]:
+    """Record what runs of the first layer's recurrent module: in, out, and what lies between."""
     assert isinstance(target.architecture, Recurrent)
     stateful, ran = target.architecture.recurrent_modules[0], list[str]()
     assert stateful.output_linear is not None and len(stateful.input_linears) == 2
     norm: Any = stateful.module.norm
 
-    def noted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+    def wrap_forward(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run_recorded(*args: Any) -> Any:
             ran.append(name)
             return forward(*args)
 
-        return run
+        return run_recorded
 
     named = {"in": stateful.input_linears[0], "out": stateful.output_linear, "between": norm}
-    with override_forwards([(module, noted(name, module.forward)) for name, module in named.items()]):
+    with override_forwards([(module, wrap_forward(name, module.forward)) for name, module in named.items()]):
         yield ran
 
 
-ALONGS: tuple[PathPolicy, PathPolicy] = ("never", "always")
+POLICIES: tuple[PathPolicy, PathPolicy] = ("never", "always")
 PARENTS = ([-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 3], [-1, 0, 0, 0, 2, 2])
 
 
 def test_recurrent_modules_allow_several_tokens_from_a_state(target: Target) -> None:
-    """What loading found: several tokens behind a state are what they are one after another."""
+    """Loading detects that several tokens after a state equal the same tokens one after another."""
     assert isinstance(target.architecture, Recurrent) and target.architecture.path_policy == "where cheaper"
 
 
 @pytest.mark.parametrize("parents", PARENTS)
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
 def test_running_along_paths_equals_level_by_level(target: Target, lengths: list[int], parents: list[int]) -> None:
-    """Two rounds, of which each row keeps another number of nodes, one of them all where the tree is a chain."""
-    batch, prompts = len(lengths), words(len(lengths), 9)
-    trees = [TokenTree.from_parents(words(batch, 6), torch.tensor(parents).expand(batch, -1)) for _ in range(2)]
-    trees.append(TokenTree.from_chain(words(batch, 1)))
-    found = []
-    for along in ALONGS:
-        with run_along(target, along):
+    """In each of two rounds every row accepts another number of nodes, one of them all where the tree is a chain."""
+    batch, prompts = len(lengths), random_tokens(len(lengths), 9)
+    trees = [TokenTree.from_parents(random_tokens(batch, 6), torch.tensor(parents).expand(batch, -1)) for _ in range(2)]
+    trees.append(TokenTree.from_chain(random_tokens(batch, 1)))
+    results = []
+    for policy in POLICIES:
+        with run_along(target, policy):
             cache = target.new_cache(batch, 40)
             target.prefill(prompts, torch.tensor(lengths), cache, ())
-            seen = []
+            logits = []
             for tree in trees:
-                seen.append(target.verify(tree, cache).logits)
-                kept = tree.ancestors[:, -1]  # down to the last node, which is a deepest one
-                counts = (kept.sum(1) - torch.arange(batch)).clamp(min=1)
-                cache.commit(kept.long().argsort(dim=1, descending=True, stable=True), counts)
-            found.append(torch.cat([one for one in seen if one is not None], dim=1))
-    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+                logits.append(target.verify(tree, cache).logits)
+                accepted = tree.ancestors[:, -1]  # down to the last node, which is a deepest one
+                counts = (accepted.sum(1) - torch.arange(batch)).clamp(min=1)
+                cache.commit(accepted.long().argsort(dim=1, descending=True, stable=True), counts)
+            results.append(torch.cat([part for part in logits if part is not None], dim=1))
+    torch.testing.assert_close(*results, atol=1e-3, rtol=1e-3)
 
 
 def test_staged_paths_survive_reordering(target: Target) -> None:
     """Nodes that were run along paths go on along paths, and by level where a stage asks for it."""
-    prompts, nodes = words(1, 8), words(1, 6)
-    whole = TokenTree.from_parents(nodes, torch.tensor([[-1, 0, 0, 1, 2, 3]]))
-    found = []
-    never, always = ALONGS
+    prompts, nodes = random_tokens(1, 8), random_tokens(1, 6)
+    full_tree = TokenTree.from_parents(nodes, torch.tensor([[-1, 0, 0, 1, 2, 3]]))
+    results = []
+    never, always = POLICIES
     for stages in ((never, never), (always, always), (always, never)):
         cache = target.new_cache(1, 32)
         target.prefill(prompts, torch.tensor([8]), cache, ())
-        positions = cache.lengths[:, None] + whole.depths
-        for along, new in zip(stages, (slice(0, 4), slice(4, 6))):
+        positions = cache.lengths[:, None] + full_tree.depths
+        for policy, new in zip(stages, (slice(0, 4), slice(4, 6))):
             for recurrence in cache.recurrences.values():
-                recurrence.path_policy = along
-            mask = whole.ancestors[:, new, : new.stop]
+                recurrence.path_policy = policy
+            mask = full_tree.ancestors[:, new, : new.stop]
             plan = ForwardPlan(logits=True, positions=positions[:, new], mask=mask, cache=cache)
-            seen = target.run(whole.tokens[:, new], plan).logits
+            staged = target.run(full_tree.tokens[:, new], plan).logits
         cache.reorder_nodes(torch.tensor([[0, 2, 4, 1, 3, 5]]))
         cache.commit(None, torch.tensor([3]))
         after = target.verify(TokenTree.from_chain(nodes), cache).logits
-        assert seen is not None and after is not None
-        found.append(torch.cat([seen, after], dim=1))
-    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(found[2], found[0], atol=1e-3, rtol=1e-3)
+        assert staged is not None and after is not None
+        results.append(torch.cat([staged, after], dim=1))
+    torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(results[2], results[0], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("along", "between"), [("never", 6), ("always", 1)])
-def test_linears_run_once_per_chain(target: Target, along: PathPolicy, between: int) -> None:
+@pytest.mark.parametrize(("policy", "between"), [("never", 6), ("always", 1)])
+def test_linears_run_once_per_chain(target: Target, policy: PathPolicy, between: int) -> None:
     """The linears at both ends run once a round, however deep the tree; what lies between once a level, or once. The commit
     of a part runs nothing but what lies between, and a commit of the whole nothing at all."""
-    with run_along(target, along), runs_of(target) as ran:
+    with run_along(target, policy), record_runs(target) as ran:
         cache = target.new_cache(1, 32)
-        target.prefill(words(1, 5), torch.tensor([5]), cache, ())
-        for kept, again in ((4, 1), (6, 0)):
+        target.prefill(random_tokens(1, 5), torch.tensor([5]), cache, ())
+        for count, again in ((4, 1), (6, 0)):
             ran.clear()
-            target.verify(TokenTree.from_chain(words(1, 6)), cache)
+            target.verify(TokenTree.from_chain(random_tokens(1, 6)), cache)
             assert ran.count("in") == ran.count("out") == 1 and ran.count("between") == between
-            cache.commit(None, torch.tensor([kept]))
+            cache.commit(None, torch.tensor([count]))
             assert ran.count("in") == ran.count("out") == 1
-            assert ran.count("between") == between + (again if along == "always" else 0)
+            assert ran.count("between") == between + (again if policy == "always" else 0)
 
 
 def test_only_recurrent_targets_pay_per_tree_level(target: Target) -> None:
-    """What trees are shaped by."""
+    """The measured time of a level, which shapes trees, is 0 for other targets."""
     with run_along(target, "never"):
-        assert time_levels(target, words(6).tolist(), 6, 3) > 0
+        assert time_levels(target, random_tokens(6).tolist(), 6, 3) > 0
     assert time_levels(load_tiny(), [3, 4], 6) == 0
 
 
 def test_recurrent_targets_refuse_partial_forwards_and_rollback(target: Target) -> None:
     """Trees without a cache, some of the layers only, and committed tokens that are taken back."""
     cache = target.new_cache(1, 16)
-    target.prefill(words(1, 4), torch.tensor([4]), cache, ())
+    target.prefill(random_tokens(1, 4), torch.tensor([4]), cache, ())
     mask = torch.ones(1, 2, 2, dtype=torch.bool).tril()
     with pytest.raises(UserError, match="keep a state"):
-        target.run(words(1, 2), ForwardPlan(mask=mask))
+        target.run(random_tokens(1, 2), ForwardPlan(mask=mask))
     with pytest.raises(UserError, match="keep a state"):
-        target.run(words(1, 2), ForwardPlan(cache=cache, span=LayerSpan(last=2)))
+        target.run(random_tokens(1, 2), ForwardPlan(cache=cache, span=LayerSpan(last=2)))
     with pytest.raises(UserError, match="keep a state"):
         cache.roll_back(committed=1)

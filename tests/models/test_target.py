@@ -94,19 +94,19 @@ def target(request: pytest.FixtureRequest, tiny: Target) -> Target:
     return build(request.param, ARCHITECTURES[request.param], tiny)[0]
 
 
-def close(actual: Tensor | None, expected: Tensor | None) -> None:
+def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
     assert actual is not None and expected is not None
     assert expected.std() > 0.1
     torch.testing.assert_close(actual.float(), expected.float(), atol=1e-4, rtol=1e-4)
 
 
-def words(*shape: int) -> Tensor:
+def random_tokens(*shape: int) -> Tensor:
     return torch.randint(3, VOCAB, shape)
 
 
 @torch.no_grad()
 def logits_after(reference: Any, sequences: list[list[int]]) -> Tensor:
-    """What the unmodified model says follows each sequence, [S, V]."""
+    """Return the unmodified model's logits after each sequence, [S, V]."""
     longest = max(len(sequence) for sequence in sequences)
     batch = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
     logits: Tensor = reference(batch, use_cache=False).logits
@@ -118,7 +118,7 @@ def random_tree(batch: int, num_nodes: int, chain: int = 1) -> TokenTree:
     index = torch.arange(num_nodes)
     parents = (torch.rand(batch, num_nodes) * index).long()
     parents[:, :chain] = index[:chain] - 1
-    return TokenTree.from_parents(words(batch, num_nodes), parents)
+    return TokenTree.from_parents(random_tokens(batch, num_nodes), parents)
 
 
 def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
@@ -126,7 +126,7 @@ def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
 
 
 def random_paths(tree: TokenTree) -> tuple[Tensor, Tensor]:
-    """For every row a path that starts at the root, padded, and how much of it is kept; the last row keeps nothing."""
+    """Return for every row a padded path from the root, and how much of it is accepted; the last row accepts nothing."""
     batch, num_nodes = tree.tokens.shape
     paths = torch.zeros(batch, num_nodes, dtype=torch.int64)
     counts = torch.zeros(batch, dtype=torch.int64)
@@ -137,7 +137,7 @@ def random_paths(tree: TokenTree) -> tuple[Tensor, Tensor]:
     return paths, counts
 
 
-def prefilled(target: Target, lengths: list[int], prompts: Tensor) -> TreeCache:
+def prefill_cache(target: Target, lengths: list[int], prompts: Tensor) -> TreeCache:
     cache = target.new_cache(len(lengths), 48)
     target.prefill(prompts, torch.tensor(lengths), cache, ())
     return cache
@@ -147,12 +147,12 @@ def prefilled(target: Target, lengths: list[int], prompts: Tensor) -> TreeCache:
 def test_verified_trees_equal_sequential_paths(models: tuple[Target, Any], lengths: list[int]) -> None:
     """Prefill and, over three rounds of verify and commit, every node answer as the model does to the path so far."""
     target, reference = models
-    prompts = words(len(lengths), max(lengths))
+    prompts = random_tokens(len(lengths), max(lengths))
     texts = [prompt[:length].tolist() for prompt, length in zip(prompts, lengths)]
     cache = target.new_cache(len(lengths), 48)
-    seen = target.prefill(prompts, torch.tensor(lengths), cache, ())
-    assert seen.logits is not None
-    close(seen.logits[:, 0], logits_after(reference, texts))
+    outputs = target.prefill(prompts, torch.tensor(lengths), cache, ())
+    assert outputs.logits is not None
+    assert_close(outputs.logits[:, 0], logits_after(reference, texts))
     for num_nodes in (10, 1, 8):
         tree = random_tree(len(lengths), num_nodes)
         sequences = [
@@ -160,8 +160,8 @@ def test_verified_trees_equal_sequential_paths(models: tuple[Target, Any], lengt
             for row in range(len(lengths))
             for node in range(num_nodes)
         ]
-        seen = target.verify(tree, cache)
-        close(seen.logits, logits_after(reference, sequences).view(len(lengths), num_nodes, VOCAB))
+        outputs = target.verify(tree, cache)
+        assert_close(outputs.logits, logits_after(reference, sequences).view(len(lengths), num_nodes, VOCAB))
         paths, counts = random_paths(tree)
         cache.commit(paths, counts)
         texts = [text + tree.tokens[row, paths[row, : counts[row]]].tolist() for row, text in enumerate(texts)]
@@ -169,11 +169,11 @@ def test_verified_trees_equal_sequential_paths(models: tuple[Target, Any], lengt
 
 
 @pytest.mark.parametrize("lengths", [[9], [4, 9, 7]])
-def test_a_tree_in_stages_equals_one_stage(target: Target, lengths: list[int]) -> None:
+def test_a_tree_in_stages_equals_a_single_stage(target: Target, lengths: list[int]) -> None:
     """A chain, appended in two calls with neither mask nor positions, and two more levels equal the whole tree, then commit."""
-    prompts, tree = words(len(lengths), max(lengths)), random_tree(len(lengths), 10, chain=4)
-    whole, staged = prefilled(target, lengths, prompts), prefilled(target, lengths, prompts)
-    expected = target.verify(tree, whole).logits
+    prompts, tree = random_tokens(len(lengths), max(lengths)), random_tree(len(lengths), 10, chain=4)
+    full, staged = prefill_cache(target, lengths, prompts), prefill_cache(target, lengths, prompts)
+    expected = target.verify(tree, full).logits
     positions = staged.lengths[:, None] + tree.depths
     parts = [
         target.run(tree.tokens[:, new], ForwardPlan(logits=True, cache=staged)).logits for new in (slice(0, 2), slice(2, 4))
@@ -185,27 +185,27 @@ def test_a_tree_in_stages_equals_one_stage(target: Target, lengths: list[int]) -
                 tree.tokens[:, new], ForwardPlan(logits=True, positions=positions[:, new], mask=mask, cache=staged)
             ).logits
         )
-    close(torch.cat([part for part in parts if part is not None], dim=1), expected)
+    assert_close(torch.cat([part for part in parts if part is not None], dim=1), expected)
     paths, counts = random_paths(tree)
-    for cache in (whole, staged):
+    for cache in (full, staged):
         cache.commit(paths, counts)
     following = random_tree(len(lengths), 4)
-    close(target.verify(following, staged).logits, target.verify(following, whole).logits)
+    assert_close(target.verify(following, staged).logits, target.verify(following, full).logits)
 
 
 def test_a_discarded_tree_leaves_no_trace(target: Target) -> None:
     """After `forget` the next tree is verified as if the last one had not been."""
-    prompts, tree = words(3, 9), random_tree(3, 6)
-    cache = prefilled(target, [4, 9, 7], prompts)
+    prompts, tree = random_tokens(3, 9), random_tree(3, 6)
+    cache = prefill_cache(target, [4, 9, 7], prompts)
     target.verify(random_tree(3, 8), cache)
     cache.roll_back()
-    close(target.verify(tree, cache).logits, target.verify(tree, prefilled(target, [4, 9, 7], prompts)).logits)
+    assert_close(target.verify(tree, cache).logits, target.verify(tree, prefill_cache(target, [4, 9, 7], prompts)).logits)
 
 
 def test_features_equal_hidden_states(models: tuple[Target, Any]) -> None:
     """Layer k is `hidden_states[k]`, L the last layer's output before the norm, "final" the norm's output."""
     target, reference = models
-    tokens, outputs = words(2, 11), []
+    tokens, outputs = random_tokens(2, 11), []
     handle = reference.model.layers[-1].register_forward_hook(lambda module, args, output: outputs.append(output))
     with torch.no_grad():
         states = reference(tokens, output_hidden_states=True, use_cache=False).hidden_states
@@ -214,48 +214,48 @@ def test_features_equal_hidden_states(models: tuple[Target, Any]) -> None:
     features = target.features(tokens, EVERY)
     assert features.logits is None
     for layer in range(LAYERS):
-        close(features.at_layer(layer), states[layer])
-    close(features.at_layer(LAYERS), unnormed)
-    close(features.at_layer("final"), states[-1])
+        assert_close(features.at_layer(layer), states[layer])
+    assert_close(features.at_layer(LAYERS), unnormed)
+    assert_close(features.at_layer("final"), states[-1])
     assert (features.at_layer(LAYERS) - features.at_layer("final")).abs().max() > 0.1
 
 
 def test_cached_features_equal_uncached_ones(models: tuple[Target, Any]) -> None:
     """Prefill and then a chain capture what one run over the whole sequence does."""
     target, _ = models
-    tokens, cache = words(2, 11), target.new_cache(2, 16)
+    tokens, cache = random_tokens(2, 11), target.new_cache(2, 16)
     prompt = target.prefill(tokens[:, :7], torch.tensor([7, 7]), cache, EVERY)
     chain = target.verify(TokenTree.from_chain(tokens[:, 7:]), cache, EVERY)
-    close(torch.cat([prompt.hidden, chain.hidden], dim=1), target.features(tokens, EVERY).hidden)
+    assert_close(torch.cat([prompt.hidden, chain.hidden], dim=1), target.features(tokens, EVERY).hidden)
 
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("middle", range(LAYERS + 1))
-def test_two_partial_runs_equal_a_complete_one(models: tuple[Target, Any], middle: int) -> None:
+def test_two_partial_runs_equal_a_full_run(models: tuple[Target, Any], middle: int) -> None:
     """Layers up to `middle`, then the others from what these gave; an early exit reads the final norm of `middle`."""
     target, reference = models
-    tokens = words(2, 11)
-    whole = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
+    tokens = random_tokens(2, 11)
+    full = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
     early = target.run(tokens, ForwardPlan(layers=(middle, "final"), span=LayerSpan(last=middle)))
     late = target.run(
         tokens, ForwardPlan(layers=EVERY[middle:], logits=True, span=LayerSpan(first=middle, hidden=early.at_layer(middle)))
     )
-    close(early.at_layer(middle), whole.at_layer(middle))
-    close(late.hidden, whole.hidden[:, :, middle:])
-    close(late.logits, whole.logits)
+    assert_close(early.at_layer(middle), full.at_layer(middle))
+    assert_close(late.hidden, full.hidden[:, :, middle:])
+    assert_close(late.logits, full.logits)
     norm = reference.model.final_layernorm if target.name == "phi" else reference.model.norm
-    close(early.at_layer("final"), norm(whole.at_layer(middle)))
+    assert_close(early.at_layer("final"), norm(full.at_layer(middle)))
     again = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
-    assert torch.equal(again.hidden, whole.hidden), "partial runs must leave the model as it was"
+    assert torch.equal(again.hidden, full.hidden), "partial runs must leave the model as it was"
 
 
 @pytest.mark.parametrize("middle", [1, 2])
 @pytest.mark.parametrize("lengths", [[9], [4, 9, 7]])
 def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, lengths: list[int], middle: int) -> None:
     """Early layers, `forget`, then the late layers on the same nodes fill the cache as one run does."""
-    prompts, tree = words(len(lengths), max(lengths)), random_tree(len(lengths), 8)
-    whole, split = prefilled(target, lengths, prompts), prefilled(target, lengths, prompts)
-    expected = target.verify(tree, whole).logits
+    prompts, tree = random_tokens(len(lengths), max(lengths)), random_tree(len(lengths), 8)
+    full, split = prefill_cache(target, lengths, prompts), prefill_cache(target, lengths, prompts)
+    expected = target.verify(tree, full).logits
     positions = split.lengths[:, None] + tree.depths
     early = target.run(
         tree.tokens,
@@ -263,7 +263,7 @@ def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, len
     )
     split.roll_back()
     hidden = early.at_layer(middle)
-    close(
+    assert_close(
         target.run(
             tree.tokens,
             ForwardPlan(
@@ -273,55 +273,55 @@ def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, len
         expected,
     )
     paths, counts = random_paths(tree)
-    for cache in (whole, split):
+    for cache in (full, split):
         cache.commit(paths, counts)
     following = random_tree(len(lengths), 4)
-    close(target.verify(following, split).logits, target.verify(following, whole).logits)
+    assert_close(target.verify(following, split).logits, target.verify(following, full).logits)
 
 
 def test_a_block_diagonal_mask_equals_separate_runs(models: tuple[Target, Any]) -> None:
     """Two sequences side by side in one row, each blind to the other, give what each gives alone."""
     target, _ = models
-    tokens, cut = words(2, 15), 7
+    tokens, cut = random_tokens(2, 15), 7
     mask = torch.ones(15, 15).tril().bool()
     mask[cut:, :cut] = False
     positions = torch.cat([torch.arange(cut), torch.arange(15 - cut)]).expand(2, -1)
     packed = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, positions=positions, mask=mask.expand(2, -1, -1)))
     alone = [target.run(part, ForwardPlan(layers=EVERY, logits=True)) for part in (tokens[:, :cut], tokens[:, cut:])]
-    close(packed.hidden, torch.cat([part.hidden for part in alone], dim=1))
-    close(packed.logits, torch.cat([part.logits for part in alone if part.logits is not None], dim=1))
+    assert_close(packed.hidden, torch.cat([part.hidden for part in alone], dim=1))
+    assert_close(packed.logits, torch.cat([part.logits for part in alone if part.logits is not None], dim=1))
 
 
 def test_a_tree_mask_needs_no_cache(target: Target) -> None:
     """Without a cache, a mask and positions say the same as a tree behind an empty cache: windows count positions."""
     tree = random_tree(3, 12)
     plain = target.run(tree.tokens, ForwardPlan(logits=True, positions=tree.depths, mask=tree.ancestors))
-    close(plain.logits, target.verify(tree, target.new_cache(3, 16)).logits)
+    assert_close(plain.logits, target.verify(tree, target.new_cache(3, 16)).logits)
 
 
 def test_head_logits_of_some_rows_are_those_of_all(models: tuple[Target, Any]) -> None:
     """A reduced vocabulary changes which logits are built, not what they are."""
     target, reference = models
-    tokens, rows = words(2, 5), torch.tensor([3, 60, 17])
+    tokens, rows = random_tokens(2, 5), torch.tensor([3, 60, 17])
     final = target.features(tokens, ("final",)).at_layer("final")
     with torch.no_grad():
-        close(target.head.logits(final), reference(tokens).logits)
-        close(target.head.logits(final, rows), reference(tokens).logits[..., rows])
+        assert_close(target.head.logits(final), reference(tokens).logits)
+        assert_close(target.head.logits(final, rows), reference(tokens).logits[..., rows])
 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_logits_equal_the_model(name: str, tiny: Target) -> None:
     """A model that scales its logits keeps that scale: sampling depends on it."""
     target, reference = build(name, SCALED[name], tiny)
-    tokens = words(2, 5)
+    tokens = random_tokens(2, 5)
     with torch.no_grad():
-        close(target.run(tokens, ForwardPlan(logits=True)).logits, reference(tokens).logits)
+        assert_close(target.run(tokens, ForwardPlan(logits=True)).logits, reference(tokens).logits)
 
 
 def test_gradients_flow_only_where_requested(tiny: Target) -> None:
     """`grad=True` gives a weight the gradient that the model gives it; without it nothing is recorded."""
     target, reference = build("llama", ARCHITECTURES["llama"], tiny)
-    tokens, gradients = words(2, 9), []
+    tokens, gradients = random_tokens(2, 9), []
     for model in (target.model, reference):
         model.model.layers[1].self_attn.k_proj.weight.requires_grad_(True)  # type: ignore[union-attr, index]
     assert not target.run(tokens, ForwardPlan(layers=EVERY)).hidden.requires_grad
@@ -331,14 +331,14 @@ def test_gradients_flow_only_where_requested(tiny: Target) -> None:
     ):
         loss = logits.float().logsumexp(-1).sum()
         gradients += torch.autograd.grad(loss, model.model.layers[1].self_attn.k_proj.weight)
-    close(*gradients)
+    assert_close(*gradients)
 
 
 @pytest.mark.parametrize("layer", [-1, LAYERS + 1])
 def test_a_missing_layer_is_refused(target: Target, layer: int) -> None:
     """The message says which layers there are."""
     with pytest.raises(UserError, match=f"0 to {LAYERS}"):
-        target.features(words(1, 3), (layer,))
+        target.features(random_tokens(1, 3), (layer,))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -368,7 +368,7 @@ def test_a_saved_target_loads_with_the_same_logits(tiny: Target, tmp_path: Path)
     """What `save` writes is what `load_hf` reads."""
     tokens = torch.randint(0, tiny.head.vocab_size, (2, 9))
     tiny.save(tmp_path)
-    close(
+    assert_close(
         load_hf(str(tmp_path), device="cpu").run(tokens, ForwardPlan(logits=True)).logits,
         tiny.run(tokens, ForwardPlan(logits=True)).logits,
     )
@@ -399,17 +399,17 @@ def test_a_cache_refuses_other_shapes_and_never_overflows() -> None:
 def test_a_cache_holds_layers_of_different_shapes() -> None:
     """Each layer's keys and values come back as they went in, whatever the heads and sizes of the others; so after a commit."""
     shapes = [KeyValueShape(2, 4, 4), KeyValueShape(1, 6, 3), KeyValueShape(3, 2, 5)]
-    kept = torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1])
+    accepted = torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1])
     for bound in (None, 12):
-        cache, given = TreeCache(3, 2, 16, "cpu", bound, dict(enumerate(shapes))), []
+        cache, added = TreeCache(3, 2, 16, "cpu", bound, dict(enumerate(shapes))), []
         for layer, (heads, *sizes) in enumerate(shapes):
             parts = [torch.randn(2, heads, 3, size) for size in sizes]
-            given.append(parts)
-            for part, held in zip(parts, cache.append(layer, parts[0], parts[1])):
-                assert torch.equal(held[:, :, :3], part)
+            added.append(parts)
+            for part, stored in zip(parts, cache.append(layer, parts[0], parts[1])):
+                assert torch.equal(stored[:, :, :3], part)
         cache.add_uncommitted(3)
-        cache.commit(*kept)
-        for layer, parts in enumerate(given):
-            held = cache.append(layer, parts[0], parts[1])
-            for part, slots in zip(parts, held):
+        cache.commit(*accepted)
+        for layer, parts in enumerate(added):
+            stored = cache.append(layer, parts[0], parts[1])
+            for part, slots in zip(parts, stored):
                 assert torch.equal(slots[0, :, :2], part[0][:, [0, 2]]) and torch.equal(slots[1, :, :1], part[1][:, :1])

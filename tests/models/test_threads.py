@@ -1,4 +1,4 @@
-"""The number of threads: the fastest count is chosen, kept against noise, and chosen again when times change."""
+"""The number of threads: the fastest count is chosen, stays in spite of noise, and is chosen again when times change."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ def run_steps(tuner: ThreadTuner, number: int, seconds: Callable[[int], float], 
     return counts
 
 
-def idle(threads: int) -> float:
+def idle_seconds(threads: int) -> float:
     return {1: 0.0197, 2: 0.0164}[threads]
 
 
-def busy(threads: int) -> float:
+def busy_seconds(threads: int) -> float:
     return {1: 0.0197, 2: 0.073}[threads]
 
 
 def test_trial_alternates_and_chooses_the_fastest(settings: list[int]) -> None:
     clock = [0.0]
     tuner, _ = make_pair(clock)
-    assert run_steps(tuner, 16, idle, clock) == [2, 1] * 8
+    assert run_steps(tuner, 16, idle_seconds, clock) == [2, 1] * 8
     assert tuner.is_chosen and tuner.summary() == {"threads": 2, "seconds": {"1": 0.0197, "2": 0.0164}, "changes": 0}
-    assert run_steps(tuner, 20, idle, clock) == [2] * 20
+    assert run_steps(tuner, 20, idle_seconds, clock) == [2] * 20
 
 
 def test_margin_keeps_the_current_count(settings: list[int]) -> None:
     """A count that becomes faster by less than the margin is not chosen."""
     clock = [0.0]
     tuner, _ = make_pair(clock)
-    run_steps(tuner, 16, idle, clock)
+    run_steps(tuner, 16, idle_seconds, clock)
     clock[0] += threads.LONGEST_PAUSE
     run_steps(tuner, 8, lambda threads: 0.97 if threads == 1 else 1.0, clock)
     assert tuner.chosen == 2 and tuner.seconds == {1: 0.97, 2: 1.0}
@@ -66,10 +66,10 @@ def test_margin_keeps_the_current_count(settings: list[int]) -> None:
 def test_slow_count_is_abandoned(settings: list[int]) -> None:
     clock = [0.0]
     tuner, _ = make_pair(clock)
-    assert run_steps(tuner, 10, busy, clock) == [2, 1, 2, *[1] * 7] and tuner.chosen == 1
+    assert run_steps(tuner, 10, busy_seconds, clock) == [2, 1, 2, *[1] * 7] and tuner.chosen == 1
 
 
-def test_counts_beyond_a_slow_one_are_not_tried(settings: list[int]) -> None:
+def test_counts_beyond_a_slow_count_are_not_tried(settings: list[int]) -> None:
     """On 64 cores, a step of one thread may take minutes: the steps with 16 threads show that fewer are slower still."""
     settings[0], clock = 64, [0.0]
     counts = (1, 2, 4, 8, 16, 32, 64)
@@ -84,11 +84,11 @@ def test_unsteady_times_start_a_trial_and_other_kinds_follow(settings: list[int]
     clock = [0.0]
     plain, drafted = make_pair(clock)
     for tuner in (plain, drafted):
-        run_steps(tuner, 100, idle, clock)
+        run_steps(tuner, 100, idle_seconds, clock)
         assert tuner.chosen == 2
     # Two steps of more than twice the usual time, then a slow one in the trial.
-    assert run_steps(plain, 12, busy, clock) == [2, 2, 2, *[1] * 9]
-    assert run_steps(drafted, 6, busy, clock) == [2, *[1] * 5]
+    assert run_steps(plain, 12, busy_seconds, clock) == [2, 2, 2, *[1] * 9]
+    assert run_steps(drafted, 6, busy_seconds, clock) == [2, *[1] * 5]
     assert (plain.chosen, drafted.chosen, plain.num_changes, drafted.num_changes) == (1, 1, 1, 1)
 
 
@@ -96,7 +96,7 @@ def test_slow_drift_starts_a_trial(settings: list[int]) -> None:
     """Three of the last five steps are out of the band."""
     clock = [0.0]
     tuner, _ = make_pair(clock)
-    run_steps(tuner, 100, idle, clock)
+    run_steps(tuner, 100, idle_seconds, clock)
     counts = run_steps(tuner, 11, lambda threads: {1: 0.0197, 2: 1.5 * 0.0164}[threads], clock)
     assert counts == [2, 2, 2, 2, *[1, 2] * 3, 1] and tuner.chosen == 1
 
@@ -105,21 +105,21 @@ def test_trials_recur_while_a_core_is_free(settings: list[int]) -> None:
     """The pause doubles while nothing changes, and nothing is tried while the cores are taken."""
     clock, free = [0.0], [True]
     tuner, _ = make_pair(clock, lambda: free[0])
-    counts = run_steps(tuner, 2000, busy, clock)
+    counts = run_steps(tuner, 2000, busy_seconds, clock)
     trials = [step for step in range(10, 2000) if counts[step] == 2]
     gaps = [later - earlier for earlier, later in zip(trials, trials[1:])]
     assert tuner.chosen == 1 and len(gaps) >= 1 and all(later > 1.8 * earlier for earlier, later in zip(gaps, gaps[1:]))
     clock[0], free[0] = clock[0] + threads.LONGEST_PAUSE, False
-    assert run_steps(tuner, 8, idle, clock) == [1] * 8
+    assert run_steps(tuner, 8, idle_seconds, clock) == [1] * 8
     free[0] = True
-    assert run_steps(tuner, 9, idle, clock) == [1, 2, 1, 2, 1, 2, 1, 2, 2]
+    assert run_steps(tuner, 9, idle_seconds, clock) == [1, 2, 1, 2, 1, 2, 1, 2, 2]
 
 
 def test_work_scales_the_time(settings: list[int]) -> None:
     tuner = ThreadTuner((1, 2), counter=ChangeCounter())
     for work in range(1, 20):
         tuner.set_threads()
-        tuner.record_step(work * idle(torch.get_num_threads()), work)
+        tuner.record_step(work * idle_seconds(torch.get_num_threads()), work)
     assert tuner.seconds == pytest.approx({1: 0.0197, 2: 0.0164})
 
 

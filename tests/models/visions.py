@@ -27,7 +27,7 @@ TEMPLATE = (
 
 
 class Processor:
-    """What the models' own processors do, which need torchvision: every placeholder becomes the tokens of its image."""
+    """Does what the models' own processors do, which need torchvision: every placeholder becomes the tokens of its image."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
         self.tokenizer, self.patch = tokenizer, config.vision_config.patch_size
@@ -35,29 +35,29 @@ class Processor:
         self.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
 
     def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> dict[str, Any]:
-        words, found = self.seen(images)
+        words, inputs = self.process_images(images)
         head, *parts = text[0].split(IMAGE)
-        whole = head + "".join(word + part for word, part in zip(words, parts, strict=True))
-        tokens = self.tokenizer([whole], add_special_tokens=False, return_tensors="pt")
+        prompt = head + "".join(word + part for word, part in zip(words, parts, strict=True))
+        tokens = self.tokenizer([prompt], add_special_tokens=False, return_tensors="pt")
         kinds = (tokens["input_ids"] == self.image_token_id).long()
-        return {**tokens, **found, "mm_token_type_ids": kinds}
+        return {**tokens, **inputs, "mm_token_type_ids": kinds}
 
-    def seen(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
-        """As Qwen's: patches in a row, and a token for each four of them."""
+    def process_images(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
+        """Return tokens and inputs as Qwen's processor does: patches in a row, and a token for each four of them."""
         pictures = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=56 * 112, patch_size=self.patch)
-        found = dict(pictures(images=images, return_tensors="pt"))
-        return [IMAGE * count for count in (found["image_grid_thw"].prod(dim=-1) // 4).tolist()], found
+        inputs = dict(pictures(images=images, return_tensors="pt"))
+        return [IMAGE * count for count in (inputs["image_grid_thw"].prod(dim=-1) // 4).tolist()], inputs
 
 
 class Rows(Processor):
-    """As Pixtral's: padded pictures and their sizes, a token for each patch, and one at the end of each row."""
+    """Does as Pixtral's: padded pictures and their sizes, a token for each patch, and one at the end of each row."""
 
     def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> dict[str, Any]:
-        found = super().__call__(text, images)
-        del found["mm_token_type_ids"]
-        return found
+        inputs = super().__call__(text, images)
+        del inputs["mm_token_type_ids"]
+        return inputs
 
-    def seen(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
+    def process_images(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
         sizes = [(image.height // self.merged, image.width // self.merged) for image in images]
         pixels = torch.zeros(len(images), 3, *(max(size) * self.merged for size in zip(*sizes)))
         for row, image, (height, width) in zip(pixels, images, sizes):
@@ -67,8 +67,8 @@ class Rows(Processor):
         return words, {"pixel_values": pixels, "image_sizes": torch.tensor(sizes) * self.merged}
 
 
-class Whole(Processor):
-    """As those of towers that take pictures of one size: each becomes so many tokens."""
+class FixedSize(Processor):
+    """Does as processors of towers that take pictures of one size: each becomes so many tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
         self.tokenizer, self.image_token_id = tokenizer, tokenizer.convert_tokens_to_ids(IMAGE)
@@ -80,33 +80,33 @@ class Whole(Processor):
         self.count = (size // patch) ** 2 // (1 if config.model_type == "llava" else 4)
 
     def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> dict[str, Any]:
-        found = super().__call__(text, images)
-        kinds = found.pop("mm_token_type_ids")
-        return found if self.kinds is None else {**found, self.kinds: kinds}
+        inputs = super().__call__(text, images)
+        kinds = inputs.pop("mm_token_type_ids")
+        return inputs if self.kinds is None else {**inputs, self.kinds: kinds}
 
-    def seen(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
+    def process_images(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
         pixels = torch.zeros(len(images), 3, self.size, self.size)
         for row, image in zip(pixels, images):
-            whole = image.resize((self.size, self.size))
-            shown = torch.tensor(list(whole.getdata()), dtype=torch.float32).view(self.size, self.size, 3)
+            resized = image.resize((self.size, self.size))
+            shown = torch.tensor(list(resized.getdata()), dtype=torch.float32).view(self.size, self.size, 3)
             row[:] = shown.permute(2, 0, 1) / 255 - 0.5
         return [IMAGE * self.count] * len(images), {"pixel_values": pixels}
 
 
-class Patches(Whole):
-    """As Gemma 4's: patches with their places, a token for four of them."""
+class Patches(FixedSize):
+    """Does as Gemma 4's: patches with their positions, a token for four of them."""
 
-    def seen(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
-        words, found = super().seen(images)
+    def process_images(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
+        words, inputs = super().process_images(images)
         side = self.size // self.patch
-        cut = found["pixel_values"].unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)  # [n, 3, y, x, ..]
+        cut = inputs["pixel_values"].unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)  # [n, 3, y, x, ..]
         patches = cut.permute(0, 2, 3, 4, 5, 1).reshape(len(images), side * side, -1) + 0.5
-        places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), dim=-1).view(-1, 2)
-        return words, {"pixel_values": patches, "image_position_ids": places.expand(len(images), -1, -1).contiguous()}
+        positions = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), dim=-1).view(-1, 2)
+        return words, {"pixel_values": patches, "image_position_ids": positions.expand(len(images), -1, -1).contiguous()}
 
 
 class Tiles(Processor):
-    """LLaVA-Next's own, which sees a picture whole and in tiles."""
+    """LLaVA-Next's own, which reads a picture in full and in tiles."""
 
     def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> dict[str, Any]:
         return dict(self.own(text=text, images=images, add_special_tokens=False, return_tensors="pt"))
@@ -132,22 +132,25 @@ class MoreTiles(Tiles):
 
 
 class OfImages(LlavaOnevisionProcessor):
-    """Without videos, whose processor needs torchvision."""
+    """A processor without videos, which would need torchvision."""
 
     def check_argument_for_proper_class(self, *args: Any) -> None: ...
 
 
 PINPOINTS = [[56, 112], [112, 56], [112, 112]]
-OWN: dict[str, dict[str, Any]] = {  # of the whole model, and of its tower
+OWN: dict[str, dict[str, Any]] = {  # of the full model, and of its tower
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma4": {"vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 64}},
     "llama4": {"vision_config": {"intermediate_size": 128}},
     "llava_next": {"image_grid_pinpoints": PINPOINTS},
     "llava_onevision": {"image_grid_pinpoints": PINPOINTS},
 }
-KINDS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}  # what a model calls kinds of tokens, if it asks for them
+KINDS = {
+    "gemma3": "token_type_ids",
+    "gemma4": "mm_token_type_ids",
+}  # the name of a model's argument for kinds of tokens, if it has one
 PROCESSORS: dict[str, type[Processor]] = {
-    "mistral3": Rows, "gemma3": Whole, "gemma4": Patches, "internvl": Whole, "llama4": Whole, "llava": Whole,
+    "mistral3": Rows, "gemma3": FixedSize, "gemma4": Patches, "internvl": FixedSize, "llama4": FixedSize, "llava": FixedSize,
     "llava_next": Tiles, "llava_onevision": MoreTiles,
 }  # fmt: skip
 
@@ -163,18 +166,18 @@ def seeing_target(name: str, folder: Path, weights: float = 1.5, **own: Any) -> 
     image = tokenizer.convert_tokens_to_ids(IMAGE)
     config["text_config"] |= {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 2, **own}
     config |= {key: image for key in ("image_token_id", "image_token_index") if key in config}
-    whole = OWN.get(name, {})
-    config |= whole | {"vision_config": config["vision_config"] | whole.get("vision_config", {})}
-    made = AutoConfig.for_model(**config)
+    overrides = OWN.get(name, {})
+    config |= overrides | {"vision_config": config["vision_config"] | overrides.get("vision_config", {})}
+    model_config = AutoConfig.for_model(**config)
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(made, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(model_config, attn_implementation="eager", dtype=torch.float32)
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.data = weights * noise * parameter.shape[-1] ** -0.5 if noise.dim() > 1 else parameter.data + 0.1 * noise
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     target = load_hf(str(folder), name, device="cpu")
-    target.vision.processor = PROCESSORS.get(name, Processor)(tokenizer, made)
+    target.vision.processor = PROCESSORS.get(name, Processor)(tokenizer, model_config)
     return target
 
 
