@@ -120,9 +120,7 @@ def test_loss_is_that_of_the_papers_doubled_forward(shallow: Target, progress: f
     blocks = drafter.make_blocks(batch, state)
     assert int(blocks.mask_index.max()) == block - 1
     noise = torch.zeros(21, dtype=torch.int64)
-    for column in reversed(
-        (blocks.mask_index[0] >= 0).nonzero()[:, 0].tolist()
-    ):  # past the end a block repeats the last position
+    for column in reversed((blocks.mask_index[0] >= 0).nonzero()[:, 0].tolist()):  # past the end a block repeats its last token
         noise[blocks.positions[0, column]] = blocks.tokens[0, column]
     expected = papers_loss(shallow, drafter, batch.tokens[0], noise, batch.loss_mask[0], block)
     losses = drafter.loss(batch, shallow, state)
