@@ -53,10 +53,8 @@ def test_a_growing_index_equals_a_search(longest: int, shortest: int, most: int)
     text = IndexedText([1], longest)
     for step in range(60):
         text.tokens += torch.randint(0, 4, (step % 5,)).tolist()
-        occurrences = text.find_occurrences(4, most, shortest)
-        assert [(occurrence.length, occurrence.tokens) for occurrence in occurrences] == search_text(
-            text.tokens, 4, longest, shortest, most
-        )
+        matches = text.find_occurrences(4, most, shortest)
+        assert [(match.length, match.tokens) for match in matches] == search_text(text.tokens, 4, longest, shortest, most)
 
 
 def test_a_copy_goes_on_past_the_texts_end(shallow: Target) -> None:

@@ -36,7 +36,7 @@ def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 
 @cache
-def byte_tokenizer(kind: str) -> ByteTokenizer:
+def make_byte_tokenizer(kind: str) -> ByteTokenizer:
     return ByteTokenizer(make_tokenizer(kind), kind)
 
 
@@ -47,7 +47,7 @@ KINDS = ("coarse", "fine", "sentencepiece")
 def test_encoding_spells_the_same_bytes(kind: str) -> None:
     """Encoded bytes decode to themselves and hold no special token; real texts are encoded as the tokenizer does, apart from
     its prefix."""
-    tokenizer = byte_tokenizer(kind)
+    tokenizer = make_byte_tokenizer(kind)
     for data in BYTES:
         tokens = tokenizer.encode_bytes(data)
         assert tokenizer.decode_bytes(tokens) == data and not {*tokens} & {*tokenizer.special_tokens}
@@ -69,7 +69,7 @@ def test_the_tiny_target_is_spelled(tiny: Target) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_goes_on_at_its_border(kind: str) -> None:
     """Tokens behind other bytes spell the rest, and are those of the full text if it has a token border there."""
-    tokenizer = byte_tokenizer(kind)
+    tokenizer = make_byte_tokenizer(kind)
     data = b"the bees find the hive again, \xc3\x84pfel"
     full = tokenizer.encode_bytes(data)
     ends = np.cumsum([len(tokenizer.pieces[token] or b"") for token in full]).tolist()
@@ -83,7 +83,7 @@ def test_a_text_goes_on_at_its_border(kind: str) -> None:
 @pytest.mark.parametrize(("target_kind", "drafter_kind"), [(a, b) for a in KINDS for b in KINDS if a != b])
 def test_shared_tokens_stand_for_the_same(target_kind: str, drafter_kind: str) -> None:
     """Every pair spells the same bytes, no token is in two pairs, and no piece of both vocabularies is missing."""
-    target, drafter = byte_tokenizer(target_kind), byte_tokenizer(drafter_kind)
+    target, drafter = make_byte_tokenizer(target_kind), make_byte_tokenizer(drafter_kind)
     pairs = map_shared_tokens(target, drafter)
     ordinary = {a: b for a, b in pairs.items() if a not in drafter.special_tokens}
     assert len({*pairs.values()}) == len(pairs)
@@ -95,7 +95,7 @@ def test_shared_tokens_stand_for_the_same(target_kind: str, drafter_kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_growing_text_is_encoded_as_at_once(kind: str) -> None:
     """A text read in pieces of any size has the tokens of the full text; shared special tokens stay, others are dropped."""
-    source, destination = byte_tokenizer("coarse" if kind != "coarse" else "fine"), byte_tokenizer(kind)
+    source, destination = make_byte_tokenizer("coarse" if kind != "coarse" else "fine"), make_byte_tokenizer(kind)
     draw = random.Random(0)
     words = [source.encode_bytes(b" " + word) for word in b"the bees find a tree of tokens again".split()]
     tokens = [token for _ in range(400) for token in draw.choice(words)]
@@ -119,7 +119,7 @@ def test_a_growing_text_is_encoded_as_at_once(kind: str) -> None:
 
 def test_a_long_text_is_cut_seldom() -> None:
     """A text longer than the context keeps its newest part, which mostly stays the same from round to round."""
-    source, destination = byte_tokenizer("coarse"), byte_tokenizer("fine")
+    source, destination = make_byte_tokenizer("coarse"), make_byte_tokenizer("fine")
     text, encodings = RetokenizedText(destination, source, {}), []
     for number in range(300):
         text.append_tokens(source.encode_bytes(b" tree %d of bees" % number))

@@ -19,7 +19,7 @@ from tests.drafters.forced import Probe
 ROWS, WIDTH, VOCAB = 7, 4, 9
 
 
-def random_predictions(head: StopHead) -> tuple[torch.Tensor, HeadTarget, HeadTarget]:
+def make_random_predictions(head: StopHead) -> tuple[torch.Tensor, HeadTarget, HeadTarget]:
     """Return states with random predictions of drafter and target after them."""
     torch.manual_seed(0)
     states = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -34,7 +34,7 @@ def test_loss_equals_plain_python(num_layers: int) -> None:
     """The loss is -alpha log c - w (1 - alpha) log(1 - c), summed over rows, alpha = sum_v min(p, q); states get no
     gradient."""
     head = StopHead(WIDTH, num_layers)
-    states, drafter, target = random_predictions(head)
+    states, drafter, target = make_random_predictions(head)
     loss, expected = head.loss(states, drafter, target), 0.0
     for row in range(ROWS):
         p, q = (predictions(slice(row, row + 1))[0].exp() for predictions in (target, drafter))
@@ -53,7 +53,7 @@ def test_loss_equals_plain_python(num_layers: int) -> None:
 def test_it_learns_what_the_weight_makes_of_alpha() -> None:
     """Trained on one row, it predicts c = alpha / (alpha + w (1 - alpha)): a rejection counts w times."""
     head = StopHead(WIDTH, 0)
-    states, drafter, target = random_predictions(head)
+    states, drafter, target = make_random_predictions(head)
     first_row = [HeadTarget(predictions.final[:1], predictions.head) for predictions in (drafter, target)]
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=100)
 
