@@ -253,7 +253,7 @@ def test_kangaroo_decodes_as_it_was_trained(tiny: Target, prompts: list[list[int
     kangaroo.norm.weight.uniform_(0.5, 1.5)
     generations = decode(tiny, prompts[:batch], Greedy(), 6, freeze_drafter(kangaroo), builder, ignore_eos=True)
     states: list[Tensor] = []
-    record_nodes = kangaroo.norm.register_forward_hook(lambda module, args, output: states.append(output))
+    handle = kangaroo.norm.register_forward_hook(lambda module, args, output: states.append(output))
     compared = 0
     for row, generation in enumerate(generations):
         for turn, text in enumerate(texts_before(generation)):
@@ -265,7 +265,7 @@ def test_kangaroo_decodes_as_it_was_trained(tiny: Target, prompts: list[list[int
                 expected = tiny.head.logits(states[0][0, -1]).log_softmax(-1)
                 torch.testing.assert_close(log_q, expected, rtol=1e-4, atol=1e-4)
                 compared += 1
-    record_nodes.remove()
+    handle.remove()
     assert compared >= 6 * 2 * batch
 
 

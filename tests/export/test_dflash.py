@@ -158,8 +158,8 @@ def test_settings_are_read_wherever_they_are(tiny: Target, tmp_path: Path) -> No
     other = foreign.write_zlab(tmp_path / "other", tiny)
 
     def move_keys(config: dict[str, Any], tensors: Any) -> None:
-        set_dflash_keys = config.pop("dflash_config")
-        config.update(set_dflash_keys, dflash_config={"block_size": config.pop("block_size")})
+        nested = config.pop("dflash_config")
+        config.update(nested, dflash_config={"block_size": config.pop("block_size")})
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
 
     assert read_drafter(change_files(other, move_keys), TINY).drafter == read_drafter(start, TINY).drafter

@@ -352,10 +352,10 @@ def test_an_error_ends_with_status_1(
 
     def read_status(directory: Path) -> int:
         monkeypatch.setattr("sys.argv", ["spectrain", "lint", str(directory)])
-        with pytest.raises(SystemExit) as exit:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
             raise SystemExit(0)
-        return int(exit.value.code or 0)
+        return int(exit_info.value.code or 0)
 
     assert read_status(start) == 0
     change_files(start, lambda config, tensors: config.pop("eagle_aux_hidden_state_layer_ids"))

@@ -72,7 +72,7 @@ def test_acceptance_is_that_of_the_targets_own_answers(shallow: Target, monkeypa
     """By depth, agreement and the sum of min(p, q) equal sums over full forwards of both models by hand."""
     monkeypatch.setattr(held_out, "MAX_CONVERSATIONS", 8)
     drafter = Causal(shallow, num_layers=1)
-    examples = [example for measures in make_conversations(3) for example in measures]
+    examples = [example for conversation in make_conversations(3) for example in conversation]
     hits, overlaps, counts = ([0.0] * DRAFT_DEPTH for _ in range(3))
     for example in examples:
         answer = decode(shallow, [example.prompt], Greedy(), ANSWER_TOKENS)[0].output
@@ -99,7 +99,9 @@ def test_acceptance_is_that_of_the_targets_own_answers(shallow: Target, monkeypa
 def test_really_decoding_keeps_what_is_forecast_where_every_draft_is_right(shallow: Target, shallow_folder: Path) -> None:
     """With the target itself as drafter, each round accepts the chain and emits one token more."""
     drafter = Causal(shallow, model=str(shallow_folder))
-    measures = measure_acceptance(drafter, shallow, [example for measures in make_conversations(2) for example in measures])
+    measures = measure_acceptance(
+        drafter, shallow, [example for conversation in make_conversations(2) for example in conversation]
+    )
     assert measures["agreement"] == [1.0] * DRAFT_DEPTH
     assert measures["acceptance_length"] == measures["forecast"] == pytest.approx(DRAFT_DEPTH + 1, abs=1e-3)
 

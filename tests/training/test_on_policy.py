@@ -401,9 +401,8 @@ def test_interleaved_on_rows_by_hand(tokens: list[int], logits: Any, top_k: int,
 def test_interleaved_judges_by_rank_at_any_temperature(temperature: float) -> None:
     """Temperature changes the target's draw only: the accepted path is the same, however small probabilities become."""
     logits = [[20.0, 10.0, 5.0, 0.0]] * 4
-    assert InterleavedSampling(temperature, top_k=2).select_path(make_chain([1, 3, 0], logits, temperature), LikeliestDice())[
-        0
-    ] == [0, 1]
+    tree = make_chain([1, 3, 0], logits, temperature)
+    assert InterleavedSampling(temperature, top_k=2).select_path(tree, LikeliestDice())[0] == [0, 1]
 
 
 def test_interleaved_draws_from_the_tempered_target() -> None:
