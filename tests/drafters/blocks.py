@@ -24,7 +24,7 @@ def dataset(count: int = 4) -> Dataset:
     return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], count, 0, 0)
 
 
-def attended(drafter: BlockDrafter, layer: Any, context: Tensor, normed: Tensor, anchor: int) -> Tensor:
+def compute_attention(drafter: BlockDrafter, layer: Any, context: Tensor, normed: Tensor, anchor: int) -> Tensor:
     """[S, W] what attention gives the slots of a block behind the context of the tokens before the anchor."""
     attn, slots = layer.self_attn, len(normed)
     q = attn.q_norm(attn.q_proj(normed).unflatten(-1, (-1, attn.head_dim)))  # [S, H, D]
@@ -35,17 +35,17 @@ def attended(drafter: BlockDrafter, layer: Any, context: Tensor, normed: Tensor,
     q = apply_rotary(q.transpose(0, 1)[None], (cos[:, anchor:], sin[:, anchor:]))[0].transpose(0, 1)
     group, out = q.shape[1] // keys.shape[1], torch.zeros_like(q)
     for s in range(slots):
-        seen = [
-            place
-            for place in range(anchor + slots)
-            if (drafter.window is None or place > anchor + s - drafter.window)
-            and (place < anchor or not drafter.causal or place - anchor <= s)
+        visible = [
+            position
+            for position in range(anchor + slots)
+            if (drafter.window is None or position > anchor + s - drafter.window)
+            and (position < anchor or not drafter.causal or position - anchor <= s)
         ]
         for head in range(q.shape[1]):
-            scores = keys[seen, head // group] @ q[s, head] / math.sqrt(attn.head_dim)
-            out[s, head] = scores.softmax(0) @ values[seen, head // group]
-    found: Tensor = attn.o_proj(out.flatten(1))
-    return found
+            scores = keys[visible, head // group] @ q[s, head] / math.sqrt(attn.head_dim)
+            out[s, head] = scores.softmax(0) @ values[visible, head // group]
+    output: Tensor = attn.o_proj(out.flatten(1))
+    return output
 
 
 @torch.no_grad()
@@ -57,25 +57,25 @@ def states_behind(drafter: BlockDrafter, target: Target, text: list[int], every:
     x: Tensor = embed(torch.tensor([text[-1], *[drafter.mask_token_id] * (drafter.block_size - 1)]))
     for layer in drafter.blocks:
         for norm, conv, part in (
-            (layer.input_layernorm, "attention_conv", lambda y: attended(drafter, layer, context, y, len(text) - 1)),  # noqa: B023
+            (layer.input_layernorm, "attention_conv", lambda y: compute_attention(drafter, layer, context, y, len(text) - 1)),  # noqa: B023
             (layer.post_attention_layernorm, "mlp_conv", layer.mlp),
         ):
-            normed, around = norm(x), getattr(layer, conv, None)  # type: ignore[operator]
-            if around is None:
+            normed, convolution = norm(x), getattr(layer, conv, None)  # type: ignore[operator]
+            if convolution is None:
                 x = x + part(normed)  # type: ignore[operator]
             else:
-                x = x + convolved(around, part(convolved(around, normed, normed, 0)), normed, 1)  # type: ignore[operator]
-    found: Tensor = drafter.norm(x)[0 if every else drafter.first_draft_slot :]
-    return found
+                x = x + apply_convolution(convolution, part(apply_convolution(convolution, normed, normed, 0)), normed, 1)  # type: ignore[operator]
+    states: Tensor = drafter.norm(x)[0 if every else drafter.first_draft_slot :]
+    return states
 
 
-def convolved(around: Any, x: Tensor, normed: Tensor, side: int) -> Tensor:
+def apply_convolution(convolution: Any, x: Tensor, normed: Tensor, side: int) -> Tensor:
     """[S, W] y_t = sum over taps of (base + delta_t) x_{t - tap}, one channel at a time."""
     slots, width = x.shape
-    deltas = around.kernel_projection(normed).view(slots, 2, around.taps, width // around.group)
+    deltas = convolution.kernel_projection(normed).view(slots, 2, convolution.taps, width // convolution.group)
     out = torch.zeros_like(x)
     for t in range(slots):
-        for tap in range(min(around.taps, t + 1)):
-            kernel = around.base_kernel[side, tap] + deltas[t, side, tap].repeat_interleave(around.group)
+        for tap in range(min(convolution.taps, t + 1)):
+            kernel = convolution.base_kernel[side, tap] + deltas[t, side, tap].repeat_interleave(convolution.group)
             out[t] += kernel * x[t - tap]
     return out

@@ -1,4 +1,4 @@
-"""Mask tokens: a packed forward says at every mask what a forward of the prefix and its masks alone says."""
+"""Mask tokens: a packed forward gives every mask the state that a forward of its prefix and its masks alone gives."""
 
 import random
 from dataclasses import replace
@@ -19,8 +19,8 @@ MASKS = 4
 Prefixes = list[list[tuple[int, int]]]
 
 
-def ragged(lengths: tuple[int, ...] = LENGTHS) -> Batch:
-    """Rows of random tokens, padded on the right with 0, of which random places are the assistant's."""
+def make_ragged_batch(lengths: tuple[int, ...] = LENGTHS) -> Batch:
+    """Rows of random tokens, padded on the right with 0; a random subset of the positions is the assistant's."""
     tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, length in enumerate(lengths):
@@ -37,10 +37,10 @@ def random_prefixes(lengths: tuple[int, ...], seed: int, most: int = 5) -> Prefi
     ]
 
 
-def columns(batch: Batch, row: list[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+def list_mask_columns(batch: Batch, row: list[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
     """(column, block, end of the prefix, number) of every mask of a row, in the order in which blocks were given."""
-    found = [(block, end, number) for block, (end, size) in enumerate(row) for number in range(size)]
-    return [(batch.tokens.shape[1] + n, *mask) for n, mask in enumerate(found)]
+    row_masks = [(block, end, number) for block, (end, size) in enumerate(row) for number in range(size)]
+    return [(batch.tokens.shape[1] + n, *mask) for n, mask in enumerate(row_masks)]
 
 
 CASES: dict[str, tuple[tuple[int, ...], Prefixes]] = {
@@ -54,22 +54,23 @@ CASE = pytest.mark.parametrize("case", list(CASES))
 
 
 @CASE
-def test_places_numbers_and_answers_are_those_of_a_slow_construction(case: str) -> None:
-    """Mask j behind the prefix that ends at i stands at i + 1 + j, and its answer is token i + 2 + j where that is asked."""
+def test_positions_numbers_and_labels_are_those_of_a_slow_construction(case: str) -> None:
+    """Mask j behind the prefix that ends at i stands at position i + 1 + j, and its label is token i + 2 + j if that is
+    supervised."""
     lengths, prefixes = CASES[case]
-    batch = ragged(lengths)
+    batch = make_ragged_batch(lengths)
     count, width = batch.tokens.shape
     blocks = add_blocks(batch, prefixes)
     total = width + max(sum(size for _, size in row) for row in prefixes)
-    for made in (blocks.tokens, blocks.positions, blocks.mask_index, blocks.supervised, blocks.labels):
-        assert made.shape == (count, total)
+    for tensor in (blocks.tokens, blocks.positions, blocks.mask_index, blocks.supervised, blocks.labels):
+        assert tensor.shape == (count, total)
     assert torch.equal(blocks.tokens[:, :width], batch.tokens)
-    for row, given in enumerate(prefixes):
+    for row, row_prefixes in enumerate(prefixes):
         numbers, supervised = [-1] * total, [False] * total
         for t in range(width):
             assert blocks.positions[row, t] == t
             assert t + 1 == width or blocks.labels[row, t] == batch.tokens[row, t + 1]
-        for column, _, end, number in columns(batch, given):
+        for column, _, end, number in list_mask_columns(batch, row_prefixes):
             numbers[column] = number
             if end + 1 + number < width:
                 assert blocks.positions[row, column] == end + 1 + number
@@ -82,19 +83,19 @@ def test_places_numbers_and_answers_are_those_of_a_slow_construction(case: str) 
 
 @CASE
 def test_visibility_is_that_of_a_slow_construction(case: str) -> None:
-    """Tokens see tokens up to themselves; a mask sees its prefix and the masks of its block up to itself; nobody padding."""
+    """A token sees tokens up to itself; a mask sees its prefix and its block's masks up to itself; padding is never seen."""
     lengths, prefixes = CASES[case]
-    batch = ragged(lengths)
+    batch = make_ragged_batch(lengths)
     width, visible = batch.tokens.shape[1], add_blocks(batch, prefixes).visible
     assert visible.any(-1).all(), "a place that sees nothing has no softmax"
-    for row, given in enumerate(prefixes):
-        masks = columns(batch, given)
+    for row, row_prefixes in enumerate(prefixes):
+        masks = list_mask_columns(batch, row_prefixes)
         real = [*range(width), *(column for column, *_ in masks)]
-        wanted = {(t, s) for t in range(width) for s in range(t + 1)}
+        expected = {(t, s) for t in range(width) for s in range(t + 1)}
         for column, block, end, number in masks:
-            wanted |= {(column, t) for t in range(end + 1)}
-            wanted |= {(column, other) for other, same, _, before in masks if same == block and before <= number}
-        assert {(t, s) for t, s in visible[row].nonzero().tolist() if t in real} == wanted
+            expected |= {(column, t) for t in range(end + 1)}
+            expected |= {(column, other) for other, same, _, earlier in masks if same == block and earlier <= number}
+        assert {(t, s) for t, s in visible[row].nonzero().tolist() if t in real} == expected
         for padding in set(range(visible.shape[1])) - set(real):
             assert visible[row, :, padding].nonzero()[:, 0].tolist() == [padding]
 
@@ -108,8 +109,8 @@ def packed_states(tiny: Target, blocks: MaskBlocks, vectors: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def alone(tiny: Target, prefix: list[int], vectors: Tensor) -> Tensor:
-    """What transformers says over a prefix and mask vectors [M, D] behind it, as final states [T + M, D]."""
+def reference_states(tiny: Target, prefix: list[int], vectors: Tensor) -> Tensor:
+    """Return the final states [T + M, D] of transformers' model over a prefix and mask vectors [M, D] behind it."""
     with reference_model(tiny) as model:
         embedded = model.get_input_embeddings()(torch.tensor(prefix))
         states: Tensor = model.get_decoder()(inputs_embeds=torch.cat([embedded, vectors])[None]).last_hidden_state
@@ -119,31 +120,33 @@ def alone(tiny: Target, prefix: list[int], vectors: Tensor) -> Tensor:
 @pytest.mark.parametrize("shared", [False, True])
 @CASE
 def test_a_packed_forward_is_all_forwards_alone(tiny: Target, case: str, shared: bool) -> None:
-    """Every mask that has a place in the sequence has the state it has behind its prefix alone, and every token its own."""
+    """Every mask inside the sequence has the state that it has behind its prefix alone, and every token keeps its own state."""
     lengths, prefixes = CASES[case]
-    batch = ragged(lengths)
+    batch = make_ragged_batch(lengths)
     vectors = torch.randn(1 if shared else MASKS, tiny.width)
     states = packed_states(tiny, add_blocks(batch, prefixes), vectors)
     width, each = batch.tokens.shape[1], vectors.expand(MASKS, -1)
-    for row, (length, given) in enumerate(zip(lengths, prefixes)):
+    for row, (length, row_prefixes) in enumerate(zip(lengths, prefixes)):
         tokens = batch.tokens[row].tolist()
-        torch.testing.assert_close(states[row, :length], alone(tiny, tokens[:length], each[:0]), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            states[row, :length], reference_states(tiny, tokens[:length], each[:0]), atol=1e-4, rtol=1e-4
+        )
         expected = {}
-        for block, (end, size) in enumerate(given):
-            expected[block] = alone(tiny, tokens[: end + 1], each[:size])
-        for column, block, end, number in columns(batch, given):
+        for block, (end, size) in enumerate(row_prefixes):
+            expected[block] = reference_states(tiny, tokens[: end + 1], each[:size])
+        for column, block, end, number in list_mask_columns(batch, row_prefixes):
             if end + 1 + number < width:
                 torch.testing.assert_close(states[row, column], expected[block][end + 1 + number], atol=1e-4, rtol=1e-4)
 
 
 def test_a_mask_sees_what_is_before_it(tiny: Target) -> None:
     """Other tokens of the prefix and other masks before it change a mask's state; anything else leaves it bit by bit."""
-    batch, prefixes = ragged((12, 12)), [[(4, 3), (6, 2)], [(2, 1)]]
+    batch, prefixes = make_ragged_batch((12, 12)), [[(4, 3), (6, 2)], [(2, 1)]]
     blocks, vectors = add_blocks(batch, prefixes), torch.randn(3, tiny.width)
     before = packed_states(tiny, blocks, vectors)[0]
-    for place, changed in ((4, {12, 13, 14, 15, 16}), (6, {15, 16}), (7, set())):
+    for position, changed in ((4, {12, 13, 14, 15, 16}), (6, {15, 16}), (7, set())):
         tokens = blocks.tokens.clone()
-        tokens[0, place] = 777
+        tokens[0, position] = 777
         after = packed_states(tiny, replace(blocks, tokens=tokens), vectors)[0]  # fmt: skip
         assert {n for n in range(12, 17) if not torch.equal(before[n], after[n])} == changed
     other = vectors.clone()
@@ -153,8 +156,8 @@ def test_a_mask_sees_what_is_before_it(tiny: Target) -> None:
 
 
 def test_padding_blocks_influence_nothing(tiny: Target) -> None:
-    """Whatever a row's padding holds, every other place is the same bit by bit; and without padding it is the same row."""
-    batch, prefixes = ragged(), [[(3, 2)], [(1, 4), (6, 4)], []]
+    """Other tokens in a row's padding change no other position by a bit, and a row without padding has the same states."""
+    batch, prefixes = make_ragged_batch(), [[(3, 2)], [(1, 4), (6, 4)], []]
     blocks, vectors = add_blocks(batch, prefixes), torch.randn(MASKS, tiny.width)
     states, width = packed_states(tiny, blocks, vectors), batch.tokens.shape[1]
     real = [width + sum(size for _, size in row) for row in prefixes]
@@ -172,43 +175,44 @@ def test_padding_blocks_influence_nothing(tiny: Target) -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_mask_embeddings_are_put_where_numbers_name_them(tiny: Target, count: int) -> None:
-    """Inside, mask j is embedded as vector j, or as the only one, and other tokens as ever; outside, all as ever."""
+    """Within the context, mask j is embedded as vector j, or as the only one, and tokens as before; outside, nothing
+    changes."""
     tokens, vectors = torch.randint(3, 2000, (2, 6)), torch.randn(count, tiny.width, requires_grad=True)
     numbers = torch.tensor([[-1, 0, 2, -1, 1, -1], [2, -1, -1, -1, 0, 1]])
     plain = tiny.head.embed(tokens)
     with replace_embeddings(tiny.head.embedding, vectors, numbers):
-        found = tiny.head.embed(tokens)
+        embedded = tiny.head.embed(tokens)
     for row, column in torch.cartesian_prod(torch.arange(2), torch.arange(6)).tolist():
         number = int(numbers[row, column])
-        wanted = plain[row, column] if number < 0 else vectors[min(number, count - 1)]
-        assert torch.equal(found[row, column], wanted)
+        expected = plain[row, column] if number < 0 else vectors[min(number, count - 1)]
+        assert torch.equal(embedded[row, column], expected)
     with pytest.raises(ZeroDivisionError), replace_embeddings(tiny.head.embedding, vectors, numbers):
         raise ZeroDivisionError
     assert torch.equal(tiny.head.embed(tokens), plain)
-    found.sum().backward()
+    embedded.sum().backward()
     times = [sum(min(n, count - 1) == k for n in numbers.flatten().tolist() if n >= 0) for k in range(count)]
     assert vectors.grad is not None and vectors.grad.tolist() == [[float(n)] * tiny.width for n in times]
 
 
 def test_masks_start_around_the_mean_embedding(tiny: Target) -> None:
-    """Their mean is the embeddings' mean, their spread a tenth of the embeddings', and no two are alike."""
+    """The mean of the masks is the embeddings' mean, their deviation a tenth of the embeddings', and no two are alike."""
     weight = tiny.head.embedding.weight.detach()
-    started = init_mask_vectors(tiny.head.embedding, 500)
-    apart = started - weight.mean(0)
-    assert apart.mean(0).abs().max() < 6 * 0.1 * weight.std() / 500**0.5
-    assert apart.std().item() == pytest.approx(0.1 * weight.std().item(), rel=0.02)
-    assert len(started.unique(dim=0)) == 500
+    vectors = init_mask_vectors(tiny.head.embedding, 500)
+    deviations = vectors - weight.mean(0)
+    assert deviations.mean(0).abs().max() < 6 * 0.1 * weight.std() / 500**0.5
+    assert deviations.std().item() == pytest.approx(0.1 * weight.std().item(), rel=0.02)
+    assert len(vectors.unique(dim=0)) == 500
 
 
 def test_starting_masks_looks_at_some_embeddings_at_a_time(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many rows there are, no tensor is as large as all of them, and the masks are the same."""
-    rows, looked_up = masks.EMBEDDING_CHUNK, []
+    """The embeddings are read in chunks, so that no tensor is as large as all of them, and the masks are the same."""
+    rows, chunk_sizes = masks.EMBEDDING_CHUNK, []
     torch.manual_seed(0)
-    whole = init_mask_vectors(tiny.head.embedding, 3)
+    expected = init_mask_vectors(tiny.head.embedding, 3)
     monkeypatch.setattr(masks, "EMBEDDING_CHUNK", 300)
-    handle = tiny.head.embedding.register_forward_hook(lambda module, args, output: looked_up.append(len(output)))
+    handle = tiny.head.embedding.register_forward_hook(lambda module, args, output: chunk_sizes.append(len(output)))
     torch.manual_seed(0)
-    parts = init_mask_vectors(tiny.head.embedding, 3)
+    in_chunks = init_mask_vectors(tiny.head.embedding, 3)
     handle.remove()
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-    assert max(looked_up) == 300 and sum(looked_up) == len(tiny.head.embedding.weight) <= rows
+    torch.testing.assert_close(in_chunks, expected, rtol=1e-5, atol=1e-6)
+    assert max(chunk_sizes) == 300 and sum(chunk_sizes) == len(tiny.head.embedding.weight) <= rows

@@ -1,4 +1,4 @@
-"""Medusa: heads that are taught the right token, trees that say what heads say, and a target trained beside them."""
+"""Medusa: the token that each head is taught, trees that follow the heads, and a target that is trained with them."""
 
 import json
 import math
@@ -52,8 +52,8 @@ ADAPTATIONS: dict[str, dict[str, Any]] = {
 ADAPTED = pytest.mark.parametrize("options", list(ADAPTATIONS.values()), ids=list(ADAPTATIONS))
 
 
-def make(target: Target, noise: float = 0.0, **options: Any) -> Medusa:
-    """A prepared drafter; with `noise`, with weights of its own."""
+def make_drafter(target: Target, noise: float = 0.0, **options: Any) -> Medusa:
+    """Make a prepared drafter; with `noise`, its weights are moved off their start."""
     torch.manual_seed(3)
     drafter = Medusa(target, **{"num_heads": HEADS, "vocab_size": 256, "rank": 4, **options})
     drafter.prepare(target, torch.randint(0, 1000, (target.head.vocab_size,)))
@@ -61,7 +61,7 @@ def make(target: Target, noise: float = 0.0, **options: Any) -> Medusa:
     return drafter
 
 
-def dataset(count: int = 6) -> Dataset:
+def make_dataset(count: int = 6) -> Dataset:
     """Sequences of unequal length whose second half is the assistant's."""
     torch.manual_seed(5)
     rows = torch.randint(3, 2000, (count, 20)).tolist()
@@ -69,12 +69,12 @@ def dataset(count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Medusa, stage: int) -> Batch:
-    return LiveSource().make_batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
+    return LiveSource().make_batch(BatchRequest(make_dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
 
 
 @torch.no_grad()
-def disturb(drafter: Medusa) -> None:
-    """Adapters that change what the target says."""
+def disturb_adapters(drafter: Medusa) -> None:
+    """Give the adapters random weights, which change the target's logits."""
     assert drafter.target_training is not None
     for parameter in drafter.target_training.parameters:
         parameter.normal_(std=0.05)
@@ -83,8 +83,8 @@ def disturb(drafter: Medusa) -> None:
 # Heads
 
 
-def cyclic(shallow: Target, period: int = 11, base: int = 100) -> Batch:
-    """A cycle of tokens base, base + 1, .., with features that say where in the cycle an index is, and nothing else."""
+def make_cyclic_batch(shallow: Target, period: int = 11, base: int = 100) -> Batch:
+    """A cycle of tokens base, base + 1, .., whose features tell the phase within the cycle and nothing else."""
     phase = torch.arange(30) % period
     final = F.one_hot(phase, shallow.width).float()[None]
     tokens = (base + phase)[None]
@@ -96,35 +96,35 @@ def cyclic(shallow: Target, period: int = 11, base: int = 100) -> Batch:
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("offset", range(7))
 def test_head_k_is_taught_token_t_plus_2_plus_k(shallow: Target, offset: int, layers: int) -> None:
-    """A head that says token t + offset of a cycle is right everywhere where offset is 2 + k, and nowhere else."""
+    """A head that predicts token t + offset of a cycle is right everywhere if offset is 2 + k, and nowhere else."""
     drafter = Medusa(shallow, num_heads=HEADS, num_layers=layers, vocab_size=256)
     with torch.no_grad():
         for head in drafter.heads:
             head.lm_head.weight.zero_()
             head.lm_head.weight[100 + (torch.arange(11) + offset) % 11, torch.arange(11)] = 30.0
-    losses = drafter.loss(cyclic(shallow), shallow, TrainingState())
+    losses = drafter.loss(make_cyclic_batch(shallow), shallow, TrainingState())
     for k in range(HEADS):
         right = offset == 2 + k
         assert losses.counts[k] == 21 and losses.hits[k] == (21 if right else 0)
         assert (losses.terms[f"head{k}"] < 1e-6) if right else (losses.terms[f"head{k}"] > 100)
 
 
-@pytest.mark.parametrize("place", [0, 4, 8, 9, 20, 29])
-def test_only_the_assistants_tokens_carry_loss(shallow: Target, place: int) -> None:
-    """With fixed features, another token at a place changes the loss where the assistant wrote it and not in the prompt."""
-    drafter, batch = make(shallow, noise=1.0, vocab_size=2048), cyclic(shallow)
+@pytest.mark.parametrize("position", [0, 4, 8, 9, 20, 29])
+def test_only_the_assistants_tokens_carry_loss(shallow: Target, position: int) -> None:
+    """With fixed features, another token at a position changes the loss if the assistant wrote it, and not in the prompt."""
+    drafter, batch = make_drafter(shallow, noise=1.0, vocab_size=2048), make_cyclic_batch(shallow)
     tokens = batch.tokens.clone()
-    tokens[0, place] = 777
-    found = [
+    tokens[0, position] = 777
+    losses = [
         drafter.loss(Batch(t, batch.loss_mask, batch.features), shallow, TrainingState()).total.item()
         for t in (batch.tokens, tokens)
     ]
-    assert (found[0] != found[1]) == bool(batch.loss_mask[0, place])
+    assert (losses[0] != losses[1]) == bool(batch.loss_mask[0, position])
 
 
 def test_head_weights_are_powers_of_the_decay(shallow: Target) -> None:
-    """Head k counts head_decay ** (k + 1)."""
-    plain, decayed = make(shallow, noise=1.0, head_decay=1.0), make(shallow, noise=1.0, head_decay=0.5)
+    """The loss of head k is weighted by head_decay ** (k + 1)."""
+    plain, decayed = make_drafter(shallow, noise=1.0, head_decay=1.0), make_drafter(shallow, noise=1.0, head_decay=0.5)
     batch = batch_of(shallow, plain, 0)
     terms, fewer = plain.loss(batch, shallow, TrainingState()).terms, decayed.loss(batch, shallow, TrainingState()).terms
     for k in range(HEADS):
@@ -134,34 +134,34 @@ def test_head_weights_are_powers_of_the_decay(shallow: Target) -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 def test_heads_start_as_the_targets_own(shallow: Target, layers: int) -> None:
     """Before training every head's logits are the target's at the draft vocabulary."""
-    drafter = make(shallow, num_layers=layers)
+    drafter = make_drafter(shallow, num_layers=layers)
     final = shallow.features(torch.randint(3, 2000, (2, 9)), ("final",)).at_layer("final")
     for head in drafter.heads:
         torch.testing.assert_close(head(final), shallow.head.logits(final)[..., drafter.draft_ids], rtol=1e-5, atol=1e-4)
 
 
 def test_heads_share_no_parameter_and_grow_apart(shallow: Target, tmp_path: Path) -> None:
-    """Every parameter has a storage of its own, also in stacked blocks, and one step makes all heads differ."""
-    drafter = make(shallow, num_layers=2)
+    """Every parameter has its own storage, also in stacked blocks, and after one step all heads differ."""
+    drafter = make_drafter(shallow, num_layers=2)
     pointers = [parameter.data_ptr() for parameter in drafter.parameters()]
     assert len(set(pointers)) == len(pointers) == HEADS * 5
     assert drafter.heads[0].blocks[0] is not drafter.heads[0].blocks[1]
-    Trainer(lr=1e-3, max_steps=1).fit(drafter, shallow, dataset(), LiveSource(), tmp_path)
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        for name, parameter in drafter.heads[one].named_parameters():
-            assert not torch.equal(parameter, drafter.heads[other].get_parameter(name)), name
+    Trainer(lr=1e-3, max_steps=1).fit(drafter, shallow, make_dataset(), LiveSource(), tmp_path)
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        for name, parameter in drafter.heads[first].named_parameters():
+            assert not torch.equal(parameter, drafter.heads[second].get_parameter(name)), name
 
 
 # Trees
 
 
-def paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:
+def token_paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:
     """The token path of every node below the root."""
     nodes = [n for n in range(1, tree.tokens.shape[1]) if tree.valid[row, n]]
     return {tuple(tree.tokens[row, tree.ancestors[row, node]].tolist()[1:]) for node in nodes}
 
 
-def said(shallow: Target, drafter: Medusa, prompt: list[int]) -> Tensor:
+def head_log_probs(shallow: Target, drafter: Medusa, prompt: list[int]) -> Tensor:
     """[K, V] log q of every head after a prompt."""
     final = shallow.features(torch.tensor([prompt]), ("final",)).at_layer("final")[0, -1]
     return torch.stack([head(final) for head in drafter.heads]).log_softmax(-1)
@@ -172,8 +172,8 @@ SHAPE = [(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (0, 2, 3)]
 
 @pytest.mark.parametrize("kind", ["chain", "static", "eagle2"])
 def test_tree_says_at_depth_d_what_head_d_says(shallow: Target, kind: str) -> None:
-    """Whatever the path, the tokens at a depth are that head's likeliest; a batch is what its rows are alone."""
-    drafter = make(shallow, noise=1.0)
+    """On every path the tokens at depth d are the likeliest of head d; a batch has the trees of its rows alone."""
+    drafter = make_drafter(shallow, noise=1.0)
     builder: TreeBuilder = {"chain": Chain(3), "static": Static(paths=[list(path) for path in SHAPE]),
                             "eagle2": Eagle2(depth=3, budget=6, top_k=5)}[kind]  # fmt: skip
     prompts = [[5, 6, 7, 8, 9], [40, 41]]
@@ -181,17 +181,17 @@ def test_tree_says_at_depth_d_what_head_d_says(shallow: Target, kind: str) -> No
         tree = proposed(drafter, begun(shallow, prompts, drafter, builder), builder)
     tree.check_structure()
     for row, prompt in enumerate(prompts):
-        best = said(shallow, drafter, prompt).sort(descending=True)
+        best = head_log_probs(shallow, drafter, prompt).sort(descending=True)
         tokens, log_q = drafter.draft_ids[best.indices].tolist(), best.values.tolist()
         chosen = {"chain": [(0,), (0, 0), (0, 0, 0)], "static": SHAPE}.get(kind)
         if chosen is None:  # the five likeliest paths of all
-            every = [path for depth in (1, 2, 3) for path in product(range(5), repeat=depth)]
-            chosen = sorted(every, key=lambda path: -sum(log_q[d][c] for d, c in enumerate(path)))[:5]
-        assert paths(tree, row) == {tuple(tokens[d][c] for d, c in enumerate(path)) for path in chosen}
+            all_paths = [path for depth in (1, 2, 3) for path in product(range(5), repeat=depth)]
+            chosen = sorted(all_paths, key=lambda path: -sum(log_q[d][c] for d, c in enumerate(path)))[:5]
+        assert token_paths(tree, row) == {tuple(tokens[d][c] for d, c in enumerate(path)) for path in chosen}
 
 
-def costed(builder: TreeBuilder) -> TreeBuilder:
-    """A builder that was told that drafting and verifying more costs next to nothing."""
+def set_flat_costs(builder: TreeBuilder) -> TreeBuilder:
+    """Give a builder measured times by which more drafting and verifying costs next to nothing."""
     verify = {n: 1.0 + 1e-4 * n for n in (1, 8, 64)}
     builder.prepare(Calibration(latency=Latency({0: verify}, {0: {n: 1e-4 for n in (1, 8, 64)}}, 1e-4)))
     return builder
@@ -200,18 +200,20 @@ def costed(builder: TreeBuilder) -> TreeBuilder:
 DEEP: list[TreeBuilder] = [
     Chain(7), Eagle2(6, 16, 4), Entropy(6, 16, 4), OptTree(6, 12, 0.0), DySpec(6, 12, children="deterministic"),
     Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0, 1]]), Cartesian((2, 1, 1, 1, 1)),
-    costed(Auto(6, 16, 4)), costed(Cast(6, 16, 4)),
+    set_flat_costs(Auto(6, 16, 4)), set_flat_costs(Cast(6, 16, 4)),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def fitted(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Medusa, list[list[int]], list[list[int]]]:
-    """A drafter fitted to the target's greedy answers; the prompts; the answers."""
+def fitted_drafter(
+    shallow: Target, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Medusa, list[list[int]], list[list[int]]]:
+    """Return a drafter fitted to the target's greedy answers, the prompts, and the answers."""
     torch.manual_seed(1)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 4, 6)]
     answers = [decode(shallow, [prompt], Greedy(), 16, ignore_eos=True)[0].output for prompt in prompts]
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
-    drafter = make(shallow, vocab_size=2048)
+    drafter = make_drafter(shallow, vocab_size=2048)
     run = tmp_path_factory.mktemp("fit")
     Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafter, shallow, Dataset(rows, 3, 0, 0), LiveSource(), run)
     return drafter.eval(), prompts, answers
@@ -220,30 +222,31 @@ def fitted(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[M
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("builder", DEEP, ids=lambda builder: builder.name)
 def test_trees_end_at_the_last_head_and_stay_lossless(
-    shallow: Target, fitted: tuple[Medusa, list[list[int]], list[list[int]]], builder: TreeBuilder
+    shallow: Target, fitted_drafter: tuple[Medusa, list[list[int]], list[list[int]]], builder: TreeBuilder
 ) -> None:
-    """A builder that would go deeper stops at the number of heads, and the output is greedy decoding's."""
-    drafter, prompts, answers = fitted
-    found = decode(shallow, prompts, Greedy(), 16, drafter, builder, ignore_eos=True)
-    assert [generation.output for generation in found] == answers
-    assert builder.depth > HEADS and max(depth for generation in found for depth in generation.depths) == HEADS
-    assert max(count for generation in found for count in generation.round_lengths) > 2
+    """A builder that would go deeper stops at the number of heads, and the output is that of greedy decoding."""
+    drafter, prompts, answers = fitted_drafter
+    generations = decode(shallow, prompts, Greedy(), 16, drafter, builder, ignore_eos=True)
+    assert [generation.output for generation in generations] == answers
+    assert builder.depth > HEADS and max(depth for generation in generations for depth in generation.depths) == HEADS
+    assert max(count for generation in generations for count in generation.round_lengths) > 2
 
 
 # Medusa-2
 
 
 def test_stages_and_their_groups() -> None:
-    """Heads alone, with features, for heads_first of the steps; then, without, both, the target at its own rate."""
+    """The first stage trains the heads on features; the second trains heads and target without features, the target at its own
+    rate."""
     target = cut_tiny(3)
-    drafter = make(target, adapt="lora", heads_first=0.3, target_lr_scale=0.1)
+    drafter = make_drafter(target, adapt="lora", heads_first=0.3, target_lr_scale=0.1)
     assert [stage_at(drafter.stages, step, 10) for step in range(10)] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
     assert drafter.stages[0].layers == ("final",) and drafter.stages[1].layers == ()
     assert batch_of(target, drafter, 0).features is not None and batch_of(target, drafter, 1).features is None
     heads, adapted = drafter.stages[1].groups
     assert drafter.stages[0].groups == [heads] and heads["params"] == list(drafter.parameters())
     assert adapted["params"] == drafter.capabilities.target_training.parameters and adapted["lr_scale"] == 0.1
-    assert len(make(target).stages) == 1 and make(target).capabilities.target_training is None
+    assert len(make_drafter(target).stages) == 1 and make_drafter(target).capabilities.target_training is None
 
 
 @pytest.mark.sweep(4, free=("progress", "factor"))
@@ -252,9 +255,9 @@ def test_stages_and_their_groups() -> None:
     ("sine", 0.4, 0.0), ("sine", 0.6, 0.5), ("sine", 0.7, math.sqrt(0.5)), ("sine", 1.0, 1.0),
 ])  # fmt: skip
 def test_schedule_weighs_the_heads(schedule: str, progress: float, factor: float) -> None:
-    """In the second stage, from 0.4 to 1, heads count coefficient * schedule of what they count in the first."""
+    """In the second stage, from progress 0.4 to 1, the heads' loss is coefficient * schedule times that of the first stage."""
     target = cut_tiny(3)
-    drafter = make(target, noise=1.0, adapt="lora", heads_first=0.4, heads_coefficient=0.3, schedule=schedule)
+    drafter = make_drafter(target, noise=1.0, adapt="lora", heads_first=0.4, heads_coefficient=0.3, schedule=schedule)
     state = TrainingState(progress=progress)
     alone, joint = (drafter.loss(batch_of(target, drafter, stage), target, state) for stage in (0, 1))
     assert set(alone.terms) == {"head0", "head1", "head2"} and set(joint.terms) == {*alone.terms, "language_model"}
@@ -264,40 +267,42 @@ def test_schedule_weighs_the_heads(schedule: str, progress: float, factor: float
 
 
 def test_language_model_loss_is_the_datas_cross_entropy() -> None:
-    """Without self-distillation the target's own loss is that of the assistant's tokens, summed."""
+    """Without self-distillation the target's own loss is the summed cross-entropy of the assistant's tokens."""
     target = cut_tiny(3)
-    drafter = make(target, adapt="lora")
-    disturb(drafter)
+    drafter = make_drafter(target, adapt="lora")
+    disturb_adapters(drafter)
     batch = batch_of(target, drafter, 1)
     logits = target.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
     labels = batch.tokens.masked_fill(~batch.loss_mask, -100)[:, 1:]
-    wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-    assert drafter.loss(batch, target, TrainingState()).terms["language_model"].item() == pytest.approx(float(wanted), rel=1e-4)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    assert drafter.loss(batch, target, TrainingState()).terms["language_model"].item() == pytest.approx(
+        float(expected), rel=1e-4
+    )
 
 
 def test_self_distillation_is_the_divergence_from_the_original() -> None:
-    """0 while adapters are nothing, with a gradient for them from the heads; then sum p (log p - log q), p another copy's."""
+    """The term is 0 while adapters change nothing, and then sum p (log p - log q), where p is that of an unchanged copy."""
     target, original = cut_tiny(3), cut_tiny(3)
-    drafter = make(target, noise=1.0, adapt="lora", self_distillation=True)
+    drafter = make_drafter(target, noise=1.0, adapt="lora", self_distillation=True)
     batch = batch_of(target, drafter, 1)
     assert drafter.loss(batch, target, TrainingState()).terms["language_model"].item() == 0.0
-    disturb(drafter)
+    disturb_adapters(drafter)
     finals = [model.features(batch.tokens, ("final",)).at_layer("final") for model in (original, target)]
     log_p, log_q = (model.head.logits(final).log_softmax(-1) for model, final in zip((original, target), finals))
     rows = batch.loss_mask[:, 1:]
-    wanted = (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1][rows].sum()
-    found = drafter.loss(batch, target, TrainingState()).terms["language_model"]
-    assert found.item() == pytest.approx(float(wanted), rel=1e-3) and wanted > 1
-    found.backward()
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1][rows].sum()
+    term = drafter.loss(batch, target, TrainingState()).terms["language_model"]
+    assert term.item() == pytest.approx(float(expected), rel=1e-3) and expected > 1
+    term.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.stages[1].groups[1]["params"])
 
 
 @ADAPTED
 def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_path: Path) -> None:
-    """In stage 0 the target has no gradient and stays; in stage 1 what is adapted moves, and what is not stays till the end."""
+    """In stage 0 the target has no gradient and stays; in stage 1 the adapted parameters move, and all others stay."""
     target = cut_tiny(3)
-    drafter = make(target, **options)
+    drafter = make_drafter(target, **options)
     drafter_before = [parameter.detach().clone() for parameter in drafter.parameters()]
     select_trained_groups(drafter, target, 0)
     drafter.loss(batch_of(target, drafter, 0), target, TrainingState()).total.backward()
@@ -308,10 +313,12 @@ def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_pat
     adapted = {name for name, parameter in target.named_parameters() if id(parameter) in learning}
     moved: list[set[str]] = []
 
-    def watch(step: int) -> None:
+    def record_moved(step: int) -> None:
         moved.append({name for name, parameter in target.named_parameters() if not torch.equal(parameter, before[name])})
 
-    Trainer(lr=1e-3, max_steps=6, log_every=1).fit(drafter, target, dataset(), LiveSource(), tmp_path, on_step=watch)
+    Trainer(lr=1e-3, max_steps=6, log_every=1).fit(
+        drafter, target, make_dataset(), LiveSource(), tmp_path, on_step=record_moved
+    )
     assert moved[:3] == [set()] * 3 and adapted
     assert moved[3] and moved[5] == adapted
     assert all(not torch.equal(*pair) for pair in zip(drafter_before, drafter.parameters()))
@@ -320,13 +327,13 @@ def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_pat
 
 @ADAPTED
 def test_trained_target_decodes_as_it_is_saved(options: dict[str, Any], tmp_path: Path) -> None:
-    """A target that had already decoded says, once trained, what its saved copy says, and not what it said before."""
+    """A target that had decoded before training has, once trained, the logits of its saved copy and not the earlier ones."""
     target = cut_tiny(3)
     target.pack_weights()
-    drafter = make(target, **options)
+    drafter = make_drafter(target, **options)
     tokens = torch.randint(3, 2000, (1, 12))
     before = target.run(tokens, ForwardPlan(logits=True)).logits
-    Trainer(lr=3e-3, max_steps=4).fit(drafter, target, dataset(), LiveSource(), tmp_path / "run")
+    Trainer(lr=3e-3, max_steps=4).fit(drafter, target, make_dataset(), LiveSource(), tmp_path / "run")
     target.save(tmp_path / "target")
     after, saved = (model.run(tokens, ForwardPlan(logits=True)).logits for model in (target, load_hf(str(tmp_path / "target"))))
     assert before is not None and after is not None and saved is not None
@@ -335,17 +342,17 @@ def test_trained_target_decodes_as_it_is_saved(options: dict[str, Any], tmp_path
 
 
 def test_warm_up_starts_anew_with_the_second_stage(tmp_path: Path) -> None:
-    """Rates rise from the start of each stage on the same cosine, and the drafter is told how far training is."""
+    """Rates warm up at the start of each stage on the same cosine, and the drafter is given the training's progress."""
     target = cut_tiny(3)
-    drafter = make(target, adapt="lora")
+    drafter = make_drafter(target, adapt="lora")
     trainer = Trainer(lr=1e-3, max_steps=10, warmup=0.2, log_every=1)
     with patch.object(Medusa, "loss", autospec=True, side_effect=Medusa.loss) as loss:
-        trainer.fit(drafter, target, dataset(), LiveSource(), tmp_path)
+        trainer.fit(drafter, target, make_dataset(), LiveSource(), tmp_path)
     assert [call.args[3] for call in loss.call_args_list] == [TrainingState(step, step / 10) for step in range(10)]
     rates = [json.loads(line)["lr"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    whole = [trainer.lr_at(step, 10) for step in range(10)]
-    assert rates[0] == pytest.approx(5e-4) and rates[1:5] == whole[1:5] and rates[6:] == whole[6:]
-    assert rates[5] == trainer.lr_at(5, 10, stage_start=5) == pytest.approx(whole[5] / 2)
+    schedule = [trainer.lr_at(step, 10) for step in range(10)]
+    assert rates[0] == pytest.approx(5e-4) and rates[1:5] == schedule[1:5] and rates[6:] == schedule[6:]
+    assert rates[5] == trainer.lr_at(5, 10, stage_start=5) == pytest.approx(schedule[5] / 2)
 
 
 class Killed(Exception):
@@ -356,7 +363,7 @@ class Killed(Exception):
 @ADAPTED
 @pytest.mark.parametrize("step", [3, 4])
 def test_resumed_equals_uninterrupted(options: dict[str, Any], tmp_path: Path, step: int) -> None:
-    """A run killed at or after the change of stage and gone on with, in warm-up, ends in the same weights, bit by bit."""
+    """A run killed at or after the change of stage, and resumed within warm-up, ends in the same weights, bit by bit."""
     trainer = Trainer(lr=1e-3, max_steps=6, batch_tokens=60, warmup=0.5, log_every=1, save_every=1)
     results = []
     for name in ("whole", "cut"):
@@ -368,17 +375,21 @@ def test_resumed_equals_uninterrupted(options: dict[str, Any], tmp_path: Path, s
 
             target = cut_tiny(3)
             with pytest.raises(Killed):
-                trainer.fit(make(target, **options), target, dataset(), LiveSource(), tmp_path / name, on_step=kill)
+                trainer.fit(
+                    make_drafter(target, **options), target, make_dataset(), LiveSource(), tmp_path / name, on_step=kill
+                )
         target = cut_tiny(3)
-        drafter = make(target, **options)
-        trainer.fit(drafter, target, dataset(), LiveSource(), tmp_path / name)
+        drafter = make_drafter(target, **options)
+        trainer.fit(drafter, target, make_dataset(), LiveSource(), tmp_path / name)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         results.append(
             ({**drafter.state_dict(), **target.state_dict()}, [(line["step"], line["loss"], line["lr"]) for line in lines])
         )
-    (one, metrics), (two, others) = results
-    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    assert metrics == others and len(metrics) == 6
+    (uninterrupted, expected_metrics), (resumed, actual_metrics) = results
+    assert uninterrupted.keys() == resumed.keys() and all(
+        torch.equal(uninterrupted[key], resumed[key]) for key in uninterrupted
+    )
+    assert expected_metrics == actual_metrics and len(expected_metrics) == 6
 
 
 WRONG = [
@@ -390,20 +401,20 @@ WRONG = [
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
 def test_wrong_settings_are_named(shallow: Target, options: dict[str, Any], message: str) -> None:
-    """A setting out of range, and self-distillation without adapters to switch off, are refused with what to write."""
+    """A setting out of range, and self-distillation without adapters, are refused with what to write instead."""
     with pytest.raises(UserError, match=message):
         Medusa(shallow, **options)
 
 
-# A whole run
+# A complete run
 
 QUICK = ["recipe=medusa2", "drafter.vocab_size=256", "data.limit=12", "data.max_length=64", "data.held_out=0", "eval.limit=2",
          "eval.max_new_tokens=6", "eval.calibration_limit=1", "eval.baselines=[ngram]", "eval.oracle=false", "eval.repeats=1",
          "trainer.log_every=1", "trainer.max_steps=4"]  # fmt: skip
 
 
-def train(*settings: str) -> None:
-    """`spectrain train SETTINGS`."""
+def run_training(*settings: str) -> None:
+    """Run `spectrain train SETTINGS`."""
     argv = sys.argv
     try:
         dispatch_command(["train", *settings])
@@ -412,17 +423,17 @@ def train(*settings: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def finished(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short, complete run of the recipe."""
     run = tmp_path_factory.mktemp("runs") / "medusa2"
-    train(*QUICK, "target=hf", f"target.model={shallow_folder}", f"run={run}")
+    run_training(*QUICK, "target=hf", f"target.model={shallow_folder}", f"run={run}")
     return run
 
 
-def test_a_run_saves_its_target_and_scores_against_it(finished: Path, shallow_folder: Path) -> None:
-    """The trained target is in RUN/target and loads; drafting is lossless beside it; the drift from the original is told."""
-    summary = json.loads((finished / "eval/heldout/summary.json").read_text())
-    assert summary["setting"]["target_path"] == str((finished / "target").resolve())
+def test_a_run_saves_its_target_and_scores_against_it(finished_run: Path, shallow_folder: Path) -> None:
+    """The trained target is saved in RUN/target and loads; drafting for it is lossless; its drift is in the summary."""
+    summary = json.loads((finished_run / "eval/heldout/summary.json").read_text())
+    assert summary["setting"]["target_path"] == str((finished_run / "target").resolve())
     for system in (summary, *summary["compared"].values()):
         assert system["lossless"]["identical"] == system["lossless"]["checked"] == 2
     drift = summary["target_drift"]
@@ -437,14 +448,14 @@ def test_a_run_saves_its_target_and_scores_against_it(finished: Path, shallow_fo
 
 
 @pytest.mark.slow
-def test_resuming_a_finished_run_scores_it_again(finished: Path, shallow_folder: Path) -> None:
-    """Without its score, resume=auto scores drafter and target as they were saved: the same tokens a round, the same drift."""
-    first = json.loads((finished / "eval/heldout/summary.json").read_text())
-    weights = (finished / "drafter/model.safetensors").stat().st_mtime_ns
-    shutil.rmtree(finished / "eval")
-    train(*QUICK, "target=hf", f"target.model={shallow_folder}", f"run={finished}", "trainer.resume=auto")
-    second = json.loads((finished / "eval/heldout/summary.json").read_text())
+def test_resuming_a_finished_run_scores_it_again(finished_run: Path, shallow_folder: Path) -> None:
+    """Without its score, resume=auto scores the saved drafter and target: the same acceptance and the same drift."""
+    first = json.loads((finished_run / "eval/heldout/summary.json").read_text())
+    weights = (finished_run / "drafter/model.safetensors").stat().st_mtime_ns
+    shutil.rmtree(finished_run / "eval")
+    run_training(*QUICK, "target=hf", f"target.model={shallow_folder}", f"run={finished_run}", "trainer.resume=auto")
+    second = json.loads((finished_run / "eval/heldout/summary.json").read_text())
     for key in ("acceptance_length", "acceptance_by_depth", "target_drift", "lossless"):
         assert second[key] == first[key], key
     assert second["setting"]["target_path"] == first["setting"]["target_path"]
-    assert (finished / "drafter/model.safetensors").stat().st_mtime_ns == weights
+    assert (finished_run / "drafter/model.safetensors").stat().st_mtime_ns == weights

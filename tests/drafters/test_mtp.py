@@ -1,4 +1,4 @@
-"""MTP: what is trained is what is decoded, and the state that it reads is the one behind the target's final norm."""
+"""MTP: training and decoding compute the same states, and both read the state after the target's final norm."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +29,13 @@ KINDS = ("deepseek_v3", "glm4_moe", "qwen3_next", "mellum", "gemma2", "gpt_oss")
 """Latent attention; experts; norms of 1 + w and layers that keep a state; windows; softcaps; sinks."""
 
 
-def examples() -> Dataset:
+def make_dataset() -> Dataset:
     rows = torch.randint(3, 90, (3, 24)).tolist()
     return Dataset([Example(row[: 24 - 5 * n], [i >= 6 for i in range(24 - 5 * n)]) for n, row in enumerate(rows)], 3, 0, 0)
 
 
-def shaken(target: Target, **options: object) -> Mtp:
-    """A drafter whose every parameter is random, norms too."""
+def make_drafter(target: Target, **options: object) -> Mtp:
+    """Make a drafter whose every parameter is random, norms included."""
     torch.manual_seed(1)
     drafter = Mtp(target, start="new", **options)  # type: ignore[arg-type]
     for parameter in drafter.parameters():
@@ -47,34 +47,34 @@ def shaken(target: Target, **options: object) -> Mtp:
 @pytest.fixture(scope="module", params=["tiny", *KINDS])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     if request.param == "tiny":
-        found: Target = request.getfixturevalue("shallow")
-        return found
+        shallow: Target = request.getfixturevalue("shallow")
+        return shallow
     folder = tmp_path_factory.mktemp(request.param)
     save_small(request.param, folder)
     load_tokenizer(str(TINY_DIRECTORY), False, True).save_pretrained(folder)
     return load_hf(str(folder))
 
 
-def unrolled(drafter: Mtp, target: Target, tokens: Tensor, num_steps: int) -> list[Tensor]:
-    """The states [1, T, D] that training passes through, step by step, from the target's features."""
+def unroll_training(drafter: Mtp, target: Target, tokens: Tensor, num_steps: int) -> list[Tensor]:
+    """Return the states [1, T, D] of every training step, computed from the target's features."""
     batch = LiveSource().make_batch(
         BatchRequest([Example(tokens[0].tolist(), [True] * tokens.shape[1])], target, drafter.layers)
     )
     assert batch.features is not None
-    hidden, held, states = batch.features.at_layer("final"), [], []
+    hidden, own_states, states = batch.features.at_layer("final"), [], []
     for step in range(num_steps):
-        hidden, own = drafter.run_step(batch, hidden, step, held[:])
-        held.append(own)
+        hidden, own = drafter.run_step(batch, hidden, step, own_states[:])
+        own_states.append(own)
         states.append(hidden)
     return states
 
 
 @torch.no_grad()
 def test_training_unroll_equals_decoding(target: Target) -> None:
-    """The states of the unrolled training forward are those that drafting the same tokens passes through, step by step."""
-    drafter = shaken(target)
+    """The states of the unrolled training forward equal those of drafting the same tokens, step by step."""
+    drafter = make_drafter(target)
     tokens = torch.randint(3, 90, (1, 18))
-    states = unrolled(drafter, target, tokens, 3)
+    states = unroll_training(drafter, target, tokens, 3)
     final = target.features(tokens, ("final",)).at_layer("final")
     for t in (2, 6, 12):  # beyond windows of 8 too
         cache = TreeCache(1, 1, 26, "cpu")
@@ -89,34 +89,34 @@ def test_training_unroll_equals_decoding(target: Target) -> None:
 
 @torch.no_grad()
 def test_every_round_drafts_what_training_unrolls(target: Target) -> None:
-    """From the engine's own features, of the prompt and of what trees committed, a chain's drafts are the likeliest tokens
-    by the training forward over the text so far; and the output is greedy."""
-    drafter, kept = shaken(target), Keeping(Chain(2))
+    """In every round a chain's drafts are the likeliest tokens of the training forward over the text so far, and the output is
+    greedy."""
+    drafter, recorder = make_drafter(target), Keeping(Chain(2))
     prompt = torch.randint(3, 90, (9,)).tolist()
-    found = decode(target, [prompt], Greedy(), 6, drafter, kept, ignore_eos=True)[0]
-    assert found.output == decode(target, [prompt], Greedy(), 6, ignore_eos=True)[0].output
-    assert found.output == decode(target, [prompt], Greedy(), 6, drafter, Eagle2(2, 6, 3), ignore_eos=True)[0].output
-    for texts, tree in zip(kept.texts, kept.trees):
+    generation = decode(target, [prompt], Greedy(), 6, drafter, recorder, ignore_eos=True)[0]
+    assert generation.output == decode(target, [prompt], Greedy(), 6, ignore_eos=True)[0].output
+    assert generation.output == decode(target, [prompt], Greedy(), 6, drafter, Eagle2(2, 6, 3), ignore_eos=True)[0].output
+    for texts, tree in zip(recorder.texts, recorder.trees):
         text = list(texts[0])
         for step in range(2):
             drafted = tree.tokens[0, 1 : 1 + step].tolist()
-            states = unrolled(drafter, target, torch.tensor([[*text, *drafted, 3]]), step + 1)
+            states = unroll_training(drafter, target, torch.tensor([[*text, *drafted, 3]]), step + 1)
             best = target.head.logits(states[step][0, len(text) - 2]).argmax()
             assert int(best) == int(tree.tokens[0, 1 + step])
 
 
 @torch.no_grad()
-def test_the_first_state_is_behind_the_final_norm(target: Target) -> None:
+def test_the_first_state_is_that_after_the_final_norm(target: Target) -> None:
     """What training and decoding read as "final" is what the target's output layer reads: its logits are the target's own.
 
     And the output that is read in the next step is what the head reads in this one.
     """
-    drafter = shaken(target)
+    drafter = make_drafter(target)
     tokens = torch.randint(3, 90, (1, 12))
-    seen = target.run(tokens, ForwardPlan(layers=("final",), logits=True))
-    assert drafter.layers == ("final",) and seen.logits is not None
-    torch.testing.assert_close(target.head.logits(seen.at_layer("final")), seen.logits)
-    states = unrolled(drafter, target, tokens, 1)
+    output = target.run(tokens, ForwardPlan(layers=("final",), logits=True))
+    assert drafter.layers == ("final",) and output.logits is not None
+    torch.testing.assert_close(target.head.logits(output.at_layer("final")), output.logits)
+    states = unroll_training(drafter, target, tokens, 1)
     rollout = StateRollout(drafter, TreeCache(1, 1, 4, "cpu"), states[0][:, 5:6])
     torch.testing.assert_close(rollout.start(), target.head.logits(rollout.hidden).log_softmax(-1))
 
@@ -125,9 +125,9 @@ def test_the_first_state_is_behind_the_final_norm(target: Target) -> None:
 @pytest.mark.parametrize("loss", ["forward_kl", "cross_entropy", "lk_hybrid"])
 def test_loss_does_not_depend_on_batching(target: Target, loss: str) -> None:
     """Loss, gradients, hits and counts of a padded batch, of a packed one, and of documents one by one are the same."""
-    dataset, results = examples(), []
+    dataset, results = make_dataset(), []
     for shares, packed in (([[0, 1, 2]], False), ([[0, 1, 2]], True), ([[0], [1], [2]], False)):
-        drafter = shaken(target, loss=loss)
+        drafter = make_drafter(target, loss=loss)
         total, hits, counts = torch.zeros(()), torch.zeros(3), torch.zeros(3)
         for share in shares:
             batch = LiveSource().make_batch(BatchRequest(dataset[share], target, drafter.layers, packed=packed))
@@ -143,34 +143,34 @@ def test_loss_does_not_depend_on_batching(target: Target, loss: str) -> None:
 
 def test_steps_are_weighted_as_in_fastmtp(shallow: Target) -> None:
     """The loss is sum_k beta^k L_k / sum_k beta^k, where L_k is the cross-entropy of step k alone, written out."""
-    drafter = shaken(shallow, loss="cross_entropy", step_decay=0.6)
-    batch = LiveSource().make_batch(BatchRequest(examples()[[0]], shallow, drafter.layers))
+    drafter = make_drafter(shallow, loss="cross_entropy", step_decay=0.6)
+    batch = LiveSource().make_batch(BatchRequest(make_dataset()[[0]], shallow, drafter.layers))
     tokens, mask = batch.tokens[0], batch.loss_mask[0]
-    states = unrolled(drafter, shallow, batch.tokens, 3)
+    states = unroll_training(drafter, shallow, batch.tokens, 3)
     expected = torch.zeros(())
     for k, state in enumerate(states):
         rows = [t for t in range(len(tokens) - 2 - k) if mask[t + 2 + k]]
         logits = shallow.head.logits(state[0, rows])
-        wanted = tokens[[t + 2 + k for t in rows]]
-        expected = expected + 0.6**k / 1.96 * torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+        labels = tokens[[t + 2 + k for t in rows]]
+        expected = expected + 0.6**k / 1.96 * torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
     torch.testing.assert_close(drafter.loss(batch, shallow, TrainingState()).total, expected)
 
 
 def test_gradients_flow_through_the_unroll(shallow: Target) -> None:
-    """The last step's loss reaches the first state: that it is not detached."""
-    drafter = shaken(shallow)
-    batch = LiveSource().make_batch(BatchRequest(examples()[[0]], shallow, drafter.layers))
+    """The last step's loss has a gradient at the first state, so that state is not detached."""
+    drafter = make_drafter(shallow)
+    batch = LiveSource().make_batch(BatchRequest(make_dataset()[[0]], shallow, drafter.layers))
     assert batch.features is not None
     features = replace(batch.features, hidden=batch.features.hidden.clone().requires_grad_())
-    hidden, held = features.at_layer("final"), []
+    hidden, own_states = features.at_layer("final"), []
     for step in range(2):
-        hidden, own = drafter.run_step(batch, hidden, step, held[:])
-        held.append(own)
+        hidden, own = drafter.run_step(batch, hidden, step, own_states[:])
+        own_states.append(own)
     assert torch.autograd.grad(hidden[0, 7].sum(), features.hidden)[0].norm() > 0
 
 
 def test_a_new_layer_starts_as_the_target_says(shallow: Target) -> None:
-    """M passes the normed state on, and the norm is the target's final one."""
+    """At first the projection M passes on the normed state, and the norm is the target's final norm."""
     drafter = Mtp(shallow)
     drafter.prepare(shallow, torch.ones(shallow.head.vocab_size))
     hidden = torch.randn(1, 4, shallow.width)

@@ -1,4 +1,4 @@
-"""Prompt lookup reads only what is new, and finds what a search of the whole text finds."""
+"""N-gram lookup reads only new tokens, and finds what a search of the full text finds."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,30 +15,30 @@ from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import placed, proposed
 
 
-def continuing(tokens: Sequence[int], end: int, depth: int) -> list[int]:
-    """What follows a place, if the text goes on as from there."""
+def continue_text(tokens: Sequence[int], end: int, depth: int) -> list[int]:
+    """Return the tokens that follow a position, copied past the text's end if need be."""
     longer = list(tokens)
     for step in range(depth):
         longer.append(longer[end + step])
     return longer[end : end + depth]
 
 
-def searched(tokens: list[int], depth: int, longest: int, shortest: int, most: int = 64) -> list[tuple[int, list[int]]]:
-    """Every earlier place that reads like the text's end, by trying all: how many tokens match, and what follows."""
-    found = []
+def search_text(tokens: list[int], depth: int, longest: int, shortest: int, most: int = 64) -> list[tuple[int, list[int]]]:
+    """By trying all, find every earlier position that matches the text's end: how many tokens match, and what follows."""
+    matches = []
     for end in range(1, len(tokens)):
         sizes = [n for n in range(shortest, min(longest, end) + 1) if tokens[end - n : end] == tokens[len(tokens) - n :]]
         if sizes:
-            found.append((-max(sizes), -end))
-    return [(-length, continuing(tokens, -end, depth)) for length, end in sorted(found)[:most]]
+            matches.append((-max(sizes), -end))
+    return [(-length, continue_text(tokens, -end, depth)) for length, end in sorted(matches)[:most]]
 
 
-def heaviest(found: list[tuple[int, list[int]]], depth: int) -> list[int]:
-    """The path that always takes the token with most weight behind it, of equals the first."""
+def heaviest_path(matches: list[tuple[int, list[int]]], depth: int) -> list[int]:
+    """Return the path that always takes the token with the largest total weight below it, of equals the first."""
     path: list[int] = []
     while len(path) < depth:
         weights: dict[int, float] = defaultdict(float)
-        for rank, (length, tokens) in enumerate(found):
+        for rank, (length, tokens) in enumerate(matches):
             if tokens[: len(path)] == path:
                 weights[tokens[len(path)]] += 2.0**length * 0.97**rank
         if not weights:
@@ -48,24 +48,24 @@ def heaviest(found: list[tuple[int, list[int]]], depth: int) -> list[int]:
 
 
 @pytest.mark.parametrize("longest, shortest, most", [(3, 1, 64), (2, 2, 64), (5, 2, 64), (3, 1, 4)])
-def test_a_kept_index_equals_a_search(longest: int, shortest: int, most: int) -> None:
-    """Over a text that grows by a few tokens at a time, the index gives what a search gives each time."""
+def test_a_growing_index_equals_a_search(longest: int, shortest: int, most: int) -> None:
+    """Over a text that grows by a few tokens at a time, the index finds what a full search finds each time."""
     text = IndexedText([1], longest)
     for step in range(60):
         text.tokens += torch.randint(0, 4, (step % 5,)).tolist()
-        found = text.find_occurrences(4, most, shortest)
-        assert [(one.length, one.tokens) for one in found] == searched(text.tokens, 4, longest, shortest, most)
+        matches = text.find_occurrences(4, most, shortest)
+        assert [(match.length, match.tokens) for match in matches] == search_text(text.tokens, 4, longest, shortest, most)
 
 
 def test_a_copy_goes_on_past_the_texts_end(shallow: Target) -> None:
-    """A text that repeats itself is drafted to the full depth, however close to its end the match lies."""
+    """A text that repeats itself is drafted to the full depth, however close to its end the match is."""
     builder = Chain(6)
     tree = proposed(Ngram(shallow), placed(shallow, [[9, 5, 6, 5, 6]], builder), builder)
     assert tree.tokens.tolist() == [[6, 5, 6, 5, 6, 5, 6]]
 
 
-def test_all_matches_are_one_tree(shallow: Target) -> None:
-    """What followed at every earlier place branches below the root, the heaviest nodes first; a chain stays a chain."""
+def test_all_matches_share_a_tree(shallow: Target) -> None:
+    """What followed every earlier match branches below the root, the heaviest nodes first; a chain stays a chain."""
     text = [5, 7, 1, 5, 8, 2, 5, 7, 3, 5]
     wide, chain = Eagle2(depth=2, budget=6), Chain(2)
     tree = proposed(Ngram(shallow), placed(shallow, [text], wide), wide)
@@ -78,30 +78,30 @@ def test_all_matches_are_one_tree(shallow: Target) -> None:
     assert proposed(Ngram(shallow), placed(shallow, [text], small), small).tokens.tolist() == [[5, 7, 3]]
 
 
-def test_rounds_and_rows_are_kept_apart(shallow: Target) -> None:
-    """Each row of a ragged batch is looked up in its own text, a row may stand still, and round 0 forgets everything."""
+def test_rounds_and_rows_stay_separate(shallow: Target) -> None:
+    """Each row of a ragged batch is looked up in its own text, a row may have no new tokens, and round 0 starts afresh."""
     drafter = Ngram(shallow)
-    for _ in range(2):  # the second decoding begins anew
+    for _ in range(2):  # the second decoding starts afresh
         texts = [torch.randint(0, 4, (length,)).tolist() for length in (9, 1, 5)]
         news = [0, 0, 0]
         for round in range(8):
             builder = Chain(3)
             tree = proposed(drafter, placed(shallow, texts, builder, news, round), builder)
             for text, tokens, valid in zip(texts, tree.tokens.tolist(), tree.valid.tolist()):
-                assert tokens[: sum(valid)] == [text[-1], *heaviest(searched(text, 3, 3, 1), 3)]
+                assert tokens[: sum(valid)] == [text[-1], *heaviest_path(search_text(text, 3, 3, 1), 3)]
             news = [1 + round % 3, 2, 0]
             texts = [text + torch.randint(0, 4, (count,)).tolist() for text, count in zip(texts, news)]
 
 
 class CountedText(list[int]):
-    """Tokens, and how many of them were read."""
+    """Tokens that count how many of them were read."""
 
     num_read = 0
 
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        self.num_read += len(found) if isinstance(found, list) else 1
-        return found
+    def __getitem__(self, index: Any) -> Any:
+        tokens = super().__getitem__(index)
+        self.num_read += len(tokens) if isinstance(tokens, list) else 1
+        return tokens
 
     def __iter__(self) -> Iterator[int]:
         self.num_read += len(self)
@@ -109,18 +109,18 @@ class CountedText(list[int]):
 
 
 def test_a_long_text_costs_no_more() -> None:
-    """A lookup behind 20000 tokens that are known reads a handful of them."""
+    """A lookup at the end of 20000 indexed tokens reads fewer than 20 of them."""
     tokens = CountedText(torch.randint(0, 4000, (20000,)).tolist())
     text = IndexedText(tokens, 3)
     text.find_occurrences(4, 64)
     assert tokens.num_read > 20000
     for token in range(20):
-        tokens.append(5000 + token)  # seen nowhere: a search would read all of the text, three times
+        tokens.append(5000 + token)  # a new token: a search would read the text three times
         tokens.num_read = 0
         assert text.find_occurrences(4, 64) == [] and 0 < tokens.num_read < 20
 
 
 @pytest.mark.parametrize("options", [{"longest": 0}, {"shortest": 0}, {"shortest": 4}, {"matches": 0}])
-def test_wrong_settings_are_told(shallow: Target, options: dict[str, int]) -> None:
+def test_wrong_settings_are_refused(shallow: Target, options: dict[str, int]) -> None:
     with pytest.raises(UserError, match="drafter.*: use 1"):
         Ngram(shallow, **options)

@@ -1,4 +1,4 @@
-"""Phrases, shared subtrees, gated retrieval and tables: each against a plain version of itself."""
+"""Phrases, shared subtrees, gated retrieval and tables equal plain versions of themselves."""
 
 from collections import defaultdict
 from math import sqrt
@@ -46,10 +46,10 @@ class RecordingOuroboros(Ouroboros):
 
 
 def rejected_runs(tree: TokenTree, answers: Tensor, path: list[int], row: int) -> set[tuple[int, ...]]:
-    """Of every path of a tree its runs of rejected nodes that agree with the prediction before them, by trying all of them."""
+    """By trying all paths of a tree, find the runs of rejected nodes that agree with the prediction before each."""
     runs = set()
     for node in range(tree.tokens.shape[1]):
-        nodes = [int(one) for one in tree.ancestors[row, node].nonzero()[:, 0]]
+        nodes = [int(node_index) for node_index in tree.ancestors[row, node].nonzero()[:, 0]]
         run: list[int] = []
         for parent, child in zip(nodes, nodes[1:]):
             agrees = bool(tree.tokens[row, child] == answers[row, parent]) and child not in path
@@ -62,7 +62,7 @@ def rejected_runs(tree: TokenTree, answers: Tensor, path: list[int], row: int) -
 @pytest.mark.parametrize("builder", [Chain(4), WIDE], ids=["chain", "tree"])
 @pytest.mark.parametrize("inner", ["ngram", {"choice": "causal", "num_layers": 1}], ids=["ngram", "causal"])
 def test_ouroboros_equals_a_plain_version(shallow: Target, inner: object, builder: Chain) -> None:
-    """The output is greedy; pools hold the rejected runs; added nodes and hits are those of the recorded trees."""
+    """The output is greedy; pools hold the rejected runs; counts of added nodes and hits are those of the recorded trees."""
     drafter = RecordingOuroboros(shallow, inner, phrases=2, length=4, phrases_from_text=False).eval()  # type: ignore[arg-type]
     drafter.rounds.clear()
     plain = decode(shallow, PROMPTS, Greedy(), LIMIT)
@@ -78,12 +78,12 @@ def test_ouroboros_equals_a_plain_version(shallow: Target, inner: object, builde
                 added += bool(tree.valid[row, node])
             runs[row] |= {run[:4] for run in rejected_runs(tree, answers, path, row)}
     assert (drafter.num_hits, drafter.num_added) == (hits, added) and added <= len(drafter.rounds) * 2 * drafter.max_added
-    for pool, found in zip(drafter.pools, runs):
-        assert {phrase for phrases in pool.phrases.values() for phrase in phrases} == found
+    for pool, expected in zip(drafter.pools, runs):
+        assert {phrase for phrases in pool.phrases.values() for phrase in phrases} == expected
 
 
 def test_a_rejected_phrase_is_drafted_later(shallow: Target) -> None:
-    """Tokens that were wrong only because of an earlier one become a phrase, which follows its first token from then on."""
+    """Tokens that were wrong only because of an earlier one become a phrase, which is then drafted after its first token."""
     tokens, parents, answers = [1, 9, 4, 5, 6, 8], [-1, 0, 1, 2, 3, 2], [2, 4, 5, 6, 0, 0]
     assert find_agreeing_runs(tokens, parents, answers, [False] + [True] * 5) == [[4, 5, 6]]
     assert find_agreeing_runs(tokens, parents, answers, [False, True, True, False, False, False]) == []
@@ -97,7 +97,7 @@ def test_a_rejected_phrase_is_drafted_later(shallow: Target) -> None:
 
 
 class PairRollout(Rollout):
-    """A drafter whose distribution depends on a node's last two tokens alone; it counts its nodes."""
+    """A rollout whose distribution depends on a node's last two tokens alone."""
 
     def __init__(self, root: Tensor) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -115,7 +115,7 @@ class PairRollout(Rollout):
 
 @pytest.mark.parametrize("roots", [[2], [1, 4]], ids=["one", "two"])
 def test_shared_subtrees_equal_drafted_ones(shallow: Target, roots: list[int]) -> None:
-    """Where two tokens decide q, the graph's tree is the drafted one, and each pair of tokens is run once."""
+    """If two tokens decide q, the graph's tree is the drafted one, and each pair of tokens is run once."""
     builder = Eagle2(6, 40, 5)
     context, tails = placed(shallow, [[root, root] for root in roots], builder), [[root, root] for root in roots]
     drafted = builder.expand(context, PairRollout(torch.tensor(roots)))
@@ -135,19 +135,19 @@ def test_retrieval_is_gated_by_entropy(shallow: Target) -> None:
     inner = {"choice": "eagle3", **EAGLE3}
     torch.manual_seed(0)
     hybrid = Hybrid(shallow, inner).eval()
-    kept: dict[str, list[list[list[int]]]] = {}
+    token_lists: dict[str, list[list[list[int]]]] = {}
     counts = {}
     for name, entropy in (("never", 0.0), ("always", None)):
         drafter = ReSpec(shallow, inner, entropy=entropy).eval()
         drafter.load_state_dict(hybrid.state_dict())
         builder = Keeping(WIDE)
-        found = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder)
-        assert [row.output for row in found] == [row.output for row in decode(shallow, PROMPTS, Greedy(), LIMIT)]
-        kept[name], counts[name] = [sorted(tree.tokens[0].tolist()) for tree in builder.trees], drafter
+        generations = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder)
+        assert [row.output for row in generations] == [row.output for row in decode(shallow, PROMPTS, Greedy(), LIMIT)]
+        token_lists[name], counts[name] = [sorted(tree.tokens[0].tolist()) for tree in builder.trees], drafter
     for name, other in (("always", hybrid), ("never", hybrid.inner)):
         builder = Keeping(WIDE)
         decode(shallow, PROMPTS, Greedy(), LIMIT, other, builder)
-        assert kept[name] == [sorted(tree.tokens[0].tolist()) for tree in builder.trees]
+        assert token_lists[name] == [sorted(tree.tokens[0].tolist()) for tree in builder.trees]
     assert counts["never"].num_lookups == counts["never"].num_joined == 0
     assert counts["always"].num_lookups == counts["always"].num_rows
     rollout = RootEntropyRollout(PairRollout(torch.tensor([2, 3])))
@@ -157,14 +157,15 @@ def test_retrieval_is_gated_by_entropy(shallow: Target) -> None:
 
 
 def test_copies_join_by_their_chance(shallow: Target) -> None:
-    """A chance that none reaches leaves the drafter alone, but what copies proposed is judged."""
+    """If no copy is likely enough, the drafter's tree stays as it is, but the copies are still judged."""
     drafter = ReSpec(shallow, {"choice": "eagle3", **EAGLE3}, entropy=None, chance=1.0).eval()
     decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, WIDE)
     assert drafter.num_joined == 0 < drafter.num_lookups and drafter.copying.estimator.trials[0].sum() > 0
 
 
 def test_a_bigram_table_is_what_single_tokens_predict(shallow: Target, tmp_path: Path) -> None:
-    """Equal to forwards of one token; saved is loaded; chains take the likeliest next token; another target is refused."""
+    """The table equals forwards of one token, and loads as saved; chains take the likeliest token; another target is
+    refused."""
     drafter = Bigrams(shallow, str(tmp_path / "table"), top=3, copies=False)
     table = drafter.target_table
     for token in (3, 700, 2047):
@@ -182,35 +183,35 @@ def test_a_bigram_table_is_what_single_tokens_predict(shallow: Target, tmp_path:
         Bigrams(shallow, str(tmp_path / "table"), top=4)
 
 
-def searched(shares: dict, pair: tuple[int, int], depth: int, simulations: int, constant: float) -> set[tuple[int, ...]]:
-    """The paths of a PUCT search by its definition, with statistics by path."""
+def search_paths(shares: dict, pair: tuple[int, int], depth: int, simulations: int, constant: float) -> set[tuple[int, ...]]:
+    """Return the paths of a PUCT search by its definition, with statistics by path."""
     visits: dict[tuple[int, ...], int] = defaultdict(int)
     values: dict[tuple[int, ...], float] = defaultdict(float)
-    found: set[tuple[int, ...]] = set()
+    paths: set[tuple[int, ...]] = set()
     for _ in range(simulations):
         path: tuple[int, ...] = ()
-        chance, here = 1.0, pair
-        while shares.get(here) and len(path) < depth:
-            total = 1 + sum(visits[(*path, token)] for token in shares[here])
+        path_prob, pair_now = 1.0, pair
+        while shares.get(pair_now) and len(path) < depth:
+            total = 1 + sum(visits[(*path, token)] for token in shares[pair_now])
             scores = {}
-            for token, share in shares[here].items():
+            for token, share in shares[pair_now].items():
                 times = visits[(*path, token)]
                 mean = values[(*path, token)] / times if times else 0.0
                 scores[token] = mean + constant * share * sqrt(total) / (1 + times)
-            token = max(scores, key=lambda one: scores[one])
-            chance, path, here = chance * shares[here][token], (*path, token), (here[1], token)
-            if path not in found:
-                found.add(path)
+            token = max(scores, key=lambda candidate: scores[candidate])
+            path_prob, path, pair_now = path_prob * shares[pair_now][token], (*path, token), (pair_now[1], token)
+            if path not in paths:
+                paths.add(path)
                 break
         for end in range(1, len(path) + 1):
             visits[path[:end]] += 1
-            values[path[:end]] += chance
-    return found
+            values[path[:end]] += path_prob
+    return paths
 
 
 @pytest.mark.parametrize("constant", [0.0, 0.3, 1.0, 4.0])
 def test_trigrams_are_searched_by_puct(constant: float) -> None:
-    """The tree of a search is that of its definition, and a pair drops its lightest token when it has too many."""
+    """The tree of a search is that of its definition, and a pair with too many tokens drops its lightest."""
     table = TrigramTable(3)
     table.add_text(torch.randint(0, 5, (300,)).tolist())
     shares = {pair: table.next_probs(pair) for pair in table.weights}
@@ -218,7 +219,7 @@ def test_trigrams_are_searched_by_puct(constant: float) -> None:
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tree.tokens[1:], tree.parents[1:]):
         paths.append((*paths[parent], token))
-    assert set(paths[1:]) == searched(shares, (1, 2), 4, 25, constant) and len(set(paths)) == len(paths)
+    assert set(paths[1:]) == search_paths(shares, (1, 2), 4, 25, constant) and len(set(paths)) == len(paths)
     small = TrigramTable(2)
     for token, weight in ((5, 0.5), (6, 0.2), (7, 0.4), (5, 0.1)):
         small.add_weight((1, 2), token, weight)
@@ -242,13 +243,13 @@ def test_trigrams_learn_from_every_verified_node(shallow: Target) -> None:
     """Weights are the target's probabilities after each pair, summed one by one; the output is greedy."""
     drafter = RecordingTrigrams(shallow, top=2048)
     drafter.rounds.clear()
-    found = decode(shallow, PROMPTS, Greedy(), 8, drafter, Chain(3))
-    assert [row.output for row in found] == [row.output for row in decode(shallow, PROMPTS, Greedy(), 8)]
+    generations = decode(shallow, PROMPTS, Greedy(), 8, drafter, Chain(3))
+    assert [row.output for row in generations] == [row.output for row in decode(shallow, PROMPTS, Greedy(), 8)]
     sums: dict[tuple[int, int], Tensor] = defaultdict(lambda: torch.zeros(2048))
     for texts, tree, logits, working in drafter.rounds:
         for row in [row for row, works in enumerate(working) if works]:
             for node in tree.valid[row].nonzero()[:, 0].tolist():
-                path = [int(tree.tokens[row, one]) for one in tree.ancestors[row, node].nonzero()[:, 0]]
+                path = [int(tree.tokens[row, ancestor]) for ancestor in tree.ancestors[row, node].nonzero()[:, 0]]
                 pair = tuple([*texts[row][:-1], *path][-2:])
                 sums[pair] += logits[row, node].softmax(-1)  # type: ignore[index]
     assert sums.keys() == drafter.table.weights.keys() and len(sums) > 8

@@ -1,4 +1,4 @@
-"""ReDrafter: what is trained is what is decoded, and its equations written out."""
+"""ReDrafter: training and decoding are the same, and both equal the equations written out."""
 
 from typing import Literal
 
@@ -20,18 +20,18 @@ from .forced import Probe, shaken, walk
 STEPS = 3
 
 
-def make(target: Target, cell: Literal["silu", "linear"] = "silu") -> Redrafter:
+def make_drafter(target: Target, cell: Literal["silu", "linear"] = "silu") -> Redrafter:
     drafter = Redrafter(target, num_steps=STEPS, num_blocks=1, vocab_size=512, cell=cell)
     return shaken(drafter, target)  # type: ignore[no-any-return]
 
 
 def by_hand(drafter: Redrafter, tokens: Tensor, final: Tensor) -> Tensor:
-    """log q [V] behind tokens [k + 1], of which the first follows the state `final` [D]."""
+    """Return log q [V] behind tokens [k + 1], of which the first follows the state `final` [D]."""
     embedded = drafter.head.embed(tokens[None])[0]
     is_linear = drafter.cell == "linear"
     state = drafter.rnn_w.weight @ embedded[0] if is_linear else embedded[0]
-    for further in embedded[1:]:
-        state = drafter.rnn_u.weight @ state + drafter.rnn_w.weight @ further + drafter.rnn_w.bias
+    for next_embedded in embedded[1:]:
+        state = drafter.rnn_u.weight @ state + drafter.rnn_w.weight @ next_embedded + drafter.rnn_w.bias
         state = state if is_linear else F.silu(state)
     mixed = torch.cat([state, final])
     for block in drafter.blocks:
@@ -41,20 +41,20 @@ def by_hand(drafter: Redrafter, tokens: Tensor, final: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("cell", ["silu", "linear"])
 def test_decoding_is_the_papers_recurrence_along_the_true_path(shallow: Target, cell: Literal["silu", "linear"]) -> None:
-    """Over rounds of one to four tokens, some without a draft, every step says what section 3.1 or TensorRT-LLM writes."""
-    drafter = make(shallow, cell)
+    """Over rounds of one to four tokens, some without a draft, every step equals section 3.1 or TensorRT-LLM's form."""
+    drafter = make_drafter(shallow, cell)
     batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None
     final = batch.features.at_layer("final")
-    for row, index, said in walk(drafter, shallow, batch.tokens, STEPS):
+    for row, index, log_q in walk(drafter, shallow, batch.tokens, STEPS):
         for step in range(STEPS):
             expected = by_hand(drafter, batch.tokens[row, index + 1 : index + 2 + step], final[row, index])
-            torch.testing.assert_close(said[step], expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(log_q[step], expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_loss_is_of_what_is_decoded(shallow: Target) -> None:
-    """sum_k decay^k KL(p || q_k) over the draft vocabulary, q_k by hand at every supervised index."""
-    drafter = make(shallow)
+    """The loss is sum_k decay^k KL(p || q_k) over the draft vocabulary, with q_k by hand at every supervised index."""
+    drafter = make_drafter(shallow)
     batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None
     final, ids, total = batch.features.at_layer("final"), drafter.draft_ids, 0.0
@@ -73,8 +73,8 @@ def test_the_loss_is_of_what_is_decoded(shallow: Target) -> None:
     assert float(losses.total) == pytest.approx(total, rel=1e-4)
 
 
-def test_an_untrained_one_repeats_the_target(shallow: Target) -> None:
-    """Before training every step says what the target says after the last known state, within the draft vocabulary."""
+def test_an_untrained_drafter_repeats_the_target(shallow: Target) -> None:
+    """Before training every step has the target's log probabilities after the last state, within the draft vocabulary."""
     drafter = Redrafter(shallow, vocab_size=512).eval()
     drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
     context = begun(shallow, [[5, 6, 7, 8]], drafter, Chain(1), 40)
@@ -82,6 +82,6 @@ def test_an_untrained_one_repeats_the_target(shallow: Target) -> None:
     with torch.no_grad():
         proposed(drafter, context, probe)
         last = context.new_features.at_layer("final")[:, int(context.num_new[0]) - 1]
-        wanted = shallow.head.logits(last)[:, drafter.draft_ids].float().log_softmax(-1)
-    for said in (probe.said[0][:, 0], probe.said[1][:, 0], probe.said[1][:, 1]):
-        torch.testing.assert_close(said, wanted, rtol=1e-4, atol=1e-4)
+        expected = shallow.head.logits(last)[:, drafter.draft_ids].float().log_softmax(-1)
+    for log_q in (probe.said[0][:, 0], probe.said[1][:, 0], probe.said[1][:, 1]):
+        torch.testing.assert_close(log_q, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The target drafts for itself, reading less: drafts where nothing is left out, where something is, and what it reads."""
+"""The target drafts for itself on a reduced cache or reduced weights: which drafts result, and how many bytes are read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from tests.models import architectures
 
 TEXTS = ("The bees find the hive. The bees find the hive and the bees", "one two three four one two three", "What is it?")
 SMALL = {"choice": "causal", "num_layers": 1}
-WHOLE: dict[str, dict[str, Any]] = {
+FULL_BUDGET: dict[str, dict[str, Any]] = {
     "window": {"cache": "window", "budget": 400},
     "snap": {"cache": "snap", "budget": 400},
     "quest": {"cache": "quest", "budget": 400, "page": 4},
@@ -77,18 +77,18 @@ def prompts(tiny: Target) -> list[list[int]]:
     return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
 
 
-# Where nothing is left out
+# Nothing left out
 
 
-@pytest.mark.parametrize("case", WHOLE)
-def test_the_whole_text_drafts_what_the_target_says(shallow: Target, prompts: list[list[int]], case: str) -> None:
-    """With a budget of the whole text every draft is kept: a round emits all of a chain and the bonus."""
-    found = decode(shallow, prompts, Greedy(), 17, SelfDraft(shallow, **WHOLE[case]), Chain(3), ignore_eos=True)
-    assert all(one.round_lengths == [4, 4, 4, 4] for one in found)
+@pytest.mark.parametrize("case", FULL_BUDGET)
+def test_the_full_text_drafts_what_the_target_says(shallow: Target, prompts: list[list[int]], case: str) -> None:
+    """With a budget of the full text every draft is accepted: a round emits the chain and the bonus token."""
+    generations = decode(shallow, prompts, Greedy(), 17, SelfDraft(shallow, **FULL_BUDGET[case]), Chain(3), ignore_eos=True)
+    assert all(generation.round_lengths == [4, 4, 4, 4] for generation in generations)
 
 
-def windowed(tiny: Target, window: int) -> Target:
-    """A random target whose layers all see their last positions alone."""
+def make_windowed_target(tiny: Target, window: int) -> Target:
+    """Make a random target whose layers all attend within a window."""
     config = MistralConfig(
         vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=256, sliding_window=window,
@@ -101,69 +101,69 @@ def windowed(tiny: Target, window: int) -> Target:
 
 @pytest.mark.parametrize("case", ["window", "snap", "quest", "compress"])
 def test_window_layers_miss_nothing(tiny: Target, prompts: list[list[int]], case: str) -> None:
-    """Layers that see 6 positions draft what they say from any 12 tokens: whatever is chosen, these hold the newest."""
-    target = windowed(tiny, 6)
-    assert {kept.range.window for kept in target.architecture.attention_layers.values()} == {6}
+    """Layers with a window of 6 draft exactly from any selection of 12 tokens, because it holds the newest ones."""
+    target = make_windowed_target(tiny, 6)
+    assert {layer.range.window for layer in target.architecture.attention_layers.values()} == {6}
     options = {**LESS[case], "budget": 12, "refresh": 8}
-    found = decode(target, prompts[:2], Greedy(), 17, SelfDraft(target, **options), Chain(3), ignore_eos=True)
-    assert all(one.round_lengths == [4, 4, 4, 4] for one in found)
+    generations = decode(target, prompts[:2], Greedy(), 17, SelfDraft(target, **options), Chain(3), ignore_eos=True)
+    assert all(generation.round_lengths == [4, 4, 4, 4] for generation in generations)
 
 
-# Where something is
+# Keys or bits left out
 
 
 @pytest.mark.sweep(5, free=("case",))
 @pytest.mark.parametrize("case", LESS)
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(depth=3, budget=8, top_k=3)], ids=["chain", "eagle2"])
 def test_drafted_equals_greedy(shallow: Target, prompts: list[list[int]], case: str, builder: TreeBuilder) -> None:
-    """Texts of different lengths together, by chain and tree."""
+    """Texts of different lengths, decoded together by chain and tree, have the greedy output."""
     expected = [decode(shallow, [prompt], Greedy(), 14, ignore_eos=True)[0].output for prompt in prompts]
     drafter = SelfDraft(shallow, **LESS[case])
-    for _ in range(2):  # nothing of one decoding is left to the next
-        found = decode(shallow, prompts, Greedy(), 14, drafter, builder, ignore_eos=True)
-        assert [one.output for one in found] == expected
+    for _ in range(2):  # a decoding leaves nothing to the next
+        generations = decode(shallow, prompts, Greedy(), 14, drafter, builder, ignore_eos=True)
+        assert [row.output for row in generations] == expected
 
 
 def test_it_equals_generate(tiny: Target, prompts: list[list[int]]) -> None:
-    """Of transformers' own model."""
+    """The output equals that of transformers' own `generate`."""
     with reference_model(tiny) as model:
         expected = [generate(model, prompt, 16, tiny.stop_ids) for prompt in prompts]
     for case in ("quest", "coded"):
-        found = decode(tiny, prompts, Greedy(), 16, SelfDraft(tiny, **LESS[case]), Chain(4))
-        assert [one.output for one in found] == expected
+        generations = decode(tiny, prompts, Greedy(), 16, SelfDraft(tiny, **LESS[case]), Chain(4))
+        assert [row.output for row in generations] == expected
 
 
-def hidden_from(target: Target, context: Context, chosen: list[int]) -> Tensor:
-    """What the whole target says after the root [V], if that saw these tokens of the text alone, which saw all before them."""
+def log_probs_over(target: Target, context: Context, visible_positions: list[int]) -> Tensor:
+    """Return log p [V] after the root if it sees only these positions of the text, which saw all positions before them."""
     length = int(context.lengths)
     cache = target.new_cache(1, length + 1)
     tokens = context.tokens[:, : length + 1]
-    every = torch.ones(1, length, length, dtype=torch.bool).tril()
-    target.run(tokens[:, :length], ForwardPlan(mask=every, cache=cache))
-    seen = torch.zeros(1, 1, length + 1, dtype=torch.bool)
-    seen[..., [*chosen, length]] = True
-    plan = ForwardPlan(logits=True, positions=torch.tensor([[length]]), mask=seen, cache=cache)
+    causal = torch.ones(1, length, length, dtype=torch.bool).tril()
+    target.run(tokens[:, :length], ForwardPlan(mask=causal, cache=cache))
+    visible = torch.zeros(1, 1, length + 1, dtype=torch.bool)
+    visible[..., [*visible_positions, length]] = True
+    plan = ForwardPlan(logits=True, positions=torch.tensor([[length]]), mask=visible, cache=cache)
     logits = target.run(tokens[:, length:], plan).logits
     assert logits is not None
     return logits[0, 0].log_softmax(-1)
 
 
 def test_positions_stay_those_of_the_text(shallow: Target, prompts: list[list[int]]) -> None:
-    """A draft behind sinks and a window is what the target says where all other tokens are hidden from it."""
+    """A draft from sinks and a window equals the target with all other tokens hidden from the root."""
     drafter = SelfDraft(shallow, "window", 7, sinks=2)
     context = begun(shallow, prompts[:1], drafter, Chain(3))
     draft = drafter.draft(context)
     assert draft.rollout is not None
     length = int(context.lengths)
-    expected = hidden_from(shallow, context, [0, 1, *range(length - 5, length)])
+    expected = log_probs_over(shallow, context, [0, 1, *range(length - 5, length)])
     with torch.inference_mode():
         torch.testing.assert_close(draft.rollout.start()[0, 0], expected, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(expected, hidden_from(shallow, context, [*range(length)]), atol=1e-2)
+    assert not torch.allclose(expected, log_probs_over(shallow, context, [*range(length)]), atol=1e-2)
 
 
 @pytest.mark.parametrize("case", ["both", "coded", "window"])
 def test_what_stays_is_what_a_prefill_writes(shallow: Target, prompts: list[list[int]], case: str) -> None:
-    """After some rounds the target's cache holds what reading the texts at once gives: nothing that a draft computed."""
+    """After some rounds the target's cache equals that of a prefill of the texts: nothing that a draft computed is left."""
     drafter, builder = SelfDraft(shallow, **LESS[case]), Chain(3)
     runner = EagerRunner(shallow, Greedy(), drafter, builder)
     runner.prefill(make_request(shallow, prompts, 30, ignore_eos=True))
@@ -172,27 +172,27 @@ def test_what_stays_is_what_a_prefill_writes(shallow: Target, prompts: list[list
             runner.run_rounds(30)
         context = runner.context
         for row, length in enumerate(context.lengths.tolist()):
-            fresh = shallow.new_cache(1, length)
-            shallow.prefill(context.tokens[row : row + 1, :length], torch.tensor([length]), fresh, ())
+            cache = shallow.new_cache(1, length)
+            shallow.prefill(context.tokens[row : row + 1, :length], torch.tensor([length]), cache, ())
             for layer in range(shallow.num_layers):
-                for mine, theirs in zip(context.cache.keys_values(layer), fresh.keys_values(layer)):
-                    torch.testing.assert_close(mine[row, :length], theirs[0, :length], rtol=1e-4, atol=1e-4)
+                for actual, expected in zip(context.cache.keys_values(layer), cache.keys_values(layer)):
+                    torch.testing.assert_close(actual[row, :length], expected[0, :length], rtol=1e-4, atol=1e-4)
 
 
 def test_pages_are_selected_by_the_queries_of_each_step(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With refresh=0 every layer of every draft step selects by its own query; what it reads is counted with each step."""
+    """With refresh=0 every layer of every draft step selects pages by its own query, and the read bytes grow with each step."""
     queries: list[tuple[int, Tensor]] = []
     inner = QuestSelector.select_keys
 
-    def recorded(self: QuestSelector, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
+    def record_queries(self: QuestSelector, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
         assert selection.queries is not None
         queries.append((layer, selection.queries))
         return inner(self, layer, selection, counts)
 
-    monkeypatch.setattr(QuestSelector, "select_keys", recorded)
+    monkeypatch.setattr(QuestSelector, "select_keys", record_queries)
     prompt, read = [*range(10, 30)], []
     for depth in (1, 2):
-        read.append(drafted(shallow, SelfDraft(shallow, **LESS["quest_steps"]), prompt, depth).keys)
+        read.append(draft_and_count(shallow, SelfDraft(shallow, **LESS["quest_steps"]), prompt, depth).keys)
     steps = [
         queries[: shallow.num_layers],
         queries[shallow.num_layers : 2 * shallow.num_layers],
@@ -203,7 +203,7 @@ def test_pages_are_selected_by_the_queries_of_each_step(shallow: Target, monkeyp
         assert torch.equal(first[1], again[1]) and not torch.equal(first[1], second[1])
 
 
-def test_one_set_of_codes_drafts_and_verifies() -> None:
+def test_the_same_codes_draft_and_verify() -> None:
     """QSpec: drafts run the target's own 4-bit codes on rounded activations, hold no weights, and leave its output."""
     target = load_coded("tiny", dtype="float32")
     assert not any(isinstance(child, nn.Linear) for child in target.layers.modules())
@@ -212,8 +212,8 @@ def test_one_set_of_codes_drafts_and_verifies() -> None:
     prompt, drafter = [*range(10, 30)], SelfDraft(target, "full", activations="int4")
     with reference_model(target) as model:
         expected = generate(model, prompt, 12, target.stop_ids)
-    (one,) = decode(target, [prompt], Greedy(), 12, drafter, Chain(3))
-    assert one.output == expected and max(one.round_lengths) > 1
+    (generation,) = decode(target, [prompt], Greedy(), 12, drafter, Chain(3))
+    assert generation.output == expected and max(generation.round_lengths) > 1
     assert extra_memory(target, drafter, Chain(3), Greedy(), prompt)["weights"] == 0
 
 
@@ -222,24 +222,27 @@ def coded_linears(target: Target) -> list[Any]:
 
 
 def test_guesses_change_no_draft(shallow: Target) -> None:
-    """Copies run along spare forwards of the drafting target, and nothing else: the same rounds, by fewer weights read."""
+    """Guessed continuations change no round and reduce the weights that are read."""
     prompt = [5, 6, 7, 8, 9, 10] * 3
-    found, read = [], []
+    outputs, read = [], []
     for guesses in (0, 3):
         drafter = SelfDraft(shallow, "window", 12, guesses=guesses)
-        (one,) = decode(shallow, [prompt], Greedy(), 30, drafter, Chain(4), ignore_eos=True)
-        found.append((one.output, one.round_lengths))
+        (generation,) = decode(shallow, [prompt], Greedy(), 30, drafter, Chain(4), ignore_eos=True)
+        outputs.append((generation.output, generation.round_lengths))
         read.append(drafter.bytes_read.weights)
-    assert found[0] == found[1] and read[1] < read[0]
+    assert outputs[0] == outputs[1] and read[1] < read[0]
 
 
 def test_a_helper_that_is_right_saves_forwards(shallow: Target, prompts: list[list[int]]) -> None:
-    """A small model drafts for the target on its reduced cache: the same rounds; where its guesses are what the target says,
-    a chain of 4 takes the root's forward with three guesses and no other."""
+    """A helper drafts for the target on its reduced cache with the same rounds. If its three guesses are right, a chain of 4
+    takes one forward."""
     settings = {"cache": "window", "budget": 12, "guesses": 3}
     helped = SelfDraft(shallow, **settings, helper=SMALL)
     rounds = [
-        [(one.output, one.round_lengths) for one in decode(shallow, prompts, Greedy(), 16, drafter, Chain(4), ignore_eos=True)]
+        [
+            (generation.output, generation.round_lengths)
+            for generation in decode(shallow, prompts, Greedy(), 16, drafter, Chain(4), ignore_eos=True)
+        ]
         for drafter in (SelfDraft(shallow, **{**settings, "guesses": 0}), helped)
     ]
     assert rounds[0] == rounds[1]
@@ -251,32 +254,32 @@ def test_a_helper_that_is_right_saves_forwards(shallow: Target, prompts: list[li
         rollout: Any = draft.rollout
         rollout.guesser.continue_paths = lambda paths, last, count: torch.tensor([[*tokens, 0, 0, 0][len(paths[0]) :][:count]])
         run = drafter.compute_log_probs
-        drafter.compute_log_probs = lambda *given: nodes.append(given[1].shape[1]) or run(*given)  # type: ignore
+        drafter.compute_log_probs = lambda *args: nodes.append(args[1].shape[1]) or run(*args)  # type: ignore
         assert Chain(4).grow(context, draft).tokens[0, 1:].tolist() == tokens and nodes == [4]
 
 
-# What it reads
+# Bytes read
 
 
 @contextmanager
-def handed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Bytes of the keys and values that each call of attention in torch's operations is handed."""
+def record_attention_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Record the bytes of the keys and values that each call of attention in torch's operations receives."""
     sizes: list[int] = []
     inner = kv_cache.tree_attention
 
-    def measured(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    def record_bytes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         sizes.append(k.numel() * k.element_size() + v.numel() * v.element_size())
         return inner(q, k, v, *rest)
 
     with monkeypatch.context() as patch:
         patch.setenv("SPECTRAIN_KERNELS", "reference")
         for module in (attention, kv_cache):
-            patch.setattr(module, "tree_attention", measured)
+            patch.setattr(module, "tree_attention", record_bytes)
         yield sizes
 
 
-def drafted(target: Target, drafter: SelfDraft, prompt: list[int], depth: int) -> BytesRead:
-    """What drafting a chain in a first round reads, what choosing takes left out."""
+def draft_and_count(target: Target, drafter: SelfDraft, prompt: list[int], depth: int) -> BytesRead:
+    """Return the bytes that drafting a chain in a first round reads, without those of selecting keys."""
     context = begun(target, [prompt], drafter, Chain(depth))
     with torch.inference_mode():
         draft = drafter.draft(context)
@@ -289,13 +292,13 @@ def drafted(target: Target, drafter: SelfDraft, prompt: list[int], depth: int) -
 def test_keys_are_counted_as_attention_is_handed_them(
     shallow: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Drafting: every slot of the small cache, or of all of it, and of what was drafted."""
+    """The counted bytes of drafting are those of the keys and values that attention receives."""
     drafter = SelfDraft(shallow, **LESS[case])
     context = begun(shallow, prompts[:1], drafter, Chain(3))
     with torch.inference_mode():
         draft = drafter.draft(context)
         before = drafter.bytes_read
-        with handed_over(monkeypatch) as sizes:
+        with record_attention_bytes(monkeypatch) as sizes:
             context.builder.grow(context, draft)
     assert len(sizes) == 3 * shallow.num_layers and drafter.bytes_read.keys - before.keys == sum(sizes)
 
@@ -303,52 +306,52 @@ def test_keys_are_counted_as_attention_is_handed_them(
 def test_verification_is_counted_as_attention_is_handed_it(
     shallow: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a whole decoding without a drafter's forwards: those of a drafter that copies."""
+    """Of a decoding with a drafter that only copies, the counted bytes of verification are those that attention receives."""
     from spectrain.drafters.ngram import Ngram
 
-    with handed_over(monkeypatch) as sizes:
-        (one,) = decode(shallow, prompts[:1], Greedy(), 12, Ngram(shallow), Chain(3), ignore_eos=True)
-    assert verification_reads(shallow, one).keys == sum(sizes)
+    with record_attention_bytes(monkeypatch) as sizes:
+        (generation,) = decode(shallow, prompts[:1], Greedy(), 12, Ngram(shallow), Chain(3), ignore_eos=True)
+    assert verification_reads(shallow, generation).keys == sum(sizes)
 
 
 def test_few_bits_are_counted_as_they_are_held(shallow: Target) -> None:
-    """Of a text of whole groups: all codes with their scales, and the drafted tokens as they are, in every layer."""
+    """The counted bytes of a text of full groups are all codes with their scales and the drafted tokens, in every layer."""
     prompt = [*range(10, 26)]
     drafter = SelfDraft(shallow, "int4", group=8)
-    found = drafted(shallow, drafter, prompt, 2)
+    read = draft_and_count(shallow, drafter, prompt, 2)
     assert drafter.quantized_kv is not None
-    held = sum(codes.nbytes for codes in (*drafter.quantized_kv.keys.values(), *drafter.quantized_kv.values.values()))
+    cached_bytes = sum(codes.nbytes for codes in (*drafter.quantized_kv.keys.values(), *drafter.quantized_kv.values.values()))
     slot = 2 * 2 * 32 * 4  # keys and values of two heads of 32 in float32
-    assert found.keys == 2 * held + (1 + 2) * slot * shallow.num_layers
-    assert held == shallow.num_layers * 16 * 2 * (32 / 2 + 32 * 4 / 8 + 32 / 2 + 4)
+    assert read.keys == 2 * cached_bytes + (1 + 2) * slot * shallow.num_layers
+    assert cached_bytes == shallow.num_layers * 16 * 2 * (32 / 2 + 32 * 4 / 8 + 32 / 2 + 4)
 
 
 @pytest.mark.parametrize("weights", ["full", "int4"])
 def test_weights_are_counted_as_modules_read_them(
     prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, weights: Any
 ) -> None:
-    """Every linear and norm that ran, by what it holds or by the codes in its place."""
+    """The counted bytes are those of every linear layer and norm that ran, or of the codes in its place."""
     target, sizes = load_tiny(), []
 
-    def hook(module: nn.Module, args: Any) -> None:
+    def record_weights(module: nn.Module, args: Any) -> None:
         coded = isinstance(vars(module).get("forward"), QuantizedLinear)
         if not coded and not [*module.children()] and not isinstance(module, nn.Embedding):
             sizes.extend(weight.numel() * weight.element_size() for weight in module.parameters())
 
     inner = QuantizedLinear.__call__
 
-    def measured(self: QuantizedLinear, input: Tensor) -> Tensor:
+    def record_codes(self: QuantizedLinear, input: Tensor) -> Tensor:
         sizes.append(self.weight.nbytes)
         return inner(self, input)
 
     drafter = SelfDraft(target, "window", 8, weights=weights)
     drafter.drafting_weights(target)
-    monkeypatch.setattr(QuantizedLinear, "__call__", measured)
+    monkeypatch.setattr(QuantizedLinear, "__call__", record_codes)
     context = begun(target, prompts[:1], drafter, Chain(2))
     with torch.inference_mode():
         draft = drafter.draft(context)
         before = drafter.bytes_read
-        handles = [module.register_forward_pre_hook(hook) for module in target.model.modules()]
+        handles = [module.register_forward_pre_hook(record_weights) for module in target.model.modules()]
         context.builder.grow(context, draft)
     for handle in handles:
         handle.remove()
@@ -356,16 +359,16 @@ def test_weights_are_counted_as_modules_read_them(
 
 
 def test_a_window_layer_reads_what_it_reaches(tiny: Target) -> None:
-    """As many slots as some node of a chain sees, by its mask."""
-    target, length = windowed(tiny, 6), 20
+    """The counted slots are as many as some node of a chain sees, by its mask."""
+    target, length = make_windowed_target(tiny, 6), 20
     slot = 2 * 2 * 8 * 4
     for nodes in (1, 3, 9):
-        sees = torch.arange(length + nodes) <= torch.arange(length, length + nodes)[:, None]
-        sees &= torch.arange(length, length + nodes)[:, None] - torch.arange(length + nodes) < 6
-        assert key_bytes(target, length, nodes) == target.num_layers * slot * int(sees.any(0).sum())
+        visible = torch.arange(length + nodes) <= torch.arange(length, length + nodes)[:, None]
+        visible &= torch.arange(length, length + nodes)[:, None] - torch.arange(length + nodes) < 6
+        assert key_bytes(target, length, nodes) == target.num_layers * slot * int(visible.any(0).sum())
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -389,16 +392,16 @@ def test_mistakes_are_named(shallow: Target, options: dict[str, Any], message: s
         SelfDraft(shallow, **options)
 
 
-def test_it_is_told_apart_from_its_class(shallow: Target) -> None:
-    """What has nothing to train says so by the name that a command would use."""
-    nothing = torch.zeros(1, 0, dtype=torch.int64)
+def test_the_refusal_names_the_choice(shallow: Target) -> None:
+    """Training a drafter without weights is refused under the name that a command would use."""
+    no_tokens = torch.zeros(1, 0, dtype=torch.int64)
     with pytest.raises(UserError, match="^drafter=self: it has nothing to train; score it with spectrain eval drafter=self$"):
-        SelfDraft(shallow).loss(Batch(nothing, nothing.bool()), shallow, TrainingState())
+        SelfDraft(shallow).loss(Batch(no_tokens, no_tokens.bool()), shallow, TrainingState())
 
 
 @pytest.mark.parametrize(("name", "reason"), [("lfm2", "are recurrent"), ("llama4_text", "attend within chunks")])
 def test_targets_that_cannot_are_refused(tmp_path: Any, tiny: Target, name: str, reason: str) -> None:
-    """With the reason: layers that keep a state, and layers that see chunks."""
+    """Targets with recurrent layers or with chunked attention are refused with the reason."""
     architectures.save_small(name, tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=reason):

@@ -1,4 +1,4 @@
-"""The head that ends chains: its loss, what minimises it, and what a rollout says by it."""
+"""The head that ends chains: its loss, the minimum of that loss, and its probabilities in a rollout."""
 
 from typing import Any
 
@@ -19,24 +19,25 @@ from tests.drafters.forced import Probe
 ROWS, WIDTH, VOCAB = 7, 4, 9
 
 
-def said(head: StopHead) -> tuple[torch.Tensor, HeadTarget, HeadTarget]:
-    """States, and what drafter and target say after them."""
+def make_random_predictions(head: StopHead) -> tuple[torch.Tensor, HeadTarget, HeadTarget]:
+    """Return states with random predictions of drafter and target after them."""
     torch.manual_seed(0)
     states = torch.randn(ROWS, WIDTH, requires_grad=True)
-    mine, theirs = (HeadTarget(torch.randn(ROWS, WIDTH), Projection(torch.randn(VOCAB, WIDTH))) for _ in range(2))
+    drafter, target = (HeadTarget(torch.randn(ROWS, WIDTH), Projection(torch.randn(VOCAB, WIDTH))) for _ in range(2))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
-    return states, mine, theirs
+    return states, drafter, target
 
 
 @pytest.mark.parametrize("num_layers", [0, 2])
 def test_loss_equals_plain_python(num_layers: int) -> None:
-    """-alpha log c - w (1 - alpha) log(1 - c), summed over the rows, alpha = sum_v min(p, q); the states learn nothing."""
+    """The loss is -alpha log c - w (1 - alpha) log(1 - c), summed over rows, alpha = sum_v min(p, q); states get no
+    gradient."""
     head = StopHead(WIDTH, num_layers)
-    states, mine, theirs = said(head)
-    loss, expected = head.loss(states, mine, theirs), 0.0
+    states, drafter, target = make_random_predictions(head)
+    loss, expected = head.loss(states, drafter, target), 0.0
     for row in range(ROWS):
-        p, q = (one(slice(row, row + 1))[0].exp() for one in (theirs, mine))
+        p, q = (predictions(slice(row, row + 1))[0].exp() for predictions in (target, drafter))
         alpha = float(torch.minimum(p, q).sum())
         h = states[row].detach()
         for layer in head.layers:
@@ -50,49 +51,49 @@ def test_loss_equals_plain_python(num_layers: int) -> None:
 
 
 def test_it_learns_what_the_weight_makes_of_alpha() -> None:
-    """Trained on one place, it says c = alpha / (alpha + w (1 - alpha)): a rejection counts w times."""
+    """Trained on one row, it predicts c = alpha / (alpha + w (1 - alpha)): a rejection counts w times."""
     head = StopHead(WIDTH, 0)
-    states, mine, theirs = said(head)
-    one = [HeadTarget(other.final[:1], other.head) for other in (mine, theirs)]
+    states, drafter, target = make_random_predictions(head)
+    first_row = [HeadTarget(predictions.final[:1], predictions.head) for predictions in (drafter, target)]
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=100)
 
-    def step() -> torch.Tensor:
+    def run_closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = head.loss(states[:1], *one)
+        loss = head.loss(states[:1], *first_row)
         loss.backward()
         return loss
 
-    optimizer.step(step)  # type: ignore[no-untyped-call, unused-ignore]
-    alpha = torch.minimum(one[0](slice(0, 1)), one[1](slice(0, 1))).exp().sum()
+    optimizer.step(run_closure)  # type: ignore[no-untyped-call, unused-ignore]
+    alpha = torch.minimum(first_row[0](slice(0, 1)), first_row[1](slice(0, 1))).exp().sum()
     torch.testing.assert_close(
         head(states[:1]).sigmoid()[0], alpha / (alpha + REJECTION_WEIGHT * (1 - alpha)), atol=1e-3, rtol=1e-3
     )
 
 
 def test_a_rollout_says_it_of_every_node(shallow: Target) -> None:
-    """After the root and every further node; along a path in one step it says what it says step by step."""
+    """A rollout has the probability after the root and every node, the same for a path at once as step by step."""
     torch.manual_seed(0)
     drafter: Any = Causal(shallow, num_layers=1, stop_head=1).eval()
     torch.nn.init.normal_(drafter.stop_head.output.weight, std=0.02)
     prompt, tokens = [[5, 6, 7, 8]], torch.tensor([[9, 10, 11]])
-    found = []
+    results = []
     for at_once in (False, True):
         context = begun(shallow, prompt, drafter, Probe())
         with torch.inference_mode():
             rollout = drafter.draft(context).rollout
             rollout.start()
-            heard = [rollout.accept_probs]
-            follow = rollout.extend_path if at_once else super(type(rollout), rollout).extend_path
-            log_q = follow(tokens, torch.zeros(1, dtype=torch.int64), 1)
-        found.append((torch.cat([*heard, rollout.accept_probs], dim=1), log_q))
-    assert found[0][0].shape == (1, 4) and 0 < float(found[0][0].min()) < float(found[0][0].max()) < 1
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+            probs = [rollout.accept_probs]
+            extend_path = rollout.extend_path if at_once else super(type(rollout), rollout).extend_path
+            log_q = extend_path(tokens, torch.zeros(1, dtype=torch.int64), 1)
+        results.append((torch.cat([*probs, rollout.accept_probs], dim=1), log_q))
+    assert results[0][0].shape == (1, 4) and 0 < float(results[0][0].min()) < float(results[0][0].max()) < 1
+    for first, second in zip(*results):
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4)
 
 
 def test_chains_end_by_it(shallow: Target) -> None:
-    """A head that is sure of every token ends no chain, one that doubts all of them every one, and the output stays greedy.
-    With stop_on=token (BiLD, Kangaroo) the drafter's own largest probability decides, and the head nothing."""
+    """With a sure head no chain ends, with a doubtful one every chain does, and the output is greedy. With stop_on=token (BiLD,
+    Kangaroo) the drafter's largest probability decides instead of the head."""
     drafter: Any = Causal(shallow, num_layers=1, stop_head=0).eval()
     prompt, builder = [[5, 6, 7, 8]], Chain(4, stop=0.3)
     expected = decode(shallow, prompt, Greedy(), 12)[0].output

@@ -1,4 +1,4 @@
-"""Trees of several drafters are merged by path, and judged so that the output is the target's, whoever drew a token."""
+"""Trees of several drafters are merged by path and judged so that the output is the target's, whoever drew a token."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -26,8 +26,10 @@ INNER: list[Any] = ["ngram", {"choice": "causal", "num_layers": 1}, {"choice": "
 SHAPES = [widths(1), widths(1, 1), widths(2)]
 
 
-def merged(p: Model, qs: list[Model], drafts: list[Draft], dice: RandomSource) -> tuple[DrawnTree, list[tuple[int, ...]]]:
-    """The union of trees that drafters draw from their own q, and the path of every node."""
+def draw_merged_tree(
+    p: Model, qs: list[Model], drafts: list[Draft], dice: RandomSource
+) -> tuple[DrawnTree, list[tuple[int, ...]]]:
+    """Return the union of trees that drafters draw from their own q, and the path of every node."""
     row = MergedRow([0])
     paths: list[tuple[int, ...]] = [()]
     drawn_trees = [draft(q, dice) for draft, q in zip(drafts, qs)]
@@ -37,31 +39,33 @@ def merged(p: Model, qs: list[Model], drafts: list[Draft], dice: RandomSource) -
         paths.append((*paths[row.parents[node]], row.tokens[node]))
     children = [[child for child, parent in enumerate(row.parents) if parent == node] for node in range(len(paths))]
 
-    def draws(node: int) -> list[tuple[int, Any]]:
+    def list_draws(node: int) -> list[tuple[int, Any]]:
         return [(child, qs[drafter][paths[node]]) for child, drafter in row.draws.get(node, [])]
 
-    return DrawnTree(row.tokens, children, lambda node: p[paths[node]], lambda node: qs[0][paths[node]], draws=draws), paths
+    return DrawnTree(
+        row.tokens, children, lambda node: p[paths[node]], lambda node: qs[0][paths[node]], draws=list_draws
+    ), paths
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
 def test_two_drafters_draw_and_the_output_is_the_targets(kind: str, shape: Any) -> None:
-    """Of every pair of trees and every outcome of judging their union: the joint distribution is the target's, though the two
-    q's differ."""
+    """Summed over all pairs of trees and all outcomes of judging their union, the joint distribution is the target's, though
+    the two q differ."""
     length = max(map(len, shape)) + 1
     for seed in range(2):
         p, first = models(kind, 2, length, seed)
         _, second = models(kind, 2, length, seed + 7)
-        heads: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
-        draft = partial(merged, p, [first, second], [drawn(shape, "sampled")] * 2)
+        joint: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
+        draft = partial(draw_merged_tree, p, [first, second], [drawn(shape, "sampled")] * 2)
         for chance, (tree, paths) in every(draft):
             for share, (path, bonus) in every(partial(MultiStepSampling().select_path, tree)):
-                heads[(*paths[path[-1]], bonus)] += chance * share
-        assert continued(heads, p, length) == target_joint(p, length)
+                joint[(*paths[path[-1]], bonus)] += chance * share
+        assert continued(joint, p, length) == target_joint(p, length)
 
 
 def test_paths_are_merged() -> None:
-    """Nodes with the same path are one node, which both drafters drew; each drafter's q is at the merged node."""
+    """Nodes with the same path are one node that both drafters drew, and each drafter's q is at the merged node."""
     first = TokenTree.from_chain(torch.tensor([[9, 1, 2]]))
     second = TokenTree.from_parents(torch.tensor([[9, 3, 1, 4]]), torch.tensor([[-1, 0, 0, 2]]))
     plain = merge_trees([first, second], 6)
@@ -86,11 +90,11 @@ def make_union(target: Target, inner: list[Any] = INNER) -> Any:
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=3)], ids=lambda rule: rule.name)
 def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], rule: Any) -> None:
-    """By chains and dynamic trees, and the union holds every path that a drafter alone would have verified."""
-    expected = [one.output for one in decode(shallow, prompts, rule, 16, ignore_eos=True)]
+    """Chains and dynamic trees give the target's output, and the union stays within its budget."""
+    expected = [row.output for row in decode(shallow, prompts, rule, 16, ignore_eos=True)]
     drafter = make_union(shallow)
     for builder in (Chain(3), Eagle2(3, 10, 3)):
-        assert [one.output for one in decode(shallow, prompts, rule, 16, drafter, builder, ignore_eos=True)] == expected
+        assert [row.output for row in decode(shallow, prompts, rule, 16, drafter, builder, ignore_eos=True)] == expected
     context = begun(shallow, prompts, drafter, Eagle2(3, 10, 3))
     tree = proposed(drafter, context, Eagle2(3, 10, 3))
     tree.check_structure()
@@ -98,11 +102,11 @@ def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], rule: 
 
 
 def test_drawn_chains_are_judged_by_their_own_q(shallow: Target, prompts: list[list[int]]) -> None:
-    """Sampled chains of three drafters are verified as one tree; drafters with the same q draw independently."""
+    """Sampled chains of two drafters are verified as one tree; drafters with the same q draw independently."""
     drafter, builder = make_union(shallow, INNER[1:2] * 2), Chain(3, "sampled")
     drafter.inner[1].load_state_dict(drafter.inner[0].state_dict())
-    found = decode(shallow, prompts, MultiStepSampling(), 12, drafter, builder, ignore_eos=True)
-    assert all(len(one.output) == 12 for one in found)
+    generations = decode(shallow, prompts, MultiStepSampling(), 12, drafter, builder, ignore_eos=True)
+    assert all(len(row.output) == 12 for row in generations)
     tree = proposed(drafter, begun(shallow, prompts, drafter, builder), builder)
     assert isinstance(tree, UnionTree) and tree.tokens.shape[1] > 4
     torch.testing.assert_close(tree.drafter_q[0][:, 0], tree.drafter_q[1][:, 0])

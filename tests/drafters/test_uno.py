@@ -1,4 +1,4 @@
-"""Uno: gated LoRA over random tokens. What is trained is the paper's doubled forward, and two forwards a round decode it."""
+"""Uno: gated LoRA over random tokens. Training equals the paper's doubled forward, and decoding takes two forwards a round."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -39,8 +39,8 @@ UNO: dict[str, Any] = {
 LIMIT = 14
 
 
-def make(target: Target, size: float = 0.4, noise: str = "uniform", **options: Any) -> GatedMasks:
-    """A drafter of which every weight is random and not zero; gated LoRA for other inputs than random tokens."""
+def make_drafter(target: Target, size: float = 0.4, noise: str = "uniform", **options: Any) -> GatedMasks:
+    """Make a drafter with random weights that are not zero: Uno for random tokens, else gated LoRA."""
     torch.manual_seed(3)
     settings: dict[str, Any] = {**UNO, **options}
     drafter: GatedMasks = (
@@ -53,8 +53,8 @@ def make(target: Target, size: float = 0.4, noise: str = "uniform", **options: A
     return drafter.eval()
 
 
-def conversation(*lengths: int) -> Batch:
-    """Rows padded on the right, of which all but the first five tokens are the assistant's."""
+def make_conversations(*lengths: int) -> Batch:
+    """Make rows padded on the right; all tokens but the first five are the assistant's."""
     tokens, mask = torch.zeros(len(lengths), max(lengths), dtype=torch.int64), torch.zeros(len(lengths), max(lengths)).bool()
     for row, length in enumerate(lengths):
         tokens[row, :length], mask[row, 5:length] = torch.randint(3, 2000, (length,)), True
@@ -65,7 +65,7 @@ def conversation(*lengths: int) -> Batch:
 
 
 class GatedLinear(nn.Module):
-    """W x, and (alpha / rank) B A x on the noisy half."""
+    """W x, with (alpha / rank) B A x added on the noisy half."""
 
     def __init__(self, linear: nn.Linear, factors: nn.Module, scale: float, clean: int) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class GatedLinear(nn.Module):
 
 
 @contextmanager
-def doubled(target: Target, drafter: GatedMasks, clean: int) -> Iterator[Any]:
-    """transformers' own model with LoRA on the rows from `clean` on."""
+def gated_reference(target: Target, drafter: GatedMasks, clean: int) -> Iterator[Any]:
+    """Yield transformers' own model with LoRA on the rows from `clean` on."""
     with reference_model(target) as model:
         linears = {name: model.get_submodule(name) for name in drafter.names}
         for (name, linear), factors in zip(linears.items(), drafter.factors):
@@ -101,45 +101,45 @@ def papers_loss(target: Target, drafter: GatedMasks, tokens: Tensor, noise: Tens
     clean, earlier = j <= i, j // block < i // block
     own = (j // block == i // block) & (j <= i)
     visible = torch.cat([torch.cat([clean, torch.zeros_like(clean)], 1), torch.cat([earlier, own], 1)])
-    with doubled(target, drafter, length) as model:
+    with gated_reference(target, drafter, length) as model:
         bias = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
         logits = model(
             torch.cat([tokens, noise])[None], attention_mask=bias[None, None], position_ids=torch.cat([j, j])[None]
         ).logits[0]
     teacher, student = logits[:length].detach().softmax(-1), logits[length:].softmax(-1)
-    asked = (j >= block) & F.pad(mask[1:], (0, 1))
-    terms = 0.5 * (student - teacher).abs().sum(-1)[asked]
+    is_supervised = (j >= block) & F.pad(mask[1:], (0, 1))
+    terms = 0.5 * (student - teacher).abs().sum(-1)[is_supervised]
     return terms.sum() * mask.sum() / len(terms)
 
 
 @pytest.mark.parametrize("progress, block", [(0.0, 2), (0.34, 3), (0.5, 3), (0.99, 4), (1.0, 4)])
 def test_loss_is_that_of_the_papers_doubled_forward(shallow: Target, progress: float, block: int) -> None:
-    """Value and gradients, in every part of the curriculum, for the noise that this step draws."""
-    drafter, batch = make(shallow), conversation(21)
+    """The loss and its gradients are those of the doubled forward, in every part of the curriculum, with this step's noise."""
+    drafter, batch = make_drafter(shallow), make_conversations(21)
     state = TrainingState(step=5, progress=progress)
     blocks = drafter.make_blocks(batch, state)
     assert int(blocks.mask_index.max()) == block - 1
     noise = torch.zeros(21, dtype=torch.int64)
-    for column in reversed((blocks.mask_index[0] >= 0).nonzero()[:, 0].tolist()):  # past the end a block repeats the last place
+    for column in reversed((blocks.mask_index[0] >= 0).nonzero()[:, 0].tolist()):  # past the end a block repeats its last token
         noise[blocks.positions[0, column]] = blocks.tokens[0, column]
-    wanted = papers_loss(shallow, drafter, batch.tokens[0], noise, batch.loss_mask[0], block)
+    expected = papers_loss(shallow, drafter, batch.tokens[0], noise, batch.loss_mask[0], block)
     losses = drafter.loss(batch, shallow, state)
     assert losses.terms.keys() == {"masks"}
-    torch.testing.assert_close(losses.total, wanted, rtol=1e-4, atol=1e-4)
-    found, expected = (torch.autograd.grad(total, list(drafter.parameters())) for total in (losses.total, wanted))
-    for one, other in zip(found, expected):
-        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-4 * float(other.abs().max()))
+    torch.testing.assert_close(losses.total, expected, rtol=1e-4, atol=1e-4)
+    actual, reference = (torch.autograd.grad(total, list(drafter.parameters())) for total in (losses.total, expected))
+    for gradient, reference_gradient in zip(actual, reference):
+        torch.testing.assert_close(gradient, reference_gradient, rtol=2e-3, atol=1e-4 * float(reference_gradient.abs().max()))
 
 
 def test_noise_is_uniform_and_of_the_text_and_step(shallow: Target) -> None:
-    """Over all ids, the same however a text is batched or packed, other at another step; it never is the text itself."""
-    drafter, batch = make(shallow, num_masks=8, tiles=[8]), conversation(24, 17)
+    """Noise is uniform over all ids, the same however a text is batched or packed, and different at every step."""
+    drafter, batch = make_drafter(shallow, num_masks=8, tiles=[8]), make_conversations(24, 17)
     drawn = []
     for step in range(300):
-        together = drafter.make_blocks(batch, TrainingState(step))
-        alone = drafter.make_blocks(Batch(batch.tokens[1:, :17], batch.loss_mask[1:, :17]), TrainingState(step))
-        noise = together.tokens[:, 24:]
-        assert torch.equal(noise[1, : alone.tokens.shape[1] - 17], alone.tokens[0, 17:])
+        batched = drafter.make_blocks(batch, TrainingState(step))
+        single = drafter.make_blocks(Batch(batch.tokens[1:, :17], batch.loss_mask[1:, :17]), TrainingState(step))
+        noise = batched.tokens[:, 24:]
+        assert torch.equal(noise[1, : single.tokens.shape[1] - 17], single.tokens[0, 17:])
         drawn.append(noise[0])
     packed = Batch(
         torch.cat([batch.tokens[0], batch.tokens[1, :17]])[None],
@@ -155,7 +155,7 @@ def test_noise_is_uniform_and_of_the_text_and_step(shallow: Target) -> None:
 @pytest.mark.parametrize("tiles, message", [([], r"drafter\.tiles=\[\]"), ([5], "num_masks=4"), ([2, 0], r"tiles=\[2, 0\]")])
 def test_wrong_tiles_are_refused(shallow: Target, tiles: list[int], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        make(shallow, tiles=tiles)
+        make_drafter(shallow, tiles=tiles)
 
 
 # Decoding
@@ -170,21 +170,21 @@ BUILDER = pytest.mark.parametrize("builder", list(BUILDERS.values()), ids=list(B
 PROMPTS = [[5, 6, 7, 8, 9], [40, 41], [100, 3, 44, 8, 12, 90, 1500]]
 
 
-class Seen:
-    """A drafter that keeps the states of its own forward in every round, and what stood in the cache before and after it."""
+class RootStateRecorder:
+    """Records the states of a drafter's own forward in every round, and checks that the cache is unchanged by it."""
 
     def __init__(self, drafter: GatedMasks) -> None:
         self.rounds: list[tuple[list[int], Tensor]] = []
-        ahead = drafter.run_root_and_masks
+        run_root_and_masks = drafter.run_root_and_masks
 
-        def watched(context: Context) -> Tensor:
+        def record_states(context: Context) -> Tensor:
             length = int(context.cache.lengths[0])
-            states = ahead(context)
+            states = run_root_and_masks(context)
             assert context.cache.uncommitted == 0 and int(context.cache.lengths[0]) == length
             self.rounds.append((context.tokens[0, : length + 1].tolist(), states[0]))
             return states
 
-        drafter.run_root_and_masks = watched  # type: ignore[method-assign]
+        drafter.run_root_and_masks = record_states  # type: ignore[method-assign]
 
 
 @pytest.mark.sweep(3)
@@ -192,43 +192,47 @@ class Seen:
 @pytest.mark.parametrize("noise", ["uniform", "masks"])
 @pytest.mark.parametrize("strategy", ["apart", "quadratic", "linear"])
 def test_drafted_equals_greedy(shallow: Target, builder: TreeBuilder, noise: str, strategy: str) -> None:
-    """With random tokens or vectors at the masks, in one forward a round or two, alone and in a batch of ragged prompts."""
-    plain = [one.output for one in decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)]
+    """Drafted output is greedy with random tokens or vectors at masks, in one or two forwards, alone and in a ragged batch."""
+    plain = [row.output for row in decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)]
     for count in (1, 3):
-        drafter = make(shallow, noise=noise, strategy=strategy)
-        found = decode(shallow, PROMPTS[:count], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
-        assert [one.output for one in found] == plain[:count]
+        drafter = make_drafter(shallow, noise=noise, strategy=strategy)
+        generations = decode(shallow, PROMPTS[:count], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+        assert [row.output for row in generations] == plain[:count]
 
 
 @pytest.mark.parametrize("builder", [BUILDERS["chain"], BUILDERS["eagle2"]], ids=["chain", "eagle2"])
 def test_every_round_keeps_two_tokens_and_more(shallow: Target, builder: TreeBuilder) -> None:
-    """The first draft is the target's own next token, so it is always kept, and the bonus comes with it: 2 + accepted."""
-    for one in decode(shallow, PROMPTS, Greedy(), LIMIT, make(shallow), builder, ignore_eos=True):
-        assert all(kept >= 2 for kept, last in zip(one.round_lengths, range(len(one.round_lengths), 0, -1)) if last > 1)
-        assert sum(one.round_lengths[:-1]) >= 2 * (len(one.round_lengths) - 1)
+    """Every round but the last emits two tokens or more: the first draft is the target's own next token, and the bonus."""
+    for generation in decode(shallow, PROMPTS, Greedy(), LIMIT, make_drafter(shallow), builder, ignore_eos=True):
+        assert all(
+            length >= 2
+            for length, last in zip(generation.round_lengths, range(len(generation.round_lengths), 0, -1))
+            if last > 1
+        )
+        assert sum(generation.round_lengths[:-1]) >= 2 * (len(generation.round_lengths) - 1)
 
 
 @torch.no_grad()
 def test_proposals_are_those_of_the_two_copies(shallow: Target) -> None:
-    """Row 0 of the draft forward is the target's own, bit by bit with the adapter off; row j that of a noisy row behind it."""
-    drafter = make(shallow)
-    seen = Seen(drafter)
+    """Row 0 of the draft forward is the target's own state; row j is that of a noisy row behind the text."""
+    drafter = make_drafter(shallow)
+    recorder = RootStateRecorder(drafter)
     decode(shallow, PROMPTS[:1], Greedy(), LIMIT, drafter, Chain(5), ignore_eos=True)
-    assert len(seen.rounds) > 2
-    for text, states in seen.rounds:
-        places = len(text) + torch.arange(4)[None]
+    assert len(recorder.rounds) > 2
+    for text, states in recorder.rounds:
+        positions = len(text) + torch.arange(4)[None]
         context: Any = type("Ids", (), {"sequence_ids": torch.zeros(1, dtype=torch.int64)})
-        noise = drafter.random_tokens(context, places)[0]
-        with doubled(shallow, drafter, len(text)) as model:
-            wanted = model.get_decoder()(torch.cat([torch.tensor(text), noise])[None]).last_hidden_state[0]
-        torch.testing.assert_close(states, wanted[len(text) - 1 :], rtol=1e-3, atol=1e-3)
+        noise = drafter.random_tokens(context, positions)[0]
+        with gated_reference(shallow, drafter, len(text)) as model:
+            expected = model.get_decoder()(torch.cat([torch.tensor(text), noise])[None]).last_hidden_state[0]
+        torch.testing.assert_close(states, expected[len(text) - 1 :], rtol=1e-3, atol=1e-3)
 
 
 def test_the_adapter_leaves_the_target_bit_by_bit(shallow: Target) -> None:
-    """Row 0 of the draft forward, and every state and logit of the verification, with LoRA as trained and with none."""
-    seen: dict[str, list[Tensor]] = {}
+    """Row 0 of the draft forward and the verification's states and logits are the same, bit by bit, with LoRA and without."""
+    tensors: dict[str, list[Tensor]] = {}
     for name, size in (("on", 0.4), ("off", 0.0)):
-        drafter = make(shallow, size)
+        drafter = make_drafter(shallow, size)
         tree = TokenTree.from_chain(torch.tensor([[8, 900, 77]]))
         cache = shallow.new_cache(1, 32)
         shallow.prefill(torch.tensor([PROMPTS[0]]), torch.tensor([5]), cache, ())
@@ -238,8 +242,8 @@ def test_the_adapter_leaves_the_target_bit_by_bit(shallow: Target) -> None:
             states = drafter.run_root_and_masks(context)
             verified = shallow.verify(tree, cache, ("final",))
         assert verified.logits is not None
-        seen[name] = [states[:, 0], verified.hidden, verified.logits, states[:, 1:]]
-    *same, masks = zip(seen["on"], seen["off"])
+        tensors[name] = [states[:, 0], verified.hidden, verified.logits, states[:, 1:]]
+    *same, masks = zip(tensors["on"], tensors["off"])
     assert all(torch.equal(on, off) for on, off in same)
     assert (masks[0] - masks[1]).abs().amax(-1).min() > 1e-2, "the adapter must act at the noise"
 
@@ -251,8 +255,8 @@ def test_drafted_equals_matched_sampling(shallow: Target, builder: TreeBuilder, 
     """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
     rule = Match(temperature=temperature, seed=5)
     plain = decode(shallow, PROMPTS, rule, LIMIT, ignore_eos=True)
-    found = decode(shallow, PROMPTS, rule, LIMIT, make(shallow), builder, ignore_eos=True)
-    assert [one.output for one in found] == [one.output for one in plain]
+    generations = decode(shallow, PROMPTS, rule, LIMIT, make_drafter(shallow), builder, ignore_eos=True)
+    assert [row.output for row in generations] == [row.output for row in plain]
 
 
 RULES: dict[str, tuple[TreeBuilder, Any]] = {
@@ -264,98 +268,100 @@ RULES: dict[str, tuple[TreeBuilder, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_sampled_answers_have_the_targets_distribution(shallow: Target, name: str) -> None:
-    """Chi-squared of the first three tokens behind a prompt, of 400 drawn at once, against autoregressive probabilities."""
+    """A chi-squared test compares the first three tokens of 400 samples with autoregressive probabilities."""
     builder, kind = RULES[name]
     torch.manual_seed(0)
     count, prompt = 400, PROMPTS[0]
     rule = kind(temperature=0.5, top_k=3, seed=11)
-    found = decode(shallow, [prompt] * count, rule, 4, make(shallow), builder, sequence_ids=list(range(count)), ignore_eos=True)
-    seen = Counter(tuple(one.output[:3]) for one in found)
-    wanted = probabilities(shallow, prompt, 3, 0.5, 3)
-    assert set(seen) <= set(wanted)
-    frequent = [path for path, p in wanted.items() if p * count >= 8]
-    rest = count - sum(seen[path] for path in frequent), count * (1 - sum(wanted[path] for path in frequent))
-    pairs = [(seen[path], count * wanted[path]) for path in frequent] + ([rest] if rest[1] > 1 else [])
+    generations = decode(
+        shallow, [prompt] * count, rule, 4, make_drafter(shallow), builder, sequence_ids=list(range(count)), ignore_eos=True
+    )
+    counts = Counter(tuple(row.output[:3]) for row in generations)
+    probs = continuation_probs(shallow, prompt, 3, 0.5, 3)
+    assert set(counts) <= set(probs)
+    frequent = [path for path, p in probs.items() if p * count >= 8]
+    rest = count - sum(counts[path] for path in frequent), count * (1 - sum(probs[path] for path in frequent))
+    pairs = [(counts[path], count * probs[path]) for path in frequent] + ([rest] if rest[1] > 1 else [])
     observed, expected = zip(*pairs)
     scale = sum(observed) / sum(expected)
-    assert len(pairs) > 3 and chisquare(observed, [scale * one for one in expected]).pvalue > 1e-3
+    assert len(pairs) > 3 and chisquare(observed, [scale * row for row in expected]).pvalue > 1e-3
 
 
 @torch.no_grad()
-def probabilities(
+def continuation_probs(
     target: Target, prompt: list[int], depth: int, temperature: float, top_k: int
 ) -> dict[tuple[int, ...], float]:
-    """Of every continuation of so many tokens that can be drawn."""
-    found = {(): 1.0}
+    """Return the probability of every continuation of `depth` tokens that can be drawn."""
+    probs = {(): 1.0}
     for _ in range(depth):
-        paths = list(found)
+        paths = list(probs)
         logits = target.run(torch.tensor([prompt + list(path) for path in paths]), ForwardPlan(logits=True)).logits
         assert logits is not None
         best = logits[:, -1].topk(top_k)
         p = (best.values / temperature).softmax(-1)
-        found = {
-            (*path, token): found[path] * chance
+        probs = {
+            (*path, token): probs[path] * chance
             for path, ids, chances in zip(paths, best.indices.tolist(), p.tolist())
             for token, chance in zip(ids, chances)
         }
-    return found
+    return probs
 
 
 @pytest.mark.parametrize("builder", [BUILDERS["chain"], BUILDERS["static"]], ids=["chain", "static"])
 @pytest.mark.parametrize("options", [{}, {"noise": "mean", "rank": 0}], ids=["uno", "probed"])
 def test_captured_rounds_are_the_loops(shallow: Target, builder: TreeBuilder, options: dict[str, Any]) -> None:
     """The engine without host synchronization emits the same tokens in the same rounds."""
-    drafter = make(shallow, **options)
+    drafter = make_drafter(shallow, **options)
     plain = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
-    found = CapturedRunner(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)
-    assert [(one.output, one.round_lengths) for one in found] == [(one.output, one.round_lengths) for one in plain]
+    captured = CapturedRunner(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)
+    assert [(row.output, row.round_lengths) for row in captured] == [(row.output, row.round_lengths) for row in plain]
 
 
-# Nothing trained, and embeddings alone
+# Without training, and with embeddings alone
 
 
 @pytest.mark.parametrize("strategy", ["apart", "quadratic", "linear"])
 def test_probing_needs_no_training(shallow: Target, strategy: str) -> None:
-    """Masks that are the prompt's mean embedding: no weights, nothing to train, output greedy, proposals the equation's."""
-    drafter = make(shallow, noise="mean", rank=0, strategy=strategy)
+    """Masks that are the prompt's mean embedding need no weights and no training; the output is greedy."""
+    drafter = make_drafter(shallow, noise="mean", rank=0, strategy=strategy)
     assert not has_weights(drafter) and not drafter.state_dict()
     plain = decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)
-    found = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(4), ignore_eos=True)
-    assert [one.output for one in found] == [one.output for one in plain]
+    generations = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(4), ignore_eos=True)
+    assert [row.output for row in generations] == [row.output for row in plain]
     embedding = shallow.head.embedding.weight
-    wanted = torch.stack([embedding[prompt].mean(0) for prompt in PROMPTS])
+    expected = torch.stack([embedding[prompt].mean(0) for prompt in PROMPTS])
     assert drafter.means is not None
-    torch.testing.assert_close(drafter.means[:, 0], wanted)
+    torch.testing.assert_close(drafter.means[:, 0], expected)
     with pytest.raises(UserError, match="nothing to train"):
-        drafter.loss(conversation(20), shallow, TrainingState())
+        drafter.loss(make_conversations(20), shallow, TrainingState())
     with pytest.raises(UserError, match=r"drafter\.noise=mean: nothing is trained with it"):
-        make(shallow, noise="mean")
+        make_drafter(shallow, noise="mean")
 
 
 @torch.no_grad()
 def test_probed_states_are_those_of_a_plain_forward(shallow: Target) -> None:
-    """The text, then its prompt's mean embedding as often as there are masks, through transformers' own model."""
-    drafter = make(shallow, noise="mean", rank=0)
-    seen = Seen(drafter)
+    """States equal transformers' own over the text and the prompt's mean embedding, once for each mask."""
+    drafter = make_drafter(shallow, noise="mean", rank=0)
+    recorder = RootStateRecorder(drafter)
     decode(shallow, PROMPTS[2:], Greedy(), LIMIT, drafter, Chain(5), ignore_eos=True)
     mean = shallow.head.embedding.weight[PROMPTS[2]].mean(0)
-    for text, states in seen.rounds:
+    for text, states in recorder.rounds:
         with reference_model(shallow) as model:
             embedded = torch.cat([model.get_input_embeddings()(torch.tensor(text)), mean.expand(4, -1)])
-            wanted = model.get_decoder()(inputs_embeds=embedded[None]).last_hidden_state[0]
-        torch.testing.assert_close(states, wanted[len(text) - 1 :], rtol=1e-3, atol=1e-3)
+            expected = model.get_decoder()(inputs_embeds=embedded[None]).last_hidden_state[0]
+        torch.testing.assert_close(states, expected[len(text) - 1 :], rtol=1e-3, atol=1e-3)
 
 
 def test_pass_learns_embeddings_alone(shallow: Target) -> None:
-    """PaSS: with rank 0 and no sampler, the vectors of the look-ahead tokens are all there is, and all of them learn."""
-    drafter = make(shallow, noise="masks", rank=0, tiles=None, loss="cross_entropy")
+    """PaSS: with rank 0 and no sampler, the look-ahead vectors are the only parameters, and all of them have gradients."""
+    drafter = make_drafter(shallow, noise="masks", rank=0, tiles=None, loss="cross_entropy")
     assert [name for name, _ in drafter.named_parameters()] == ["masks"] and drafter.masks is not None
-    drafter.loss(conversation(21, 16), shallow, TrainingState()).total.backward()
+    drafter.loss(make_conversations(21, 16), shallow, TrainingState()).total.backward()
     assert drafter.masks.grad is not None and (drafter.masks.grad.abs().sum(-1) > 0).all()
 
 
 def test_a_drafter_saved_as_a_setting_of_gated_lora_loads(shallow: Target, tmp_path: Path) -> None:
-    """A description with noise=uniform is Uno's, with the defaults that gated LoRA has."""
+    """A saved description with noise=uniform loads as Uno with gated LoRA's defaults."""
     saved = {"drafter": {"choice": "gated_lora", "noise": "uniform", "num_masks": 3}}
     node = parse_groups(saved, tmp_path / "config.json")["drafter"]
     drafter = build(node, target=shallow)

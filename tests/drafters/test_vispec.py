@@ -1,4 +1,4 @@
-"""ViSpec: images as a few vectors, in training as in decoding."""
+"""ViSpec: images are compressed to a few vectors, in training as in decoding."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, An
     return [[*question, {"role": "assistant", "content": "A house by the sea."}] for question in questions]
 
 
-def make(target: Target) -> ViSpec:
+def make_drafter(target: Target) -> ViSpec:
     torch.manual_seed(3)
     drafter = ViSpec(target, ViSpecConfig(num_queries=QUERIES))
     drafter.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
@@ -55,7 +55,7 @@ def batch_of(target: Target, drafter: ViSpec, messages: list[Any], packed: bool 
 
 
 def test_text_is_read_as_eagle_reads_it(shallow: Target) -> None:
-    """At first img_fc passes on the feature, so that the layer is EAGLE's."""
+    """At first img_fc passes the feature on, so the layer equals EAGLE's."""
     torch.manual_seed(0)
     drafter, eagle = ViSpec(shallow, ViSpecConfig()), Eagle1(shallow)
     drafter.prepare(shallow, torch.ones(shallow.head.vocab_size))
@@ -63,8 +63,8 @@ def test_text_is_read_as_eagle_reads_it(shallow: Target) -> None:
     batch = random_batch(shallow, drafter.layers)
     assert batch.features is not None
     final = batch.features.at_layer("final")
-    ours, theirs = (one.run_step(batch, final, 0, [])[0] for one in (drafter, eagle))
-    torch.testing.assert_close(ours, theirs)
+    ours, reference = (module.run_step(batch, final, 0, [])[0] for module in (drafter, eagle))
+    torch.testing.assert_close(ours, reference)
 
 
 @torch.no_grad()
@@ -74,24 +74,24 @@ def test_the_order_of_an_images_tokens_is_not_read() -> None:
 
 
 def test_an_image_leaves_its_last_rows() -> None:
-    """An image of four rows and one of three, in two documents of a row; too short an image is refused."""
+    """An image of four rows and one of three, in two documents, keep their last rows; a shorter image is refused."""
     is_image = torch.tensor([[0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0]]).bool()
     is_start = torch.tensor([[1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]]).bool()
     spans = ImageSpans.find(is_image, is_start, 2)
     assert spans.remaining[0].tolist() == [True, False, False, True, True, True, True, False, True, True, True, True]
     assert spans.shorten_lengths((6, 6)) == (4, 5)
     vectors = [torch.full((3, 1), value) + torch.tensor([[0.0], [1], [2]]) for value in (10.0, 20.0)]
-    placed, after = spans.place_vectors(vectors, torch.zeros(1, 12, 1))
-    assert placed[0, :, 0].tolist() == [0, 0, 0, 10, 11, 0, 0, 0, 20, 21, 0, 0]
-    assert after[0, :, 0].tolist() == [0, 0, 0, 0, 0, 12, 0, 0, 0, 0, 22, 22]
+    with_vectors, previous_vectors = spans.place_vectors(vectors, torch.zeros(1, 12, 1))
+    assert with_vectors[0, :, 0].tolist() == [0, 0, 0, 10, 11, 0, 0, 0, 20, 21, 0, 0]
+    assert previous_vectors[0, :, 0].tolist() == [0, 0, 0, 0, 0, 12, 0, 0, 0, 0, 22, 22]
     with pytest.raises(UserError, match="use fewer queries"):
         ImageSpans.find(is_image, is_start, 4)
 
 
 @torch.no_grad()
 def test_training_reads_images_as_decoding_does(target: Target, messages: list[Any]) -> None:
-    """What follows the last token of each prompt is what a draft after it starts with, whatever images came before."""
-    drafter = make(target)
+    """The log q after the last token of each prompt is the same in training and in drafting, whatever images came before."""
+    drafter = make_drafter(target)
     prompts = [tokenize_prompt(target.template, part[:1], target.vision) for part in messages]
     starts: list[Tensor] = []
 
@@ -113,31 +113,31 @@ def test_training_reads_images_as_decoding_does(target: Target, messages: list[A
 
 @torch.no_grad()
 def test_packed_equals_padded(target: Target, messages: list[Any]) -> None:
-    drafter = make(target)
+    drafter = make_drafter(target)
     totals = [drafter.loss(batch_of(target, drafter, messages, packed), target, TrainingState()) for packed in (False, True)]
     torch.testing.assert_close(totals[0].total, totals[1].total, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8)], ids=["chain", "eagle2"])
 def test_decoding_with_images_equals_generate(target: Target, messages: list[Any], builder: Any) -> None:
-    """Alone and in a batch; the drafter's cache holds two rows for each image."""
+    """Decoding alone and in a batch equals `generate`; the drafter's cache holds two rows for each image."""
     prompts = [tokenize_prompt(target.template, part[:1], target.vision) for part in messages]
     with reference_model(target) as model:
-        wanted = [generate(model, prompt, 8, target.stop_ids) for prompt in prompts]
-    drafter = make(target)
-    assert [one.output for one in Session(target, Greedy(), drafter, builder).decode(prompts, 8)] == wanted
-    one = Session(target, Greedy(), drafter, builder).decode(prompts[1:2], 8)[0]
-    assert one.output == wanted[1]
+        expected = [generate(model, prompt, 8, target.stop_ids) for prompt in prompts]
+    drafter = make_drafter(target)
+    assert [row.output for row in Session(target, Greedy(), drafter, builder).decode(prompts, 8)] == expected
+    row = Session(target, Greedy(), drafter, builder).decode(prompts[1:2], 8)[0]
+    assert row.output == expected[1]
     assert drafter.cache is not None
     num_images = sum(token == drafter.placeholder_id for token in prompts[1])
     assert int(drafter.num_skipped[0, 0]) == num_images - 2 * (QUERIES - 1)
 
 
-def test_the_order_of_one_token_has_no_loss() -> None:
+def test_the_order_of_a_single_token_has_no_loss() -> None:
     log_p, log_q = (torch.randn(4, 6, generator=torch.Generator().manual_seed(n)).log_softmax(-1) for n in (1, 2))
     assert not list_mle(log_p, log_q, 1).any()
     order = log_p.topk(3, dim=-1).indices
     for row in range(4):
         scores = log_q[row, order[row]]
-        chance = (scores.exp() / torch.stack([scores[i:].exp().sum() for i in range(3)])).prod()
-        torch.testing.assert_close(list_mle(log_p, log_q, 3)[row], -chance.log())
+        probability = (scores.exp() / torch.stack([scores[i:].exp().sum() for i in range(3)])).prod()
+        torch.testing.assert_close(list_mle(log_p, log_q, 3)[row], -probability.log())

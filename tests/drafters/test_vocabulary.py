@@ -1,4 +1,4 @@
-"""The supervision of drafters that read features: what is supervised, what is right there, what it costs to differ."""
+"""The supervision of drafters that read features: which positions are supervised, their labels, and the loss."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ LOSSES = ["cross_entropy", *DIVERGENCES]
 STEPS = [0, 1, 3]
 
 
-def examples() -> Dataset:
+def make_dataset() -> Dataset:
     """Sequences of unequal length, supervised in two spans, the last of which may reach the end."""
     rows = torch.randint(3, 2000, (3, 30)).tolist()
     lengths = (30, 22, 17)
@@ -28,60 +28,61 @@ def examples() -> Dataset:
     return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], 3, 0, 0)
 
 
-def make(tiny: Target, loss: str) -> Medusa:
-    """A drafter that can say the even tokens, so about half of what is right."""
+def make_drafter(tiny: Target, loss: str) -> Medusa:
+    """Make a drafter whose vocabulary is the even tokens, so about half of the labels."""
     drafter = Medusa(tiny, vocab_size=tiny.head.vocab_size // 2, loss=loss)  # type: ignore[arg-type]
     drafter.use_vocabulary(torch.arange(0, tiny.head.vocab_size, 2))
     return drafter
 
 
-def taught(tiny: Target, loss: str) -> tuple[Medusa, Supervision, Batch]:
-    drafter = make(tiny, loss)
-    batch = LiveSource().make_batch(BatchRequest(examples()[[0, 1, 2]], tiny, drafter.layers))
+def make_supervision(tiny: Target, loss: str) -> tuple[Medusa, Supervision, Batch]:
+    drafter = make_drafter(tiny, loss)
+    batch = LiveSource().make_batch(BatchRequest(make_dataset()[[0, 1, 2]], tiny, drafter.layers))
     return drafter, Supervision(drafter, batch), batch
 
 
-def judge(supervision: Supervision, step: int, log_q: Tensor) -> tuple[Tensor, int, int]:
-    """Loss, hits and count of log q [R, V], which are the states here: the output layer changes nothing."""
-    same = nn.Linear(log_q.shape[1], log_q.shape[1], bias=False).requires_grad_(False)
-    same.weight.copy_(torch.eye(log_q.shape[1]))
-    loss, right = supervision.judge_states(log_q, same, supervision.label_index(step))
-    return loss, int(right.sum()), len(right)
+def judge_log_probs(supervision: Supervision, step: int, log_q: Tensor) -> tuple[Tensor, int, int]:
+    """Return loss, hits and count of log q [R, V], which are the states here, because the output layer changes nothing."""
+    identity = nn.Linear(log_q.shape[1], log_q.shape[1], bias=False).requires_grad_(False)
+    identity.weight.copy_(torch.eye(log_q.shape[1]))
+    loss, is_hit = supervision.judge_states(log_q, identity, supervision.label_index(step))
+    return loss, int(is_hit.sum()), len(is_hit)
 
 
-def places(batch: Batch, step: int) -> list[tuple[int, int]]:
-    """(row, index) that step `step` is judged at: token t + 2 + step exists and is the assistant's."""
+def list_supervised(batch: Batch, step: int) -> list[tuple[int, int]]:
+    """List (row, index) where `step` is judged: token t + 2 + step exists and is the assistant's."""
     mask = batch.loss_mask.tolist()
     width = batch.tokens.shape[1]
     return [(b, t) for b in range(len(mask)) for t in range(width) if t + 2 + step < width and mask[b][t + 2 + step]]
 
 
-def right(tiny: Target, loss: str, batch: Batch, step: int) -> tuple[list[int], Tensor]:
-    """By brute force, the right token at every place and the target's logits before it."""
+def find_labels(tiny: Target, loss: str, batch: Batch, step: int) -> tuple[list[int], Tensor]:
+    """Find by brute force the label at every supervised position and the target's logits before it."""
     logits = tiny.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
-    before = torch.stack([logits[b, t + 1 + step] for b, t in places(batch, step)])
+    before = torch.stack([logits[b, t + 1 + step] for b, t in list_supervised(batch, step)])
     if loss == "cross_entropy":
-        return [int(batch.tokens[b, t + 2 + step]) for b, t in places(batch, step)], before
+        return [int(batch.tokens[b, t + 2 + step]) for b, t in list_supervised(batch, step)], before
     return before.argmax(-1).tolist(), before
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "lk_hybrid"])
 def test_supervised_indices_and_answers(tiny: Target, loss: str, step: int) -> None:
-    """Index t is judged where token t + 2 + step is the assistant's, by the data's token or by the target's likeliest one."""
-    _, supervision, batch = taught(tiny, loss)
-    assert [tuple(place) for place in supervision.is_supervised(step).nonzero().tolist()] == places(batch, step)
-    assert supervision.labels[supervision.label_index(step)].tolist() == right(tiny, loss, batch, step)[0]
+    """Index t is judged where token t + 2 + step is the assistant's; the label is the data's token or the target's
+    likeliest."""
+    _, supervision, batch = make_supervision(tiny, loss)
+    assert [tuple(index) for index in supervision.is_supervised(step).nonzero().tolist()] == list_supervised(batch, step)
+    assert supervision.labels[supervision.label_index(step)].tolist() == find_labels(tiny, loss, batch, step)[0]
     assert (supervision.target_log_probs is None) == (loss == "cross_entropy")
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_judge_equals_brute_force(tiny: Target, loss: str, step: int) -> None:
-    """The summed loss, the hits and the count are those of a plain loop over places."""
-    drafter, supervision, batch = taught(tiny, loss)
-    tokens, before = right(tiny, loss, batch, step)
+    """The summed loss, the hits and the count are those of a plain loop over positions."""
+    drafter, supervision, batch = make_supervision(tiny, loss)
+    tokens, before = find_labels(tiny, loss, batch, step)
     ids = drafter.draft_ids.tolist()
     scores = torch.randn(len(tokens), len(ids))
     for row, token in enumerate(tokens):
@@ -98,18 +99,18 @@ def test_judge_equals_brute_force(tiny: Target, loss: str, step: int) -> None:
         if token in ids or loss in ACCEPTANCE_LOSSES:
             total += float(DIVERGENCES[loss](log_p, log_q[row]))
     assert {token in ids for token in tokens} == {True, False} and 0 < hits < len(tokens)
-    found, found_hits, count = judge(supervision, step, log_q)
-    assert float(found) == pytest.approx(total, rel=1e-4) and total > 0
-    assert found_hits == hits and count == len(tokens)
+    actual, actual_hits, count = judge_log_probs(supervision, step, log_q)
+    assert float(actual) == pytest.approx(total, rel=1e-4) and total > 0
+    assert actual_hits == hits and count == len(tokens)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_cannot_be_drafted_carries_no_loss(tiny: Target, loss: str) -> None:
-    """Where the right token is outside the draft vocabulary no gradient comes back, but for losses that measure acceptance."""
-    drafter, supervision, batch = taught(tiny, loss)
-    inside = drafter.t2d[torch.tensor(right(tiny, loss, batch, 1)[0])]
+    """Labels outside the draft vocabulary have no gradient, except with losses that measure acceptance."""
+    drafter, supervision, batch = make_supervision(tiny, loss)
+    inside = drafter.t2d[torch.tensor(find_labels(tiny, loss, batch, 1)[0])]
     scores = torch.randn(len(inside), len(drafter.draft_ids), requires_grad=True)
-    judge(supervision, 1, scores.log_softmax(-1))[0].backward()
+    judge_log_probs(supervision, 1, scores.log_softmax(-1))[0].backward()
     assert scores.grad is not None
     assert torch.equal(scores.grad.abs().amax(-1) > 0, torch.ones_like(inside) if loss in ACCEPTANCE_LOSSES else inside)
     assert inside.any() and not inside.all()
@@ -122,14 +123,14 @@ def test_a_token_beyond_the_last_draft_id_is_a_miss(tiny: Target) -> None:
     batch = LiveSource().make_batch(
         BatchRequest(Dataset([Example(tokens[0].tolist(), [True] * 6)], 1, 0, 0)[[0]], tiny, drafter.layers)
     )
-    loss, hits, count = judge(Supervision(drafter, batch), 0, torch.randn(4, 8).log_softmax(-1))
+    loss, hits, count = judge_log_probs(Supervision(drafter, batch), 0, torch.randn(4, 8).log_softmax(-1))
     assert (float(loss), hits, count) == (0.0, 0, 4)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "total_variation"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_sequences_shorter_than_the_heads_reach(tiny: Target, loss: str, length: int) -> None:
-    """A batch with nothing as far ahead as a step has no place there, and the loss of all heads is finite."""
+    """A batch too short for a step has no supervised position there, and the loss of all heads is finite."""
     drafter = Medusa(tiny, num_heads=5, vocab_size=64, loss=loss)  # type: ignore[arg-type]
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     tokens = torch.randint(3, 2000, (length,)).tolist()

@@ -92,11 +92,11 @@ class Independent(Drafter):
     def draft(self, context: Context) -> Draft:
         if context.round == 0 or self.cache is None:
             self.cache = self.model.new_cache(len(context.num_new), context.cache.max_length + 1 + context.builder.max_drafted)
-        behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
-        width = int(behind.max())
+        num_uncached = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
+        width = int(num_uncached.max())
         index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)
         self.model.run(context.tokens.gather(1, index), ForwardPlan(cache=self.cache))
-        self.cache.commit(torch.arange(width).expand(len(behind), -1), behind)
+        self.cache.commit(torch.arange(width).expand(len(num_uncached), -1), num_uncached)
         return Draft(_Model(self.model, self.cache, context.root))
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
@@ -113,17 +113,17 @@ class _Model(Rollout):
     def _run(self, tokens: Tensor, depth: Tensor, above: Tensor) -> Tensor:
         new = tokens.shape[1]
         visible = torch.cat([above, torch.eye(new, dtype=torch.bool).expand(len(tokens), -1, -1)], dim=2)
-        seen = self.model.run(
+        output = self.model.run(
             tokens, ForwardPlan(logits=True, positions=self.cache.lengths[:, None] + depth, mask=visible, cache=self.cache)
         )
         self.visible = torch.cat([F.pad(self.visible, (0, new)), visible], dim=1)
         self.depth = torch.cat([self.depth, depth], dim=1)
-        assert seen.logits is not None
-        return seen.logits.log_softmax(-1)
+        assert output.logits is not None
+        return output.logits.log_softmax(-1)
 
     def start(self) -> Tensor:
-        nothing = torch.zeros(len(self.root), 1, 0, dtype=torch.bool)
-        return self._run(self.root[:, None], torch.zeros(len(self.root), 1, dtype=torch.int64), nothing)
+        no_parents = torch.zeros(len(self.root), 1, 0, dtype=torch.bool)
+        return self._run(self.root[:, None], torch.zeros(len(self.root), 1, dtype=torch.int64), no_parents)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))

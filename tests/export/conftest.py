@@ -11,7 +11,7 @@ IR = '<net><layers /><rt_info>\n\t\t<eagle3_mode value="True" />\n\t</rt_info>\n
 
 
 @pytest.fixture(autouse=True, scope="session")
-def optimum() -> Iterator[None]:
+def replace_ir_conversion() -> Iterator[None]:
     """Replace the conversion to IR by one that writes runtime information only."""
 
     def write_ir(self: IrConverter, source: Path | str, out: Path, options: tuple[str, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints as other projects lay them down, written out by hand: what their files hold, not what our writers say."""
+"""Checkpoints in the layouts of other projects, written out by hand from their files and not by our writers."""
 
 import json
 from pathlib import Path
@@ -12,48 +12,51 @@ from spectrain.models.target import Target
 
 
 def eagle3_tensors(target: Target, prefix: str, draft_vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """A random EAGLE-3 head with the shapes of a target."""
+    """Make a random EAGLE-3 head with the shapes of a target."""
     config = target.config
     width, inner, vocab = config.hidden_size, config.intermediate_size, target.head.vocab_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
 
-    def draw(*shape: int) -> Tensor:
+    def draw_tensor(*shape: int) -> Tensor:
         return 0.05 * torch.randn(*shape, generator=generator)
 
     ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
-    marks = torch.zeros(vocab, dtype=torch.bool)
-    marks[ids] = True
+    is_drafted = torch.zeros(vocab, dtype=torch.bool)
+    is_drafted[ids] = True
     return {
-        "fc.weight": draw(width, 3 * width),
-        "norm.weight": 1 + draw(width),
+        "fc.weight": draw_tensor(width, 3 * width),
+        "norm.weight": 1 + draw_tensor(width),
         "lm_head.weight": target.head.output.weight[ids].detach().clone(),
         "d2t": ids - torch.arange(draft_vocab),
-        "t2d": marks,
+        "t2d": is_drafted,
         **{
-            f"{prefix}{name}.weight": 1 + draw(width) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+            f"{prefix}{name}.weight": 1 + draw_tensor(width)
+            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
         },
-        f"{prefix}self_attn.q_proj.weight": draw(queries, 2 * width),
-        f"{prefix}self_attn.k_proj.weight": draw(keys, 2 * width),
-        f"{prefix}self_attn.v_proj.weight": draw(keys, 2 * width),
-        f"{prefix}self_attn.o_proj.weight": draw(width, queries),
-        f"{prefix}mlp.gate_proj.weight": draw(inner, width),
-        f"{prefix}mlp.up_proj.weight": draw(inner, width),
-        f"{prefix}mlp.down_proj.weight": draw(width, inner),
+        f"{prefix}self_attn.q_proj.weight": draw_tensor(queries, 2 * width),
+        f"{prefix}self_attn.k_proj.weight": draw_tensor(keys, 2 * width),
+        f"{prefix}self_attn.v_proj.weight": draw_tensor(keys, 2 * width),
+        f"{prefix}self_attn.o_proj.weight": draw_tensor(width, queries),
+        f"{prefix}mlp.gate_proj.weight": draw_tensor(inner, width),
+        f"{prefix}mlp.up_proj.weight": draw_tensor(inner, width),
+        f"{prefix}mlp.down_proj.weight": draw_tensor(width, inner),
     }
 
 
-def write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors") -> Path:
+def write_checkpoint(
+    directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str = "model.safetensors"
+) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / file)
     return directory
 
 
-def specforge(directory: Path, target: Target, draft_vocab: int = 256, seed: int = 0, prefix: str = "midlayer.") -> Path:
-    """SpecForge's and EAGLE's own layout, or with `layers.0.` ModelOpt's."""
+def write_specforge(directory: Path, target: Target, draft_vocab: int = 256, seed: int = 0, prefix: str = "midlayer.") -> Path:
+    """Write SpecForge's and EAGLE's own layout, or with `layers.0.` ModelOpt's."""
     config = target.config
-    said = {
+    settings = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -72,22 +75,24 @@ def specforge(directory: Path, target: Target, draft_vocab: int = 256, seed: int
         "torch_dtype": "float32",
         "tie_word_embeddings": False,
     }
-    return write(directory, said, eagle3_tensors(target, prefix, draft_vocab, torch.Generator().manual_seed(seed)))
+    return write_checkpoint(
+        directory, settings, eagle3_tensors(target, prefix, draft_vocab, torch.Generator().manual_seed(seed))
+    )
 
 
-def eagle1(directory: Path, target: Target, seed: int = 0, **changes: Any) -> Path:
-    """EAGLE's first layout: fc with a bias, one layer without its first norm, the target's embedding."""
+def write_eagle1(directory: Path, target: Target, seed: int = 0, **changes: Any) -> Path:
+    """Write EAGLE's first layout: fc with a bias, one layer without its first norm, and the target's embedding."""
     config, generator = target.config, torch.Generator().manual_seed(seed)
     tensors = eagle3_tensors(target, "layers.0.", 8, generator)
-    kept = ("o_proj", "mlp", "post_attention_layernorm")
-    layer = {name: tensor for name, tensor in tensors.items() if any(part in name for part in kept)}
+    remaining = ("o_proj", "mlp", "post_attention_layernorm")
+    layer = {name: tensor for name, tensor in tensors.items() if any(part in name for part in remaining)}
     for part in "qkv":
         name = f"layers.0.self_attn.{part}_proj.weight"
         layer[name] = tensors[name][:, : config.hidden_size].contiguous()
     fc = 0.05 * torch.randn(config.hidden_size, 2 * config.hidden_size + 1, generator=generator)
     ends = {"fc.weight": fc[:, :-1].contiguous(), "fc.bias": fc[:, -1].contiguous()}
     ends["embed_tokens.weight"] = target.head.all_embeddings(target.device).detach().clone()
-    said = {
+    settings = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **{key: getattr(config, key) for key in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
@@ -98,11 +103,11 @@ def eagle1(directory: Path, target: Target, seed: int = 0, **changes: Any) -> Pa
         "hidden_act": "silu",
         "torch_dtype": "float32",
     }
-    return write(directory, said | changes, layer | ends)
+    return write_checkpoint(directory, settings | changes, layer | ends)
 
 
-def speculators(directory: Path, target: Target, seed: int = 0, **flags: Any) -> Path:
-    """What the speculators library saves, its own embedding included."""
+def write_speculators(directory: Path, target: Target, seed: int = 0, **flags: Any) -> Path:
+    """Write what the speculators library saves, its own embedding included."""
     config = target.config
     tensors = eagle3_tensors(target, "layers.0.", 256, torch.Generator().manual_seed(seed))
     tensors["embed_tokens.weight"] = target.head.embedding.weight.detach().clone()  # type: ignore[union-attr]
@@ -125,7 +130,7 @@ def speculators(directory: Path, target: Target, seed: int = 0, **flags: Any) ->
         "max_position_embeddings": config.max_position_embeddings,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]},
     }
-    said = {
+    settings = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
@@ -144,11 +149,11 @@ def speculators(directory: Path, target: Target, seed: int = 0, **flags: Any) ->
             "verifier": {"name_or_path": target.path, "architectures": ["LlamaForCausalLM"]},
         },
     }
-    return write(directory, said, tensors)
+    return write_checkpoint(directory, settings, tensors)
 
 
-def medusa(directory: Path, target: Target, heads: int = 3, version: int = 1, seed: int = 0) -> Path:
-    """FasterDecoding's layout, as its training writes it; heads of version 2 end in the target's output layer."""
+def write_medusa(directory: Path, target: Target, heads: int = 3, version: int = 1, seed: int = 0) -> Path:
+    """Write FasterDecoding's layout, as its training does; heads of version 2 end in the target's output layer."""
     generator = torch.Generator().manual_seed(seed)
     width = target.width
     tensors = {}
@@ -157,12 +162,14 @@ def medusa(directory: Path, target: Target, heads: int = 3, version: int = 1, se
         tensors[f"{head}.0.linear.bias"] = 0.02 * torch.randn(width, generator=generator)
         if version == 1:
             tensors[f"{head}.1.weight"] = target.head.output.weight.detach().clone()
-    said = {"medusa_num_heads": heads, "medusa_num_layers": 1, "base_model_name_or_path": target.path}
-    return write(directory, said | ({"version": "2"} if version == 2 else {}), tensors, "medusa_lm_head.safetensors")
+    settings = {"medusa_num_heads": heads, "medusa_num_layers": 1, "base_model_name_or_path": target.path}
+    return write_checkpoint(
+        directory, settings | ({"version": "2"} if version == 2 else {}), tensors, "medusa_lm_head.safetensors"
+    )
 
 
-def medusa_vllm(directory: Path, target: Target, draft_vocab: int = 256, seed: int = 0) -> Path:
-    """vLLM's names: one output layer for all heads, over a part of the vocabulary."""
+def write_medusa_vllm(directory: Path, target: Target, draft_vocab: int = 256, seed: int = 0) -> Path:
+    """Write Medusa under vLLM's names: one output layer for all heads, over a part of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     width, vocab = target.width, target.head.vocab_size
     ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
@@ -170,7 +177,7 @@ def medusa_vllm(directory: Path, target: Target, draft_vocab: int = 256, seed: i
     for head in range(3):
         tensors[f"blocks.{head}.layers.0.weight"] = 0.02 * torch.randn(width, width, generator=generator)
         tensors[f"blocks.{head}.layers.0.bias"] = 0.02 * torch.randn(width, generator=generator)
-    said = {
+    settings = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": width,
@@ -182,11 +189,11 @@ def medusa_vllm(directory: Path, target: Target, draft_vocab: int = 256, seed: i
         "original_lm_head": True,
         "torch_dtype": "float32",
     }
-    return write(directory, said, tensors)
+    return write_checkpoint(directory, settings, tensors)
 
 
-def qwen3(target: Target, layers: int, **changes: Any) -> dict[str, Any]:
-    """A drafter's layers with the sizes of a target."""
+def qwen3_config(target: Target, layers: int, **changes: Any) -> dict[str, Any]:
+    """Return the configuration of a drafter's layers with the sizes of a target."""
     config = target.config
     return {
         "model_type": "qwen3",
@@ -207,17 +214,21 @@ def qwen3(target: Target, layers: int, **changes: Any) -> dict[str, Any]:
 
 
 def dflash_tensors(layer: dict[str, Any], fused: int, empty: bool = False) -> dict[str, Tensor]:
-    """A random DFlash with these layers, which reads so many layers of its target; `empty`: shapes alone."""
+    """Make a random DFlash with these layers that reads `fused` layers of its target; with `empty`, shapes alone."""
     generator = torch.Generator().manual_seed(0)
     width, inner, head = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     queries, keys = layer["num_attention_heads"] * head, layer["num_key_value_heads"] * head
 
-    def draw(*shape: int) -> Tensor:
+    def draw_tensor(*shape: int) -> Tensor:
         if empty:
             return torch.empty(shape, device="meta")
         return float(len(shape) == 1) + 0.05 * torch.randn(*shape, generator=generator)
 
-    tensors = {"fc.weight": draw(width, fused * width), "hidden_norm.weight": draw(width), "norm.weight": draw(width)}
+    tensors = {
+        "fc.weight": draw_tensor(width, fused * width),
+        "hidden_norm.weight": draw_tensor(width),
+        "norm.weight": draw_tensor(width),
+    }
     for number in range(layer["num_hidden_layers"]):
         shapes = {
             "input_layernorm": (width,), "post_attention_layernorm": (width,), "self_attn.q_norm": (head,),
@@ -225,14 +236,14 @@ def dflash_tensors(layer: dict[str, Any], fused: int, empty: bool = False) -> di
             "self_attn.v_proj": (keys, width), "self_attn.o_proj": (width, queries), "mlp.gate_proj": (inner, width),
             "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
         }  # fmt: skip
-        tensors |= {f"layers.{number}.{name}.weight": draw(*shape) for name, shape in shapes.items()}
+        tensors |= {f"layers.{number}.{name}.weight": draw_tensor(*shape) for name, shape in shapes.items()}
     return tensors
 
 
-def zlab(directory: Path, target: Target, **changes: Any) -> Path:
-    """DFlash as z-lab publishes it: two layers that read what layers 1 and 5 give; token 0 is no text's."""
-    layer = qwen3(target, 2, rope_theta=config_theta(target), rope_scaling=None)
-    said = {
+def write_zlab(directory: Path, target: Target, **changes: Any) -> Path:
+    """Write DFlash as z-lab publishes it: two layers, which read the outputs of layers 1 and 5; token 0 occurs in no text."""
+    layer = qwen3_config(target, 2, rope_theta=config_theta(target), rope_scaling=None)
+    settings = {
         "architectures": ["DFlashDraftModel"],
         "block_size": 6,
         "num_target_layers": target.num_layers,
@@ -241,20 +252,20 @@ def zlab(directory: Path, target: Target, **changes: Any) -> Path:
         "use_sliding_window": False,
         "sliding_window": None,
     }
-    return write(directory, {**layer, **said, **changes}, dflash_tensors(layer, 2))
+    return write_checkpoint(directory, {**layer, **settings, **changes}, dflash_tensors(layer, 2))
 
 
-def speculators_dflash(directory: Path, target: Target, **changes: Any) -> Path:
-    """What the speculators library saves of DFlash with its defaults: a sliding window in every layer, causal in the block;
-    a part of the vocabulary too."""
+def write_speculators_dflash(directory: Path, target: Target, **changes: Any) -> Path:
+    """Write what the speculators library saves of DFlash with its defaults: a sliding window in every layer, causal blocks, and
+    a part of the vocabulary."""
     rope = {"rope_type": "default", "rope_theta": config_theta(target)}
     window = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 16}
-    layer = qwen3(target, 2, rope_parameters=rope, **window)
+    layer = qwen3_config(target, 2, rope_parameters=rope, **window)
     vocab, tensors = target.head.vocab_size, dflash_tensors(layer, 3)
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:256].sort().values
     tensors |= {"lm_head.weight": target.head.output.weight[ids].detach().clone(), "d2t": ids - torch.arange(256)}
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-    said = {
+    settings = {
         "architectures": ["DFlashDraftModel"],
         "speculators_model_type": "dflash",
         "speculators_version": "0.9.0",
@@ -273,11 +284,11 @@ def speculators_dflash(directory: Path, target: Target, **changes: Any) -> Path:
             "verifier": {"name_or_path": target.path, "architectures": ["LlamaForCausalLM"]},
         },
     }
-    return write(directory, {**said, **changes}, tensors)
+    return write_checkpoint(directory, {**settings, **changes}, tensors)
 
 
-def heads(layer: dict[str, Any], rank: int, rows: int) -> dict[str, Tensor]:
-    """DSpark's vanilla Markov head and confidence head."""
+def make_dspark_heads(layer: dict[str, Any], rank: int, rows: int) -> dict[str, Tensor]:
+    """Make DSpark's vanilla Markov head and confidence head."""
     generator = torch.Generator().manual_seed(2)
     width, vocab = layer["hidden_size"], layer["vocab_size"]
     return {
@@ -288,11 +299,11 @@ def heads(layer: dict[str, Any], rank: int, rows: int) -> dict[str, Tensor]:
     }
 
 
-def deepspec_dspark(directory: Path, target: Target, **changes: Any) -> Path:
-    """DSpark as DeepSpec publishes it: copies of the target's embedding and output layer lie among its tensors."""
+def write_deepspec_dspark(directory: Path, target: Target, **changes: Any) -> Path:
+    """Write DSpark as DeepSpec publishes it, with copies of the target's embedding and output layer."""
     rope = {"rope_type": "default", "rope_theta": config_theta(target)}
-    layer = qwen3(target, 2, rope_parameters=rope)
-    said = {
+    layer = qwen3_config(target, 2, rope_parameters=rope)
+    settings = {
         "architectures": ["Qwen3DSparkModel"],
         "block_size": 5,
         "num_target_layers": target.num_layers,
@@ -305,18 +316,18 @@ def deepspec_dspark(directory: Path, target: Target, **changes: Any) -> Path:
         "confidence_head_with_markov": True,
         "tie_word_embeddings": False,
     }
-    lent = {"embed_tokens.weight": target.head.embedding.weight, "lm_head.weight": target.head.output.weight}  # type: ignore[union-attr]
-    tensors = {**dflash_tensors(layer, 2), **heads(layer, 8, layer["vocab_size"])}
-    tensors |= {name: weight.detach().clone() for name, weight in lent.items()}
-    return write(directory, {**layer, **said, **changes}, tensors)
+    shared = {"embed_tokens.weight": target.head.embedding.weight, "lm_head.weight": target.head.output.weight}  # type: ignore[union-attr]
+    tensors = {**dflash_tensors(layer, 2), **make_dspark_heads(layer, 8, layer["vocab_size"])}
+    tensors |= {name: weight.detach().clone() for name, weight in shared.items()}
+    return write_checkpoint(directory, {**layer, **settings, **changes}, tensors)
 
 
-def speculators_dspark(directory: Path, target: Target, **changes: Any) -> Path:
-    """What the speculators library saves of DSpark with its defaults, over a part of the vocabulary."""
-    start = speculators_dflash(directory, target)
-    said, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+def write_speculators_dspark(directory: Path, target: Target, **changes: Any) -> Path:
+    """Write what the speculators library saves of DSpark with its defaults, over a part of the vocabulary."""
+    start = write_speculators_dflash(directory, target)
+    settings, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
     proposal = {"proposal_type": "greedy", "speculative_tokens": 8}
-    said |= {
+    settings |= {
         "architectures": ["DSparkDraftModel"],
         "speculators_model_type": "dspark",
         "sample_from_anchor": True,
@@ -324,16 +335,18 @@ def speculators_dspark(directory: Path, target: Target, **changes: Any) -> Path:
         "markov_head_type": "vanilla",
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
-        "speculators_config": {**said["speculators_config"], "algorithm": "dspark", "proposal_methods": [proposal]},
+        "speculators_config": {**settings["speculators_config"], "algorithm": "dspark", "proposal_methods": [proposal]},
     }
-    return write(directory, {**said, **changes}, tensors | heads(said["transformer_layer_config"], 8, 256))
+    return write_checkpoint(
+        directory, {**settings, **changes}, tensors | make_dspark_heads(settings["transformer_layer_config"], 8, 256)
+    )
 
 
-SELECTING = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
+SELECTOR_KEYS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
 
 
-def selecting(layer: dict[str, Any]) -> dict[str, Tensor]:
-    """DFlash2's convolutions and its selector."""
+def make_selector_tensors(layer: dict[str, Any]) -> dict[str, Tensor]:
+    """Make DFlash2's convolutions and its selector."""
     generator = torch.Generator().manual_seed(2)
     width, vocab = layer["hidden_size"], layer["vocab_size"]
     tensors = {
@@ -347,29 +360,29 @@ def selecting(layer: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def zlab_dflash2(directory: Path, target: Target, **changes: Any) -> Path:
-    """DFlash2 as z-lab publishes it."""
-    start = zlab(directory, target, architectures=["DFlash2DraftModel"])
-    said, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
-    said["dflash_config"] |= SELECTING
-    return write(directory, {**said, **changes}, tensors | selecting(said))
+def write_zlab_dflash2(directory: Path, target: Target, **changes: Any) -> Path:
+    """Write DFlash2 as z-lab publishes it."""
+    start = write_zlab(directory, target, architectures=["DFlash2DraftModel"])
+    settings, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+    settings["dflash_config"] |= SELECTOR_KEYS
+    return write_checkpoint(directory, {**settings, **changes}, tensors | make_selector_tensors(settings))
 
 
-def speculators_dflash2(directory: Path, target: Target, **changes: Any) -> Path:
-    """What the speculators library saves of DFlash2: a window over all layers, the block seen both ways."""
-    start = speculators_dflash(directory, target)
-    said, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
-    layer = said["transformer_layer_config"]
-    said |= {"architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2", "sliding_window_non_causal": True}
-    said |= {"draft_vocab_size": layer["vocab_size"], **SELECTING}
-    return write(directory, {**said, **changes}, kept | selecting(layer))
+def write_speculators_dflash2(directory: Path, target: Target, **changes: Any) -> Path:
+    """Write what the speculators library saves of DFlash2: a window in all layers, and blocks seen both ways."""
+    start = write_speculators_dflash(directory, target)
+    settings, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+    remaining = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    layer = settings["transformer_layer_config"]
+    settings |= {"architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2", "sliding_window_non_causal": True}
+    settings |= {"draft_vocab_size": layer["vocab_size"], **SELECTOR_KEYS}
+    return write_checkpoint(directory, {**settings, **changes}, remaining | make_selector_tensors(layer))
 
 
-def peagle(directory: Path, target: Target, **changes: Any) -> Path:
-    """P-EAGLE beside EAGLE-3's flat keys, with an embedding of its own, `ptd_token_id` and a second layer."""
-    start = specforge(directory, target, prefix="layers.0.")
-    said, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+def write_peagle(directory: Path, target: Target, **changes: Any) -> Path:
+    """Write P-EAGLE in EAGLE-3's flat layout, with its own embedding, `ptd_token_id` and a second layer."""
+    start = write_specforge(directory, target, prefix="layers.0.")
+    settings, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
     generator, width = torch.Generator().manual_seed(4), target.width
     second = eagle3_tensors(target, "layers.1.", 256, generator)
     second = {name: tensor for name, tensor in second.items() if name.startswith("layers.1.") and "hidden_norm" not in name}
@@ -379,8 +392,8 @@ def peagle(directory: Path, target: Target, **changes: Any) -> Path:
         "mask_hidden": torch.randn(1, 1, 3 * width, generator=generator),
         "embed_tokens.weight": target.head.embedding.weight.detach() + 0.01,  # type: ignore[union-attr]
     }
-    said |= {"num_hidden_layers": 2, "ptd_token_id": 0, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
-    return write(directory, {**said, **changes}, tensors)
+    settings |= {"num_hidden_layers": 2, "ptd_token_id": 0, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    return write_checkpoint(directory, {**settings, **changes}, tensors)
 
 
 def config_theta(target: Target) -> float:

@@ -1,4 +1,4 @@
-"""Converting: the same numbers in every layout that can hold a drafter, and a sentence where one cannot."""
+"""Converting: a drafter has the same numbers in every layout that can hold it, and is refused in one sentence elsewhere."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def test_a_link_is_not_replaced(tmp_path: Path) -> None:
 
 
 def settings_for(drafter: str, **options: Any) -> DictConfig:
-    """A composed configuration with these settings of a drafter."""
+    """Compose a configuration with these settings of a drafter."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=[f"drafter={drafter}", "target=tiny", "tree=chain"])
     with open_dict(config):
@@ -52,7 +52,7 @@ def settings_for(drafter: str, **options: Any) -> DictConfig:
 
 
 def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
-    """A drafter as training would save it, with random weights."""
+    """Save a drafter with random weights, as training would."""
     config = settings_for(drafter, **options)
     module: Drafter = build(config.drafter, target=tiny)
     counts = torch.randint(0, 1000, (tiny.head.vocab_size,))
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "eagle1, fc with a bias": (
         lambda path, tiny: ours(path, tiny, "eagle1", bias=True, num_steps=3), ("sglang", "eagle", "spectrain")),
     "vispec": (lambda path, tiny: ours(path, tiny, "vispec", num_queries=3), ("flat", "spectrain")),
-    "EAGLE's own": (foreign.eagle1, ("sglang", "eagle", "spectrain")),
+    "EAGLE's own": (foreign.write_eagle1, ("sglang", "eagle", "spectrain")),
     "medusa": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048), ("vllm", "medusa", "spectrain")),
     "medusa, cut vocabulary": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), ("vllm", "spectrain")),
     "causal": (lambda path, tiny: ours(path, tiny, "causal", num_layers=2), ("hf", "spectrain")),
@@ -115,15 +115,17 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "gated lora": (lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), ("peft", "spectrain")),
     "uno": (lambda path, tiny: ours(path, tiny, "uno", **UNO), ("uno", "spectrain")),
     "PaSS": (lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=0, sampler=False), ("spectrain",)),
-    "SpecForge": (foreign.specforge, ("vllm", "sglang", "spectrain")),
-    "ModelOpt": (lambda path, tiny: foreign.specforge(path, tiny, prefix="layers.0."), ("vllm", "sglang", "spectrain")),
-    "speculators": (foreign.speculators, ("vllm", "sglang", "spectrain")),
+    "SpecForge": (foreign.write_specforge, ("vllm", "sglang", "spectrain")),
+    "ModelOpt": (lambda path, tiny: foreign.write_specforge(path, tiny, prefix="layers.0."), ("vllm", "sglang", "spectrain")),
+    "speculators": (foreign.write_speculators, ("vllm", "sglang", "spectrain")),
     "speculators, its defaults": (
-        lambda path, tiny: foreign.speculators(path, tiny, norm_before_residual=True, norm_before_fc=True, norm_output=True),
+        lambda path, tiny: foreign.write_speculators(
+            path, tiny, norm_before_residual=True, norm_before_fc=True, norm_output=True
+        ),
         ("vllm", "spectrain"),
     ),
-    "FasterDecoding": (foreign.medusa, ("vllm", "medusa", "spectrain")),
-    "vLLM's Medusa": (foreign.medusa_vllm, ("vllm", "spectrain")),
+    "FasterDecoding": (foreign.write_medusa, ("vllm", "medusa", "spectrain")),
+    "vLLM's Medusa": (foreign.write_medusa_vllm, ("vllm", "spectrain")),
     "dflash": (lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), ("vllm", "sglang", "hf", "spectrain")),
     "dflash, causal in a window": (
         lambda path, tiny: ours(path, tiny, "dflash", causal=True, window=12, layers=[1, 3, 8], **DFLASH),
@@ -169,13 +171,13 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "medusa for TensorRT-LLM": (
         lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048, num_layers=2), ("tensorrt", "medusa", "spectrain")),
     "redrafter": (lambda path, tiny: ours(path, tiny, "redrafter", **REDRAFTER), ("tensorrt", "spectrain")),
-    "a flat P-EAGLE": (foreign.peagle, ("vllm", "flat", "spectrain")),
-    "DeepSpec's DSpark": (foreign.deepspec_dspark, ("vllm", "sglang", "spectrain")),
-    "speculators' DSpark": (foreign.speculators_dspark, ("vllm", "spectrain")),
-    "z-lab's DFlash2": (foreign.zlab_dflash2, ("vllm", "sglang", "spectrain")),
-    "speculators' DFlash2": (foreign.speculators_dflash2, ("vllm", "spectrain")),
-    "z-lab": (foreign.zlab, ("vllm", "sglang", "spectrain")),
-    "speculators' DFlash": (foreign.speculators_dflash, ("vllm", "spectrain")),
+    "a flat P-EAGLE": (foreign.write_peagle, ("vllm", "flat", "spectrain")),
+    "DeepSpec's DSpark": (foreign.write_deepspec_dspark, ("vllm", "sglang", "spectrain")),
+    "speculators' DSpark": (foreign.write_speculators_dspark, ("vllm", "spectrain")),
+    "z-lab's DFlash2": (foreign.write_zlab_dflash2, ("vllm", "sglang", "spectrain")),
+    "speculators' DFlash2": (foreign.write_speculators_dflash2, ("vllm", "spectrain")),
+    "z-lab": (foreign.write_zlab, ("vllm", "sglang", "spectrain")),
+    "speculators' DFlash": (foreign.write_speculators_dflash, ("vllm", "spectrain")),
 }  # fmt: skip
 
 
@@ -183,11 +185,11 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
 @pytest.mark.parametrize(("case", "pair"), [(case, pair) for case in CASES for pair in permutations(CASES[case][1], 2)])
 def test_round_trips_are_bit_identical(case: str, pair: tuple[str, str], tiny: Target, tmp_path: Path) -> None:
     """Through every pair of layouts that hold it, a drafter comes back with the same settings and the same bits."""
-    start, first, there, back = (tmp_path / name for name in ("start", "first", "there", "back"))
+    start, first, second, back = (tmp_path / name for name in ("start", "first", "there", "back"))
     read = read_drafter(CASES[case][0](start, tiny), TINY)
     convert(start, first, pair[0], TINY)
-    convert(first, there, pair[1], TINY)
-    convert(there, back, pair[0], TINY)
+    convert(first, second, pair[1], TINY)
+    convert(second, back, pair[0], TINY)
     last = read_drafter(back, TINY)
     assert last.drafter["_target_"] == read.drafter["_target_"]
     assert {key: last.drafter.get(key) for key in read.drafter if key != "architecture"} == {
@@ -196,19 +198,19 @@ def test_round_trips_are_bit_identical(case: str, pair: tuple[str, str], tiny: T
     assert last.tensors.keys() == read.tensors.keys()
     for name, tensor in read.tensors.items():
         assert last.tensors[name].dtype == tensor.dtype and torch.equal(last.tensors[name], tensor), name
-    assert content(back) == content(first)
+    assert read_content(back) == read_content(first)
 
 
-def content(directory: Path) -> dict[str, bytes]:
-    """Every file that an engine reads, byte for byte."""
+def read_content(directory: Path) -> dict[str, bytes]:
+    """Return every file that an engine reads, byte for byte."""
     return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))} | {
         "config.json": json.dumps(DrafterFiles.from_directory(directory).config, sort_keys=True).encode()
     }
 
 
 def test_bfloat16_stays(tiny: Target, tmp_path: Path) -> None:
-    """Weights keep their type, and the written configuration says it."""
-    start = foreign.specforge(tmp_path / "start", tiny)
+    """Weights keep their type, and the written configuration names it."""
+    start = foreign.write_specforge(tmp_path / "start", tiny)
     tensors = load_file(start / "model.safetensors")
     save_file({k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}, start / "model.safetensors")
     convert(start, tmp_path / "out", "vllm", TINY)
@@ -221,7 +223,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
     "a map the original has no place for": (
         lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), "medusa", ("d2t", "drafter.vocab_size=2048")),
     "normed feedback in the flat layout": (
-        lambda path, tiny: foreign.speculators(path, tiny, norm_output=True), "sglang", ("norm_output",)),
+        lambda path, tiny: foreign.write_speculators(path, tiny, norm_output=True), "sglang", ("norm_output",)),
     "two layers for SGLang": (
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, num_layers=2), "sglang", ("num_layers", "vllm")),
     "a window for SGLang": (
@@ -230,8 +232,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, architecture={"qk_norm": True}), "sglang", ("qk_norm",)),
     "P-EAGLE for SGLang": (
         lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("peagle", "format=vllm or format=flat")),
-    "EAGLE's bias for vLLM": (foreign.eagle1, "vllm", ("fc.bias", "--to sglang", "drafter.bias=false")),
-    "Medusa for SGLang": (foreign.medusa, "sglang", ("medusa", "vllm")),
+    "EAGLE's bias for vLLM": (foreign.write_eagle1, "vllm", ("fc.bias", "--to sglang", "drafter.bias=false")),
+    "Medusa for SGLang": (foreign.write_medusa, "sglang", ("medusa", "vllm")),
     "Hydra": (lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256), "vllm", ("hydra", "spectrain eval")),
     "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
     "gated LoRA for vLLM": (
@@ -292,8 +294,8 @@ def test_what_a_layout_cannot_hold_is_named(case: str, tiny: Target, tmp_path: P
 
 
 def test_own_embedding_is_not_for_sglang(tiny: Target, tmp_path: Path) -> None:
-    """A drafter whose embedding is not its target's cannot lose it on the way."""
-    start = foreign.speculators(tmp_path / "start", tiny)
+    """A drafter whose embedding is not its target's is refused where its embedding would be lost."""
+    start = foreign.write_speculators(tmp_path / "start", tiny)
     tensors = load_file(start / "model.safetensors")
     tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"] + 0.01
     save_file(tensors, start / "model.safetensors")
@@ -322,17 +324,17 @@ UNLIKE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] =
 def test_what_our_class_cannot_represent_is_named(case: str, tiny: Target, tmp_path: Path) -> None:
     """A foreign drafter of another shape is refused by its tensor or flag."""
     change, word = UNLIKE[case]
-    start = foreign.specforge(tmp_path / "start", tiny)
+    start = foreign.write_specforge(tmp_path / "start", tiny)
     config, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
     change(config, tensors)
-    foreign.write(start, config, tensors)
+    foreign.write_checkpoint(start, config, tensors)
     with pytest.raises(UserError, match=word):
         convert(start, tmp_path / "out", "spectrain", TINY)
 
 
 def test_pickled_files_are_not_opened(tiny: Target, tmp_path: Path) -> None:
     """A .pt file is refused with the line that makes it safetensors, which then is read."""
-    start = foreign.medusa(tmp_path / "start", tiny)
+    start = foreign.write_medusa(tmp_path / "start", tiny)
     tensors = load_file(start / "medusa_lm_head.safetensors")
     (start / "medusa_lm_head.safetensors").unlink()
     torch.save(tensors, start / "medusa_lm_head.pt")
@@ -341,12 +343,13 @@ def test_pickled_files_are_not_opened(tiny: Target, tmp_path: Path) -> None:
 
 
 def test_version_two_heads_take_the_targets_output_layer(tiny: Target, tmp_path: Path) -> None:
-    """Medusa's version 2 has no output layer a head; ours is then a copy of the target's, and without it nothing is guessed."""
-    start = foreign.medusa(tmp_path / "start", tiny, version=2)
+    """Medusa's version 2 has no output layer in its heads, which become copies of the target's; without a target it is
+    refused."""
+    start = foreign.write_medusa(tmp_path / "start", tiny, version=2)
     with pytest.raises(UserError, match=r"0\.1\.weight"):
         read_drafter(start)
-    found = read_drafter(start, TINY)
-    assert all(torch.equal(found.tensors[f"heads.{head}.lm_head.weight"], tiny.head.output.weight) for head in range(3))
+    checkpoint = read_drafter(start, TINY)
+    assert all(torch.equal(checkpoint.tensors[f"heads.{head}.lm_head.weight"], tiny.head.output.weight) for head in range(3))
 
 
 @pytest.mark.sweep(2, free=("case",))
@@ -366,16 +369,16 @@ def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path:
     """`eval run=DIR` composes the same drafter from another project's files as from their conversion, and drafts the same."""
     start = CASES[case][0](tmp_path / "start", tiny)
     convert(start, tmp_path / "own", "spectrain", TINY)
-    found = []
+    generations = []
     for directory in (start, tmp_path / "own"):
         with initialize_config_module("spectrain.conf", version_base="1.3"):
             spec, _ = resolve_eval_spec(compose("eval", overrides=[f"run={directory}", "target=tiny"]))
         drafter = spec.drafter.build(target=tiny)
         load_weights(drafter, directory, tiny)
         prompt = [5, 9, 200, 31, 7]
-        found.append(decode(tiny, [prompt], Greedy(), 8, drafter.eval(), Chain(depth=3))[0])
-    assert found[0].output == found[1].output == decode(tiny, [prompt], Greedy(), 8)[0].output
-    assert found[0].round_lengths == found[1].round_lengths
+        generations.append(decode(tiny, [prompt], Greedy(), 8, drafter.eval(), Chain(depth=3))[0])
+    assert generations[0].output == generations[1].output == decode(tiny, [prompt], Greedy(), 8)[0].output
+    assert generations[0].round_lengths == generations[1].round_lengths
 
 
 EAGLE1_UNLIKE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
@@ -395,34 +398,36 @@ EAGLE1_UNLIKE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], 
 
 @pytest.mark.parametrize("case", EAGLE1_UNLIKE)
 def test_an_eagle_of_another_shape_is_refused(case: str, tiny: Target, tmp_path: Path) -> None:
-    """By its tensor or key."""
+    """An EAGLE that our class cannot hold is refused by its tensor or key."""
     change, word = EAGLE1_UNLIKE[case]
-    start = foreign.eagle1(tmp_path / "start", tiny)
+    start = foreign.write_eagle1(tmp_path / "start", tiny)
     config, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
     change(config, tensors)
-    foreign.write(start, config, tensors)
+    foreign.write_checkpoint(start, config, tensors)
     with pytest.raises(UserError, match=word):
         read_drafter(start, TINY)
 
 
-def test_an_eagle_of_sglang_has_a_bias_and_one_of_vllm_none(tiny: Target, tmp_path: Path) -> None:
-    """SGLang's is zero where none was trained; a missing one, and one that vLLM would leave out, are found."""
+def test_an_eagle_of_sglang_has_a_bias_and_that_of_vllm_none(tiny: Target, tmp_path: Path) -> None:
+    """For SGLang a missing bias is written as zero; a file without it, and one with a bias for vLLM, are errors."""
     start = ours(tmp_path / "start", tiny, "eagle1")
-    found = {form: load_file(convert(start, tmp_path / form, form, TINY) / "model.safetensors") for form in ("vllm", "sglang")}
-    assert "fc.bias" not in found["vllm"] and not found["sglang"]["fc.bias"].any()
+    exports = {
+        form: load_file(convert(start, tmp_path / form, form, TINY) / "model.safetensors") for form in ("vllm", "sglang")
+    }
+    assert "fc.bias" not in exports["vllm"] and not exports["sglang"]["fc.bias"].any()
     for form, bias, word in (("sglang", None, "fc.bias"), ("vllm", torch.ones(128), "fc-bias")):
-        tensors = {k: v for k, v in found[form].items() if k != "fc.bias"} | ({} if bias is None else {"fc.bias": bias})
+        tensors = {k: v for k, v in exports[form].items() if k != "fc.bias"} | ({} if bias is None else {"fc.bias": bias})
         save_file(tensors, tmp_path / form / "model.safetensors")
         files = DrafterFiles.from_directory(tmp_path / form)
         assert any(
-            word in (one.name, *one.problem.split())
-            for one in check_files(files, detect_layout(files), None)
-            if one.level == "error"
+            word in (finding.name, *finding.problem.split())
+            for finding in check_files(files, detect_layout(files), None)
+            if finding.level == "error"
         )
 
 
-def test_vllm_finds_no_map_over_the_whole_vocabulary(tiny: Target, tmp_path: Path) -> None:
-    """It stops at one; a file that holds one is told so, and read and written again it holds none."""
+def test_vllm_finds_no_map_over_the_full_vocabulary(tiny: Target, tmp_path: Path) -> None:
+    """vLLM refuses such a map, so a file with one has a finding, and converting the file drops it."""
     start = ours(tmp_path / "start", tiny, "peagle", vocab_size=2048, num_layers=1)
     for form in ("vllm", "flat"):
         convert(start, tmp_path / form, form, TINY)
@@ -436,21 +441,21 @@ def test_vllm_finds_no_map_over_the_whole_vocabulary(tiny: Target, tmp_path: Pat
         assert "d2t" not in DrafterFiles.from_directory(tmp_path / f"{form}-mended").tensors
 
 
-def test_medusa_for_vllm_has_whole_heads_that_draft_the_same(tiny: Target, tmp_path: Path) -> None:
-    """vLLM reads heads over all of the vocabulary: the likeliest token of a cut head is the likeliest of its filled one."""
+def test_medusa_for_vllm_has_full_heads_that_draft_the_same(tiny: Target, tmp_path: Path) -> None:
+    """vLLM reads heads over the full vocabulary: the likeliest token of a cut head is also that of the filled head."""
     start = ours(tmp_path / "start", tiny, "medusa", vocab_size=256)
     convert(start, tmp_path / "out", "vllm", TINY)
-    cut, whole = read_drafter(start, TINY).tensors, DrafterFiles.from_directory(tmp_path / "out").tensors
+    cut, exported = read_drafter(start, TINY).tensors, DrafterFiles.from_directory(tmp_path / "out").tensors
     hidden = torch.randn(500, tiny.width)
     for head in range(3):
-        wanted = (hidden @ cut[f"heads.{head}.lm_head.weight"].T).argmax(-1)
-        assert whole[f"lm_heads.{head}.weight"].shape[0] == tiny.head.vocab_size
-        assert torch.equal((hidden @ whole[f"lm_heads.{head}.weight"].T).argmax(-1), wanted + cut["d2t"][wanted])
+        expected = (hidden @ cut[f"heads.{head}.lm_head.weight"].T).argmax(-1)
+        assert exported[f"lm_heads.{head}.weight"].shape[0] == tiny.head.vocab_size
+        assert torch.equal((hidden @ exported[f"lm_heads.{head}.weight"].T).argmax(-1), expected + cut["d2t"][expected])
 
 
 def test_cut_heads_of_vllm_are_mended(tiny: Target, tmp_path: Path) -> None:
-    """Heads of their own over a part of the vocabulary, which vLLM cannot load, are read and written whole."""
-    start = foreign.medusa_vllm(tmp_path / "start", tiny)
+    """Separate heads over a part of the vocabulary, which vLLM cannot load, are read and written over the full vocabulary."""
+    start = foreign.write_medusa_vllm(tmp_path / "start", tiny)
     config, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
     shared = tensors.pop("lm_head.weight")
     save_file(tensors | {f"lm_heads.{head}.weight": shared.clone() for head in range(3)}, start / "model.safetensors")

@@ -1,4 +1,4 @@
-"""DFlash between engines: published configurations, what is drafted from every layout, and each trap by its name."""
+"""DFlash between engines: published configurations, the drafts of every layout, and each trap's name."""
 
 import json
 import re
@@ -28,11 +28,11 @@ from spectrain.trees import Chain
 
 from . import foreign
 from .test_converter import CASES
-from .test_linter import Change, found, spoilt, trained, transpose
+from .test_linter import Change, change_files, find_faults, train_drafter, transpose_tensors
 
 TINY = TargetFiles("tiny")
 
-# Configurations as they are published
+# Published configurations
 
 
 QWEN3_8B: dict[str, Any] = {
@@ -68,19 +68,19 @@ SIZES = {"intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_h
          "max_position_embeddings": 40960, "rope_parameters": ROPE}  # fmt: skip
 
 
-def published(config: dict[str, Any], fused: int, directory: Path) -> DrafterFiles:
-    """A configuration with tensors that have shapes and no data."""
+def make_files(config: dict[str, Any], fused: int, directory: Path) -> DrafterFiles:
+    """Make files with this configuration and tensors that have shapes and no data."""
     return DrafterFiles(directory, config, foreign.dflash_tensors(QWEN3_8B, fused, empty=True))
 
 
 def test_z_labs_checkpoint_is_accepted(tmp_path: Path) -> None:
-    """Qwen3-8B's has the paper's settings, which are our constructor's defaults, its layer ids one more here."""
-    files = published(ZLAB, 5, tmp_path)
+    """Qwen3-8B's file has the paper's settings, our constructor's defaults, and layer ids one lower than ours."""
+    files = make_files(ZLAB, 5, tmp_path)
     layout = detect_layout(files)
     assert layout.title == "DFlash, flat layout" and not list(layout.findings(files))
-    assert layout.expected_tensors(files).required == {name: tuple(one.shape) for name, one in files.tensors.items()}
-    found = layout.read(files, None)
-    assert found.drafter == {
+    assert layout.expected_tensors(files).required == {name: tuple(tensor.shape) for name, tensor in files.tensors.items()}
+    checkpoint = layout.read(files, None)
+    assert checkpoint.drafter == {
         "_target_": "spectrain.drafters.dflash.DFlash", "block_size": 16, "num_layers": 5, "layers": [2, 10, 18, 26, 34],
         "vocab_size": 151936, "sample_from_anchor": False, "causal": False, "window": None, "mask_token_id": 151669,
         "own_embedding": False, "architecture": SIZES,
@@ -88,22 +88,24 @@ def test_z_labs_checkpoint_is_accepted(tmp_path: Path) -> None:
 
 
 def test_speculators_defaults_are_accepted(tmp_path: Path) -> None:
-    """Its ids are ours; a window over all layers, and a block that is causal within it."""
-    files = published(SPECULATORS, 3, tmp_path)
+    """Layer ids are as ours; all layers have a window, and blocks are causal within it."""
+    files = make_files(SPECULATORS, 3, tmp_path)
     layout = detect_layout(files)
     assert layout.title == "DFlash, speculators layout" and not list(layout.findings(files))
-    found = layout.read(files, None)
-    kept = {key: found.drafter[key] for key in ("block_size", "layers", "causal", "window", "architecture", "mask_token_id")}
-    assert kept == {"block_size": 16, "layers": [2, 18, 33], "causal": True, "window": 2048, "architecture": SIZES,
-                    "mask_token_id": 151669}  # fmt: skip
-    assert found.target == "Qwen/Qwen3-8B"
+    checkpoint = layout.read(files, None)
+    settings = {
+        key: checkpoint.drafter[key] for key in ("block_size", "layers", "causal", "window", "architecture", "mask_token_id")
+    }
+    assert settings == {"block_size": 16, "layers": [2, 18, 33], "causal": True, "window": 2048, "architecture": SIZES,
+                        "mask_token_id": 151669}  # fmt: skip
+    assert checkpoint.target == "Qwen/Qwen3-8B"
 
 
 def test_deepspecs_dflash_is_refused_by_name(tiny: Target, tmp_path: Path) -> None:
-    """Its blocks are shifted: the same tensors, each one token off."""
-    files = published(DEEPSPEC, 5, tmp_path)
+    """Its blocks are shifted: the same tensors draft one token off."""
+    files = make_files(DEEPSPEC, 5, tmp_path)
     assert [finding.name for finding in detect_layout(files).findings(files)] == ["shifted-block"]
-    start = foreign.zlab(tmp_path / "start", tiny, architectures=["Qwen3DSparkModel"], markov_rank=0)
+    start = foreign.write_zlab(tmp_path / "start", tiny, architectures=["Qwen3DSparkModel"], markov_rank=0)
     with pytest.raises(UserError, match=r"sample_from_anchor, as DeepSpec trains\) \(shifted-block\); train with drafter"):
         read_drafter(start, TINY)
 
@@ -134,58 +136,58 @@ UNLIKE: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("case", UNLIKE)
 def test_what_our_class_cannot_represent_is_named(case: str, tiny: Target, tmp_path: Path) -> None:
-    """A drafter of another family or shape is refused by its tensor or key; as files it has nothing wrong."""
+    """A drafter of another family or shape is refused by its tensor or key; its files alone have only a warning."""
     change, words = UNLIKE[case]
-    start = spoilt(foreign.zlab(tmp_path / "start", tiny), change)
+    start = change_files(foreign.write_zlab(tmp_path / "start", tiny), change)
     with pytest.raises(UserError, match=words):
         convert(start, tmp_path / "out", "spectrain", TINY)
-    assert {name: one.level for name, one in found(start).items()} == {"not-representable": "warning"}
+    assert {name: finding.level for name, finding in find_faults(start).items()} == {"not-representable": "warning"}
 
 
-def test_missing_keys_are_named_in_one_sentence(tiny: Target, tmp_path: Path) -> None:
-    """All of them, wherever they belong."""
-    start = foreign.zlab(tmp_path / "start", tiny)
-    spoilt(start, lambda config, tensors: [config.pop(key) for key in ("block_size", "head_dim", "rope_theta")])
+def test_missing_keys_are_named_in_a_single_sentence(tiny: Target, tmp_path: Path) -> None:
+    """All missing keys are named, wherever they belong."""
+    start = foreign.write_zlab(tmp_path / "start", tiny)
+    change_files(start, lambda config, tensors: [config.pop(key) for key in ("block_size", "head_dim", "rope_theta")])
     with pytest.raises(UserError, match="lacks 'block_size, head_dim, rope_theta' \\(missing-key\\)"):
         read_drafter(start, TINY)
 
 
-def test_settings_are_read_wherever_they_are_said(tiny: Target, tmp_path: Path) -> None:
-    """`block_size` in dflash_config, `target_layer_ids` and the mask at the top, rope as parameters: the same drafter."""
-    start = foreign.zlab(tmp_path / "start", tiny)
-    other = foreign.zlab(tmp_path / "other", tiny)
+def test_settings_are_read_wherever_they_are(tiny: Target, tmp_path: Path) -> None:
+    """`block_size` in dflash_config, `target_layer_ids` and mask at the top, rope as parameters: the same drafter."""
+    start = foreign.write_zlab(tmp_path / "start", tiny)
+    other = foreign.write_zlab(tmp_path / "other", tiny)
 
-    def moved(config: dict[str, Any], tensors: Any) -> None:
+    def move_keys(config: dict[str, Any], tensors: Any) -> None:
         nested = config.pop("dflash_config")
         config.update(nested, dflash_config={"block_size": config.pop("block_size")})
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
 
-    assert read_drafter(spoilt(other, moved), TINY).drafter == read_drafter(start, TINY).drafter
+    assert read_drafter(change_files(other, move_keys), TINY).drafter == read_drafter(start, TINY).drafter
 
 
-# What is drafted
+# Drafts
 
 
-def drafted(drafter: DrafterCheckpoint, tiny: Target) -> Generation:
+def decode_with(drafter: DrafterCheckpoint, tiny: Target) -> Generation:
     return decode(tiny, [[5, 9, 200, 31, 7]], Greedy(), 16, load_drafter(drafter, tiny), Chain(depth=3))[0]
 
 
 @pytest.mark.sweep(2, free=("case",))
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("dflash", "dspark", "peagle"))])
 def test_every_layout_drafts_the_same(case: str, tiny: Target, tmp_path: Path) -> None:
-    """From each, the same tokens are drafted, and as many kept: windows, causality and layers are said as they were."""
+    """Every layout gives the same output in the same rounds, with its windows, causality and layers."""
     make, forms = CASES[case]
     start = make(tmp_path / "start", tiny)
-    ours = drafted(read_drafter(start, TINY), tiny)
+    ours = decode_with(read_drafter(start, TINY), tiny)
     for form in forms:
         convert(start, tmp_path / form, form, TINY)
-        theirs = drafted(read_drafter(tmp_path / form, TINY), tiny)
-        assert (theirs.output, theirs.round_lengths) == (ours.output, ours.round_lengths)
+        converted = decode_with(read_drafter(tmp_path / form, TINY), tiny)
+        assert (converted.output, converted.round_lengths) == (ours.output, ours.round_lengths)
 
 
-def test_training_goes_on_from_a_foreign_one(tiny: Target, tmp_path: Path) -> None:
+def test_training_goes_on_from_a_foreign_checkpoint(tiny: Target, tmp_path: Path) -> None:
     """`drafter.init` takes what its weights were trained for: layers, window, causality, mask, vocabulary."""
-    start = foreign.speculators_dflash(tmp_path / "start", tiny)
+    start = foreign.write_speculators_dflash(tmp_path / "start", tiny)
     drafter = {**resolve_choice("drafter", {"choice": "dflash"}, ""), "init": str(start), "block_size": 4}
     spec = apply_init_shape(RunSpec.from_nodes({"drafter": drafter, "target": TINY.settings}))
     module = spec.drafter.build(target=tiny)
@@ -197,7 +199,7 @@ def test_training_goes_on_from_a_foreign_one(tiny: Target, tmp_path: Path) -> No
 
 
 def test_names_are_those_that_engines_read(tiny: Target, tmp_path: Path) -> None:
-    """Layers are `layers.N.`; no engine finds a map or a head where the whole vocabulary is drafted."""
+    """Layers are `layers.N.`, and there is no map and no head if the full vocabulary is drafted."""
     start = CASES["dflash"][0](tmp_path / "start", tiny)
     for form in ("vllm", "sglang"):
         convert(start, tmp_path / form, form, TINY)
@@ -213,36 +215,36 @@ def test_names_are_those_that_engines_read(tiny: Target, tmp_path: Path) -> None
 # Traps
 
 
-def nested(**changes: Any) -> Change:
+def set_dflash_keys(**changes: Any) -> Change:
     return lambda config, tensors: config["dflash_config"].update(changes)
 
 
-def full(**changes: Any) -> Change:
-    """Without windows."""
+def remove_windows(**changes: Any) -> Change:
+    """Return a change that removes windows."""
 
-    def change(config: dict[str, Any], tensors: Any) -> None:
+    def change_config(config: dict[str, Any], tensors: Any) -> None:
         config["transformer_layer_config"].update(layer_types=["full_attention"] * 2, sliding_window=None)
         config.update(sliding_window_non_causal=True)
         config.update(changes)
 
-    return change
+    return change_config
 
 
-def head(target: Target) -> Change:
+def add_head(target: Target) -> Change:
     return lambda config, tensors: tensors.update({"lm_head.weight": target.head.output.weight.detach() * 1.01})
 
 
 FLAT: dict[str, tuple[str, Any]] = {
-    "ids of what enters a layer": ("layer-ids-numbering", nested(target_layer_ids=[2, 6])),
+    "ids of what enters a layer": ("layer-ids-numbering", set_dflash_keys(target_layer_ids=[2, 6])),
     "two keys that say one number": (
         "layer-ids-numbering", lambda config, tensors: config.update(aux_hidden_state_layer_ids=[1, 5])),
-    "layers out of order": ("layer-ids-order", nested(target_layer_ids=[5, 1])),
-    "layers beyond the target": ("layer-ids-range", nested(target_layer_ids=[1, 8])),
+    "layers out of order": ("layer-ids-order", set_dflash_keys(target_layer_ids=[5, 1])),
+    "layers beyond the target": ("layer-ids-range", set_dflash_keys(target_layer_ids=[1, 8])),
     "a shifted block": ("shifted-block", lambda config, tensors: config.update(sample_from_anchor=True)),
-    "a head": ("ignored-head", head),
-    "a word for a mask": ("mask-token-heard", nested(mask_token_id=300)),
-    "the end of a turn for a mask": ("mask-token-heard", nested(mask_token_id=2)),
-    "no row for a mask": ("mask-token-range", nested(mask_token_id=2048)),
+    "a head": ("ignored-head", add_head),
+    "a word for a mask": ("mask-token-heard", set_dflash_keys(mask_token_id=300)),
+    "the end of a turn for a mask": ("mask-token-heard", set_dflash_keys(mask_token_id=2)),
+    "no row for a mask": ("mask-token-range", set_dflash_keys(mask_token_id=2048)),
     "another architecture": ("architecture", lambda config, tensors: config.update(architectures=["Qwen3ForCausalLM"])),
     "no norm of queries": ("missing-tensor", lambda config, tensors: tensors.pop("layers.1.self_attn.q_norm.weight")),
     "another rope": ("rope", lambda config, tensors: config.update(rope_theta=1e6)),
@@ -252,84 +254,87 @@ FLAT: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("case", FLAT)
 def test_traps_of_the_flat_layout(case: str, tiny: Target, tmp_path: Path) -> None:
-    """Each by its name and nothing else, and nothing in the file as it was."""
+    """Each trap is the only finding, by its name, and the unchanged file has none."""
     name, change = FLAT[case]
-    start = foreign.zlab(tmp_path / "start", tiny)
-    assert not found(start) and not found(start, None)
-    assert list(found(spoilt(start, change(tiny) if change is head else change))) == [name]
+    start = foreign.write_zlab(tmp_path / "start", tiny)
+    assert not find_faults(start) and not find_faults(start, None)
+    assert list(find_faults(change_files(start, change(tiny) if change is add_head else change))) == [name]
 
 
-def sides(**changes: Any) -> Change:
+def set_keys(**changes: Any) -> Change:
     return lambda config, tensors: config.update(changes)
 
 
 OTHER: dict[str, tuple[str, Change, Change]] = {
-    "full layers that are not said to see both ways": ("block-causality", full(), full(sliding_window_non_causal=False)),
+    "full layers that are not said to see both ways": (
+        "block-causality", remove_windows(), remove_windows(sliding_window_non_causal=False)),
     "windows that are not said to be causal": (
-        "block-causality-implicit", sides(), lambda config, tensors: config.pop("sliding_window_non_causal")),
-    "a shifted block": ("shifted-block", sides(), sides(sample_from_anchor=True)),
+        "block-causality-implicit", set_keys(), lambda config, tensors: config.pop("sliding_window_non_causal")),
+    "a shifted block": ("shifted-block", set_keys(), set_keys(sample_from_anchor=True)),
     "z-lab's ids": (
         "layer-ids-numbering",
-        sides(aux_hidden_state_layer_ids=[2, 4, 6]), sides(aux_hidden_state_layer_ids=[1, 3, 5])),
+        set_keys(aux_hidden_state_layer_ids=[2, 4, 6]), set_keys(aux_hidden_state_layer_ids=[1, 3, 5])),
     "two keys that say one number": (
-        "layer-ids-numbering", sides(target_layer_ids=[1, 3, 4]), sides(target_layer_ids=[2, 4, 5])),
-    "a word for a mask": ("mask-token-heard", sides(), sides(mask_token_id=300)),
-    "no verifier": ("speculators-config", sides(), lambda config, tensors: config["speculators_config"].pop("verifier")),
-    "no map": ("missing-d2t", sides(), lambda config, tensors: tensors.pop("d2t")),
-    "absolute ids": ("d2t-absolute", sides(), lambda config, tensors: tensors["d2t"].add_(torch.arange(256))),
-    "an id twice": ("d2t-repeated", sides(), lambda config, tensors: tensors["d2t"][1:2].copy_(tensors["d2t"][:1] - 1)),
-    "the wrong count": ("head-rows", sides(), sides(draft_vocab_size=512)),
+        "layer-ids-numbering", set_keys(target_layer_ids=[1, 3, 4]), set_keys(target_layer_ids=[2, 4, 5])),
+    "a word for a mask": ("mask-token-heard", set_keys(), set_keys(mask_token_id=300)),
+    "no verifier": ("speculators-config", set_keys(), lambda config, tensors: config["speculators_config"].pop("verifier")),
+    "no map": ("missing-d2t", set_keys(), lambda config, tensors: tensors.pop("d2t")),
+    "absolute ids": ("d2t-absolute", set_keys(), lambda config, tensors: tensors["d2t"].add_(torch.arange(256))),
+    "an id twice": ("d2t-repeated", set_keys(), lambda config, tensors: tensors["d2t"][1:2].copy_(tensors["d2t"][:1] - 1)),
+    "the wrong count": ("head-rows", set_keys(), set_keys(draft_vocab_size=512)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OTHER)
 def test_traps_of_the_speculators_layout(case: str, tiny: Target, tmp_path: Path) -> None:
-    """Each by its name and nothing else, and nothing in the right file beside it."""
+    """Each trap is the only finding, by its name, and the right file has none."""
     name, right, wrong = OTHER[case]
-    start = spoilt(foreign.speculators_dflash(tmp_path / "start", tiny), right)
-    assert not found(start) and not found(start, None)
-    assert list(found(spoilt(start, wrong))) == [name]
+    start = change_files(foreign.write_speculators_dflash(tmp_path / "start", tiny), right)
+    assert not find_faults(start) and not find_faults(start, None)
+    assert list(find_faults(change_files(start, wrong))) == [name]
 
 
 @pytest.mark.slow
 def test_measured_faults(tiny: Target, tmp_path: Path) -> None:
-    """What no shape shows is found by name in a drafter that has learnt something, and nothing is found before."""
+    """Faults that no shape shows are found by name in a trained drafter, and the unchanged drafter has no finding."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"block_size": 5, "num_layers": 1, "vocab_size": 1024, "loss": "forward_kl", "num_anchors": 64}
-    start = trained(
+    start = train_drafter(
         tmp_path, tiny, DFlash(tiny, DFlashConfig(layers=[2, 4, 6], **options)), "dflash", 300, layers=[2, 4, 6], **options
     )
     assert not lint(start, TINY)
     rope = {"rope_type": "default", "rope_theta": 50.0}
     faults: dict[str, Change] = {
-        "transposed-tensor": transpose("o_proj.weight"),
+        "transposed-tensor": transpose_tensors("o_proj.weight"),
         "rope": lambda config, tensors: config["transformer_layer_config"].update(rope_parameters=rope),
         "head-order": lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].roll(7, dims=0)}),
     }
     for name, change in faults.items():
         convert(start, tmp_path / name, "vllm", TINY)
-        assert [finding.name for finding in lint(spoilt(tmp_path / name, change), TINY)] == [name]
+        assert [finding.name for finding in lint(change_files(tmp_path / name, change), TINY)] == [name]
 
 
 def test_what_converting_mends(tiny: Target, tmp_path: Path) -> None:
-    """Full layers that were trained both ways and said causal are written as they were trained; a head that SGLang drops is
-    written where vLLM reads it."""
-    start = spoilt(foreign.speculators_dflash(tmp_path / "start", tiny), full(sliding_window_non_causal=False))
+    """Full layers that were trained both ways but marked causal are written as trained; a head that SGLang drops is written
+    where vLLM reads it."""
+    start = change_files(
+        foreign.write_speculators_dflash(tmp_path / "start", tiny), remove_windows(sliding_window_non_causal=False)
+    )
     convert(start, tmp_path / "out", "vllm", TINY)
-    assert not found(tmp_path / "out") and not read_drafter(tmp_path / "out").drafter["causal"]
-    cut = foreign.zlab(tmp_path / "cut", tiny, draft_vocab_size=256)
-    spoilt(cut, lambda config, tensors: tensors.update(
+    assert not find_faults(tmp_path / "out") and not read_drafter(tmp_path / "out").drafter["causal"]
+    cut = foreign.write_zlab(tmp_path / "cut", tiny, draft_vocab_size=256)
+    change_files(cut, lambda config, tensors: tensors.update(
         {"lm_head.weight": tiny.head.output.weight[:256].detach().clone(), "d2t": torch.arange(256)}))  # fmt: skip
-    assert set(found(cut)) == {"ignored-head"}
+    assert set(find_faults(cut)) == {"ignored-head"}
     convert(cut, tmp_path / "whole", "vllm", TINY)
-    assert not found(tmp_path / "whole") and read_drafter(tmp_path / "whole").drafter["vocab_size"] == 256
+    assert not find_faults(tmp_path / "whole") and read_drafter(tmp_path / "whole").drafter["vocab_size"] == 256
 
 
 def test_a_head_that_is_the_targets_is_left_out(tiny: Target, tmp_path: Path) -> None:
-    """A copy of the target's output layer is no head of its own; any other over the whole vocabulary is refused."""
-    start = foreign.zlab(tmp_path / "start", tiny)
+    """A copy of the target's output layer is dropped; any other head over the full vocabulary is refused."""
+    start = foreign.write_zlab(tmp_path / "start", tiny)
     plain = read_drafter(start, TINY)
-    spoilt(
+    change_files(
         start,
         lambda config, tensors: tensors.update(
             {"lm_head.weight": TINY.load_head(), "embed_tokens.weight": TINY.load_embedding()}
@@ -339,10 +344,10 @@ def test_a_head_that_is_the_targets_is_left_out(tiny: Target, tmp_path: Path) ->
     with pytest.raises(UserError, match="lm_head.weight.*give --target"):
         read_drafter(start)
     with pytest.raises(UserError, match="lm_head.weight has all 2048 rows"):
-        read_drafter(spoilt(start, head(tiny)), TINY)
+        read_drafter(change_files(start, add_head(tiny)), TINY)
 
 
 def test_which_tokens_texts_hold(tiny: Target) -> None:
-    """Words, ends and what the template writes; not a row beyond the tokenizer, nor the special token that we take."""
-    heard = [occurs_in_text(tiny.tokenizer, token) for token in (0, 1, 2, 3, 2047, len(tiny.tokenizer))]
-    assert heard == [False, True, True, True, True, False]
+    """Words, ends and tokens of the template occur in texts; ids beyond the tokenizer and our special token do not."""
+    actual = [occurs_in_text(tiny.tokenizer, token) for token in (0, 1, 2, 3, 2047, len(tiny.tokenizer))]
+    assert actual == [False, True, True, True, True, False]

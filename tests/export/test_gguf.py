@@ -56,7 +56,7 @@ def test_files_come_back_bit_by_bit(case: str, tiny: Target, tmp_path: Path) -> 
     family, options = CASES[case]
     start = ours(tmp_path / "start", tiny, family, **options)
     convert(start, tmp_path / "gguf", "gguf", TINY)
-    assert not findings(tmp_path / "gguf")
+    assert not find_faults(tmp_path / "gguf")
     convert(tmp_path / "gguf", tmp_path / "back", "spectrain", TINY)
     before, after = (read_drafter(path, TINY) for path in (start, tmp_path / "back"))
     assert without_defaults(before.drafter) == without_defaults(after.drafter)
@@ -74,7 +74,7 @@ def without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "architecture": AutoConfig.for_model(**{**architecture, **left_out}).to_dict()}
 
 
-def findings(directory: Path) -> set[str]:
+def find_faults(directory: Path) -> set[str]:
     """Return the names of the faults that files show, compared with the tiny target."""
     files = read_files(directory)
     return {finding.name for finding in check_files(files, detect_layout(files), TINY)}
@@ -225,7 +225,7 @@ def test_seeded_faults(case: str, tiny: Target, tmp_path: Path) -> None:
     """Each fault of a file is found by its name."""
     name, change = FAULTS[case]
     convert(ours(tmp_path / "start", tiny, "eagle3", vocab_size=256), tmp_path / "out", "gguf", TINY)
-    assert name in findings(change_gguf(tmp_path / "out", change))
+    assert name in find_faults(change_gguf(tmp_path / "out", change))
 
 
 @pytest.mark.parametrize(("case", "reorder"), [("EAGLE-3", separate), ("DFlash", interleave), ("GKD draft", separate)])
@@ -287,14 +287,14 @@ def test_kinds_of_tokenizers_by_their_steps() -> None:
     """GPT-2, SmolLM, Llama 3 and Qwen split texts differently; others have no name here."""
     byte_level = pre_tokenizers.ByteLevel
 
-    def split(digits: str) -> Any:
+    def make_split(digits: str) -> Any:
         return pre_tokenizers.Split(Regex(SPLIT.replace("DIGITS", digits)), "isolated")
 
     steps = {
         "gpt-2": [byte_level(add_prefix_space=False)],
         "smollm": [pre_tokenizers.Digits(individual_digits=True), byte_level(add_prefix_space=False)],
-        "llama-bpe": [split("{1,3}"), byte_level(add_prefix_space=False, use_regex=False)],
-        "qwen2": [split(""), byte_level(add_prefix_space=False, use_regex=False)],
+        "llama-bpe": [make_split("{1,3}"), byte_level(add_prefix_space=False, use_regex=False)],
+        "qwen2": [make_split(""), byte_level(add_prefix_space=False, use_regex=False)],
         None: [pre_tokenizers.Whitespace()],
     }
     for name, parts in steps.items():

@@ -54,7 +54,7 @@ class SingleFileLayout(Layout):
         save_file(drafter.tensors, directory / "drafter.single", {"config": json.dumps({"single": settings})})
 
 
-def test_a_new_layout_is_one_file_and_one_line(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_layout_is_a_file_and_a_line(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its line in the table, converter and linter write, read and check a layout that has no config.json."""
     module = ModuleType("spectrain.export.single")
     module.SingleFileLayout = SingleFileLayout  # type: ignore[attr-defined]
@@ -91,16 +91,16 @@ def write_layout(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Call
     def read_random(family: str, options: str) -> DrafterCheckpoint:
         return read_drafter(ours(folder / f"{options}-start", tiny, family, **SMALL.get(options, {})), TINY)
 
-    def write(row: TableRow) -> Path:
+    def write_row(row: TableRow) -> Path:
         layout, out, family = load_layout(row), folder / row.class_path, row.families.split()[0]
         if layout.holds_target:
-            source = test_mtp.saved("glm4_moe", folder / "target")
-            return test_mtp.stitched(test_mtp.shaken(load_hf(str(source), dtype="float32")), source, out)
+            source = test_mtp.save_target("glm4_moe", folder / "target")
+            return test_mtp.write_stitched(test_mtp.make_drafter(load_hf(str(source), dtype="float32")), source, out)
         out.mkdir()
         write_drafter(read_random(family, row.class_path if row.class_path in SMALL else family), layout, TINY, out)
         return out
 
-    return write
+    return write_row
 
 
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.class_path)
@@ -117,7 +117,7 @@ def test_the_page_on_serving_names_every_format() -> None:
     assert not missing
 
 
-def test_a_format_has_one_layout_for_each_family() -> None:
+def test_a_format_has_a_single_layout_for_each_family() -> None:
     """Every line of the table names a class that exists, and no two lines answer the same request."""
     requests = [(name, family) for row in LAYOUTS for name in row.formats.split() for family in row.families.split()]
     assert len(requests) == len(set(requests))

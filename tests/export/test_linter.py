@@ -1,4 +1,4 @@
-"""The linter: every seeded fault by its name, and nothing in what is sound."""
+"""The linter finds every seeded fault by its name, and nothing in sound files."""
 
 import json
 from collections.abc import Callable
@@ -36,14 +36,14 @@ TINY = TargetFiles("tiny")
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
-def found(directory: Path, target: TargetFiles | None = TINY) -> dict[str, Finding]:
-    """What is found without decoding, by name."""
+def find_faults(directory: Path, target: TargetFiles | None = TINY) -> dict[str, Finding]:
+    """Return the findings of the files alone, without decoding, by name."""
     files = DrafterFiles.from_directory(directory)
     return {finding.name: finding for finding in check_files(files, detect_layout(files), target)}
 
 
-def spoilt(directory: Path, change: Change) -> Path:
-    """The same directory after a change of its settings and tensors."""
+def change_files(directory: Path, change: Change) -> Path:
+    """Change the settings and tensors of a directory; return the directory."""
     file = next(directory.glob("*.safetensors"))
     config, tensors = json.loads((directory / "config.json").read_text()), load_file(file)
     change(config, tensors)
@@ -52,25 +52,25 @@ def spoilt(directory: Path, change: Change) -> Path:
     return directory
 
 
-def rename(old: str, new: str) -> Change:
+def rename_tensor(old: str, new: str) -> Change:
     return lambda config, tensors: tensors.update({new: tensors.pop(old)})
 
 
-def scale(name: str, factor: float) -> Change:
+def scale_tensor(name: str, factor: float) -> Change:
     return lambda config, tensors: tensors.update({name: tensors[name] * factor})
 
 
-def layer(**changes: Any) -> Change:
+def set_layer_keys(**changes: Any) -> Change:
     return lambda config, tensors: config["transformer_layer_config"].update(changes)
 
 
-def absolute(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def make_d2t_absolute(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
 
 
 SPECULATORS: dict[str, tuple[str, Change]] = {
     "no d2t": ("missing-d2t", lambda config, tensors: tensors.pop("d2t")),
-    "absolute ids": ("d2t-absolute", absolute),
+    "absolute ids": ("d2t-absolute", make_d2t_absolute),
     "offsets out of range": ("d2t-range", lambda config, tensors: tensors["d2t"].add_(3000)),
     "an id twice": ("d2t-repeated", lambda config, tensors: tensors["d2t"][1:2].copy_(tensors["d2t"][:1] - 1)),
     "t2d of another run": ("t2d-mismatch", lambda config, tensors: tensors.update(t2d=tensors["t2d"].roll(1))),
@@ -81,22 +81,22 @@ SPECULATORS: dict[str, tuple[str, Change]] = {
     "no head": ("missing-lm-head", lambda config, tensors: tensors.pop("lm_head.weight")),
     "no norm": ("missing-tensor", lambda config, tensors: tensors.pop("norm.weight")),
     "no embedding": ("missing-embed-tokens", lambda config, tensors: tensors.pop("embed_tokens.weight")),
-    "zero embedding": ("all-zero", scale("embed_tokens.weight", 0.0)),
+    "zero embedding": ("all-zero", scale_tensor("embed_tokens.weight", 0.0)),
     "transposed head": (
         "transposed-tensor", lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].T})),
     "rows cut off the head": (
         "head-rows", lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:200]})),
     "NaN": ("not-finite", lambda config, tensors: tensors["fc.weight"].fill_(float("nan"))),
-    "a name with a prefix": ("unknown-tensor", rename("layers.0.mlp.up_proj.weight", "draft.mlp.up_proj.weight")),
+    "a name with a prefix": ("unknown-tensor", rename_tensor("layers.0.mlp.up_proj.weight", "draft.mlp.up_proj.weight")),
     "two types": ("mixed-dtype", lambda config, tensors: tensors.update({"fc.weight": tensors["fc.weight"].bfloat16()})),
     "double precision": ("dtype", lambda config, tensors: tensors.update({"fc.weight": tensors["fc.weight"].double()})),
-    "the target's vocabulary": ("vocab-size", layer(vocab_size=1024)),
-    "another inner width": ("wrong-shape", layer(intermediate_size=99)),
+    "the target's vocabulary": ("vocab-size", set_layer_keys(vocab_size=1024)),
+    "another inner width": ("wrong-shape", set_layer_keys(intermediate_size=99)),
     "the flag unsaid": ("norm-flag-implicit", lambda config, tensors: config.pop("norm_before_residual")),
     "a norm without its flag": ("norm-flag", lambda config, tensors: tensors.update({"input_norm.weight": torch.ones(384)})),
     "two norms": ("norm-flags-exclusive", lambda config, tensors: config.update(norm_before_fc=True, fc_norm=True)),
-    "another rope": ("rope", layer(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})),
-    "a shorter context": ("max-position", layer(max_position_embeddings=128)),
+    "another rope": ("rope", set_layer_keys(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})),
+    "a shorter context": ("max-position", set_layer_keys(max_position_embeddings=128)),
     "layers beyond the target": (
         "layer-ids-range", lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[2, 4, 9])),
     "layers out of order": (
@@ -111,14 +111,14 @@ SPECULATORS: dict[str, tuple[str, Change]] = {
 def test_seeded_faults_of_the_speculators_layout(case: str, tiny: Target, tmp_path: Path) -> None:
     """Each fault is found by its name, and was not there before."""
     name, change = SPECULATORS[case]
-    start = foreign.speculators(tmp_path / "start", tiny)
-    assert not found(start)
-    assert name in found(spoilt(start, change))
+    start = foreign.write_speculators(tmp_path / "start", tiny)
+    assert not find_faults(start)
+    assert name in find_faults(change_files(start, change))
 
 
 FLAT: dict[str, tuple[str, Change]] = {
     "no d2t": ("missing-d2t", lambda config, tensors: tensors.pop("d2t")),
-    "absolute ids": ("d2t-absolute", absolute),
+    "absolute ids": ("d2t-absolute", make_d2t_absolute),
     "vLLM's layer numbers": (
         "layer-ids-numbering",
         lambda config, tensors: config.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 5]})),
@@ -137,9 +137,9 @@ FLAT: dict[str, tuple[str, Change]] = {
 def test_seeded_faults_of_the_flat_layout(case: str, tiny: Target, tmp_path: Path) -> None:
     """Each fault is found by its name, and was not there before."""
     name, change = FLAT[case]
-    start = foreign.specforge(tmp_path / "start", tiny)
-    assert not found(start)
-    assert name in found(spoilt(start, change))
+    start = foreign.write_specforge(tmp_path / "start", tiny)
+    assert not find_faults(start)
+    assert name in find_faults(change_files(start, change))
 
 
 PEAGLE: dict[str, tuple[str, Change]] = {
@@ -148,11 +148,11 @@ PEAGLE: dict[str, tuple[str, Change]] = {
     "a mask token beyond the vocabulary": ("mask-token", lambda config, tensors: config.update(mask_token_id=5000)),
     "EAGLE-3's name": ("unknown-tensor", lambda config, tensors: config.update(speculators_model_type="eagle3")),
     "a second layer's part missing": ("missing-tensor", lambda config, tensors: tensors.pop("layers.1.mlp.up_proj.weight")),
-    "a layer that is not counted": ("unknown-tensor", layer(num_hidden_layers=1)),
+    "a layer that is not counted": ("unknown-tensor", set_layer_keys(num_hidden_layers=1)),
     "no embedding": ("missing-embed-tokens", lambda config, tensors: tensors.pop("embed_tokens.weight")),
-    "head norms that are not there": ("missing-tensor", layer(model_type="qwen3")),
+    "head norms that are not there": ("missing-tensor", set_layer_keys(model_type="qwen3")),
     "windows that differ": (
-        "not-representable", layer(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+        "not-representable", set_layer_keys(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
 }  # fmt: skip
 
 
@@ -161,12 +161,12 @@ def test_seeded_faults_of_peagle(case: str, tiny: Target, tmp_path: Path) -> Non
     """Each fault is found by its name, and was not there before."""
     name, change = PEAGLE[case]
     convert(ours(tmp_path / "start", tiny, "peagle", vocab_size=256, num_layers=2), tmp_path / "out", "vllm", TINY)
-    assert not found(tmp_path / "out")
-    assert name in found(spoilt(tmp_path / "out", change))
+    assert not find_faults(tmp_path / "out")
+    assert name in find_faults(change_files(tmp_path / "out", change))
 
 
-def apart(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """An output layer for every head, over a part of the vocabulary."""
+def split_heads(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give every head its own output layer, over a part of the vocabulary."""
     config["original_lm_head"] = False
     shared = tensors.pop("lm_head.weight")
     tensors.update({f"lm_heads.{head}.weight": shared.clone() for head in range(3)})
@@ -180,8 +180,8 @@ MEDUSA: dict[str, tuple[str, Change]] = {
         "token-map-offsets", lambda config, tensors: tensors.update(token_map=torch.zeros(256, dtype=torch.int64))),
     "ids out of range": ("token-map-range", lambda config, tensors: tensors["token_map"].add_(3000)),
     "a map that is ignored": ("truncated-vocab-size", lambda config, tensors: config.update(truncated_vocab_size=2048)),
-    "heads of their own, cut": ("short-heads", lambda config, tensors: apart(config, tensors)),
-    "names of the trainer": ("unknown-tensor", rename("lm_head.weight", "heads.0.lm_head.weight")),
+    "heads of their own, cut": ("short-heads", lambda config, tensors: split_heads(config, tensors)),
+    "names of the trainer": ("unknown-tensor", rename_tensor("lm_head.weight", "heads.0.lm_head.weight")),
     "a head too few": ("missing-tensor", lambda config, tensors: config.update(num_heads=4)),
 }  # fmt: skip
 
@@ -190,39 +190,39 @@ MEDUSA: dict[str, tuple[str, Change]] = {
 def test_seeded_faults_of_medusa(case: str, tiny: Target, tmp_path: Path) -> None:
     """Each fault is found by its name, and was not there before."""
     name, change = MEDUSA[case]
-    start = foreign.medusa_vllm(tmp_path / "start", tiny)
-    assert not found(start)
-    assert name in found(spoilt(start, change))
+    start = foreign.write_medusa_vllm(tmp_path / "start", tiny)
+    assert not find_faults(start)
+    assert name in find_faults(change_files(start, change))
 
 
 def test_original_medusa_with_a_head_too_many(tiny: Target, tmp_path: Path) -> None:
-    """A count of heads that is not that of the tensors, which the original loader takes without a word."""
-    start = foreign.medusa(tmp_path / "start", tiny)
-    assert not found(start)
-    assert "head-count" in found(spoilt(start, lambda config, tensors: config.update(medusa_num_heads=5)))
+    """A number of heads other than that of the tensors, which the original loader accepts, is found."""
+    start = foreign.write_medusa(tmp_path / "start", tiny)
+    assert not find_faults(start)
+    assert "head-count" in find_faults(change_files(start, lambda config, tensors: config.update(medusa_num_heads=5)))
 
 
-def test_whole_models(tiny: Target, tmp_path: Path) -> None:
-    """A draft model with another tokenizer, and a mask token outside of the vocabulary."""
+def test_complete_models(tiny: Target, tmp_path: Path) -> None:
+    """A draft model with another tokenizer, and a mask token outside of the vocabulary, are found."""
     start = ours(tmp_path / "start", tiny, "pard", num_layers=2)
     convert(start, tmp_path / "out", "hf", TINY)
-    assert not found(tmp_path / "out")
-    spoilt(tmp_path / "out", lambda config, tensors: config.update(pard_token=5000))
+    assert not find_faults(tmp_path / "out")
+    change_files(tmp_path / "out", lambda config, tensors: config.update(pard_token=5000))
     template = tmp_path / "out" / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
-    assert {"pard-token", "tokenizer"} <= found(tmp_path / "out").keys()
+    assert {"pard-token", "tokenizer"} <= find_faults(tmp_path / "out").keys()
 
 
 @pytest.mark.sweep(8, free=("case", "form"))
 @pytest.mark.parametrize(("case", "form"), [(case, form) for case in CASES for form in CASES[case][1]])
 def test_clean_exports_have_no_finding(case: str, form: str, tiny: Target, tmp_path: Path) -> None:
-    """Whatever a layout's writer writes, the linter finds nothing wrong with, by itself and beside the target; it warns of what
-    vLLM does not read in its own layout."""
+    """The linter finds nothing in what a layout writes, with and without the target; it warns of what vLLM does not read in its
+    own layout."""
     start = CASES[case][0](tmp_path / "start", tiny)
-    assert not found(start)
+    assert not find_faults(start)
     convert(start, tmp_path / form, form, TINY)
     expected = UNREAD_BY_VLLM.get(case, {}).get(form, set())
-    assert found(tmp_path / form).keys() == found(tmp_path / form, None).keys() == expected
+    assert find_faults(tmp_path / form).keys() == find_faults(tmp_path / form, None).keys() == expected
 
 
 UNREAD_BY_VLLM: dict[str, dict[str, set[str]]] = {
@@ -235,8 +235,8 @@ UNREAD_BY_VLLM: dict[str, dict[str, set[str]]] = {
 # Faults that only a measurement shows
 
 
-def trained(directory: Path, tiny: Target, drafter: Drafter, name: str, steps: int, **options: Any) -> Path:
-    """A drafter that has learnt something, as training saves it."""
+def train_drafter(directory: Path, tiny: Target, drafter: Drafter, name: str, steps: int, **options: Any) -> Path:
+    """Train a drafter briefly and save it as training does."""
     dataset = EmbeddedReader(limit=steps).make_dataset(tiny.template)
     drafter.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
     Trainer(lr=3e-3, max_steps=steps, batch_tokens=1024).fit(drafter, tiny, dataset, LiveSource(), directory / "fit")
@@ -245,56 +245,56 @@ def trained(directory: Path, tiny: Target, drafter: Drafter, name: str, steps: i
 
 
 @pytest.fixture(scope="module")
-def medusa(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def medusa_folder(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     options = {"vocab_size": 512, "loss": "forward_kl", "num_heads": 2}
     drafter = Medusa(tiny, **options)  # type: ignore[arg-type]
-    return trained(tmp_path_factory.mktemp("medusa"), tiny, drafter, "medusa", 20, **options)
+    return train_drafter(tmp_path_factory.mktemp("medusa"), tiny, drafter, "medusa", 20, **options)
 
 
 @pytest.fixture(scope="module")
-def eagle3(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def eagle3_folder(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     options = {"vocab_size": 1024, "ttt_steps": 3}
-    return trained(tmp_path_factory.mktemp("eagle3"), tiny, Eagle3(tiny, **options), "eagle3", 300, **options)
+    return train_drafter(tmp_path_factory.mktemp("eagle3"), tiny, Eagle3(tiny, **options), "eagle3", 300, **options)
 
 
-def transpose(ending: str) -> Change:
+def transpose_tensors(ending: str) -> Change:
     return lambda config, tensors: tensors.update({n: t.T for n, t in tensors.items() if n.endswith(ending) and t.dim() == 2})
 
 
-def exchanged(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The two heads in each other's place."""
+def exchange_heads(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Exchange the two heads."""
     for name in [name for name in tensors if (".0." in name and name.startswith("lm_heads.0")) or name.startswith("blocks.0")]:
-        other = name.replace("s.0.", "s.1.", 1)
-        tensors[name], tensors[other] = tensors[other], tensors[name]
+        other_name = name.replace("s.0.", "s.1.", 1)
+        tensors[name], tensors[other_name] = tensors[other_name], tensors[name]
 
 
-def permuted(tensors: dict[str, Tensor]) -> None:
-    """Trained rows in each other's place."""
+def permute_rows(tensors: dict[str, Tensor]) -> None:
+    """Permute the trained rows of every head."""
     ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
     for name in [name for name in tensors if name.startswith("lm_heads")]:
         tensors[name][ids] = tensors[name][ids].roll(7, dims=0)
 
 
 MEASURED_MEDUSA: dict[str, tuple[str, Change]] = {
-    "blocks transposed": ("transposed-tensor", transpose("layers.0.weight")),
-    "heads exchanged": ("heads-shifted", exchanged),
+    "blocks transposed": ("transposed-tensor", transpose_tensors("layers.0.weight")),
+    "heads exchanged": ("heads-shifted", exchange_heads),
     "rows of the head permuted": (
         "head-order",
-        lambda config, tensors: permuted(tensors)),
+        lambda config, tensors: permute_rows(tensors)),
 }  # fmt: skip
 
 
 @pytest.mark.slow
-def test_measured_faults_of_medusa(medusa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Square tensors, the order of heads and of rows show in no shape; nothing is found where nothing is wrong."""
+def test_measured_faults_of_medusa(medusa_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed square tensors and permuted heads and rows are found by decoding; sound files have no finding."""
     monkeypatch.setattr("spectrain.export.measure.NUM_PROMPTS", 2)
     monkeypatch.setattr("spectrain.export.measure.NUM_TOKENS", 16)
-    assert not lint(medusa, TINY)
+    assert not lint(medusa_folder, TINY)
     for case, (name, change) in MEASURED_MEDUSA.items():
-        convert(medusa, tmp_path / case, "vllm", TINY)
-        assert name in {finding.name for finding in lint(spoilt(tmp_path / case, change), TINY)}, case
+        convert(medusa_folder, tmp_path / case, "vllm", TINY)
+        assert name in {finding.name for finding in lint(change_files(tmp_path / case, change), TINY)}, case
 
 
 MEASURED_EAGLE3: dict[str, tuple[str, Change]] = {
@@ -303,8 +303,8 @@ MEASURED_EAGLE3: dict[str, tuple[str, Change]] = {
     "the other residual": (
         "norm-before-residual-swapped", lambda config, tensors: config.update(norm_before_residual=True)),
     "normed feedback": ("norm-output-swapped", lambda config, tensors: config.update(norm_output=True)),
-    "o_proj transposed": ("transposed-tensor", transpose("o_proj.weight")),
-    "another rope": ("rope", layer(rope_parameters={"rope_type": "default", "rope_theta": 50.0})),
+    "o_proj transposed": ("transposed-tensor", transpose_tensors("o_proj.weight")),
+    "another rope": ("rope", set_layer_keys(rope_parameters={"rope_type": "default", "rope_theta": 50.0})),
     "state before embedding": (
         "halves-swapped",
         lambda config, tensors: tensors.update(
@@ -316,12 +316,12 @@ MEASURED_EAGLE3: dict[str, tuple[str, Change]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MEASURED_EAGLE3)
-def test_measured_faults_of_eagle3(case: str, eagle3: Path, tiny: Target, tmp_path: Path) -> None:
-    """What no shape shows is found by name, with what the target would accept if it were mended."""
+def test_measured_faults_of_eagle3(case: str, eagle3_folder: Path, tiny: Target, tmp_path: Path) -> None:
+    """Faults that no shape shows are found by name as errors, and sound files have no finding."""
     name, change = MEASURED_EAGLE3[case]
-    convert(eagle3, tmp_path / "out", "vllm", TINY)
+    convert(eagle3_folder, tmp_path / "out", "vllm", TINY)
     assert not lint(tmp_path / "out", TINY)
-    after = {finding.name: finding for finding in lint(spoilt(tmp_path / "out", change), TINY)}
+    after = {finding.name: finding for finding in lint(change_files(tmp_path / "out", change), TINY)}
     assert after[name].level == "error"
 
 
@@ -336,39 +336,39 @@ MEASURED_GGUF: dict[str, tuple[str, Change]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MEASURED_GGUF)
-def test_measured_faults_of_gguf(case: str, eagle3: Path, tiny: Target, tmp_path: Path) -> None:
-    """Faults that llama.cpp reads without a word are found by name, and nothing is found where nothing is wrong."""
+def test_measured_faults_of_gguf(case: str, eagle3_folder: Path, tiny: Target, tmp_path: Path) -> None:
+    """Faults that llama.cpp reads without an error are found by name, and sound files have no finding."""
     name, change = MEASURED_GGUF[case]
-    convert(eagle3, tmp_path / "out", "gguf", TINY)
+    convert(eagle3_folder, tmp_path / "out", "gguf", TINY)
     assert not lint(tmp_path / "out", TINY)
     assert name in {finding.name for finding in lint(change_gguf(tmp_path / "out", change), TINY)}
 
 
-def test_an_error_ends_with_status_one(
+def test_an_error_ends_with_status_1(
     tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`lint` prints what, why and how to mend, and exits 1 on an error, 0 on a warning, 2 where there is no drafter."""
-    start = foreign.speculators(tmp_path / "start", tiny)
+    """`lint` prints fault, reason and remedy, and exits 1 on an error, 0 on a warning, 2 without a drafter."""
+    start = foreign.write_speculators(tmp_path / "start", tiny)
 
-    def status(directory: Path) -> int:
+    def read_status(directory: Path) -> int:
         monkeypatch.setattr("sys.argv", ["spectrain", "lint", str(directory)])
-        with pytest.raises(SystemExit) as leaving:
+        with pytest.raises(SystemExit) as exit_info:
             cli.main()
             raise SystemExit(0)
-        return int(leaving.value.code or 0)
+        return int(exit_info.value.code or 0)
 
-    assert status(start) == 0
-    spoilt(start, lambda config, tensors: config.pop("eagle_aux_hidden_state_layer_ids"))
-    assert status(start) == 0 and "warning layer-ids-missing" in capsys.readouterr().out
-    spoilt(start, lambda config, tensors: tensors.pop("d2t"))
-    assert status(start) == 1
-    said = capsys.readouterr()
-    assert "error missing-d2t" in said.out and "why:" in said.out and "mend:" in said.out and "1 error," in said.err
-    assert status(tmp_path) == 2
+    assert read_status(start) == 0
+    change_files(start, lambda config, tensors: config.pop("eagle_aux_hidden_state_layer_ids"))
+    assert read_status(start) == 0 and "warning layer-ids-missing" in capsys.readouterr().out
+    change_files(start, lambda config, tensors: tensors.pop("d2t"))
+    assert read_status(start) == 1
+    output = capsys.readouterr()
+    assert "error missing-d2t" in output.out and "why:" in output.out and "mend:" in output.out and "1 error," in output.err
+    assert read_status(tmp_path) == 2
 
 
 def test_nothing_is_measured_for_other_families(tiny: Target, tmp_path: Path) -> None:
-    """A draft model has no other reading: the linter does not decode."""
+    """A draft model has no other interpretation, so the linter does not decode."""
     from spectrain.export.converter import read_drafter
 
     drafter = read_drafter(ours(tmp_path / "start", tiny, "causal", num_layers=2))

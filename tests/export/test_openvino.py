@@ -1,4 +1,4 @@
-"""OpenVINO's layouts: the layers that an IR names, what the linter says of them, and what OpenVINO cannot decode."""
+"""OpenVINO's layouts: the layers that an IR names, the linter's findings, and what OpenVINO cannot decode."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def find_faults(folder: Path, target: TargetFiles | None = TINY) -> list[str]:
 def test_the_ir_names_the_layers_of_the_drafter(
     layers: list[int] | None, named: list[int], tiny: Target, tmp_path: Path
 ) -> None:
-    """Also those of the default, by the layer after which the stream is read."""
+    """The IR names the fused layers, also the default ones, by the layer after which the stream is read."""
     start = ours(tmp_path / "start", tiny, "eagle3", layers=layers)
     out = convert(start, tmp_path / "out", "openvino", TINY)
     ids = " ".join(str(layer - 1) for layer in named)
@@ -44,7 +44,7 @@ def test_the_ir_names_the_layers_of_the_drafter(
 
 
 def test_the_layer_trap_is_an_error(tiny: Target, tmp_path: Path) -> None:
-    """An IR as optimum-intel leaves it, and one with other layers than the drafter's."""
+    """An IR as optimum-intel leaves it, and one with other layers than the drafter's, are errors."""
     out = convert(ours(tmp_path / "start", tiny, "eagle3"), tmp_path / "out", "openvino", TINY)
     (out / f"{IR_NAME}.xml").write_text(IR)
     assert find_faults(out, None) == ["openvino-layers"]
@@ -78,7 +78,7 @@ def test_what_openvino_cannot_decode_is_named(case: str, tiny: Target, tmp_path:
 
 
 def test_the_card_says_how_to_decode(tiny: Target, tmp_path: Path) -> None:
-    """Chain and tree of an EAGLE-3; DFlash without prefix caching, which OpenVINO refuses there."""
+    """The card has chain and tree for an EAGLE-3, and no prefix caching for DFlash, with which OpenVINO refuses it."""
     out = export_command(str(ours(tmp_path / "eagle3", tiny, "eagle3")), "openvino", str(tmp_path / "a"))
     card = (out / "README.md").read_text()
     assert f"spectrain export target=hf target.model={tiny.path} format=openvino out=TARGET_IR" in card
@@ -93,7 +93,7 @@ def test_a_target_is_written_too(tmp_path: Path) -> None:
 
 
 def test_a_missing_engine_is_named(tiny: Target, tmp_path: Path) -> None:
-    """Before anything runs, for an interpreter that does not exist; other formats need no engine."""
+    """An interpreter that does not exist is refused before anything runs; other formats need no engine."""
     with pytest.raises(UserError, match=r"engine_python=/nowhere/python: .* are not installed there; run make openvino"):
         read_openvino_environment("/nowhere/python", "engine_python")
     with pytest.raises(UserError, match="engine_python=x: this format, .* is written without an engine"):

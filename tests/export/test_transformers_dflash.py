@@ -1,4 +1,4 @@
-"""transformers decodes with our DFlash: the target's own text, in as many forwards of the target as ours takes."""
+"""transformers decodes with our DFlash: the target's own text, in as many target forwards as we take."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ LIMIT = 24
 
 
 def test_generate_drafts_as_we_do(tiny: Target, tmp_path: Path) -> None:
-    """`generate(.., speculation_type="dflash")` of the installed transformers with an export."""
+    """`generate(.., speculation_type="dflash")` with an export has our output, our rounds and our states."""
     start = ours(tmp_path / "start", tiny, "dflash", **DFLASH)
     convert(start, tmp_path / "out", "hf", TINY)
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.path, dtype="float32").eval()
@@ -36,15 +36,15 @@ def test_generate_drafts_as_we_do(tiny: Target, tmp_path: Path) -> None:
     states: list[Tensor] = []
     assistant.register_forward_hook(lambda module, args, output: states.append(output.last_hidden_state[0]))
     for prompt in PROMPTS:
-        asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": LIMIT, "eos_token_id": -1, "pad_token_id": 0}
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": LIMIT, "eos_token_id": -1, "pad_token_id": 0}
         tokens = torch.tensor([prompt])
-        plain = model.generate(tokens, attention_mask=torch.ones_like(tokens), **asked)[0, len(prompt) :].tolist()
+        plain = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[0, len(prompt) :].tolist()
         calls.clear()
         states.clear()
-        found = model.generate(
-            tokens, attention_mask=torch.ones_like(tokens), assistant_model=assistant, speculation_type="dflash", **asked
+        generated = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), assistant_model=assistant, speculation_type="dflash", **options
         )[0, len(prompt) :].tolist()
-        mine = decode(tiny, [prompt], Greedy(), LIMIT, drafter, Chain(4), ignore_eos=True)[0]
-        assert found == plain == mine.output
-        assert len(calls) == 1 + len(mine.round_lengths)
-        torch.testing.assert_close(states[0][1:], states_behind(drafter, tiny, [*prompt, found[0]]), rtol=1e-4, atol=1e-4)
+        ours_generation = decode(tiny, [prompt], Greedy(), LIMIT, drafter, Chain(4), ignore_eos=True)[0]
+        assert generated == plain == ours_generation.output
+        assert len(calls) == 1 + len(ours_generation.round_lengths)
+        torch.testing.assert_close(states[0][1:], states_behind(drafter, tiny, [*prompt, generated[0]]), rtol=1e-4, atol=1e-4)

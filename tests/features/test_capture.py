@@ -1,4 +1,4 @@
-"""`data store` and `data verify`: a whole set is stored, goes on where it stopped, and what is damaged is made again."""
+"""`data store` and `data verify`: a data set is stored, a stopped capture resumes, and damaged shards are captured again."""
 
 import json
 import random
@@ -39,11 +39,11 @@ def composed(*overrides: str) -> RunSpec:
     return RunSpec.from_config(config)
 
 
-def stored(path: Path, *more: str) -> None:
+def store_features(path: Path, *more: str) -> None:
     capture_features(composed(*SETTINGS, "source=store", f"source.path={path}", *more))
 
 
-def verified(path: Path, drop: bool = False) -> None:
+def verify_folder(path: Path, drop: bool = False) -> None:
     verify_store(str(path), drop)
 
 
@@ -51,8 +51,8 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def harmed(path: Path) -> list[str]:
-    """Delete one shard, cut one, change a byte of another; their names."""
+def damage_shards(path: Path) -> list[str]:
+    """Delete one shard, cut one and change a byte of another; return their names."""
     files = sorted(path.glob("*.safetensors"))
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:-1])
@@ -63,8 +63,8 @@ def harmed(path: Path) -> list[str]:
 
 
 def test_a_training_reads_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored before or computed live, the loss curve is the same bit for bit, and the target's forward is not run again."""
-    stored(tmp_path / "store")
+    """The loss curve from a store equals the live one bit for bit, and the target's forward is not run again."""
+    store_features(tmp_path / "store")
     settings = (*SETTINGS, "trainer.epochs=1", "+trainer.log_every=1")
     train_and_score(composed(*settings, f"run={tmp_path / 'live'}"))
     monkeypatch.setattr(Target, "features", lambda *args: pytest.fail("the target was run"))
@@ -73,93 +73,93 @@ def test_a_training_reads_what_was_stored(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_training_needs_no_layers(tmp_path: Path) -> None:
-    """From a complete store, the losses of a target without layers are those of the complete one, bit for bit. A store of
-    another target, one that lacks a sequence, and one that is older are refused before anything is written."""
+    """From a complete store, a target without layers has the losses of the complete one, bit for bit. A store of another
+    target, one that lacks a sequence, and an older one are refused before anything is written."""
     store, run = tmp_path / "store", tmp_path / "head"
-    stored(store)
+    store_features(store)
     live = (*SETTINGS, "trainer.epochs=1", "+trainer.log_every=1")
     settings = (*live, "source=store", f"source.path={store}")
     train_and_score(composed(*settings, f"run={tmp_path / 'all'}"))
     train_and_score(composed(*settings, f"run={run}", "+target.parts=head"))
     assert losses(run) == losses(tmp_path / "all") and len(losses(run)) > 2
 
-    def refusal(*more: str) -> str:
+    def read_refusal(*more: str) -> str:
         with pytest.raises(UserError) as refused:
             train_and_score(composed(*more, f"run={tmp_path / 'refused'}", "+target.parts=head"))
         assert not (tmp_path / "refused").exists()
         return str(refused.value)
 
-    assert "lacks 1 of 13 sequences, whose capture needs the layers" in refusal(*settings, "data.limit=13")
-    assert "source=live needs the layers" in refusal(*live)
+    assert "lacks 1 of 13 sequences, whose capture needs the layers" in read_refusal(*settings, "data.limit=13")
+    assert "source=live needs the layers" in read_refusal(*live)
     manifest = json.loads((store / "manifest.json").read_text())
     (store / "manifest.json").write_text(json.dumps(manifest | {"head": "0"}))
-    assert "whose weights are not those of tiny" in refusal(*settings)
+    assert "whose weights are not those of tiny" in read_refusal(*settings)
     del manifest["head"]
     (store / "manifest.json").write_text(json.dumps(manifest))
-    assert "only target.parts=all reads it" in refusal(*settings)
+    assert "only target.parts=all reads it" in read_refusal(*settings)
     train_and_score(composed(*settings, f"run={tmp_path / 'old'}"))
     assert losses(tmp_path / "old") == losses(run)
 
 
 def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stopped after a batch, it keeps that; the next capture computes the others only, and one more computes nothing."""
-    ran: list[int] = []
+    """A capture stopped after a batch keeps that batch; the next computes the others only, and one more computes nothing."""
+    batch_sizes: list[int] = []
     batch = StoredSource.make_batch
 
-    def counted(self: StoredSource, request: BatchRequest) -> Any:
-        if len(ran) == 1:
-            ran.append(0)
+    def count_batch(self: StoredSource, request: BatchRequest) -> Any:
+        if len(batch_sizes) == 1:
+            batch_sizes.append(0)
             raise KeyboardInterrupt
-        ran.append(len(request.examples))
+        batch_sizes.append(len(request.examples))
         return batch(self, request)
 
-    monkeypatch.setattr(StoredSource, "make_batch", counted)
+    monkeypatch.setattr(StoredSource, "make_batch", count_batch)
     with pytest.raises(KeyboardInterrupt):
-        stored(tmp_path)
-    kept = len(FeatureStore(tmp_path).shard_names)
-    assert 0 < kept == sum(ran) < 12
-    stored(tmp_path)
-    assert sum(ran) == 12 and len(FeatureStore(tmp_path).shard_names) == 12
-    stored(tmp_path)
-    assert sum(ran) == 12
-    told = capsys.readouterr().out
-    assert "0 are stored" in told and f"{kept} are stored" in told and "12 are stored" in told
-    verified(tmp_path)
+        store_features(tmp_path)
+    num_stored = len(FeatureStore(tmp_path).shard_names)
+    assert 0 < num_stored == sum(batch_sizes) < 12
+    store_features(tmp_path)
+    assert sum(batch_sizes) == 12 and len(FeatureStore(tmp_path).shard_names) == 12
+    store_features(tmp_path)
+    assert sum(batch_sizes) == 12
+    stdout = capsys.readouterr().out
+    assert "0 are stored" in stdout and f"{num_stored} are stored" in stdout and "12 are stored" in stdout
+    verify_folder(tmp_path)
     assert "12 sequences, layers 2, 4, 5, final in float32" in capsys.readouterr().out
 
 
 def test_many_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each captures its own batches, and together these are all."""
+    """Each process captures its own batches, and together these are all."""
     for rank in range(2):
         process = SimpleNamespace(process_index=rank, num_processes=2, is_main_process=not rank, wait_for_everyone=lambda: None)
         monkeypatch.setattr(Trainer, "make_accelerator", lambda self, process=process: process)
         with pytest.raises(RunError, match="sequences are still missing"):
-            stored(tmp_path / str(rank))  # in truth in one folder, both beginning before either has written
+            store_features(tmp_path / str(rank))  # stands for one folder in which both start before either has written
     halves = [FeatureStore(tmp_path / str(rank)).shard_names for rank in range(2)]
     assert not set(halves[0]) & set(halves[1]) and len(halves[0] | halves[1]) == 12
 
 
 def test_damaged_shards_are_named_and_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`data verify` names a deleted, a cut and a changed shard, and with drop=true the next `data store` mends them all."""
-    stored(tmp_path, "+source.shard_mb=0.2", "+source.dtype=int8", "+source.supervised_only=true")
-    names = harmed(tmp_path)
+    store_features(tmp_path, "+source.shard_mb=0.2", "+source.dtype=int8", "+source.supervised_only=true")
+    names = damage_shards(tmp_path)
     with pytest.raises(RunError, match="3 files are missing or damaged") as error:
-        verified(tmp_path)
+        verify_folder(tmp_path)
     assert all(name in str(error.value) for name in names)
     with pytest.raises(RunError, match="run spectrain data store again"):
-        verified(tmp_path, drop=True)
-    verified(tmp_path)
+        verify_folder(tmp_path, drop=True)
+    verify_folder(tmp_path)
     missing = 12 - len(FeatureStore(tmp_path).shard_names)
     assert missing >= 3
     capsys.readouterr()
-    stored(tmp_path)
+    store_features(tmp_path)
     assert f"{12 - missing} are stored" in capsys.readouterr().out
-    verified(tmp_path)
+    verify_folder(tmp_path)
     assert len(FeatureStore(tmp_path).shard_names) == 12
 
 
 def test_unstorable_data_is_refused(tmp_path: Path, tiny: Target) -> None:
-    """Another source, a family without features, and another project's folder; verifying wants a folder."""
+    """Another source, a family without features, another project's folder, and verifying without a folder are refused."""
     with pytest.raises(UserError, match="name the feature store"):
         verify_store(None, False)
     with pytest.raises(UserError, match="set source=store"):
@@ -174,12 +174,12 @@ def test_unstorable_data_is_refused(tmp_path: Path, tiny: Target) -> None:
     (tmp_path / "hidden_states").mkdir()
     save_file({"hidden_states": states, "token_ids": tokens}, tmp_path / "hidden_states" / "hs_0.safetensors")
     with pytest.raises(UserError, match="another project's"):
-        stored(tmp_path)
+        store_features(tmp_path)
 
 
 @pytest.mark.slow
 def test_two_thousand_conversations(tmp_path: Path) -> None:
-    """All embedded conversations: stored, shards deleted, cut and changed at random, found by name, made again, read whole."""
+    """Of all embedded conversations, shards deleted, cut and changed at random are found by name and captured again."""
     settings = ("recipe=eagle3", "target=tiny", "data.limit=null", "+trainer.batch_tokens=4096", "source=store",
                 f"source.path={tmp_path}", "+source.dtype=int8", "+source.shard_mb=4")  # fmt: skip
     capture_features(composed(*settings))
@@ -191,8 +191,8 @@ def test_two_thousand_conversations(tmp_path: Path) -> None:
     before = [store.read_states(example, store.layers, torch.empty(0)) for example in sample]
     files = sorted(tmp_path.glob("*.safetensors"))
     draw = random.Random(0)
-    hurt = draw.sample(files, 6)
-    for number, file in enumerate(hurt):
+    damaged = draw.sample(files, 6)
+    for number, file in enumerate(damaged):
         data = bytearray(file.read_bytes())
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         if number % 3 == 0:
@@ -200,13 +200,13 @@ def test_two_thousand_conversations(tmp_path: Path) -> None:
         else:
             file.write_bytes(data if number % 3 == 1 else data[: draw.randrange(len(data))])
     with pytest.raises(RunError, match="6 files") as error:
-        verified(tmp_path, drop=True)
-    assert all((file.name in str(error.value)) == (file in hurt) for file in files)
+        verify_folder(tmp_path, drop=True)
+    assert all((file.name in str(error.value)) == (file in damaged) for file in files)
     capture_features(composed(*settings))
-    verified(tmp_path)
+    verify_folder(tmp_path)
     store = FeatureStore(tmp_path)
     assert len(store.shard_names) == sequences
-    for example, was in zip(sample, before):
-        found = store.read_states(example, store.layers, torch.empty(0))
-        assert found is not None and was is not None
-        assert ((found - was).norm() / was.norm()) < 0.02  # captured in other company: a rounding step at most here and there
+    for example, expected in zip(sample, before):
+        actual = store.read_states(example, store.layers, torch.empty(0))
+        assert actual is not None and expected is not None
+        assert ((actual - expected).norm() / expected.norm()) < 0.02  # captured in other batches, so up to rounding

@@ -1,4 +1,4 @@
-"""Feature stores filled from a server: a stand-in gives the tiny target's states, and faults of every kind."""
+"""Feature stores filled from a server: a stand-in returns the tiny target's states, and faults of every kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.servers.stand_in import LAYERS, ModelStandIn, capturing_server  # noq
 CONVERSATIONS = 12
 
 
-def capture(path: Path, server: ModelStandIn, *more: str) -> None:
+def capture_from_server(path: Path, server: ModelStandIn, *more: str) -> None:
     words = ("source=store", f"source.path={path}", "server=vllm", f"+server.url={server.url}", "+server.retries=2")
     capture_features(composed(*SETTINGS, *words, *more))
 
@@ -38,16 +38,16 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def own_tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What the target itself stores."""
+    """Return what the target itself stores."""
     path = tmp_path_factory.mktemp("own")
     capture_features(composed(*SETTINGS, "source=store", f"source.path={path}"))
     return read_all(path)
 
 
 def test_a_store_from_a_server_is_that_of_the_target(tmp_path: Path, server: ModelStandIn) -> None:
-    """Every sequence is stored once, equal to what the target itself stores up to rounding; nothing is left in the folder of
-    states, and a training reads the store without a request."""
-    capture(tmp_path / "served", server, "+server.concurrency=4")
+    """Every sequence is stored once, equal to what the target itself stores up to rounding; the folder of states is left empty,
+    and a training reads the store without a request."""
+    capture_from_server(tmp_path / "served", server, "+server.concurrency=4")
     capture_features(composed(*SETTINGS, "source=store", f"source.path={tmp_path / 'own'}"))
     served, own = read_all(tmp_path / "served"), read_all(tmp_path / "own")
     assert served.keys() == own.keys() and len(FeatureStore(tmp_path / "served").shard_names) == CONVERSATIONS
@@ -70,7 +70,7 @@ def test_a_store_from_a_server_is_that_of_the_target(tmp_path: Path, server: Mod
         train_and_score(composed(*SETTINGS, *words))
     assert len(server.bodies) == count
     assert losses(tmp_path / "run" / "served") == pytest.approx(losses(tmp_path / "run" / "own"), rel=1e-4)
-    capture(tmp_path / "served", server)
+    capture_from_server(tmp_path / "served", server)
     assert len(server.bodies) == count + server_states.NUM_PROBES
 
 
@@ -87,7 +87,7 @@ def zero_row(states: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, lis
     return states.index_fill(0, torch.tensor([3]), 0.0), tokens
 
 
-def overflow(states: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+def make_infinite(states: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
     return states.index_fill(0, torch.tensor([3]), float("inf")), tokens
 
 
@@ -100,7 +100,7 @@ ALTERED = {
     "wrong ids": (shift_ids, "the server returned the states of other tokens"),
     "prefix caching": (drop_prefix, "states for .* tokens"),
     "zeros": (zero_row, "a state is zero"),
-    "not finite": (overflow, "not finite"),
+    "not finite": (make_infinite, "not finite"),
     "other states": (negate, "where its states give"),
 }
 
@@ -118,13 +118,13 @@ def test_wrong_states_are_requested_again_and_never_stored(
         alter(states, tokens) if number in (once, *always) else (states, tokens)
     )
     with pytest.raises(RunError, match=rf"1 sequences are still missing; .*{server_capture.FAILURE_FILE} has the reasons"):
-        capture(tmp_path / "store", server, "+server.concurrency=1")
+        capture_from_server(tmp_path / "store", server, "+server.concurrency=1")
     assert "11 sequences captured" in (printed := capsys.readouterr().out) and "2 requested again, 1 failed" in printed
     (failure,) = map(json.loads, (tmp_path / "store" / "failed.jsonl").read_text().splitlines())
     assert re.search(reason, failure["error"]) and failure["tokens"] >= len(failure["first_ids"])
     server.alter_states = lambda states, tokens, number: (states, tokens)
     count = len(server.bodies)
-    capture(tmp_path / "store", server)
+    capture_from_server(tmp_path / "store", server)
     assert len(server.bodies) == count + server_states.NUM_PROBES + 1
     assert not (tmp_path / "store" / "failed.jsonl").exists()
     stored = read_all(tmp_path / "store")
@@ -143,15 +143,15 @@ FILES = {"cut short": (cut_file, "cannot be read"), "gone": (Path.unlink, "there
 @pytest.mark.sweep(1, free=("kind",))
 @pytest.mark.parametrize("kind", FILES)
 def test_damaged_files_are_requested_again(kind: str, tmp_path: Path, server: ModelStandIn) -> None:
-    """A file that is cut short or missing counts as no answer, once or always."""
+    """A file that is cut short or missing, once or always, counts as no answer."""
     harm, reason = FILES[kind]
     once, always = server_states.NUM_PROBES + 2, [*range(server_states.NUM_PROBES + 6, server_states.NUM_PROBES + 9)]
     server.alter_file = lambda path, number: harm(path) if number in (once, *always) else None
     with pytest.raises(RunError, match="1 sequences are still missing"):
-        capture(tmp_path / "store", server, "+server.concurrency=1")
+        capture_from_server(tmp_path / "store", server, "+server.concurrency=1")
     assert reason in (tmp_path / "store" / "failed.jsonl").read_text()
     server.alter_file = lambda path, number: None
-    capture(tmp_path / "store", server)
+    capture_from_server(tmp_path / "store", server)
     assert not [*(tmp_path / "states").iterdir()]
 
 
@@ -178,7 +178,7 @@ def serve_no_states(server: ModelStandIn) -> None:
     server.layers = None
 
 
-def stop(server: ModelStandIn) -> None:
+def stop_server(server: ModelStandIn) -> None:
     server.stop()
 
 
@@ -198,54 +198,54 @@ REFUSED = {
     ),
     "too few layers": (serve_three_layers, r"captures 3 layers, and this drafter needs 2, 4, 5, 8; start it"),
     "no capture": (serve_no_states, r"captured no states; start it with spectrain serve"),
-    "gone": (stop, r"no server answers there"),
+    "gone": (stop_server, r"no server answers there"),
     "failing": (fail_always, r"a first sequence cannot be captured: .*out of memory"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_wrong_server_is_refused_before_anything_is_written(kind: str, tmp_path: Path, server: ModelStandIn) -> None:
-    """One sentence says what is wrong, and the folder does not exist afterwards; a right server then fills it."""
+    """One sentence says what is wrong, and the folder does not exist afterwards."""
     serve, message = REFUSED[kind]
     serve(server)
     with pytest.raises(UserError, match=message) as caught:
-        capture(tmp_path / "store", server, "data.limit=4")
+        capture_from_server(tmp_path / "store", server, "data.limit=4")
     assert "\n" not in str(caught.value) and not (tmp_path / "store").exists()
 
 
 def test_layers_without_names_and_more_layers_are_read(tmp_path: Path, server: ModelStandIn) -> None:
-    """A file that names no layers holds just those that are needed; one that names them may hold more."""
+    """A file that names no layers holds exactly those that are needed; one that names them may hold more."""
     server.names_layers = False
-    capture(tmp_path / "unnamed", server, "data.limit=4")
+    capture_from_server(tmp_path / "unnamed", server, "data.limit=4")
     server.names_layers, server.layers = True, (0, 2, 4, 5, 7, 8)
-    capture(tmp_path / "more", server, "data.limit=4")
+    capture_from_server(tmp_path / "more", server, "data.limit=4")
     more = read_all(tmp_path / "more")
     assert all(torch.equal(tensor, more[name]) for name, tensor in read_all(tmp_path / "unnamed").items())
 
 
 def test_a_server_killed_twice_costs_only_what_was_under_way(tmp_path: Path, server: ModelStandIn) -> None:
-    """Each time one sentence says how to go on, everything captured before is stored, and nothing is captured twice."""
+    """Each time one sentence says how to resume, everything captured so far is stored, and nothing is captured twice."""
     stored = []
     for _ in range(2):
         before = server.num_captured
 
-        def kill(path: Path, number: int, before: int = before) -> None:
+        def stop_after(path: Path, number: int, before: int = before) -> None:
             if number == before + server_states.NUM_PROBES + 4:
                 server.stop()
 
-        server.alter_file = kill
+        server.alter_file = stop_after
         with pytest.raises(RunError, match=r"server\.url: .* what was captured is stored in .*; start the server again"):
-            capture(tmp_path / "store", server, "+server.concurrency=1")
+            capture_from_server(tmp_path / "store", server, "+server.concurrency=1")
         stored.append(len(FeatureStore(tmp_path / "store").shard_names))
         server.start()
     assert stored == [3, 6] or stored == [4, 8]
     server.alter_file = lambda path, number: None
-    capture(tmp_path / "store", server)
+    capture_from_server(tmp_path / "store", server)
     assert len(FeatureStore(tmp_path / "store").shard_names) == CONVERSATIONS
 
 
-def test_one_of_two_servers_may_go_away(tmp_path: Path, server: ModelStandIn) -> None:
-    """The other one captures what is left."""
+def test_either_of_two_servers_may_go_away(tmp_path: Path, server: ModelStandIn) -> None:
+    """If one server stops, the other one captures the rest."""
     other = ModelStandIn(load_tiny(), LAYERS, tmp_path / "states")
     server.alter_file = lambda path, number: server.stop() if number == server_states.NUM_PROBES + 3 else None
     try:
@@ -260,35 +260,35 @@ def test_one_of_two_servers_may_go_away(tmp_path: Path, server: ModelStandIn) ->
 
 
 def test_a_full_disk_stores_nothing_wrong(tmp_path: Path, server: ModelStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The capture ends with one sentence; shards that were written are whole, and the same command goes on."""
+    """The capture ends with one sentence, written shards are complete, and the same command resumes."""
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail_to_save(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("spectrain.features.store.save_file", fail)
+        patch.setattr("spectrain.features.store.save_file", fail_to_save)
         with pytest.raises(UserError, match="the disk is full, so it was not saved"):
-            capture(tmp_path / "store", server, "+source.shard_mb=0.5")
+            capture_from_server(tmp_path / "store", server, "+source.shard_mb=0.5")
     assert not [*(tmp_path / "store").glob("*.safetensors")] and not [*(tmp_path / "store").glob("*.part")]
-    capture(tmp_path / "store", server, "+source.shard_mb=0.5")
+    capture_from_server(tmp_path / "store", server, "+source.shard_mb=0.5")
     assert len(FeatureStore(tmp_path / "store").shard_names) == CONVERSATIONS
 
 
 def test_sequences_that_fail_one_after_another_stop_the_capture(
     tmp_path: Path, server: ModelStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that has begun to fail is not asked for the whole set."""
+    """A server that fails repeatedly is not sent the rest of the data."""
     monkeypatch.setattr(server_capture, "STOP_AFTER", 3)
     server.alter_states = lambda states, tokens, number: (
         (states, tokens) if number <= server_states.NUM_PROBES + 2 else negate(states, tokens)
     )
     with pytest.raises(RunError, match=r"3 sequences failed one after another, the last: .*; what was captured is stored"):
-        capture(tmp_path / "store", server, "+server.concurrency=1")
+        capture_from_server(tmp_path / "store", server, "+server.concurrency=1")
     assert len(FeatureStore(tmp_path / "store").shard_names) == 2
 
 
 def test_stores_of_targets_and_servers_do_not_mix(tmp_path: Path, server: ModelStandIn) -> None:
-    """A server does not add to what the target itself has stored."""
+    """A server adds nothing to what the target itself has stored."""
     capture_features(composed(*SETTINGS, "data.limit=2", "source=store", f"source.path={tmp_path / 'own'}"))
     with pytest.raises(UserError, match="the target itself stored its features; choose another folder"):
-        capture(tmp_path / "own", server)
+        capture_from_server(tmp_path / "own", server)

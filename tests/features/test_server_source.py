@@ -1,4 +1,4 @@
-"""Training while a server computes the features: a stand-in gives the tiny target's states."""
+"""Training while a server computes the features: a stand-in returns the tiny target's states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.servers.stand_in import LAYERS, ModelStandIn, capturing_server  # noq
 TRAINING = ("+trainer.max_steps=8", "+trainer.log_every=1", "+trainer.batch_tokens=256", "+trainer.save_every=2")
 
 
-def train(run: Path, server: ModelStandIn, *more: str) -> list[float]:
+def train_from_server(run: Path, server: ModelStandIn, *more: str) -> list[float]:
     words = ("source=server", "server=vllm", f"+server.url={server.url}", "+server.retries=1", f"run={run}")
     train_and_score(composed(*SETTINGS, *TRAINING, *words, *more))
     return losses(run)
@@ -45,52 +45,52 @@ def test_training_from_a_server_is_training_from_the_target(
     server is printed, and is a share of the time in the metrics."""
     train_and_score(composed(*SETTINGS, *TRAINING, "source=live", f"run={tmp_path / 'live'}"))
     live = losses(tmp_path / "live")
-    assert train(tmp_path / "served", server) == pytest.approx(live, rel=1e-4)
+    assert train_from_server(tmp_path / "served", server) == pytest.approx(live, rel=1e-4)
     assert "the trainer waited" in (printed := capsys.readouterr().out) and "is the bottleneck" in printed
     last = json.loads((tmp_path / "served" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 <= last["time_share"]["server"] <= last["time_share"]["target"] + 0.01
-    assert train(tmp_path / "head", server, "+target.parts=head") == pytest.approx(live, rel=1e-4)
+    assert train_from_server(tmp_path / "head", server, "+target.parts=head") == pytest.approx(live, rel=1e-4)
     assert not [*(tmp_path / "states").iterdir()]
 
 
-def test_a_kept_store_spares_requests(tmp_path: Path, server: ModelStandIn) -> None:
+def test_a_persistent_store_spares_requests(tmp_path: Path, server: ModelStandIn) -> None:
     """With source.keep=true every sequence is requested once in all epochs, and a second run requests only its probes."""
     keep = ("+source.keep=true", f"+source.path={tmp_path / 'store'}")
-    first = train(tmp_path / "one", server, *keep)
+    first = train_from_server(tmp_path / "one", server, *keep)
     count = server.num_captured
     assert count <= 4 + 12
-    assert train(tmp_path / "two", server, *keep) == first
+    assert train_from_server(tmp_path / "two", server, *keep) == first
     assert server.num_captured <= count + 4
-    assert first == pytest.approx(train(tmp_path / "three", server), rel=1e-6)
+    assert first == pytest.approx(train_from_server(tmp_path / "three", server), rel=1e-6)
 
 
 def test_a_server_that_goes_away_stops_the_training_at_a_checkpoint(tmp_path: Path, server: ModelStandIn) -> None:
-    """One sentence says how to go on; the resumed run has the losses of one that was never stopped."""
-    uninterrupted = train(tmp_path / "whole", server)
+    """One sentence says how to resume, and the resumed run has the losses of one that was never stopped."""
+    uninterrupted = train_from_server(tmp_path / "whole", server)
     before = server.num_captured
     server.alter_file = lambda path, number: server.stop() if number == before + 9 else None
     with pytest.raises(RunError, match=r"server\.url: .*ConnectError.*step \d+ is saved; go on with.*trainer\.resume=auto"):
-        train(tmp_path / "stopped", server, "+source.ahead=1", "+server.concurrency=2")
+        train_from_server(tmp_path / "stopped", server, "+source.ahead=1", "+server.concurrency=2")
     assert latest_checkpoint(tmp_path / "stopped") is not None
     server.alter_file = lambda path, number: None
     server.start()
-    assert train(tmp_path / "stopped", server, "+trainer.resume=auto") == pytest.approx(uninterrupted, rel=1e-6)
+    assert train_from_server(tmp_path / "stopped", server, "+trainer.resume=auto") == pytest.approx(uninterrupted, rel=1e-6)
 
 
 def test_wrong_states_are_requested_again_or_stop_the_training(tmp_path: Path, server: ModelStandIn) -> None:
-    """States of another model, once, change no loss; always, they end the run with the reason."""
-    right = train(tmp_path / "right", server)
+    """States of another model, once, change no loss; if they are always wrong, the run ends with the reason."""
+    right = train_from_server(tmp_path / "right", server)
     before = server.num_captured
     server.alter_states = lambda states, tokens, number: negate(states, tokens) if number == before + 7 else (states, tokens)
-    assert train(tmp_path / "once", server, "+server.concurrency=1") == pytest.approx(right, rel=1e-6)
+    assert train_from_server(tmp_path / "once", server, "+server.concurrency=1") == pytest.approx(right, rel=1e-6)
     before = server.num_captured
     server.alter_states = lambda states, tokens, number: negate(states, tokens) if number > before + 6 else (states, tokens)
     with pytest.raises(RunError, match="where its states give"):
-        train(tmp_path / "always", server)
+        train_from_server(tmp_path / "always", server)
 
 
 def test_mistakes_are_named_before_anything_is_written(tmp_path: Path, server: ModelStandIn) -> None:
-    """A server that is missing, useless or without capture, and a store without a folder."""
+    """A missing server, one without capture, and a store without a folder are refused before the run's folder exists."""
     base = (*SETTINGS, f"run={tmp_path / 'run'}")
     for words, message in (
         (("source=server",), "source=server: name the server"),

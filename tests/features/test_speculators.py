@@ -1,4 +1,4 @@
-"""The cache of the speculators project: its features are read as they are, its layers found, and what does not fit refused."""
+"""The cache of the speculators project: its features are read, its layers identified, and what does not fit is refused."""
 
 from pathlib import Path
 
@@ -23,16 +23,16 @@ from spectrain.training.trainer import Trainer
 AUX = (2, 4, 5)
 
 
-def examples(count: int = 4) -> list[Example]:
+def make_examples(count: int = 4) -> list[Example]:
     torch.manual_seed(3)
     rows = torch.randint(3, 2000, (count, 40)).tolist()
     return [Example(row[: 40 - 3 * n], [i >= 7 for i in range(40 - 3 * n)]) for n, row in enumerate(rows)]
 
 
-def cached(
+def write_cache(
     folder: Path, target: Target, rows: list[Example], aux: tuple[int, ...] = AUX, last: int | str = 8, noise: float = 0.0
 ) -> Path:
-    """Files as speculators writes them: the streams entering `aux`, then the last state, un-normed."""
+    """Write files as speculators does: the streams entering `aux`, then the last state, un-normed."""
     hidden_states = folder / "hidden_states"
     hidden_states.mkdir(parents=True, exist_ok=True)
     for number, example in enumerate(rows):
@@ -58,56 +58,56 @@ def name_layers(folder: Path, layers: tuple[int, ...] = (*AUX, 8)) -> None:
         save_file(load_file(file), file, metadata={"layers": ",".join(map(str, layers))})
 
 
-def drafter(tiny: Target, layers: tuple[int, ...] = AUX) -> Eagle3:
+def make_drafter(tiny: Target, layers: tuple[int, ...] = AUX) -> Eagle3:
     return Eagle3(tiny, layers=list(layers))
 
 
-def prepare(source: Source, made: Drafter, target: Target, rows: list[Example]) -> str:
-    """What the source says before a training of this drafter."""
-    told = source.prepare(target, made.stages[0].layers, made.stages[0].final_reach, rows)
-    assert told is not None
-    return told
+def prepare_source(source: Source, drafter: Drafter, target: Target, rows: list[Example]) -> str:
+    """Return the source's message before a training of this drafter."""
+    message = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, rows)
+    assert message is not None
+    return message
 
 
 def test_speculators_features_equal_the_targets(tiny: Target, tmp_path: Path) -> None:
-    """Whatever order it holds them in, a batch has the features of source=live, the last state through the final norm."""
-    rows = examples()
-    source = StoredSource(str(cached(tmp_path, tiny, rows[::-1])))
-    told = prepare(source, drafter(tiny), tiny, rows)
-    assert "layers 2, 4, 5, 8, final, 4 of 4 sequences" in told
-    made = drafter(tiny)
-    found, live = (
-        source.make_batch(BatchRequest(rows, tiny, made.layers)),
-        LiveSource().make_batch(BatchRequest(rows, tiny, made.layers)),
+    """In any order of files a batch has the features of source=live, with the last state through the final norm."""
+    rows = make_examples()
+    source = StoredSource(str(write_cache(tmp_path, tiny, rows[::-1])))
+    message = prepare_source(source, make_drafter(tiny), tiny, rows)
+    assert "layers 2, 4, 5, 8, final, 4 of 4 sequences" in message
+    drafter = make_drafter(tiny)
+    batch, live = (
+        source.make_batch(BatchRequest(rows, tiny, drafter.layers)),
+        LiveSource().make_batch(BatchRequest(rows, tiny, drafter.layers)),
     )
-    assert found.features is not None and live.features is not None and found.features.layers == live.features.layers
+    assert batch.features is not None and live.features is not None and batch.features.layers == live.features.layers
     for row, example in enumerate(rows):
         length = len(example.tokens)
         torch.testing.assert_close(
-            found.features.hidden[row, :length], live.features.hidden[row, :length], rtol=1e-4, atol=1e-4
+            batch.features.hidden[row, :length], live.features.hidden[row, :length], rtol=1e-4, atol=1e-4
         )
-        assert not found.features.hidden[row, length:].any()
-    assert torch.equal(found.tokens, live.tokens) and torch.equal(found.loss_mask, live.loss_mask)
+        assert not batch.features.hidden[row, length:].any()
+    assert torch.equal(batch.tokens, live.tokens) and torch.equal(batch.loss_mask, live.loss_mask)
 
 
 def test_a_speculators_folder_trains_a_drafter(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens and masks are taken as they are, and every one has its features, so that the target is not run."""
-    rows = examples()
-    cached(tmp_path, tiny, rows)
+    """Tokens and masks are those of the folder, and every sequence has its features, so the target is not run."""
+    rows = make_examples()
+    write_cache(tmp_path, tiny, rows)
     columns = [{"input_ids": e.tokens, "loss_mask": list(map(int, e.mask)), "seq_len": len(e.tokens)} for e in rows]
     datasets.Dataset.from_list(columns).with_format("torch").save_to_disk(tmp_path)
     dataset = PreparedReader(str(tmp_path)).make_dataset(tiny.template)
     assert dataset.examples == rows
-    source, made = StoredSource(str(tmp_path), capture=False), drafter(tiny)
-    prepare(source, made, tiny, dataset.examples)
-    made.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
+    source, drafter = StoredSource(str(tmp_path), capture=False), make_drafter(tiny)
+    prepare_source(source, drafter, tiny, dataset.examples)
+    drafter.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
     monkeypatch.setattr(tiny, "features", lambda *args: pytest.fail("the target was run"))
-    Trainer(lr=1e-3, epochs=1, batch_tokens=90, log_every=1).fit(made, tiny, dataset, source, tmp_path / "run")
+    Trainer(lr=1e-3, epochs=1, batch_tokens=90, log_every=1).fit(drafter, tiny, dataset, source, tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"loss"') == 2
 
 
 def test_data_without_cached_sequences_is_refused(tmp_path: Path) -> None:
-    """A folder that is none, and rows whose mask has another length."""
+    """A folder without data, and rows whose mask has another length, are refused."""
     with pytest.raises(UserError, match="the folder holds no data file"):
         PreparedReader(str(tmp_path)).load_conversations()
     datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "saved")
@@ -116,16 +116,18 @@ def test_data_without_cached_sequences_is_refused(tmp_path: Path) -> None:
 
 
 def test_layers_are_identified_through_noise(tiny: Target, tmp_path: Path) -> None:
-    """A hundredth of noise, as bfloat16 makes, does not mislead; order and number of the layers are free."""
+    """Layers are identified with 1 % of noise, like that of bfloat16, in any order and number."""
     for aux in ((1, 2, 3), (0, 6, 7, 8), (5,)):
-        cache = SpeculatorsCache(cached(tmp_path / str(aux), tiny, examples(1), aux, noise=0.01) / "hidden_states", tiny)
+        cache = SpeculatorsCache(
+            write_cache(tmp_path / str(aux), tiny, make_examples(1), aux, noise=0.01) / "hidden_states", tiny
+        )
         assert cache.stored_layers == (*aux, 8) and cache.layers[-1] == "final"
 
 
 def test_float8_states_are_read(tiny: Target, tmp_path: Path) -> None:
-    """Their layers are identified, and the states are the target's to the rounding of three bits."""
-    rows, layers = examples(1), (*AUX, "final")
-    as_float8(cached(tmp_path, tiny, rows))
+    """Layers are identified, and the states are the target's within the rounding of three bits."""
+    rows, layers = make_examples(1), (*AUX, "final")
+    as_float8(write_cache(tmp_path, tiny, rows))
     cache = SpeculatorsCache(tmp_path, tiny)
     assert cache.stored_layers == (*AUX, 8)
     states, exact = cache.read_states(rows[0], layers, tiny), tiny.features(torch.tensor([rows[0].tokens]), layers).hidden[0]
@@ -139,9 +141,9 @@ def test_float8_states_are_read(tiny: Target, tmp_path: Path) -> None:
 
 
 def test_layers_that_files_name_need_no_forward(tiny: Target, tmp_path: Path) -> None:
-    """A target without layers reads such files, as the whole target does; it refuses files that name none."""
-    rows, layers, head = examples(), (*AUX, "final"), load_tiny("float32", parts="head")
-    cached(tmp_path, tiny, rows)
+    """A target without layers reads files that name their layers as the complete target does, and refuses others."""
+    rows, layers, head = make_examples(), (*AUX, "final"), load_tiny("float32", parts="head")
+    write_cache(tmp_path, tiny, rows)
     read = SpeculatorsCache(tmp_path, tiny).read_states(rows[1], layers, tiny)
     with pytest.raises(UserError, match="whose files do not name their layers, needs the layers of tiny"):
         SpeculatorsCache(tmp_path, head)
@@ -149,14 +151,17 @@ def test_layers_that_files_name_need_no_forward(tiny: Target, tmp_path: Path) ->
     cache = SpeculatorsCache(tmp_path, head)
     named = cache.read_states(rows[1], layers, head)
     assert read is not None and named is not None and torch.equal(named, read)
-    assert "of 4 sequences, whose last states predict" in prepare(StoredSource(str(tmp_path)), drafter(head), head, rows)
+    assert "of 4 sequences, whose last states predict" in prepare_source(
+        StoredSource(str(tmp_path)), make_drafter(head), head, rows
+    )
     with pytest.raises(UserError, match="lacks 1 of 5 sequences, whose capture needs the layers of tiny"):
-        prepare(StoredSource(str(tmp_path)), drafter(head), head, [*rows, Example([5, 6, 7], [False, True, True])])
+        prepare_source(StoredSource(str(tmp_path)), make_drafter(head), head, [*rows, Example([5, 6, 7], [False, True, True])])
 
 
 def test_names_of_other_layers_are_refused(tiny: Target, tmp_path: Path) -> None:
-    """So are names that are too few, too large, or not the same in all files; without the last layer there is no final."""
-    cached(tmp_path, tiny, examples())
+    """Too few names, too large ones, and names that differ between files are refused; without the last layer there is no
+    final."""
+    write_cache(tmp_path, tiny, make_examples())
     for layers, reason in (((2, 4), "names 2 layers, and it holds 4"), ((2, 4, 5, 9), "9, and tiny has 8")):
         name_layers(tmp_path, layers)
         with pytest.raises(UserError, match=reason):
@@ -170,48 +175,49 @@ def test_names_of_other_layers_are_refused(tiny: Target, tmp_path: Path) -> None
 
 
 def test_other_layers_are_refused(tiny: Target, tmp_path: Path) -> None:
-    """A drafter that reads another layer hears which there are."""
-    source = StoredSource(str(cached(tmp_path, tiny, examples())))
+    """If the drafter reads another layer, the message names the layers of the cache."""
+    source = StoredSource(str(write_cache(tmp_path, tiny, make_examples())))
     with pytest.raises(UserError, match="holds layers 2, 4, 5, 8, final, and the drafter also reads 3, 6"):
-        prepare(source, drafter(tiny, (3, 5, 6)), tiny, examples())
+        prepare_source(source, make_drafter(tiny, (3, 5, 6)), tiny, make_examples())
 
 
 def test_a_normed_last_state_is_refused(tiny: Target, tmp_path: Path) -> None:
-    """So is one of any layer but the last: transformers' own list of hidden states ends in a normed one."""
+    """A normed last state, as in transformers' list of hidden states, and one of an earlier layer are refused."""
     for last in ("final", 6):
         with pytest.raises(UserError, match="un-normed"):
-            SpeculatorsCache(cached(tmp_path / str(last), tiny, examples(1), last=last) / "hidden_states", tiny)
+            SpeculatorsCache(write_cache(tmp_path / str(last), tiny, make_examples(1), last=last) / "hidden_states", tiny)
     with pytest.raises(UserError, match="is not that of tiny"):
-        SpeculatorsCache(cached(tmp_path / "noise", tiny, examples(1), noise=1.0) / "hidden_states", tiny)
+        SpeculatorsCache(write_cache(tmp_path / "noise", tiny, make_examples(1), noise=1.0) / "hidden_states", tiny)
 
 
 def test_missing_sequences_run_live(tiny: Target, tmp_path: Path) -> None:
-    """It is said before, the features are the target's, and nothing is added to the folder; none at all is refused."""
-    rows = examples()
-    folder = cached(tmp_path, tiny, rows[:2])
+    """Missing sequences are announced and get the target's features, and the folder stays unchanged; a folder with none is
+    refused."""
+    rows = make_examples()
+    folder = write_cache(tmp_path, tiny, rows[:2])
     (folder / "hidden_states" / "hs_9.safetensors").write_bytes(b"cut")
     before = sorted(folder.rglob("*"))
-    source, made = StoredSource(str(folder)), drafter(tiny)
-    told = prepare(source, made, tiny, rows)
-    assert "2 of 4 sequences" in told and "hs_9.safetensors cannot be read" in told and "runs for the other 2" in told
-    found, live = (
-        source.make_batch(BatchRequest(rows, tiny, made.layers)),
-        LiveSource().make_batch(BatchRequest(rows, tiny, made.layers)),
+    source, drafter = StoredSource(str(folder)), make_drafter(tiny)
+    message = prepare_source(source, drafter, tiny, rows)
+    assert "2 of 4 sequences" in message and "hs_9.safetensors cannot be read" in message and "runs for the other 2" in message
+    batch, live = (
+        source.make_batch(BatchRequest(rows, tiny, drafter.layers)),
+        LiveSource().make_batch(BatchRequest(rows, tiny, drafter.layers)),
     )
-    assert found.features is not None and live.features is not None
+    assert batch.features is not None and live.features is not None
     length = len(rows[3].tokens)
-    torch.testing.assert_close(found.features.hidden[3, :length], live.features.hidden[3, :length], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(batch.features.hidden[3, :length], live.features.hidden[3, :length], rtol=1e-4, atol=1e-4)
     source.flush()
     assert sorted(folder.rglob("*")) == before
     with pytest.raises(UserError, match="2 of 4 sequences are not in it"):
-        prepare(StoredSource(str(folder), capture=False), made, tiny, rows)
+        prepare_source(StoredSource(str(folder), capture=False), drafter, tiny, rows)
     with pytest.raises(UserError, match="it holds none of the 2 sequences"):
-        prepare(StoredSource(str(folder)), made, tiny, rows[2:])
+        prepare_source(StoredSource(str(folder)), drafter, tiny, rows[2:])
 
 
 def test_files_of_another_shape_are_refused(tiny: Target, tmp_path: Path) -> None:
-    """A width that is not the target's, or fewer layers than the other files hold, names the file."""
-    folder = cached(tmp_path, tiny, examples()) / "hidden_states"
+    """A width other than the target's, or fewer layers than in other files, is refused with the file's name."""
+    folder = write_cache(tmp_path, tiny, make_examples()) / "hidden_states"
     for shape, reason in (
         ((5, 4, 7), "expected"),
         ((6, 4, 128), "expected"),

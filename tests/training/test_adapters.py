@@ -1,4 +1,4 @@
-"""Adapters in a drafter whose training continues: what they change, how a run goes on, and what is refused."""
+"""Adapters in a drafter whose training continues: what they change, how a run resumes, and what is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ def make_drafter(target: Target) -> Eagle3:
     return drafter
 
 
-def fit(target: Target, run: Path, adapter: LoraAdapter, **options: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a drafter after four steps of its adapters."""
+def fit_drafter(target: Target, run: Path, adapter: LoraAdapter, **options: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a drafter after four steps of its adapters."""
     drafter = make_drafter(target)
     adapter.adapt_drafter(drafter, target.head.vocab_size)
     trainer = Trainer(lr=1e-2, max_steps=4, batch_tokens=60, save_every=2)
@@ -40,17 +40,17 @@ class Killed(Exception):
 
 
 def test_a_resumed_run_ends_in_the_same_low_rank_update(shallow: Target, tmp_path: Path) -> None:
-    """Killed and gone on with is uninterrupted; the named layers change by a matrix of the rank, and nothing else changes."""
+    """A resumed run equals an uninterrupted one; the named layers change by a matrix of the rank, and nothing else changes."""
     adapter, before = LoraAdapter(rank=3, modules=["q_proj", "down_proj"]), make_drafter(shallow).state_dict()
-    after = fit(shallow, tmp_path / "whole", adapter)
+    after = fit_drafter(shallow, tmp_path / "whole", adapter)
 
-    def kill(step: int) -> None:
+    def kill_at_step(step: int) -> None:
         if step == 3:
             raise Killed
 
     with pytest.raises(Killed):
-        fit(shallow, tmp_path / "cut", adapter, on_step=kill)
-    resumed = fit(shallow, tmp_path / "cut", adapter)
+        fit_drafter(shallow, tmp_path / "cut", adapter, on_step=kill_at_step)
+    resumed = fit_drafter(shallow, tmp_path / "cut", adapter)
     assert after.keys() == before.keys() and all(torch.equal(after[name], resumed[name]) for name in after)
     ranks = {name: int(torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4))
              for name in after if not torch.equal(after[name], before[name])}  # fmt: skip
@@ -63,7 +63,7 @@ def test_a_resumed_run_ends_in_the_same_low_rank_update(shallow: Target, tmp_pat
     ("runs/old", {"rank": 4096}, "adapter.rank=4096"),
 ])  # fmt: skip
 def test_what_takes_no_adapter_is_refused(shallow: Target, init: str | None, settings: dict[str, Any], words: str) -> None:
-    """An untrained drafter, an unknown layer, and a rank that no layer has."""
+    """An untrained drafter, an unknown layer, and a rank above that of every layer are refused."""
     drafter = {"_target_": "spectrain.drafters.eagle3.Eagle3", **({} if init is None else {"init": init})}
     spec = RunSpec.from_nodes({"drafter": drafter, "adapter": {"_target_": LORA, **settings}})
     with pytest.raises(UserError, match=words):

@@ -1,4 +1,4 @@
-"""Tensors by name: tied ones are kept once and come back, and what does not fit is named."""
+"""Tensors by name: tied ones are saved once and are restored, and what does not fit is named."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from spectrain.training.checkpoints import collect_tensors, load_tensors
 class Tied(nn.Module):
     """An embedding whose output layer shares its weights, another layer of the same shape, and two empty buffers."""
 
-    one: Tensor
-    two: Tensor
+    first: Tensor
+    second: Tensor
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -22,15 +22,15 @@ class Tied(nn.Module):
         self.output = nn.Linear(4, 6, bias=False)
         if tied:
             self.output.weight = self.embed.weight
-        self.register_buffer("one", torch.zeros(0))
-        self.register_buffer("two", torch.zeros(0))
+        self.register_buffer("first", torch.zeros(0))
+        self.register_buffer("second", torch.zeros(0))
 
 
-NAMES = {"embed.weight", "other.weight", "other.bias", "one", "two"}
+NAMES = {"embed.weight", "other.weight", "other.bias", "first", "second"}
 
 
-def test_tied_tensors_are_kept_once(tmp_path: Path) -> None:
-    """Of tied tensors the first is saved, all others are, and the reloaded module is equal and still tied."""
+def test_tied_tensors_are_saved_once(tmp_path: Path) -> None:
+    """Only the first of tied tensors is saved, and the reloaded module is equal and still tied."""
     saved, loaded = Tied(), Tied()
     assert collect_tensors(saved).keys() == NAMES
     assert collect_tensors(Tied(tied=False)).keys() == NAMES | {"output.weight"}
@@ -51,20 +51,20 @@ def test_either_name_of_a_tied_tensor_is_enough() -> None:
     assert torch.equal(saved.embed.weight, loaded.embed.weight)
 
 
-def test_tensors_that_only_share_memory_are_all_kept() -> None:
-    """Two views of one storage with another shape are two tensors."""
-    module, whole = nn.Module(), torch.arange(6.0)
-    module.register_buffer("whole", whole)
-    module.register_buffer("part", whole[:3])
-    assert collect_tensors(module).keys() == {"whole", "part"}
+def test_tensors_that_only_share_memory_are_all_saved() -> None:
+    """Two views of one storage with different shapes are two tensors."""
+    module, full = nn.Module(), torch.arange(6.0)
+    module.register_buffer("full", full)
+    module.register_buffer("part", full[:3])
+    assert collect_tensors(module).keys() == {"full", "part"}
 
 
 def test_tensors_are_contiguous_copies_of_their_values() -> None:
-    """A transposed weight is kept by its values, contiguous and without a gradient."""
+    """A transposed weight is saved by its values, contiguous and without a gradient."""
     module = nn.Linear(3, 5)
     module.weight = nn.Parameter(torch.randn(3, 5).t())
-    found = collect_tensors(module)["weight"]
-    assert found.is_contiguous() and not found.requires_grad and torch.equal(found, module.weight)
+    weight = collect_tensors(module)["weight"]
+    assert weight.is_contiguous() and not weight.requires_grad and torch.equal(weight, module.weight)
 
 
 @pytest.mark.parametrize("name", ["other.bias", "embed.weight"])

@@ -61,35 +61,36 @@ def make_batch(kind: str, drafter: Drafter, target: Target) -> Batch:
     return replace(batch, features=target.features(batch.tokens, drafter.layers, batch.lengths))
 
 
-def gradients(drafter: Drafter, losses: Losses) -> dict[str, Tensor]:
-    """Of every trained parameter: each needs one on every process, because data parallelism waits for it."""
+def compute_gradients(drafter: Drafter, losses: Losses) -> dict[str, Tensor]:
+    """Return the gradient of every trained parameter; each needs one on every process, because data parallelism waits for
+    it."""
     drafter.zero_grad(set_to_none=True)
     losses.total.backward()
     return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.requires_grad and p.grad is not None}
 
 
-def compare(family: str, kind: str, group: ContextGroup, target: Target) -> str | None:
-    """Compare a shared batch with the whole one; what differs, if anything does."""
+def compare_gradients(family: str, kind: str, group: ContextGroup, target: Target) -> str | None:
+    """Compare a shared batch with the complete one; return the difference, if there is one."""
     path, options = FAMILIES[family]
     torch.manual_seed(0)
     drafter = make_drafter(worker.get_object(f"spectrain.{path}"), target, **options)
     drafter.prepare(target, torch.arange(2048).flip(0) * (torch.arange(2048) > 0))
     batch, state = make_batch(kind, drafter, target), TrainingState(step=3, recompute=kind == "padded")
-    one = drafter.loss(batch, target, state)
-    whole = gradients(drafter, one)
+    full = drafter.loss(batch, target, state)
+    expected = compute_gradients(drafter, full)
     part = drafter.loss(batch.split_context(group, REACH), target, state)
-    shared = gradients(drafter, part)
+    shared = compute_gradients(drafter, part)
     missing: list[Any] = [None] * group.size
-    dist.all_gather_object(missing, sorted(whole.keys() ^ shared.keys()))
+    dist.all_gather_object(missing, sorted(expected.keys() ^ shared.keys()))
     if any(missing):
         return f"no gradient of {missing}"
     judged = torch.stack([part.hits, part.counts])
     for tensor in (loss := part.total.detach().clone(), judged, *(shared[name] for name in sorted(shared))):
         dist.all_reduce(tensor)
-    scale = max(float(value.abs().max()) for value in whole.values())
-    error = max(float((shared[name] - whole[name]).abs().max()) / scale for name in whole)
-    error = max(error, abs(float(loss / one.total.detach() - 1)))
-    return None if error < 3e-5 and torch.equal(judged, torch.stack([one.hits, one.counts])) else f"error {error}"
+    scale = max(float(value.abs().max()) for value in expected.values())
+    error = max(float((shared[name] - expected[name]).abs().max()) / scale for name in expected)
+    error = max(error, abs(float(loss / full.total.detach() - 1)))
+    return None if error < 3e-5 and torch.equal(judged, torch.stack([full.hits, full.counts])) else f"error {error}"
 
 
 def as_rank(rank: int, size: int, port: int, jobs: list[tuple[str, str, str]], model: str) -> None:
@@ -100,13 +101,13 @@ def as_rank(rank: int, size: int, port: int, jobs: list[tuple[str, str, str]], m
     world, target = dist.group.WORLD, load_hf(model, dtype="float32")
     assert world is not None
     for family, method, kind in jobs:
-        wrong = compare(family, kind, ContextGroup(world, rank, size, method), target)  # type: ignore[arg-type]
+        wrong = compare_gradients(family, kind, ContextGroup(world, rank, size, method), target)  # type: ignore[arg-type]
         if rank == 0:
             print(f"{family} {method} {kind}: {wrong or 'same'}", flush=True)
     dist.destroy_process_group()
 
 
-def launch() -> None:
+def launch_processes() -> None:
     size, jobs, model = json.loads(sys.argv[1])
     port = find_free_port()
     context = multiprocessing.get_context("fork")
@@ -124,13 +125,13 @@ def test_shared_texts_have_the_same_gradients(shallow_folder: Path, size: int, m
     """The loss, the gradients (3e-5 of the largest) and the counts of drafts of 2, 3 and 4 processes add up to those of one.
     With 4 processes the two key-value heads are repeated; 37 and 53 columns divide by none of these numbers."""
     jobs = [(family, method, kind) for family in FAMILIES for method in methods for kind in KINDS]
-    status, said, err = commands.start([json.dumps([size, jobs, str(shallow_folder)])], program=launch).wait(900)
+    status, stdout, err = commands.start([json.dumps([size, jobs, str(shallow_folder)])], program=launch_processes).wait(900)
     assert status == 0, err[-4000:]
-    assert said.splitlines() == [f"{family} {method} {kind}: same" for family, method, kind in jobs]
+    assert stdout.splitlines() == [f"{family} {method} {kind}: same" for family, method, kind in jobs]
 
 
 def test_what_processes_cannot_share_is_refused(shallow: Target) -> None:
-    """Groups that do not divide the processes, families that read other positions, and heads that do not divide."""
+    """Group sizes that do not divide the processes or heads, and families that read other positions, are refused."""
     eagle = make_drafter(Eagle3, shallow, vocab_size=64)
     for size, count, drafter, message in (
         (3, 4, eagle, "4 processes cannot form groups of 3"),

@@ -1,4 +1,4 @@
-"""Windows of the loss: those that tile a text add up to its whole loss and gradients, in all families with a loss per token."""
+"""Loss windows that tile a text add up to its full loss and gradients, in all families with a loss per token."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,18 +62,23 @@ def run_loss(drafter: Drafter, batch: Batch, target: Target, recompute: bool = F
     ],
 )
 def test_windows_that_tile_a_text_add_up(shallow: Target, family: Any, settings: dict[str, Any], packed: bool) -> None:
-    """The losses, hits and gradients of all windows sum to those of the whole texts, with each window's batch cut behind it."""
+    """Losses, hits and gradients of all windows sum to those of the full texts, with each batch cut behind its window."""
     drafter = make_drafter(family, shallow, **settings)
     batch = make_batch(shallow, drafter, packed)
-    whole, gradients = run_loss(drafter, batch, shallow)
+    full, gradients = run_loss(drafter, batch, shallow)
     total, summed = 0.0, torch.zeros_like(gradients)
-    hits, counts = torch.zeros_like(whole.hits), torch.zeros_like(whole.counts)
+    hits, counts = torch.zeros_like(full.hits), torch.zeros_like(full.counts)
     for number in range(PARTS):
         windows = [(length * number // PARTS, length * (number + 1) // PARTS) for length in LENGTHS]
-        losses, own = run_loss(drafter, keep_loss_windows(batch, windows), shallow, recompute=number == 0)
-        total, hits, counts, summed = total + losses.total.item(), hits + losses.hits, counts + losses.counts, summed + own
-    assert total == pytest.approx(whole.total.item(), rel=1e-6)
-    assert torch.equal(hits, whole.hits) and torch.equal(counts, whole.counts)
+        losses, window_gradients = run_loss(drafter, keep_loss_windows(batch, windows), shallow, recompute=number == 0)
+        total, hits, counts, summed = (
+            total + losses.total.item(),
+            hits + losses.hits,
+            counts + losses.counts,
+            summed + window_gradients,
+        )
+    assert total == pytest.approx(full.total.item(), rel=1e-6)
+    assert torch.equal(hits, full.hits) and torch.equal(counts, full.counts)
     torch.testing.assert_close(summed, gradients, rtol=1e-4, atol=2e-6 * float(gradients.abs().max()))
 
 
@@ -87,7 +92,7 @@ def test_a_training_takes_windows(shallow: Target, tmp_path: Path) -> None:
 
 
 def test_every_supervised_token_has_the_same_chance() -> None:
-    """Over all windows that can be drawn, each supervised token is in equally many; a window always holds one."""
+    """Each supervised token is in equally many of the possible windows, and every window has one."""
     mask = torch.zeros(40, dtype=torch.bool)
     mask[[5, 6, 7, 20, 21, 33]] = True
     generator = torch.Generator().manual_seed(0)

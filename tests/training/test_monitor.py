@@ -1,4 +1,4 @@
-"""What processes conclude from the heartbeats of the others; test_processes.py has the same with real processes."""
+"""What processes conclude from each other's heartbeats; test_processes.py tests the same with real processes."""
 
 import time
 from types import SimpleNamespace
@@ -10,9 +10,9 @@ from spectrain.training.parallel.monitor import WAITING, Heartbeat, ProcessMonit
 
 
 def make_monitor(rank: int, ages: dict[int, float], **beats: Any) -> ProcessMonitor:
-    """A monitor on four machines that read the heartbeat of each rank so many seconds ago, and its own just now."""
-    alone: Any = SimpleNamespace(rank=rank, num_processes=1)
-    monitor = ProcessMonitor(alone, patience=5.0)
+    """Make a monitor on four machines that read the heartbeat of each rank `ages` seconds ago, and its own just now."""
+    single: Any = SimpleNamespace(rank=rank, num_processes=1)
+    monitor = ProcessMonitor(single, patience=5.0)
     monitor.step = 7
     now = time.monotonic()
     for other in range(4):
@@ -23,14 +23,14 @@ def make_monitor(rank: int, ages: dict[int, float], **beats: Any) -> ProcessMoni
 
 
 def test_a_silent_process_is_dead() -> None:
-    """After 30 s, or 10 s once a connection has failed."""
+    """A process is dead after the given seconds without a heartbeat."""
     monitor = make_monitor(0, {2: 12.0})
     assert monitor.find_dead(30.0) is None
     assert monitor.find_dead(10.0) == "rank 2 (machine2, process 102) died in step 8, or the network to it is cut"
 
 
 def test_a_machine_that_hears_nobody_is_cut_off() -> None:
-    """Rank 0, which keeps the heartbeats, is alone with its own; the others get no answer from it."""
+    """Rank 0 stores the heartbeats and then reads only its own; the others get no answer from it."""
     first = make_monitor(0, {1: 40.0, 2: 40.0, 3: 40.0}).find_dead(30.0)
     assert first is not None and first.startswith("no other process has answered for 30 s, so ") and "cut off" in first
     other = make_monitor(3, {})
@@ -40,12 +40,12 @@ def test_a_machine_that_hears_nobody_is_cut_off() -> None:
 
 
 def test_the_first_failure_is_named() -> None:
-    """Processes that stopped because of another one pass its name on; one that finished is no failure."""
+    """Processes that stopped because of another pass on its name; one that finished is no failure."""
     passed_on = {"farewell": "rank 2 (machine2, process 102) died in step 8", "is_about_another": True}
     assert make_monitor(0, {}, rank1=passed_on, rank3={"farewell": ""}).find_dead(30.0) == passed_on["farewell"]
     own = {"farewell": "RunError: no space is left"}
-    found = make_monitor(0, {}, rank1=passed_on, rank2=own).find_dead(30.0)
-    assert found == "rank 2 (machine2, process 102) stopped at step 8: RunError: no space is left"
+    message = make_monitor(0, {}, rank1=passed_on, rank2=own).find_dead(30.0)
+    assert message == "rank 2 (machine2, process 102) stopped at step 8: RunError: no space is left"
 
 
 def read_messages(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -54,8 +54,7 @@ def read_messages(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.parametrize("activity", [WAITING, "computing"])
 def test_a_frozen_process_is_named_by_its_silence(capsys: pytest.CaptureFixture[str], activity: str) -> None:
-    """Whatever the others do: they may wait in any exchange. The first process that runs names it once, and says when it is
-    back."""
+    """Whatever the others wait for, the first running process names the frozen one once, and reports when it is back."""
     others = {f"rank{rank}": {"activity": activity, "seconds": 9.0} for rank in range(3)}
     for reporter, frozen in ((0, 3), (1, 0)):
         monitor = make_monitor(reporter, {frozen: 9.0}, **others)
@@ -74,7 +73,7 @@ def test_a_frozen_process_is_named_by_its_silence(capsys: pytest.CaptureFixture[
 
 
 def test_a_frozen_process_blames_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    """The time in which a process did not run itself is no silence of the others."""
+    """The time in which a process did not run itself does not count as silence of the others."""
     monitor = make_monitor(0, {1: 15.0, 2: 15.0, 3: 15.0})
     monitor._forgive_pause(14.5)
     assert monitor._silent_processes() == {}
@@ -82,7 +81,7 @@ def test_a_frozen_process_blames_nobody(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_slow_process_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """It sends heartbeats that say what it does. The first waiting process names it once for each step."""
+    """A slow process sends its activity in heartbeats, and the first waiting process names it once for each step."""
     slow = {"rank0": {"activity": "reading data", "seconds": 6.0}}
     for reporter in (1, 2):
         monitor = make_monitor(reporter, {}, **slow)

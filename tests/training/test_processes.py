@@ -22,50 +22,50 @@ from safetensors.torch import load_file
 from spectrain.errors import UserError
 from tests import commands
 from tests.training import worker
-from tests.training.worker import train
+from tests.training.worker import train_job
 
 WORKER = Path(__file__).with_name("worker.py")
 FAMILIES = ("eagle3", "medusa", "medusa2", "hydra", "causal", "pard", "peagle", "mtp", "kangaroo", "gated_lora", "early_exit",
             "amphista", "ctc", "gumiho", "transformer_heads", "redrafter", "eagle1", "uno", "streams", "ppd")  # fmt: skip
 QUICK = [("eagle3", "ddp"), ("gated_lora", "ddp"), ("causal", "fsdp2"), ("early_exit", "zero2"), ("medusa2", "zero3")]
 CONTEXT = [("eagle3", "ddp"), ("dflash", "fsdp2")]
-SLOW = [(family, way) for way in ("ddp", "fsdp2", "zero2", "zero3") for family in FAMILIES
-        if (family, way) not in QUICK and (family, way) != ("early_exit", "fsdp2")]  # fmt: skip
+SLOW = [(family, sharding) for sharding in ("ddp", "fsdp2", "zero2", "zero3") for family in FAMILIES
+        if (family, sharding) not in QUICK and (family, sharding) != ("early_exit", "fsdp2")]  # fmt: skip
 
 
-def start(jobs: list[dict[str, Any]], folder: Path, shell: bool = False) -> tuple[int, str]:
-    """Run the worker on two processes; its exit status and what it said on stderr. Nothing may be compiled on the way. From
-    the shell each process imports everything, which takes as long as the quick tests' training."""
+def run_workers(jobs: list[dict[str, Any]], folder: Path, shell: bool = False) -> tuple[int, str]:
+    """Run the worker on two processes; return its exit status and stderr. Nothing may be compiled on the way. From the shell
+    each process imports everything, which takes as long as the quick tests' training."""
     extensions = folder / "extensions"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(extensions)}
     if not shell:
-        status, _, said = commands.start([json.dumps(jobs)], environment, program=worker.launch).wait(900)
+        status, _, stderr = commands.start([json.dumps(jobs)], environment, program=worker.launch_processes).wait(900)
         assert not extensions.exists()
-        return status, said
+        return status, stderr
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(WORKER), json.dumps(jobs)]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            _, said = process.communicate(timeout=900)
+            _, stderr = process.communicate(timeout=900)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the processes that it started too
             raise
     assert not extensions.exists()
-    return process.returncode, said
+    return process.returncode, stderr
 
 
-def losses(run: Path) -> list[float]:
+def read_losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def assert_same(one: Path, other: Path) -> None:
-    """Equal losses, and weights that went the same way: Adam's steps are large where a gradient is nearly zero."""
-    assert losses(one) == pytest.approx(losses(other), rel=1e-5, abs=1e-6)
-    mine, theirs = load_file(one / "weights.safetensors"), load_file(other / "weights.safetensors")
-    assert mine.keys() == theirs.keys()
-    for name, value in mine.items():
-        assert (value.float() - theirs[name].float()).abs().mean() < 1e-6, name  # they went about 4e-3
+def assert_same(first: Path, second: Path) -> None:
+    """Check equal losses and nearly equal weights: Adam's steps are large where a gradient is nearly zero."""
+    assert read_losses(first) == pytest.approx(read_losses(second), rel=1e-5, abs=1e-6)
+    actual, expected = load_file(first / "weights.safetensors"), load_file(second / "weights.safetensors")
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert (value.float() - expected[name].float()).abs().mean() < 1e-6, name  # they moved by about 4e-3
 
 
 OPTIONS = {"batch_tokens": 32, "max_steps": 5, "save_every": 2, "log_every": 2}
@@ -82,13 +82,13 @@ SLOWLY_RESUMED = [("causal", "fsdp2"), ("eagle3", "ddp"), ("eagle3", "zero2"), (
 
 @dataclass
 class Jobs:
-    """What the tests of this file train, in one folder and for one target."""
+    """The trainings of this file's tests, in one folder and for one target."""
 
     folder: Path
     model: Path
-    said: str = ""  # on stderr by two processes
+    stderr: str = ""  # of the two processes
 
-    def job(self, family: str, name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def make_job(self, family: str, name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {
             "family": family,
             "out": str(self.folder / f"{family}-{name}"),
@@ -97,168 +97,179 @@ class Jobs:
             **more,
         }
 
-    def interrupted(self, family: str, way: str) -> list[dict[str, Any]]:
-        """A whole run; one that leaves after step 3; and the rest of that one."""
-        options = {**OPTIONS, "sharding": way}
-        cut = self.job(family, f"{way}-cut", options, count=40, leave=3)
-        return [self.job(family, f"{way}-whole", options, count=40), cut, {**cut, "leave": None}]
+    def make_interrupted_jobs(self, family: str, sharding: str) -> list[dict[str, Any]]:
+        """Make a complete run, one that leaves after step 3, and the rest of that one."""
+        options = {**OPTIONS, "sharding": sharding}
+        cut = self.make_job(family, f"{sharding}-cut", options, count=40, leave=3)
+        return [self.make_job(family, f"{sharding}-whole", options, count=40), cut, {**cut, "leave": None}]
 
-    def by_one(self, family: str, how: str) -> Path:
-        """A run on one process, this one, which is trained where it is asked for first."""
+    def train_alone(self, family: str, how: str) -> Path:
+        """Return a run on this process alone, trained when it is first needed."""
         if not (self.folder / f"{family}-{how}").exists():
-            train(self.job(family, how, ALONE[how]))
-        return self.run(family, how)
+            train_job(self.make_job(family, how, ALONE[how]))
+        return self.get_run(family, how)
 
-    def run(self, family: str, name: str) -> Path:
-        """A finished run."""
-        assert (self.folder / f"{family}-{name}" / "weights.safetensors").exists(), self.said[-4000:]
+    def get_run(self, family: str, name: str) -> Path:
+        """Return the folder of a finished run."""
+        assert (self.folder / f"{family}-{name}" / "weights.safetensors").exists(), self.stderr[-4000:]
         return self.folder / f"{family}-{name}"
 
 
 @pytest.fixture(scope="module")
-def alone(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """What runs on one process."""
+def jobs(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Make the jobs that run on one process."""
     return Jobs(tmp_path_factory.mktemp("processes"), shallow_folder)
 
 
 @pytest.fixture(scope="module")
-def trained(alone: Jobs) -> Jobs:
-    """All that two processes do, in one launch, for to start one takes longer than to train: every way of sharing parameters,
-    interrupted runs, the first part of one that moves to one process, a slow process and, last, a dead one."""
-    many = [alone.job(family, way, {"batch_tokens": 64, "sharding": way}) for family, way in possible(QUICK)]
-    many += [
-        alone.job(family, "context", {"batch_tokens": 128, "sharding": way, "packing": True, "context_parallel": 2})
-        for family, way in CONTEXT
+def trained_jobs(jobs: Jobs) -> Jobs:
+    """Train everything on two processes in one launch, which takes longer to start than to train: every sharding, interrupted
+    runs, the first part of a run that moves to one process, a slow process and, last, a dead one."""
+    all_jobs = [
+        jobs.make_job(family, sharding, {"batch_tokens": 64, "sharding": sharding}) for family, sharding in available(QUICK)
     ]
-    many += [alone.job("eagle3", "target_fsdp2", {"batch_tokens": 64}, target="fsdp2")]
-    many += [alone.job("eagle3", "target_tensor", {"batch_tokens": 128}, target="tensor")]
-    many += [job for family, way in possible(RESUMED) for job in alone.interrupted(family, way)]
-    many += [alone.job("medusa2", "moved", EPOCH, count=32, leave=4), alone.job("medusa2", "unmoved", EPOCH, count=32)]
-    train(alone.job("eagle3", "uneven", UNEVEN, count=32, leave=1))
-    many += [alone.job("eagle3", "uneven", {**UNEVEN, "accumulate": 1}, count=32)]
-    many += [alone.job("eagle3", "slow", {**OPTIONS, "max_steps": 1, "patience": 1.0}, slow=True)]
-    many += [alone.job("eagle3", "dead", {**OPTIONS, "max_steps": 50}, count=40, die=[1, 2])]
-    status, alone.said = start(many, alone.folder)
+    all_jobs += [
+        jobs.make_job(family, "context", {"batch_tokens": 128, "sharding": sharding, "packing": True, "context_parallel": 2})
+        for family, sharding in CONTEXT
+    ]
+    all_jobs += [jobs.make_job("eagle3", "target_fsdp2", {"batch_tokens": 64}, target="fsdp2")]
+    all_jobs += [jobs.make_job("eagle3", "target_tensor", {"batch_tokens": 128}, target="tensor")]
+    all_jobs += [job for family, sharding in available(RESUMED) for job in jobs.make_interrupted_jobs(family, sharding)]
+    all_jobs += [
+        jobs.make_job("medusa2", "moved", EPOCH, count=32, leave=4),
+        jobs.make_job("medusa2", "unmoved", EPOCH, count=32),
+    ]
+    train_job(jobs.make_job("eagle3", "uneven", UNEVEN, count=32, leave=1))
+    all_jobs += [jobs.make_job("eagle3", "uneven", {**UNEVEN, "accumulate": 1}, count=32)]
+    all_jobs += [jobs.make_job("eagle3", "slow", {**OPTIONS, "max_steps": 1, "patience": 1.0}, slow=True)]
+    all_jobs += [jobs.make_job("eagle3", "dead", {**OPTIONS, "max_steps": 50}, count=40, die=[1, 2])]
+    status, jobs.stderr = run_workers(all_jobs, jobs.folder)
     assert status != 0
-    return alone
+    return jobs
 
 
-def possible(ways: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Without DeepSpeed's where it is not installed."""
+def available(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Leave out DeepSpeed's shardings if it is not installed."""
     installed = importlib.util.find_spec("deepspeed") is not None
-    return [(family, way) for family, way in ways if installed or not way.startswith("zero")]
+    return [(family, sharding) for family, sharding in pairs if installed or not sharding.startswith("zero")]
 
 
 @pytest.mark.sweep(2, free=("how", "family"))
 @pytest.mark.parametrize("how", ["accumulated", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batching_changes_nothing(alone: Jobs, family: str, how: str) -> None:
+def test_batching_changes_nothing(jobs: Jobs, family: str, how: str) -> None:
     """A batch of 8, four accumulated batches of 2 and packed rows give the same losses and weights."""
-    assert_same(alone.by_one(family, "one"), alone.by_one(family, how))
+    assert_same(jobs.train_alone(family, "one"), jobs.train_alone(family, how))
 
 
-@pytest.mark.parametrize(("family", "way"), QUICK)
-def test_two_processes_are_as_good_as_one(trained: Jobs, family: str, way: str) -> None:
+@pytest.mark.parametrize(("family", "sharding"), QUICK)
+def test_two_processes_are_as_good_as_a_single_process(trained_jobs: Jobs, family: str, sharding: str) -> None:
     """Two processes with batches of 4 give the losses and weights of one with a batch of 8, however they share parameters."""
-    if (family, way) not in possible(QUICK):
+    if (family, sharding) not in available(QUICK):
         pytest.skip("DeepSpeed is not installed")
-    assert_same(trained.by_one(family, "one"), trained.run(family, way))
+    assert_same(trained_jobs.train_alone(family, "one"), trained_jobs.get_run(family, sharding))
 
 
 @pytest.mark.parametrize("family", [family for family, _ in CONTEXT])
-def test_two_processes_share_texts(trained: Jobs, family: str) -> None:
-    """Two processes that run half of the packed texts each give the losses and weights of one, and count what it counts."""
-    assert_same(trained.by_one(family, "one"), trained.run(family, "context"))
-    one, two = (json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-                for run in (trained.run(family, "one"), trained.run(family, "context")))  # fmt: skip
-    assert [one[key] for key in ("agreement", "tokens")] == [two[key] for key in ("agreement", "tokens")]
+def test_two_processes_share_texts(trained_jobs: Jobs, family: str) -> None:
+    """Two processes that each run half of the packed texts give the losses, weights and counts of one."""
+    assert_same(trained_jobs.train_alone(family, "one"), trained_jobs.get_run(family, "context"))
+    single, shared = (json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+                      for run in (trained_jobs.get_run(family, "one"), trained_jobs.get_run(family, "context")))  # fmt: skip
+    assert [single[key] for key in ("agreement", "tokens")] == [shared[key] for key in ("agreement", "tokens")]
 
 
-@pytest.mark.parametrize("way", ["fsdp2", "tensor"])
-def test_a_target_on_two_processes(trained: Jobs, way: str) -> None:
-    """A target whose layers are spread out, or cut through, trains the same drafter."""
-    assert_same(trained.by_one("eagle3", "one"), trained.run("eagle3", f"target_{way}"))
+@pytest.mark.parametrize("sharding", ["fsdp2", "tensor"])
+def test_a_target_on_two_processes(trained_jobs: Jobs, sharding: str) -> None:
+    """A target whose layers are sharded or split by tensor parallelism trains the same drafter."""
+    assert_same(trained_jobs.train_alone("eagle3", "one"), trained_jobs.get_run("eagle3", f"target_{sharding}"))
 
 
 @pytest.mark.slow
-def test_every_family_shares_parameters_in_every_way(alone: Jobs) -> None:
-    """The rest of the families and ways; early exits have no weights of their own for FSDP2 to shard."""
-    ways = possible(SLOW)
-    status, said = start(
-        [alone.job(family, way, {"batch_tokens": 64, "sharding": way}) for family, way in ways], alone.folder, True
+def test_every_family_shares_parameters_in_every_way(jobs: Jobs) -> None:
+    """All other families and shardings equal one process; early exits have no own weights for FSDP2 to shard."""
+    pairs = available(SLOW)
+    status, stderr = run_workers(
+        [jobs.make_job(family, sharding, {"batch_tokens": 64, "sharding": sharding}) for family, sharding in pairs],
+        jobs.folder,
+        True,
     )
-    assert status == 0, said[-4000:]
-    for family, way in ways:
-        assert_same(alone.by_one(family, "one"), alone.run(family, way))
+    assert status == 0, stderr[-4000:]
+    for family, sharding in pairs:
+        assert_same(jobs.train_alone(family, "one"), jobs.get_run(family, sharding))
 
 
-def assert_resumed(jobs: Jobs, family: str, way: str) -> None:
-    """Bit-identical losses and weights."""
-    whole, cut = jobs.run(family, f"{way}-whole"), jobs.run(family, f"{way}-cut")
-    assert losses(whole) == losses(cut)
-    one, two = (load_file(run / "weights.safetensors") for run in (whole, cut))
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
+def assert_resumed(jobs: Jobs, family: str, sharding: str) -> None:
+    """Check bit-identical losses and weights."""
+    uninterrupted, resumed = jobs.get_run(family, f"{sharding}-whole"), jobs.get_run(family, f"{sharding}-cut")
+    assert read_losses(uninterrupted) == read_losses(resumed)
+    expected, actual = (load_file(run / "weights.safetensors") for run in (uninterrupted, resumed))
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(("family", "way"), RESUMED)
-def test_a_resumed_run_is_the_uninterrupted_one(trained: Jobs, family: str, way: str) -> None:
-    """Two processes that leave after step 3, resumed from step 2: bit-identical losses and weights, no step twice."""
-    if not possible([(family, way)]):
+@pytest.mark.parametrize(("family", "sharding"), RESUMED)
+def test_a_resumed_run_equals_the_uninterrupted_run(trained_jobs: Jobs, family: str, sharding: str) -> None:
+    """Two processes that leave after step 3 and resume from step 2 have bit-identical losses and weights."""
+    if not available([(family, sharding)]):
         pytest.skip("DeepSpeed is not installed")
-    assert_resumed(trained, family, way)
+    assert_resumed(trained_jobs, family, sharding)
 
 
 @pytest.mark.slow
-def test_other_ways_resume(alone: Jobs) -> None:
-    """The same in other ways, and of drafters all of whose weights are their own."""
-    ways = possible(SLOWLY_RESUMED)
-    status, said = start([job for family, way in ways for job in alone.interrupted(family, way)], alone.folder, shell=True)
-    assert status == 0, said[-4000:]
-    for family, way in ways:
-        assert_resumed(alone, family, way)
+def test_other_ways_resume(jobs: Jobs) -> None:
+    """Other shardings resume, too, also with drafters all of whose weights are their own."""
+    pairs = available(SLOWLY_RESUMED)
+    status, stderr = run_workers(
+        [job for family, sharding in pairs for job in jobs.make_interrupted_jobs(family, sharding)],
+        jobs.folder,
+        shell=True,
+    )
+    assert status == 0, stderr[-4000:]
+    for family, sharding in pairs:
+        assert_resumed(jobs, family, sharding)
 
 
-def test_a_run_goes_on_with_another_number_of_processes(trained: Jobs) -> None:
-    """Begun on two, resumed on one, which takes twice the batches: the same steps on the same data, so the same losses."""
-    train(trained.job("medusa2", "moved", EPOCH, count=32))
-    assert len(losses(trained.run("medusa2", "unmoved"))) == 8
-    assert_same(trained.run("medusa2", "unmoved"), trained.run("medusa2", "moved"))
+def test_a_run_goes_on_with_another_number_of_processes(trained_jobs: Jobs) -> None:
+    """Started on two processes and resumed on one with twice the batches, a run has the same losses."""
+    train_job(trained_jobs.make_job("medusa2", "moved", EPOCH, count=32))
+    assert len(read_losses(trained_jobs.get_run("medusa2", "unmoved"))) == 8
+    assert_same(trained_jobs.get_run("medusa2", "unmoved"), trained_jobs.get_run("medusa2", "moved"))
 
 
-def test_processes_share_the_batches_of_a_step_unequally(trained: Jobs) -> None:
-    """Begun on one process with three batches a step, continued on two, which take two and one: the same losses and weights."""
-    train(trained.job("eagle3", "even", UNEVEN, count=32))
-    assert_same(trained.run("eagle3", "even"), trained.run("eagle3", "uneven"))
-    lines = [json.loads(line) for line in (trained.run("eagle3", "uneven") / "metrics.jsonl").read_text().splitlines()]
+def test_processes_share_the_batches_of_a_step_unequally(trained_jobs: Jobs) -> None:
+    """Started on one process with three batches a step and resumed on two with two and one, losses and weights are the same."""
+    train_job(trained_jobs.make_job("eagle3", "even", UNEVEN, count=32))
+    assert_same(trained_jobs.get_run("eagle3", "even"), trained_jobs.get_run("eagle3", "uneven"))
+    lines = [json.loads(line) for line in (trained_jobs.get_run("eagle3", "uneven") / "metrics.jsonl").read_text().splitlines()]
     assert [line["tokens"] for line in lines] == [3 * 32, 6 * 32, 9 * 32]
     assert set(lines[-1]["step_seconds"]) == {"data", "target", "drafter", "others"} and lines[-1]["slowest"]["rank"] in (0, 1)
 
 
-def test_a_dead_process_is_named(trained: Jobs) -> None:
-    """Where one process is killed the others say which, instead of what its silence did to them, and the run stops."""
-    assert len(losses(trained.folder / "eagle3-dead")) < 25
-    found = re.search(r"rank 1 \([^\n]*\) died in step (\d+)[^\n]*trainer.resume=auto", trained.said)
-    assert found is not None, trained.said[-4000:]
-    assert found[1] in ("2", "3")  # killed behind step 2, whose last message may be lost with it
+def test_a_dead_process_is_named(trained_jobs: Jobs) -> None:
+    """If one process is killed, the others name it instead of the consequences, and the run stops."""
+    assert len(read_losses(trained_jobs.folder / "eagle3-dead")) < 25
+    match = re.search(r"rank 1 \([^\n]*\) died in step (\d+)[^\n]*trainer.resume=auto", trained_jobs.stderr)
+    assert match is not None, trained_jobs.stderr[-4000:]
+    assert match[1] in ("2", "3")  # killed behind step 2, whose last message may be lost with it
 
 
-def test_a_slow_process_is_named(trained: Jobs) -> None:
-    """Where one keeps the others waiting they say which, and for what, and go on."""
-    trained.run("eagle3", "slow")
+def test_a_slow_process_is_named(trained_jobs: Jobs) -> None:
+    """If one process keeps the others waiting, they name it and its activity, and the run continues."""
+    trained_jobs.get_run("eagle3", "slow")
     for words in ("rank 1 (", "keeps the others waiting at step 1", "reading data"):
-        assert words in trained.said
+        assert words in trained_jobs.stderr
 
 
-def test_processes_that_cannot_find_each_other_are_refused(alone: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As accelerate starts them on CPUs: one process, told of others, that has no rank."""
+def test_processes_that_cannot_find_each_other_are_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process with a master address and no rank, as accelerate starts them on CPUs, is refused."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29511")
     with pytest.raises(UserError, match="use torchrun"):
-        train(alone.job("eagle3", "lost", {}))
+        train_job(jobs.make_job("eagle3", "lost", {}))
 
 
 @pytest.mark.parametrize(
-    ("environment", "options", "said"),
+    ("environment", "options", "message"),
     [
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, {}, "fsdp_version: 2"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {"sharding": "zero2"}, "leave one of them out"),
@@ -266,10 +277,10 @@ def test_processes_that_cannot_find_each_other_are_refused(alone: Jobs, monkeypa
     ],
 )
 def test_a_launch_that_would_not_be_followed_is_refused(
-    alone: Jobs, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], options: dict[str, Any], said: str
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], options: dict[str, Any], message: str
 ) -> None:
-    """Sharding that is asked for and cannot be done as asked is an error, never DDP."""
+    """Requested sharding that cannot be done is an error, never DDP."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=said):
-        train(alone.job("eagle3", "refused", options))
+    with pytest.raises(UserError, match=message):
+        train_job(jobs.make_job("eagle3", "refused", options))

@@ -1,4 +1,4 @@
-"""A log has a line every half minute, whatever the steps, with the loss, the speed and the time that is left."""
+"""The log has a line every half minute, with the loss, the speed and the time that is left."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from spectrain.training.parallel.step_timer import STEP_PARTS, StepTimer, summar
 
 
 class Clock:
-    """Seconds as a test says them."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -24,9 +24,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(metrics, "time", made)
-    return made
+    clock = Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    return clock
 
 
 def make_metrics(loss: float | None, **more: Any) -> dict[str, Any]:
@@ -35,29 +35,29 @@ def make_metrics(loss: float | None, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("logged", [1, 7, 40])
 def test_a_log_has_a_line_every_half_minute(clock: Clock, capsys: pytest.CaptureFixture[str], logged: int) -> None:
-    """After the first step, then every 30 s by the newest metrics, and after the last: not one for each that is logged."""
-    line = TrainingProgress(100, 0, enabled=True)
-    with line:
+    """A line is printed after the first step, every 30 s with the newest metrics, and after the last step."""
+    progress = TrainingProgress(100, 0, enabled=True)
+    with progress:
         for step in range(1, 101):
             clock.now += 4.0
-            line.update(step, make_metrics(step / 10) if step % logged == 0 or step in (1, 100) else None)
-    said = capsys.readouterr().out.splitlines()
-    assert [int(one.split()[1]) for one in said] == [1, *range(8, 100, 8), 100]
+            progress.update(step, make_metrics(step / 10) if step % logged == 0 or step in (1, 100) else None)
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(printed.split()[1]) for printed in lines] == [1, *range(8, 100, 8), 100]
     newest = max(1, 8 - 8 % logged) if logged < 8 else 1
-    assert said[1] == f"step 8 of 100  on training text: loss {newest / 10:.3f}, agreement 0.50 0.25; 120 tokens/s  6 min left"
-    assert said[-1].startswith("step 100 of 100  on training text: loss 10.000") and said[-1].endswith("0 s left")
+    assert lines[1] == f"step 8 of 100  on training text: loss {newest / 10:.3f}, agreement 0.50 0.25; 120 tokens/s  6 min left"
+    assert lines[-1].startswith("step 100 of 100  on training text: loss 10.000") and lines[-1].endswith("0 s left")
 
 
 def test_a_resumed_run_counts_its_own_steps(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    """The time that is left follows from the steps since it was taken up; a loss that is no number is said."""
-    line = TrainingProgress(100, 80, enabled=True)
+    """The time left follows from the steps since the resume; a loss that is not finite is printed so."""
+    progress = TrainingProgress(100, 80, enabled=True)
     clock.now = 40.0
-    line.update(90, make_metrics(None, left_out=3))
+    progress.update(90, make_metrics(None, left_out=3))
     assert capsys.readouterr().out.endswith("loss not finite, agreement 0.50 0.25; 120 tokens/s  3 rows left out  40 s left\n")
 
 
 def test_waits_and_the_slowest_process_are_printed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shares of the time for data, target and other processes; the slowest is the one that waits least."""
+    """The line has the shares of time for data, target and other processes; the slowest is the one that waits least."""
     times = [{"data": 0.1, "target": 0.5, "drafter": 0.4, "others": 3.0}] * 3 + [{"data": 3.0, "target": 0.6, "drafter": 0.4}]
     summary = summarize_processes(times, [f"machine{rank}" for rank in range(4)], steps=2)
     assert summary["step_seconds"] == {"data": 0.4125, "target": 0.2625, "drafter": 0.2, "others": 1.125}
@@ -91,7 +91,7 @@ class Event:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_times_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """The parts are those between the marks, each step is read once, and the newest only where it may be waited for."""
+    """Parts are the times between marks, each step is read once, and the newest only if it may be waited for."""
     Event.ticks = ticks = iter([10.0, 11.0, 13.0, 16.0, 20.0, 25.0, 30.0, 31.0, 32.0, 33.0])
     monkeypatch.setattr(step_timer.time, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -110,15 +110,15 @@ def test_the_times_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch, device: str
 
 
 def test_other_processes_are_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the main process tells."""
+    """Only the main process prints."""
     clock.now = 99.0
     TrainingProgress(100, 0, enabled=False).update(1, make_metrics(1.0))
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(10, "90 s left"), (60, "9 min left"), (3600, "9.0 h left")])
-def test_time_left_is_said_in_fitting_units(clock: Clock, seconds: float, said: str) -> None:
-    """Of ten parts one is done."""
+@pytest.mark.parametrize(("seconds", "expected"), [(10, "90 s left"), (60, "9 min left"), (3600, "9.0 h left")])
+def test_time_left_is_printed_in_fitting_units(clock: Clock, seconds: float, expected: str) -> None:
+    """With one of ten steps done, nine times its seconds are left."""
     pace = Pace(10)
     clock.now = seconds
-    assert pace.time_left(1) == said and pace.is_due() == (seconds >= 30)
+    assert pace.time_left(1) == expected and pace.is_due() == (seconds >= 30)

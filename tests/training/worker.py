@@ -1,4 +1,4 @@
-"""What test_processes.py starts on several processes: trains drafters and writes down what came of it. Not a test itself."""
+"""The worker of test_processes.py: it trains drafters on several processes and writes the results. Not a test itself."""
 
 import copy
 import gc
@@ -69,9 +69,9 @@ def dataset(count: int = 8, length: int = 16) -> Dataset:
 def make(family: str, target: Target) -> Drafter:
     path, options = FAMILIES[family]
     torch.manual_seed(0)
-    made = make_drafter(get_object(f"spectrain.{path}"), target, **options)
-    made.prepare(target, torch.arange(target.head.vocab_size))
-    return made
+    drafter = make_drafter(get_object(f"spectrain.{path}"), target, **options)
+    drafter.prepare(target, torch.arange(target.head.vocab_size))
+    return drafter
 
 
 class Slow(LiveSource):
@@ -84,16 +84,16 @@ class Slow(LiveSource):
 
 
 def target_of(model: str, sharding: Any) -> Target:
-    """A target of its own for each training; what is not cut up is read once."""
-    return copy.deepcopy(whole(model)) if sharding == "none" else load_hf(model, sharding=sharding)
+    """Return a target of its own for each training; one that is not sharded is read once."""
+    return copy.deepcopy(load_target(model)) if sharding == "none" else load_hf(model, sharding=sharding)
 
 
 @cache
-def whole(model: str) -> Target:
+def load_target(model: str) -> Target:
     return load_hf(model)
 
 
-def train(job: dict[str, Any]) -> None:
+def train_job(job: dict[str, Any]) -> None:
     """Train one family for the target in the directory `model`; write its weights, those of the target that it trained, and
     the metrics to `out`.
 
@@ -102,14 +102,14 @@ def train(job: dict[str, Any]) -> None:
     out = Path(job["out"])
     target = target_of(job["model"], job.get("target", "none"))
     drafter = make(job["family"], target)
-    own = {id(parameter) for parameter in drafter.parameters()}
-    theirs = {id(p) for group in drafter.stages[-1].groups for p in group["params"]} - own
-    names = [name for name, parameter in target.named_parameters() if id(parameter) in theirs]
+    drafter_ids = {id(parameter) for parameter in drafter.parameters()}
+    target_ids = {id(p) for group in drafter.stages[-1].groups for p in group["params"]} - drafter_ids
+    names = [name for name, parameter in target.named_parameters() if id(parameter) in target_ids]
     trainer = Trainer(**{"lr": 1e-3, "max_steps": 4, "warmup": 0.0, "log_every": 1, **job["options"]})
 
     def on_step(step: int) -> None:
         if "RANK" in os.environ and step == 3:
-            gc.collect()  # what an earlier stage left goes now, and must take nothing along
+            gc.collect()  # collecting what an earlier stage left must remove nothing else
         if step == job.get("leave"):
             raise Left
         if [int(os.environ.get("RANK", 0)), step] == job.get("die"):
@@ -133,9 +133,9 @@ class Left(Exception):
 
 def train_all(jobs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # modules need not be looked through each time
-    for one in jobs:
-        train(one)
+    gc.freeze()  # collections need not visit the modules
+    for job in jobs:
+        train_job(job)
 
 
 def as_rank(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
@@ -145,9 +145,9 @@ def as_rank(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
     train_all(jobs)
 
 
-def launch() -> None:
-    """Two processes as torchrun starts them, but forked from this one, which has imported everything, and left to themselves:
-    torchrun ends the others where one is killed, here they must."""
+def launch_processes() -> None:
+    """Run two processes as torchrun does, but forked from this one, which has imported everything. Torchrun ends the others if
+    one is killed; here they must end themselves."""
     port = find_free_port()
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=as_rank, args=(rank, port, json.loads(sys.argv[1]))) for rank in range(2)]
