@@ -129,8 +129,8 @@ def run_all() -> list[dict[str, Any]]:
             asyncio.run(asyncio.wait_for(wait_for(url), 120))
         for streams, concurrency in ((False, 1), (True, 1), (True, 16), (True, 200)):
             for name, times in asyncio.run(measure(urls, concurrency, streams)).items():
-                first, whole = (round(median(column), 2) for column in zip(*times))
-                rows.append({"streams": concurrency, "streamed": streams, "way": name, "first_ms": first, "whole_ms": whole,
+                first, complete = (round(median(column), 2) for column in zip(*times))
+                rows.append({"streams": concurrency, "streamed": streams, "way": name, "first_ms": first, "whole_ms": complete,
                              "requests": len(times)})  # fmt: skip
                 print(rows[-1], flush=True)
     return rows

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.travelling_wheels import is_pure, listed, needed
+from scripts.travelling_wheels import find_requirements, is_pure, read_names
 from tests.test_house import code, tree
 
 ROOT = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
 
 def test_wheels_that_travel_are_pure_and_missing_there() -> None:
     """What spectrain needs is followed to what that needs; torch's own needs stay behind, and nothing else is forgotten."""
-    found = needed("spectrain", {})
+    found = find_requirements("spectrain", {})
     assert {"rich", "transformers", "numpy", "mdurl"} <= set(found) and "torch" not in found and "sympy" not in found
     assert is_pure(found["rich"]) and not is_pure(found["numpy"])
-    assert listed("Typing_Extensions==4.1\n-e here\nrich==15.0") == {"typing-extensions", "rich"}
+    assert read_names("Typing_Extensions==4.1\n-e here\nrich==15.0") == {"typing-extensions", "rich"}
