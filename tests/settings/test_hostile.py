@@ -35,8 +35,8 @@ DEEP = 100_000
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
-    """Drafters that are as they should be, by layout."""
+def good_drafters(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
+    """Write correct drafters, by layout."""
     folder = tmp_path_factory.mktemp("good")
     small: dict[str, dict[str, Any]] = {
         "causal": {"num_layers": 1}, "eagle3": {"vocab_size": 64}, "medusa": {"vocab_size": 2048, "num_heads": 1},
@@ -67,7 +67,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
 
 
 def order(canary: Path) -> dict[str, Any]:
-    """What hydra would make a command of."""
+    """Return a node that hydra would run as a command."""
     return {"_target_": "huggingface_hub.utils._subprocess.run_subprocess", "command": f"touch {canary}"}
 
 
@@ -94,7 +94,7 @@ def text(file: str, content: str | bytes) -> Callable[[Path, Path], None]:
     return edit
 
 
-def remote(directory: Path, canary: Path) -> None:
+def use_remote_code(directory: Path, canary: Path) -> None:
     """A target of the folder's own, whose code the file itself allows."""
     model = directory / "model"
     model.mkdir()
@@ -130,7 +130,7 @@ FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
     "a runtime object": ("causal", put(CONFIG, "target", "network", value=order), "target.network"),
     "the environment": ("causal", put(CONFIG, "recipe", value="${oc.env:HOME}"), "recipe"),
     "a resolver": ("causal", put(CONFIG, "drafter", "loss", value="${cpu_gpu:a,b}"), "drafter.loss"),
-    "remote code of a target": ("causal", remote, "target.trust_remote_code"),
+    "remote code of a target": ("causal", use_remote_code, "target.trust_remote_code"),
     "remote code of a drafter": ("causal", put(CONFIG, *ARCHITECTURE, "auto_map", value={"AutoConfig": "evil.D"}), "auto_map"),
     "a kernel of the hub": ("causal", put(CONFIG, *ARCHITECTURE, "attn_implementation", value="evil/k"), "attn_implementation"),
     "a group that is none": ("causal", put(CONFIG, "../drafter", value={"choice": "causal"}), "../drafter"),
@@ -170,8 +170,8 @@ FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
 EVERY_WAY = ("an order as architecture", "a module as choice", "an export's tree", "transformers")
 
 
-def settings(name: str, directory: Path) -> Any:
-    """The settings of a command and of the drafter in a folder."""
+def load_settings(name: str, directory: Path) -> Any:
+    """Return the settings of a command and of the drafter in a folder."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose(name, overrides=["run=DIR"])  # the same words for every folder are composed once
         config.run = str(directory)
@@ -180,16 +180,16 @@ def settings(name: str, directory: Path) -> Any:
         return resolve_eval_spec(config)
 
 
-def opened(name: str, directory: Path, tiny: Target) -> None:
-    """As far as a command goes before it decodes."""
-    spec, folder = settings(name, directory)
+def open_drafter(name: str, directory: Path, tiny: Target) -> None:
+    """Run a command up to where it decodes."""
+    spec, folder = load_settings(name, directory)
     load_drafter(spec, folder, tiny)
 
 
-def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
-    """One command, without its start."""
+def run_command(way: str, directory: Path, out: Path, tiny: Target) -> None:
+    """Run a command without its start."""
     if way in ("eval", "chat"):
-        opened(way, directory, tiny)
+        open_drafter(way, directory, tiny)
     elif way == "train":
         drafter = {**resolve_choice("drafter", {"choice": directory.name.split("-")[0]}, ""), "init": str(directory)}
         spec = RunSpec.from_config({"drafter": drafter, "target": resolve_choice("target", {"choice": "tiny"}, "")})
@@ -210,22 +210,22 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("case", FILES)
 def test_nothing_of_a_stranger_runs(
-    case: str, good: Path, canary: Path, tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    case: str, good_drafters: Path, canary: Path, tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """Every command refuses the file in one sentence that names what stands in it; lint calls it an error."""
     base, edit, named = FILES[case]
     directory = tmp_path / base
-    shutil.copytree(good / base, directory)
+    shutil.copytree(good_drafters / base, directory)
     edit(directory, canary)
     (directory / "evil.py").write_text(EVIL.format(canary=str(canary)))
     monkeypatch.chdir(directory)
     monkeypatch.syspath_prepend(str(directory))
     ways = ALL if case in EVERY_WAY else WAYS
     for way in ways[2:4] if case.startswith("an adapter") else ways:  # nobody else reads it
-        with pytest.raises((UserError, RunError)) as told:
-            go(way, directory, tmp_path / "out", tiny)
-        sentence = str(told.value)
-        assert isinstance(told.value, UserError) or (way.startswith("lint") and "error not-data" in capfd.readouterr().out)
+        with pytest.raises((UserError, RunError)) as error:
+            run_command(way, directory, tmp_path / "out", tiny)
+        sentence = str(error.value)
+        assert isinstance(error.value, UserError) or (way.startswith("lint") and "error not-data" in capfd.readouterr().out)
         assert "\n" not in sentence and len(sentence) < 700
         assert named in sentence or way.startswith("lint"), (way, sentence)
         assert not canary.exists() and not (tmp_path / "out").exists() and "evil" not in sys.modules
@@ -247,32 +247,32 @@ RUNS: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_a_run_folder_holds_data(case: str, good: Path, canary: Path, tmp_path: Path, tiny: Target) -> None:
+def test_a_run_folder_holds_data(case: str, good_drafters: Path, canary: Path, tmp_path: Path, tiny: Target) -> None:
     """config.yaml of a run is read like a drafter: nothing runs, one sentence says why."""
     file, content, named = RUNS[case]
-    shutil.copytree(good / "run", tmp_path / "run")
+    shutil.copytree(good_drafters / "run", tmp_path / "run")
     text(file, content)(tmp_path / "run", canary)
-    with pytest.raises(UserError) as told:
-        spec, _ = settings("eval", tmp_path / "run")
+    with pytest.raises(UserError) as error:
+        spec, _ = load_settings("eval", tmp_path / "run")
         spec.eval.build()
-    assert named in str(told.value) and "\n" not in str(told.value)
+    assert named in str(error.value) and "\n" not in str(error.value)
     assert not canary.exists()
 
 
-def test_lint_reads_the_run_around_a_drafter(good: Path, tmp_path: Path, tiny: Target, capsys: Any) -> None:
+def test_lint_reads_the_run_around_a_drafter(good_drafters: Path, tmp_path: Path, tiny: Target, capsys: Any) -> None:
     """config.yaml of the run folder is linted with the drafter in it."""
-    shutil.copytree(good / "run", tmp_path / "run")
-    go("lint", tmp_path / "run", tmp_path, tiny)
+    shutil.copytree(good_drafters / "run", tmp_path / "run")
+    run_command("lint", tmp_path / "run", tmp_path, tiny)
     (tmp_path / "run" / "config.yaml").write_text("trainer: {_target_: evil.Drafter}\n")
     with pytest.raises(RunError):
-        go("lint", tmp_path / "run", tmp_path, tiny)
+        run_command("lint", tmp_path / "run", tmp_path, tiny)
     assert "error not-data" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "\0\1", "[" * DEEP], ids=["list", "cut", "binary", "deep"])
-def test_provenance_is_data(content: str, good: Path, tmp_path: Path) -> None:
+def test_provenance_is_data(content: str, good_drafters: Path, tmp_path: Path) -> None:
     """A run whose provenance cannot be read is named in one sentence, and nothing is left half done."""
-    shutil.copytree(good / "run", tmp_path / "run")
+    shutil.copytree(good_drafters / "run", tmp_path / "run")
     (tmp_path / "run" / "provenance.json").write_text(content)
     with pytest.raises(UserError, match=r"provenance\.json: [^\n]*$"):
         export_command(str(tmp_path / "run"), "spectrain", str(tmp_path / "out"))
@@ -304,9 +304,9 @@ def test_what_no_yaml_names_is_never_imported(tmp_path: Path, canary: Path, monk
 
 
 @pytest.mark.parametrize("words", [("eval", "run=causal", "target=tiny"), ("lint", "causal")], ids=lambda words: words[0])
-def test_from_the_shell(words: tuple[str, ...], good: Path, canary: Path, tmp_path: Path) -> None:
+def test_from_the_shell(words: tuple[str, ...], good_drafters: Path, canary: Path, tmp_path: Path) -> None:
     """The whole program, in a process where the stranger's files lie and can be imported, as under python -m."""
-    shutil.copytree(good / "causal", tmp_path / "causal")
+    shutil.copytree(good_drafters / "causal", tmp_path / "causal")
     (tmp_path / "evil.py").write_text(EVIL.format(canary=str(canary)))
     put(CONFIG, *ARCHITECTURE, value={"_target_": "evil.Drafter"})(tmp_path / "causal", canary)
     status, out, err = commands.start(words, os.environ, tmp_path, commands.spectrain_there).wait()
@@ -316,9 +316,9 @@ def test_from_the_shell(words: tuple[str, ...], good: Path, canary: Path, tmp_pa
     assert not canary.exists() and not list(tmp_path.glob("runs"))
 
 
-def test_nothing_else_is_needed(good: Path, tmp_path: Path, tiny: Target) -> None:
+def test_nothing_else_is_needed(good_drafters: Path, tmp_path: Path, tiny: Target) -> None:
     """Without the strangers' hands on them, the same files are read by every command."""
     for base in ("causal", "gated_lora", "eagle3-sglang", "eagle3-vllm", "medusa-vllm", "medusa-medusa", "causal-hf",
                  "dflash-vllm", "dflash-sglang"):  # fmt: skip
         for way in ("eval", "convert", "lint"):
-            go(way, good / base, tmp_path / base, tiny)
+            run_command(way, good_drafters / base, tmp_path / base, tiny)
