@@ -310,16 +310,16 @@ def count_shared_rounds(own: Generation, completion: Completion) -> tuple[int, i
 
 
 @pytest.fixture(scope="module", params=["smollm2", "tiny"])
-def tokenizing(request: pytest.FixtureRequest, target_file: Callable[..., str]) -> Iterator[tuple[str, Any]]:
+def tokenizer_server(request: pytest.FixtureRequest, target_file: Callable[..., str]) -> Iterator[tuple[str, Any]]:
     """The address of a server without a drafter, and our tokenizer of its target."""
     settings = LlamaCppSettings(port=find_free_port(), slots=1, threads=1, max_length=256)
     with start_engine(LlamaCppServer(settings), EngineLaunch(target_file(request.param), "served", "float32")) as engine:
         yield engine.url.removesuffix("/v1"), TargetFiles(request.param).tokenizer
 
 
-def test_texts_have_our_tokens(tokenizing: tuple[str, Any]) -> None:
+def test_texts_have_our_tokens(tokenizer_server: tuple[str, Any]) -> None:
     """The tokenizer in the file splits texts as ours does: numbers, spaces, lines, contractions, accents and special tokens."""
-    url, tokenizer = tokenizing
+    url, tokenizer = tokenizer_server
     texts = ["Hello, world! It's 12,345.67 days  and   counting.\n\n\tThe end.", "def f(x):\n    return x + 1  # café, naïve",
              "<|im_start|>user\nWhy? I'll don't<|im_end|>\n", "  leading", "trailing  ", "ÄÖÜ 日本語 🙂"]  # fmt: skip
     for text in texts:

@@ -204,7 +204,7 @@ def export_drafter(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 
 @pytest.fixture(scope="module")
-def record_cases() -> Iterator[dict[str, Any]]:
+def records() -> Iterator[dict[str, Any]]:
     """Collect what is measured, and write it in the end to openvino.json in the folder of the runs."""
     cases: dict[str, Any] = {}
     yield cases
@@ -222,7 +222,7 @@ def read_launch(folder: Path, files: TargetFiles) -> DrafterLaunch:
 
 @pytest.mark.parametrize("case", CASES)
 def test_openvino_has_our_rounds(
-    case: str, load_prompts: Callable[[str], Prompts], export_drafter: Callable[[str], Path], record_cases: dict[str, Any]
+    case: str, load_prompts: Callable[[str], Prompts], export_drafter: Callable[[str], Path], records: dict[str, Any]
 ) -> None:
     """Every complete round of every prompt has as many tokens as ours, and the text is the one without a drafter."""
     name, settings, make_builder = CASES[case]
@@ -231,7 +231,7 @@ def test_openvino_has_our_rounds(
     served = prompts.serve(launch, **settings)
     own = prompts.decode(folder, make_builder(launch.num_tokens))
     rounds, own_rounds = complete_rounds(served, own), [generation.complete_round_lengths for generation in own]
-    record_cases[case] = {
+    records[case] = {
         "rounds": sum(map(len, own_rounds)),
         "accepted_by_position": accepted_by_position(rounds),
         "own_accepted_by_position": accepted_by_position(own_rounds),
@@ -250,7 +250,7 @@ def test_openvino_has_our_rounds(
 def test_seeded_faults_are_named(
     fault: str,
     export_drafter: Callable[[str], Path],
-    record_cases: dict[str, Any],
+    records: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,7 +264,7 @@ def test_seeded_faults_are_named(
     with start_engine(server, launch) as engine:
         # The score of a shipped drafter is written below the current folder.
         monkeypatch.chdir(tmp_path)
-        record_cases[f"EAGLE-3, a chain, {fault}"] = check_cause("openvino", engine.url, fault, name)
+        records[f"EAGLE-3, a chain, {fault}"] = check_cause("openvino", engine.url, fault, name)
 
 
 def test_the_layer_trap_is_reported_and_cured(export_drafter: Callable[[str], Path], tmp_path: Path) -> None:

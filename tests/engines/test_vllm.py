@@ -84,7 +84,7 @@ class Case:
     generations: list[Generation]
 
     @property
-    def drafting(self) -> dict[str, Any]:
+    def speculative_config(self) -> dict[str, Any]:
         """speculative_config"""
         words = shlex.split(self.command)
         config: dict[str, Any] = json.loads(words[words.index("--speculative-config") + 1])
@@ -113,7 +113,7 @@ def plain_answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 
 @pytest.fixture(scope="module")
-def record_cases() -> Iterator[dict[str, Any]]:
+def records() -> Iterator[dict[str, Any]]:
     """Collect what is measured, and write it in the end to engines.json in the folder of the runs."""
     cases: dict[str, Any] = {}
     yield cases
@@ -144,7 +144,7 @@ def case(
     assert command is not None
     case = Case(request.param, plain, command[0], [], [])
     drafter = load_drafter(read_drafter(run / "drafter", None), plain.target)
-    chain = Chain(case.drafting["num_speculative_tokens"])
+    chain = Chain(case.speculative_config["num_speculative_tokens"])
     for prompt in plain.prompts:
         case.generations.extend(decode(plain.target, [prompt], Greedy(), TOKENS, drafter, chain))
         case.limits.append(1 + sum(case.generations[-1].complete_round_lengths))
@@ -155,7 +155,9 @@ def case(
 def offline_answers(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Return the answers of vllm.LLM."""
     scratch = tmp_path_factory.mktemp("offline")
-    return answer_offline(Path(case.plain_answers.target.path), case.drafting, case.plain_answers.prompts, case.limits, scratch)
+    return answer_offline(
+        Path(case.plain_answers.target.path), case.speculative_config, case.plain_answers.prompts, case.limits, scratch
+    )
 
 
 @pytest.fixture(scope="module")
@@ -183,39 +185,39 @@ def assert_close(reference: DraftCounters, ours: DraftCounters) -> None:
         assert abs(reference_rate - own_rate) <= TOLERANCE * own_rate, (reference, ours)
 
 
-def test_the_offline_class_answers_as_without(case: Case, offline_answers: Answers, record_cases: dict[str, Any]) -> None:
+def test_the_offline_class_answers_as_without(case: Case, offline_answers: Answers, records: dict[str, Any]) -> None:
     """vllm.LLM with the exported drafter gives the tokens that it gives without, which are ours too."""
     assert [len(answer) for answer in offline_answers.tokens] == case.limits
     same = assert_same(case.plain_answers, offline_answers.tokens, case.plain_answers.plain.tokens)
     as_ours = assert_same(case.plain_answers, offline_answers.tokens, [generation.output for generation in case.generations])
     target = NAMES[CASES[case.name][0]]
-    record_cases.setdefault(case.name, {}).update(
+    records.setdefault(case.name, {}).update(
         target=target, answers=len(case.limits), identical_offline=same, identical_to_ours=as_ours
     )
 
 
-def test_the_offline_class_accepts_as_we_do(case: Case, offline_answers: Answers, record_cases: dict[str, Any]) -> None:
+def test_the_offline_class_accepts_as_we_do(case: Case, offline_answers: Answers, records: dict[str, Any]) -> None:
     """get_metrics() of vllm.LLM has accepted drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
     assert offline_answers.counts is not None
-    record_cases.setdefault(case.name, {}).update(ours=make_row(case.own_counts), offline=make_row(offline_answers.counts))
+    records.setdefault(case.name, {}).update(ours=make_row(case.own_counts), offline=make_row(offline_answers.counts))
     assert_close(offline_answers.counts, case.own_counts)
 
 
 def test_the_server_answers_as_the_offline_class(
-    case: Case, offline_answers: Answers, server_answers: Answers, record_cases: dict[str, Any]
+    case: Case, offline_answers: Answers, server_answers: Answers, records: dict[str, Any]
 ) -> None:
     """The card's serve command: token ids and text of /v1/completions are the offline class's."""
     same = assert_same(case.plain_answers, server_answers.tokens, offline_answers.tokens)
-    record_cases.setdefault(case.name, {}).update(identical_server=same)
+    records.setdefault(case.name, {}).update(identical_server=same)
     for prompt in range(len(case.limits)):
         if server_answers.tokens[prompt] == offline_answers.tokens[prompt]:
             assert server_answers.texts[prompt] == offline_answers.texts[prompt]
 
 
-def test_the_server_accepts_as_we_do(case: Case, server_answers: Answers, record_cases: dict[str, Any]) -> None:
+def test_the_server_accepts_as_we_do(case: Case, server_answers: Answers, records: dict[str, Any]) -> None:
     """/metrics of the server has accepted drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
     assert server_answers.counts is not None
-    record_cases.setdefault(case.name, {}).update(server=make_row(server_answers.counts))
+    records.setdefault(case.name, {}).update(server=make_row(server_answers.counts))
     assert_close(server_answers.counts, case.own_counts)
 
 

@@ -71,7 +71,7 @@ def order(canary: Path) -> dict[str, Any]:
     return {"_target_": "huggingface_hub.utils._subprocess.run_subprocess", "command": f"touch {canary}"}
 
 
-def put(file: str, *keys: str, value: Any) -> Callable[[Path, Path], None]:
+def set_key(file: str, *keys: str, value: Any) -> Callable[[Path, Path], None]:
     """Write a value into a JSON file, or into the order that it holds; a function gives it from the canary."""
 
     def edit(directory: Path, canary: Path) -> None:
@@ -102,68 +102,73 @@ def use_remote_code(directory: Path, canary: Path) -> None:
     (model / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     (model / "evil.py").write_text(EVIL.format(canary=str(canary)))
     target = {"choice": "hf", "model": str(model), "trust_remote_code": True}
-    put("config.json", "target", value=target)(directory, canary)
+    set_key("config.json", "target", value=target)(directory, canary)
 
 
 CONFIG = "config.json"
 ARCHITECTURE = ("drafter", "architecture")
 FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
     # its own description
-    "an order as architecture": ("causal", put(CONFIG, *ARCHITECTURE, value=order), "drafter.architecture._target_"),
-    "an order within it": ("causal", put(CONFIG, *ARCHITECTURE, "rope", value=order), "drafter.architecture.rope._target_"),
-    "an order in a list": ("causal", put(CONFIG, "drafter", "layers", value=lambda c: [order(c)]), "drafter.layers.0._target_"),
-    "a command as family": ("causal", put(CONFIG, "drafter", value={"_target_": "os.system"}), "drafter=os.system"),
-    "a command named": ("causal", put(CONFIG, "drafter", value=order), "drafter="),
-    "a module beside it": ("causal", put(CONFIG, "drafter", value={"_target_": "evil.Drafter"}), "drafter=evil.Drafter"),
-    "a module as choice": ("causal", put(CONFIG, "drafter", "choice", value="evil.Drafter"), "drafter=evil.Drafter"),
-    "a path as choice": ("causal", put(CONFIG, "drafter", "choice", value="../../evil"), "drafter=../../evil"),
-    "a choice that is no text": ("causal", put(CONFIG, "drafter", "choice", value=order), "drafter.choice"),
-    "a choice and an order": ("causal", put(CONFIG, "drafter", "_target_", value="evil.Drafter"), "drafter."),
-    "a choice of another group": ("causal", put(CONFIG, "drafter", "choice", value="tiny"), "drafter=tiny"),
+    "an order as architecture": ("causal", set_key(CONFIG, *ARCHITECTURE, value=order), "drafter.architecture._target_"),
+    "an order within it": ("causal", set_key(CONFIG, *ARCHITECTURE, "rope", value=order), "drafter.architecture.rope._target_"),
+    "an order in a list": (
+        "causal", set_key(CONFIG, "drafter", "layers", value=lambda c: [order(c)]), "drafter.layers.0._target_"),
+    "a command as family": ("causal", set_key(CONFIG, "drafter", value={"_target_": "os.system"}), "drafter=os.system"),
+    "a command named": ("causal", set_key(CONFIG, "drafter", value=order), "drafter="),
+    "a module beside it": ("causal", set_key(CONFIG, "drafter", value={"_target_": "evil.Drafter"}), "drafter=evil.Drafter"),
+    "a module as choice": ("causal", set_key(CONFIG, "drafter", "choice", value="evil.Drafter"), "drafter=evil.Drafter"),
+    "a path as choice": ("causal", set_key(CONFIG, "drafter", "choice", value="../../evil"), "drafter=../../evil"),
+    "a choice that is no text": ("causal", set_key(CONFIG, "drafter", "choice", value=order), "drafter.choice"),
+    "a choice and an order": ("causal", set_key(CONFIG, "drafter", "_target_", value="evil.Drafter"), "drafter."),
+    "a choice of another group": ("causal", set_key(CONFIG, "drafter", "choice", value="tiny"), "drafter=tiny"),
     "a function of ours": (
-        "causal", put(CONFIG, "target", value={"_target_": "spectrain.models.loading.save_gguf"}), "target=",
+        "causal", set_key(CONFIG, "target", value={"_target_": "spectrain.models.loading.save_gguf"}), "target=",
     ),
-    "partial": ("causal", put(CONFIG, "tree", "_partial_", value=True), "tree._partial_"),
-    "arguments": ("causal", put(CONFIG, "acceptance", "_args_", value=["x"]), "acceptance._args_"),
-    "recursion": ("causal", put(CONFIG, "drafter", "_recursive_", value=True), "drafter._recursive_"),
-    "conversion": ("causal", put(CONFIG, "drafter", "_convert_", value="all"), "drafter._convert_"),
-    "a runtime object": ("causal", put(CONFIG, "target", "network", value=order), "target.network"),
-    "the environment": ("causal", put(CONFIG, "recipe", value="${oc.env:HOME}"), "recipe"),
-    "a resolver": ("causal", put(CONFIG, "drafter", "loss", value="${cpu_gpu:a,b}"), "drafter.loss"),
+    "partial": ("causal", set_key(CONFIG, "tree", "_partial_", value=True), "tree._partial_"),
+    "arguments": ("causal", set_key(CONFIG, "acceptance", "_args_", value=["x"]), "acceptance._args_"),
+    "recursion": ("causal", set_key(CONFIG, "drafter", "_recursive_", value=True), "drafter._recursive_"),
+    "conversion": ("causal", set_key(CONFIG, "drafter", "_convert_", value="all"), "drafter._convert_"),
+    "a runtime object": ("causal", set_key(CONFIG, "target", "network", value=order), "target.network"),
+    "the environment": ("causal", set_key(CONFIG, "recipe", value="${oc.env:HOME}"), "recipe"),
+    "a resolver": ("causal", set_key(CONFIG, "drafter", "loss", value="${cpu_gpu:a,b}"), "drafter.loss"),
     "remote code of a target": ("causal", use_remote_code, "target.trust_remote_code"),
-    "remote code of a drafter": ("causal", put(CONFIG, *ARCHITECTURE, "auto_map", value={"AutoConfig": "evil.D"}), "auto_map"),
-    "a kernel of the hub": ("causal", put(CONFIG, *ARCHITECTURE, "attn_implementation", value="evil/k"), "attn_implementation"),
-    "a group that is none": ("causal", put(CONFIG, "../drafter", value={"choice": "causal"}), "../drafter"),
+    "remote code of a drafter": (
+        "causal", set_key(CONFIG, *ARCHITECTURE, "auto_map", value={"AutoConfig": "evil.D"}), "auto_map"),
+    "a kernel of the hub": (
+        "causal", set_key(CONFIG, *ARCHITECTURE, "attn_implementation", value="evil/k"), "attn_implementation"),
+    "a group that is none": ("causal", set_key(CONFIG, "../drafter", value={"choice": "causal"}), "../drafter"),
     "nested to no end": ("causal", text(CONFIG, "[" * DEEP), "nested"),
-    "nested settings": ("causal", put(CONFIG, "training", value=json.loads("[" * 200 + "]" * 200)), "nested"),
+    "nested settings": ("causal", set_key(CONFIG, "training", value=json.loads("[" * 200 + "]" * 200)), "nested"),
     "bytes": ("causal", text(CONFIG, bytes(range(256))), "JSON"),
     "a list": ("causal", text(CONFIG, "[]"), "settings"),
-    "a drafter of text": ("causal", put(CONFIG, "drafter", value="causal"), "drafter"),
+    "a drafter of text": ("causal", set_key(CONFIG, "drafter", value="causal"), "drafter"),
     # beside it
-    "an adapter's order": ("gated_lora", put("adapter_config.json", "x", value=order), "x._target_"),
+    "an adapter's order": ("gated_lora", set_key("adapter_config.json", "x", value=order), "x._target_"),
     "an adapter's library": (
-        "gated_lora", put("adapter_config.json", "auto_mapping", value={"parent_library": "evil"}), "parent_library",
+        "gated_lora", set_key("adapter_config.json", "auto_mapping", value={"parent_library": "evil"}), "parent_library",
     ),
-    "an export's family": ("eagle3-sglang", put("spectrain.json", "drafter", "_target_", value="evil.Drafter"), "drafter."),
-    "an export's choice": ("eagle3-sglang", put("spectrain.json", "drafter", "choice", value="ngram"), "drafter"),
-    "an export's tree": ("eagle3-vllm", put("spectrain.json", "description", "tree", value=order), "tree="),
-    "an export's rule": ("medusa-vllm", put("spectrain.json", "description", "acceptance", "x", value=order), "acceptance.x"),
-    "an adapter's gate": ("gated_lora-peft", put("gated_lora.json", "rank", value=order), "rank._target_"),
+    "an export's family": ("eagle3-sglang", set_key("spectrain.json", "drafter", "_target_", value="evil.Drafter"), "drafter."),
+    "an export's choice": ("eagle3-sglang", set_key("spectrain.json", "drafter", "choice", value="ngram"), "drafter"),
+    "an export's tree": ("eagle3-vllm", set_key("spectrain.json", "description", "tree", value=order), "tree="),
+    "an export's rule": (
+        "medusa-vllm", set_key("spectrain.json", "description", "acceptance", "x", value=order), "acceptance.x"),
+    "an adapter's gate": ("gated_lora-peft", set_key("gated_lora.json", "rank", value=order), "rank._target_"),
     # other projects' layouts
-    "EAGLE-3, flat": ("eagle3-sglang", put(CONFIG, "rope_scaling", value=order), "rope_scaling._target_"),
-    "EAGLE-3, flat, remote": ("eagle3-sglang", put(CONFIG, "auto_map", value={"AutoModel": "evil.D"}), "auto_map"),
+    "EAGLE-3, flat": ("eagle3-sglang", set_key(CONFIG, "rope_scaling", value=order), "rope_scaling._target_"),
+    "EAGLE-3, flat, remote": ("eagle3-sglang", set_key(CONFIG, "auto_map", value={"AutoModel": "evil.D"}), "auto_map"),
     "speculators": (
-        "eagle3-vllm", put(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_",
+        "eagle3-vllm", set_key(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_",
     ),
-    "DFlash": ("dflash-vllm", put(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_"),
-    "DFlash, flat": ("dflash-sglang", put(CONFIG, "dflash_config", "x", value=order), "dflash_config.x._target_"),
-    "DFlash, transformers": ("dflash-hf", put(CONFIG, "rope_parameters", "x", value=order), "rope_parameters.x._target_"),
-    "DSpark, flat": ("dspark-sglang", put(CONFIG, "rope_parameters", value=order), "rope_parameters._target_"),
-    "P-EAGLE, flat": ("peagle-flat", put(CONFIG, "pard_token", value=order), "pard_token._target_"),
-    "Medusa": ("medusa-medusa", put(CONFIG, "base_model_name_or_path", value=order), "base_model_name_or_path._target_"),
-    "Medusa of vLLM": ("medusa-vllm", put(CONFIG, "x", value="${oc.env:HOME}"), "x"),
-    "transformers": ("causal-hf", put(CONFIG, "auto_map", value={"AutoConfig": "evil.Drafter"}), "auto_map"),
-    "transformers, trusting": ("causal-hf", put(CONFIG, "trust_remote_code", value=True), "trust_remote_code"),
+    "DFlash": (
+        "dflash-vllm", set_key(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_"),
+    "DFlash, flat": ("dflash-sglang", set_key(CONFIG, "dflash_config", "x", value=order), "dflash_config.x._target_"),
+    "DFlash, transformers": ("dflash-hf", set_key(CONFIG, "rope_parameters", "x", value=order), "rope_parameters.x._target_"),
+    "DSpark, flat": ("dspark-sglang", set_key(CONFIG, "rope_parameters", value=order), "rope_parameters._target_"),
+    "P-EAGLE, flat": ("peagle-flat", set_key(CONFIG, "pard_token", value=order), "pard_token._target_"),
+    "Medusa": ("medusa-medusa", set_key(CONFIG, "base_model_name_or_path", value=order), "base_model_name_or_path._target_"),
+    "Medusa of vLLM": ("medusa-vllm", set_key(CONFIG, "x", value="${oc.env:HOME}"), "x"),
+    "transformers": ("causal-hf", set_key(CONFIG, "auto_map", value={"AutoConfig": "evil.Drafter"}), "auto_map"),
+    "transformers, trusting": ("causal-hf", set_key(CONFIG, "trust_remote_code", value=True), "trust_remote_code"),
 }  # fmt: skip
 
 
@@ -308,8 +313,8 @@ def test_from_the_shell(words: tuple[str, ...], good_drafters: Path, canary: Pat
     """The whole program, in a process where the stranger's files lie and can be imported, as under python -m."""
     shutil.copytree(good_drafters / "causal", tmp_path / "causal")
     (tmp_path / "evil.py").write_text(EVIL.format(canary=str(canary)))
-    put(CONFIG, *ARCHITECTURE, value={"_target_": "evil.Drafter"})(tmp_path / "causal", canary)
-    status, out, err = commands.start(words, os.environ, tmp_path, commands.spectrain_there).wait()
+    set_key(CONFIG, *ARCHITECTURE, value={"_target_": "evil.Drafter"})(tmp_path / "causal", canary)
+    status, out, err = commands.start(words, os.environ, tmp_path, commands.spectrain_in_folder).wait()
     assert status == (1 if words[0] == "lint" else 2), err
     assert err.startswith("spectrain: ") and err.count("\n") == 1, err
     assert "drafter.architecture._target_" in err + out
