@@ -35,12 +35,12 @@ def measure(length: int, steps: int, way: str) -> tuple[float, float]:
     batch = random_batch(target, drafter, 1, length)
     loss = loss_functions(drafter, target, batch)["drafter"]
     before = read_resident_memory()
-    taken = []
+    times = []
     for _ in range(2):
         began = time.process_time()
         compute_gradients(loss, drafter)
-        taken.append(time.process_time() - began)
-    return min(taken), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        times.append(time.process_time() - began)
+    return min(times), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
 def read_resident_memory() -> int:

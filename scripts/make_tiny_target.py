@@ -75,7 +75,7 @@ def main() -> None:
     tokenizer = make_tokenizer([message["content"] for chat in conversations for message in chat.messages], args.vocab_size)
     texts = [tokenizer.apply_chat_template(chat.messages, tokenize=False) for chat in conversations]
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:512] for text in texts]
-    held, rows = rows[::40], [row for number, row in enumerate(rows) if number % 40]
+    held_out, rows = rows[::40], [row for number, row in enumerate(rows) if number % 40]
     end = tokenizer.eos_token_id
     config = LlamaConfig(
         vocab_size=args.vocab_size, hidden_size=128, intermediate_size=352, num_hidden_layers=8, num_attention_heads=4,
@@ -103,8 +103,8 @@ def main() -> None:
             optimizer.zero_grad()
             step += 1
         with torch.inference_mode():
-            parts = make_batches(held, 8192, random.Random(0))
-            nats = sum(cross_entropy(model, part).item() * len(part) for part in parts) / len(held)
+            parts = make_batches(held_out, 8192, random.Random(0))
+            nats = sum(cross_entropy(model, part).item() * len(part) for part in parts) / len(held_out)
         print(f"epoch {epoch + 1}: train {loss.item():.3f}, held out {nats:.3f} nats, {time.time() - began:.0f} s", flush=True)
     unpack_linears(model)
     model.generation_config.eos_token_id = end

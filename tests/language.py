@@ -309,11 +309,11 @@ def print_measures(paths: list[Path]) -> None:
     print(f"bare names: {' '.join(sorted(filter(is_bare, names)))}")
     print(f"dialect words per 1,000 identifiers: {dialect_per_thousand(paths):.1f}")
     for path in paths:
-        names_here = [name for where, name in findings if where == path]
+        names_here = [name for file, name in findings if file == path]
         if names_here:
             print(f"  {path}: {len(names_here)}: {' '.join(sorted(set(names_here)))}")
 
 
 if __name__ == "__main__":
-    given = [Path(argument) for argument in sys.argv[1:]]
-    print_measures([path for each in given for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])])
+    arguments = [Path(argument) for argument in sys.argv[1:]]
+    print_measures([path for each in arguments for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])])

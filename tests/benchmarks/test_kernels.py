@@ -136,13 +136,13 @@ def test_full_size_needs_a_gpu(tmp_path: Path) -> None:
 
 def test_another_machine_needs_another_file(results_path: Path, tmp_path: Path) -> None:
     """Rows of two machines, or of a toy run and a real one, never meet in one file; nor is another file overwritten."""
-    here = read_json(results_path)["setting"]
+    setting = read_json(results_path)["setting"]
     for key, value in {"gpu": "NVIDIA H200", "torch": "1.0", "toy": False}.items():
         with pytest.raises(UserError, match=f"measured elsewhere.*{key}"):
-            ResultFile(results_path, {**here, key: value})
+            ResultFile(results_path, {**setting, key: value})
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(UserError, match="does not hold measured rows"):
-        ResultFile(tmp_path / "other.json", here)
+        ResultFile(tmp_path / "other.json", setting)
 
 
 def measure_row(path: Path, setting: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_a_failing_system_leaves_the_others(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_ends_the_process_is_left_out_the_third_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that never returned is tried once more, and then skipped with the reason."""
-    path, here = tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True)
+    path, setting = tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True)
     monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "sdpa": attention.sdpa_work})
 
     def interrupt(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
@@ -182,10 +182,10 @@ def test_what_ends_the_process_is_left_out_the_third_time(tmp_path: Path, monkey
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setitem(attention.SYSTEMS, "sdpa", interrupt)
-            measure_row(path, here)
+            measure_row(path, setting)
     assert read_json(path)["attempts"] == {"table/B=1 prefix=20 N=5/sdpa": 2}
     for _ in range(2):
-        row = measure_row(path, here)
+        row = measure_row(path, setting)
         assert "ended twice while it ran" in row["not_run"]["sdpa"] and "ours" in row["us"] and len(row["not_run"]) == 1
 
 
@@ -198,10 +198,8 @@ def test_every_system_computes_tree_attention(cell: AttentionCell) -> None:
         for i in range(3):
             expected = tree_attention_reference(*problem.launch_inputs(i), problem.visibility, problem.scale)
             torch.testing.assert_close(work(i), expected, atol=1e-5, rtol=1e-5)
-    everything = torch.nn.functional.scaled_dot_product_attention(
-        *problem.launch_inputs(1), scale=problem.scale, enable_gqa=True
-    )
-    torch.testing.assert_close(attention.unmasked_work(problem, {})(1), everything, atol=1e-5, rtol=1e-5)
+    unmasked = torch.nn.functional.scaled_dot_product_attention(*problem.launch_inputs(1), scale=problem.scale, enable_gqa=True)
+    torch.testing.assert_close(attention.unmasked_work(problem, {})(1), unmasked, atol=1e-5, rtol=1e-5)
 
 
 def test_cost_counts_every_tensor_once() -> None:
@@ -279,7 +277,7 @@ def test_a_row_that_ends_the_process_takes_no_other_along(tmp_path: Path, monkey
     """One kernel leaves the device unusable: every other row is measured by the next process, and it is tried last, twice."""
     path = tmp_path / "kernels.json"
     cases = [name for name, *_ in correctness.iterate_cases(toy=True)]
-    poor = cases[3]
+    fatal = cases[3]
     order: list[str] = []
 
     def check_case(check: Any, case: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -290,7 +288,7 @@ def test_a_row_that_ends_the_process_takes_no_other_along(tmp_path: Path, monkey
                 if other is case and other_dtype == dtype
             )
         )
-        if order[-1] == poor:
+        if order[-1] == fatal:
             raise KeyboardInterrupt
         return {"within": True, "relative_error": 0.0, "by_kernel": True}
 
@@ -298,12 +296,12 @@ def test_a_row_that_ends_the_process_takes_no_other_along(tmp_path: Path, monkey
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             KernelBench(part="correctness", out=str(path), toy=True).run()
-        assert order[-1] == poor
+        assert order[-1] == fatal
     KernelBench(part="correctness", out=str(path), toy=True).run()
     rows = read_json(path)["rows"]
-    assert rows[poor]["failed"] == "the process ended 2 times while this ran" and read_json(path)["attempts"] == {}
-    assert all(rows[name]["within"] for name in cases if name != poor) and sorted(order) == sorted([*cases, poor])
-    assert order.index(poor) < len(cases) - 1  # the first process did not reach them all
+    assert rows[fatal]["failed"] == "the process ended 2 times while this ran" and read_json(path)["attempts"] == {}
+    assert all(rows[name]["within"] for name in cases if name != fatal) and sorted(order) == sorted([*cases, fatal])
+    assert order.index(fatal) < len(cases) - 1  # the first process did not reach them all
 
 
 class LosableDevice:
@@ -349,15 +347,15 @@ def test_an_illegal_access_of_a_kernel_starves_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "sdpa": attention.sdpa_work})
     assert device.run_processes(path, 3) == 3
     rows = read_json(path)["rows"]
-    poor = {name for name in all_names() if name.startswith("correctness/row_kl/")}
+    fatal = {name for name in all_names() if name.startswith("correctness/row_kl/")}
     failed = {name for name, row in rows.items() if "failed" in row}
-    assert set(rows) - failed == all_names() - poor and len(failed) == 3 and failed < poor
+    assert set(rows) - failed == all_names() - fatal and len(failed) == 3 and failed < fatal
     assert all("illegal memory access" in rows[name]["failed"] for name in failed)
     assert device.run_processes(path, 20) < 20  # each case twice, and then it is through
     content = read_json(path)
     assert set(content["rows"]) == all_names() and content["attempts"] == {}
     ends = "the process ended 2 times while this ran (RuntimeError: CUDA error: an illegal memory access was encountered)"
-    assert {name: row["failed"] for name, row in content["rows"].items() if "failed" in row} == dict.fromkeys(poor, ends)
+    assert {name: row["failed"] for name, row in content["rows"].items() if "failed" in row} == dict.fromkeys(fatal, ends)
 
 
 def test_an_illegal_access_of_a_baseline_starves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,12 @@ def test_without_a_recipe_the_first_examples_values_are_shown(name: str) -> None
     shown = help.explain_command(name, [])
     assert "Values are those of recipe=eagle3;" in " ".join(shown.split()) and "drafter.ttt_steps=3 (GPU: 7)" in shown
     assert "trainer.lr=4e-3 (GPU: 5e-4)" in shown and "data.limit=320 (GPU: null)" in shown
-    alone, (rate, *_) = help.explain_command(name, ["drafter=ngram"]), list_keys("spectrain.training.trainer.Trainer")
-    assert "Values are those" not in alone and f"trainer.lr={rate.default} " in alone and "drafter.longest=" in alone
+    drafter_help, (rate, *_) = help.explain_command(name, ["drafter=ngram"]), list_keys("spectrain.training.trainer.Trainer")
+    assert (
+        "Values are those" not in drafter_help
+        and f"trainer.lr={rate.default} " in drafter_help
+        and "drafter.longest=" in drafter_help
+    )
 
 
 def test_choices_have_a_first_comment() -> None:

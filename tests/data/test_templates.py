@@ -156,11 +156,11 @@ def test_train_on_narrows_the_mask() -> None:
     """Only the kinds that train_on names carry loss; the kinds themselves stay."""
     template = make_template("qwen3")
     messages = ROWS["reasoning"]["messages"]
-    (everything,) = tokenize_conversation(template, messages)
+    (full,) = tokenize_conversation(template, messages)
     (content,) = tokenize_conversation(template, messages, train_on=["content"])
     (reasoning,) = tokenize_conversation(template, messages, train_on=["reasoning"])
-    assert content.kinds == reasoning.kinds == everything.kinds
-    assert [a or b for a, b in zip(content.mask, reasoning.mask)] == everything.mask
+    assert content.kinds == reasoning.kinds == full.kinds
+    assert [a or b for a, b in zip(content.mask, reasoning.mask)] == full.mask
     assert not any(a and b for a, b in zip(content.mask, reasoning.mask)) and any(content.mask) and any(reasoning.mask)
 
 

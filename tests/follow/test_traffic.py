@@ -69,7 +69,7 @@ def test_the_reservoir_is_bounded_fair_and_without_duplicates(tmp_path: Path) ->
         reservoir.add(conversation(number, "b", time=50.0))
     counts = reservoir.count_kinds()
     assert len(reservoir) <= 48 and counts["a"] == counts["b"]
-    assert all(is_for_proof(entry.digest) == held for held in (True, False) for entry in reservoir.select(held))
+    assert all(is_for_proof(entry.digest) == is_proof for is_proof in (True, False) for entry in reservoir.select(is_proof))
     reservoir.save(tmp_path / "kept.jsonl")
     again = Reservoir(40, 8, 100)
     again.load(tmp_path / "kept.jsonl")

@@ -147,11 +147,15 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, dtype: str, t
             answer_ids = dict(zip(positions, row.answer_ids or [], strict=True))
             earlier = Conversation(row.messages, answer_ids=answer_ids).up_to(position)  # type: ignore[arg-type]
             prompt = tokenize_prompt(tiny.template, earlier)
-            (alone,) = decode(tiny, [prompt], rule, SHORT["max_new_tokens"], sequence_ids=[pending.key])
-            assert answer_ids[position] == alone.output
-            text = tiny.tokenizer.decode(alone.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            ended = alone.output[-1] in tiny.stop_ids
-            assert (row.messages[position]["content"], size, reason) == (text, len(alone.output), "stop" if ended else "length")
+            (single,) = decode(tiny, [prompt], rule, SHORT["max_new_tokens"], sequence_ids=[pending.key])
+            assert answer_ids[position] == single.output
+            text = tiny.tokenizer.decode(single.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            ended = single.output[-1] in tiny.stop_ids
+            assert (row.messages[position]["content"], size, reason) == (
+                text,
+                len(single.output),
+                "stop" if ended else "length",
+            )
 
 
 @pytest.mark.skipif(not has_batch_invariance(), reason="rows of bfloat16 depend on others here")

@@ -69,10 +69,10 @@ def regenerate(
 ) -> dict[int, Row]:
     """Regenerate by the server; return the rows by number."""
     regeneration = {key: settings.pop(key) for key in ("stop_after", "max_failed", "retry_failed") if key in settings}
-    drawn = Sampling(**(sampling or {}))
+    options = Sampling(**(sampling or {}))
     config = ClientSettings(**{"url": server.url, "model": "little", "retries": 3, "concurrency": 4, **settings})
-    writer = ServerWriter(drawn, OpenAIServer(config))
-    Regeneration(shard_size=5, **regeneration).run(out, chats, drawn, writer)
+    writer = ServerWriter(options, OpenAIServer(config))
+    Regeneration(shard_size=5, **regeneration).run(out, chats, options, writer)
     return read_rows(out)
 
 

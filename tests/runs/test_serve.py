@@ -105,10 +105,10 @@ def test_a_run_is_exported_for_the_engine(
     ours(tmp_path / "run" / "drafter", tiny, "eagle3", vocab_size=256)
     run_serve(f"run={tmp_path / 'run'}")
     run_serve(f"run={tmp_path / 'run'}", f"out={tmp_path / 'out'}")
-    (scratch, title), (given, _) = launches
+    (scratch, title), (launch, _) = launches
     assert title == "EAGLE-3, speculators layout"
     assert scratch.drafter is not None and not Path(str(scratch.drafter.path)).exists()
-    assert given.drafter is not None and given.drafter.path == str(tmp_path / "out") and (tmp_path / "out").is_dir()
+    assert launch.drafter is not None and launch.drafter.path == str(tmp_path / "out") and (tmp_path / "out").is_dir()
     ours(tmp_path / "exits" / "drafter", tiny, "hydra")
     with pytest.raises(AssertionError, match=r"vllm does not serve drafter=hydra"):
         run_serve(f"run={tmp_path / 'exits'}")

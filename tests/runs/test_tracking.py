@@ -426,7 +426,7 @@ def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.
         assert calls == [("start", "eval", 0), ("scored", "again"), ("finish", False)]
     calls.clear()
     shutil.rmtree(run / "drafter")
-    monkeypatch.setattr(Trainer, "fit", lambda *given: 1 / 0)
+    monkeypatch.setattr(Trainer, "fit", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train_and_score(spec.with_settings("trainer", resume="auto"))
     assert calls == [("start", "train", 1), ("finish", True)]
@@ -460,7 +460,7 @@ class StuckServer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def log_message(self, *given: Any) -> None:
+    def log_message(self, *args: Any) -> None:
         pass
 
 

@@ -288,7 +288,7 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_python_says_the_same(tiny: Target) -> None:
     """The Python interface raises what the command line says before it exits."""
-    nobody: Any = SimpleNamespace(spec=RunSpec())
+    no_drafter: Any = SimpleNamespace(spec=RunSpec())
     for call, sentence in (
         (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lrr": 1}), "trainer.lrr: there is no such key"),
         (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lr": math.nan}), "trainer.lr=nan: use a finite number"),
@@ -301,8 +301,8 @@ def test_python_says_the_same(tiny: Target) -> None:
         (lambda: spectrain.generate(tiny, None, cast(Any, [["a"]])), r"prompts\[0\]: "),
         (lambda: spectrain.generate(tiny, None, ["a " * 3000]), r"prompts\[0\]: "),
         (lambda: spectrain.Drafter.from_pretrained(Path(__file__).parent, tiny), "there is no drafter in it"),
-        (lambda: spectrain.evaluate(tiny, nobody, name="../x"), "eval.name=../x: use the name"),
-        (lambda: spectrain.evaluate(tiny, nobody, limmit=1), "eval.limmit: there is no such key"),
+        (lambda: spectrain.evaluate(tiny, no_drafter, name="../x"), "eval.name=../x: use the name"),
+        (lambda: spectrain.evaluate(tiny, no_drafter, limmit=1), "eval.limmit: there is no such key"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
             call()

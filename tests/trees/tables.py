@@ -148,6 +148,6 @@ def assert_rows_alone(make_builder: Callable[[], TreeBuilder], scores: Scores = 
     for row in ROWS:
         builder = make_builder()
         rows = [row] * (len(ROWS) if builder.decides_to_draft else 1)
-        alone = builder.expand(context(rows), Table(scores, rows))
-        assert paths(alone, 0) == paths(tree, row)
-        assert_q(alone, 0, row, scores, make_builder().temperature)
+        single = builder.expand(context(rows), Table(scores, rows))
+        assert paths(single, 0) == paths(tree, row)
+        assert_q(single, 0, row, scores, make_builder().temperature)

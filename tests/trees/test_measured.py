@@ -60,13 +60,13 @@ def apply_cast_rule(gains: list[float], costs: list[float], least: float) -> int
 @pytest.mark.parametrize("least", [0.0, 0.3, 1.0, 4.0])
 def test_choose_size_equals_the_rule_of_cast(least: float) -> None:
     """Over random gains and costs, steps in cost included, as many nodes are taken as the rule says."""
-    source, taken = random.Random(0), set()
+    source, sizes = random.Random(0), set()
     for _ in range(200):
         gains = np.cumsum([source.random() for _ in range(12)]).tolist()
         costs = np.cumsum([source.choice([0.01, 0.5, 2.0]) for _ in range(12)]).tolist()
         assert choose_size(gains, costs, least) == apply_cast_rule(gains, costs, least)
-        taken.add(choose_size(gains, costs, least))
-    assert len(taken) > 1 or least == 0
+        sizes.add(choose_size(gains, costs, least))
+    assert len(sizes) > 1 or least == 0
 
 
 def build_cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list[Path]]:
@@ -205,10 +205,10 @@ def test_auto_maximises_expected_speed(scores: Scores, start: float, base: float
 
 def test_auto_drafts_a_single_level_where_steps_are_expensive() -> None:
     """Where a further step takes longer than the tokens it promises, none is taken; free steps go all the way."""
-    for step, given in ((10.0, 0), (0.0, 9)):
+    for step, num_drafted in ((10.0, 0), (0.0, 9)):
         table = Table(random_scores)
         prepare_builder(Auto(depth=4, budget=30, top_k=3), step).expand(context(), table)
-        assert len(table.evaluated_paths[0]) - 1 == given
+        assert len(table.evaluated_paths[0]) - 1 == num_drafted
 
 
 def observe_round(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> None:
@@ -323,7 +323,7 @@ def test_auto_skips_a_drafter_whose_tokens_are_rejected(accepted: int) -> None:
 
 def test_tokens_that_copies_contain_are_no_gain() -> None:
     """A drafter that is right where copies are right as well is worth nothing beside them, whatever it promises."""
-    for shared, asks in ((True, 0), (False, 20)):
+    for shared, num_requested in ((True, 0), (False, 20)):
         builder = prepare_builder(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
         requested = []
         for _ in range(60):
@@ -331,7 +331,7 @@ def test_tokens_that_copies_contain_are_no_gain() -> None:
             if not shared:
                 trie.tokens[1:], trie.child_index = [9, 9], {}  # another path
             requested.append(run_round(builder, [trie], [0.95, 0.95], 3))
-        assert requested[-20:].count(True) == asks
+        assert requested[-20:].count(True) == num_requested
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 2]])
@@ -347,11 +347,11 @@ def test_drafter_gain_counts_tokens_that_copies_lack(counts: list[int]) -> None:
 
 def test_auto_counts_the_cost_of_a_larger_tree() -> None:
     """Half a token more is worth half a round."""
-    for verifying, asks in ((0.0, True), (0.25, True), (0.4, False)):
+    for verifying, needs_drafter in ((0.0, True), (0.25, True), (0.4, False)):
         builder = prepare_builder(Auto(), 0.2, 1.0, 0.0, 0.2)
         for _ in range(4):
             builder.costs.drafter_gains[2].update_means(0.5, 1, verifying, 1.0)
-        assert builder.needs_drafter(context(), [make_copies([])]) is asks
+        assert builder.needs_drafter(context(), [make_copies([])]) is needs_drafter
 
 
 def test_slow_rounds_do_not_change_auto_trees() -> None:
