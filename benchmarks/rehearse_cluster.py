@@ -140,7 +140,7 @@ def read_slowest(cluster: Cluster) -> dict[str, Any] | None:
 
 def table_row(row: dict[str, Any]) -> str:
     """Return a row of the table of results."""
-    restart = f"the same command on {row['resumed_on']}" if row["resumed_on"] else "by itself"
+    mode = f"the same command on {row['resumed_on']}" if row["resumed_on"] else "by itself"
     same = "the same" if not row["largest_difference"] else f"{row['largest_difference']:.0e}"
     codes = ", ".join("-" if code is None else str(code) for code in row["exit_codes"])
     named = f"{row['message_seconds']:.0f} s" if row["message"] else "-"
