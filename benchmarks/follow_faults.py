@@ -142,13 +142,13 @@ def make_bodies(name: str, count: int, streams: bool = True) -> list[dict[str, A
 
 
 def check_streams(rig: FaultRig) -> str | None:
-    """200 streams, of which 30 read slowly and 30 break off."""
+    """Check 200 streams, of which 30 read slowly and 30 break off."""
     wrong = asyncio.run(rig.send(make_bodies(f"streams {time.time()}", 200), slow=30, aborting=30))
     return f"{wrong} answers are wrong" if wrong else None
 
 
 def check_restart(rig: FaultRig, signal_number: signal.Signals, streams: bool) -> str | None:
-    """40 requests while the server is ended and started again."""
+    """Check 40 requests while the server is ended and started again."""
 
     async def run() -> int:
         restart = asyncio.get_running_loop().run_in_executor(None, rig.restart_server, signal_number)
@@ -246,7 +246,7 @@ def check_full_disk(rig: FaultRig) -> str | None:
 
 
 def check_two_processes(rig: FaultRig) -> str | None:
-    """A second process that follows the same run is refused."""
+    """Check that a second process that follows the same run is refused."""
     from spectrain.follow.state import FollowFolder
 
     with tempfile.TemporaryDirectory() as name, FollowFolder(Path(name)).lock():
@@ -264,7 +264,7 @@ def check_refusal(rig: FaultRig, content: bytes, statuses: tuple[int, ...]) -> s
 
 
 def check_memory(rig: FaultRig) -> str | None:
-    """10,000 requests of as many kinds and keys leave the memory of the proxy bounded."""
+    """Check that 10,000 requests of as many kinds and keys leave the memory of the proxy bounded."""
     before, body = rig.read_memory(), b'{"prompt": "x", "quick": true}'
 
     async def run() -> None:

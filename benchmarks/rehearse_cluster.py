@@ -147,9 +147,7 @@ def table_row(row: dict[str, Any]) -> str:
     ended = f"{row['seconds_until_end']:.0f} s" if row["resumed_on"] else "-"
     times = f"{named} | {ended} | {row['pause_seconds']:.0f} s"
     verdict = "; ".join(row["failures"]) or "nothing"
-    return (
-        f"| {row['name']} | {row['launcher']} | {codes} | {restart} | {times} | {row['steps_repeated']} | {same} | {verdict} |"
-    )
+    return f"| {row['name']} | {row['launcher']} | {codes} | {mode} | {times} | {row['steps_repeated']} | {same} | {verdict} |"
 
 
 def markdown_table(results: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_fits() -> None:
-    """One Python file, the family's yaml and a recipe, at most 120 lines together, and nothing else."""
+    """The example is one Python file, the family's yaml and a recipe, of at most 120 lines together."""
     files = sorted(path for path in EXAMPLE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     assert [path.name for path in files] == ["recurrent.yaml", "recurrent.yaml", "recurrent.py"]
     assert sum(len(path.read_text().splitlines()) for path in files) <= 120

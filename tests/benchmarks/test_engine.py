@@ -129,7 +129,7 @@ def test_rows_hold_what_is_derived_from_them(measured_file: MeasuredFile) -> Non
 
 
 def test_another_run_measures_nothing_again(measured_file: MeasuredFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row that is there is skipped; one that is gone is measured."""
+    """Every row in the file is skipped; a missing one is measured."""
     content = read_json(measured_file.path)
     monkeypatch.setattr(EngineBench, "measure_row", lambda self, step: pytest.fail(f"{step.name} is there"))
     measured_file.run()
@@ -261,7 +261,7 @@ def test_attention_is_counted_by_what_it_sees() -> None:
 
 
 def test_speedup_is_tau_over_the_parts() -> None:
-    """S = tau / (c gamma + v + h), by hand: 4 / (5 * 0.05 + 1.2 + 0.15)."""
+    """The speedup is S = tau / (c gamma + v + h), by hand 4 / (5 * 0.05 + 1.2 + 0.15)."""
     parts = RoundCosts(autoregressive=0.004, draft=0.001, verify=0.0048, accept=0.0004, outside=0.0002, steps=5)
     assert (parts.c, parts.v, parts.h) == (pytest.approx(0.05), pytest.approx(1.2), pytest.approx(0.15))
     assert parts.predict_speedup(4) == pytest.approx(4 / 1.6)
@@ -272,7 +272,7 @@ def test_speedup_is_tau_over_the_parts() -> None:
 
 
 def test_roofline_of_llama_8b_on_an_h200() -> None:
-    """Floors worked out by hand: 15.01 GB of weights at 4.3 TB/s, and 790 TFLOP/s where many nodes are run."""
+    """Floors equal those worked out by hand: 15.01 GB of weights at 4.3 TB/s, and 790 TFLOP/s where many nodes are run."""
     best = Roofline(ModelGeometry(), 4.3e12, 790e12)
     assert best.verify_seconds(1, 1024, 1) * 1e3 == pytest.approx(3.52, abs=0.005)
     assert best.verify_seconds(8, 32768, 1) * 1e3 == pytest.approx(11.48, abs=0.005)

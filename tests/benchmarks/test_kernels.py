@@ -203,7 +203,7 @@ def test_every_system_computes_tree_attention(cell: AttentionCell) -> None:
 
 
 def test_cost_counts_every_tensor_once() -> None:
-    """Bytes of keys, values, queries and output; operations of the two products, as a profiler counts them."""
+    """The cost has the bytes of keys, values, queries and output, and the operations of both products, as in a profiler."""
     problem = AttentionProblem(AttentionCell(2, 30, 5), TINY, num_buffers=1)
     q, k, v = problem.launch_inputs(0)
     size, operations = count_cost(problem.cell, problem.geometry)
@@ -222,7 +222,7 @@ def test_cost_counts_every_tensor_once() -> None:
      (8, 8192, 64, 87.7, 151), (8, 32768, 64, 349, 586), (1, 32768, 16, 31.3, 36.3), (1, 32768, 1, 31.2, 36.2)],
 )  # fmt: skip
 def test_floors_and_goals_of_an_h200(batch: int, prefix: int, nodes: int, floor: float, goal: float) -> None:
-    """Microseconds as they follow by hand: 64 nodes are bound by products, 16 and 1 by bytes; floor < goal, whatever binds."""
+    """Microseconds equal those by hand: 64 nodes are bound by products, 16 and 1 by bytes; floor < goal, whatever binds."""
     heads = Geometry(*KernelSizes().heads, torch.bfloat16, CPU)
     bounds = time_bounds(AttentionCell(batch, prefix, nodes), heads, H200_CEILINGS)
     assert bounds == pytest.approx((floor, goal), rel=5e-3)
@@ -419,7 +419,7 @@ def test_samples_are_paired_and_spread() -> None:
 
 
 def test_the_table_has_the_requested_cells() -> None:
-    """Llama-3.1-8B's heads, both batches, three prefixes, five trees; those of 64 nodes come first, and next other heads."""
+    """The table has Llama-3.1-8B's heads, both batches, three prefixes and five trees, 64 nodes first, and next other heads."""
     cells = KernelSizes().table_cells()
     others = cells[6:9]
     assert KernelSizes().heads == (32, 8, 128) and len({cell.name for cell in cells}) == len(cells) == 30 + len(others)

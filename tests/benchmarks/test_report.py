@@ -106,7 +106,7 @@ def test_goals_are_judged(tmp_path: Path) -> None:
 
 
 def test_every_miss_is_named(tmp_path: Path) -> None:
-    """A sentence for each line and each cell that missed, with what was reached and what was wanted, and for no other."""
+    """Each line and each cell that missed its goal has a sentence with its value and its goal, and no other has one."""
     write_results(tmp_path, "kernels.json", rows=complete_rows())
     named_misses = [line for line in render_goals(tmp_path).splitlines() if line.startswith("Missed: ")]
     cells = parse_tables(render_markdown(tmp_path))

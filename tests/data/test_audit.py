@@ -49,7 +49,7 @@ def run_audit(reader: Any, template: ChatTemplate = PLAIN, prompts: tuple[str, .
 
 
 def test_the_counts_are_those_that_were_planted(tmp_path: Path) -> None:
-    """Duplicates, contamination, keys that nothing reads, and four kinds of unusable rows, each in its line of the table."""
+    """Duplicates, contamination, unread keys and four kinds of unusable rows have a line each in the table."""
     rows = embedded_rows(20)
     words = rows[1]["messages"][1]["content"].split()
     near = [{"role": "user", "content": rows[1]["messages"][0]["content"]},
@@ -105,7 +105,7 @@ def test_every_kind_of_source_is_audited(tmp_path: Path) -> None:
 
 
 def test_a_mixture_is_audited_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A column for each source, duplicates counted where they repeat an earlier source, and the same numbers as JSON."""
+    """Each source has a column, duplicates count where they repeat an earlier source, and the JSON has the same numbers."""
     path = write_lines(tmp_path / "chats.jsonl", *embedded_rows(5))
     sources = [{"data": "embedded", "limit": 8, "weight": 2}, {"data": "jsonl", "path": path, "weight": 0.5}]
     data = GroupSpec("data", "mix", {"sources": sources, "drop_duplicates": "exact"})
@@ -156,7 +156,7 @@ def test_inspection_colours_every_kind() -> None:
 
 
 def test_inspection_of_texts_and_tokens() -> None:
-    """Without kinds, what carries loss is content and the rest context."""
+    """Without kinds, tokens with loss are shown as content and the others as context."""
     assert token_styles(Example([1, 2, 3], [False, True, True])) == ["dim", "green", "green"]
 
 

@@ -124,7 +124,7 @@ def test_order_does_not_depend_on_processes_or_resumes(plan: list[tuple[int, int
 
 @pytest.mark.parametrize("processes", [3, 5])
 def test_a_step_keeps_its_batches_on_a_number_of_processes_that_does_not_divide_them(processes: int) -> None:
-    """Four batches a step, shared by three, or by five of which one has none: those of one process in the same order."""
+    """Four batches a step are those of one process in the same order, whether three or five processes share them."""
     dataset, order = make_dataset(30), iter(make_dataset(30).stream_batches(Batching(100, 3)))
     state = {"batches_done": 4 * 2}
     expected = list(islice(order, 4 * 5))[8:]

@@ -75,7 +75,7 @@ def test_most_prompts_share_no_frame(rows: list[dict[str, Any]]) -> None:
 
 
 def test_heldout_prompts_are_on_other_subjects(rows: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
-    """Sixty held-out prompts over all tasks, each on a subject that no user of the training set mentions."""
+    """The sixty held-out prompts cover the tasks, each on a subject that no user of the training set mentions."""
     assert len(heldout) == 60 == len({row["id"] for row in heldout})
     assert len({row["category"] for row in heldout}) >= 7
     for row in heldout:

@@ -46,7 +46,7 @@ def count_examples(examples: list[Example]) -> Counter[str]:
 
 
 def test_weights_give_twice_and_half_of_the_examples(halves: tuple[str, str]) -> None:
-    """Each example of weight 2 twice, half of those of weight 0.5 once, and every batch of an epoch holds just these."""
+    """An epoch has each example of weight 2 twice and half of those of weight 0.5 once, and its batches hold just these."""
     first, second = (JsonlReader(path).make_dataset(TEMPLATE).examples for path in halves)
     mixture = make_mixture(
         {"data": "jsonl", "path": halves[0], "weight": 2}, {"data": "jsonl", "path": halves[1], "weight": 0.5}
@@ -95,7 +95,7 @@ def test_held_out_examples_keep_their_sources(halves: tuple[str, str]) -> None:
 
 
 def test_what_a_source_holds_out_no_other_trains_on(halves: tuple[str, str]) -> None:
-    """The same file twice with other shares: the smaller part held out is never in the training examples."""
+    """Where the same file is read twice with other shares, the part held out is never in the training examples."""
     dataset = make_mixture(
         {"data": "jsonl", "path": halves[0], "held_out": 0.3}, {"data": "jsonl", "path": halves[0], "held_out": 0.0}
     ).make_dataset(TEMPLATE)

@@ -39,7 +39,7 @@ def test_both_layouts_read_the_same(tmp_path: Path, row: dict[str, Any], name: s
 
 
 def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) -> None:
-    """Every .jsonl and .jsonl.gz of a folder and nothing else there, or those that a pattern names."""
+    """Every .jsonl and .jsonl.gz of a folder is read and nothing else there, or those that a pattern names."""
     texts = {"b.jsonl": "two", "a.jsonl.gz": "one", "c.jsonl": "three", "notes.txt": "no"}
     for name, text in texts.items():
         opener = gzip.open if name.endswith(".gz") else open
@@ -187,7 +187,7 @@ def test_stream_array_stops_where_the_file_breaks_off(cut: str, size: int) -> No
 
 
 def test_stream_array_reads_files(tmp_path: Path) -> None:
-    """A real file longer than one chunk: the element on the chunk's border is whole."""
+    """In a real file longer than one chunk, the element on the chunk's border is complete."""
     elements = [{"n": n, "text": "x" * 50_000} for n in range(100)]
     (tmp_path / "array.json").write_text(json.dumps(elements)[:-20_000])
     assert list(iterate_json_array(tmp_path / "array.json")) == elements[:99]

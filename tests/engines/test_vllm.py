@@ -85,7 +85,7 @@ class Case:
 
     @property
     def speculative_config(self) -> dict[str, Any]:
-        """speculative_config"""
+        """Return the speculative_config in the command."""
         words = shlex.split(self.command)
         config: dict[str, Any] = json.loads(words[words.index("--speculative-config") + 1])
         return config

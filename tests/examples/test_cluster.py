@@ -38,7 +38,7 @@ SETTINGS = ["trainer.lr=1e-3", "trainer.epochs=2"]
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Path:
-    """A folder of stand-ins."""
+    """Write a folder of stand-ins."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in STAND_INS.items():
@@ -110,7 +110,7 @@ def test_a_sweep_names_a_launcher_of_hydra(launcher: str, stand_ins: Path, monke
 
 
 def pod_template(document: dict[str, Any]) -> dict[str, Any]:
-    """The pods of a Job or a PyTorchJob."""
+    """Return the pods of a Job or a PyTorchJob."""
     spec: dict[str, Any] = document["spec"]
     template: dict[str, Any] = (spec["pytorchReplicaSpecs"]["Worker"] if document["kind"] == "PyTorchJob" else spec)["template"]
     return template

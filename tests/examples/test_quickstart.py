@@ -13,7 +13,7 @@ NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 @pytest.fixture(scope="module")
 def cell_outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each code cell prints, by its id: run in an empty folder, by this Python, with this source."""
+    """Run the notebook in an empty folder, by this Python, with this source; return what each code cell prints, by its id."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -24,7 +24,7 @@ def cell_outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_it_is_committed_without_outputs() -> None:
-    """So that no number in it is older than the code."""
+    """The notebook has no outputs, so that no number in it is older than the code."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -40,7 +40,7 @@ def test_training_learns(cell_outputs: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_it_answers(cell_outputs: dict[str, str]) -> None:
-    """A text and its statistics; the drafter that was saved and read again gives the same text."""
+    """The answer has a text and its statistics; the drafter that was saved and read again gives the same text."""
     *text, statistics = cell_outputs["generate"].strip().splitlines()
     assert "".join(text).strip() and statistics
     assert cell_outputs["keep"].strip().splitlines()[-1] == "True"

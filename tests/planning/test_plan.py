@@ -128,7 +128,7 @@ def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory_and_flops_of_every_recipe_on_tiny(recipe: str, tmp_path: Path) -> None:
-    """The same for every family; in two epochs the largest batch comes in the stage that takes more."""
+    """Memory and FLOPs are right for every family; in two epochs the largest batch comes in the stage that takes more."""
     epochs = 2 if recipe == "medusa2" else 1
     memory, flops = compare_plan(tmp_path, f"recipe={recipe}", "target=tiny", "data.limit=24", f"trainer.epochs={epochs}")
     assert memory == TIGHT and flops == WITHIN
@@ -145,7 +145,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", SINGLE_PASS)
 def test_memory_of_single_pass_drafters(recipe: str, small_target: tuple[str, str], tmp_path: Path) -> None:
-    """With other settings than the recipe's, too: weights that D-PACE computes, a cell, a cut vocabulary, an embedding."""
+    """Memory is right with other settings than the recipe's: D-PACE's weights, a cell, a cut vocabulary, an embedding."""
     settings = [f"++{setting}" for setting in VARIANTS[recipe]]
     memory, _ = compare_plan(tmp_path, f"recipe={recipe}", *settings, *small_target, "trainer.max_steps=3", *SHORT)
     assert memory == TIGHT
@@ -153,7 +153,7 @@ def test_memory_of_single_pass_drafters(recipe: str, small_target: tuple[str, st
 
 @pytest.mark.slow
 def test_memory_and_flops_of_a_run_on_smollm2(tmp_path: Path) -> None:
-    """The same for a target of 135 million parameters."""
+    """Memory and FLOPs are right for a target of 135 million parameters."""
     needs_smollm2()
     memory, flops = compare_plan(tmp_path, "recipe=eagle3", "target=smollm2", "trainer.max_steps=6", "data.limit=8")
     assert memory == WITHIN and flops == WITHIN
@@ -202,7 +202,7 @@ def test_changes_that_make_a_plan_fit_are_named(device: str, small_target: tuple
 
 @pytest.mark.slow
 def test_a_large_target_is_planned_from_its_configuration_alone() -> None:
-    """Llama-3.1-8B's geometry on a GPU that is not here: parameters by hand, and changes that make it fit a smaller one."""
+    """Llama-3.1-8B on a GPU that is not here has its parameters by hand, and changes that make it fit a smaller GPU."""
     device = ("plan.device=cuda", "plan.devices=8", "plan.tokens=100000")
     settings = ("recipe=medusa1", *LLAMA, *device, "trainer.batch_tokens=4096", "plan.device_gb=24")
     summary = make_plan(*settings, device="cuda")
@@ -251,8 +251,8 @@ MOE = {
 
 
 def test_a_mixture_of_experts_is_planned_from_config_json_alone(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B on a GPU that is not here, without tokenizer and chat template: its published parameters, 3.3 billion of
-    them at work, of which 0.6 are embeddings; tokens are counted with another tokenizer, which a note says."""
+    """Qwen3-30B-A3B on a GPU that is not here, without tokenizer and chat template, has its published parameters, 3.3 billion
+    of them active, of which 0.6 are embeddings; tokens are counted with another tokenizer, which a note says."""
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     target = ("target=hf", f"target.model={tmp_path}", "plan.device=cuda", "data.limit=2")
     summary = make_plan("recipe=eagle3", *target, device="cuda")
@@ -266,7 +266,7 @@ def test_a_mixture_of_experts_is_planned_from_config_json_alone(tmp_path: Path) 
     ({}, 16.0),
 ])  # fmt: skip
 def test_quantized_experts_are_counted_as_they_are_stored(settings: dict[str, Any], bits: float, tmp_path: Path) -> None:
-    """On a GPU, with their scales, but for modules that the checkpoint excludes; a CPU dequantizes them."""
+    """A GPU stores experts quantized, with scales, except modules that the checkpoint excludes; a CPU dequantizes them."""
     sizes = {"num_hidden_layers": 2, "num_experts": 4, "vocab_size": 1000, "hidden_size": 256}
     (tmp_path / "config.json").write_text(json.dumps({**MOE, **sizes, **settings}))
     plans = {device: make_plan("recipe=medusa1", "target=hf", f"target.model={tmp_path}", "target.dtype=bfloat16",
@@ -292,7 +292,7 @@ LARGE = json.loads(large_targets.RESULTS.read_text())["rows"]
 @pytest.mark.sweep(1, free=("row",))
 @pytest.mark.parametrize("row", LARGE, ids=[" ".join(row["settings"]) for row in LARGE])
 def test_rows_of_large_targets_are_what_the_command_plans(row: dict[str, Any]) -> None:
-    """The page's numbers, from configurations alone."""
+    """The page has the numbers that the command plans from configurations alone."""
     assert [entry["settings"] for entry in LARGE] == large_targets.list_rows()
     words = [word.replace("=data/", f"={ROOT}/data/") for word in (*large_targets.SHARED, *row["settings"])]
     numbers = large_targets.select_numbers(make_plan(*words, device="cuda"))

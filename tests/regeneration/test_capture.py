@@ -29,7 +29,7 @@ from tests.servers.stand_in import LAYERS, ModelStandIn, capturing_server  # noq
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    """Conversations of one or two questions."""
+    """Write conversations of one or two questions."""
     rows, blank = [], {"role": "assistant", "content": "?"}
     for number in range(6):
         turns = [f"Tell me about {number}."] + ["And then?"] * (number % 2)

@@ -54,7 +54,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EchoStandIn]:
 
 @pytest.fixture
 def chats(tmp_path: Path) -> JsonlReader:
-    """Conversations of one or two questions."""
+    """Write conversations of one or two questions."""
     read_rows = [[f"question {number}"] + [f"and {number}"] * (number % 2) for number in range(LIMIT)]
     messages = [
         [turn for text in row for turn in ({"role": "user", "content": text}, {"role": "assistant", "content": "?"})]

@@ -85,7 +85,7 @@ def test_a_finished_run_says_so(
 
 @pytest.mark.slow
 def test_eval_of_a_run_and_of_a_drafter_directory_agree(finished_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other trees, rules and prompts by overrides; the same drafter scores the same from either folder."""
+    """Overrides set other trees, rules and prompts; the same drafter scores the same from either folder."""
     summaries = []
     for folder in (finished_run, finished_run / "drafter"):
         shared = [f"run={folder}", "tree=chain", "tree.depth=2", "eval.name=again", "eval.limit=2", "eval.max_new_tokens=12"]

@@ -111,7 +111,7 @@ def test_a_stream_without_its_end_is_an_error(stand_in: LlamaStandIn) -> None:
 
 
 def test_a_prompt_beyond_the_context_is_too_long(stand_in: LlamaStandIn) -> None:
-    """llama.cpp's own words for it."""
+    """llama.cpp's own error is recognized."""
     error = {"code": 400, "message": "request (300 tokens) exceeds the available context size (256 tokens)"}
     stand_in.misbehave = lambda body, number: (400, {"error": error}, {})
     with pytest.raises(ServerError) as caught:

@@ -214,7 +214,7 @@ def test_the_command_starts_the_script_with_the_tree(tmp_path: Path) -> None:
 
 
 def test_a_target_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into the cache, by the weight type; a folder that holds an IR is taken as it is."""
+    """A target is converted into the cache, by the weight type; a folder that holds an IR is used as it is."""
     monkeypatch.setattr("spectrain.servers.openvino.cache_directory", lambda: tmp_path / "cache")
     sources: list[str] = []
 

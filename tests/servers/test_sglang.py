@@ -118,7 +118,7 @@ def stand_in(tiny: Target) -> Iterator[SglangStandIn]:
 
 
 def complete(stand_in: SglangStandIn, *requests: CompletionRequest) -> tuple[list[Completion], DraftCounters | None]:
-    """The answers to requests, and what was counted."""
+    """Return the answers to requests, and the counters."""
 
     async def run() -> tuple[list[Completion], DraftCounters | None]:
         async with SglangServer(EngineSettings(url=stand_in.url, retries=0)) as server:

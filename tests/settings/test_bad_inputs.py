@@ -49,7 +49,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("word", NUMBERS)
 def test_numbers_out_of_bounds_are_refused(word: str, tiny: Target) -> None:
-    """By the declared type, as their word is read, or by the constructor."""
+    """Numbers are refused by the declared type, when their word is read, or by the constructor."""
     group, _, rest = word.partition(".")
     name, _, value = rest.partition("=")
     words = ["recipe=eagle3", "tree=eagle2", "acceptance=match", word]
@@ -120,7 +120,7 @@ WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]
 
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_weights_that_are_wrong(case: str, drafter_folder: Path, tmp_path: Path, tiny: Target) -> None:
-    """One short sentence that names the tensor: nothing is decoded with them, so nothing seems lossless or not."""
+    """A short sentence names the tensor, and nothing is decoded with such weights."""
     change, kind, sentence = WEIGHTS[case]
     shutil.copytree(drafter_folder, tmp_path / "medusa")
     tensors = load_file(drafter_folder / "model.safetensors")
@@ -226,7 +226,7 @@ def test_prompts_that_cannot_be_used(content: str, sentence: str, tmp_path: Path
 
 
 def test_chats_that_cannot_be_held() -> None:
-    """Bytes of the shell or of stdin that are no text, and nothing at all."""
+    """Bytes of the shell or of stdin that are no text are refused, and so is an empty text."""
     for settings, sentence in (({"once": "\udcff"}, "--once: its text holds"), ({"once": " "}, "--once: the text is empty"),
                                ({"system": "\ud800"}, "chat.system: its text holds")):  # fmt: skip
         with pytest.raises(UserError, match=sentence):

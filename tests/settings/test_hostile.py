@@ -253,7 +253,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("case", RUNS)
 def test_a_run_folder_holds_data(case: str, good_drafters: Path, canary: Path, tmp_path: Path, tiny: Target) -> None:
-    """config.yaml of a run is read like a drafter: nothing runs, one sentence says why."""
+    """config.yaml of a run is read like a drafter: nothing runs, and one sentence says why."""
     file, content, named = RUNS[case]
     shutil.copytree(good_drafters / "run", tmp_path / "run")
     text(file, content)(tmp_path / "run", canary)
@@ -310,7 +310,7 @@ def test_what_no_yaml_names_is_never_imported(tmp_path: Path, canary: Path, monk
 
 @pytest.mark.parametrize("words", [("eval", "run=causal", "target=tiny"), ("lint", "causal")], ids=lambda words: words[0])
 def test_from_the_shell(words: tuple[str, ...], good_drafters: Path, canary: Path, tmp_path: Path) -> None:
-    """The whole program, in a process where the stranger's files lie and can be imported, as under python -m."""
+    """The full program refuses the files in a process that can import them, as under python -m."""
     shutil.copytree(good_drafters / "causal", tmp_path / "causal")
     (tmp_path / "evil.py").write_text(EVIL.format(canary=str(canary)))
     set_key(CONFIG, *ARCHITECTURE, value={"_target_": "evil.Drafter"})(tmp_path / "causal", canary)

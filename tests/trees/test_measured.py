@@ -142,7 +142,7 @@ def test_cast_stays_small_where_nodes_cost_more_than_a_token() -> None:
 
 
 def test_cast_depth_stops_where_a_level_gains_less_than_it_costs() -> None:
-    """The dearer a step, the shallower; a row that promises nothing is drafted one level deep."""
+    """A tree is shallower the more a step costs; where no level pays, it is one level deep."""
     depths = []
     for step in (0.001, 0.1, 0.3, 5.0):
         tree = grow_tree(lambda step=step: prepare_builder(Cast(depth=8, top_k=1), step))  # type: ignore[misc]
@@ -336,7 +336,7 @@ def test_tokens_that_copies_contain_are_no_gain() -> None:
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 2]])
 def test_drafter_gain_counts_tokens_that_copies_lack(counts: list[int]) -> None:
-    """Tokens kept in a round, less those that a path of the copies' own nodes says, on average over rows."""
+    """The gain is the accepted tokens of a round less those on a path of the copies' own nodes, on average over rows."""
     tries = [make_copies([0.9, 0.9, 0.9]), make_copies([0.5])]
     ready = CopyTree(3, 2.0, 1.0, torch.zeros(2, 5), tries, [{0, 1}, {0}])  # of the first row one, of the second none
     tree = TokenTree.from_chain(torch.tensor([[101, 7, 7, 7], [102, 7, 7, 7]]))
