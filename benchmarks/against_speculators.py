@@ -228,13 +228,13 @@ def start_run(trainer: Trainer, drafter: Drafter, target: Target, source: Source
 # Pace
 
 
-class GivenFeatures(Source):
-    """One batch, whose features are there already."""
+class PresetFeatures(Source):
+    """Gives a batch whose features are computed already."""
 
-    given: Batch
+    batch: Batch
 
     def make_batch(self, request: BatchRequest) -> Batch:
-        return self.given
+        return self.batch
 
 
 def measure_pace(steps: int, limit: int) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def measure_pace(steps: int, limit: int) -> dict[str, Any]:
     target.pack_weights()
     data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.template)
     drafter: Any = init_drafter(spec, target, data)
-    given, layers = GivenFeatures(), drafter.fused_layers
-    job = start_run(Trainer.from_spec(spec), drafter, target, given, steps)
+    source, layers = PresetFeatures(), drafter.fused_layers
+    job = start_run(Trainer.from_spec(spec), drafter, target, source, steps)
     library = LibraryTraining(target, drafter.draft_ids, layers, UNROLLED, steps)
     seconds: dict[str, list[float]] = {"target": [], "ours": [], "theirs": []}
     tokens = []
@@ -254,7 +254,7 @@ def measure_pace(steps: int, limit: int) -> dict[str, Any]:
         batch = collate(examples, packed=True)
         captured: tuple[Layer, ...] = (*layers, "final", target.num_layers)
         features = measure_call(seconds["target"], partial(target.features, batch.tokens, captured, batch.lengths))
-        given.given = replace(batch, features=features)
+        source.batch = replace(batch, features=features)
         inputs = shift_batch(batch, features, layers, target.num_layers)
         both: list[tuple[str, Callable[[], Any]]] = [
             ("ours", partial(job.train_step, [examples])),

@@ -23,7 +23,7 @@ class Case:
     launcher: Launcher
     fault: Callable[[Cluster], None]
     # Machines that are lost; their launchers are ended in the end, as nobody can reach them.
-    lost: tuple[int, ...] = ()
+    lost_machines: tuple[int, ...] = ()
     # Machines of the launch that continues the training; 0 where it continues without a new launch.
     resume_on: int = 4
     # What a message after the fault must say, as a regular expression.
@@ -137,18 +137,18 @@ CASES = [
     Case("all processes are suspended, and the run is launched again", "torchrun", launch_twice, resume_on=0,
          message=r"another launch trains in this folder \(process \d+ on machine0\)", within=240.0),
     Case("one process is killed; restart on four", "elastic", kill_worker, resume_on=0, message=DEAD),
-    Case("SIGTERM to one machine; restart on three", "elastic", terminate_machine, lost=(1,), resume_on=0, message=STOPPED,
+    Case("SIGTERM to one machine; restart on three", "elastic", terminate_machine, lost_machines=(1,), resume_on=0,
+         message=STOPPED, tolerance=ROUNDING),
+    Case("a machine is lost; restart on three", "elastic", kill_machine, lost_machines=(2,), resume_on=0, message=DEAD,
          tolerance=ROUNDING),
-    Case("a machine is lost; restart on three", "elastic", kill_machine, lost=(2,), resume_on=0, message=DEAD,
-         tolerance=ROUNDING),
-    Case("a machine is cut off; restart on three; SIGTERM; resume on four", "elastic", cut_machine, lost=(2,), message=DEAD,
-         tolerance=ROUNDING, stops=True),
+    Case("a machine is cut off; restart on three; SIGTERM; resume on four", "elastic", cut_machine, lost_machines=(2,),
+         message=DEAD, tolerance=ROUNDING, stops=True),
 ]  # fmt: skip
 
 
 def check_result(case: Case, cluster: Cluster, observer: RunObserver, codes: list[int | None], difference: float) -> list[str]:
     """Return what is not as it should be."""
-    remaining = [code for index, code in enumerate(codes) if index not in case.lost]
+    remaining = [code for index, code in enumerate(codes) if index not in case.lost_machines]
     num_steps, stopped = len(cluster.losses()), observer.last_step_before_resume
     checks = {
         f"{num_steps} of {cluster.steps} steps are logged": num_steps == cluster.steps and not cluster.has_doubles(),

@@ -38,20 +38,20 @@ TREES = {
 
 
 def spectrain(*arguments: str) -> None:
-    """A command, in this process, so that libraries are loaded once; it leaves where the command fails."""
+    """Run a command in this process, so that libraries are loaded once; the process ends where the command fails."""
     dispatch_command([*arguments])
 
 
 def score(run: Path, name: str, tree: list[str]) -> dict[str, Any]:
-    """How a finished run decodes with a tree, unless that was measured."""
+    """Return how a finished run decodes with a tree; measure it unless that was done before."""
     path = run / "eval" / name / "summary.json"
     if not path.exists():
         spectrain("eval", f"run={run}", f"eval.name={name}", *tree, *SCORING)
-    found = json.loads(path.read_text())
-    length, lossless = found["acceptance_length"], found["lossless"]
+    summary = json.loads(path.read_text())
+    length, lossless = summary["acceptance_length"], summary["lossless"]
     return {
-        "acceptance_length": length["pooled"], "ci95": length["ci95"], "acceptance_by_depth": found["acceptance_by_depth"],
-        "nodes_per_round": found["nodes_per_round"], "drafting_nodes_per_round": found["drafting_nodes_per_round"],
+        "acceptance_length": length["pooled"], "ci95": length["ci95"], "acceptance_by_depth": summary["acceptance_by_depth"],
+        "nodes_per_round": summary["nodes_per_round"], "drafting_nodes_per_round": summary["drafting_nodes_per_round"],
         "identical": lossless["identical"], "checked": lossless["checked"],
     }  # fmt: skip
 

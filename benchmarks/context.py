@@ -92,10 +92,10 @@ class ContextBench:
         trained_length = target.max_length
         extend_context(target, max(self.lengths) + self.new_tokens)
         target.pack_weights()
-        every = self.build_drafters(target)
-        if unknown := {*(self.drafters or ())} - {*every}:
-            raise UserError(f"drafters={sorted(unknown)}: choose from {', '.join(every)}")
-        drafters = {name: every[name].to(target.device).eval() for name in self.drafters or every}
+        all_drafters = self.build_drafters(target)
+        if unknown := {*(self.drafters or ())} - {*all_drafters}:
+            raise UserError(f"drafters={sorted(unknown)}: choose from {', '.join(all_drafters)}")
+        drafters = {name: all_drafters[name].to(target.device).eval() for name in self.drafters or all_drafters}
         text = take_tokens(target, self.prompts * max(self.lengths))
         rows = [self.measure_length(target, drafters, text, length) for length in self.lengths]
         setting = {

@@ -168,12 +168,12 @@ def commit_case(
     lengths = torch.randint(0, 300, (batch,), device=device)
     moves = torch.stack([torch.randperm(nodes)[:steps].sort().values for _ in counts]).to(device)
     hidden = torch.randn(batch, nodes, 3, heads * width, device=device).to(dtype)
-    fresh = hidden.new_full((batch, steps, *hidden.shape[2:]), float("nan"))
-    wide = storage.double(), lengths.clone(), moves, torch.tensor(counts, device=device), hidden.double(), fresh.double()
+    new_features = hidden.new_full((batch, steps, *hidden.shape[2:]), float("nan"))
+    wide = storage.double(), lengths.clone(), moves, torch.tensor(counts, device=device), hidden.double(), new_features.double()
     kv_commit.kv_commit_reference(*wide)
-    kv_commit.kv_commit(storage, lengths, moves, wide[3], hidden, fresh)
+    kv_commit.kv_commit(storage, lengths, moves, wide[3], hidden, new_features)
     names = ("storage", "lengths", "fresh")
-    outputs = dict(zip(names, (storage, lengths, fresh)))
+    outputs = dict(zip(names, (storage, lengths, new_features)))
     return KernelOutcome(outputs, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), runs_on(storage.device))
 
 

@@ -76,15 +76,15 @@ def measure_distribution(draw: Draw, streams: int) -> dict[str, Any]:
 
 def main(words: list[str]) -> None:
     """Measure all distributions."""
-    given = {"streams": "200", "out": ""} | dict(word.split("=", 1) for word in words)
+    settings = {"streams": "200", "out": ""} | dict(word.split("=", 1) for word in words)
     setting = {"rate": RATE, "horizon": HORIZON, "reference": REFERENCE, "fall": FALL}
     rows = []
     for name, draw in DISTRIBUTIONS.items():
-        rows.append({"distribution": name, **measure_distribution(draw, int(given["streams"]))})
+        rows.append({"distribution": name, **measure_distribution(draw, int(settings["streams"]))})
         print(rows[-1], flush=True)
-    if given["out"]:
+    if settings["out"]:
         content = {"provenance": collect_provenance(), "setting": setting, "rows": rows}
-        write_text(Path(given["out"]), json.dumps(content, indent=1) + "\n")
+        write_text(Path(settings["out"]), json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -261,9 +261,9 @@ def report(text: str) -> None:
 def main(words: list[str]) -> None:
     """Simulate the day of every seed, or the same traffic without a change."""
     own = {"seeds": "0", "work": "runs/follow-demo", "minutes": "0.6", "out": "", "server": "spectrain", "quiet": "0"}
-    given = dict(word.split("=", 1) for word in words)
-    passed = [f"{key}={value}" for key, value in given.items() if key not in own]
-    own |= {key: value for key, value in given.items() if key in own}
+    settings = dict(word.split("=", 1) for word in words)
+    passed = [f"{key}={value}" for key, value in settings.items() if key not in own]
+    own |= {key: value for key, value in settings.items() if key in own}
     torch.set_num_threads(1)
     results: list[Any] = []
     for seed in map(int, own["seeds"].split(",")):

@@ -80,10 +80,10 @@ class FaultRig:
         words = [f"role={role}", f"port={port}", f"upstream=http://127.0.0.1:{self.port}"]
         return subprocess.Popen([sys.executable, "-m", "benchmarks.follow_faults", *words], stderr=subprocess.DEVNULL)
 
-    def restart_server(self, how: signal.Signals) -> None:
+    def restart_server(self, signal_number: signal.Signals) -> None:
         """End the server by a signal after a moment, and start it again."""
         time.sleep(0.1)
-        self.server.send_signal(how)
+        self.server.send_signal(signal_number)
         self.server.wait(60)
         self.server = self.start("server", self.port)
 
@@ -142,16 +142,16 @@ def make_bodies(name: str, count: int, streams: bool = True) -> list[dict[str, A
 
 
 def check_streams(rig: FaultRig) -> str | None:
-    """200 streams, of which 30 read slowly and 30 break off."""
+    """Check 200 streams, of which 30 read slowly and 30 break off."""
     wrong = asyncio.run(rig.send(make_bodies(f"streams {time.time()}", 200), slow=30, aborting=30))
     return f"{wrong} answers are wrong" if wrong else None
 
 
-def check_restart(rig: FaultRig, how: signal.Signals, streams: bool) -> str | None:
-    """40 requests while the server is ended and started again."""
+def check_restart(rig: FaultRig, signal_number: signal.Signals, streams: bool) -> str | None:
+    """Check 40 requests while the server is ended and started again."""
 
     async def run() -> int:
-        restart = asyncio.get_running_loop().run_in_executor(None, rig.restart_server, how)
+        restart = asyncio.get_running_loop().run_in_executor(None, rig.restart_server, signal_number)
         wrong = await rig.send(make_bodies(f"restart {time.time()}", 40, streams))
         await restart
         return wrong + await rig.send(make_bodies(f"after {time.time()}", 10, streams))
@@ -246,7 +246,7 @@ def check_full_disk(rig: FaultRig) -> str | None:
 
 
 def check_two_processes(rig: FaultRig) -> str | None:
-    """A second process that follows the same run is refused."""
+    """Check that a second process that follows the same run is refused."""
     from spectrain.follow.state import FollowFolder
 
     with tempfile.TemporaryDirectory() as name, FollowFolder(Path(name)).lock():
@@ -264,7 +264,7 @@ def check_refusal(rig: FaultRig, content: bytes, statuses: tuple[int, ...]) -> s
 
 
 def check_memory(rig: FaultRig) -> str | None:
-    """10,000 requests of as many kinds and keys leave the memory of the proxy bounded."""
+    """Check that 10,000 requests of as many kinds and keys leave the memory of the proxy bounded."""
     before, body = rig.read_memory(), b'{"prompt": "x", "quick": true}'
 
     async def run() -> None:
@@ -327,9 +327,9 @@ def serve(role: str, port: int, upstream: str) -> None:
 
 def main(words: list[str]) -> None:
     """Run a role, or all checks."""
-    given = dict(word.split("=", 1) for word in words)
-    if "role" in given:
-        serve(given["role"], int(given["port"]), given["upstream"])
+    settings = dict(word.split("=", 1) for word in words)
+    if "role" in settings:
+        serve(settings["role"], int(settings["port"]), settings["upstream"])
         return
     rig, rows = FaultRig(), list[dict[str, Any]]()
     try:
@@ -341,8 +341,8 @@ def main(words: list[str]) -> None:
     finally:
         rig.close()
     print(f"{sum(row['passed'] for row in rows)} of {len(rows)} passed")
-    if "out" in given:
-        write_text(Path(given["out"]), json.dumps({"provenance": collect_provenance(), "rows": rows}, indent=1) + "\n")
+    if "out" in settings:
+        write_text(Path(settings["out"]), json.dumps({"provenance": collect_provenance(), "rows": rows}, indent=1) + "\n")
     sys.exit(not all(row["passed"] for row in rows))
 
 

@@ -129,8 +129,8 @@ def run_all() -> list[dict[str, Any]]:
             asyncio.run(asyncio.wait_for(wait_for(url), 120))
         for streams, concurrency in ((False, 1), (True, 1), (True, 16), (True, 200)):
             for name, times in asyncio.run(measure(urls, concurrency, streams)).items():
-                first, whole = (round(median(column), 2) for column in zip(*times))
-                rows.append({"streams": concurrency, "streamed": streams, "way": name, "first_ms": first, "whole_ms": whole,
+                first, complete = (round(median(column), 2) for column in zip(*times))
+                rows.append({"streams": concurrency, "streamed": streams, "way": name, "first_ms": first, "whole_ms": complete,
                              "requests": len(times)})  # fmt: skip
                 print(rows[-1], flush=True)
     return rows
@@ -138,16 +138,16 @@ def run_all() -> list[dict[str, Any]]:
 
 def main(words: list[str]) -> None:
     """Run a role of the measurement, or all of it."""
-    given = dict(word.split("=", 1) for word in words)
-    if "role" in given:
-        serve(given["role"], int(given["port"]), given.get("upstream", ""), float(given.get("sample", "0")))
+    settings = dict(word.split("=", 1) for word in words)
+    if "role" in settings:
+        serve(settings["role"], int(settings["port"]), settings.get("upstream", ""), float(settings.get("sample", "0")))
         return
     rows = run_all()
-    if "out" in given:
+    if "out" in settings:
         from spectrain.provenance import collect_provenance
 
         content = {"provenance": collect_provenance(), "rows": rows}
-        write_text(Path(given["out"]), json.dumps(content, indent=1) + "\n")
+        write_text(Path(settings["out"]), json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

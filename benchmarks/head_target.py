@@ -76,10 +76,10 @@ def measure_load(folder: Path, parts: Any) -> dict[str, Any]:
     """Load a target in this process; return what that read, took and holds."""
     before, start = read_disk_bytes(), time.perf_counter()
     target = load_hf(str(folder), parts=parts)
-    held = {name: parameter.nbytes for name, parameter in target.model.named_parameters() if not parameter.is_meta}
+    weights = {name: parameter.nbytes for name, parameter in target.model.named_parameters() if not parameter.is_meta}
     return {
-        "parts": parts, "disk_bytes": read_disk_bytes() - before, "weight_bytes": sum(held.values()), "weights": len(held),
-        "layers": target.num_layers, "seconds": round(time.perf_counter() - start, 2),
+        "parts": parts, "disk_bytes": read_disk_bytes() - before, "weight_bytes": sum(weights.values()),
+        "weights": len(weights), "layers": target.num_layers, "seconds": round(time.perf_counter() - start, 2),
         "peak_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }  # fmt: skip
 

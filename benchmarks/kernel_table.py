@@ -28,7 +28,7 @@ DENSE = 790e12 / 132 / 1.755e9  # bf16 operations a cycle of a multiprocessor, a
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltKernel:
     """One configuration as it was compiled."""
 
     tiles: str
@@ -39,7 +39,7 @@ class Built:
 
     @property
     def instructions(self) -> float:
-        """A warp's, for 64 keys of the prefix."""
+        """The instructions of a warp for 64 keys of the prefix."""
         return self.usage.loops[0] * 64 / self.keys
 
     def share(self, head_size: int) -> float:
@@ -53,8 +53,8 @@ class Built:
         return [self.tiles, f"{used.registers} / {used.stack}", f"{used.shared / 1024:.0f}", f"{self.instructions:.0f}", share]
 
 
-def at_revision(revision: str, folder: Path) -> ModuleType:
-    """The kernel's file as it was, importable here and in the process that compiles."""
+def load_revision(revision: str, folder: Path) -> ModuleType:
+    """Load the kernel's file of a revision, importable here and in the process that compiles."""
     source = subprocess.run(
         ["git", "show", f"{revision}:kernels/tree_attention.py"], check=True, capture_output=True, text=True, cwd=PAGE.parent
     ).stdout
@@ -67,54 +67,54 @@ def at_revision(revision: str, folder: Path) -> ModuleType:
     return module
 
 
-def build(module: ModuleType, head_size: int, num_rows: int, **options: bool) -> Built | None:
-    """The configuration that a launch would choose; None where the module has none for such heads."""
+def build_kernel(module: ModuleType, head_size: int, num_rows: int, **options: bool) -> BuiltKernel | None:
+    """Compile the configuration that a launch would choose; return None where the module has none for such heads."""
     if head_size > max(module.CONFIGS):
         return None
     tiles = module.choose_tiles(num_rows, head_size, torch.bfloat16)
     request = attention(torch.bfloat16, head_size, num_rows, **options)
     keys = getattr(tiles, "block_p", tiles.block_n)
     constants = request.constants | {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_P": keys}
-    known = module._split_kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in known}
+    argument_names = module._split_kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in argument_names}
     request = replace(request, module=module.__name__, constants=constants, warps=tiles.warps, stages=tiles.stages)
     cut = f"{tiles.block_m} x {keys}, {tiles.warps} w, {tiles.stages} s"
-    return Built(cut, tiles.block_m, keys, tiles.warps, aot.compile_for(request))
+    return BuiltKernel(cut, tiles.block_m, keys, tiles.warps, aot.compile_for(request))
 
 
-def table(before: ModuleType, after: ModuleType) -> list[str]:
-    """The lines of the table, one for every configuration, with windows and softcaps and without."""
+def make_table(before: ModuleType, after: ModuleType) -> list[str]:
+    """Return the lines of the table, one for every configuration, with windows and softcaps and without."""
     half = ["rows x keys, warps, stages", "registers / stack", "shared KB", "instructions", "products"]
     lines = ["| head size, rows | " + " | ".join([f"before: {half[0]}", *half[1:], f"after: {half[0]}", *half[1:]]) + " |"]
     lines.append("|---|" + "---|" * 10)
     for options in ({}, {"window": True, "softcap": True}):
         for head_size in tree_attention.TILE_CONFIGS:
             for num_rows in sorted(ROWS):
-                found = [build(module, head_size, num_rows, **options) for module in (before, after)]
-                cells = [[""] * 5 if one is None else one.cells(head_size) for one in found]
+                builds = [build_kernel(module, head_size, num_rows, **options) for module in (before, after)]
+                cells = [[""] * 5 if build is None else build.cells(head_size) for build in builds]
                 name = f"{head_size}, {num_rows}" + (", window and softcap" if options else "")
                 lines.append(f"| {name} | " + " | ".join(cells[0] + cells[1]) + " |")
     return lines
 
 
-def compilers() -> str:
-    """Triton, and the assembler that it ships."""
+def describe_compilers() -> str:
+    """Return the versions of Triton and of the assembler that it ships."""
     import triton
 
     tool = Path(aot.tool()).with_name("ptxas")
-    said: Any = subprocess.run([str(tool), "--version"], check=True, capture_output=True, text=True).stdout
-    release = next(line for line in said.splitlines() if "release" in line).rsplit("release", 1)[1].strip()
+    stdout: Any = subprocess.run([str(tool), "--version"], check=True, capture_output=True, text=True).stdout
+    release = next(line for line in stdout.splitlines() if "release" in line).rsplit("release", 1)[1].strip()
     return f"Triton {triton.__version__}, ptxas {release}"
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(PAGE.parents[1]), os.environ.get("PYTHONPATH", "")])
-        lines = table(at_revision(BEFORE, Path(folder)), tree_attention)
+        lines = make_table(load_revision(BEFORE, Path(folder)), tree_attention)
     text = PAGE.read_text()
     begin, rest = text.split(MARKS[0])
     end = rest.split(MARKS[1])[1]
-    body = "\n".join([f"sm_90, bfloat16, four query heads to a key-value head; {compilers()}.", "", *lines])
+    body = "\n".join([f"sm_90, bfloat16, four query heads to a key-value head; {describe_compilers()}.", "", *lines])
     PAGE.write_text(f"{begin}{MARKS[0]}\n{body}\n{MARKS[1]}{end}")
 
 

@@ -20,9 +20,9 @@ from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.decoding.loop import Request
 from spectrain.decoding.static_rounds import RoundTimer
 
-# Of our own operations, one where nothing is said. Attention splits keys and combines; a verdict chooses and walks; rejection
-# walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part; a commit advances the lengths. Where
-# top-k or top-p cut, candidates take two launches: for a verdict one more than choosing, for rejection two.
+# Launches of our own operations; one launch where the table has none. Attention splits keys and combines; a verdict chooses and
+# walks; rejection walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part; a commit advances
+# the lengths. Where top-k or top-p cut, candidates take two launches: for a verdict one more than choosing, for rejection two.
 LAUNCHES = {
     "spectrain::tree_attention": 2,
     "spectrain::tree_match": 2,
@@ -42,27 +42,27 @@ class LaunchCounter(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         out = func(*args, **(kwargs or {}))
         name = func.name().split(".")[0]
-        given = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         # A single number of the host is passed by value; anything larger would be copied.
-        where = {tensor.device.type for tensor in (*taken, *given) if tensor.dim()}
-        assert where <= {"meta"}, f"{name} has a tensor on the host"
-        held = {tensor.untyped_storage()._cdata for tensor in taken}
-        made = [tensor for tensor in given if tensor.untyped_storage()._cdata not in held]
+        devices = {tensor.device.type for tensor in (*inputs, *outputs) if tensor.dim()}
+        assert devices <= {"meta"}, f"{name} has a tensor on the host"
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        new_tensors = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in storages]
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        if (made or writes) and name not in SILENT:
+        if (new_tensors or writes) and name not in SILENT:
             cuts = name in CUTTING and any(cut is not None for cut in args[-2:])
             self.launches[name] += LAUNCHES.get(name, 1) + cuts * CUTTING.get(name, 0)
-        self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in made)
+        self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in new_tensors)
         return out
 
 
 def count_round(engine: CapturedRunner, batch: int = 1, prompt: int = 16, new_tokens: int = 32) -> dict[str, dict[str, int]]:
     """Launches and bytes made in every part of a round, of an engine whose target and drafter are on the device "meta"."""
     assert engine.target.device.type == "meta", "move the target and the drafter to meta first"
-    found = {}
+    counts = {}
     with torch.no_grad():
         engine.start_batch(Request([[0] * prompt] * batch, new_tokens, list(range(batch)), frozenset()))
         for _ in range(2):  # the first reads the prompt
@@ -71,5 +71,5 @@ def count_round(engine: CapturedRunner, batch: int = 1, prompt: int = 16, new_to
         for part in ROUND_PARTS[:-1]:
             with LaunchCounter() as counter:
                 next(parts)
-            found[part] = {"launches": counter.launches.total(), "bytes": counter.bytes}
-    return found
+            counts[part] = {"launches": counter.launches.total(), "bytes": counter.bytes}
+    return counts

@@ -153,7 +153,10 @@ def main() -> None:
     target.pack_weights()
     rows = list_trainings()
     missing = [
-        one for row in rows.values() for one in row if not (options.work / f"{one.name}-{one.seed}/lengths.json").exists()
+        training
+        for row in rows.values()
+        for training in row
+        if not (options.work / f"{training.name}-{training.seed}/lengths.json").exists()
     ]
     for training in missing[: options.trainings]:
         print(training.name, measure_acceptance(training.run(options.work), target, options.work), flush=True)

@@ -31,32 +31,33 @@ def spectrain(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "spectrain", *arguments], check=True)
 
 
-def trained(run: Path, seed: int, source: list[str]) -> dict[str, Any]:
-    """Train and score, unless an earlier call did; the acceptance length and the time share of features."""
+def train_and_score(run: Path, seed: int, source: list[str]) -> dict[str, Any]:
+    """Train and score, unless an earlier call did; return the acceptance length and the time share of features."""
     summary = run / "eval" / "heldout" / "summary.json"
     if not summary.exists():
         spectrain("train", *SETTINGS, f"trainer.seed={seed}", f"run={run}", "trainer.resume=auto", *source)
-    found = json.loads(summary.read_text())
+    scores = json.loads(summary.read_text())
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    return {"seed": seed, "acceptance_length": found["acceptance_length"]["pooled"], "ci95": found["acceptance_length"]["ci95"],
+    length = scores["acceptance_length"]
+    return {"seed": seed, "acceptance_length": length["pooled"], "ci95": length["ci95"],
             "loss": last["loss"], "target_time_share": last["time_share"]["target"],
-            "identical": found["lossless"]["identical"]}  # fmt: skip
+            "identical": scores["lossless"]["identical"]}  # fmt: skip
 
 
-def errors(path: Path, data: Dataset) -> dict[str, float]:
-    """Of every layer, how far a token's stored features lie from the exact ones, as a share of their length, on average."""
+def measure_errors(path: Path, data: Dataset) -> dict[str, float]:
+    """Return for every layer the mean relative error of a token's stored features against the exact ones."""
     target = load_tiny()
     target.pack_weights()
     store = FeatureStore(path)
-    found: dict[str, list[float]] = {str(layer): [] for layer in store.layers}
+    layer_errors: dict[str, list[float]] = {str(layer): [] for layer in store.layers}
     for example in data.examples:
         exact = target.features(torch.tensor([example.tokens]), store.layers).hidden[0]
         read = store.read_states(example, store.layers, exact)
         assert read is not None
         error = (read - exact).norm(dim=-1) / exact.norm(dim=-1)
         for layer, column in zip(store.layers, error.unbind(1)):
-            found[str(layer)] += column[~column.isnan()].tolist()
-    return {layer: mean(values) for layer, values in found.items()}
+            layer_errors[str(layer)] += column[~column.isnan()].tolist()
+    return {layer: mean(values) for layer, values in layer_errors.items()}
 
 
 def main() -> None:
@@ -69,15 +70,18 @@ def main() -> None:
     target = load_tiny()
     data = EmbeddedReader(limit=160, max_length=512).make_dataset(target.template)
     rows: list[dict[str, Any]] = [
-        {"features": "live", "trainings": [trained(work / f"live-{s}", s, ["source=live"]) for s in range(options.seeds)]}
+        {
+            "features": "live",
+            "trainings": [train_and_score(work / f"live-{s}", s, ["source=live"]) for s in range(options.seeds)],
+        }
     ]
     for thrifty in (False, True):
         for dtype in ("int8", "fp8", "bfloat16", "float32"):
             name = f"{dtype}-{'supervised' if thrifty else 'all'}"
             path = work / "stores" / name
-            asked = [f"source.path={path}"]
+            source = [f"source.path={path}"]
             spectrain(
-                "data", "store", *SETTINGS, *asked, f"source.dtype={dtype}", f"source.supervised_only={str(thrifty).lower()}"
+                "data", "store", *SETTINGS, *source, f"source.dtype={dtype}", f"source.supervised_only={str(thrifty).lower()}"
             )
             store = FeatureStore(path)
             trains = (
@@ -88,8 +92,8 @@ def main() -> None:
                 "features": dtype, "supervised_only": thrifty,
                 "bytes_per_token": sum(map(store.contents.num_bytes, data.examples)) / data.num_tokens,
                 "bytes_on_disk": store.num_bytes, "layers": list(store.layers), "width": target.width,
-                "relative_error": errors(path, data),
-                "trainings": [trained(work / f"{name}-{s}", s, ["source=store", *asked]) for s in range(seeds)],
+                "relative_error": measure_errors(path, data),
+                "trainings": [train_and_score(work / f"{name}-{s}", s, ["source=store", *source]) for s in range(seeds)],
             })  # fmt: skip
     setting = {"target": target.name, "settings": SETTINGS, "tokens": data.num_tokens, "supervised": data.num_supervised,
                "dtype": "float32", **collect_provenance()}  # fmt: skip

@@ -17,7 +17,7 @@ LENGTHS, STEPS, WAYS = (512, 1024, 2048), (3, 7), ("masked", "joined")
 
 
 def measure(length: int, steps: int, way: str) -> tuple[float, float]:
-    """CPU seconds of a step, and MiB that the process took more at its highest than before the first."""
+    """Return the CPU seconds of a step, and the peak memory in MiB above the memory before the first step."""
     import torch
 
     from benchmarks.models import ModelGeometry, random_drafter, random_target
@@ -34,17 +34,17 @@ def measure(length: int, steps: int, way: str) -> tuple[float, float]:
     drafter = random_drafter(target, model, torch.float32, steps)
     batch = random_batch(target, drafter, 1, length)
     loss = loss_functions(drafter, target, batch)["drafter"]
-    before = held()
-    taken = []
+    before = read_resident_memory()
+    times = []
     for _ in range(2):
         began = time.process_time()
         compute_gradients(loss, drafter)
-        taken.append(time.process_time() - began)
-    return min(taken), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        times.append(time.process_time() - began)
+    return min(times), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
-def held() -> int:
-    """KiB that the process has now."""
+def read_resident_memory() -> int:
+    """Return the resident memory of the process in KiB."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
 
@@ -54,17 +54,17 @@ def main() -> None:
     print("| tokens | steps | seconds, masked | joined | MiB, masked | joined |\n|---|---|---|---|---|---|")
     for length in LENGTHS:
         for steps in STEPS:
-            found = [case(length, steps, way) for way in WAYS]
-            cells = [f"{one:.1f}" for one, _ in found] + [f"{other:.0f}" for _, other in found]
+            measurements = [measure_in_process(length, steps, way) for way in WAYS]
+            cells = [f"{seconds:.1f}" for seconds, _ in measurements] + [f"{memory:.0f}" for _, memory in measurements]
             print(f"| {length} | {steps} | {' | '.join(cells)} |", flush=True)
     print(f"load {os.getloadavg()[0]:.1f} at the end", file=sys.stderr)
 
 
-def case(length: int, steps: int, way: str) -> tuple[float, float]:
-    """The same in a process of its own."""
+def measure_in_process(length: int, steps: int, way: str) -> tuple[float, float]:
+    """Measure a case in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.measure_unrolled", str(length), str(steps), way]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return float(said[-2]), float(said[-1])
+    words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(words[-2]), float(words[-1])
 
 
 if __name__ == "__main__":

@@ -144,42 +144,47 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # rows: the arguments of `spectrain
         for way in ("outcomes", "post", "pearl")
     },
 }  # fmt: skip
-KEPT = (
+SUMMARY_KEYS = (
     "acceptance_length", "acceptance_by_depth", "speedup", "tokens_per_second", "time_share", "noise", "drift", "task", "tasks",
     "adversary", "overlap", "optimum", "sweep", "target_drift",
 )  # fmt: skip
 
 
 def measure(group: str, name: str, arguments: list[str], work: Path) -> dict[str, Any]:
-    """A row: what scoring found, unless that was done before."""
+    """Return a row: the results of its scoring, which is run unless that was done before."""
     folder = work / "scores" / "".join(sign if sign.isalnum() else "-" for sign in f"{group} {name}")
-    command = [*(one.replace("WORK", str(work)) for one in arguments), *SCORING]
-    drafts = next((one for one in command if one.startswith("run=")), None)
+    command = [*(argument.replace("WORK", str(work)) for argument in arguments), *SCORING]
+    drafts = next((argument for argument in command if argument.startswith("run=")), None)
     path = (Path(drafts.removeprefix("run=")) if drafts else folder) / "eval" / folder.name / "summary.json"
     for run in RUNS:
-        if any(f"WORK/{run}" in one.replace("]", ",").split(",")[0] or f"WORK/{run}," in one + "," for one in arguments):
+        if any(
+            f"WORK/{run}" in argument.replace("]", ",").split(",")[0] or f"WORK/{run}," in argument + ","
+            for argument in arguments
+        ):
             train(run, work)
     if not path.exists():
         dispatch_command(["eval", *command, f"eval.name={folder.name}", *([] if drafts else [f"run={folder}"])])
-    found = json.loads(path.read_text())
+    summary = json.loads(path.read_text())
     return {
         "group": group, "name": name, "command": " ".join(["eval", *arguments, *SCORING]).replace("WORK", "runs"),
-        "commit": found["setting"]["commit"], "prompts": found["setting"]["prompts"], "tree": found["tree"],
-        **{key: found[key] for key in KEPT if key in found},
-        "lossless": {key: found["lossless"][key] for key in ("rule", "checked", "identical")},
+        "commit": summary["setting"]["commit"], "prompts": summary["setting"]["prompts"], "tree": summary["tree"],
+        **{key: summary[key] for key in SUMMARY_KEYS if key in summary},
+        "lossless": {key: summary["lossless"][key] for key in ("rule", "checked", "identical")},
         "compared": {
             label: {key: entry[key] for key in ("acceptance_length", "speedup", "lossless") if key in entry}
-            for label, entry in found.get("compared", {}).items()
+            for label, entry in summary.get("compared", {}).items()
         },
     }  # fmt: skip
 
 
 def train(name: str, work: Path) -> None:
-    """A drafter that a row asks for, with those that it starts from."""
+    """Train a drafter that a row needs, after those that it starts from."""
     for other in RUNS:
-        if any(one == f"drafter.init=WORK/{other}" for one in RUNS[name]):
+        if any(argument == f"drafter.init=WORK/{other}" for argument in RUNS[name]):
             train(other, work)
-    dispatch_command(["train", *(one.replace("WORK", str(work)) for one in RUNS[name]), *TRAINING, f"run={work / name}"])
+    dispatch_command(
+        ["train", *(argument.replace("WORK", str(work)) for argument in RUNS[name]), *TRAINING, f"run={work / name}"]
+    )
 
 
 def main() -> None:
@@ -188,8 +193,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("groups", nargs="*", default=[group for group in GROUPS if group != "overlap"])
     options = parser.parse_args()
-    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-    rows = {(row["group"], row["name"]): row for row in known}
+    earlier_rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    rows = {(row["group"], row["name"]): row for row in earlier_rows}
     for group in options.groups:
         for name, arguments in GROUPS[group].items():
             rows[group, name] = measure(group, name, arguments, options.work.absolute())

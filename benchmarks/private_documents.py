@@ -46,8 +46,8 @@ class WordChain:
         """Draw the successors of every word."""
         order, words = random.Random(seed), range(len(SPECIAL), vocab_size)
         sums = [sum(1 / rank for rank in range(1, count + 1)) for count in range(1, SUCCESSORS + 1)]
-        drawn = [order.sample(words, SUCCESSORS) for _ in words]
-        return cls(vocab_size, [[] for _ in SPECIAL] + drawn, sums)
+        successors = [order.sample(words, SUCCESSORS) for _ in words]
+        return cls(vocab_size, [[] for _ in SPECIAL] + successors, sums)
 
     def write_passage(self, order: random.Random, length: int) -> list[int]:
         """Return the tokens of new text, which begins with any word."""

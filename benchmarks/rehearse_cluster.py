@@ -66,7 +66,10 @@ class RehearseCluster:
     def _rehearse(self, case: Case, cluster: Cluster, reference: dict[int, float] | None) -> dict[str, Any]:
         cluster.launch(case.launcher, cluster.machines)
         failures = [] if cluster.wait_for_step(FAULT_STEP) else [f"step {FAULT_STEP} was not reached"]
-        start, remaining = cluster.num_logged(), [machine for machine in cluster.machines if machine.index not in case.lost]
+        start, remaining = (
+            cluster.num_logged(),
+            [machine for machine in cluster.machines if machine.index not in case.lost_machines],
+        )
         with RunObserver(cluster, case.message) as observer:
             case.fault(cluster)
             if case.stops:
@@ -137,14 +140,14 @@ def read_slowest(cluster: Cluster) -> dict[str, Any] | None:
 
 def table_row(row: dict[str, Any]) -> str:
     """Return a row of the table of results."""
-    how = f"the same command on {row['resumed_on']}" if row["resumed_on"] else "by itself"
+    mode = f"the same command on {row['resumed_on']}" if row["resumed_on"] else "by itself"
     same = "the same" if not row["largest_difference"] else f"{row['largest_difference']:.0e}"
     codes = ", ".join("-" if code is None else str(code) for code in row["exit_codes"])
     named = f"{row['message_seconds']:.0f} s" if row["message"] else "-"
     ended = f"{row['seconds_until_end']:.0f} s" if row["resumed_on"] else "-"
     times = f"{named} | {ended} | {row['pause_seconds']:.0f} s"
     verdict = "; ".join(row["failures"]) or "nothing"
-    return f"| {row['name']} | {row['launcher']} | {codes} | {how} | {times} | {row['steps_repeated']} | {same} | {verdict} |"
+    return f"| {row['name']} | {row['launcher']} | {codes} | {mode} | {times} | {row['steps_repeated']} | {same} | {verdict} |"
 
 
 def markdown_table(results: dict[str, Any]) -> str:

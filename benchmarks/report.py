@@ -159,7 +159,7 @@ def render_section(evidence: Evidence) -> str:
 def render_verdicts(evidence: Evidence) -> list[str]:
     """Return the tables of what has a goal, and a sentence for every missed goal."""
     goals, cells = goal_lines(evidence), attention_lines(evidence)
-    missed = [f"Missed: {name}, {shown} for {wanted}." for name, wanted, shown, verdict in goals if verdict == "missed"]
+    missed = [f"Missed: {name}, {shown} for {goal}." for name, goal, shown, verdict in goals if verdict == "missed"]
     missed += [f"Missed: tree attention, {line[0]} (B / prefix / N), {line[3]} us for {line[2]}."
                for line in cells if line[4] == "missed"]  # fmt: skip
     titles = ["tree attention, B / prefix / N", "floor us", "goal us", "us", "", "p10 to p90", "of the floor",
@@ -186,8 +186,8 @@ def goal_lines(evidence: Evidence) -> list[list[str]]:
     return lines
 
 
-def verdict_word(met: bool) -> str:
-    return "met" if met else "missed"
+def verdict_word(is_met: bool) -> str:
+    return "met" if is_met else "missed"
 
 
 def attention_lines(evidence: Evidence) -> list[list[str]]:

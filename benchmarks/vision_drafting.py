@@ -15,7 +15,15 @@ import numpy as np
 import torch
 
 from scripts.tiny_training import take_step
-from scripts.train_tiny_targets import cross_entropy, load, make_model, make_pictures, make_sight, make_tokenizer, pixels
+from scripts.train_tiny_targets import (
+    collect_pixels,
+    cross_entropy,
+    load_target,
+    make_image_processor,
+    make_model,
+    make_pictures,
+    make_tokenizer,
+)
 from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.data.chat import Example, tokenize_conversation, tokenize_prompt
 from spectrain.data.readers import JsonlReader
@@ -79,7 +87,7 @@ class VisionDrafting:
 
     def measure_row(self, folder: Path, run: Path, words: str) -> dict[str, Any]:
         """Train one drafter and decode the held-out prompts, plain and drafted in turn."""
-        target = load(NAME, folder)
+        target = load_target(NAME, folder)
         settings = dict(word.split("=", 1) for word in words.split()) | {
             "run": run, "target": "hf", "target.model": target.path, "data": "jsonl", "data.path": str(self.pictures),
             "eval": "none", "trainer.max_steps": self.drafter_steps, "trainer.batch_tokens": 1024, "trainer.resume": "auto",
@@ -102,16 +110,16 @@ def train_target(folder: Path, pictures: Path, steps: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(True)
     model = make_model(NAME, tokenizer).train()
-    sight, template = make_sight(model, tokenizer), ChatTemplate(tokenizer)
+    images, template = make_image_processor(model, tokenizer), ChatTemplate(tokenizer)
     examples: list[Example] = [
-        one
+        example
         for chat in JsonlReader(str(pictures)).load_conversations()[HELD_OUT:]
-        for one in tokenize_conversation(template, chat, sight)
+        for example in tokenize_conversation(template, chat, images)
     ]
     optimizer, order, began = torch.optim.AdamW(model.parameters(), lr=3e-3), np.random.default_rng(0), time.time()
     for step in range(steps):
         batch = [examples[index] for index in order.choice(len(examples), 12, replace=False)]
-        loss = cross_entropy(model, [list(one.tokens) for one in batch], pixels(batch, model))
+        loss = cross_entropy(model, [list(example.tokens) for example in batch], collect_pixels(batch, model))
         take_step(model, optimizer, loss)
         if step % 50 == 49:
             print(f"step {step + 1}: {loss.item():.3f} nats, {time.time() - began:.0f} s", flush=True)

@@ -30,7 +30,7 @@ TEMPLATE = (
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
 COLOURS = {"red": (3, 0, 0), "green": (0, 3, 0), "blue": (0, 0, 3), "yellow": (3, 3, 0), "white": (3, 3, 3)}
-PLACES = {"left": (2, 3), "right": (5, 3), "top": (3, 2), "bottom": (3, 5), "middle": (3, 3)}
+CENTRES = {"left": (2, 3), "right": (5, 3), "top": (3, 2), "bottom": (3, 5), "middle": (3, 3)}
 SHAPES = ("square", "disc", "cross")
 NOTES = ("do", "re", "mi", "fa", "sol", "la", "ti", "pause")
 NOTE_COUNT, FRAMES = 10, 4
@@ -47,8 +47,8 @@ def quantize_colour(colour: tuple[float, ...]) -> int:
 
 def draw_image(order: random.Random) -> Sample:
     """Return a text and the codes of its image, row by row: a shape over a dark ground, with noise in every cell."""
-    name, shape, place = order.choice([*COLOURS]), order.choice(SHAPES), order.choice([*PLACES])
-    x, y = PLACES[place]
+    name, shape, position = order.choice([*COLOURS]), order.choice(SHAPES), order.choice([*CENTRES])
+    x, y = CENTRES[position]
     codes = []
     for row in range(GRID):
         for column in range(GRID):
@@ -56,7 +56,7 @@ def draw_image(order: random.Random) -> Sample:
             inside = {"square": max(dx, dy) < 2, "disc": dx + dy < 3, "cross": min(dx, dy) < 1 and dx + dy < 3}[shape]
             base = COLOURS[name] if inside else (0.5, 0.5, 0.5)
             codes.append(quantize_colour(tuple(value + order.gauss(0, 0.35) for value in base)))
-    return f"{name} {shape} {place}", codes
+    return f"{name} {shape} {position}", codes
 
 
 def play_notes(order: random.Random) -> Sample:

@@ -27,14 +27,14 @@ from spectrain.models.fast import pack_linears
 PROMPTS = Path(__file__).parents[1] / "data" / "embedded_prompts"
 
 
-def answer(
+def sample_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[list[dict[str, str]]],
     max_new_tokens: int,
     temperature: float,
 ) -> list[str]:
-    """The target's sampled reply to each conversation, cut back to whole sentences where it hit the limit."""
+    """Return the target's sampled reply to each conversation, cut back to full sentences where it hit the limit."""
     texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
     inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
     with torch.inference_mode():
@@ -56,26 +56,26 @@ def answer(
     return replies
 
 
-def converse(
+def generate_conversations(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[dict],
     max_new_tokens: int,
     temperature: float,
 ) -> list[dict]:
-    """Whole conversations: every user turn of each prompt, answered one after another."""
+    """Return full conversations: every user turn of each prompt, answered one after another."""
     chats: list[list[dict[str, str]]] = [[] for _ in prompts]
     for turn in range(max(len(p["turns"]) for p in prompts)):
         rows = [i for i, p in enumerate(prompts) if len(p["turns"]) > turn]
         for i in rows:
             chats[i].append({"role": "user", "content": prompts[i]["turns"][turn]})
-        for i, text in zip(rows, answer(model, tokenizer, [chats[i] for i in rows], max_new_tokens, temperature)):
+        for i, text in zip(rows, sample_answers(model, tokenizer, [chats[i] for i in rows], max_new_tokens, temperature)):
             chats[i].append({"role": "assistant", "content": text})
     return [{"id": p["id"], "category": p["category"], "messages": c} for p, c in zip(prompts, chats)]
 
 
 def read_batches(batch_size: int) -> dict[str, list[dict]]:
-    """Prompts with an id, in named batches: one subject each, as many turns and of like length together."""
+    """Return prompts with an id, in named batches of one subject, equally many turns and similar length."""
     batches = {}
     for path in sorted(PROMPTS.glob("*.jsonl")):
         lines = path.read_text().strip().split("\n")
@@ -107,7 +107,7 @@ def main() -> None:
             continue
         began = time.time()
         torch.manual_seed(zlib.crc32(name.encode()))
-        rows = converse(model, tokenizer, batch, args.max_new_tokens, args.temperature)
+        rows = generate_conversations(model, tokenizer, batch, args.max_new_tokens, args.temperature)
         scratch = part.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(scratch, part)

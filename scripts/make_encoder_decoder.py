@@ -110,10 +110,10 @@ def write_tones(folder: Path, count: int, held_out: int) -> list[dict[str, str]]
         write_sound(Path(name), play_notes(notes))
         entries.append({"name": name, "notes": " ".join(NOTES[note] for note in notes)})
     chats = [
-        {"messages": [{"role": "user", "content": one["name"]}, {"role": "assistant", "content": one["notes"]}]}
-        for one in entries[:count]
+        {"messages": [{"role": "user", "content": entry["name"]}, {"role": "assistant", "content": entry["notes"]}]}
+        for entry in entries[:count]
     ]
-    prompts = [{"id": number, "category": "tones", "turns": [one["name"]]} for number, one in enumerate(entries[count:])]
+    prompts = [{"id": number, "category": "tones", "turns": [entry["name"]]} for number, entry in enumerate(entries[count:])]
     for file, rows in (("conversations.jsonl", chats), ("prompts.jsonl", prompts)):
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return entries[:count]

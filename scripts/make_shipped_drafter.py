@@ -20,16 +20,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("name")
-    asked = parser.parse_args()
-    source, out = asked.run / "drafter", SHIPPED_FOLDER / asked.name
+    args = parser.parse_args()
+    source, out = args.run / "drafter", SHIPPED_FOLDER / args.name
     out.mkdir(parents=True, exist_ok=True)
     weights = load_file(source / "model.safetensors")
     rounded = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     save_file(rounded, out / "model.safetensors", metadata={"format": "pt"})
-    described = json.loads((source / "config.json").read_text())
-    described["drafter"].pop("init", None)  # all weights are here
-    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    facts = json.loads((asked.run / "provenance.json").read_text())
+    description = json.loads((source / "config.json").read_text())
+    description["drafter"].pop("init", None)  # all weights are here
+    (out / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+    facts = json.loads((args.run / "provenance.json").read_text())
     del facts["target"]  # a path of the machine that trained it
     words = [word for word in facts["command"].split() if not word.startswith("run=")]
     facts["command"] = " ".join(re.sub(r"=/\S*/", "=", word) for word in words)  # names of files, not their places

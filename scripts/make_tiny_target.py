@@ -26,7 +26,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a chat template of ChatML's form."""
+    """Return byte-level BPE with a chat template of ChatML's form."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,20 +39,20 @@ def make_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast
     return fast
 
 
-def batches(rows: list[list[int]], batch_tokens: int, order: random.Random) -> list[list[list[int]]]:
-    """Rows of like length together, shuffled."""
+def make_batches(rows: list[list[int]], batch_tokens: int, order: random.Random) -> list[list[list[int]]]:
+    """Return shuffled batches of rows of similar length."""
     rows = sorted(rows, key=lambda row: (len(row) // 16, order.random()))
-    found: list[list[list[int]]] = [[]]
+    groups: list[list[list[int]]] = [[]]
     for row in rows:
-        if found[-1] and (len(found[-1]) + 1) * len(row) > batch_tokens:
-            found.append([])
-        found[-1].append(row)
-    order.shuffle(found)
-    return found
+        if groups[-1] and (len(groups[-1]) + 1) * len(row) > batch_tokens:
+            groups.append([])
+        groups[-1].append(row)
+    order.shuffle(groups)
+    return groups
 
 
 def cross_entropy(model: LlamaForCausalLM, rows: list[list[int]]) -> torch.Tensor:
-    """Nats a token over a batch of rows, padding left out."""
+    """Return the loss in nats per token over a batch of rows, padding left out."""
     width = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     labels = torch.tensor([row + [-100] * (width - len(row)) for row in rows])
@@ -75,7 +75,7 @@ def main() -> None:
     tokenizer = make_tokenizer([message["content"] for chat in conversations for message in chat.messages], args.vocab_size)
     texts = [tokenizer.apply_chat_template(chat.messages, tokenize=False) for chat in conversations]
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:512] for text in texts]
-    held, rows = rows[::40], [row for number, row in enumerate(rows) if number % 40]
+    held_out, rows = rows[::40], [row for number, row in enumerate(rows) if number % 40]
     end = tokenizer.eos_token_id
     config = LlamaConfig(
         vocab_size=args.vocab_size, hidden_size=128, intermediate_size=352, num_hidden_layers=8, num_attention_heads=4,
@@ -89,10 +89,10 @@ def main() -> None:
         flush=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
-    total = args.epochs * len(batches(rows, args.batch_tokens, random.Random(0)))
+    total = args.epochs * len(make_batches(rows, args.batch_tokens, random.Random(0)))
     step, began = 0, time.time()
     for epoch in range(args.epochs):
-        for batch in batches(rows, args.batch_tokens, order):
+        for batch in make_batches(rows, args.batch_tokens, order):
             scale = min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * min(1, step / total))))
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * scale
@@ -103,8 +103,8 @@ def main() -> None:
             optimizer.zero_grad()
             step += 1
         with torch.inference_mode():
-            parts = batches(held, 8192, random.Random(0))
-            nats = sum(cross_entropy(model, part).item() * len(part) for part in parts) / len(held)
+            parts = make_batches(held_out, 8192, random.Random(0))
+            nats = sum(cross_entropy(model, part).item() * len(part) for part in parts) / len(held_out)
         print(f"epoch {epoch + 1}: train {loss.item():.3f}, held out {nats:.3f} nats, {time.time() - began:.0f} s", flush=True)
     unpack_linears(model)
     model.generation_config.eos_token_id = end

@@ -49,32 +49,32 @@ LARGER = {
     "num_key_value_heads": 2, "sliding_window": 64, "max_position_embeddings": 1024, "kv_lora_rank": 32, "q_lora_rank": 64,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "initializer_range": 0.02,
 }  # fmt: skip
-OWN: dict[str, dict[str, Any]] = {
+OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 16},
     "gpt_oss": {"intermediate_size": 128},
     "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}},
 }
 COLOURS = {"red": "#d02020", "green": "#20a020", "blue": "#2040d0", "yellow": "#e0d020", "white": "#f0f0f0", "black": "#101010"}
-PLACES = {"upper left": (4, 4), "upper right": (32, 4), "lower left": (4, 32), "lower right": (32, 32)}
+CORNERS = {"upper left": (4, 4), "upper right": (32, 4), "lower left": (4, 32), "lower right": (32, 32)}
 QUESTIONS = ("What does the picture show?", "Describe this image.", "What do you see here?")
 
 
-def make_tokenizer(sees: bool) -> Any:
+def make_tokenizer(has_vision: bool) -> Any:
     tokenizer = load_tokenizer(str(TINY_DIRECTORY), False, True)
-    if sees:
+    if has_vision:
         tokenizer.add_special_tokens({"additional_special_tokens": [START, IMAGE, END, BREAK]})
         tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
 def make_model(name: str, tokenizer: Any) -> Any:
-    """Untrained, as the tests' of this name but wider."""
+    """Return the untrained model of the tests of this name, but wider."""
     settings = config_named(name).to_dict()
-    sees = "vision_config" in settings
-    text = settings["text_config"] if sees else settings
-    text |= {key: value for key, value in (LARGER | OWN.get(name, {})).items() if key in text}
+    has_vision = "vision_config" in settings
+    text = settings["text_config"] if has_vision else settings
+    text |= {key: value for key, value in (LARGER | OVERRIDES.get(name, {})).items() if key in text}
     text |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "bos_token_id": None}
-    if sees:
+    if has_vision:
         settings["vision_config"] |= {"out_hidden_size": text["hidden_size"], "hidden_size": 64, "intermediate_size": 64}
         settings |= {"image_token_id": tokenizer.convert_tokens_to_ids(IMAGE), "tie_word_embeddings": False}
     config = AutoConfig.for_model(**settings)
@@ -83,26 +83,26 @@ def make_model(name: str, tokenizer: Any) -> Any:
 
 
 def make_pictures(folder: Path, count: int = 400) -> Path:
-    """Squares on grounds, each with a question and its answer."""
+    """Write pictures of squares on grounds, each with a question and its answer; return the file of conversations."""
     file, rows, draw = folder / "pictures.jsonl", [], random.Random(0)
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         square, ground = draw.sample(sorted(COLOURS), 2)
-        place = draw.choice(sorted(PLACES))
-        left, top = PLACES[place]
+        corner = draw.choice(sorted(CORNERS))
+        left, top = CORNERS[corner]
         picture = Image.new("RGB", (56, 56), COLOURS[ground])
         ImageDraw.Draw(picture).rectangle((left, top, left + 19, top + 19), fill=COLOURS[square])
         picture.save(folder / f"{number}.png")
-        answer = f"The picture shows a {square} square in the {place} corner. The ground behind the square is {ground}."
+        answer = f"The picture shows a {square} square in the {corner} corner. The ground behind the square is {ground}."
         parts = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": draw.choice(QUESTIONS)}]
         rows.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]})
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return file
 
 
-def load(name: str, folder: Path) -> Target:
+def load_target(name: str, folder: Path) -> Target:
     target = load_hf(str(folder), name, device="cpu")
     if target.vision.has_vision:
         target.vision.processor = Processor(target.tokenizer, target.model.config)
@@ -110,33 +110,33 @@ def load(name: str, folder: Path) -> Target:
 
 
 def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_tokens: int = 2048) -> None:
-    """Next-token prediction over all text; with a vision tower, every third batch is of pictures."""
-    sees = "vision_config" in config_named(name).to_dict()
-    tokenizer = make_tokenizer(sees)
+    """Train next-token prediction over all text; with a vision tower, every third batch is of pictures."""
+    has_vision = "vision_config" in config_named(name).to_dict()
+    tokenizer = make_tokenizer(has_vision)
     model = make_model(name, tokenizer).train()
     order = random.Random(0)
     texts = [tokenizer.apply_chat_template(chat.messages, tokenize=False) for chat in EmbeddedReader().read_conversations()]
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:256] for text in texts]
-    seen: list[Example] = []
-    if sees:
+    picture_examples: list[Example] = []
+    if has_vision:
         folder.mkdir(parents=True, exist_ok=True)
-        sight = make_sight(model, tokenizer)
-        seen = [
-            one
+        images = make_image_processor(model, tokenizer)
+        picture_examples = [
+            example
             for messages in JsonlReader(str(pictures)).load_conversations()[40:]
-            for one in tokenize_conversation(ChatTemplate(tokenizer), messages, sight)
+            for example in tokenize_conversation(ChatTemplate(tokenizer), messages, images)
         ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     began = time.time()
     for step in range(steps):
-        picked = order.sample(seen, 24) if seen and step % 3 == 2 else []
-        batch, told = [list(one.tokens) for one in picked], pixels(picked, model)
-        while not batch or (not told and (len(batch) + 1) * max(map(len, batch)) <= batch_tokens):
+        picked = order.sample(picture_examples, 24) if picture_examples and step % 3 == 2 else []
+        batch, pixels = [list(example.tokens) for example in picked], collect_pixels(picked, model)
+        while not batch or (not pixels and (len(batch) + 1) * max(map(len, batch)) <= batch_tokens):
             batch.append(order.choice(rows))
         scale = min((step + 1) / 40, 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.02)
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * scale
-        loss = cross_entropy(model, batch, told)
+        loss = cross_entropy(model, batch, pixels)
         take_step(model, optimizer, loss)
         if step % 50 == 49:
             print(f"{name} step {step + 1}: {loss.item():.3f} nats, {time.time() - began:.0f} s", flush=True)
@@ -144,33 +144,33 @@ def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_toke
     tokenizer.save_pretrained(folder)
 
 
-def make_sight(model: Any, tokenizer: Any) -> Any:
+def make_image_processor(model: Any, tokenizer: Any) -> Any:
     from spectrain.models.images import ImageProcessor
 
-    sight = ImageProcessor("", True)
-    sight.processor = Processor(tokenizer, model.config)
-    return sight
+    images = ImageProcessor("", True)
+    images.processor = Processor(tokenizer, model.config)
+    return images
 
 
-def pixels(examples: list[Example], model: Any) -> dict[str, Any]:
-    """What the model takes beside the tokens of these, all rows together."""
+def collect_pixels(examples: list[Example], model: Any) -> dict[str, Any]:
+    """Return the image inputs of the model for all examples together."""
     if not examples:
         return {}
-    longest = max(len(one.tokens) for one in examples)
-    parts = [images.model_inputs(longest, model) for one in examples if (images := get_images(one.tokens)) is not None]
+    longest = max(len(example.tokens) for example in examples)
+    parts = [images.model_inputs(longest, model) for example in examples if (images := get_images(example.tokens)) is not None]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def cross_entropy(model: Any, rows: list[list[int]], told: dict[str, Any]) -> torch.Tensor:
-    """Nats a token, padding left out."""
+def cross_entropy(model: Any, rows: list[list[int]], pixels: dict[str, Any]) -> torch.Tensor:
+    """Return the loss in nats per token, padding left out."""
     tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     labels = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=-100)
-    logits = model(input_ids=tokens, use_cache=False, **told).logits
+    logits = model(input_ids=tokens, use_cache=False, **pixels).logits
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
 def train_drafter(family: str, target: Target, run: Path, pictures: Path, steps: int) -> Any:
-    """By the recipe, on pictures where the target sees; its configuration."""
+    """Train a drafter by its recipe, on pictures where the target has vision; return the configuration."""
     data = {"data": "jsonl", "data.path": str(pictures)} if target.vision.has_vision else {}
     settings = {"recipe": family, "run": run, "target": "hf", "target.model": target.path, **data, "eval": "none",
                 "trainer.max_steps": steps, "trainer.batch_tokens": 1024, "trainer.resume": "auto"}  # fmt: skip
@@ -180,29 +180,29 @@ def train_drafter(family: str, target: Target, run: Path, pictures: Path, steps:
     return spec
 
 
-def prompts_for(target: Target, pictures: Path, count: int) -> list[list[int]]:
-    """Held-out ones: pictures that nothing was trained on, or questions of the held-out set."""
+def make_prompts(target: Target, pictures: Path, count: int) -> list[list[int]]:
+    """Return held-out prompts: pictures that nothing was trained on, or questions of the held-out set."""
     if target.vision.has_vision:
         chats = [conversation.messages[:1] for conversation in JsonlReader(str(pictures)).load_conversations()[:count]]
         return [tokenize_prompt(target.template, chat, target.vision) for chat in chats]
     return [prompt.tokenize_for(target) for prompt in read_prompts(None, count).prompts]
 
 
-def measure(target: Target, drafter: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """By a tree and by a chain: acceptance length, the bonus token included, pooled over rounds, and how many texts are
-    `generate`'s."""
+def measure_drafter(target: Target, drafter: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Return, for a tree and a chain, the acceptance length (bonus token included, pooled over rounds) and how many texts equal
+    those of `generate`."""
     with reference_model(target) as model:
-        wanted = [generate(model, prompt, new_tokens, target.stop_ids) for prompt in prompts]
+        references = [generate(model, prompt, new_tokens, target.stop_ids) for prompt in prompts]
     target.pack_weights()
-    found = {}
+    results = {}
     for kind, builder in {"tree": Eagle2(4, 16), "chain": Chain(4)}.items():
         session = Session(target, Greedy(), drafter.eval(), builder)
         answers = [session.decode([prompt], new_tokens)[0] for prompt in prompts]
         rounds = [count for answer in answers for count in answer.complete_round_lengths]
-        same = sum(answer.output == text for answer, text in zip(answers, wanted))
+        identical = sum(answer.output == text for answer, text in zip(answers, references))
         length = round(sum(rounds) / max(1, len(rounds)), 4)
-        found[kind] = {"acceptance_length": length, "identical": same, "checked": len(prompts)}
-    return found
+        results[kind] = {"acceptance_length": length, "identical": identical, "checked": len(prompts)}
+    return results
 
 
 def main() -> None:
@@ -222,11 +222,11 @@ def main() -> None:
         if not (folder / "model.safetensors").exists():
             train_target(name, folder, pictures, args.steps)
         for family in args.families:
-            target = load(name, folder)
+            target = load_target(name, folder)
             config = train_drafter(family, target, args.work / f"{name}-{family}", pictures, args.drafter_steps)
             drafter = load_drafter(config, args.work / f"{name}-{family}", target)
-            told = measure(target, drafter, prompts_for(target, pictures, args.prompts), args.new_tokens)
-            rows.append({"target": name, "drafter": family, **told})
+            results = measure_drafter(target, drafter, make_prompts(target, pictures, args.prompts), args.new_tokens)
+            rows.append({"target": name, "drafter": family, **results})
             print(rows[-1], flush=True)
             write_text(RESULTS, json.dumps({"setting": {**setting, **collect_provenance()}, "rows": rows}, indent=1) + "\n")
 

@@ -17,37 +17,37 @@ from packaging.utils import canonicalize_name
 TORCH = {"torch", "triton", "setuptools"}  # these bring what they need; a machine with a GPU has them
 
 
-def needed(name: str, found: dict[str, Distribution]) -> dict[str, Distribution]:
-    """All installed distributions that one needs, itself left out, by their names."""
-    for text in distribution(name).requires or []:
+def find_requirements(package: str, requirements: dict[str, Distribution]) -> dict[str, Distribution]:
+    """Return by name all installed distributions that a package needs, itself left out."""
+    for text in distribution(package).requires or []:
         requirement = Requirement(text)
-        other = canonicalize_name(requirement.name)
-        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if not wanted or other in found or other in TORCH:
+        name = canonicalize_name(requirement.name)
+        is_needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not is_needed or name in requirements or name in TORCH:
             continue
         try:
-            found[other] = distribution(other)
+            requirements[name] = distribution(name)
         except PackageNotFoundError:
             continue  # not here either, so it works without
-        needed(other, found)
-    return found
+        find_requirements(name, requirements)
+    return requirements
 
 
-def is_pure(one: Distribution) -> bool:
-    """Whether its wheel runs with any Python on any platform."""
-    return "-none-any" in (one.read_text("WHEEL") or "")
+def is_pure(package: Distribution) -> bool:
+    """Tell whether the package's wheel runs with any Python on any platform."""
+    return "-none-any" in (package.read_text("WHEEL") or "")
 
 
-def listed(present: str) -> set[str]:
-    """The names in what `pip list --format=freeze` prints."""
+def read_names(present: str) -> set[str]:
+    """Return the names in what `pip list --format=freeze` prints."""
     return {canonicalize_name(line.split("==")[0]) for line in present.splitlines() if "==" in line}
 
 
 def main() -> None:
-    there = listed(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else set()
-    missing = {name: one for name, one in sorted(needed("spectrain", {}).items()) if name not in there}
-    for name, one in missing.items():
-        print(f"{name}=={one.version}", file=sys.stdout if is_pure(one) else sys.stderr)
+    present = read_names(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else set()
+    missing = {name: package for name, package in sorted(find_requirements("spectrain", {}).items()) if name not in present}
+    for name, package in missing.items():
+        print(f"{name}=={package.version}", file=sys.stdout if is_pure(package) else sys.stderr)
 
 
 if __name__ == "__main__":

@@ -16,23 +16,23 @@ IMPORTED = ["pytest", "hydra", "transformers.models.llama.modeling_llama", "spec
 
 @dataclass
 class Command:
-    """`spectrain`, or another program, with some words, running; what it says goes to files."""
+    """A running process of `spectrain` or another program, whose output goes to files."""
 
     process: BaseProcess
-    said: "TemporaryDirectory[str]"
+    output: "TemporaryDirectory[str]"
 
     def poll(self) -> int | None:
-        """The exit status, None while it runs; that of what a signal killed is negative."""
+        """Return the exit status: None while the process runs, negative after a signal killed it."""
         return self.process.exitcode
 
     def signal(self, number: int) -> None:
-        """Nothing happens where it is over."""
+        """Send a signal; nothing happens where the process has ended."""
         assert self.process.pid is not None
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, number)
 
     def wait(self, timeout: float = 600) -> tuple[int, str, str]:
-        """The exit status and what was said on stdout and on stderr; one that takes longer is killed, which is an error."""
+        """Return the exit status, stdout and stderr; a process that takes longer is killed, which is an error."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.process.kill()
@@ -40,7 +40,7 @@ class Command:
         return self.process.exitcode, *self.texts()
 
     def texts(self) -> tuple[str, str]:
-        out, err = (Path(self.said.name, name).read_text() for name in ("out", "err"))
+        out, err = (Path(self.output.name, name).read_text() for name in ("out", "err"))
         return out, err
 
 
@@ -50,8 +50,8 @@ def spectrain() -> None:
     main()
 
 
-def spectrain_there() -> None:
-    """As python -m starts it: what lies in the working folder can be imported."""
+def spectrain_in_folder() -> None:
+    """Run spectrain as python -m does: modules in the working folder can be imported."""
     sys.path.insert(0, os.getcwd())
     spectrain()
 
@@ -65,18 +65,18 @@ def start(
     """Start a program with these words, in this directory and with these variables, by default those of this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    said = TemporaryDirectory(prefix="spectrain-said-")
+    output = TemporaryDirectory(prefix="spectrain-said-")
     variables = dict(os.environ if environment is None else environment)
-    arguments = (list(words), variables, str(cwd or Path.cwd()), said.name, program)
+    arguments = (list(words), variables, str(cwd or Path.cwd()), output.name, program)
     process = context.Process(target=run, args=arguments)
     process.start()
-    return Command(process, said)
+    return Command(process, output)
 
 
-def run(words: list[str], environment: dict[str, str], cwd: str, said: str, program: Callable[[], None]) -> None:
-    """What the process does."""
+def run(words: list[str], environment: dict[str, str], cwd: str, output: str, program: Callable[[], None]) -> None:
+    """Run the program in the forked process."""
     for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(Path(said, name), os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(Path(output, name), os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)

@@ -10,20 +10,20 @@ from omegaconf import DictConfig
 Compose = Callable[..., DictConfig]
 
 
-def composed_once(compose: Compose) -> Compose:
-    """hydra's `compose`, which for the same words from the package alone gives a copy of what it gave before."""
-    known: dict[tuple[str, ...], DictConfig] = {}
+def compose_once(compose: Compose) -> Compose:
+    """Return hydra's `compose` with a cache: for the same words from the package alone it gives a copy of the first result."""
+    composed: dict[tuple[str, ...], DictConfig] = {}
 
     @wraps(compose)
-    def found(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
+    def compose_or_copy(config_name: str, overrides: Sequence[str] = ()) -> DictConfig:
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None, "compose stands inside initialize_config_module"
-        places = [place.path for place in hydra.config_loader.get_search_path().get_path()]
-        if not all(place is None or place.startswith(("pkg://", "structured://")) for place in places):
+        paths = [path.path for path in hydra.config_loader.get_search_path().get_path()]
+        if not all(path is None or path.startswith(("pkg://", "structured://")) for path in paths):
             return compose(config_name, overrides=list(overrides))  # a folder's files may change
         key = config_name, *overrides
-        if key not in known:
-            known[key] = compose(config_name, overrides=list(overrides))
-        return copy.deepcopy(known[key])
+        if key not in composed:
+            composed[key] = compose(config_name, overrides=list(overrides))
+        return copy.deepcopy(composed[key])
 
-    return found
+    return compose_or_copy

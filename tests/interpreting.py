@@ -11,8 +11,8 @@ from typing import Any
 Names = frozenset[int]
 
 
-def patch_once_a_launch() -> None:
-    """For every kernel that is interpreted from here on; where Triton has no such inner parts any more, nothing is changed."""
+def patch_triton_interpreter() -> None:
+    """Patch the interpreter for later kernels; where Triton has no such inner parts any more, nothing is changed."""
     import triton.language as tl
     from triton.language import core
     from triton.runtime import interpreter
@@ -23,16 +23,16 @@ def patch_once_a_launch() -> None:
     patched: set[Names] = set()  # which modules of Triton's language a function sees, of those that this launch has patched
     launch: Callable[..., Any] = interpreter.GridExecutor.__call__
 
-    def seen(function: Any) -> Names:
+    def list_visible_modules(function: Any) -> Names:
         return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is core)
 
-    def launched(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def launch_grid(executor: Any, *args: Any, **kwargs: Any) -> Any:
         patched.clear()
-        patched.add(seen(executor.fn))
+        patched.add(list_visible_modules(executor.fn))
         return launch(executor, *args, **kwargs)
 
-    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if (names := seen(function.fn)) not in patched:
+    def call_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if (names := list_visible_modules(function.fn)) not in patched:
             interpreter._patch_lang(function.fn)
             patched.add(names)
         try:
@@ -40,5 +40,5 @@ def patch_once_a_launch() -> None:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
-    interpreter.GridExecutor.__call__ = launched
-    interpreter.InterpretedFunction.__call__ = called
+    interpreter.GridExecutor.__call__ = launch_grid
+    interpreter.InterpretedFunction.__call__ = call_function

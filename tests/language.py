@@ -253,14 +253,14 @@ def words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+", name)]
 
 
-def is_one_word(name: str) -> bool:
+def is_single_word(name: str) -> bool:
     """Tell whether a function's name is a single word."""
     return len(words(name)) == 1
 
 
 def is_bare(name: str) -> bool:
     """Tell whether a name is nothing but a participle, a preposition, a pronoun or an adverb."""
-    if not is_one_word(name):
+    if not is_single_word(name):
         return False
     (word,) = words(name)
     if word in NOUNS:
@@ -301,19 +301,19 @@ def is_sentence(text: str) -> bool:
 def print_measures(paths: list[Path]) -> None:
     """Print the measures of some files, with the names that break a rule."""
     names = function_names(paths)
-    single = sorted(name for name in names if is_one_word(name))
-    found = [(path, name) for path in paths for name in identifiers(path) if not DIALECT.isdisjoint(words(name))]
+    single = sorted(name for name in names if is_single_word(name))
+    findings = [(path, name) for path in paths for name in identifiers(path) if not DIALECT.isdisjoint(words(name))]
     print(
         f"one-word function names: {len(single)} of {len(names)} ({len(single) / max(1, len(names)):.0%}): {' '.join(single)}"
     )
     print(f"bare names: {' '.join(sorted(filter(is_bare, names)))}")
     print(f"dialect words per 1,000 identifiers: {dialect_per_thousand(paths):.1f}")
     for path in paths:
-        here = [name for where, name in found if where == path]
-        if here:
-            print(f"  {path}: {len(here)}: {' '.join(sorted(set(here)))}")
+        names_here = [name for file, name in findings if file == path]
+        if names_here:
+            print(f"  {path}: {len(names_here)}: {' '.join(sorted(set(names_here)))}")
 
 
 if __name__ == "__main__":
-    given = [Path(argument) for argument in sys.argv[1:]]
-    print_measures([path for each in given for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])])
+    arguments = [Path(argument) for argument in sys.argv[1:]]
+    print_measures([path for each in arguments for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])])

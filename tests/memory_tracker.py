@@ -30,25 +30,25 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 aten = torch.ops.aten
 
-KNOWN = 1 << 22  # elements up to which values are followed; a float needs them rarely, and weights shall not have any
-KNOWN_FLOATS = 1 << 10
+MAX_FOLLOWED = 1 << 22  # elements up to which values are followed; a float needs them rarely, and weights shall not have any
+MAX_FOLLOWED_FLOATS = 1 << 10
 BLOCK = 512  # bytes: a GPU's allocator gives no less
 
 Shape = tuple[int, ...]
 
 
 def attention_flops(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    """Of scores and of what they weigh, [B, H, T, D] against [B, K, S, D]; masked or not, as torch counts them too."""
+    """Count scores and their weighted sums, [B, H, T, D] against [B, K, S, D]; masked or not, as torch counts them too."""
     return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
 def attention_backward_flops(gradient: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    """Five products, one of which computes the scores again, for two."""
+    """Count the backward: five products, one of which computes the scores again, for two of the forward."""
     return 5 * attention_flops(query, key, value) // 2
 
 
 def documents_flops(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, *args: Any, **kwargs: Any) -> int:
-    """The same of flash attention by its own name: of [B, T, H, D], or of documents [T, H, D] packed from `starts` on."""
+    """Count flash attention by its own name, of [B, T, H, D] or of documents [T, H, D] packed from `starts` on."""
     heads, size = query.shape[-2:]
     lengths = [query.shape[1]] * query.shape[0] if starts is None else starts.diff().tolist()
     return sum(2 * heads * length**2 * (size + value.shape[-1]) for length in lengths)
@@ -63,12 +63,12 @@ def linear_flops(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
-def added_flops(total: Shape, left: Shape, right: Shape, *args: Any, **kwargs: Any) -> int:
+def addmm_flops(total: Shape, left: Shape, right: Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * math.prod(left) * right[1]
 
 
 FORMULAS: dict[Any, Any] = {
-    aten.addmm: added_flops,
+    aten.addmm: addmm_flops,
     aten._scaled_dot_product_flash_attention: attention_flops,
     aten._scaled_dot_product_efficient_attention: attention_flops,
     aten._scaled_dot_product_cudnn_attention: attention_flops,
@@ -95,8 +95,8 @@ EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.defau
 class Storage:
     """One storage, for as long as a tensor is left that uses it."""
 
-    def __init__(self, tracker: MemoryTracker, size: int, known: bool, part: str) -> None:
-        self.tracker, self.known, self.index = tracker, known, len(tracker.sizes)
+    def __init__(self, tracker: MemoryTracker, size: int, has_values: bool, part: str) -> None:
+        self.tracker, self.has_values, self.index = tracker, has_values, len(tracker.sizes)
         tracker.sizes.append(size)
         tracker.parts.append(part)
         tracker.events.append(self.index)
@@ -116,8 +116,8 @@ class FakeTensor(Tensor):
     def __new__(cls, inner: Tensor, held: Storage) -> FakeTensor:
         size, stride, offset = inner.shape, inner.stride(), inner.storage_offset()
         wrapper: Any = Tensor._make_wrapper_subclass
-        found: FakeTensor = wrapper(cls, size, stride, offset, dtype=inner.dtype, device="cpu")
-        return found
+        tensor: FakeTensor = wrapper(cls, size, stride, offset, dtype=inner.dtype, device="cpu")
+        return tensor
 
     def __init__(self, inner: Tensor, held: Storage) -> None:
         self.body, self.held = inner, held
@@ -130,8 +130,8 @@ class FakeTensor(Tensor):
         return tracker.__torch_dispatch__(func, types, args, kwargs)
 
     @property
-    def is_known(self) -> bool:
-        return self.held.known and self.body.device.type == "cpu"
+    def has_values(self) -> bool:
+        return self.held.has_values and self.body.device.type == "cpu"
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -151,12 +151,12 @@ class FakeTensor(Tensor):
         self.body, self.held = other.body, other.held
 
     def tolist(self) -> Any:
-        if not self.is_known and self.dtype.is_floating_point and self.dim() < 2:  # like `float` of each
+        if not self.has_values and self.dtype.is_floating_point and self.dim() < 2:  # like `float` of each
             return torch.ones(self.shape).tolist()
         return self.numpy().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        if not self.is_known:
+        if not self.has_values:
             raise RuntimeError("planning: its training step reads values that only a real run has")
         with _disable_current_modes():
             return self.body.numpy()
@@ -176,7 +176,7 @@ class FakeTensor(Tensor):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """What is held at every moment, by part, and the FLOPs done, by phase."""
+    """Tracks the bytes held at every moment, by part, and the FLOPs done, by phase."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class MemoryTracker(TorchDispatchMode):
         self._redirect.__exit__(*error)
 
     @contextmanager
-    def counting(self, phase: str, part: str) -> Iterator[None]:
+    def count_as(self, phase: str, part: str) -> Iterator[None]:
         """Count FLOPs under `phase`, and new storages as `part`."""
         before = self.phase, self.part
         self.phase, self.part = phase, part
@@ -224,57 +224,57 @@ class MemoryTracker(TorchDispatchMode):
         return answer
 
     def peak(self, first: int = 0) -> dict[str, int]:
-        """Bytes by part at the moment, from event `first` on, when most was held."""
+        """Return bytes by part at the moment, from event `first` on, when most was held."""
         now = most = best = 0
         for moment, event in enumerate(self.events):
             now += self.sizes[event] if event >= 0 else -self.sizes[~event]
             if moment >= first and now > most:
                 most, best = now, moment
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for event in self.events[: best + 1]:
             index = event if event >= 0 else ~event
-            found[self.parts[index]] += self.sizes[index] if event >= 0 else -self.sizes[index]
-        return {part: size for part, size in found.most_common() if size}
+            sizes[self.parts[index]] += self.sizes[index] if event >= 0 else -self.sizes[index]
+        return {part: size for part, size in sizes.most_common() if size}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in SELECTING:
-            args = (args[0], self._selected(args[1]), *args[2:])
+            args = (args[0], self._select_rows(args[1]), *args[2:])
         taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = all(_is_known(tensor) for tensor in taken) and sum(map(Tensor.numel, taken)) <= KNOWN
-        known = known and func not in EMPTY
+        has_values = all(_has_values(tensor) for tensor in taken) and sum(map(Tensor.numel, taken)) <= MAX_FOLLOWED
+        has_values = has_values and func not in EMPTY
         wrappers: dict[int, FakeTensor] = {}
 
         def inner(value: Any) -> Any:
-            found = value.body if isinstance(value, FakeTensor) else value
-            if isinstance(value, Tensor) and not known:
-                found = _unreal(found)
+            body = value.body if isinstance(value, FakeTensor) else value
+            if isinstance(value, Tensor) and not has_values:
+                body = _to_meta(body)
             if isinstance(value, FakeTensor):
-                wrappers[id(found)] = value
-            return found
+                wrappers[id(body)] = value
+            return body
 
         plain, options = tree_map(inner, args), tree_map(inner, kwargs)
-        if not known and func._schema.is_mutable:
-            self._forget(func, args, kwargs)
-        if known and not self._is_large(func, taken, plain, options):
+        if not has_values and func._schema.is_mutable:
+            self._forget_values(func, args, kwargs)
+        if has_values and not self._is_large(func, taken, plain, options):
             out = func(*plain, **options)
         else:
-            out = self._faked(func, tree_map(_unreal, plain), tree_map(_unreal, options))
-        result = tree_map(lambda value: self._wrapped(value, wrappers, func) if isinstance(value, Tensor) else value, out)
+            out = self._run_fake(func, tree_map(_to_meta, plain), tree_map(_to_meta, options))
+        result = tree_map(lambda value: self._wrap_output(value, wrappers, func) if isinstance(value, Tensor) else value, out)
         if func._overloadpacket in self.formulas:
             self.flops[self.phase] += self.formulas[func._overloadpacket](*args, **kwargs, out_val=result)
         return result
 
     def _is_large(self, func: Any, taken: list[Tensor], args: Any, kwargs: Any) -> bool:
-        """Whether something made from nothing, whose size only its fake tells, is too large to follow its values."""
+        """Tell whether a new tensor, whose size only its fake tells, is too large to follow its values."""
         if taken or "device" not in kwargs:
             return False
         nobody = {"generator": None} if "generator" in kwargs else {}
-        made = func(*args, **{**kwargs, **nobody, "device": "meta"})
-        return not _may_be_known(made)
+        output = func(*args, **{**kwargs, **nobody, "device": "meta"})
+        return not _may_have_values(output)
 
-    def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation gives of unknown values; the most, where that hangs on them."""
+    def _run_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation on unknown values; the largest, where the size depends on them."""
         first: Any = args[0] if args else None
         if func is aten._local_scalar_dense.default:
             return True if first.dtype == torch.bool else 1.0 if first.is_floating_point() else 1
@@ -290,7 +290,7 @@ class MemoryTracker(TorchDispatchMode):
             return kwargs["out"]
         return func(*args, **kwargs)
 
-    def _wrapped(self, out: Tensor, wrappers: dict[int, FakeTensor], func: Any) -> Tensor:
+    def _wrap_output(self, out: Tensor, wrappers: dict[int, FakeTensor], func: Any) -> Tensor:
         if id(out) in wrappers:  # it was written to in place
             wrappers[id(out)].body = out
             return wrappers[id(out)]
@@ -298,46 +298,48 @@ class MemoryTracker(TorchDispatchMode):
         for taken in wrappers.values():
             if taken.body.untyped_storage()._cdata == storage._cdata:
                 return FakeTensor(out, taken.held)
-        known, size = out.device.type == "cpu", storage.nbytes()
-        if known and not _may_be_known(out):
-            out, known = _unreal(out), False
+        has_values, size = out.device.type == "cpu", storage.nbytes()
+        if has_values and not _may_have_values(out):
+            out, has_values = _to_meta(out), False
         part = self.part
         if func is torch.ops.mkldnn._reorder_linear_weight.default:
             part = "packed copies of weights"
         elif out.dim() > 1 and out.shape[-1] in self.vocabularies:
             part = "logits"
-        return FakeTensor(out, Storage(self, -(-size // BLOCK) * BLOCK if self.device.type == "cuda" else size, known, part))
+        return FakeTensor(
+            out, Storage(self, -(-size // BLOCK) * BLOCK if self.device.type == "cuda" else size, has_values, part)
+        )
 
-    def _selected(self, indices: Any) -> list[Any]:
-        """Masks as the numbers of the rows that they select."""
-        found: list[Any] = []
+    def _select_rows(self, indices: Any) -> list[Any]:
+        """Return masks as the numbers of the rows that they select."""
+        rows: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
-                found += index.nonzero().unbind(1)
+                rows += index.nonzero().unbind(1)
             else:
-                found.append(index)
-        return found
+                rows.append(index)
+        return rows
 
-    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What is written to with unknown values is known no more, nor is anything that shares its storage."""
+    def _forget_values(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Forget the values of tensors that unknown values are written to, and of all that share their storage."""
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 for leaf in tree_leaves(value):
                     if isinstance(leaf, FakeTensor):
-                        leaf.held.known = False
+                        leaf.held.has_values = False
 
 
-def _is_known(tensor: Tensor) -> bool:
-    return tensor.is_known if isinstance(tensor, FakeTensor) else tensor.device.type == "cpu"
+def _has_values(tensor: Tensor) -> bool:
+    return tensor.has_values if isinstance(tensor, FakeTensor) else tensor.device.type == "cpu"
 
 
-def _may_be_known(tensor: Tensor) -> bool:
-    return tensor.numel() <= (KNOWN_FLOATS if tensor.is_floating_point() else KNOWN)
+def _may_have_values(tensor: Tensor) -> bool:
+    return tensor.numel() <= (MAX_FOLLOWED_FLOATS if tensor.is_floating_point() else MAX_FOLLOWED)
 
 
-def _unreal(value: Any) -> Any:
-    """A fake of a tensor on the device "meta", and that device for any other."""
+def _to_meta(value: Any) -> Any:
+    """Return a fake of a tensor on the device "meta", and that device for any other."""
     if isinstance(value, torch.device):
         return torch.device("meta")
     if not isinstance(value, Tensor) or value.device.type == "meta":
@@ -346,7 +348,7 @@ def _unreal(value: Any) -> Any:
 
 
 class _Redirect(TorchFunctionMode):
-    """What a planned GPU would do, where torch without one would refuse, or do it as a CPU does."""
+    """Does what a planned GPU would do, where torch without one would refuse, or do it as a CPU does."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -356,7 +358,7 @@ class _Redirect(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.device.type == "cuda" and func is not torch.device:
             if any(map(self._is_planned, (*args, *kwargs.values()))):
-                args, kwargs = tuple(map(self._here, args)), {key: self._here(value) for key, value in kwargs.items()}
+                args, kwargs = tuple(map(self._to_cpu, args)), {key: self._to_cpu(value) for key, value in kwargs.items()}
             if func is F.scaled_dot_product_attention:
                 return _gpu_attention(*args, **kwargs)
             if func is F.rms_norm:
@@ -366,7 +368,7 @@ class _Redirect(TorchFunctionMode):
     def _is_planned(self, value: Any) -> bool:
         return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value[:4] == "cuda")
 
-    def _here(self, value: Any) -> Any:
+    def _to_cpu(self, value: Any) -> Any:
         return torch.device("cpu") if self._is_planned(value) else value
 
 
@@ -380,8 +382,8 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Fused attention as a GPU has it: flash attention, and with a mask or in float32 the memory-efficient kernel; for a mask
-    with grouped heads cuDNN's, which `fused_attention` leaves nobody. None of them holds the scores.
+    """Run fused attention as a GPU has it: flash attention, and with a mask or in float32 the memory-efficient kernel; for a
+    mask with grouped heads cuDNN's, which `fused_attention` leaves nobody. None of them holds the scores.
     """
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
@@ -401,15 +403,15 @@ def _gpu_attention(
 
 
 def _gpu_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One kernel where the dtypes agree, as on a GPU; otherwise torch composes it."""
+    """Run one kernel where the dtypes agree, as on a GPU; otherwise torch composes it."""
     if weight is not None and weight.dtype != input.dtype:
         return torch.rms_norm(input, normalized_shape, weight, eps)
     return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
 
 
 @contextmanager
-def autocasting(dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast of a GPU that need not be here: a CPU's does the work, and code that asks hears that the GPU's is on."""
+def enable_autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """Enable autocast of a GPU that need not be here: a CPU's does the work, and torch reports the GPU's as enabled."""
     if dtype is None:
         yield
         return

@@ -20,8 +20,8 @@ import pytest
 Case = tuple[str, dict[str, Any]]  # the id of a test, its parameters
 
 
-def flat(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every parameter and its value; of a named tuple its fields."""
+def flatten_parameters(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every parameter and its value, and instead of a named tuple its fields."""
     for key, value in parameters.items():
         if hasattr(value, "_asdict"):
             yield from value._asdict().items()
@@ -30,43 +30,46 @@ def flat(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def sample(cases: Sequence[Case], keep: int, free: Sequence[str] = (), cost: Callable[..., float] | None = None) -> set[str]:
-    """The ids of at least `keep` cases, the first among them, in which every value of every parameter occurs."""
-    values = {name: {(key, repr(value)) for key, value in flat(parameters) if key not in free} for name, parameters in cases}
+    """Return the ids of at least `keep` cases, the first among them, in which every value of every parameter occurs."""
+    values = {
+        name: {(key, repr(value)) for key, value in flatten_parameters(parameters) if key not in free}
+        for name, parameters in cases
+    }
     price = {name: cost(**parameters) if cost else 1.0 for name, parameters in cases}
-    kept = [cases[0][0]]
-    missing = set[Any]().union(*values.values()) - values[kept[0]]
+    sampled = [cases[0][0]]
+    missing = set[Any]().union(*values.values()) - values[sampled[0]]
     others = sorted((name for name, _ in cases[1:]), key=lambda name: (crc32(name.encode()), name))
-    while others and (missing or len(kept) < keep):
+    while others and (missing or len(sampled) < keep):
         best = max(others, key=lambda name: (len(values[name] & missing) / price[name], -price[name]))
-        kept.append(best)
+        sampled.append(best)
         others.remove(best)
         missing -= values[best]
-    return set(kept)
+    return set(sampled)
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cases of one choice on each axis, few of them, in which every two choices on different axes meet."""
+    """Return few cases with a choice on each axis, in which every two choices on different axes meet."""
     draw = random.Random(0)
 
-    def pairs(choices: tuple[Any, ...]) -> set[Any]:
+    def list_pairs(choices: tuple[Any, ...]) -> set[Any]:
         return set(combinations(enumerate(choices), 2))
 
     indexed = [[(axis, value) for value in values] for axis, values in enumerate(axes)]
-    left = {pair for one, other in combinations(indexed, 2) for pair in product(one, other)}
+    left = {pair for first, second in combinations(indexed, 2) for pair in product(first, second)}
     cases = []
     while left:
-        drawn = [tuple(draw.choice(values) for values in axes) for _ in range(60)]
-        best = list(max(drawn, key=lambda choices: len(pairs(choices) & left)))
-        if not pairs(tuple(best)) & left:
+        candidates = [tuple(draw.choice(values) for values in axes) for _ in range(60)]
+        best = list(max(candidates, key=lambda choices: len(list_pairs(choices) & left)))
+        if not list_pairs(tuple(best)) & left:
             for axis, value in min(left, key=repr):
                 best[axis] = value
-        left -= pairs(tuple(best))
+        left -= list_pairs(tuple(best))
         cases.append(tuple(best))
     return cases
 
 
-def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
-    """Of tests that are sweeps, mark as slow what is in no sample."""
+def mark_unsampled(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases of sweeps that are in no sample as slow."""
     sweeps = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
@@ -74,7 +77,7 @@ def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
     for cases in sweeps.values():
         mark = cases[0].get_closest_marker("sweep")
         assert mark is not None
-        kept = sample([(case.nodeid, case.callspec.params) for case in cases], *mark.args, **mark.kwargs)
+        sampled = sample([(case.nodeid, case.callspec.params) for case in cases], *mark.args, **mark.kwargs)
         for case in cases:
-            if case.nodeid not in kept:
+            if case.nodeid not in sampled:
                 case.add_marker(pytest.mark.slow)

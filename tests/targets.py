@@ -11,8 +11,8 @@ from spectrain.models.target import Target
 
 
 def cut_tiny(num_layers: int) -> Target:
-    """The tiny target's first layers, its final norm and its head; its path is the whole one's. With three layers its answers
-    are as varied as the whole one's, with four or more they repeat themselves."""
+    """Return the tiny target's first layers, its final norm and its head; its path is the full target's. With three layers its
+    answers are as varied as the full target's, with four or more they repeat themselves."""
     target = load_tiny()
     target.decoder.layers = target.layers[:num_layers]
     target.config.num_hidden_layers = num_layers

@@ -12,15 +12,15 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "Dockerfile").read_text()
 
 
-def linted(path: Path) -> "subprocess.CompletedProcess[str]":
-    """hadolint's verdict, from the environment's own folder or the path."""
+def run_linter(path: Path) -> "subprocess.CompletedProcess[str]":
+    """Run hadolint, from the environment's own folder or the path."""
     program = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
     assert program, "pip install spectrain[dev] brings hadolint"
     return subprocess.run([program, "--no-color", str(path)], capture_output=True, text=True, timeout=60)
 
 
 def test_the_linter_finds_nothing() -> None:
-    done = linted(ROOT / "Dockerfile")
+    done = run_linter(ROOT / "Dockerfile")
     assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
 
 
@@ -37,11 +37,11 @@ def test_the_linter_finds_faults(tmp_path: Path, was: str, becomes: str, rule: s
     """A fault in this very file is named."""
     assert was in TEXT
     (tmp_path / "Dockerfile").write_text(TEXT.replace(was, becomes))
-    done = linted(tmp_path / "Dockerfile")
+    done = run_linter(tmp_path / "Dockerfile")
     assert done.returncode != 0 and rule in done.stdout
 
 
-def test_versions_are_pinned_in_one_place() -> None:
+def test_versions_are_pinned() -> None:
     """The base has a tag of numbers, its torch suits, and the rest comes from constraints.txt."""
     (tag,) = re.findall(r"^ARG PYTORCH=(\d+\.\d+)\.\d+-cuda\d+\.\d+-cudnn\d+-runtime$", TEXT, re.MULTILINE)
     (least,) = re.findall(r'"torch>=(\d+\.\d+)"', (ROOT / "pyproject.toml").read_text())
@@ -54,7 +54,7 @@ def test_versions_are_pinned_in_one_place() -> None:
 
 def test_extras_exist() -> None:
     """Every extra that is named here is one of the package's."""
-    named = {extra for found in re.findall(r"EXTRAS=([a-z,]+)", TEXT) for extra in found.split(",")}
+    named = {extra for extras in re.findall(r"EXTRAS=([a-z,]+)", TEXT) for extra in extras.split(",")}
     declared = (ROOT / "pyproject.toml").read_text()
     assert named and all(re.search(f"^{extra} = \\[", declared, re.MULTILINE) for extra in named)
 

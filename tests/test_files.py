@@ -1,4 +1,4 @@
-"""Files and folders are there whole or not at all."""
+"""Files and folders are written completely or not at all."""
 
 import errno
 import os
@@ -11,58 +11,58 @@ from spectrain.errors import UserError
 from spectrain.files import atomic_write, explain_full_disk, write_text
 
 
-class Killed(BaseException):
+class ProcessKilled(BaseException):
     """Stands for what ends the writer."""
 
 
-def names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def fill(scratch: Path, folder: bool, text: str) -> None:
+def write_content(scratch: Path, folder: bool, text: str) -> None:
     (scratch / "inside" if folder else scratch).write_text(text)
 
 
-def content(place: Path, folder: bool) -> str:
-    return (place / "inside" if folder else place).read_text()
+def read_content(path: Path, folder: bool) -> str:
+    return (path / "inside" if folder else path).read_text()
 
 
 @pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("before", [None, "old"])
-@pytest.mark.parametrize("failure", [None, Killed(), OSError(errno.ENOSPC, "full"), ValueError("other")], ids=str)
-def test_what_is_written_is_whole_or_as_before(tmp_path: Path, folder: bool, before: str | None, failure: Any) -> None:
-    """Whatever ends the writing, there is the new content, or the old, and nothing beside it."""
-    place = tmp_path / "place"
+@pytest.mark.parametrize("failure", [None, ProcessKilled(), OSError(errno.ENOSPC, "full"), ValueError("other")], ids=str)
+def test_what_is_written_is_complete_or_as_before(tmp_path: Path, folder: bool, before: str | None, failure: Any) -> None:
+    """Whatever ends the writing, there is the new content or the old, and no other file."""
+    path = tmp_path / "place"
     if before is not None:
-        with atomic_write(place, folder) as scratch:
-            fill(scratch, folder, before)
+        with atomic_write(path, folder) as scratch:
+            write_content(scratch, folder, before)
     try:
-        with atomic_write(place, folder) as scratch:
-            fill(scratch, folder, "new")
-            assert names(tmp_path) == sorted([*(["place"] if before else []), scratch.name])
+        with atomic_write(path, folder) as scratch:
+            write_content(scratch, folder, "new")
+            assert list_names(tmp_path) == sorted([*(["place"] if before else []), scratch.name])
             if failure is not None:
                 raise failure
-    except (Killed, UserError, ValueError) as error:
+    except (ProcessKilled, UserError, ValueError) as error:
         assert isinstance(error, UserError) == isinstance(failure, OSError)
-        assert not isinstance(error, UserError) or str(error).startswith(f"{place}: the disk is full")
+        assert not isinstance(error, UserError) or str(error).startswith(f"{path}: the disk is full")
     expected = before if failure is not None else "new"
-    assert names(tmp_path) == ([] if expected is None else ["place"])
-    assert expected is None or content(place, folder) == expected
+    assert list_names(tmp_path) == ([] if expected is None else ["place"])
+    assert expected is None or read_content(path, folder) == expected
 
 
 def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in a folder, and the folder, is synchronised while the old content still has the name."""
-    place, seen = tmp_path / "place", []
+    path, synced = tmp_path / "place", []
     sync = os.fsync
 
-    def watched(handle: int) -> None:
-        seen.append((os.path.basename(os.readlink(f"/proc/self/fd/{handle}")), place.exists()))
+    def record_sync(handle: int) -> None:
+        synced.append((os.path.basename(os.readlink(f"/proc/self/fd/{handle}")), path.exists()))
         sync(handle)
 
-    monkeypatch.setattr(os, "fsync", watched)
-    with atomic_write(place, folder=True) as scratch:
-        fill(scratch, True, "new")
-    assert seen == [("inside", False), ("place.part", False), (tmp_path.name, True)]
+    monkeypatch.setattr(os, "fsync", record_sync)
+    with atomic_write(path, folder=True) as scratch:
+        write_content(scratch, True, "new")
+    assert synced == [("inside", False), ("place.part", False), (tmp_path.name, True)]
 
 
 def test_what_a_kill_left_is_overwritten(tmp_path: Path) -> None:
@@ -71,13 +71,13 @@ def test_what_a_kill_left_is_overwritten(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "husk").write_text("half")
     with atomic_write(tmp_path / "place", folder=True) as scratch:
-        fill(scratch, True, "new")
-    assert names(tmp_path) == ["place"] and names(tmp_path / "place") == ["inside"]
+        write_content(scratch, True, "new")
+    assert list_names(tmp_path) == ["place"] and list_names(tmp_path / "place") == ["inside"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_is_one_sentence(tmp_path: Path, number: int) -> None:
-    """It names the file and says what to do; another error stays as it is."""
+def test_a_full_disk_is_a_single_sentence(tmp_path: Path, number: int) -> None:
+    """The error names the file and says what to do; another error stays as it is."""
     with (
         pytest.raises(UserError, match=r"here: the disk is full.*free some space and try"),
         explain_full_disk(Path("here"), "try"),
@@ -92,8 +92,8 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, number: int) -> None:
 def test_folders_made_for_what_failed_are_gone(tmp_path: Path) -> None:
     """A refused folder leaves no empty ones above it; those that were there or hold something stay."""
     (tmp_path / "there").mkdir()
-    for place in (tmp_path / "run" / "eval" / "heldout", tmp_path / "there" / "eval" / "heldout"):
-        with pytest.raises(ValueError), atomic_write(place, folder=True):
+    for path in (tmp_path / "run" / "eval" / "heldout", tmp_path / "there" / "eval" / "heldout"):
+        with pytest.raises(ValueError), atomic_write(path, folder=True):
             raise ValueError
     assert [path.name for path in tmp_path.rglob("*")] == ["there"]
     with pytest.raises(ValueError), atomic_write(tmp_path / "run" / "eval" / "heldout", folder=True):

@@ -1,4 +1,4 @@
-"""What the house promises: imports point one way, names are said once, and functions fit on a screen."""
+"""Rules of the code base: imports point to lower levels, class names are unique, and functions fit on a screen."""
 
 import ast
 from collections import Counter, defaultdict
@@ -36,7 +36,7 @@ ROOMS = (
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 PLAIN = {"base", "capabilities", "context", "__init__"}  # modules in drafters/ that are no family
 
-ONE_PROGRAM = {
+SINGLE_PROGRAM = {
     "kernels/row_kl.py:_row_kl_kernel",
     "kernels/tree_attention.py:_split_kernel",
     "kernels/tree_recursive.py:_reject_kernel",
@@ -68,7 +68,7 @@ CONFIGURED = {
 
 
 @cache
-def sources(folder: str) -> list[Path]:
+def list_sources(folder: str) -> list[Path]:
     return [path for path in (ROOT / folder).rglob("*.py") if not any(part.is_symlink() for part in path.parents)]
 
 
@@ -78,11 +78,11 @@ def tree(path: Path) -> ast.Module:
 
 
 def code() -> list[Path]:
-    return [path for folder in CODE for path in sources(folder)]
+    return [path for folder in CODE for path in list_sources(folder)]
 
 
 def inside(path: Path) -> str:
-    """A file's place in the package, such as models/target.py."""
+    """Return a file's path in the package, such as models/target.py."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts[1:] if parts[0] == "spectrain" else parts)
 
@@ -93,21 +93,21 @@ def room_of(path: Path) -> str:
 
 @cache
 def imports(path: Path) -> set[str]:
-    """The modules of ours that a file imports, local and type-only imports too, without the `spectrain.`."""
+    """Return the modules of ours that a file imports, local and type-only imports too, without the `spectrain.`."""
     package = ["spectrain", *inside(path).split("/")[:-1]]
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    return {name.removeprefix("spectrain.") for name in found if name.startswith("spectrain.")}
+            modules |= {f"{module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("spectrain.") for name in modules if name.startswith("spectrain.")}
 
 
-def edges() -> Iterator[tuple[Path, str]]:
-    """Every file and the other rooms that it imports from."""
+def list_edges() -> Iterator[tuple[Path, str]]:
+    """Yield every file with each other room that it imports from."""
     for path in code():
         for name in sorted({name.split(".")[0] for name in imports(path)}):
             room = name if name in LEVEL else "__init__"
@@ -115,22 +115,22 @@ def edges() -> Iterator[tuple[Path, str]]:
                 yield path, room
 
 
-def test_every_room_has_its_place() -> None:
+def test_every_room_has_a_level() -> None:
     """A new room needs a line in ROOMS; few modules stand beside the rooms."""
     assert {room_of(path) for path in code()} <= LEVEL.keys()
     assert len([path for path in (ROOT / "spectrain").glob("*.py")]) <= 6
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_to_lower_levels() -> None:
     """Each file imports from rooms on its own line or on an earlier one."""
-    wrong = {f"{inside(path)} -> {room}" for path, room in edges() if LEVEL[room] > LEVEL[room_of(path)]}
+    wrong = {f"{inside(path)} -> {room}" for path, room in list_edges() if LEVEL[room] > LEVEL[room_of(path)]}
     assert not wrong, sorted(wrong)
 
 
 def test_rooms_have_no_cycles() -> None:
     """Those on one line, too, may not import each other both ways."""
     rooms: dict[str, set[str]] = defaultdict(set)
-    for path, room in edges():
+    for path, room in list_edges():
         if LEVEL[room] >= 2:
             rooms[room_of(path)].add(room)
     try:
@@ -140,70 +140,72 @@ def test_rooms_have_no_cycles() -> None:
 
 
 def test_kernels_stand_alone() -> None:
-    for path in sources("kernels"):
+    for path in list_sources("kernels"):
         assert all(name.startswith("kernels.") for name in imports(path)), path
 
 
-def families() -> set[str]:
+def list_families() -> set[str]:
     return {path.stem for path in (ROOT / "spectrain" / "drafters").glob("*.py")} - PLAIN
 
 
 def test_families_are_apart() -> None:
     """No family imports another one, nor does what they share, or their contract, import any."""
-    for path in sources("spectrain/drafters"):
-        others = {f"drafters.{family}" for family in families() - {path.stem}}
-        found = {".".join(name.split(".")[:2]) for name in imports(path)}
-        assert not others & found, path
+    for path in list_sources("spectrain/drafters"):
+        others = {f"drafters.{family}" for family in list_families() - {path.stem}}
+        modules = {".".join(name.split(".")[:2]) for name in imports(path)}
+        assert not others & modules, path
 
 
 @pytest.mark.parametrize("room", ["training", "data", "features", "decoding"])
 def test_no_family_is_named(room: str) -> None:
     """What trains, feeds and runs drafters neither imports a family nor asks for one by its name."""
-    for path in sources(f"spectrain/{room}"):
-        found = {".".join(name.split(".")[:2]) for name in imports(path)}
-        assert not {f"drafters.{family}" for family in families()} & found, path
-        said = {node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        assert not families() & said, path
+    for path in list_sources(f"spectrain/{room}"):
+        modules = {".".join(name.split(".")[:2]) for name in imports(path)}
+        assert not {f"drafters.{family}" for family in list_families()} & modules, path
+        strings = {
+            node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not list_families() & strings, path
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Every function of ours, as path:Class.name."""
+def list_functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield every function of ours, as path:Class.name."""
 
-    def within(node: ast.AST, name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    def walk_functions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield f"{name}{child.name}", child
             inner = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            yield from within(child, f"{name}{child.name}." if inner else name)  # type: ignore[attr-defined]
+            yield from walk_functions(child, f"{name}{child.name}." if inner else name)  # type: ignore[attr-defined]
 
     for path in code():
-        yield from within(tree(path), f"{inside(path)}:")
+        yield from walk_functions(tree(path), f"{inside(path)}:")
 
 
 def test_functions_take_few_parameters() -> None:
     """Eight at most, outside of kernels: past that, a type is missing."""
-    found = set()
-    for name, node in functions():
+    long = set()
+    for name, node in list_functions():
         if name.startswith("kernels/"):
             continue
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         if sum(argument.arg not in ("self", "cls") for argument in arguments) > 8:
-            found.add(name)
+            long.add(name)
     allowed = IMPOSED | {"models/loading.py:load_hf"} | {f"{name}.__init__" for name in CONFIGURED}
-    assert found == allowed, sorted(found ^ allowed)
+    assert long == allowed, sorted(long ^ allowed)
 
 
 def test_functions_fit_on_a_screen() -> None:
     """None has more than 60 lines, and one in a hundred at most more than 45; descriptions of settings in a signature are not
     counted."""
-    lengths = {name: (node.end_lineno or 0) - node.body[0].lineno + 2 for name, node in functions()}
+    lengths = {name: (node.end_lineno or 0) - node.body[0].lineno + 2 for name, node in list_functions()}
     long = {name for name, length in lengths.items() if length > 60}
-    assert long == ONE_PROGRAM, sorted(long ^ ONE_PROGRAM)
+    assert long == SINGLE_PROGRAM, sorted(long ^ SINGLE_PROGRAM)
     lengthy = {name for name, length in lengths.items() if length > 45}
-    assert len(lengthy - ONE_PROGRAM) <= 0.01 * len(lengths), sorted(lengthy)
+    assert len(lengthy - SINGLE_PROGRAM) <= 0.01 * len(lengths), sorted(lengthy)
 
 
-def test_class_names_are_said_once() -> None:
+def test_class_names_are_unique() -> None:
     counts = Counter(node.name for path in code() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
-    twice = {name for name, count in counts.items() if count > 1}
-    assert not twice, sorted(twice)
+    repeated = {name for name, count in counts.items() if count > 1}
+    assert not repeated, sorted(repeated)

@@ -9,22 +9,22 @@ from pathlib import Path
 
 from spectrain.config.choices import list_constructors
 from spectrain.config.signatures import list_keys
-from tests.language import dialect_per_thousand, function_names, is_bare, is_one_word, is_sentence
+from tests.language import dialect_per_thousand, function_names, is_bare, is_sentence, is_single_word
 from tests.test_house import ROOT, code, imports, inside
 
-MAX_ONE_WORD = 0.10  # share of the distinct function names that are one word
+MAX_SINGLE_WORD = 0.10  # share of the distinct function names that are one word
 BARE = {"to"}  # the only bare names: `to` moves tensors, as in torch
 MAX_DIALECT = 1  # dialect words per 1,000 identifiers
 
 
-def find_module(imported: str, modules: Mapping[str, Path]) -> str:
+def find_module(imported: str, paths: Mapping[str, Path]) -> str:
     """Return the module whose name, or a name in it, is imported; "" where it is none of these."""
-    while imported and imported not in modules:
+    while imported and imported not in paths:
         imported = imported.rpartition(".")[0]
     return imported
 
 
-def modules() -> dict[str, set[str]]:
+def map_imports() -> dict[str, set[str]]:
     """Map every module to the modules that it imports, local and type-only imports counted."""
     names = {inside(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in code()}
     return {name: {find_module(each, names) for each in imports(path)} - {name, ""} for name, path in names.items()}
@@ -32,7 +32,7 @@ def modules() -> dict[str, set[str]]:
 
 def test_function_names_are_verbs_with_objects() -> None:
     names = function_names(code())
-    assert sum(map(is_one_word, names)) / len(names) <= MAX_ONE_WORD
+    assert sum(map(is_single_word, names)) / len(names) <= MAX_SINGLE_WORD
 
 
 def test_no_more_bare_names() -> None:
@@ -52,7 +52,7 @@ def test_settings_are_described_by_sentences() -> None:
 
 def test_no_file_imports_in_a_circle() -> None:
     """Imports inside functions and for types count too."""
-    TopologicalSorter(modules()).prepare()
+    TopologicalSorter(map_imports()).prepare()
 
 
 def test_core_never_imports_experimental() -> None:

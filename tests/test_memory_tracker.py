@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.fast import pack_linears
-from tests.memory_tracker import FORMULAS, MemoryTracker, autocasting
+from tests.memory_tracker import FORMULAS, MemoryTracker, enable_autocast
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Block(nn.Module):
-    """Attention with grouped heads over a sequence, and an output layer at some of its places."""
+    """Attention with grouped heads over a sequence, and an output layer at some of its positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,18 +34,18 @@ class Block(nn.Module):
         return self.head(attended.transpose(1, 2).flatten(2)[chosen]).log_softmax(-1)
 
 
-def step() -> Tensor:
-    """One training step; what it gives has as many rows as places were chosen."""
+def train_step() -> Tensor:
+    """Run a training step; return log-probabilities with a row for each chosen position."""
     model, tokens = Block(), torch.arange(3 * 40).view(3, 40) % 50
     optimizer = torch.optim.AdamW(model.parameters())
-    said = model(tokens, tokens > 20)
-    said.logsumexp(-1).sum().backward()
+    log_probs = model(tokens, tokens > 20)
+    log_probs.logsumexp(-1).sum().backward()
     optimizer.step()
-    return said
+    return log_probs
 
 
-def really_held(work: Callable[[], object]) -> int:
-    """Peak bytes by the allocator's own account."""
+def measure_peak(work: Callable[[], object]) -> int:
+    """Return the peak bytes by the allocator's own account."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     now = most = 0
@@ -58,25 +58,25 @@ def really_held(work: Callable[[], object]) -> int:
 def test_a_fake_tensor_has_the_shape_memory_and_flops_of_the_real_thing() -> None:
     """The same rows are selected; bytes agree with the allocator within what kernels need inside, FLOPs exactly."""
     with MemoryTracker(CPU) as tracker:
-        faked = step()
+        fake = train_step()
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        real = step()
-    assert faked.shape == real.shape
+        real = train_step()
+    assert fake.shape == real.shape
     assert sum(tracker.flops.values()) == counter.get_total_flops() > 0
     del real
-    assert sum(tracker.peak().values()) == pytest.approx(really_held(step), rel=0.05)
+    assert sum(tracker.peak().values()) == pytest.approx(measure_peak(train_step), rel=0.05)
 
 
 def test_all_is_given_back() -> None:
-    """When nothing is left, nothing is held."""
+    """When no tensor is left, no memory is held."""
     with MemoryTracker(CPU) as tracker:
-        step()
+        train_step()
     assert sum(tracker.sizes[event] if event >= 0 else -tracker.sizes[~event] for event in tracker.events) == 0
 
 
 def test_a_gpu_is_planned_where_there_is_none() -> None:
     """Tensors say that they are on it, autocast casts, a mask is stored in half precision, and memory comes in blocks."""
-    with MemoryTracker(GPU) as tracker, autocasting(torch.bfloat16):
+    with MemoryTracker(GPU) as tracker, enable_autocast(torch.bfloat16):
         x = torch.empty(1, 4, 8, 16, device=GPU)
         assert x.device == GPU and x.is_cuda and F.linear(x, torch.empty(3, 16)).dtype == torch.bfloat16
         mask = torch.ones(8, 8, dtype=torch.bool, device=x.device).tril()
@@ -84,8 +84,8 @@ def test_a_gpu_is_planned_where_there_is_none() -> None:
     assert all(size % 512 == 0 for size in tracker.sizes)
 
 
-def test_values_are_followed_as_long_as_they_are_known() -> None:
-    """Counts and masks of known tokens are real; what unknown values were written into is known no more, its views neither."""
+def test_values_are_followed_until_unknown_ones_are_written() -> None:
+    """Counts and masks of known tokens are real; a tensor is unknown after a write of unknown values, and so are its views."""
     with MemoryTracker(CPU) as tracker:
         tokens = torch.tensor([3, 0, 5, 0])
         weight = torch.empty(4)
@@ -99,7 +99,7 @@ def test_values_are_followed_as_long_as_they_are_known() -> None:
 
 
 def test_shared_storages_count_once() -> None:
-    """Views, copies of a module's tied weights and data moved into a parameter."""
+    """Views, copies of a module's tied weights and data moved into a parameter count once."""
     with MemoryTracker(CPU) as tracker:
         weight = nn.Parameter(torch.empty(100, 10))
         views = [weight[:5], weight.t(), weight.detach()]
@@ -124,7 +124,7 @@ def test_packed_copies_of_weights_are_held() -> None:
 def test_packed_documents_count_as_each_of_them(window: int | None) -> None:
     """FLOPs of one launch over all, forward and backward, are those of a launch for each; what follows a window is counted
     masked or not, as ever."""
-    found = []
+    flops = []
     for documents in (((7, 30, 2),), ((7,), (30,), (2,))):
         with MemoryTracker(torch.device("cuda", 0)) as tracker:
             for lengths in documents:
@@ -133,13 +133,13 @@ def test_packed_documents_count_as_each_of_them(window: int | None) -> None:
                     for heads in (4, 2, 2)
                 )
                 causal_attention(q, k, v, lengths, AttentionOptions(window=window)).sum().backward()
-        found.append(tracker.flops["other"])
-    assert found[0] == found[1] == 4 * 16 * 4 * (7**2 + 30**2 + 2**2) * 7 // 2
+        flops.append(tracker.flops["other"])
+    assert flops[0] == flops[1] == 4 * 16 * 4 * (7**2 + 30**2 + 2**2) * 7 // 2
 
 
 def test_sums_of_products_in_another_type_count_as_others() -> None:
     """What is added to float32 at once is as many FLOPs as in one type; torch's own formula stumbles over the type."""
-    found = []
+    flops = []
     for dtype in (torch.float32, torch.bfloat16):
         with MemoryTracker(torch.device("cuda", 0)) as tracker:
             total = torch.zeros(4, 6, device="cuda")
@@ -148,5 +148,5 @@ def test_sums_of_products_in_another_type_count_as_others() -> None:
                 torch.addmm(total, left, right, out=total)
             else:
                 torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-        found.append(tracker.flops["other"])
-    assert found == [2 * 4 * 5 * 6] * 2
+        flops.append(tracker.flops["other"])
+    assert flops == [2 * 4 * 5 * 6] * 2

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.travelling_wheels import is_pure, listed, needed
+from scripts.travelling_wheels import find_requirements, is_pure, read_names
 from tests.test_house import code, tree
 
 ROOT = Path(__file__).parents[1]
@@ -56,16 +56,20 @@ def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"spectrain"}
     assert not [name for name in names if "benchmarks" in name or "embedded_prompts" in name]
-    wanted = ["conf/train.yaml", "conf/recipe/eagle3.yaml", "eval/run.py", "eval/page.html",
+    expected = ["conf/train.yaml", "conf/recipe/eagle3.yaml", "eval/run.py", "eval/page.html",
               "kernels/tree_attention.py", "py.typed", "cli/help.yaml", "cli/completion.bash", "data/conversations.jsonl.gz",
               "data/heldout.jsonl", "data/tiny/model.safetensors"]  # fmt: skip
-    for name in wanted:
+    for name in expected:
         assert f"spectrain/{name}" in names, name
 
 
 def test_wheels_that_travel_are_pure_and_missing_there() -> None:
     """What spectrain needs is followed to what that needs; torch's own needs stay behind, and nothing else is forgotten."""
-    found = needed("spectrain", {})
-    assert {"rich", "transformers", "numpy", "mdurl"} <= set(found) and "torch" not in found and "sympy" not in found
-    assert is_pure(found["rich"]) and not is_pure(found["numpy"])
-    assert listed("Typing_Extensions==4.1\n-e here\nrich==15.0") == {"typing-extensions", "rich"}
+    requirements = find_requirements("spectrain", {})
+    assert (
+        {"rich", "transformers", "numpy", "mdurl"} <= set(requirements)
+        and "torch" not in requirements
+        and "sympy" not in requirements
+    )
+    assert is_pure(requirements["rich"]) and not is_pure(requirements["numpy"])
+    assert read_names("Typing_Extensions==4.1\n-e here\nrich==15.0") == {"typing-extensions", "rich"}

@@ -17,46 +17,50 @@ CASES: list[Case] = [
 ]
 
 
-def values(kept: set[str], key: str) -> set[Any]:
-    return {parameters[key] for name, parameters in CASES if name in kept}
+def list_values(sampled: set[str], key: str) -> set[Any]:
+    return {parameters[key] for name, parameters in CASES if name in sampled}
 
 
 @pytest.mark.parametrize("keep", [1, 4, 20, 54, 99])
 def test_every_value_occurs(keep: int) -> None:
-    """The first case, every value of every parameter but the free ones, and as many cases as are asked for."""
-    kept = sample(CASES, keep, free=("seed",))
-    assert CASES[0][0] in kept and values(kept, "size") == {1, 5, 64} and values(kept, "tree") == {"chain", "star"}
-    assert len(kept) == min(max(keep, 3), len(CASES))
-    assert values(sample(CASES, keep), "seed") == set(range(9))
+    """A sample has the first case, every value of every parameter but the free ones, and the requested number of cases."""
+    sampled = sample(CASES, keep, free=("seed",))
+    assert (
+        CASES[0][0] in sampled
+        and list_values(sampled, "size") == {1, 5, 64}
+        and list_values(sampled, "tree") == {"chain", "star"}
+    )
+    assert len(sampled) == min(max(keep, 3), len(CASES))
+    assert list_values(sample(CASES, keep), "seed") == set(range(9))
 
 
 def test_the_sample_stays() -> None:
-    """It follows from the ids: others beside them, or another order behind the first, change little or nothing."""
-    kept = sample(CASES, 10)
-    assert kept == sample(CASES[:1] + CASES[:0:-1], 10) and len(kept & sample(CASES[:-9], 10)) > 5
+    """The sample follows from the ids: more cases, or another order after the first, change little or nothing."""
+    sampled = sample(CASES, 10)
+    assert sampled == sample(CASES[:1] + CASES[:0:-1], 10) and len(sampled & sample(CASES[:-9], 10)) > 5
 
 
 def test_cheap_cases_come_first() -> None:
-    """Of two cases that say as much the cheaper one is kept, and a dear value is met once."""
-    kept = sample(CASES, 12, cost=lambda size, tree, seed: float(size))
-    assert sum("[64-" in name for name in kept) == 1
+    """Of two cases with equally many new values the cheaper one is sampled, and an expensive value occurs once."""
+    sampled = sample(CASES, 12, cost=lambda size, tree, seed: float(size))
+    assert sum("[64-" in name for name in sampled) == 1
 
 
 def test_every_pair_meets() -> None:
     """Every two choices on different axes stand in one case, and there are far fewer cases than in the whole product."""
     axes: list[tuple[Any, ...]] = [(1, 5, 64), ("chain", "star"), (None, 2.0), range(4), (False, True)]
     cases = pairwise(*axes)
-    for one, other in combinations(range(len(axes)), 2):
-        assert {(case[one], case[other]) for case in cases} == set(product(axes[one], axes[other]))
+    for first, second in combinations(range(len(axes)), 2):
+        assert {(case[first], case[second]) for case in cases} == set(product(axes[first], axes[second]))
     assert len(cases) <= 24 and cases == pairwise(*axes)
 
 
 CONFTEST = """
 import pytest
-from tests.sampling import mark_what_is_left_out
+from tests.sampling import mark_unsampled
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items): mark_what_is_left_out(items)
+def pytest_collection_modifyitems(items): mark_unsampled(items)
 """
 SWEEP = """
 import pytest

@@ -20,12 +20,12 @@ LENGTH = 48
 
 @pytest.fixture(scope="module")
 def prompts(tiny: Target) -> list[list[int]]:
-    """The held-out prompts, on subjects that the tiny target has never seen."""
+    """Return the held-out prompts, on subjects that the tiny target was never trained on."""
     openings = [[{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(None, 30).prompts]
     return [tokenize_prompt(tiny.template, opening) for opening in openings]
 
 
-def acceptance(tiny: Target, prompts: list[list[int]], drafter: Drafter, builder: Chain | Eagle2) -> float:
+def measure_acceptance(tiny: Target, prompts: list[list[int]], drafter: Drafter, builder: Chain | Eagle2) -> float:
     rounds = [
         n for p in prompts for g in decode(tiny, [p], Greedy(), LENGTH, drafter, builder) for n in g.complete_round_lengths
     ]
@@ -48,7 +48,7 @@ def test_entropy_of_held_out_text(tiny: Target, prompts: list[list[int]]) -> Non
 @pytest.mark.slow
 def test_copying_does_not_explain_it(tiny: Target, prompts: list[list[int]]) -> None:
     """N-gram lookup accepts at most two tokens per forward."""
-    assert acceptance(tiny, prompts, Ngram(tiny), Chain(3)) <= 2.0
+    assert measure_acceptance(tiny, prompts, Ngram(tiny), Chain(3)) <= 2.0
 
 
 @pytest.mark.slow
@@ -56,4 +56,4 @@ def test_an_untrained_drafter_knows_nothing(tiny: Target, prompts: list[list[int
     """EAGLE-3 before its first step accepts fewer than 1.2 tokens per forward, even with a tree."""
     drafter = Eagle3(tiny, ttt_steps=3).eval()
     drafter.prepare(tiny, EmbeddedReader(limit=50).make_dataset(tiny.template).token_counts(tiny.head.vocab_size))
-    assert acceptance(tiny, prompts, drafter, Eagle2(depth=5, budget=16, top_k=4)) < 1.2
+    assert measure_acceptance(tiny, prompts, drafter, Eagle2(depth=5, budget=16, top_k=4)) < 1.2

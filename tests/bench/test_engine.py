@@ -70,7 +70,7 @@ class ChoosingServer(TimedServer):
 
 
 @pytest.fixture(autouse=True)
-def started(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_start(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def start(server: Server, launch: EngineLaunch) -> Iterator[Any]:
         TimedServer.launch = launch

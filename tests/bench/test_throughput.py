@@ -15,7 +15,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 @pytest.mark.slow
 def test_bench_decode_prints_ratios(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for every number of rows, and spectrain's decoding against generate."""
+    """The command prints a row for every number of rows, and spectrain's decoding against generate."""
     run(monkeypatch, "bench", "decode", "target=tiny", "eval.limit=2", "eval.max_new_tokens=6")
     printed = capsys.readouterr().out
     assert all(re.search(rf"[|│]\s+{rows} [|│]", printed) for rows in (1, 8, 64))

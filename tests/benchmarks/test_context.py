@@ -11,7 +11,7 @@ from spectrain.errors import UserError
 
 
 def test_it_writes_rows_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a length with every drafter; all answers are the target's, and 3 guesses change none of Quest's rounds."""
+    """A row holds a length with every drafter; all answers are the target's, and 3 guesses change none of Quest's rounds."""
     out = tmp_path / "context.json"
     words = ["lengths=[48]", "prompts=1", "new_tokens=9", "depth=2", "budget=40"]
     monkeypatch.setattr("sys.argv", ["context", *words, f"out={out}"])

@@ -46,21 +46,21 @@ SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver":
 
 
 @cache
-def toy() -> tuple[Target, Eagle3]:
+def make_toy() -> tuple[Target, Eagle3]:
     target = random_target(TOY.model, CPU, torch.float32)
     return target, random_drafter(target, TOY.model, torch.float32)
 
 
 @dataclass
-class Written:
-    """The file of a whole run, and what it was to measure."""
+class MeasuredFile:
+    """The file of a full run, and what the run measures."""
 
     path: Path
     sizes: EngineSizes
     families: list[str]
 
     def run(self) -> None:
-        """Measure what is not there."""
+        """Measure the missing rows."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, "TOY", self.sizes)
             patch.setattr(engine, "FAMILIES", self.families)
@@ -68,19 +68,19 @@ class Written:
             EngineBench(out=str(self.path), toy=True).run()
 
 
-ONE_CELL = replace(TOY, batches=(2,), prefixes=(20,), nodes=(4,), budgets=(6,), new_tokens=4)  # every kind of row, once
-WHOLE = [(ONE_CELL, ["autoregressive", "eagle3 eagle2"]), pytest.param((TOY, list(FAMILIES)), marks=pytest.mark.slow)]
+SINGLE_CELL = replace(TOY, batches=(2,), prefixes=(20,), nodes=(4,), budgets=(6,), new_tokens=4)  # every kind of row, once
+RUNS = [(SINGLE_CELL, ["autoregressive", "eagle3 eagle2"]), pytest.param((TOY, list(FAMILIES)), marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module", params=WHOLE, ids=["one cell", "toy"])
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """What a whole run wrote, of one cell or of all."""
-    found = Written(tmp_path_factory.mktemp("bench") / "engine.json", *request.param)
-    found.run()
-    return found
+@pytest.fixture(scope="module", params=RUNS, ids=["one cell", "toy"])
+def measured_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MeasuredFile:
+    """Return the file of a full run, of a single cell or of all."""
+    file = MeasuredFile(tmp_path_factory.mktemp("bench") / "engine.json", *request.param)
+    file.run()
+    return file
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
@@ -94,19 +94,19 @@ def all_names(sizes: EngineSizes = TOY, families: Iterable[str] = FAMILIES) -> s
     return names | {f"training/eagle3 B={conversations} T={length}"}
 
 
-def test_toy_run_writes_every_row(written: Written) -> None:
-    """Counts, answers, verification, rounds with and without compilation, training; none failed, and all answers are right."""
-    content = read(written.path)
-    assert set(content["rows"]) == all_names(written.sizes, written.families)
+def test_toy_run_writes_every_row(measured_file: MeasuredFile) -> None:
+    """A toy run writes all rows; none failed, and all answers are right."""
+    content = read_json(measured_file.path)
+    assert set(content["rows"]) == all_names(measured_file.sizes, measured_file.families)
     assert not [row for row in content["rows"].values() if "failed" in row]
     identical = [row for name, row in content["rows"].items() if name.startswith("identity/")]
-    assert all(row["differing"] == 0 and row["tokens"] == row["answers"] * written.sizes.new_tokens for row in identical)
+    assert all(row["differing"] == 0 and row["tokens"] == row["answers"] * measured_file.sizes.new_tokens for row in identical)
     assert "lines" not in content  # no goal is about toys
 
 
-def test_rows_hold_what_is_derived_from_them(written: Written) -> None:
+def test_rows_hold_what_is_derived_from_them(measured_file: MeasuredFile) -> None:
     """Parts add up to rounds, tau is the scripted one, and speedups, efficiencies and shares follow."""
-    rows, sizes = read(written.path)["rows"], written.sizes
+    rows, sizes = read_json(measured_file.path)["rows"], measured_file.sizes
     for batch, prefix in sizes.cell_shapes():
         title = f"engine/B={batch} prefix={prefix}"
         verify = rows[f"{title}/verify"]
@@ -128,12 +128,12 @@ def test_rows_hold_what_is_derived_from_them(written: Written) -> None:
             assert row["host_synchronisations"] is None or torch.cuda.is_available()
 
 
-def test_another_run_measures_nothing_again(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row that is there is skipped; one that is gone is measured."""
-    content = read(written.path)
+def test_another_run_measures_nothing_again(measured_file: MeasuredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row in the file is skipped; a missing one is measured."""
+    content = read_json(measured_file.path)
     monkeypatch.setattr(EngineBench, "measure_row", lambda self, step: pytest.fail(f"{step.name} is there"))
-    written.run()
-    assert read(written.path) == content
+    measured_file.run()
+    assert read_json(measured_file.path) == content
 
 
 @pytest.mark.parametrize(("part", "starts"), [("single", "engine/B=1 "), ("batched", "engine/B=2 "), ("counts", "counts/")])
@@ -143,34 +143,34 @@ def test_a_part_brings_its_ceilings(part: Any, starts: str, tmp_path: Path, monk
     monkeypatch.setattr(EngineBench, "measure_row", lambda self, step: ran.append(step.name) or "")
     EngineBench(part, str(tmp_path / "engine.json"), toy=True).run()
     assert set(ran[2:]) == {name for name in all_names() if name.startswith(starts)}
-    wanted = [name in TOY.priority_rows() for name in ran if name.split("/")[-1] in TOY.tree_builders()]
-    assert wanted == sorted(wanted, reverse=True)
+    have_priority = [name in TOY.priority_rows() for name in ran if name.split("/")[-1] in TOY.tree_builders()]
+    assert have_priority == sorted(have_priority, reverse=True)
 
 
-def course(drafter: Drafter | None, builder: TreeBuilder | None, batch: int = 2, prefix: int = 50) -> ScriptedRun:
-    place = BenchFixture(toy()[0], batch, prefix, 40)
-    return ScriptedRun(engine_maker(place, 2, drafter, builder)("captured"), place)
+def make_run(drafter: Drafter | None, builder: TreeBuilder | None, batch: int = 2, prefix: int = 50) -> ScriptedRun:
+    fixture = BenchFixture(make_toy()[0], batch, prefix, 40)
+    return ScriptedRun(engine_maker(fixture, 2, drafter, builder)("captured"), fixture)
 
 
 @pytest.mark.parametrize(("name", "most"), [("given", 4), ("chain", 4), ("eagle2", 5)])
 @torch.inference_mode()
-def test_scripts_are_kept_to(name: str, most: int) -> None:
-    """Round for round each row emits what the script says, a mean that is no whole number included."""
-    given = fixed_tree(9, 3)
-    drafter = FixedTreeDrafter(given, CPU) if name == "given" else toy()[1]
-    builders = {"given": given, "chain": Chain(3), "eagle2": Eagle2(4, 12)}
-    made = course(drafter, builders[name])
+def test_rounds_follow_the_script(name: str, most: int) -> None:
+    """Each row emits what the script says in every round, also where the mean is no integer."""
+    fixed = fixed_tree(9, 3)
+    drafter = FixedTreeDrafter(fixed, CPU) if name == "given" else make_toy()[1]
+    builders = {"given": fixed, "chain": Chain(3), "eagle2": Eagle2(4, 12)}
+    run = make_run(drafter, builders[name])
     for tau in (1.0, 2.0, 2.5, float(most)):
-        made.reset(tau)
-        assert made._run_rounds(reads=3).round_lengths == split_evenly(tau, 6)
-        assert (made.state.context.cache.lengths == 50 + sum(split_evenly(tau, 6))).all()
-        assert made.sample_rounds(tau).tau == tau
+        run.reset(tau)
+        assert run._run_rounds(reads=3).round_lengths == split_evenly(tau, 6)
+        assert (run.state.context.cache.lengths == 50 + sum(split_evenly(tau, 6))).all()
+        assert run.sample_rounds(tau).tau == tau
 
 
 @torch.inference_mode()
 def test_forced_verdicts_lie_on_the_first_path() -> None:
-    """The root, then each time the first child; the bonus is the best token after the last; no more than the tree has."""
-    target, drafter = toy()
+    """The accepted path has the root and first children, as far as the tree has them; the bonus is the best token after it."""
+    target, drafter = make_toy()
     rule = ScriptedAcceptance(100, CPU)
     rows, builder = torch.arange(2), Eagle2(3, 9, 3)
     context = begun(target, [[5, 6, 7], [8]], drafter, builder, 30)
@@ -182,15 +182,15 @@ def test_forced_verdicts_lie_on_the_first_path() -> None:
             path[row].append(min(children))
     for length in (1, 2, 3, 9):
         rule.set_script(0, [length] * 10)
-        found = rule(tree, logits, rows, context.cache.lengths[:, None] + tree.depths + 1)
+        verdict = rule(tree, logits, rows, context.cache.lengths[:, None] + tree.depths + 1)
         for row, nodes in enumerate(path):
-            kept = nodes[:length]
-            assert found.counts[row] == len(kept) and found.path[row, : len(kept)].tolist() == kept
-            assert found.bonus[row] == logits[row, kept[-1]].argmax()
+            accepted = nodes[:length]
+            assert verdict.counts[row] == len(accepted) and verdict.path[row, : len(accepted)].tolist() == accepted
+            assert verdict.bonus[row] == logits[row, accepted[-1]].argmax()
 
 
 def test_given_trees_have_their_size() -> None:
-    """So many nodes, as deep as told, each behind its parent and its earlier sibling; Static agrees."""
+    """A fixed tree has the requested nodes and depth, and a valid structure."""
     for nodes in (2, 5, 9, 64):
         paths = fixed_paths(nodes, 5)
         assert len(paths) == nodes - 1 and max(map(len, paths)) == min(5, nodes - 1)
@@ -204,44 +204,44 @@ def test_given_trees_have_their_size() -> None:
 
 @torch.inference_mode()
 def test_parts_alone_leave_the_round_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are run or replayed as often as told; rounds go on as before."""
-    made = course(toy()[1], Chain(2))
+    """Parts are run or replayed the requested number of times, and rounds go on as before."""
+    run = make_run(make_toy()[1], Chain(2))
     for part in (0, 1, 2):
-        assert made.time_part(part, launches=3) > 0
-    assert made.sample_rounds(2.0).tau == 2
+        assert run.time_part(part, launches=3) > 0
+    assert run.sample_rounds(2.0).tau == 2
     replayed: list[int] = []
-    made.state.graphs = [SimpleNamespace(replay=lambda part=part: replayed.append(part)) for part in range(3)]
-    made.time_part(1, launches=3)
+    run.state.graphs = [SimpleNamespace(replay=lambda part=part: replayed.append(part)) for part in range(3)]
+    run.time_part(1, launches=3)
     assert replayed == [1, 1, 1]
 
 
 @torch.inference_mode()
-def test_waiting_inside_a_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an error mode raises is the answer, and the mode is left; without an error there is none."""
-    made, modes = course(None, None), []
+def test_waiting_inside_a_round_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is the error that the error mode raises, or None; the mode is restored."""
+    run, modes = make_run(None, None), []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    assert made.find_synchronization() is None
-    monkeypatch.setattr(made.engine, "run_uncaptured_round", lambda *arguments: 1 / 0)
-    assert str(made.find_synchronization()).startswith("ZeroDivisionError")
+    assert run.find_synchronization() is None
+    monkeypatch.setattr(run.engine, "run_uncaptured_round", lambda *arguments: 1 / 0)
+    assert str(run.find_synchronization()).startswith("ZeroDivisionError")
     assert modes == ["error", "default"] * 2
 
 
 @torch.inference_mode()
 def test_what_cannot_be_compiled_or_captured_runs_without() -> None:
-    """Compiled and captured, then captured only, then neither, each failure noted; where nothing runs, it is an error."""
-    place = BenchFixture(toy()[0], 1, 20, 40)
-    make = engine_maker(place, 2)
+    """The modes are tried in turn: compiled, captured, neither. Each failure is noted; where nothing runs, it is an error."""
+    fixture = BenchFixture(make_toy()[0], 1, 20, 40)
+    make_engine = engine_maker(fixture, 2)
 
-    def failing(*broken: str) -> Any:
-        return lambda way: 1 / 0 if way in broken else make(way)
+    def fail_for(*failing_ways: str) -> Any:
+        return lambda way: 1 / 0 if way in failing_ways else make_engine(way)
 
     notes: dict[str, str] = {}
-    assert type(prepare(failing("compiled"), place, notes).engine) is CapturedRunner
+    assert type(prepare(fail_for("compiled"), fixture, notes).engine) is CapturedRunner
     assert notes == {"not compiled": "ZeroDivisionError: division by zero"}
-    assert type(prepare(failing("compiled", "captured"), place, notes).engine) is rounds.UncapturedRounds
+    assert type(prepare(fail_for("compiled", "captured"), fixture, notes).engine) is rounds.UncapturedRounds
     assert set(notes) == {"not compiled", "not captured"}
     with pytest.raises(ZeroDivisionError):
-        prepare(failing("compiled", "captured", "eager"), place, notes)
+        prepare(fail_for("compiled", "captured", "eager"), fixture, notes)
 
 
 def test_attention_is_counted_by_what_it_sees() -> None:
@@ -255,13 +255,13 @@ def test_attention_is_counted_by_what_it_sees() -> None:
     counts = []
     for length in (10, 20, 40):
         loss = loss_functions(drafter, target, random_batch(target, drafter, 2, length))["unfused"]
-        seen = 14 * 2 * drafter.self_attn.q_proj.out_features * count_visible_pairs(length, drafter.num_steps)
-        counts.append(count_flops(loss, drafter, 2, length) - seen)
+        attention_flops = 14 * 2 * drafter.self_attn.q_proj.out_features * count_visible_pairs(length, drafter.num_steps)
+        counts.append(count_flops(loss, drafter, 2, length) - attention_flops)
     assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])  # a linear function of the length
 
 
 def test_speedup_is_tau_over_the_parts() -> None:
-    """S = tau / (c gamma + v + h), by hand: 4 / (5 * 0.05 + 1.2 + 0.15)."""
+    """The speedup is S = tau / (c gamma + v + h), by hand 4 / (5 * 0.05 + 1.2 + 0.15)."""
     parts = RoundCosts(autoregressive=0.004, draft=0.001, verify=0.0048, accept=0.0004, outside=0.0002, steps=5)
     assert (parts.c, parts.v, parts.h) == (pytest.approx(0.05), pytest.approx(1.2), pytest.approx(0.15))
     assert parts.predict_speedup(4) == pytest.approx(4 / 1.6)
@@ -272,7 +272,7 @@ def test_speedup_is_tau_over_the_parts() -> None:
 
 
 def test_roofline_of_llama_8b_on_an_h200() -> None:
-    """Floors worked out by hand: 15.01 GB of weights at 4.3 TB/s, and 790 TFLOP/s where many nodes are run."""
+    """Floors equal those worked out by hand: 15.01 GB of weights at 4.3 TB/s, and 790 TFLOP/s where many nodes are run."""
     best = Roofline(ModelGeometry(), 4.3e12, 790e12)
     assert best.verify_seconds(1, 1024, 1) * 1e3 == pytest.approx(3.52, abs=0.005)
     assert best.verify_seconds(8, 32768, 1) * 1e3 == pytest.approx(11.48, abs=0.005)
@@ -284,18 +284,18 @@ def test_roofline_of_llama_8b_on_an_h200() -> None:
 
 
 def test_roofline_counts_the_weights_that_are_there() -> None:
-    """All matrices but the embedding, and of the drafter its layer and head."""
+    """The roofline counts all matrices but the embedding, and the layer of the drafter."""
     model = replace(TOY.model, inner=48)
     target = random_target(model, CPU, torch.float32)
     drafter, best = random_drafter(target, model, torch.float32), Roofline(model, 1.0, 1.0)
-    read = sum(weight.numel() for weight in target.parameters() if weight.dim() > 1)
-    assert model.layers * best.layer_parameters + model.vocab * model.width == read - target.head.embedding.weight.numel()
+    read_json = sum(weight.numel() for weight in target.parameters() if weight.dim() > 1)
+    assert model.layers * best.layer_parameters + model.vocab * model.width == read_json - target.head.embedding.weight.numel()
     layer = sum(w.numel() for part in (drafter.self_attn, drafter.mlp) for w in part.parameters())
     assert best.drafter_layer_parameters == layer
 
 
-def whole_rows() -> dict[str, Any]:
-    """Every row that a line needs, written by hand."""
+def complete_rows() -> dict[str, Any]:
+    """Return every row that a goal needs, written by hand."""
     speedup = {
         "speedup": {"tau=2": {"measured": 1.5, "model": 1.6}},
         "share_of_roofline": {"tau=2": 0.9},
@@ -314,52 +314,52 @@ def whole_rows() -> dict[str, Any]:
 
 def test_lines_fill_every_goal(tmp_path: Path) -> None:
     """Each goal of the engine and of training has its line, which the report prints and judges."""
-    rows = whole_rows()
-    found = engine_goal_values(rows, EngineSizes().priority_rows())
-    assert set(found) == {
-        one["name"] for one in json.loads(GOALS_PATH.read_text()) if one["name"].startswith(("engine", "training"))
+    rows = complete_rows()
+    values = engine_goal_values(rows, EngineSizes().priority_rows())
+    assert set(values) == {
+        goal["name"] for goal in json.loads(GOALS_PATH.read_text()) if goal["name"].startswith(("engine", "training"))
     }
-    assert found["engine: measured speedup away from the model of its parts"] == pytest.approx(1 - 1.5 / 1.6)
-    assert found["engine: speedup over acceptance length, as a share of the roofline's"] == 0.9
-    (tmp_path / "engine.json").write_text(json.dumps({"setting": SETTING, "rows": rows, "lines": found}))
+    assert values["engine: measured speedup away from the model of its parts"] == pytest.approx(1 - 1.5 / 1.6)
+    assert values["engine: speedup over acceptance length, as a share of the roofline's"] == 0.9
+    (tmp_path / "engine.json").write_text(json.dumps({"setting": SETTING, "rows": rows, "lines": values}))
     (evidence,) = gather_evidence(tmp_path)
-    assert all(line_values(evidence)[name] == value for name, value in found.items())
+    assert all(line_values(evidence)[name] == value for name, value in values.items())
     printed = render_markdown(tmp_path)
     assert "| engine: host synchronisations a round | <= 0 | 0 | met |" in printed
     assert "| B=1 prefix=1024/chain N=4, tau=2 | 2.00 | 400 | 1.50x | 1.60x | 0.75 | 0.83 |" in printed
 
 
 def test_lines_over_all_rows_need_them_all() -> None:
-    """Where one is missing or failed, or the waits are unknown, they are not measured."""
+    """Where a row is missing or failed, or the waits are unknown, such a goal is not measured."""
     name, least = EngineSizes().priority_rows()[-1], "engine: speedup over acceptance length, as a share of the roofline's"
     waits = "engine: host synchronisations a round"
-    for change in ({}, {name: {"failed": "out of memory"}}, {name: {**whole_rows()[name], "host_synchronisations": None}}):
-        found = engine_goal_values({**whole_rows(), **change}, EngineSizes().priority_rows())
-        assert (least in found) == ("failed" not in change.get(name, {}))
-        assert (waits in found) == (not change)
+    for change in ({}, {name: {"failed": "out of memory"}}, {name: {**complete_rows()[name], "host_synchronisations": None}}):
+        values = engine_goal_values({**complete_rows(), **change}, EngineSizes().priority_rows())
+        assert (least in values) == ("failed" not in change.get(name, {}))
+        assert (waits in values) == (not change)
     assert engine_goal_values({}, EngineSizes().priority_rows()) == {}
 
 
 def test_the_twin_computes_the_drafters_loss() -> None:
-    """Loss and gradients of whole matrices equal the drafter's own."""
+    """Loss and gradients of full matrices equal the drafter's own."""
     target = random_target(replace(TOY.model, layers=3), CPU, torch.float32)
     drafter = random_drafter(target, TOY.model, torch.float32)
-    ways = loss_functions(drafter, target, random_batch(target, drafter, 2, 14))
-    found = {name: torch.autograd.grad(loss(), list(drafter.parameters())) for name, loss in ways.items()}
-    torch.testing.assert_close(ways["drafter"](), ways["unfused"]())
-    for ours, theirs in zip(*found.values()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    compute_gradients(ways["drafter"], drafter)
+    losses = loss_functions(drafter, target, random_batch(target, drafter, 2, 14))
+    gradients = {name: torch.autograd.grad(loss(), list(drafter.parameters())) for name, loss in losses.items()}
+    torch.testing.assert_close(losses["drafter"](), losses["unfused"]())
+    for ours, reference in zip(*gradients.values()):
+        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-3)
+    compute_gradients(losses["drafter"], drafter)
 
 
 @pytest.mark.slow
 def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """part, out and toy reach it."""
+    """The keys part, out and toy reach the benchmark."""
     path = tmp_path / "found.json"
     words = ["engine", "part=counts", f"out={path}", "toy=true"]
     monkeypatch.setattr(sys, "argv", words)
     run_benchmark(EngineBench)
-    assert {name.split("/")[0] for name in read(path)["rows"]} == {"ceilings", "counts"}
+    assert {name.split("/")[0] for name in read_json(path)["rows"]} == {"ceilings", "counts"}
 
 
 @pytest.mark.slow
@@ -375,7 +375,7 @@ def test_gpu_check_runs_without_the_command_line(tmp_path: Path, monkeypatch: py
     script = ["bash", str(root / "scripts" / "gpu_check.sh")]
     ran = subprocess.run([*script, "engine", "counts", "toy"], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert len(read(tmp_path / "out" / "engine-toy.json")["rows"]) == 2 + 2 + len(TOY.tree_builders())
+    assert len(read_json(tmp_path / "out" / "engine-toy.json")["rows"]) == 2 + 2 + len(TOY.tree_builders())
     assert "not measured" in (tmp_path / "out" / "report.md").read_text()
     for words in (["engine"], ["families"]):
         assert subprocess.run([*script, *words], capture_output=True, check=False).returncode == 2

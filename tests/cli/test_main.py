@@ -23,7 +23,7 @@ TRAIN = ("train", "recipe=eagle3", "target=tiny", "eval=none", "trainer.max_step
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory: good and bad data, a folder that holds a run, and a target without weights."""
+    """Make the working directory: good and bad data, a folder that holds a run, and a target without weights."""
     (tmp_path / "good.jsonl").write_text(GOOD + "\n")
     (tmp_path / "bad.jsonl").write_text(GOOD + "\nnot JSON\n")
     (tmp_path / "taken").mkdir()
@@ -34,61 +34,64 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def train(*changes: str) -> tuple[str, ...]:
-    """A training command with some settings changed; KEY alone leaves a setting out."""
+def train_words(*changes: str) -> tuple[str, ...]:
+    """Return a training command with some settings changed; KEY alone leaves a setting out."""
     keys = {change.split("=")[0] for change in changes}
     return (*(word for word in TRAIN if word.split("=")[0] not in keys), *(change for change in changes if "=" in change))
 
 
-def regenerate(*changes: str) -> tuple[str, ...]:
-    """A regeneration with some settings changed or, where they have no value, left out."""
-    given = ("target=tiny", "data.limit=2", "out=out")
+def regenerate_words(*changes: str) -> tuple[str, ...]:
+    """Return a regeneration command with some settings changed; KEY alone leaves a setting out."""
+    words = ("target=tiny", "data.limit=2", "out=out")
     keys = {change.split("=")[0] for change in changes}
-    kept = (word for word in given if word.split("=")[0] not in keys)
-    return ("data", "regenerate", *kept, *(change for change in changes if "=" in change))
+    remaining = (word for word in words if word.split("=")[0] not in keys)
+    return ("data", "regenerate", *remaining, *(change for change in changes if "=" in change))
 
 
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no command": (("trian", "recipe=eagle3"), ("trian", "train")),
     "no data command": (("data", "inspekt"), ("data inspekt", "data inspect")),
     "no recipe": (("train", "target=tiny", "run=out"), ("recipe=eagle3",)),
-    "unknown recipe": (train("recipe=eagel3"), ("recipe=eagel3", "eagle3")),
-    "unknown target": (train("target=tiney"), ("target=tiney", "tiny")),
-    "unknown drafter": (train("recipe", "drafter=eagle4"), ("drafter=eagle4", "eagle3")),
-    "unknown tree": (train("tree=chian"), ("tree=chian", "chain")),
-    "unknown top-level key": (train("trainr=3"), ("trainr", "trainer")),
-    "unknown top-level group": (train("trainr.lr=3"), ("trainr", "trainer")),
-    "unknown nested key": (train("trainer.lrr=1"), ("trainer.lrr", "lr")),
-    "unknown drafter key": (train("drafter.ttt_step=1"), ("drafter.ttt_step", "ttt_steps")),
-    "a group's runtime object": (train("drafter.target=tiny"), ("drafter.target",)),
-    "number misspelt": (train("trainer.lr=abc"), ("trainer.lr=abc", "float")),
-    "fraction for a count": (train("trainer.max_steps=1.5"), ("trainer.max_steps=1.5", "int")),
-    "unknown value of a choice": (train("drafter.loss=forward_kll"), ("drafter.loss=forward_kll", "forward_kl")),
-    "null for a number": (train("trainer.lr=null"), ("trainer.lr", "float")),
-    "rate of zero": (train("trainer.lr=0"), ("trainer.lr=0",)),
-    "resume misspelt": (train("trainer.resume=yes"), ("trainer.resume", "auto")),
-    "resume without run": (train("run", "trainer.resume=auto"), ("trainer.resume=auto", "run=")),
-    "data.path missing": (train("data=jsonl"), ("data.path",)),
-    "data file missing": (train("data=jsonl", "data.path=none.jsonl"), ("data.path=none.jsonl",)),
-    "data line bad": (train("data=jsonl", "data.path=bad.jsonl"), ("bad.jsonl, line 2",)),
-    "prompts missing": (train("eval=default", "eval.prompts=none.jsonl"), ("eval.prompts=none.jsonl",)),
-    "run folder taken": (train("run=taken"), ("run=taken", "trainer.resume=auto")),
-    "run is a file": (train("run=good.jsonl"), ("run=good.jsonl",)),
-    "run of no name": (train("run="), ("run=", "empty")),
+    "unknown recipe": (train_words("recipe=eagel3"), ("recipe=eagel3", "eagle3")),
+    "unknown target": (train_words("target=tiney"), ("target=tiney", "tiny")),
+    "unknown drafter": (train_words("recipe", "drafter=eagle4"), ("drafter=eagle4", "eagle3")),
+    "unknown tree": (train_words("tree=chian"), ("tree=chian", "chain")),
+    "unknown top-level key": (train_words("trainr=3"), ("trainr", "trainer")),
+    "unknown top-level group": (train_words("trainr.lr=3"), ("trainr", "trainer")),
+    "unknown nested key": (train_words("trainer.lrr=1"), ("trainer.lrr", "lr")),
+    "unknown drafter key": (train_words("drafter.ttt_step=1"), ("drafter.ttt_step", "ttt_steps")),
+    "a group's runtime object": (train_words("drafter.target=tiny"), ("drafter.target",)),
+    "number misspelt": (train_words("trainer.lr=abc"), ("trainer.lr=abc", "float")),
+    "fraction for a count": (train_words("trainer.max_steps=1.5"), ("trainer.max_steps=1.5", "int")),
+    "unknown value of a choice": (train_words("drafter.loss=forward_kll"), ("drafter.loss=forward_kll", "forward_kl")),
+    "null for a number": (train_words("trainer.lr=null"), ("trainer.lr", "float")),
+    "rate of zero": (train_words("trainer.lr=0"), ("trainer.lr=0",)),
+    "resume misspelt": (train_words("trainer.resume=yes"), ("trainer.resume", "auto")),
+    "resume without run": (train_words("run", "trainer.resume=auto"), ("trainer.resume=auto", "run=")),
+    "data.path missing": (train_words("data=jsonl"), ("data.path",)),
+    "data file missing": (train_words("data=jsonl", "data.path=none.jsonl"), ("data.path=none.jsonl",)),
+    "data line bad": (train_words("data=jsonl", "data.path=bad.jsonl"), ("bad.jsonl, line 2",)),
+    "prompts missing": (train_words("eval=default", "eval.prompts=none.jsonl"), ("eval.prompts=none.jsonl",)),
+    "run folder taken": (train_words("run=taken"), ("run=taken", "trainer.resume=auto")),
+    "run is a file": (train_words("run=good.jsonl"), ("run=good.jsonl",)),
+    "run of no name": (train_words("run="), ("run=", "empty")),
     "export to no name": (("export", "run=taken", "format=vllm", "out="), ("out=", "empty")),
-    "a score's name leads away": (train("eval=default", "eval.name=../../escape"), ("eval.name=../../escape", "one folder")),
-    "a score's name is a path": (train("eval=default", "eval.name=/tmp/escape"), ("eval.name=/tmp/escape", "one folder")),
-    "a score's name is above": (train("eval=default", "eval.name=.."), ("eval.name=..", "one folder")),
-    "a score without a name": (train("eval=default", "eval.name="), ("eval.name=", "empty")),
-    "a command as family": (train("drafter._target_=os.system"), ("drafter._target_", "no such key")),
+    "a score's name leads away": (
+        train_words("eval=default", "eval.name=../../escape"),
+        ("eval.name=../../escape", "one folder"),
+    ),
+    "a score's name is a path": (train_words("eval=default", "eval.name=/tmp/escape"), ("eval.name=/tmp/escape", "one folder")),
+    "a score's name is above": (train_words("eval=default", "eval.name=.."), ("eval.name=..", "one folder")),
+    "a score without a name": (train_words("eval=default", "eval.name="), ("eval.name=", "empty")),
+    "a command as family": (train_words("drafter._target_=os.system"), ("drafter._target_", "no such key")),
     "an order as a value": (
-        train("recipe", "drafter=causal", "drafter.architecture={_target_: os.system}"),
+        train_words("recipe", "drafter=causal", "drafter.architecture={_target_: os.system}"),
         ("drafter.architecture._target_", "order"),
     ),
-    "target.model missing": (train("target=hf"), ("target.model",)),
-    "target without weights": (train("target=hf", "target.model=weightless"), ("target.model=weightless",)),
-    "target is no directory": (train("target=hf", "target.model=./none"), ("target.model=./none",)),
-    "dtype unheard of": (train("target.dtype=int3"), ("target.dtype=int3", "float32")),
+    "target.model missing": (train_words("target=hf"), ("target.model",)),
+    "target without weights": (train_words("target=hf", "target.model=weightless"), ("target.model=weightless",)),
+    "target is no directory": (train_words("target=hf", "target.model=./none"), ("target.model=./none",)),
+    "dtype unheard of": (train_words("target.dtype=int3"), ("target.dtype=int3", "float32")),
     "override without a value": ((*TRAIN, "trainer"), ("trainer",)),
     "eval of nothing": (("eval",), ("run=",)),
     "eval of no folder": (("eval", "run=out"), ("run=out", "drafter")),
@@ -98,43 +101,43 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("index=1", "0 to 0"),
     ),
     "regenerate to nowhere": (("data", "regenerate", "target=tiny"), ("out", "out=DIR")),
-    "regenerate, unknown key": (regenerate("sampling.temprature=1"), ("sampling.temprature", "temperature")),
-    "regenerate, unknown writer": (regenerate("writer=vllm"), ("writer=vllm", "engine")),
-    "regenerate, turns misspelt": (regenerate("regenerate.turns=last"), ("regenerate.turns=last", "first")),
-    "regenerate by a server and a target": (regenerate("server=vllm"), ("target", "server.model")),
-    "regenerate by a server and a tree": (regenerate("server=vllm", "tree=chain", "target"), ("tree", "server.model")),
+    "regenerate, unknown key": (regenerate_words("sampling.temprature=1"), ("sampling.temprature", "temperature")),
+    "regenerate, unknown writer": (regenerate_words("writer=vllm"), ("writer=vllm", "engine")),
+    "regenerate, turns misspelt": (regenerate_words("regenerate.turns=last"), ("regenerate.turns=last", "first")),
+    "regenerate by a server and a target": (regenerate_words("server=vllm"), ("target", "server.model")),
+    "regenerate by a server and a tree": (regenerate_words("server=vllm", "tree=chain", "target"), ("tree", "server.model")),
     "regenerate by no server": (
-        regenerate("server=openai", "server.model=m", "server.url=http://127.0.0.1:9/v1", "target"),
+        regenerate_words("server=openai", "server.model=m", "server.url=http://127.0.0.1:9/v1", "target"),
         ("server.url=http://127.0.0.1:9/v1", "no server answers"),
     ),
-    "regenerate, a tree for nothing": (regenerate("tree=chain"), ("tree", "run=")),
-    "regenerate with no drafter": (regenerate("run=taken"), ("run=taken", "drafter")),
-    "regenerate among other files": (regenerate("out=."), ("out=.", "manifest.json")),
-    "check what is not there": (regenerate("check=true"), ("out=out", "manifest.json")),
+    "regenerate, a tree for nothing": (regenerate_words("tree=chain"), ("tree", "run=")),
+    "regenerate with no drafter": (regenerate_words("run=taken"), ("run=taken", "drafter")),
+    "regenerate among other files": (regenerate_words("out=."), ("out=.", "manifest.json")),
+    "check what is not there": (regenerate_words("check=true"), ("out=out", "manifest.json")),
     "recipe without =": (("train", "recipe", "eagle3"), ("recipe=eagle3",)),
     "recipe in three words": (("train", "recipe", "=", "eagle3"), ("recipe=eagle3", "without spaces")),
     "recipe as a command": (("recipe", "eagle3"), ("recipes",)),
-    "recipe misspelt": (train("recipe", "receipe=eagle3"), ("receipe", "nearest", "recipe")),
-    "recipe in capitals": (train("recipe=EAGLE3"), ("recipe=EAGLE3", "eagle3")),
+    "recipe misspelt": (train_words("recipe", "receipe=eagle3"), ("receipe", "nearest", "recipe")),
+    "recipe in capitals": (train_words("recipe=EAGLE3"), ("recipe=EAGLE3", "eagle3")),
     "recipe with dashes": (("train", "--recipe=eagle3"), ("recipe=VALUE", "dashes")),
-    "several recipes": (train("recipe=eagle3,medusa1"), ("recipe=eagle3,medusa1", "-m")),
-    "several settings in quotes": (train("recipe=eagle3 tree=chain"), ("one pair of quotes",)),
-    "train for trainer": (train("train.lr=1"), ("train", "trainer.lr")),
-    "key without its group": (train("lr=1"), ("lr", "trainer.lr")),
-    "key of several groups": (train("model=x"), ("target.model",)),
+    "several recipes": (train_words("recipe=eagle3,medusa1"), ("recipe=eagle3,medusa1", "-m")),
+    "several settings in quotes": (train_words("recipe=eagle3 tree=chain"), ("one pair of quotes",)),
+    "train for trainer": (train_words("train.lr=1"), ("train", "trainer.lr")),
+    "key without its group": (train_words("lr=1"), ("lr", "trainer.lr")),
+    "key of several groups": (train_words("model=x"), ("target.model",)),
     "key with dashes": ((*TRAIN, "--max-steps", "3"), ("--max-steps", "trainer.max_steps=VALUE")),
     "no key": ((*TRAIN, "=3"), ("=3", "KEY=VALUE")),
-    "number for a choice": (train("trainer=3"), ("trainer=3", "default")),
-    "target by the model's name": (train("target=Llama"), ("target=Llama", "target=hf target.model=")),
-    "target by its place": (train("target=org/name"), ("target=hf target.model=org/name",)),
-    "data by its file": (train("data=good.jsonl"), ("data=jsonl data.path=good.jsonl",)),
-    "path for data without one": (train("data.path=good.jsonl"), ("data.path", "data=hub, jsonl")),
-    "temperature of greedy": (train("acceptance.temperature=1"), ("acceptance.temperature", "match")),
-    "number with a unit": (train("data.limit=10k"), ("data.limit=10k", "without a unit")),
-    "comma in a number": (train("trainer.lr=0,001"), ("trainer.lr=0,001", "-m", "point")),
-    "None for null": (train("data.limit=None"), ("data.limit=None", "write null")),
-    "no value": (train("trainer.lr="), ("trainer.lr=", "empty")),
-    "yes for true": (train("trainer.packing=yess"), ("trainer.packing=yess", "bool")),
+    "number for a choice": (train_words("trainer=3"), ("trainer=3", "default")),
+    "target by the model's name": (train_words("target=Llama"), ("target=Llama", "target=hf target.model=")),
+    "target by its place": (train_words("target=org/name"), ("target=hf target.model=org/name",)),
+    "data by its file": (train_words("data=good.jsonl"), ("data=jsonl data.path=good.jsonl",)),
+    "path for data without one": (train_words("data.path=good.jsonl"), ("data.path", "data=hub, jsonl")),
+    "temperature of greedy": (train_words("acceptance.temperature=1"), ("acceptance.temperature", "match")),
+    "number with a unit": (train_words("data.limit=10k"), ("data.limit=10k", "without a unit")),
+    "comma in a number": (train_words("trainer.lr=0,001"), ("trainer.lr=0,001", "-m", "point")),
+    "None for null": (train_words("data.limit=None"), ("data.limit=None", "write null")),
+    "no value": (train_words("trainer.lr="), ("trainer.lr=", "empty")),
+    "yes for true": (train_words("trainer.packing=yess"), ("trainer.packing=yess", "bool")),
     "flag misspelt": (("plan", "recipe=eagle3", "--jsn"), ("--jsn", "--json")),
     "flag of doctor misspelt": (("doctor", "--jsn"), ("--jsn", "--json")),
     "unknown part to show": ((*TRAIN, "--cfg", "jobb"), ("--cfg jobb", "job")),
@@ -142,7 +145,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "run without its key": (("eval", "taken"), ("taken", "run=taken")),
     "training key for eval": (("eval", "run=taken", "trainer.lr=1"), ("trainer", "there is no such key")),
     "chat with nobody": (("chat",), ("run=", "drafter=ngram")),
-    "drafter.init is no drafter": (train("drafter.init=taken"), ("drafter.init=taken", "drafter")),
+    "drafter.init is no drafter": (train_words("drafter.init=taken"), ("drafter.init=taken", "drafter")),
     "data command left out": (("data",), ("data inspect", "data store")),
     "unknown shell": (("completion", "bsh"), ("bsh", "bash")),
     "no shell": (("completion",), ("completion bash",)),
@@ -165,8 +168,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def check(status: Any, stderr: str, expected: tuple[str, ...], folder: Path) -> None:
-    """Status 2, one sentence that names every expected word, no traceback, nothing written."""
+def check_mistake(status: Any, stderr: str, expected: tuple[str, ...], folder: Path) -> None:
+    """Check for status 2, a sentence that names every expected word, no traceback, and nothing written."""
     assert status == 2, stderr
     assert stderr.count("\n") == 1, stderr
     assert stderr.startswith("spectrain: ") and "Traceback" not in stderr
@@ -177,7 +180,7 @@ def check(status: Any, stderr: str, expected: tuple[str, ...], folder: Path) -> 
 
 @pytest.mark.sweep(52, free=("words", "expected"))
 @pytest.mark.parametrize("words, expected", MISTAKES.values(), ids=list(MISTAKES))
-def test_mistake_is_one_sentence(
+def test_mistake_is_a_single_sentence(
     words: tuple[str, ...],
     expected: tuple[str, ...],
     folder: Path,
@@ -188,17 +191,17 @@ def test_mistake_is_one_sentence(
     monkeypatch.setattr(sys, "argv", ["spectrain", *words])
     with pytest.raises(SystemExit) as stopped:
         cli.main()
-    check(stopped.value.code, capsys.readouterr().err, expected, folder)
+    check_mistake(stopped.value.code, capsys.readouterr().err, expected, folder)
 
 
 @pytest.mark.sweep(1, free=("name",))
 @pytest.mark.parametrize("name", ["unknown nested key", "data line bad"])
-def test_mistake_is_one_sentence_from_the_shell(name: str, folder: Path) -> None:
+def test_mistake_is_a_single_sentence_from_the_shell(name: str, folder: Path) -> None:
     """The whole program, imports and warnings included, says nothing else on stderr."""
     words, expected = MISTAKES[name]
     ran = subprocess.run([sys.executable, "-m", "spectrain", *words], capture_output=True, text=True, check=False, cwd=folder,
                          env={k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"})  # fmt: skip
-    check(ran.returncode, ran.stderr, expected, folder)
+    check_mistake(ran.returncode, ran.stderr, expected, folder)
 
 
 @pytest.mark.parametrize("words, status", [((), 2), (("--help",), 0), (("help",), 0)])
@@ -249,9 +252,9 @@ def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
     ],
 )
 def test_words_that_stand_for_settings(words: str, expected: list[str]) -> None:
-    """Flags, places and what goes without saying become settings; all else stays."""
-    known = next(name for name in sorted(cli.COMMAND_TASKS, key=len, reverse=True) if words.startswith(name))
-    assert to_settings(known, words.removeprefix(known).split()) == expected
+    """Flags, positions and implied settings become settings; all else stays."""
+    command = next(name for name in sorted(cli.COMMAND_TASKS, key=len, reverse=True) if words.startswith(name))
+    assert to_settings(command, words.removeprefix(command).split()) == expected
 
 
 def test_groups_are_those_of_the_project_and_of_config_dir(tmp_path: Path) -> None:
@@ -263,11 +266,11 @@ def test_groups_are_those_of_the_project_and_of_config_dir(tmp_path: Path) -> No
         assert list_config_groups([flag, str(tmp_path / "mine")]) == ours | {"flavour"}
 
 
-@pytest.mark.parametrize("given, expected", [("3e-4", 3e-4), ("1", 1.0), ("'1e-3'", 1e-3)])
-def test_values_are_converted_to_the_declared_type(given: str, expected: float) -> None:
+@pytest.mark.parametrize("text, expected", [("3e-4", 3e-4), ("1", 1.0), ("'1e-3'", 1e-3)])
+def test_values_are_converted_to_the_declared_type(text: str, expected: float) -> None:
     """What yaml reads as text or as a whole number reaches the constructor as its type."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config = compose("train", overrides=["recipe=eagle3", f"++trainer.lr={given}"])
+        config = compose("train", overrides=["recipe=eagle3", f"++trainer.lr={text}"])
     lr = RunSpec.from_config(config).trainer.get("lr")
     assert type(lr) is float and lr == expected
 

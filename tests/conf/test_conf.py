@@ -50,7 +50,7 @@ FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
 APART = ("writer", "compare", "bench", "follow")  # groups of other commands than most
 TOGETHER = [[(group, choice) for group, choice in row if choice is not None]  # one choice of every group, to be composed once
-            for row in zip_longest(*([one for one in CHOICES if one[0] == group] for group in KINDS if group not in APART),
+            for row in zip_longest(*([pair for pair in CHOICES if pair[0] == group] for group in KINDS if group not in APART),
                                    fillvalue=("", None))]  # fmt: skip
 RECIPES = sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
 EMPTY = {("eval", "none"), ("tracker", "none")}
@@ -66,8 +66,8 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 
 
 @pytest.fixture
-def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
-    """What must be given with a choice, here from files of this test."""
+def required_settings(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
+    """Return the settings that a choice requires, with files of this test."""
     (tmp_path / "judge").mkdir()
     save_file({"probe.weight": torch.zeros(1, 4), "probe.bias": torch.zeros(1)}, tmp_path / "judge" / "model.safetensors")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
@@ -94,12 +94,12 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
     }
 
 
-def composed(name: str, *overrides: str) -> Any:
+def compose_settings(name: str, *overrides: str) -> Any:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         return compose(name, overrides=list(overrides))
 
 
-def test_every_group_is_known_and_nothing_is_missed() -> None:
+def test_every_group_is_listed_and_nothing_is_missed() -> None:
     """The folders of conf/ are the groups of this test, and conf/recipe shows the files of recipes/."""
     assert {group for group, _ in CHOICES} == set(KINDS)
     assert RECIPES
@@ -108,26 +108,26 @@ def test_every_group_is_known_and_nothing_is_missed() -> None:
     )
 
 
-@pytest.mark.parametrize("choices", TOGETHER, ids=lambda choices: " ".join("=".join(one) for one in choices))
+@pytest.mark.parametrize("choices", TOGETHER, ids=lambda choices: " ".join("=".join(pair) for pair in choices))
 def test_choices_compose_and_build(
-    choices: list[tuple[str, str]], needed: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
+    choices: list[tuple[str, str]], required_settings: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
 ) -> None:
     """A choice passes the check against its constructor and becomes what its group holds; data can be read."""
-    overrides = [word for one in choices for word in ("=".join(one), *needed.get(one, []))]
+    overrides = [word for pair in choices for word in ("=".join(pair), *required_settings.get(pair, []))]
     drafter = [] if "drafter" in dict(choices) else ["drafter=ngram"]
-    checked = read_settings(composed("plan", *drafter, *overrides), [*RUN_KEYS, "plan"])
+    checked = read_settings(compose_settings("plan", *drafter, *overrides), [*RUN_KEYS, "plan"])
     for group, choice in choices:
         assert_builds(checked, group, choice, request)
 
 
-@pytest.mark.parametrize("group, choice", [one for one in CHOICES if one[0] in APART])
+@pytest.mark.parametrize("group, choice", [pair for pair in CHOICES if pair[0] in APART])
 def test_choice_of_another_command_composes_and_builds(
-    group: str, choice: str, needed: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
+    group: str, choice: str, required_settings: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
 ) -> None:
     """The same for what `data regenerate`, `compare` and `bench engine` choose."""
     command = {"writer": "regenerate"}.get(group, group)
     drafter = ["drafter=ngram"] if command == "bench" else []
-    config = composed(command, *drafter, f"{group}={choice}", *needed.get((group, choice), []))
+    config = compose_settings(command, *drafter, f"{group}={choice}", *required_settings.get((group, choice), []))
     checked = read_settings(config, map(str, config))
     assert_builds(checked, group, choice, request)
 
@@ -160,7 +160,7 @@ def test_yaml_starts_with_its_target(group: str, choice: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
-    checked = read_settings(composed("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"])
+    checked = read_settings(compose_settings("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"])
     for group, kind in KINDS.items():
         if group not in ("target", "drafter", "server", "adapter", "tracker", *APART):
             assert isinstance(checked[group].build(), kind)
@@ -174,33 +174,35 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes_for_every_target(recipe: str, target: str) -> None:
     """A recipe names no target of its own."""
-    config = composed("train", f"recipe={recipe}", *target.split())
+    config = compose_settings("train", f"recipe={recipe}", *target.split())
     expected = "load_" + target.split()[0].removeprefix("target=")
     assert RunSpec.from_config(config).target.path.endswith(expected)
 
 
 def test_inspect_composes() -> None:
     """The configuration of `data inspect` passes its check."""
-    checked = read_settings(composed("inspect", "target=tiny"), ("target", "data", "index"))
+    checked = read_settings(compose_settings("inspect", "target=tiny"), ("target", "data", "index"))
     assert checked["index"] == 0 and isinstance(checked["data"].build(), ConversationReader)
 
 
 def test_audit_composes() -> None:
     """The configuration of `data audit` passes its check."""
-    checked = read_settings(composed("audit", "target=tiny", "++eval.prompts=x.jsonl"), ("target", "data", "eval", "json"))
+    checked = read_settings(
+        compose_settings("audit", "target=tiny", "++eval.prompts=x.jsonl"), ("target", "data", "eval", "json")
+    )
     assert checked["json"] is False and checked["eval"].get("prompts") == "x.jsonl"
 
 
 def test_regenerate_composes() -> None:
     """The configuration of `data regenerate` passes its check and names its settings."""
-    config = composed("regenerate", "target=tiny", "out=DIR", "++sampling.temperature=0", "++regenerate.turns=first")
+    config = compose_settings("regenerate", "target=tiny", "out=DIR", "++sampling.temperature=0", "++regenerate.turns=first")
     _, checked = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"))
     assert checked["sampling"].build().temperature == 0 and checked["regenerate"].build().turns == "first"
 
 
 def test_verify_composes() -> None:
     """The configuration of `data verify` passes its check."""
-    assert read_settings(composed("verify", "path=DIR"), ("path", "drop"))["drop"] is False
+    assert read_settings(compose_settings("verify", "path=DIR"), ("path", "drop"))["drop"] is False
 
 
 def test_eval_composes() -> None:
@@ -213,5 +215,5 @@ def test_eval_composes() -> None:
 
 def test_index_composes() -> None:
     """The configuration of `data index` passes its check."""
-    checked = read_settings(composed("index", "target=tiny", "out=DIR"), ("target", "data", "out"))
+    checked = read_settings(compose_settings("index", "target=tiny", "out=DIR"), ("target", "data", "out"))
     assert checked["out"] == "DIR" and checked["data"].choice == "embedded"

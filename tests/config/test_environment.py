@@ -25,14 +25,14 @@ print(inherited_environment().get("OMP_WAIT_POLICY"))
 
 @pytest.mark.skipif(not LIBRARIES, reason="torch has another OpenMP library than GNU's here")
 @pytest.mark.parametrize(
-    ("given", "spins", "inherited"),
+    ("variables", "spins", "inherited"),
     [({}, "0", "None"), ({"OMP_WAIT_POLICY": "passive"}, "0", "passive"), ({"GOMP_SPINCOUNT": "7"}, "7", "None")],
 )
-def test_threads_sleep_from_the_first_import(given: dict[str, str], spins: str, inherited: str) -> None:
+def test_threads_sleep_from_the_first_import(variables: dict[str, str], spins: str, inherited: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(LIBRARIES[0])],
-        env={**environment, "OMP_DISPLAY_ENV": "verbose", **given},
+        env={**environment, "OMP_DISPLAY_ENV": "verbose", **variables},
         capture_output=True,
         text=True,
         check=True,

@@ -44,12 +44,12 @@ def embedded_rows(count: int) -> list[dict[str, Any]]:
     return [chat.to_row() for chat in EmbeddedReader(limit=count).load_conversations()]
 
 
-def audit(reader: Any, template: ChatTemplate = PLAIN, prompts: tuple[str, ...] = (PROMPT,)) -> list[SourceAudit]:
+def run_audit(reader: Any, template: ChatTemplate = PLAIN, prompts: tuple[str, ...] = (PROMPT,)) -> list[SourceAudit]:
     return audit_sources(reader, template, None, PromptIndex(prompts))
 
 
 def test_the_counts_are_those_that_were_planted(tmp_path: Path) -> None:
-    """Duplicates, contamination, keys that nothing reads, and four kinds of unusable rows, each in its line of the table."""
+    """Duplicates, contamination, unread keys and four kinds of unusable rows have a line each in the table."""
     rows = embedded_rows(20)
     words = rows[1]["messages"][1]["content"].split()
     near = [{"role": "user", "content": rows[1]["messages"][0]["content"]},
@@ -59,7 +59,7 @@ def test_the_counts_are_those_that_were_planted(tmp_path: Path) -> None:
         tmp_path / "chats.jsonl", *rows, rows[3], rows[4], {"messages": near}, {"messages": contaminated, "grade": 5},
         "{no JSON", [1], {"messages": [{"role": "wizard", "content": "Hi"}]}, {"messages": THINKING},
     )  # fmt: skip
-    (source,) = audit(JsonlReader(path))
+    (source,) = run_audit(JsonlReader(path))
     counts = source.counts
     assert (counts["conversations"], counts["exact"], counts["near"], counts["contaminated"]) == (25, 2, 1, 1)
     assert source.prompts == {0} and source.unread == {"key 'grade' of a row": 1} and counts["unread"] == 1
@@ -76,7 +76,7 @@ def test_tokens_are_those_of_a_training(tmp_path: Path) -> None:
     for train_on in (list(KINDS), ["content"]):
         reader = JsonlReader(path, max_length=120, train_on=train_on)  # type: ignore[arg-type]
         dataset = JsonlReader(path, max_length=120, train_on=train_on).make_dataset(template)  # type: ignore[arg-type]
-        (source,) = audit(reader, template)
+        (source,) = run_audit(reader, template)
         counts = source.counts
         assert counts["tokens"] == dataset.num_tokens == sum(counts[kind] for kind in (*KINDS, "context"))
         assert counts["supervised"] == dataset.num_supervised == sum(counts[kind] for kind in train_on)
@@ -89,23 +89,23 @@ def test_every_kind_of_source_is_audited(tmp_path: Path) -> None:
     texts = write_lines(
         tmp_path / "texts.jsonl", {"text": f"Once upon a time: {PROMPT}"}, {"text": " "}, {"prompt": "a", "completion": "b"}
     )
-    (source,) = audit(TextReader(texts))
+    (source,) = run_audit(TextReader(texts))
     assert (source.counts["conversations"], source.counts["contaminated"], source.counts["unusable"]) == (2, 1, 1)
     ids = base_tokenizer()(PROMPT)["input_ids"]
     rows = [{"input_ids": ids, "loss_mask": [1] * len(ids)}, {"input_ids": [1, 10**6], "loss_mask": [0, 1]}, {"input_ids": [1]}]
-    (source,) = audit(TokensReader(write_lines(tmp_path / "tokens.jsonl", *rows)))
+    (source,) = run_audit(TokensReader(write_lines(tmp_path / "tokens.jsonl", *rows)))
     assert (source.counts["conversations"], source.counts["contaminated"], source.counts["unusable"]) == (2, 1, 2)
     assert source.counts["tokens"] == source.counts["content"] == len(ids)
-    (source,) = audit(StreamReader(write_lines(tmp_path / "stream.jsonl", *embedded_rows(3), "{broken")))
+    (source,) = run_audit(StreamReader(write_lines(tmp_path / "stream.jsonl", *embedded_rows(3), "{broken")))
     assert (source.counts["conversations"], source.counts["unusable"]) == (3, 1)
-    (source,) = audit(JsonlReader(write_lines(tmp_path / "nothing.jsonl", "{broken", [])))
+    (source,) = run_audit(JsonlReader(write_lines(tmp_path / "nothing.jsonl", "{broken", [])))
     assert (source.counts["conversations"], source.counts["unusable"]) == (0, 2)
     with pytest.raises(UserError, match="there is no such file"):
-        audit(JsonlReader(str(tmp_path / "nowhere.jsonl")))
+        run_audit(JsonlReader(str(tmp_path / "nowhere.jsonl")))
 
 
 def test_a_mixture_is_audited_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A column for each source, duplicates counted where they repeat an earlier source, and the same numbers as JSON."""
+    """Each source has a column, duplicates count where they repeat an earlier source, and the JSON has the same numbers."""
     path = write_lines(tmp_path / "chats.jsonl", *embedded_rows(5))
     sources = [{"data": "embedded", "limit": 8, "weight": 2}, {"data": "jsonl", "path": path, "weight": 0.5}]
     data = GroupSpec("data", "mix", {"sources": sources, "drop_duplicates": "exact"})
@@ -156,7 +156,7 @@ def test_inspection_colours_every_kind() -> None:
 
 
 def test_inspection_of_texts_and_tokens() -> None:
-    """Without kinds, what carries loss is content and the rest context."""
+    """Without kinds, tokens with loss are shown as content and the others as context."""
     assert token_styles(Example([1, 2, 3], [False, True, True])) == ["dim", "green", "green"]
 
 

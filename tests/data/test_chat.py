@@ -103,8 +103,8 @@ def plain() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def dressed(tokenizer: PreTrainedTokenizerBase, style: Style) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer that speaks this style."""
+def apply_style(tokenizer: PreTrainedTokenizerBase, style: Style) -> PreTrainedTokenizerBase:
+    """Return a copy of the tokenizer with the template of this style."""
     other = copy.deepcopy(tokenizer)
     tokens: list[Any] = [AddedToken(name, rstrip=style.after_strip, special=True) for name in style.specials]
     other.add_special_tokens({"additional_special_tokens": tokens})
@@ -112,16 +112,16 @@ def dressed(tokenizer: PreTrainedTokenizerBase, style: Style) -> PreTrainedToken
     return other
 
 
-def talk(*contents: str) -> list[Message]:
-    """A conversation of user and assistant in turn."""
+def make_chat(*contents: str) -> list[Message]:
+    """Return a conversation of user and assistant in turn."""
     return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)]
 
 
-def supervised(tokenizer: Any, example: Example) -> list[str]:
-    """The text of each run of supervised tokens."""
+def decode_supervised(tokenizer: Any, example: Example) -> list[str]:
+    """Return the text of each run of supervised tokens."""
     runs: list[list[int]] = []
-    for n, (token, kept) in enumerate(zip(example.tokens, example.mask)):
-        if kept:
+    for n, (token, is_supervised) in enumerate(zip(example.tokens, example.mask)):
+        if is_supervised:
             if n == 0 or not example.mask[n - 1]:
                 runs.append([])
             runs[-1].append(token)
@@ -135,10 +135,12 @@ def test_supervised_text_is_the_answers_with_their_end_of_turn(
 ) -> None:
     """One example holds both turns; its masked tokens are both answers, each with its end of turn, and nothing else."""
     style = STYLES[name]
-    tokenizer = dressed(plain, style)
-    examples = tokenize_conversation(ChatTemplate(tokenizer), talk("What is 2 + 2?", answers[0], "Is it even?", answers[1]))
+    tokenizer = apply_style(plain, style)
+    examples = tokenize_conversation(
+        ChatTemplate(tokenizer), make_chat("What is 2 + 2?", answers[0], "Is it even?", answers[1])
+    )
     assert len(examples) == 1
-    assert [text.rstrip("\n") for text in supervised(tokenizer, examples[0])] == [
+    assert [text.rstrip("\n") for text in decode_supervised(tokenizer, examples[0])] == [
         style.before + answer + style.end for answer in answers
     ]
 
@@ -146,55 +148,57 @@ def test_supervised_text_is_the_answers_with_their_end_of_turn(
 @pytest.mark.parametrize("name", STYLES)
 def test_tokens_are_the_rendered_conversation(plain: PreTrainedTokenizerBase, name: str) -> None:
     """The tokens of the last example spell what the template renders, so no token is added or lost."""
-    tokenizer: Any = dressed(plain, STYLES[name])
-    messages = talk("Hi", "Hello!", "Bye", "See you.")
+    tokenizer: Any = apply_style(plain, STYLES[name])
+    messages = make_chat("Hi", "Hello!", "Bye", "See you.")
     example = tokenize_conversation(ChatTemplate(tokenizer), messages)[-1]
     assert example.tokens == tokenizer(render_chat(ChatTemplate(tokenizer), messages), add_special_tokens=False)["input_ids"]
     assert len(example.mask) == len(example.tokens)
 
 
-def test_qwen3_makes_one_example_of_each_turn(plain: PreTrainedTokenizerBase) -> None:
+def test_qwen3_makes_an_example_of_each_turn(plain: PreTrainedTokenizerBase) -> None:
     """Where history drops thoughts, each assistant turn is an example of its own, with its own thoughts alone."""
-    tokenizer: Any = dressed(plain, STYLES["qwen3"])
+    tokenizer: Any = apply_style(plain, STYLES["qwen3"])
     first, second = "<think>\nTwo and two.\n</think>\n\nIt is 4.", "<think>\n4 = 2 * 2.\n</think>\n\nYes."
-    examples = tokenize_conversation(ChatTemplate(tokenizer), talk("What is 2 + 2?", first, "Is it even?", second))
-    assert [supervised(tokenizer, example) for example in examples] == [[first + "<|im_end|>"], [second + "<|im_end|>"]]
+    examples = tokenize_conversation(ChatTemplate(tokenizer), make_chat("What is 2 + 2?", first, "Is it even?", second))
+    assert [decode_supervised(tokenizer, example) for example in examples] == [[first + "<|im_end|>"], [second + "<|im_end|>"]]
     texts = [tokenizer.decode(example.tokens) for example in examples]
     assert "Is it even?" not in texts[0]
     assert "It is 4." in texts[1] and "Two and two." not in texts[1]
 
 
-def test_qwen3_single_turn_is_one_example(plain: PreTrainedTokenizerBase) -> None:
+def test_qwen3_single_turn_is_a_single_example(plain: PreTrainedTokenizerBase) -> None:
     """A conversation of one turn keeps its thoughts, and the empty ones that the template writes are learnt."""
-    tokenizer = dressed(plain, STYLES["qwen3"])
+    tokenizer = apply_style(plain, STYLES["qwen3"])
     for content, expected in (
         ("<think>\nEasy.\n</think>\n\nIt is 4.", "<think>\nEasy.\n</think>\n\nIt is 4.<|im_end|>"),
         ("It is 4.", "<think>\n\n</think>\n\nIt is 4.<|im_end|>"),
     ):
-        (example,) = tokenize_conversation(ChatTemplate(tokenizer), talk("What is 2 + 2?", content))
-        assert supervised(tokenizer, example) == [expected]
+        (example,) = tokenize_conversation(ChatTemplate(tokenizer), make_chat("What is 2 + 2?", content))
+        assert decode_supervised(tokenizer, example) == [expected]
 
 
 def test_deepseek_r1_trains_on_reasoning_that_its_template_drops(plain: PreTrainedTokenizerBase) -> None:
     """The model writes its thoughts behind the <think> of the generation prompt, which itself carries no loss."""
-    tokenizer: Any = dressed(plain, STYLES["deepseek_r1"])
-    (example,) = tokenize_conversation(ChatTemplate(tokenizer), talk("What is 2 + 2?", "<think>\nEasy.\n</think>\n\nIt is 4."))
-    assert supervised(tokenizer, example) == ["Easy.\n</think>\n\nIt is 4.<eos>"]
+    tokenizer: Any = apply_style(plain, STYLES["deepseek_r1"])
+    (example,) = tokenize_conversation(
+        ChatTemplate(tokenizer), make_chat("What is 2 + 2?", "<think>\nEasy.\n</think>\n\nIt is 4.")
+    )
+    assert decode_supervised(tokenizer, example) == ["Easy.\n</think>\n\nIt is 4.<eos>"]
     assert "<|Assistant|><think>\nEasy." in tokenizer.decode(example.tokens)
 
 
 def test_phi3_end_of_turn_that_swallows_the_line_break_is_supervised(plain: PreTrainedTokenizerBase) -> None:
     """A special token that takes the following white space into its offsets is still the end of the answer."""
-    tokenizer: Any = dressed(plain, STYLES["phi3"])
-    (example,) = tokenize_conversation(ChatTemplate(tokenizer), talk("Hi", "Hello!"))
-    kept = [token for token, keep in zip(example.tokens, example.mask) if keep]
-    assert kept[-1] == tokenizer.convert_tokens_to_ids("<|end|>")
+    tokenizer: Any = apply_style(plain, STYLES["phi3"])
+    (example,) = tokenize_conversation(ChatTemplate(tokenizer), make_chat("Hi", "Hello!"))
+    supervised = [token for token, is_supervised in zip(example.tokens, example.mask) if is_supervised]
+    assert supervised[-1] == tokenizer.convert_tokens_to_ids("<|end|>")
 
 
 def test_trimmed_offsets_keep_white_space_supervised(plain: PreTrainedTokenizerBase) -> None:
     """A tokenizer that reports white space as empty spans supervises the same tokens as one that does not."""
-    style, messages = STYLES["llama3"], talk("Hi", "Done:  two  spaces")
-    tokenizer: Any = dressed(plain, style)
+    style, messages = STYLES["llama3"], make_chat("Hi", "Done:  two  spaces")
+    tokenizer: Any = apply_style(plain, style)
     expected = tokenize_conversation(ChatTemplate(tokenizer), messages)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     assert tokenize_conversation(ChatTemplate(tokenizer), messages) == expected
@@ -203,10 +207,10 @@ def test_trimmed_offsets_keep_white_space_supervised(plain: PreTrainedTokenizerB
 @pytest.mark.parametrize("name", ["llama3", "smollm2", "gemma"])
 def test_system_turn_carries_no_loss(plain: PreTrainedTokenizerBase, name: str) -> None:
     """A system turn, given or injected, and a trailing question are context only."""
-    tokenizer = dressed(plain, STYLES[name])
-    messages = [{"role": "system", "content": "Be brief."}, *talk("Hi", "Hello!", "Bye")]
+    tokenizer = apply_style(plain, STYLES[name])
+    messages = [{"role": "system", "content": "Be brief."}, *make_chat("Hi", "Hello!", "Bye")]
     (example,) = tokenize_conversation(ChatTemplate(tokenizer), messages)
-    assert supervised(tokenizer, example) == ["Hello!" + STYLES[name].end]
+    assert decode_supervised(tokenizer, example) == ["Hello!" + STYLES[name].end]
 
 
 @pytest.mark.parametrize("roles", [("user", "user", "assistant"), ("system", "user", "assistant")])
@@ -214,11 +218,11 @@ def test_mistral_refuses_roles_that_do_not_alternate(plain: PreTrainedTokenizerB
     """What the template raises becomes one sentence that names the roles and the template's reason."""
     messages = [{"role": role, "content": "text"} for role in roles]
     with pytest.raises(UserError, match=rf"{', '.join(roles)}.*must alternate"):
-        tokenize_conversation(ChatTemplate(dressed(plain, STYLES["mistral"])), messages)
+        tokenize_conversation(ChatTemplate(apply_style(plain, STYLES["mistral"])), messages)
 
 
 @pytest.mark.parametrize(
-    "template, what",
+    "template, reason",
     [
         ("{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}", "no token"),
         ("{% if false %}{% endif %}", "no token"),
@@ -226,18 +230,18 @@ def test_mistral_refuses_roles_that_do_not_alternate(plain: PreTrainedTokenizerB
     ],
     ids=["answers left out", "nothing rendered", "questions left out"],
 )
-def test_all_zero_and_all_one_masks_stop(plain: PreTrainedTokenizerBase, template: str, what: str) -> None:
+def test_masks_of_zeros_or_of_ones_stop(plain: PreTrainedTokenizerBase, template: str, reason: str) -> None:
     """A mask without a supervised token, or with no other, means a wrong template."""
-    with pytest.raises(UserError, match=what):
-        tokenize_conversation(ChatTemplate(dressed(plain, Style(template, (), ""))), talk("Hi", "Hello!"))
+    with pytest.raises(UserError, match=reason):
+        tokenize_conversation(ChatTemplate(apply_style(plain, Style(template, (), ""))), make_chat("Hi", "Hello!"))
 
 
 def test_tokenizer_without_template_or_offsets_is_refused(plain: PreTrainedTokenizerBase) -> None:
     """Both are named as the target's fault, with what to do."""
-    bare = copy.deepcopy(plain)
-    bare.chat_template = None
+    without_template = copy.deepcopy(plain)
+    without_template.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
-        tokenize_conversation(ChatTemplate(bare), talk("Hi", "Hello!"))
+        tokenize_conversation(ChatTemplate(without_template), make_chat("Hi", "Hello!"))
     slow: Any = SimpleNamespace(chat_template="{{ messages }}", is_fast=False)
     with pytest.raises(UserError, match="fast tokenizer"):
-        tokenize_conversation(ChatTemplate(slow), talk("Hi", "Hello!"))
+        tokenize_conversation(ChatTemplate(slow), make_chat("Hi", "Hello!"))

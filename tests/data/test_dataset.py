@@ -20,8 +20,8 @@ from spectrain.features.batch import collate
 from spectrain.models.chat_template import ChatTemplate, Message
 
 
-class Fixed(ConversationReader):
-    """Conversations from memory."""
+class ListReader(ConversationReader):
+    """Reads conversations from a list."""
 
     name = "fixed"
 
@@ -35,12 +35,12 @@ class Fixed(ConversationReader):
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(Path(spectrain.__file__).parent / "data" / "tiny")
-    return found
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(Path(spectrain.__file__).parent / "data" / "tiny")
+    return loaded
 
 
-def made(count: int, longest: int = 40) -> Dataset:
-    """Random examples of 2 to `longest` tokens."""
+def make_dataset(count: int, longest: int = 40) -> Dataset:
+    """Make a data set of random examples of 2 to `longest` tokens."""
     random = Random(0)
     examples = []
     for _ in range(count):
@@ -49,7 +49,7 @@ def made(count: int, longest: int = 40) -> Dataset:
     return Dataset(examples, count, 0, 0)
 
 
-def chat(answer: str) -> list[Message]:
+def make_chat(answer: str) -> list[Message]:
     return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
 
 
@@ -61,7 +61,7 @@ PACKED = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed
 @pytest.mark.parametrize("batch_tokens", [1, 16, 64, 1000])
 def test_every_example_once_and_within_the_budget(count: int, batch_tokens: int, packed: bool) -> None:
     """Padding included a batch keeps the budget, save where one example alone exceeds it; no example is lost or doubled."""
-    dataset = made(count)
+    dataset = make_dataset(count)
     batches = dataset.make_batches(0, Batching(batch_tokens, 1, packed))
     assert sorted(index for batch in batches for index in batch) == list(range(count))
     for batch in batches:
@@ -82,29 +82,29 @@ def test_efficiency_is_what_a_count_by_hand_finds() -> None:
 
 
 def test_packing_wastes_less_than_padding() -> None:
-    """Of a window's tokens, best fit leaves fewer places empty than buckets of like length do."""
-    dataset = made(1500, 300)
+    """Best fit leaves fewer positions of a window empty than buckets of similar length do."""
+    dataset = make_dataset(1500, 300)
     packed, padded = dataset.measure_efficiency(Batching(1024, 0, packed=True)), dataset.measure_efficiency(Batching(1024, 0))
     assert packed.filled_share > 0.99 > padded.filled_share and packed.num_batches < padded.num_batches
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
     """The order depends on epoch and seed, and on nothing else."""
-    dataset = made(300)
+    dataset = make_dataset(300)
     orders = {key: dataset.make_batches(key[0], Batching(64, key[1])) for key in [(0, 0), (1, 0), (0, 1)]}
     assert len({repr(order) for order in orders.values()}) == 3
-    assert all(made(300).make_batches(epoch, Batching(64, seed)) == order for (epoch, seed), order in orders.items())
+    assert all(make_dataset(300).make_batches(epoch, Batching(64, seed)) == order for (epoch, seed), order in orders.items())
 
 
-def merged_order(dataset: Dataset, packed: bool, plan: list[tuple[int, int]], accumulate: int = 2) -> list[list[Example]]:
-    """The batches of a run that changes its number of processes, as (processes, steps), at checkpoints."""
-    order, state = [], None
+def merge_batches(dataset: Dataset, packed: bool, plan: list[tuple[int, int]], accumulate: int = 2) -> list[list[Example]]:
+    """Return the batches of a run that changes its number of processes at checkpoints; the plan has (processes, steps)."""
+    batches, state = [], None
     for processes, steps in plan:
         streams = [dataset.stream_batches(Batching(100, 3, packed), process, processes, state) for process in range(processes)]
         for _ in range(steps * accumulate):
-            order += [next(stream) for stream in streams]
+            batches += [next(stream) for stream in streams]
         state = json.loads(json.dumps(streams[0].merge_states([stream.state_dict() for stream in streams])))
-    return order
+    return batches
 
 
 @PACKED
@@ -115,30 +115,30 @@ def merged_order(dataset: Dataset, packed: bool, plan: list[tuple[int, int]], ac
 )
 def test_order_does_not_depend_on_processes_or_resumes(plan: list[tuple[int, int]], packed: bool) -> None:
     """On any number of processes, resumed on any other, the batches are those of one process that never stopped."""
-    dataset = made(30)
+    dataset = make_dataset(30)
     assert len(dataset.make_batches(0, Batching(100, 3, packed))) < 20  # so that several epochs go by
-    assert merged_order(dataset, packed, plan) == [
-        next(one) for one in [dataset.stream_batches(Batching(100, 3, packed))] for _ in range(48)
+    assert merge_batches(dataset, packed, plan) == [
+        next(stream) for stream in [dataset.stream_batches(Batching(100, 3, packed))] for _ in range(48)
     ]
 
 
 @pytest.mark.parametrize("processes", [3, 5])
 def test_a_step_keeps_its_batches_on_a_number_of_processes_that_does_not_divide_them(processes: int) -> None:
-    """Four batches a step, shared by three, or by five of which one has none: those of one process in the same order."""
-    dataset, order = made(30), iter(made(30).stream_batches(Batching(100, 3)))
+    """Four batches a step are those of one process in the same order, whether three or five processes share them."""
+    dataset, order = make_dataset(30), iter(make_dataset(30).stream_batches(Batching(100, 3)))
     state = {"batches_done": 4 * 2}
     expected = list(islice(order, 4 * 5))[8:]
     streams = [dataset.stream_batches(Batching(100, 3), rank, processes, state, 4) for rank in range(processes)]
     for step in range(3):
         shares = [[next(stream) for _ in range(rank, max(4, rank + 1), processes)] for rank, stream in enumerate(streams)]
-        taken = [shares[number % processes][number // processes] for number in range(4)]
-        assert taken == expected[4 * step : 4 * step + 4]
+        batches = [shares[number % processes][number // processes] for number in range(4)]
+        assert batches == expected[4 * step : 4 * step + 4]
         assert {stream.state_dict()["batches_done"] for stream in streams} == {8 + 4 * (step + 1)}
 
 
 def test_batch_pads_on_the_right_without_loss() -> None:
     """Rows are the examples, then zeros that carry no loss."""
-    dataset = made(9)
+    dataset = make_dataset(9)
     batch = collate(dataset[[4, 0, 7]])
     for row, index in enumerate([4, 0, 7]):
         example = dataset.examples[index]
@@ -152,8 +152,8 @@ def test_batch_pads_on_the_right_without_loss() -> None:
 def test_cut_and_dropped_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
     """An example over max_length is cut, and dropped where nothing of its answer is left."""
     late = [{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]
-    rows = [chat("Hello!"), chat("word " * 100), late]
-    dataset = Fixed(rows, max_length=32).make_dataset(ChatTemplate(tokenizer))
+    rows = [make_chat("Hello!"), make_chat("word " * 100), late]
+    dataset = ListReader(rows, max_length=32).make_dataset(ChatTemplate(tokenizer))
     assert (dataset.num_conversations, dataset.num_cut, dataset.num_dropped) == (3, 2, 1)
     (short,), (long,) = (tokenize_conversation(ChatTemplate(tokenizer), row) for row in rows[:2])
     assert dataset.examples == [short, long.cut(32)]
@@ -165,12 +165,12 @@ def test_data_that_is_all_cut_away_stops(tokenizer: PreTrainedTokenizerBase) -> 
     """The message names the setting that cut every answer off."""
     rows = [[{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]]
     with pytest.raises(UserError, match=r"data\.max_length=8"):
-        Fixed(rows, max_length=8).make_dataset(ChatTemplate(tokenizer))
+        ListReader(rows, max_length=8).make_dataset(ChatTemplate(tokenizer))
 
 
 def test_fingerprint_sees_every_token_and_mask() -> None:
     """Equal data has equal fingerprints; one mask bit, one token or another order changes it."""
-    dataset = made(5)
+    dataset = make_dataset(5)
     first, *others = dataset.examples
     changed = [
         replace(dataset, examples=[Example(first.tokens, [not first.mask[0], *first.mask[1:]]), *others]),
@@ -178,17 +178,17 @@ def test_fingerprint_sees_every_token_and_mask() -> None:
         replace(dataset, examples=[*others, first]),
         replace(dataset, examples=others),
     ]
-    assert made(5).fingerprint == dataset.fingerprint
+    assert make_dataset(5).fingerprint == dataset.fingerprint
     assert len({dataset.fingerprint, *(other.fingerprint for other in changed)}) == 5
 
 
 def test_token_counts_are_the_supervised_tokens() -> None:
     """Each token is counted as often as it carries loss."""
-    dataset = made(20)
+    dataset = make_dataset(20)
     expected = torch.zeros(100, dtype=torch.int64)
     for example in dataset.examples:
-        for token, kept in zip(example.tokens, example.mask):
-            expected[token] += kept
+        for token, is_supervised in zip(example.tokens, example.mask):
+            expected[token] += is_supervised
     assert torch.equal(dataset.token_counts(100), expected)
     assert int(expected.sum()) == dataset.num_supervised
 
@@ -201,11 +201,11 @@ def test_a_vocabulary_is_chosen_from_all_that_is_embedded(tokenizer: PreTrainedT
         counts -= torch.bincount(torch.tensor(example.tokens)[torch.tensor(example.mask)], minlength=len(tokenizer))
     answers = few.extra_texts()
     assert torch.equal(
-        counts, torch.bincount(torch.tensor([token for answer in answers for token in answer]), minlength=len(tokenizer))
+        counts, torch.bincount(torch.tensor([token for text in answers for token in text]), minlength=len(tokenizer))
     )
     assert few.held_out and len(answers) == len(load_embedded()) - 40
-    said = "\n".join(message["content"] for message in load_embedded()[50].messages if message["role"] == "assistant")
-    assert answers[10] == tokenizer(said, add_special_tokens=False)["input_ids"]
-    every = EmbeddedReader()
-    every.load_conversations()
-    assert every.extra_texts(tokenizer) == []
+    answer = "\n".join(message["content"] for message in load_embedded()[50].messages if message["role"] == "assistant")
+    assert answers[10] == tokenizer(answer, add_special_tokens=False)["input_ids"]
+    full_reader = EmbeddedReader()
+    full_reader.load_conversations()
+    assert full_reader.extra_texts(tokenizer) == []

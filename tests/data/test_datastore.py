@@ -25,7 +25,7 @@ from spectrain.errors import UserError
 from spectrain.models.target import Target
 
 
-class Numbers:
+class DigitTokenizer:
     """A tokenizer of eight tokens."""
 
     def get_vocab(self) -> dict[str, int]:
@@ -35,47 +35,49 @@ class Numbers:
         return 8
 
 
-def stored(folder: Path, texts: list[list[int]], asked: tuple[str, ...] = (), answered: tuple[str, ...] = ()) -> Datastore:
-    write_store(folder, texts, asked, answered, {"tokenizer": hash_vocabulary(Numbers())})
-    return Datastore(str(folder), Numbers())
+def write_and_load(
+    folder: Path, texts: list[list[int]], questions: tuple[str, ...] = (), answers: tuple[str, ...] = ()
+) -> Datastore:
+    write_store(folder, texts, questions, answers, {"tokenizer": hash_vocabulary(DigitTokenizer())})
+    return Datastore(str(folder), DigitTokenizer())
 
 
 @pytest.mark.parametrize("size, kinds", [(1, 1), (2, 1), (40, 1), (200, 2), (300, 50)])
 def test_suffixes_are_sorted(size: int, kinds: int) -> None:
-    """By their first 16 tokens, an end before everything, and then by place."""
+    """Suffixes are sorted by their first 16 tokens, an end before everything, and then by position."""
     tokens = torch.randint(-1, kinds, (size,)).numpy().astype(np.int32)
-    listed = tokens.tolist()
-    assert build_suffix_array(tokens).tolist() == sorted(range(size), key=lambda at: (listed[at : at + MAX_MATCH], at))
+    values = tokens.tolist()
+    assert build_suffix_array(tokens).tolist() == sorted(range(size), key=lambda at: (values[at : at + MAX_MATCH], at))
 
 
 @pytest.mark.parametrize("most, enough", [(200, 1), (200, 8), (5, 64), (1, 1)])
 def test_a_store_equals_a_search(tmp_path: Path, most: int, enough: int) -> None:
-    """The longest matches first and shorter ones until there are enough, every place once, none past a text's end."""
+    """The longest matches come first, shorter ones until there are enough, each position once, and none past a text's end."""
     texts = [torch.randint(0, 3, (30,)).tolist() for _ in range(4)]
-    store = stored(tmp_path / "store", texts)
-    whole = [token for text in texts for token in (*text, TEXT_END)]
+    store = write_and_load(tmp_path / "store", texts)
+    tokens = [token for text in texts for token in (*text, TEXT_END)]
     for _ in range(40):
         text = torch.randint(0, 4, (6,)).tolist()
-        wanted: dict[int, int] = {}
+        match_lengths: dict[int, int] = {}
         for length in range(6, 0, -1):
-            ends = [end for end in range(length, len(whole) + 1) if whole[end - length : end] == text[-length:]]
-            if len(wanted) < enough:
-                wanted |= {end: length for end in ends if end not in wanted}
-        found = [
+            ends = [end for end in range(length, len(tokens) + 1) if tokens[end - length : end] == text[-length:]]
+            if len(match_lengths) < enough:
+                match_lengths |= {end: length for end in ends if end not in match_lengths}
+        actual = [
             (n, [t for t in rest if t != TEXT_END])
             for n, rest in zip(*map(np.ndarray.tolist, store.find_continuations(text, 3, most, enough)))
         ]
-        following = [(length, whole[end : end + 3]) for end, length in wanted.items()]
-        following = [(length, rest[: rest.index(TEXT_END)] if TEXT_END in rest else rest) for length, rest in following]
-        following = [(length, rest) for length, rest in following if rest]
-        assert len(found) <= most and all(one in following for one in found)
+        expected = [(length, tokens[end : end + 3]) for end, length in match_lengths.items()]
+        expected = [(length, rest[: rest.index(TEXT_END)] if TEXT_END in rest else rest) for length, rest in expected]
+        expected = [(length, rest) for length, rest in expected if rest]
+        assert len(actual) <= most and all(item in expected for item in actual)
         if most == 200:
-            assert sorted(found) == sorted(following) and [n for n, _ in found] == sorted((n for n, _ in found), reverse=True)
+            assert sorted(actual) == sorted(expected) and [n for n, _ in actual] == sorted((n for n, _ in actual), reverse=True)
 
 
-def test_longer_texts_are_found_whole(tmp_path: Path) -> None:
+def test_longer_texts_are_found_completely(tmp_path: Path) -> None:
     text = torch.randint(0, 3, (60,)).tolist()
-    store = stored(tmp_path / "store", [text, text[:20]])
+    store = write_and_load(tmp_path / "store", [text, text[:20]])
     assert store.contains_tokens(text) and store.contains_tokens(text[5:50]) and not store.contains_tokens([*text[:59], 7])
     assert store.match_length([7, *text[10:40]]) == MAX_MATCH and store.match_length([7]) == 0
 
@@ -87,45 +89,45 @@ def test_words_are_hashed() -> None:
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
-    """No folder, another tokenizer's texts, arrays of other types or with places out of range, and pickles: nothing is run."""
+    """A missing folder, another tokenizer's texts, arrays of wrong types or positions, and pickles are refused."""
     folder = tmp_path / "store"
-    stored(folder, [[1, 2, 3]])
+    write_and_load(folder, [[1, 2, 3]])
     with pytest.raises(UserError, match="there is no store"):
-        Datastore(str(tmp_path / "other"), Numbers())
+        Datastore(str(tmp_path / "other"), DigitTokenizer())
 
-    def refused(name: str, content: Any) -> None:
+    def check_refused(name: str, content: Any) -> None:
         path = folder / name
-        kept = path.read_bytes()
+        content_before = path.read_bytes()
         if isinstance(content, str):
             path.write_text(content)
         else:
             np.save(path, content, allow_pickle=True)
         with pytest.raises(UserError):
-            Datastore(str(folder), Numbers())
-        path.write_bytes(kept)
+            Datastore(str(folder), DigitTokenizer())
+        path.write_bytes(content_before)
 
-    refused("index.json", json.dumps({"tokenizer": "another"}))
-    refused("index.json", "[]")
-    refused("tokens.npy", np.array([1, 2, 9, -1], dtype=np.int32))
-    refused("suffixes.npy", np.array([0, 1, 2, 4], dtype=np.int32))
-    refused("suffixes.npy", np.array([0, 1], dtype=np.int32))
-    refused("suffixes.npy", np.array([0, 1, 2, 3], dtype=np.int64))
-    refused("answers.npy", np.array([{"a": 1}], dtype=object))
-    refused("phrases.npy", "no array")
-    Datastore(str(folder), Numbers())
+    check_refused("index.json", json.dumps({"tokenizer": "another"}))
+    check_refused("index.json", "[]")
+    check_refused("tokens.npy", np.array([1, 2, 9, -1], dtype=np.int32))
+    check_refused("suffixes.npy", np.array([0, 1, 2, 4], dtype=np.int32))
+    check_refused("suffixes.npy", np.array([0, 1], dtype=np.int32))
+    check_refused("suffixes.npy", np.array([0, 1, 2, 3], dtype=np.int64))
+    check_refused("answers.npy", np.array([{"a": 1}], dtype=object))
+    check_refused("phrases.npy", "no array")
+    Datastore(str(folder), DigitTokenizer())
 
 
 def test_data_becomes_a_store(shallow: Target, shallow_folder: Path, tmp_path: Path) -> None:
-    """Answers with what comes just before them, hashes of what was asked and answered, and where all of it is from."""
-    said = [("What is a bee?", "A bee is an insect."), ("And a fly?", "That is one too.")]
-    lines = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in said]
+    """A store has the answers with the tokens before them, hashes of questions and answers, and the source of the data."""
+    chats = [("What is a bee?", "A bee is an insect."), ("And a fly?", "That is one too.")]
+    lines = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in chats]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = GroupSpec("target", "hf", {"model": str(shallow_folder)})
     data = GroupSpec("data", "jsonl", {"path": str(tmp_path / "chats.jsonl")})
     index_command(model, data, str(tmp_path / "store"))
     store = Datastore(str(tmp_path / "store"), shallow.tokenizer)
-    assert sorted(store.questions.tolist()) == sorted(hash_text(question) for question, _ in said)
-    assert sorted(store.answers.tolist()) == sorted(hash_text(answer) for _, answer in said)
+    assert sorted(store.questions.tolist()) == sorted(hash_text(question) for question, _ in chats)
+    assert sorted(store.answers.tolist()) == sorted(hash_text(answer) for _, answer in chats)
     (example,) = tokenize_conversation(shallow.template, lines[0]["messages"])
     first = example.mask.index(True)
     assert store.contains_tokens(example.tokens[first - MAX_MATCH :]) and not store.contains_tokens(

@@ -31,12 +31,12 @@ def heldout() -> list[dict[str, Any]]:
     return [json.loads(line) for line in (FOLDER / "heldout.jsonl").read_text().strip().split("\n")]
 
 
-def grams(text: str, size: int = 5) -> set[tuple[str, ...]]:
+def list_grams(text: str, size: int = 5) -> set[tuple[str, ...]]:
     words = re.findall(r"[a-z0-9']+", text.lower())
     return {tuple(words[i : i + size]) for i in range(len(words) - size + 1)} or {tuple(words)}
 
 
-def questions(rows: list[dict[str, Any]]) -> list[str]:
+def list_questions(rows: list[dict[str, Any]]) -> list[str]:
     return [row["messages"][0]["content"] for row in rows]
 
 
@@ -54,28 +54,28 @@ def test_there_are_many_over_different_tasks(rows: list[dict[str, Any]]) -> None
 
 def test_no_two_prompts_share_half_of_their_words(rows: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
     """No two prompts, held-out ones included, share more than half of their 5-grams."""
-    prompts = [grams(text) for text in [*questions(rows), *(row["turns"][0] for row in heldout)]]
-    where: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for number, found in enumerate(prompts):
-        for gram in found:
-            where[gram].append(number)
-    for number, found in enumerate(prompts):
-        shared = Counter(other for gram in found for other in where[gram] if other != number)
+    prompts = [list_grams(text) for text in [*list_questions(rows), *(row["turns"][0] for row in heldout)]]
+    prompts_by_gram: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, grams in enumerate(prompts):
+        for gram in grams:
+            prompts_by_gram[gram].append(number)
+    for number, grams in enumerate(prompts):
+        shared = Counter(other for gram in grams for other in prompts_by_gram[gram] if other != number)
         for other, count in shared.items():
-            assert count <= 0.5 * min(len(found), len(prompts[other])), (number, other)
+            assert count <= 0.5 * min(len(grams), len(prompts[other])), (number, other)
 
 
 def test_most_prompts_share_no_frame(rows: list[dict[str, Any]]) -> None:
     """Well over 600 prompts share no 5-gram with any other prompt and open with three words of their own."""
-    texts = questions(rows)
-    every = Counter(gram for text in texts for gram in grams(text))
+    texts = list_questions(rows)
+    counts = Counter(gram for text in texts for gram in list_grams(text))
     openings = Counter(" ".join(text.lower().split()[:3]) for text in texts)
-    alone = [t for t in texts if all(every[g] == 1 for g in grams(t)) and openings[" ".join(t.lower().split()[:3])] == 1]
-    assert len(alone) >= 600
+    unique = [t for t in texts if all(counts[g] == 1 for g in list_grams(t)) and openings[" ".join(t.lower().split()[:3])] == 1]
+    assert len(unique) >= 600
 
 
 def test_heldout_prompts_are_on_other_subjects(rows: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
-    """Sixty held-out prompts over all tasks, each on a subject that no user of the training set mentions."""
+    """The sixty held-out prompts cover the tasks, each on a subject that no user of the training set mentions."""
     assert len(heldout) == 60 == len({row["id"] for row in heldout})
     assert len({row["category"] for row in heldout}) >= 7
     for row in heldout:

@@ -92,8 +92,8 @@ def test_sequences_of_tokens_have_duplicates_too() -> None:
 
 
 @pytest.mark.parametrize("shared", [12, 13, 14])
-def test_contamination_is_found_from_thirteen_shared_words_on(shared: int) -> None:
-    """Thirteen words in a row, with other case and punctuation; twelve are not enough."""
+def test_contamination_is_reported_from_thirteen_shared_words_on(shared: int) -> None:
+    """Thirteen words in a row, with other case and punctuation, are contamination; twelve are not."""
     prompts = [make_text(seed, 40) for seed in range(5)]
     words = prompts[3].split()[10 : 10 + shared]
     planted = f"zebra {', '.join(words).upper()}! zebra"

@@ -23,7 +23,7 @@ def call(arguments: Any = None, name: Any = "look", **fields: Any) -> dict[str, 
     return {"function": {"name": name, "arguments": {} if arguments is None else arguments}, **fields}
 
 
-def calling(*calls: Any) -> dict[str, Any]:
+def invoke(*calls: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": list(calls)}
 
 
@@ -46,7 +46,7 @@ CHATS: dict[str, tuple[Any, str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image"}]}, HELLO]},
         "an image has no file"),
     "a question without content": ({"messages": [{"role": "user"}, HELLO]}, "message 1: it has no content"),
-    "a result without content": ({"messages": [USER, calling(call()), {"role": "tool"}]}, "message 3: it has no content"),
+    "a result without content": ({"messages": [USER, invoke(call()), {"role": "tool"}]}, "message 3: it has no content"),
     "half a character": ({"messages": [{"role": "user", "content": "\ud800"}, HELLO]}, "half of a character"),
     "reasoning of a wrong type": (
         {"messages": [USER, {**HELLO, "reasoning_content": ["no"]}]},
@@ -55,29 +55,29 @@ CHATS: dict[str, tuple[Any, str]] = {
     "empty answers": ({"messages": [USER, {"role": "assistant", "content": " "}]}, "its answers are empty"),
     "an answer of nothing": ({"messages": [USER, {"role": "assistant", "content": None}]}, "its answers are empty"),
     "calls of a wrong type": ({"messages": [USER, {**HELLO, "tool_calls": 3}]}, "tool_calls is no list"),
-    "a call of a wrong type": ({"messages": [USER, calling(3)]}, "tool_calls is no list"),
-    "a call without a function": ({"messages": [USER, calling({"id": "a"})]}, "a tool call names no function"),
-    "a function's name of a wrong type": ({"messages": [USER, calling(call(name=3))]}, "a tool call names no function"),
+    "a call of a wrong type": ({"messages": [USER, invoke(3)]}, "tool_calls is no list"),
+    "a call without a function": ({"messages": [USER, invoke({"id": "a"})]}, "a tool call names no function"),
+    "a function's name of a wrong type": ({"messages": [USER, invoke(call(name=3))]}, "a tool call names no function"),
     "arguments that are no JSON": (
-        {"messages": [USER, calling(call("{city: Quito"))]},
+        {"messages": [USER, invoke(call("{city: Quito"))]},
         "the arguments of the tool call look hold no"),
     "arguments that are no object": (
-        {"messages": [USER, calling(call("[1, 2]"))]},
+        {"messages": [USER, invoke(call("[1, 2]"))]},
         "arguments of the tool call look are no object"),
-    "an id of a wrong type": ({"messages": [USER, calling(call(id=3))]}, "the id of the tool call look is no text"),
-    "one id twice": ({"messages": [USER, calling(call(id="a"), call(id="a"))]}, "two tool calls have the id a"),
+    "an id of a wrong type": ({"messages": [USER, invoke(call(id=3))]}, "the id of the tool call look is no text"),
+    "one id twice": ({"messages": [USER, invoke(call(id="a"), call(id="a"))]}, "two tool calls have the id a"),
     "calls by the user": ({"messages": [{**USER, "tool_calls": [call()]}, HELLO]}, "the role user makes tool calls"),
     "a result without a call": ({"messages": [USER, result(), HELLO]}, "answers no call before it"),
     "a result before its call": (
-        {"messages": [USER, result(tool_call_id="a"), calling(call(id="a")), HELLO]}, "answers no call before it"),
-    "a result without its id": ({"messages": [USER, calling(call(id="a")), result(), HELLO]}, "has no tool_call_id"),
+        {"messages": [USER, result(tool_call_id="a"), invoke(call(id="a")), HELLO]}, "answers no call before it"),
+    "a result without its id": ({"messages": [USER, invoke(call(id="a")), result(), HELLO]}, "has no tool_call_id"),
     "a result of another call": (
-        {"messages": [USER, calling(call(id="a")), result(tool_call_id="b"), HELLO]}, "tool_call_id b no call before it has"),
+        {"messages": [USER, invoke(call(id="a")), result(tool_call_id="b"), HELLO]}, "tool_call_id b no call before it has"),
     "a call answered twice": (
-        {"messages": [USER, calling(call(id="a"), call(id="b")), result(tool_call_id="a"), result(tool_call_id="a"), HELLO]},
+        {"messages": [USER, invoke(call(id="a"), call(id="b")), result(tool_call_id="a"), result(tool_call_id="a"), HELLO]},
         "tool_call_id a was answered already"),
     "a result's id of a wrong type": (
-        {"messages": [USER, calling(call(id="a")), result(tool_call_id=3), HELLO]}, "its tool_call_id is no text"),
+        {"messages": [USER, invoke(call(id="a")), result(tool_call_id=3), HELLO]}, "its tool_call_id is no text"),
     "tools that are no JSON": ({"messages": [USER, HELLO], "tools": "[{"}, "tools hold no valid JSON"),
     "tools of a wrong type": ({"messages": [USER, HELLO], "tools": 3}, "tools is no list"),
     "a tool without a name": ({"messages": [USER, HELLO], "tools": [{"type": "function"}]}, "a tool has no name"),
@@ -116,7 +116,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("reader, name, row, sentence", CASES, ids=[f"{case[0].__name__}: {case[1]}" for case in CASES])
-def test_a_malformed_row_is_one_sentence(
+def test_a_malformed_row_is_a_single_sentence(
     reader: type[ConversationReader], name: str, row: Any, sentence: str, tmp_path: Path
 ) -> None:
     """The sentence names file and line, what is wrong and what to write."""

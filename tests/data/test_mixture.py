@@ -30,7 +30,7 @@ def write_chats(path: Path, chats: list[Conversation]) -> str:
 
 @pytest.fixture
 def halves(tmp_path: Path) -> tuple[str, str]:
-    """Two files of 40 different conversations each."""
+    """Write two files of 40 different conversations each."""
     chats = EmbeddedReader(limit=80).load_conversations()
     return write_chats(tmp_path / "a.jsonl", chats[:40]), write_chats(tmp_path / "b.jsonl", chats[40:])
 
@@ -46,7 +46,7 @@ def count_examples(examples: list[Example]) -> Counter[str]:
 
 
 def test_weights_give_twice_and_half_of_the_examples(halves: tuple[str, str]) -> None:
-    """Each example of weight 2 twice, half of those of weight 0.5 once, and every batch of an epoch holds just these."""
+    """An epoch has each example of weight 2 twice and half of those of weight 0.5 once, and its batches hold just these."""
     first, second = (JsonlReader(path).make_dataset(TEMPLATE).examples for path in halves)
     mixture = make_mixture(
         {"data": "jsonl", "path": halves[0], "weight": 2}, {"data": "jsonl", "path": halves[1], "weight": 0.5}
@@ -66,13 +66,13 @@ def test_weights_give_twice_and_half_of_the_examples(halves: tuple[str, str]) ->
 def test_a_share_depends_on_content_alone() -> None:
     """The same examples in any order, and a larger share holds the smaller one."""
     examples = [Example([number, number + 1], [False, True]) for number in range(100)]
-    some = count_examples(repeat_examples(examples, 0.3))
-    assert some == count_examples(repeat_examples(examples[::-1], 0.3)) and some.total() == 30
-    assert not some - count_examples(repeat_examples(examples, 0.31))
+    part = count_examples(repeat_examples(examples, 0.3))
+    assert part == count_examples(repeat_examples(examples[::-1], 0.3)) and part.total() == 30
+    assert not part - count_examples(repeat_examples(examples, 0.31))
     assert repeat_examples(examples, 1.0) == examples
 
 
-def test_one_source_with_weight_one_is_that_source(halves: tuple[str, str]) -> None:
+def test_a_single_source_of_weight_1_is_that_source(halves: tuple[str, str]) -> None:
     """The same examples in the same order, the same held-out ones, and the same draft vocabulary."""
     plain = JsonlReader(halves[0], held_out=0.1, max_length=64).make_dataset(TEMPLATE)
     mixed = make_mixture({"data": "jsonl", "path": halves[0]}, held_out=0.1, max_length=64).make_dataset(TEMPLATE)
@@ -94,8 +94,8 @@ def test_held_out_examples_keep_their_sources(halves: tuple[str, str]) -> None:
     assert not count_examples(dataset.examples) & count_examples(dataset.held_out)
 
 
-def test_what_one_source_holds_out_no_other_trains_on(halves: tuple[str, str]) -> None:
-    """The same file twice with other shares: the smaller part held out is never in the training examples."""
+def test_what_a_source_holds_out_no_other_trains_on(halves: tuple[str, str]) -> None:
+    """Where the same file is read twice with other shares, the part held out is never in the training examples."""
     dataset = make_mixture(
         {"data": "jsonl", "path": halves[0], "held_out": 0.3}, {"data": "jsonl", "path": halves[0], "held_out": 0.0}
     ).make_dataset(TEMPLATE)
@@ -160,7 +160,7 @@ def test_duplicates_are_left_out_across_sources(halves: tuple[str, str]) -> None
         ({"data": "embedded", "limit": 5, "weight": 0.01}, r"^data\.sources\[1\]\.weight=0\.01: it leaves none of 5 examples"),
     ],
 )  # fmt: skip
-def test_a_wrong_source_is_one_sentence(entry: dict[str, Any], message: str) -> None:
+def test_a_wrong_source_is_a_single_sentence(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         make_mixture({"data": "embedded", "limit": 2}, entry).make_dataset(TEMPLATE)
     assert "\n" not in str(error.value)

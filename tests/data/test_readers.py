@@ -23,7 +23,7 @@ NAMES = {"system": "system", "user": "human", "assistant": "gpt"}
 SHAREGPT = [{"from": NAMES[turn["role"]], "value": turn["content"]} for turn in MESSAGES]
 
 
-def write(path: Path, *lines: str) -> Path:
+def write_lines(path: Path, *lines: str) -> Path:
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path
 
@@ -39,7 +39,7 @@ def test_both_layouts_read_the_same(tmp_path: Path, row: dict[str, Any], name: s
 
 
 def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) -> None:
-    """Every .jsonl and .jsonl.gz of a folder and nothing else there, or those that a pattern names."""
+    """Every .jsonl and .jsonl.gz of a folder is read and nothing else there, or those that a pattern names."""
     texts = {"b.jsonl": "two", "a.jsonl.gz": "one", "c.jsonl": "three", "notes.txt": "no"}
     for name, text in texts.items():
         opener = gzip.open if name.endswith(".gz") else open
@@ -49,16 +49,16 @@ def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) 
     (tmp_path / "failed").mkdir()
     (tmp_path / "failed" / "a.jsonl").write_text("no JSON")
 
-    def asked(path: Path) -> list[str]:
+    def read_questions(path: Path) -> list[str]:
         return [chat.messages[0]["content"] for chat in JsonlReader(str(path)).load_conversations()]
 
-    assert asked(tmp_path) == ["one", "two", "three"]
-    assert asked(tmp_path / "[bc].jsonl") == ["two", "three"]
+    assert read_questions(tmp_path) == ["one", "two", "three"]
+    assert read_questions(tmp_path / "[bc].jsonl") == ["two", "three"]
     (tmp_path / "c.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"c\.jsonl, line 1:"):
-        asked(tmp_path)
+        read_questions(tmp_path)
     with pytest.raises(UserError, match="there is no such file"):
-        asked(tmp_path / "failed" / "*.gz")
+        read_questions(tmp_path / "failed" / "*.gz")
 
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=["without system", "with system"])
@@ -85,18 +85,18 @@ BAD = {
 @pytest.mark.parametrize("line", BAD.values(), ids=list(BAD))
 def test_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None:
     """The third line is at fault, and the message says so."""
-    path = write(tmp_path / "chats.jsonl", GOOD, "", line, GOOD)
+    path = write_lines(tmp_path / "chats.jsonl", GOOD, "", line, GOOD)
     with pytest.raises(UserError) as caught:
         JsonlReader(str(path)).load_conversations()
     assert f"{path}, line 3:" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_json_list_is_read_and_one_in_json_lines_is_named(tmp_path: Path) -> None:
-    """As ShareGPT's own files are lists of conversations."""
-    path = write(tmp_path / "chats.json", f"[{GOOD}, {GOOD}]")
+def test_a_json_list_is_read_and_named_in_json_lines(tmp_path: Path) -> None:
+    """A .json file may hold a list of conversations, as ShareGPT's do; a line of a .jsonl file may not."""
+    path = write_lines(tmp_path / "chats.json", f"[{GOOD}, {GOOD}]")
     assert JsonlReader(str(path)).load_conversations() == [Conversation(MESSAGES)] * 2
-    path = write(tmp_path / "chats.jsonl", f"[{GOOD}, {GOOD}]")
+    path = write_lines(tmp_path / "chats.jsonl", f"[{GOOD}, {GOOD}]")
     with pytest.raises(UserError, match=r"line 1: it is a list; write one conversation a line"):
         JsonlReader(str(path)).load_conversations()
 
@@ -130,7 +130,7 @@ def test_unreadable_bytes_are_named(tmp_path: Path, name: str, content: bytes) -
 
 def test_limit_takes_a_prefix(tmp_path: Path) -> None:
     """`limit` conversations are read and no line after them is looked at."""
-    path = write(tmp_path / "chats.jsonl", GOOD, GOOD, "not JSON")
+    path = write_lines(tmp_path / "chats.jsonl", GOOD, GOOD, "not JSON")
     assert len(JsonlReader(str(path), limit=2).load_conversations()) == 2
 
 
@@ -144,13 +144,13 @@ def test_settings_out_of_range_are_refused(setting: dict[str, int]) -> None:
 
 def test_embedded_conversations_are_well_formed_and_ordered() -> None:
     """Every embedded conversation passes the reader's own check, and a limit gives a prefix of them."""
-    whole = EmbeddedReader().load_conversations()
-    assert [parse_conversation({"messages": chat.messages}, "embedded") for chat in whole] == whole
-    assert EmbeddedReader(limit=5).load_conversations() == whole[:5]
+    conversations = EmbeddedReader().load_conversations()
+    assert [parse_conversation({"messages": chat.messages}, "embedded") for chat in conversations] == conversations
+    assert EmbeddedReader(limit=5).load_conversations() == conversations[:5]
 
 
-class Trickle:
-    """A file that gives at most `size` characters a read."""
+class SlowPath:
+    """A path whose file gives at most `size` characters a read."""
 
     def __init__(self, text: str, size: int) -> None:
         self.text, self.size = text, size
@@ -158,11 +158,11 @@ class Trickle:
     def open(self, encoding: str) -> io.StringIO:
         size = self.size
 
-        class Slow(io.StringIO):
+        class SlowFile(io.StringIO):
             def read(self, _: int | None = -1) -> str:
                 return super().read(size)
 
-        return Slow(self.text)
+        return SlowFile(self.text)
 
 
 ELEMENTS = [{"id": "a", "x": [1, 2.5, "]},{"]}, {"text": 'quote \\" and \u00e9\n'}, [], "word, comma", {"deep": {"er": None}}]
@@ -172,7 +172,7 @@ ELEMENTS = [{"id": "a", "x": [1, 2.5, "]},{"]}, {"text": 'quote \\" and \u00e9\n
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_stream_array_equals_json(size: int, indent: int | None) -> None:
     """Whatever the chunks, the elements are those of json.loads; escaped quotes and brackets in strings included."""
-    text: Any = Trickle("\n" + json.dumps(ELEMENTS, indent=indent) + "\n", size)
+    text: Any = SlowPath("\n" + json.dumps(ELEMENTS, indent=indent) + "\n", size)
     assert list(iterate_json_array(text)) == ELEMENTS
 
 
@@ -182,12 +182,12 @@ def test_stream_array_stops_where_the_file_breaks_off(cut: str, size: int) -> No
     """The elements before the break are all given, the broken one is not."""
     text = json.dumps(ELEMENTS[:3])[:-1]
     tail = {"in a string": ', {"text": "and th', "after a comma": ", ", "in an escape": ', {"t": "\\', "at the end": ""}
-    trickle: Any = Trickle(text + tail[cut], size)
+    trickle: Any = SlowPath(text + tail[cut], size)
     assert list(iterate_json_array(trickle)) == ELEMENTS[:3]
 
 
 def test_stream_array_reads_files(tmp_path: Path) -> None:
-    """A real file longer than one chunk: the element on the chunk's border is whole."""
+    """In a real file longer than one chunk, the element on the chunk's border is complete."""
     elements = [{"n": n, "text": "x" * 50_000} for n in range(100)]
     (tmp_path / "array.json").write_text(json.dumps(elements)[:-20_000])
     assert list(iterate_json_array(tmp_path / "array.json")) == elements[:99]

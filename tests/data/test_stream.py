@@ -28,56 +28,58 @@ from spectrain.training.trainer import Trainer
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(Path(spectrain.__file__).parent / "data" / "tiny")
-    return found
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(Path(spectrain.__file__).parent / "data" / "tiny")
+    return loaded
 
 
-def chat(number: int) -> dict[str, Any]:
-    """A conversation of its own length that names its row."""
+def make_chat(number: int) -> dict[str, Any]:
+    """Make a conversation of its own length that names its row."""
     words = " word" * Random(number).randrange(12)
     return {"messages": [{"role": "user", "content": f"row {number}"}, {"role": "assistant", "content": f"{number}{words}"}]}
 
 
-class Counted(StreamReader):
-    """Rows that are made when they are read, and counted."""
+class CountingReader(StreamReader):
+    """Counts the rows that are read."""
 
     def __init__(self, rows: list[dict[str, Any]], **options: Any) -> None:
         super().__init__("counted", **{"shards": 4, "window": 6, "sample": 8, **options})
-        self.made, self.count = rows, 0
+        self.source_rows, self.count = rows, 0
 
     def open_rows(self) -> datasets.IterableDataset:
         def rows() -> Iterator[dict[str, Any]]:
-            for row in self.made:
+            for row in self.source_rows:
                 self.count += 1
                 yield {"line": json.dumps(row)}
 
         return datasets.IterableDataset.from_generator(rows).rename_column("line", "text")
 
 
-ROWS = [chat(number) for number in range(75)]
+ROWS = [make_chat(number) for number in range(75)]
 
 
-def streamed(tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]] = ROWS, **options: Any) -> StreamedDataset:
-    return Counted(rows, **options).make_dataset(ChatTemplate(tokenizer))
+def make_dataset(tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]] = ROWS, **options: Any) -> StreamedDataset:
+    return CountingReader(rows, **options).make_dataset(ChatTemplate(tokenizer))
 
 
-def order(tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packed: bool, **options: Any) -> list[list[Example]]:
-    """The batches of a run that changes its number of processes, as (processes, batches for each), at checkpoints."""
-    found, state = [], None
+def list_batches(
+    tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packed: bool, **options: Any
+) -> list[list[Example]]:
+    """Return the batches of a run that changes its number of processes at checkpoints, by (processes, batches of each)."""
+    batches, state = [], None
     for processes, count in plan:
         streams: list[BatchStream] = [
-            streamed(tokenizer, **options).stream_batches(Batching(60, 3, packed), process, processes, state)
+            make_dataset(tokenizer, **options).stream_batches(Batching(60, 3, packed), process, processes, state)
             for process in range(processes)
         ]
         for _ in range(count):
-            found += [next(stream) for stream in streams]
+            batches += [next(stream) for stream in streams]
         state = json.loads(json.dumps(streams[0].merge_states([stream.state_dict() for stream in streams])))
-    return found
+    return batches
 
 
 @cache
-def uninterrupted(tokenizer: PreTrainedTokenizerBase, packed: bool) -> list[list[Example]]:
-    return order(tokenizer, [(1, 72)], packed)
+def list_uninterrupted_batches(tokenizer: PreTrainedTokenizerBase, packed: bool) -> list[list[Example]]:
+    return list_batches(tokenizer, [(1, 72)], packed)
 
 
 @pytest.mark.sweep(3, free=("packed", "plan"))
@@ -91,26 +93,26 @@ def test_order_does_not_depend_on_processes_or_resumes(
     tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packed: bool
 ) -> None:
     """The batches are those of one process that never stopped, across the ends of epochs."""
-    expected = uninterrupted(tokenizer, packed)
+    expected = list_uninterrupted_batches(tokenizer, packed)
     assert sum(len(batch) for batch in expected) > len(ROWS)
-    assert order(tokenizer, plan, packed) == expected
+    assert list_batches(tokenizer, plan, packed) == expected
 
 
 def test_every_row_once_an_epoch(tokenizer: PreTrainedTokenizerBase) -> None:
     """Windows lose and double nothing."""
-    stream = streamed(tokenizer, ROWS[:24]).stream_batches(Batching(60, 0))  # four windows an epoch, one for each shard
+    stream = make_dataset(tokenizer, ROWS[:24]).stream_batches(Batching(60, 0))  # four windows an epoch, one for each shard
     batches = [next(stream) for _ in range(40)]
     by_shard = [[example.tokens for batch in batches[shard::4] for example in batch] for shard in range(4)]
-    seen = [tokens for rows in by_shard for tokens in rows[:6]]  # a window's batches come before the next window's
-    assert sorted(seen) == sorted(
-        tokenize_conversation(ChatTemplate(tokenizer), chat(number)["messages"])[0].tokens for number in range(24)
+    tokens_read = [tokens for rows in by_shard for tokens in rows[:6]]  # a window's batches come before the next window's
+    assert sorted(tokens_read) == sorted(
+        tokenize_conversation(ChatTemplate(tokenizer), make_chat(number)["messages"])[0].tokens for number in range(24)
     )
 
 
 def test_no_row_is_read_before_it_is_needed(tokenizer: PreTrainedTokenizerBase) -> None:
     """The sample reads its rows; then each window is read when a shard first comes to it."""
-    rows = [chat(number) for number in range(1000)]
-    data = Counted(rows)
+    rows = [make_chat(number) for number in range(1000)]
+    data = CountingReader(rows)
     dataset = data.make_dataset(ChatTemplate(tokenizer))
     ahead = 1  # `datasets` looks one row ahead
     assert data.count <= 8 + ahead
@@ -122,51 +124,55 @@ def test_no_row_is_read_before_it_is_needed(tokenizer: PreTrainedTokenizerBase) 
 
 def test_a_process_tokenises_its_own_shards_only(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     """With n dividing the shards, each conversation is tokenised by one process."""
-    met: list[str] = []
-    datasets_of = [streamed(tokenizer, [chat(number) for number in range(400)]) for _ in range(2)]
-    for process, dataset in enumerate(datasets_of):
-        whole = dataset.data.try_tokenize
+    tokenised: list[str] = []
+    replicas = [make_dataset(tokenizer, [make_chat(number) for number in range(400)]) for _ in range(2)]
+    for process, dataset in enumerate(replicas):
+        original = dataset.data.try_tokenize
         monkeypatch.setattr(
-            dataset.data, "try_tokenize", lambda t, m, whole=whole: met.append(m.messages[0]["content"]) or whole(t, m)
+            dataset.data,
+            "try_tokenize",
+            lambda t, m, original=original: tokenised.append(m.messages[0]["content"]) or original(t, m),
         )
         stream = dataset.stream_batches(Batching(1000, 0, True), process, 2)
         for _ in range(10):
             next(stream)
-    assert len(met) == len(set(met)) == 2 * 10 * 6
+    assert len(tokenised) == len(set(tokenised)) == 2 * 10 * 6
 
 
 BAD: list[Any] = [{"messages": None}, {"other": 1}, {"messages": [{"role": "user", "content": "no answer"}]}, 7, "not JSON {"]
 
 
 def test_bad_rows_are_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are told of once, and counted alike on any number of processes and after a resume."""
-    rows = [BAD[number % 5] if number % 4 == 3 else chat(number) for number in range(48)]  # two epochs of shards' windows
-    whole = streamed(tokenizer, rows)
-    assert whole.data.num_left_out == 2 and whole.num_conversations == 6
-    stream = whole.stream_batches(Batching(1000, 0, True))
-    taken = [next(stream) for _ in range(8)]
-    assert sorted(len(batch) for batch in taken) == [4] * 4 + [5] * 4
-    assert stream.data_metrics(stream.state_dict()) == {"left_out": 12}
+    """Bad rows are reported once, and counted alike on any number of processes and after a resume."""
+    rows = [BAD[number % 5] if number % 4 == 3 else make_chat(number) for number in range(48)]  # two epochs of shards' windows
+    dataset = make_dataset(tokenizer, rows)
+    assert dataset.data.num_left_out == 2 and dataset.num_conversations == 6
+    single = dataset.stream_batches(Batching(1000, 0, True))
+    batches = [next(single) for _ in range(8)]
+    assert sorted(len(batch) for batch in batches) == [4] * 4 + [5] * 4
+    assert single.data_metrics(single.state_dict()) == {"left_out": 12}
     assert capsys.readouterr().err.count("rows are left out") == 1
-    pair = [streamed(tokenizer, rows).stream_batches(Batching(1000, 0, True), process, 2) for process in range(2)]
+    pair = [make_dataset(tokenizer, rows).stream_batches(Batching(1000, 0, True), process, 2) for process in range(2)]
     for _ in range(3):
-        for one in pair:
-            next(one)
-    state = pair[0].merge_states([one.state_dict() for one in pair])
-    three = [streamed(tokenizer, rows).stream_batches(Batching(1000, 0, True), process, 3, state) for process in range(3)]
-    assert [next(one) for one in three[:2]] == taken[6:]
-    assert [next(stream)] == [three[2].take_batch(8)]
-    assert stream.data_metrics(stream.state_dict()) == stream.data_metrics(
-        stream.merge_states([one.state_dict() for one in three])
+        for stream in pair:
+            next(stream)
+    state = pair[0].merge_states([stream.state_dict() for stream in pair])
+    three = [make_dataset(tokenizer, rows).stream_batches(Batching(1000, 0, True), process, 3, state) for process in range(3)]
+    assert [next(stream) for stream in three[:2]] == batches[6:]
+    assert [next(single)] == [three[2].take_batch(8)]
+    assert single.data_metrics(single.state_dict()) == single.data_metrics(
+        single.merge_states([stream.state_dict() for stream in three])
     )
 
 
 def test_only_bad_rows_stop(tokenizer: PreTrainedTokenizerBase) -> None:
-    """At the start, or after many windows without a use."""
+    """Only bad rows at the start, or in many windows in a row, stop the run."""
     with pytest.raises(UserError, match=r"none of its first 8 rows.*no conversation"):
-        streamed(tokenizer, [{"other": n} for n in range(50)])
-    good = [chat(number) for number in range(12)]
-    stream = streamed(tokenizer, [*good, *({"other": n} for n in range(12 * 130))], window=2).stream_batches(Batching(1000, 0))
+        make_dataset(tokenizer, [{"other": n} for n in range(50)])
+    good = [make_chat(number) for number in range(12)]
+    stream = make_dataset(tokenizer, [*good, *({"other": n} for n in range(12 * 130))], window=2).stream_batches(
+        Batching(1000, 0)
+    )
     with pytest.raises(RunError, match=r"128 of its rows in a row.*no conversation"):
         for _ in range(100):
             next(stream)
@@ -191,21 +197,21 @@ def test_files_are_streamed(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, 
         path = tmp_path / "part-*.jsonl"
     config = {"_target_": "spectrain.data.stream.StreamReader", "path": str(path), "shards": 4, "window": 6}
     stream = build(config).make_dataset(ChatTemplate(tokenizer)).stream_batches(Batching(60, 3))
-    assert [next(stream) for _ in range(40)] == order(tokenizer, [(1, 40)], False)
+    assert [next(stream) for _ in range(40)] == list_batches(tokenizer, [(1, 40)], False)
 
 
 @pytest.mark.parametrize(
     ("path", "reason"),
     [("no.jsonl", "no such file"), ("*.parquet", "no such file"), ("chats.csv", "files are read that end in")],
 )
-def test_what_cannot_be_streamed_is_told(tmp_path: Path, path: str, reason: str) -> None:
-    """In one sentence with the path."""
+def test_what_cannot_be_streamed_is_refused(tmp_path: Path, path: str, reason: str) -> None:
+    """The error names the path."""
     (tmp_path / "chats.csv").write_text("a,b\n")
     with pytest.raises(UserError, match=f"data.path=.*{reason}"):
         StreamReader(str(tmp_path / path)).load_conversations()
 
 
-def test_a_folder_of_unlike_files_is_told_to_be_named_by_them(tmp_path: Path) -> None:
+def test_a_folder_of_unlike_files_must_be_named_by_them(tmp_path: Path) -> None:
     """Files of both layouts in one folder have unlike columns; a pattern reads them as lines, which may differ."""
     messages = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
     turns = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
@@ -216,39 +222,39 @@ def test_a_folder_of_unlike_files_is_told_to_be_named_by_them(tmp_path: Path) ->
     assert len(StreamReader(str(tmp_path / "*.jsonl")).load_conversations()) == 2
 
 
-def test_steps_must_be_said(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_steps_must_be_set(tokenizer: PreTrainedTokenizerBase) -> None:
     """A stream has no epochs to count."""
     with pytest.raises(UserError, match=r"trainer\.max_steps"):
-        streamed(tokenizer).num_batches(Batching(100, 0))
+        make_dataset(tokenizer).num_batches(Batching(100, 0))
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_training_on_a_stream_resumes_where_it_was_killed(shallow: Target, tmp_path: Path, packing: bool) -> None:
     """Killed between two steps and gone on with, it ends in the metrics of a run that was not, rows left out included."""
-    rows = [BAD[0] if number % 7 == 5 else chat(number) for number in range(60)]
+    rows = [BAD[0] if number % 7 == 5 else make_chat(number) for number in range(60)]
     trainer = Trainer(lr=1e-3, max_steps=8, batch_tokens=60, accumulate=2, log_every=1, save_every=3, packing=packing)
 
-    def fit(run: str, kill: int | None = None) -> list[dict[str, Any]]:
+    def train_drafter(run: str, kill: int | None = None) -> list[dict[str, Any]]:
         def on_step(step: int) -> None:
             if step == kill:
                 raise InterruptedError
 
         drafter = Eagle3(shallow, ttt_steps=2, vocab_size=256)
         drafter.load_state_dict(start)
-        trainer.fit(drafter, shallow, streamed(shallow.tokenizer, rows), LiveSource(), tmp_path / run, on_step=on_step)
+        trainer.fit(drafter, shallow, make_dataset(shallow.tokenizer, rows), LiveSource(), tmp_path / run, on_step=on_step)
         return [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
 
     drafter = Eagle3(shallow, ttt_steps=2, vocab_size=256)
-    drafter.prepare(shallow, streamed(shallow.tokenizer, rows).token_counts(shallow.head.vocab_size))
+    drafter.prepare(shallow, make_dataset(shallow.tokenizer, rows).token_counts(shallow.head.vocab_size))
     start = drafter.state_dict()
-    whole = fit("whole")
+    full = train_drafter("whole")
     with pytest.raises(InterruptedError):
-        fit("cut", kill=7)
-    cut = fit("cut")
+        train_drafter("cut", kill=7)
+    cut = train_drafter("cut")
     assert [(line["step"], line["loss"], line["left_out"]) for line in cut] == [
-        (line["step"], line["loss"], line["left_out"]) for line in whole
+        (line["step"], line["loss"], line["left_out"]) for line in full
     ]
-    assert whole[-1]["left_out"] > 0
+    assert full[-1]["left_out"] > 0
 
 
 def test_packed_training_is_padded_training(shallow: Target, tmp_path: Path) -> None:
@@ -258,16 +264,16 @@ def test_packed_training_is_padded_training(shallow: Target, tmp_path: Path) -> 
         torch.manual_seed(0)
         drafter = Eagle3(shallow, ttt_steps=2, vocab_size=256)
         trainer = Trainer(max_steps=2, batch_tokens=10_000, log_every=1, packing=packing)
-        trainer.fit(drafter, shallow, streamed(shallow.tokenizer), LiveSource(), tmp_path / str(packing))
+        trainer.fit(drafter, shallow, make_dataset(shallow.tokenizer), LiveSource(), tmp_path / str(packing))
         metrics = (tmp_path / str(packing) / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in metrics])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_the_sample_counts_what_was_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    """As a data set that is there whole does."""
+    """The sample counts cut and dropped conversations as a complete data set does."""
     long = {"messages": [{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]}
-    rows = [chat(0), {"messages": [chat(1)["messages"][0], {"role": "assistant", "content": "word " * 100}]}, long]
-    sample = streamed(tokenizer, rows, max_length=32)
+    rows = [make_chat(0), {"messages": [make_chat(1)["messages"][0], {"role": "assistant", "content": "word " * 100}]}, long]
+    sample = make_dataset(tokenizer, rows, max_length=32)
     assert (sample.num_conversations, sample.num_cut, sample.num_dropped) == (3, 2, 1)
     assert "2 cut to data.max_length, 1 without an answer left out" in sample.summary_line()

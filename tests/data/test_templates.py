@@ -1,4 +1,4 @@
-"""Every row is used as a whole, reported or refused, by templates with the behaviour of the families that people run."""
+"""Every row is used completely, reported or refused, by templates with the behaviour of the families that people run."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ ROWS: dict[str, dict[str, Any]] = {
 NEVER_GENERATED = ("Weather in Quito?", "18 degrees", "Be kind.", "2 + 2?", "Quito is mild.")
 
 
-def texts_of(conversation: Conversation) -> list[tuple[str, str]]:
-    """What a conversation says, each with the word that a report about it has."""
-    said = [(str(message["content"]), "content") for message in conversation.messages if message["content"]]
+def list_texts(conversation: Conversation) -> list[tuple[str, str]]:
+    """List the texts of a conversation, each with the word that a report about it has."""
+    texts = [(str(message["content"]), "content") for message in conversation.messages if message["content"]]
     for message in conversation.messages:
-        said += [(message[name], "reasoning") for name in ("reasoning_content", "thinking") if name in message]
-        said += [(call["function"]["name"], "tool call") for call in message.get("tool_calls", ())]
-    said += [("The weather of a city.", "tools")] * bool(conversation.tools)
-    return [*said, *[(document["text"], "documents") for document in conversation.documents or ()]]
+        texts += [(message[name], "reasoning") for name in ("reasoning_content", "thinking") if name in message]
+        texts += [(call["function"]["name"], "tool call") for call in message.get("tool_calls", ())]
+    texts += [("The weather of a city.", "tools")] * bool(conversation.tools)
+    return [*texts, *[(document["text"], "documents") for document in conversation.documents or ()]]
 
 
-def generated(template: ChatTemplate, example: Example, kind: str | None = None) -> str:
+def decode_generated(template: ChatTemplate, example: Example, kind: str | None = None) -> str:
     tokens = [
         token for token, code in zip(example.tokens, example.kinds)
         if (code if kind is None else code == KIND_CODES[kind])  # type: ignore[index]
@@ -85,22 +85,22 @@ def test_a_row_is_used_reported_or_refused(name: str, row: str) -> None:
         assert row in ("tool call", "call that ends", "ShareGPT call", "system", "developer"), error
         assert "\n" not in str(error) and ("chat template" in str(error))
         return
-    text = "\n".join(template.tokenizer.decode(example.tokens) for example in examples)
-    escaped = text + json.dumps(text)
-    for said, word in texts_of(conversation):
-        assert said in escaped or any(word in line for line in unread), (said, unread)
+    rendered = "\n".join(template.tokenizer.decode(example.tokens) for example in examples)
+    escaped = rendered + json.dumps(rendered)
+    for text, word in list_texts(conversation):
+        assert text in escaped or any(word in line for line in unread), (text, unread)
     if row == "unknown keys":
         assert {"key 'weight' of a message", "key 'source' of a row"} <= unread.keys()
     for example in examples:
         assert len(example.tokens) == len(example.mask) == len(example.kinds)
-        written = generated(template, example)
-        assert not any(said in written for said in NEVER_GENERATED), written
-    whole = "".join(generated(template, example) for example in examples)
+        written = decode_generated(template, example)
+        assert not any(text in written for text in NEVER_GENERATED), written
+    generated = "".join(decode_generated(template, example) for example in examples)
     for message in conversation.messages:
         if message["role"] == "assistant":
-            assert str(message["content"] or "") in whole
+            assert str(message["content"] or "") in generated
             for call in message.get("tool_calls", ()):
-                assert call["function"]["name"] in whole and "Quito" in whole
+                assert call["function"]["name"] in generated and "Quito" in generated
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -128,7 +128,7 @@ def test_generation_marks_and_prefixes_agree() -> None:
         assert tokenize_conversation(marked, conversation) == tokenize_conversation(plain, conversation)
 
 
-KINDS_OF = {
+SPANS = {
     "qwen3": ("<think>\nTwo and two make four.\n</think>\n\n", "It is four.<|im_end|>", "<tool_call>"),
     "glm45": ("\n<think>Two and two make four.</think>", "\nIt is four.", "<tool_call>get_weather"),
     "gpt_oss": ("analysis<|message|>Two and two make four.<|end|><|start|>assistant<|channel|>final<|message|>",
@@ -137,16 +137,18 @@ KINDS_OF = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KINDS_OF)
+@pytest.mark.parametrize("name", SPANS)
 def test_kinds_are_the_templates_spans(name: str) -> None:
     """Reasoning, content and tool calls of an answer are told apart, with the strings that begin and end them."""
     template = make_template(name)
-    reasoning, content, call = KINDS_OF[name]
+    reasoning, content, call = SPANS[name]
     (example,) = tokenize_conversation(template, ROWS["reasoning"]["messages"])
-    assert generated(template, example, "reasoning").strip() == reasoning.strip()
-    assert generated(template, example, "content").strip().endswith(content.strip())
+    assert decode_generated(template, example, "reasoning").strip() == reasoning.strip()
+    assert decode_generated(template, example, "content").strip().endswith(content.strip())
     conversation = parse_conversation(ROWS["tool call"], "the row")
-    calls = "".join(generated(template, example, "tool_calls") for example in tokenize_conversation(template, conversation))
+    calls = "".join(
+        decode_generated(template, example, "tool_calls") for example in tokenize_conversation(template, conversation)
+    )
     assert call in calls and "Quito" in calls and "mild" not in calls
 
 
@@ -154,11 +156,11 @@ def test_train_on_narrows_the_mask() -> None:
     """Only the kinds that train_on names carry loss; the kinds themselves stay."""
     template = make_template("qwen3")
     messages = ROWS["reasoning"]["messages"]
-    (everything,) = tokenize_conversation(template, messages)
+    (full,) = tokenize_conversation(template, messages)
     (content,) = tokenize_conversation(template, messages, train_on=["content"])
     (reasoning,) = tokenize_conversation(template, messages, train_on=["reasoning"])
-    assert content.kinds == reasoning.kinds == everything.kinds
-    assert [a or b for a, b in zip(content.mask, reasoning.mask)] == everything.mask
+    assert content.kinds == reasoning.kinds == full.kinds
+    assert [a or b for a, b in zip(content.mask, reasoning.mask)] == full.mask
     assert not any(a and b for a, b in zip(content.mask, reasoning.mask)) and any(content.mask) and any(reasoning.mask)
 
 
@@ -183,7 +185,7 @@ def test_a_target_without_template_reads_plain_text_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "llama31", "mistral"])
-def test_generated_ids_are_kept(name: str) -> None:
+def test_generated_ids_stay(name: str) -> None:
     """Where a row has the ids of an answer, training and later prompts use them, though the text has other ids."""
     template = make_template(name)
     text = "Hello there!"
@@ -219,4 +221,7 @@ def test_kinds_of_generated_ids_are_exact_beyond_ascii() -> None:
     parts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (reasoning, content)]
     row = {"messages": [ASK, {"role": "assistant", "content": reasoning + "Yes."}], "answer_ids": [[*parts[0], *parts[1]]]}
     (example,) = tokenize_conversation(template, parse_conversation(row, "the row"))
-    assert generated(template, example, "reasoning") == reasoning and generated(template, example, "content") == content
+    assert (
+        decode_generated(template, example, "reasoning") == reasoning
+        and decode_generated(template, example, "content") == content
+    )

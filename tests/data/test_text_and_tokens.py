@@ -50,7 +50,7 @@ def test_a_completion_carries_loss_and_its_prompt_does_not(tmp_path: Path) -> No
 
 
 def test_a_folder_of_sources_is_read(tmp_path: Path) -> None:
-    """Files by their endings, hidden ones and those that are no text left out and counted."""
+    """Files are read by their endings; hidden files and files without text are left out and counted."""
     (tmp_path / "src" / ".git").mkdir(parents=True)
     (tmp_path / "src" / "a.py").write_text("print('a')\n")
     (tmp_path / "src" / "b.md").write_text("# B\n")
@@ -83,7 +83,7 @@ def test_fill_in_the_middle_has_the_tokenizers_own_tokens(tmp_path: Path) -> Non
 @pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "arrow", "saved"])
 @pytest.mark.parametrize("key", ["loss_mask", "labels", "assistant_masks"])
 def test_tokens_of_any_format_and_mask(form: str, key: str, tmp_path: Path) -> None:
-    """The same sequence from each kind of file, by each kind of mask."""
+    """Each kind of file and each kind of mask gives the same sequence."""
     row = {"input_ids": [5, 6, 7, 8], key: [-100, -100, 7, 8] if key == "labels" else [0, 0, 1, 1]}
     rows, path = datasets.Dataset.from_list([row, row]), tmp_path / f"rows.{form}"
     if form == "jsonl":

@@ -237,7 +237,7 @@ def test_every_page_is_in_the_site() -> None:
 
 
 def test_the_site_has_four_parts() -> None:
-    """Tutorials, how-to guides, reference, explanation and results; and search."""
+    """The site has tutorials, how-to guides, reference, explanation with results, and search."""
     parts = [name for entry in load_site()["nav"] for name in entry]
     assert parts == ["Start", "Tutorials", "How-to guides", "Reference", "Explanation and results"]
     assert "search" in load_site()["plugins"]

@@ -23,7 +23,7 @@ reloaded_text = spectrain.generate(target, again, ["What is a bee?", "Name three
 
 @pytest.fixture(scope="module")
 def namespace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The names of the page's blocks, after all of them ran in an empty folder, on smaller numbers."""
+    """Return the names of the page's blocks, after all of them ran in an empty folder, on smaller numbers."""
     code = "\n".join([*BLOCKS, CHECKED])
     for shown, smaller in SMALLER.items():
         assert shown in code

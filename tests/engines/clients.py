@@ -29,31 +29,31 @@ COUNTERS = "vllm:spec_decode_num_"
 
 @dataclass(frozen=True)
 class Answers:
-    """Every prompt's answer, and what was counted of all of them."""
+    """The answer to every prompt, and the draft counters over all answers."""
 
     tokens: list[list[int]]
     texts: list[str]
     counts: DraftCounters | None
 
 
-def counted(generations: Sequence[Generation]) -> DraftCounters:
-    """Our whole rounds under vLLM's definitions: a round's tokens less the bonus, over all rounds at every position."""
+def count_rounds(generations: Sequence[Generation]) -> DraftCounters:
+    """Count our complete rounds by vLLM's definitions: a round's tokens less the bonus, over all rounds at every position."""
     rounds = [tokens for generation in generations for tokens in generation.complete_round_lengths]
     depths = [depth for generation in generations for depth in generation.depths[: len(generation.complete_round_lengths)]]
-    kept = tuple(sum(tokens > position for tokens in rounds) for position in range(1, max(depths) + 1))
-    return DraftCounters(len(rounds), sum(depths), kept)
+    accepted = tuple(sum(tokens > position for tokens in rounds) for position in range(1, max(depths) + 1))
+    return DraftCounters(len(rounds), sum(depths), accepted)
 
 
-def rates(counts: DraftCounters) -> list[float]:
-    """Entry k: of all rounds, the share that kept drafted token k + 1."""
-    return [kept / counts.num_rounds for kept in counts.accepted_by_position]
+def compute_rates(counts: DraftCounters) -> list[float]:
+    """Return the share of all rounds that accepted drafted token k + 1, as entry k."""
+    return [accepted / counts.num_rounds for accepted in counts.accepted_by_position]
 
 
-def environment() -> dict[str, str]:
-    """vLLM on a CPU, without a network; its own OpenMP library in front, which it asks for."""
+def make_environment() -> dict[str, str]:
+    """Return the environment of vLLM on a CPU, without a network, and with its own OpenMP library preloaded."""
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return kept | {
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return variables | {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
@@ -65,10 +65,10 @@ def environment() -> dict[str, str]:
     }
 
 
-def offline(
+def answer_offline(
     target: Path, drafting: dict[str, Any] | None, prompts: list[list[int]], limits: list[int], scratch: Path
 ) -> Answers:
-    """What `vllm.LLM` answers, greedily; `drafting` is its speculative_config."""
+    """Return the greedy answers of `vllm.LLM`; `drafting` is its speculative_config."""
     out, log = scratch / "offline.json", scratch / "offline.log"
     model = {
         "model": str(target),
@@ -78,26 +78,26 @@ def offline(
         "enforce_eager": True,
         "speculative_config": drafting,
     }
-    asked = json.dumps({"model": model, "prompts": prompts, "limits": limits, "out": str(out)})
+    job = json.dumps({"model": model, "prompts": prompts, "limits": limits, "out": str(out)})
     with log.open("w") as file:
         command = [sys.executable, str(Path(__file__).with_name("offline.py"))]
-        ended = subprocess.run(command, input=asked, text=True, stdout=file, stderr=file, env=environment(), check=False)
-    assert ended.returncode == 0, last_lines(log)
-    found = json.loads(out.read_text())
-    return Answers(found["answers"], found["texts"], counts_of(found["counters"]) if drafting else None)
+        process = subprocess.run(command, input=job, text=True, stdout=file, stderr=file, env=make_environment(), check=False)
+    assert process.returncode == 0, last_lines(log)
+    results = json.loads(out.read_text())
+    return Answers(results["answers"], results["texts"], parse_counts(results["counters"]) if drafting else None)
 
 
-def counts_of(counters: dict[str, Any]) -> DraftCounters:
+def parse_counts(counters: dict[str, Any]) -> DraftCounters:
     return DraftCounters(
         int(counters[f"{COUNTERS}drafts"]),
         int(counters[f"{COUNTERS}draft_tokens"]),
-        tuple(int(kept) for kept in counters[f"{COUNTERS}accepted_tokens_per_pos"]),
+        tuple(int(accepted) for accepted in counters[f"{COUNTERS}accepted_tokens_per_pos"]),
     )
 
 
-def served(command: str, prompts: list[list[int]], limits: list[int], scratch: Path) -> Answers:
-    """What the server that `command` starts answers to completions, and what its /metrics then says."""
-    with server(command, scratch / "server.log") as client:
+def answer_by_server(command: str, prompts: list[list[int]], limits: list[int], scratch: Path) -> Answers:
+    """Return the answers of the server that `command` starts, with the counters of its /metrics."""
+    with run_server(command, scratch / "server.log") as client:
         name = client.get("/v1/models").json()["data"][0]["id"]
 
         def ask(prompt: list[int], limit: int) -> dict[str, Any]:
@@ -109,34 +109,34 @@ def served(command: str, prompts: list[list[int]], limits: list[int], scratch: P
 
         with ThreadPoolExecutor(ROWS) as pool:
             choices = list(pool.map(ask, prompts, limits))
-        counts = settled_counts(client)
+        counts = wait_for_counts(client)
     return Answers([choice["token_ids"] for choice in choices], [choice["text"] for choice in choices], counts)
 
 
 @contextmanager
-def server(command: str, log: Path) -> Iterator[httpx.Client]:
-    """A client of the server that a model card's command starts, here on a free port, in float32 and small."""
+def run_server(command: str, log: Path) -> Iterator[httpx.Client]:
+    """Start a model card's server on a free port, in float32 and small; yield a client of it."""
     port = find_free_port()
     _, _, target, *options = shlex.split(command)  # the build for CPUs lacks the metadata that `vllm serve` asks for; the same:
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options]
     small = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(ROWS), "--enforce-eager"]
     words += [*small, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("w") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=file, env=environment(), start_new_session=True)
+        process = subprocess.Popen(words, stdout=file, stderr=file, env=make_environment(), start_new_session=True)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE, trust_env=False)
     try:
         wait_until_healthy(client, process, log)
         yield client
     finally:
         client.close()
-        stop(process)
+        stop_server(process)
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop_server(process: subprocess.Popen[bytes]) -> None:
     """End a server and the engine that it started, both of one process group."""
-    for how, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, None)):
+    for signal_number, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
+            os.killpg(process.pid, signal_number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
 
@@ -154,11 +154,11 @@ def wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes], l
     raise AssertionError(f"no answer in {PATIENCE:.0f} seconds; {last_lines(log)}")
 
 
-def settled_counts(client: httpx.Client) -> DraftCounters | None:
-    """The counters of /metrics once they stand still: an answer may leave a moment before it is counted."""
-    found = None
-    while (now := parse_counters(client.get("/metrics").text, "vllm")) != found:
-        found = now
+def wait_for_counts(client: httpx.Client) -> DraftCounters | None:
+    """Return the counters of /metrics once they stand still: an answer may leave a moment before it is counted."""
+    before = None
+    while (now := parse_counters(client.get("/metrics").text, "vllm")) != before:
+        before = now
         time.sleep(1)
     return now
 

@@ -12,22 +12,22 @@ from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    model = LLM(**asked["model"], disable_log_stats=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-    sampling = [SamplingParams(temperature=0.0, max_tokens=limit) for limit in asked["limits"]]
+    job = json.load(sys.stdin)
+    model = LLM(**job["model"], disable_log_stats=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    sampling = [SamplingParams(temperature=0.0, max_tokens=limit) for limit in job["limits"]]
     outputs = [request.outputs[0] for request in model.generate(prompts, sampling, use_tqdm=False)]
     counters = {
         metric.name: metric.values if hasattr(metric, "line_values") else metric.value
         for metric in model.get_metrics()
         if "spec_decode" in metric.name
     }
-    found = {
+    results = {
         "answers": [list(output.token_ids) for output in outputs],
         "texts": [output.text for output in outputs],
         "counters": counters,
     }
-    Path(asked["out"]).write_text(json.dumps(found))
+    Path(job["out"]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ pytestmark = pytest.mark.skipif(not TRAINED.exists(), reason=f"{TRAINED} is trai
 
 @pytest.fixture(scope="module")
 def prompts(tiny: Target) -> list[list[int]]:
-    """Chats that the trained drafter has seen the like of."""
+    """Return chats similar to the training data of the drafter."""
     path = files("spectrain.data") / "conversations.jsonl.gz"
     rows = (json.loads(line) for line in gzip.decompress(path.read_bytes()).decode().splitlines() if line.strip())
     messages = (row["messages"][0] for row in rows)
@@ -87,7 +87,7 @@ def make_swapper(**settings: Any) -> DrafterSwapper:
     return DrafterSwapper(RunSpec(), server, FollowSettings(start=True, **settings), UpstreamSwitch("http://127.0.0.1:1/v1"))
 
 
-def serve(swapper: DrafterSwapper, directory: Path) -> None:
+def start_drafter(swapper: DrafterSwapper, directory: Path) -> None:
     swapper.check_settings()
     swapper.start(directory, hash_weights(directory) or "", is_first=True)
     assert swapper.started is not None
@@ -113,15 +113,15 @@ def answer_all(root: str, prompts: list[list[int]]) -> list[Answer]:
 
 def answer_during(root: str, prompts: list[list[int]], swap: Any) -> list[Answer]:
     """Send all prompts at once, and swap while they are answered."""
-    found = list[list[Answer]]()
-    thread = threading.Thread(target=lambda: found.append(answer_all(root, prompts)))
+    results = list[list[Answer]]()
+    thread = threading.Thread(target=lambda: results.append(answer_all(root, prompts)))
     thread.start()
     time.sleep(0.3)
     assert thread.is_alive()
     swap()
     assert thread.is_alive()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def check_rounds(answers: list[Answer], drafter: Path, prompts: list[list[int]], target: Target) -> None:
@@ -130,16 +130,16 @@ def check_rounds(answers: list[Answer], drafter: Path, prompts: list[list[int]],
     for prompt, (tokens, accepted) in zip(prompts, answers):
         decoded = decode(target, [prompt], Greedy(), NUM_TOKENS, own, Chain(DEPTH))[0]
         assert decoded.output == tokens
-        whole = [length - 1 for length in decoded.complete_round_lengths]
-        assert accepted[: len(whole)] == whole
+        complete = [length - 1 for length in decoded.complete_round_lengths]
+        assert accepted[: len(complete)] == complete
 
 
 @pytest.fixture(scope="module")
-def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DrafterSwapper, Path]]:
-    """A server that takes weights, and drafts with the trained drafter under much noise."""
+def push_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DrafterSwapper, Path]]:
+    """Start a server that takes weights; its drafter is the trained one under much noise."""
     swapper, first = make_swapper(swap="push"), write_changed(tmp_path_factory.mktemp("first") / "drafter", 3.0)
     try:
-        serve(swapper, first)
+        start_drafter(swapper, first)
         yield swapper, first
     finally:
         swapper.close()
@@ -147,10 +147,10 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DrafterSw
 
 @pytest.mark.slow
 def test_a_pushed_drafter_drafts_as_our_chain(
-    pushed: tuple[DrafterSwapper, Path], prompts: list[list[int]], tiny: Target, tmp_path: Path
+    push_server: tuple[DrafterSwapper, Path], prompts: list[list[int]], tiny: Target, tmp_path: Path
 ) -> None:
-    """Before, after, with open requests, back again, and after a refusal: the outputs are the same, and the rounds are ours."""
-    swapper, first = pushed
+    """Before, during and after every push, and after a refusal, the outputs are the same, and the rounds are ours."""
+    swapper, first = push_server
     root, second = swapper.servers.active.root, TRAINED
     hashes = {folder: hash_weights(folder) or "" for folder in (first, second)}
     before = answer_all(root, prompts)
@@ -173,13 +173,13 @@ def test_a_pushed_drafter_drafts_as_our_chain(
 
 
 @pytest.mark.slow
-def test_streams_are_counted_as_whole_answers_or_not_at_all(
-    pushed: tuple[DrafterSwapper, Path], prompts: list[list[int]]
+def test_streams_are_counted_as_full_answers_or_not_at_all(
+    push_server: tuple[DrafterSwapper, Path], prompts: list[list[int]]
 ) -> None:
-    """With usage, a stream gives the tokens and rounds of the whole answer; without it, the request is not measurable."""
-    swapper, _ = pushed
+    """With usage, a stream gives the tokens and rounds of the full answer; without it, the request is not measurable."""
+    swapper, _ = push_server
 
-    def record(**fields: Any) -> RecordedConversation:
+    def request_recorded(**fields: Any) -> RecordedConversation:
         body = {"prompt": prompts[0], "max_tokens": NUM_TOKENS, "temperature": 0, **fields}
         reply = httpx.post(f"{swapper.servers.active.root}/v1/completions", json=body, timeout=120, trust_env=False)
         exchange = Exchange("/v1/completions", json.dumps(body).encode(), reply.content)
@@ -187,13 +187,13 @@ def test_streams_are_counted_as_whole_answers_or_not_at_all(
         assert recorded is not None
         return recorded
 
-    whole = record()
-    with_usage = record(stream=True, stream_options={"include_usage": True})
-    without = record(stream=True)
-    with_ids = record(stream=True, return_token_ids=True)
-    assert whole.accepted and (whole.accepted, whole.num_tokens) == (with_usage.accepted, with_usage.num_tokens)
-    assert (without.mean_accepted, without.num_tokens, without.answer) == (None, None, whole.answer)
-    assert (with_ids.mean_accepted, with_ids.num_tokens) == (None, whole.num_tokens)
+    full = request_recorded()
+    with_usage = request_recorded(stream=True, stream_options={"include_usage": True})
+    without = request_recorded(stream=True)
+    with_ids = request_recorded(stream=True, return_token_ids=True)
+    assert full.accepted and (full.accepted, full.num_tokens) == (with_usage.accepted, with_usage.num_tokens)
+    assert (without.mean_accepted, without.num_tokens, without.answer) == (None, None, full.answer)
+    assert (with_ids.mean_accepted, with_ids.num_tokens) == (None, full.num_tokens)
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_a_shared_output_layer_is_refused_and_a_second_server_serves(
     swapper, digest = make_swapper(swap="auto"), hash_weights(TRAINED) or ""
     proxy = Proxy(swapper.settings, swapper.servers, Recorder(0.0))
     try:
-        serve(swapper, first)
+        start_drafter(swapper, first)
         earlier = swapper.started
         with serve_in_thread(proxy, "127.0.0.1", find_free_port(), proxy.open_connections) as thread:
             swapper.thread = thread

@@ -100,7 +100,7 @@ class Reference:
 
     @property
     def rounds(self) -> list[list[int]]:
-        """Tokens of each complete round."""
+        """Return the tokens of each complete round."""
         return [generation.complete_round_lengths for generation in self.generations]
 
 
@@ -113,18 +113,18 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens up to the end of the last complete round."""
+        """Return the number of tokens up to the end of the last complete round."""
         return [1 + sum(rounds) for rounds in self.reference.rounds]
 
     @property
     def limits(self) -> list[int]:
-        """Tokens to request."""
+        """Return the numbers of tokens to request."""
         return [length + 1 for length in self.lengths]
 
 
 @pytest.fixture(scope="module")
 def plain() -> Callable[[str], Reference]:
-    """Our decoding without a drafter, by target."""
+    """Return our decoding without a drafter, by target."""
 
     @cache
     def decode_plain(name: str) -> Reference:
@@ -138,7 +138,7 @@ def plain() -> Callable[[str], Reference]:
 
 @pytest.fixture(scope="module")
 def target_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """A target as a GGUF file, by its name and the type of its weights."""
+    """Write a target as a GGUF file, by its name and the type of its weights."""
 
     @cache
     def write(name: str, dtype: str = "float32") -> str:
@@ -310,16 +310,16 @@ def count_shared_rounds(own: Generation, completion: Completion) -> tuple[int, i
 
 
 @pytest.fixture(scope="module", params=["smollm2", "tiny"])
-def tokenizing(request: pytest.FixtureRequest, target_file: Callable[..., str]) -> Iterator[tuple[str, Any]]:
-    """The address of a server without a drafter, and our tokenizer of its target."""
+def tokenizer_server(request: pytest.FixtureRequest, target_file: Callable[..., str]) -> Iterator[tuple[str, Any]]:
+    """Start a server without a drafter; yield its address and our tokenizer of its target."""
     settings = LlamaCppSettings(port=find_free_port(), slots=1, threads=1, max_length=256)
     with start_engine(LlamaCppServer(settings), EngineLaunch(target_file(request.param), "served", "float32")) as engine:
         yield engine.url.removesuffix("/v1"), TargetFiles(request.param).tokenizer
 
 
-def test_texts_have_our_tokens(tokenizing: tuple[str, Any]) -> None:
+def test_texts_have_our_tokens(tokenizer_server: tuple[str, Any]) -> None:
     """The tokenizer in the file splits texts as ours does: numbers, spaces, lines, contractions, accents and special tokens."""
-    url, tokenizer = tokenizing
+    url, tokenizer = tokenizer_server
     texts = ["Hello, world! It's 12,345.67 days  and   counting.\n\n\tThe end.", "def f(x):\n    return x + 1  # café, naïve",
              "<|im_start|>user\nWhy? I'll don't<|im_end|>\n", "  leading", "trailing  ", "ÄÖÜ 日本語 🙂"]  # fmt: skip
     for text in texts:

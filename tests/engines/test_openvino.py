@@ -135,10 +135,12 @@ class Prompts:
 
     def serve(self, drafter: DrafterLaunch | None, **settings: Any) -> list[Completion]:
         """Return the answers of a server that is started for this."""
-        return answer(self.files, self.prompts, drafter, **settings)
+        return answer_prompts(self.files, self.prompts, drafter, **settings)
 
 
-def answer(files: TargetFiles, prompts: list[list[int]], drafter: DrafterLaunch | None, **settings: Any) -> list[Completion]:
+def answer_prompts(
+    files: TargetFiles, prompts: list[list[int]], drafter: DrafterLaunch | None, **settings: Any
+) -> list[Completion]:
     config = OpenVinoSettings(
         python=ENGINE_PYTHON, port=find_free_port(), dtype="float32", threads=1, concurrency=ROWS, **settings
     )
@@ -182,13 +184,13 @@ def load_prompts() -> Callable[[str], Prompts]:
         target, files = LOADERS[name](dtype="float32"), TargetFiles(name)
         target.pack_weights()
         prompts = [tokenize_prompt(target.template, row.opening_conversation) for row in read_prompts(None, PROMPTS).prompts]
-        return Prompts(target, files, prompts, answer(files, prompts, None))
+        return Prompts(target, files, prompts, answer_prompts(files, prompts, None))
 
     return load
 
 
 @pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def export_drafter(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Export a drafter by its name in RUN_FOLDERS."""
 
     @cache
@@ -202,8 +204,8 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def record() -> Iterator[dict[str, Any]]:
-    """What was measured, written in the end to openvino.json in the folder of the runs."""
+def records() -> Iterator[dict[str, Any]]:
+    """Collect what is measured, and write it in the end to openvino.json in the folder of the runs."""
     cases: dict[str, Any] = {}
     yield cases
     versions = dict(read_openvino_environment(ENGINE_PYTHON, "SPECTRAIN_OPENVINO_PYTHON").versions)
@@ -213,29 +215,31 @@ def record() -> Iterator[dict[str, Any]]:
     write_text(RUNS / "openvino.json", json.dumps({"setting": setting, "cases": cases}, indent=1) + "\n")
 
 
-def launch_of(folder: Path, files: TargetFiles) -> DrafterLaunch:
+def read_launch(folder: Path, files: TargetFiles) -> DrafterLaunch:
     layout, checkpoint = detect_layout(read_files(folder)), read_drafter(folder, files)
     return layout.drafter_launches(checkpoint, files, str(folder))["openvino"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_openvino_has_our_rounds(
-    case: str, load_prompts: Callable[[str], Prompts], export: Callable[[str], Path], record: dict[str, Any]
+    case: str, load_prompts: Callable[[str], Prompts], export_drafter: Callable[[str], Path], records: dict[str, Any]
 ) -> None:
     """Every complete round of every prompt has as many tokens as ours, and the text is the one without a drafter."""
     name, settings, make_builder = CASES[case]
-    folder, prompts = export(name), load_prompts(RUN_FOLDERS[name][0])
-    launch = launch_of(folder, prompts.files)
+    folder, prompts = export_drafter(name), load_prompts(RUN_FOLDERS[name][0])
+    launch = read_launch(folder, prompts.files)
     served = prompts.serve(launch, **settings)
     own = prompts.decode(folder, make_builder(launch.num_tokens))
     rounds, own_rounds = complete_rounds(served, own), [generation.complete_round_lengths for generation in own]
-    record[case] = {
+    records[case] = {
         "rounds": sum(map(len, own_rounds)),
         "accepted_by_position": accepted_by_position(rounds),
         "own_accepted_by_position": accepted_by_position(own_rounds),
-        "prompts_with_equal_rounds": sum(one == two for one, two in zip(rounds, own_rounds)),
-        "outputs_equal_to_plain": sum(one.token_ids == two.token_ids for one, two in zip(served, prompts.plain)),
-        "outputs_equal_to_ours": sum(one.token_ids == two.output for one, two in zip(served, own)),
+        "prompts_with_equal_rounds": sum(left == right for left, right in zip(rounds, own_rounds)),
+        "outputs_equal_to_plain": sum(
+            completion.token_ids == plain.token_ids for completion, plain in zip(served, prompts.plain)
+        ),
+        "outputs_equal_to_ours": sum(completion.token_ids == generation.output for completion, generation in zip(served, own)),
     }
     assert [completion.token_ids for completion in served] == [completion.token_ids for completion in prompts.plain]
     assert [completion.token_ids for completion in served] == [generation.output for generation in own]
@@ -244,24 +248,28 @@ def test_openvino_has_our_rounds(
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_seeded_faults_are_named(
-    fault: str, export: Callable[[str], Path], record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    export_drafter: Callable[[str], Path],
+    records: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`spectrain eval` compares the rounds of a running server with our chain's, and names the fault of its drafter."""
     name, change = FAULTS[fault]
     folder, files = tmp_path / "faulty", TargetFiles("smollm2")
-    shutil.copytree(export("EAGLE-3"), folder)
-    launch = EngineLaunch(files.engine_path, "target", drafter=launch_of(folder, files))
+    shutil.copytree(export_drafter("EAGLE-3"), folder)
+    launch = EngineLaunch(files.engine_path, "target", drafter=read_launch(folder, files))
     change(folder)
     server = OpenVinoServer(OpenVinoSettings(python=ENGINE_PYTHON, port=find_free_port(), dtype="float32", threads=1))
     with start_engine(server, launch) as engine:
         # The score of a shipped drafter is written below the current folder.
         monkeypatch.chdir(tmp_path)
-        record[f"EAGLE-3, a chain, {fault}"] = check_cause("openvino", engine.url, fault, name)
+        records[f"EAGLE-3, a chain, {fault}"] = check_cause("openvino", engine.url, fault, name)
 
 
-def test_the_layer_trap_is_found_and_cured(export: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_layer_trap_is_reported_and_cured(export_drafter: Callable[[str], Path], tmp_path: Path) -> None:
     """The linter reports an IR that leaves the choice of layers to OpenVINO; naming ours restores the exported file."""
-    folder, files = export("EAGLE-3"), TargetFiles("smollm2")
+    folder, files = export_drafter("EAGLE-3"), TargetFiles("smollm2")
     trapped = tmp_path / "trapped"
     shutil.copytree(folder, trapped)
     remove_layers(trapped)

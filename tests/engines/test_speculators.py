@@ -35,46 +35,46 @@ STEPS = 3
 TINY = TargetFiles("tiny")
 
 
-def theirs(directory: Path) -> Any:
-    """The library's model; eager attention, for its own kernels want a GPU."""
+def load_reference(directory: Path) -> Any:
+    """Load the library's model with eager attention, because its own kernels need a GPU."""
     config: Any = SpeculatorModelConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "eager"
     return Eagle3DraftModel.from_pretrained(directory, config=config).float().eval()
 
 
-def text(tiny: Target) -> Tensor:
-    """[1, T]"""
+def tokenize_text(tiny: Target) -> Tensor:
+    """Return the tokens [1, T] of a sentence."""
     return torch.tensor([tiny.tokenizer("The river runs through three towns before it meets the sea.")["input_ids"]])
 
 
-def logits_of_theirs(model: Any, tokens: Tensor, fused: Tensor) -> list[Tensor]:
-    """[T - 1, V] at each unrolled step: its row t pairs features at t with token t + 1, as its trainer hands them in."""
-    seen: list[Tensor] = []
-    handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output[0].detach()))
+def reference_logits(model: Any, tokens: Tensor, fused: Tensor) -> list[Tensor]:
+    """Return the library's logits [T - 1, V] of each unrolled step: row t pairs features at t with token t + 1."""
+    logits: list[Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: logits.append(output[0].detach()))
     with torch.no_grad():
         documents = torch.zeros(1, tokens.shape[1] - 1, dtype=torch.int64)
         model(fused[:, :-1], tokens[:, 1:], documents, ttt_steps=STEPS)
     handle.remove()
-    return seen
+    return logits
 
 
-def logits_of_ours(drafter: Eagle3, tokens: Tensor, target: Target, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The same of the unroll that our loss trains; step i ends i rows earlier."""
+def drafter_logits(drafter: Eagle3, tokens: Tensor, target: Target, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return our logits of each step that our loss trains; step i ends i rows earlier."""
     states: list[Tensor] = []
     judge = drafter.judge_steps
-    monkeypatch.setattr(drafter, "judge_steps", lambda wanted, found: (states.extend(found), judge(wanted, found))[1])
+    monkeypatch.setattr(drafter, "judge_steps", lambda targets, outputs: (states.extend(outputs), judge(targets, outputs))[1])
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
     with torch.no_grad():
         drafter.loss(batch, target, TrainingState())
         return [drafter.lm_head(drafter.head_inputs(state)) for state in states]
 
 
-def compared(model: Any, drafter: Eagle3, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The largest difference of any logit."""
-    tokens = text(tiny)
+def compare_logits(model: Any, drafter: Eagle3, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Return the largest difference of any logit."""
+    tokens = tokenize_text(tiny)
     fused = tiny.features(tokens, drafter.fused_layers).fuse_layers(drafter.fused_layers)
-    pairs = zip(logits_of_theirs(model, tokens, fused), logits_of_ours(drafter, tokens, tiny, monkeypatch), strict=True)
-    return max(float((their[: len(our)] - our).abs().max()) for their, our in pairs)
+    pairs = zip(reference_logits(model, tokens, fused), drafter_logits(drafter, tokens, tiny, monkeypatch), strict=True)
+    return max(float((reference[: len(own)] - own).abs().max()) for reference, own in pairs)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -83,27 +83,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a norm for each layer": {"fc_norm": True},
     "head norms": {"qk_norm": True},
 }
-GROWN: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     **{variant: {"architecture": architecture} for variant, architecture in VARIANTS.items()},
     "three layers": {"num_layers": 3, "architecture": {"qk_norm": True, "norm_before_residual": True}},
     "a window": {"num_layers": 2, "window": 64},  # it does not count the steps' own positions, so texts are shorter here
 }
 
 
-@pytest.mark.parametrize("variant", GROWN)
+@pytest.mark.parametrize("variant", OPTIONS)
 def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our export, loaded by the library, gives our logits at every unrolled step (1e-4)."""
-    drafter = Eagle3(tiny, ttt_steps=STEPS, vocab_size=512, **GROWN[variant])
+    drafter = Eagle3(tiny, ttt_steps=STEPS, vocab_size=512, **OPTIONS[variant])
     drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
     for norm in (module for module in drafter.modules() if isinstance(module, torch.nn.RMSNorm)):
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    settings = {"_target_": "spectrain.drafters.eagle3.Eagle3", "vocab_size": 512, **GROWN[variant]}
+    settings = {"_target_": "spectrain.drafters.eagle3.Eagle3", "vocab_size": 512, **OPTIONS[variant]}
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "eagle3"})
     save_drafter(tmp_path / "ours", drafter, RunSpec.from_nodes(config))
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
-    model = theirs(tmp_path / "out")
+    model = load_reference(tmp_path / "out")
     assert float(model.embed_tokens.weight.std()) > 0.01
-    difference = compared(model, drafter, tiny, monkeypatch)
+    difference = compare_logits(model, drafter, tiny, monkeypatch)
     print(f"{variant}: {difference:.1e}")
     assert difference < 1e-4
 
@@ -113,27 +113,27 @@ def test_we_read_what_the_library_trained(variant: str, tiny: Target, tmp_path: 
     """A checkpoint that the library trained and saved gives its logits here at every unrolled step (1e-4)."""
     drafter = Eagle3(tiny, ttt_steps=STEPS, vocab_size=512)
     drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
-    model = trained_by_the_library(tiny, drafter, tmp_path, VARIANTS[variant])
+    model = train_by_library(tiny, drafter, tmp_path, VARIANTS[variant])
     model.save_pretrained(tmp_path / "theirs")
-    found = read_drafter(tmp_path / "theirs", TINY)
-    ours: Any = load_drafter(replace(found, drafter={**found.drafter, "ttt_steps": STEPS}), tiny)
-    difference = compared(theirs(tmp_path / "theirs"), ours, tiny, monkeypatch)
+    checkpoint = read_drafter(tmp_path / "theirs", TINY)
+    ours: Any = load_drafter(replace(checkpoint, drafter={**checkpoint.drafter, "ttt_steps": STEPS}), tiny)
+    difference = compare_logits(load_reference(tmp_path / "theirs"), ours, tiny, monkeypatch)
     print(f"{variant}: {difference:.1e}")
     assert difference < 1e-4
 
 
-def trained_by_the_library(tiny: Target, drafter: Eagle3, folder: Path, flags: dict[str, Any]) -> Any:
-    """Ten steps of the library's own loss on one text, from its own model with fresh weights."""
+def train_by_library(tiny: Target, drafter: Eagle3, folder: Path, flags: dict[str, Any]) -> Any:
+    """Train the library's own untrained model by ten steps of its own loss on one text."""
     kind = Qwen3Config if flags.get("qk_norm") else LlamaConfig
-    said = tiny.model.config.to_diff_dict()
-    config = kind(**{key: value for key, value in said.items() if key not in ("model_type", "architectures")})
+    settings = tiny.model.config.to_diff_dict()
+    config = kind(**{key: value for key, value in settings.items() if key not in ("model_type", "architectures")})
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    named = {"norm_before_residual": False, **{flag: on for flag, on in flags.items() if flag != "qk_norm"}}
+    options = {"norm_before_residual": False, **{flag: on for flag, on in flags.items() if flag != "qk_norm"}}
     model: Any = Eagle3DraftModel.from_training_args(
         config, t2d=drafter.t2d, d2t=drafter.d2t, draft_vocab_size=512, ttt_steps=STEPS, verifier_name_or_path=tiny.path,
-        target_layer_ids=list(drafter.fused_layers), draft_attn_impl="eager", **named,
+        target_layer_ids=list(drafter.fused_layers), draft_attn_impl="eager", **options,
     )  # fmt: skip
-    tokens = text(tiny)
+    tokens = tokenize_text(tiny)
     features = tiny.features(tokens, (*drafter.fused_layers, tiny.num_layers))
     last = features.at_layer(tiny.num_layers)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -166,8 +166,8 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-def fresh_peagle(variant: str, tiny: Target) -> PEagle:
-    """With norms that matter."""
+def make_peagle(variant: str, tiny: Target) -> PEagle:
+    """Make a drafter whose norms are not the identity."""
     drafter = PEagle(tiny, num_drafts=4, vocab_size=512, **PARALLEL[variant])
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     for norm in (module for module in drafter.modules() if isinstance(module, torch.nn.RMSNorm)):
@@ -175,62 +175,62 @@ def fresh_peagle(variant: str, tiny: Target) -> PEagle:
     return drafter.eval()
 
 
-def peagle_of(directory: Path) -> Any:
-    """The library's model."""
-    found: Any = SpeculatorModelConfig.from_pretrained(directory)
-    found.transformer_layer_config._attn_implementation = "eager"
-    return PEagleDraftModel.from_pretrained(directory, config=found).float().eval()
+def load_reference_peagle(directory: Path) -> Any:
+    """Load the library's model."""
+    config: Any = SpeculatorModelConfig.from_pretrained(directory)
+    config.transformer_layer_config._attn_implementation = "eager"
+    return PEagleDraftModel.from_pretrained(directory, config=config).float().eval()
 
 
-def assert_the_same_is_said(model: Any, drafter: Any, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every place and behind every mask that we drew, the library's logits are ours (1e-4)."""
-    tokens = text(tiny)
+def assert_same_logits(model: Any, drafter: Any, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the library's logits are ours at every position and behind every mask that we drew (1e-4)."""
+    tokens = tokenize_text(tiny)
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), tiny.features(tokens, drafter.layers))
     chains = sample_chains(batch, drafter.drop, 0)
-    places = torch.arange(tokens.shape[1] - 1)
-    drawn = torch.cat([places, chains.anchors]), torch.cat([torch.zeros_like(places), chains.depths])
-    monkeypatch.setattr("speculators.models.peagle.core.generate_cod_sample_indices", lambda **asked: drawn)
-    seen: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output[0].detach()))
+    positions = torch.arange(tokens.shape[1] - 1)
+    samples = torch.cat([positions, chains.anchors]), torch.cat([torch.zeros_like(positions), chains.depths])
+    monkeypatch.setattr("speculators.models.peagle.core.generate_cod_sample_indices", lambda **arguments: samples)
+    logits: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: logits.append(output[0].detach()))
     with torch.no_grad():
         assert batch.features is not None
-        documents = torch.zeros(1, len(places), dtype=torch.int64)
+        documents = torch.zeros(1, len(positions), dtype=torch.int64)
         model(
             batch.features.fuse_layers(drafter.fused)[:, :-1], tokens[:, 1:], documents, loss_config=eager_loss(),
             verifier_last_hidden_states=batch.features.at_layer("final")[:, 1:],
         )  # fmt: skip
         states = drafter._trained_states(batch, chains, TrainingState())[0]
-        ours = drafter.lm_head(drafter.norm(torch.cat([states[: len(places)], states[tokens.shape[1] :]])))
+        ours = drafter.lm_head(drafter.norm(torch.cat([states[: len(positions)], states[tokens.shape[1] :]])))
     assert len(chains.depths) > 10 and float(model.mask_hidden.std()) > 0.5
-    torch.testing.assert_close(ours, seen[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, logits[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", PARALLEL)
 def test_the_library_reads_our_peagle(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our export, loaded by the library."""
-    drafter = fresh_peagle(variant, tiny)
+    """Our export, loaded by the library, gives our logits."""
+    drafter = make_peagle(variant, tiny)
     settings = {"_target_": "spectrain.drafters.peagle.PEagle", "num_drafts": 4, "vocab_size": 512, **PARALLEL[variant]}
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "peagle"})
     save_drafter(tmp_path / "ours", drafter, RunSpec.from_nodes(config))
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
-    assert_the_same_is_said(peagle_of(tmp_path / "out"), drafter, tiny, monkeypatch)
+    assert_same_logits(load_reference_peagle(tmp_path / "out"), drafter, tiny, monkeypatch)
 
 
 @pytest.mark.parametrize("variant", PARALLEL)
 def test_we_read_the_librarys_peagle(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that the library made from its own settings and saved, loaded here."""
-    drafter, asked = fresh_peagle(variant, tiny), PARALLEL[variant]
-    flags = {flag: on for flag, on in asked.get("architecture", {}).items() if flag != "qk_norm"}
-    said = tiny.model.config.to_diff_dict()
-    kind = Qwen3Config if asked.get("architecture", {}).get("qk_norm") else LlamaConfig
-    config = kind(**{key: value for key, value in said.items() if key not in ("model_type", "architectures")})
+    """A checkpoint that the library made from its own settings and saved gives its logits here."""
+    drafter, options = make_peagle(variant, tiny), PARALLEL[variant]
+    flags = {flag: on for flag, on in options.get("architecture", {}).items() if flag != "qk_norm"}
+    settings = tiny.model.config.to_diff_dict()
+    kind = Qwen3Config if options.get("architecture", {}).get("qk_norm") else LlamaConfig
+    config = kind(**{key: value for key, value in settings.items() if key not in ("model_type", "architectures")})
     window = drafter.window
-    config.num_hidden_layers, config.sliding_window = asked["num_layers"], window
-    config.layer_types = ["full_attention" if window is None else "sliding_attention"] * asked["num_layers"]
+    config.num_hidden_layers, config.sliding_window = options["num_layers"], window
+    config.layer_types = ["full_attention" if window is None else "sliding_attention"] * options["num_layers"]
     model: Any = PEagleDraftModel.from_training_args(
         config, t2d=drafter.t2d, d2t=drafter.d2t, draft_vocab_size=512, num_depths=4, verifier_name_or_path=tiny.path,
         target_layer_ids=list(drafter.fused_layers), mask_token_id=drafter.mask_token_id, draft_attn_impl="eager", **flags,
     )  # fmt: skip
     model.save_pretrained(tmp_path / "theirs")
     ours = load_drafter(read_drafter(tmp_path / "theirs", TINY), tiny)
-    assert_the_same_is_said(peagle_of(tmp_path / "theirs"), ours, tiny, monkeypatch)
+    assert_same_logits(load_reference_peagle(tmp_path / "theirs"), ours, tiny, monkeypatch)

@@ -31,7 +31,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.runs.drafters import save_drafter
 
-from .test_speculators import TINY, text
+from .test_speculators import TINY, tokenize_text
 from .test_speculators_dflash import QWEN3
 
 SIZE = {"block_size": 5, "num_layers": 2}
@@ -47,8 +47,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 CLASSES: dict[str, tuple[Any, Any]] = {"dspark": (DSpark, DSparkDraftModel), "dflash2": (DFlash2, DFlash2DraftModel)}
 
 
-def fresh(case: str, tiny: Target) -> BlockDrafter:
-    """With norms, convolutions and heads that matter."""
+def make_drafter(case: str, tiny: Target) -> BlockDrafter:
+    """Make a drafter whose norms, convolutions and heads are not the identity."""
     torch.manual_seed(3)
     family, options = CASES[case]
     drafter: BlockDrafter = CLASSES[family][0](tiny, **SIZE, **options)
@@ -65,63 +65,68 @@ def fresh(case: str, tiny: Target) -> BlockDrafter:
 
 
 @dataclass
-class Seen:
-    """What the library would have measured, of one text."""
+class ReferenceOutputs:
+    """The inputs of the library's metrics for one text."""
 
-    places: Tensor  # of every slot in the text
-    measured: dict[str, Tensor]
+    positions: Tensor  # of every slot in the text
+    outputs: dict[str, Tensor]
 
 
-def measured(model: Any, family: str, tiny: Target, fused: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """The library's own forward over a text, with the anchors that it chooses."""
-    found: dict[str, Any] = {}
+def run_reference(
+    model: Any, family: str, tiny: Target, fused: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> ReferenceOutputs:
+    """Run the library's own forward over a text, with the anchors that it chooses."""
+    outputs: dict[str, Any] = {}
     names = ("logits", "targets", "confidence_logits")
 
-    def keep(*given: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:
-        found.update(zip(names, given), **named)
+    def record_outputs(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        outputs.update(zip(names, args), **kwargs)
         return torch.zeros(()), {}
 
-    monkeypatch.setattr(f"speculators.models.{family}.core.compute_metrics", keep)
+    monkeypatch.setattr(f"speculators.models.{family}.core.compute_metrics", record_outputs)
     backbone = model._backbone_forward
 
-    def watched(*given: Any, **named: Any) -> Any:
-        result = backbone(*given, **named)
-        found["places"] = result[-1]
+    def record_positions(*args: Any, **kwargs: Any) -> Any:
+        result = backbone(*args, **kwargs)
+        outputs["places"] = result[-1]
         return result
 
-    monkeypatch.setattr(model, "_backbone_forward", watched)
-    tokens = text(tiny)
+    monkeypatch.setattr(model, "_backbone_forward", record_positions)
+    tokens = tokenize_text(tiny)
     features = tiny.features(tokens, (*fused, tiny.num_layers))
-    every, documents = torch.ones_like(tokens), torch.zeros_like(tokens)
+    full_mask, documents = torch.ones_like(tokens), torch.zeros_like(tokens)
     with torch.no_grad():
-        model(features.fuse_layers(fused), tokens, every, features.at_layer(tiny.num_layers), documents, max_anchors=4)
-    return Seen(found["places"], {name: one[0] for name, one in found.items() if isinstance(one, Tensor) and one.dim() > 1})
+        model(features.fuse_layers(fused), tokens, full_mask, features.at_layer(tiny.num_layers), documents, max_anchors=4)
+    return ReferenceOutputs(
+        outputs["places"],
+        {name: output[0] for name, output in outputs.items() if isinstance(output, Tensor) and output.dim() > 1},
+    )
 
 
-def differences(seen: Seen, drafter: Any, family: str, tiny: Target) -> dict[str, float]:
-    """The largest difference, over the drafting slots, of everything that the library's heads say."""
-    tokens = text(tiny)
+def compare_outputs(reference: ReferenceOutputs, drafter: Any, family: str, tiny: Target) -> dict[str, float]:
+    """Return the largest difference over the drafting slots, for each output of the library's heads."""
+    tokens = tokenize_text(tiny)
     features = tiny.features(tokens, (*drafter.layers, tiny.num_layers))
-    starts = seen.places[:: drafter.block_size]
+    starts = reference.positions[:: drafter.block_size]
     blocks = Anchors(starts, starts, ((len(starts), tokens.shape[1]),))
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features)
     states = drafter._trained_states(batch, blocks, TrainingState())[:, drafter.first :]
     before = tokens[0, starts[:, None] + torch.arange(drafter.num_drafts)]
-    theirs = {name: one.unflatten(0, (len(starts), -1))[:, drafter.first :] for name, one in seen.measured.items()}
+    expected = {name: output.unflatten(0, (len(starts), -1))[:, drafter.first :] for name, output in reference.outputs.items()}
     if family == "dspark":
         embedded = drafter.markov.markov_w1(before)
         bias = drafter.markov.markov_w2(drafter.markov.run_path(states, embedded))
-        ours = {"logits": drafter.product(states) + bias}
+        actual = {"logits": drafter.product(states) + bias}
         if drafter.confidence_head is not None:
-            ours["confidence_logits"] = drafter.confidence_head(torch.cat([states, embedded], dim=-1))
+            actual["confidence_logits"] = drafter.confidence_head(torch.cat([states, embedded], dim=-1))
     else:
-        candidates = theirs["training_candidate_ids"].flatten(0, 1)
+        candidates = expected["training_candidate_ids"].flatten(0, 1)
         scores = drafter._score_candidates(states.flatten(0, 1), before.flatten(), candidates)
-        ours = {"unary_logits": drafter.product(states), "candidate_logits": scores.unflatten(0, before.shape)}
-    return {name: float((one - theirs[name]).abs().max()) for name, one in ours.items()}
+        actual = {"unary_logits": drafter.product(states), "candidate_logits": scores.unflatten(0, before.shape)}
+    return {name: float((output - expected[name]).abs().max()) for name, output in actual.items()}
 
 
-def loaded(directory: Path, family: str) -> Any:
+def load_reference(directory: Path, family: str) -> Any:
     config: Any = SpeculatorModelConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "eager"
     return CLASSES[family][1].from_pretrained(directory, config=config).float().eval()
@@ -132,16 +137,16 @@ def loaded(directory: Path, family: str) -> Any:
 def test_the_library_reads_ours(case: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our export, loaded by the library, gives our logits (1e-4)."""
     family, options = CASES[case]
-    drafter = fresh(case, tiny)
+    drafter = make_drafter(case, tiny)
     kind = CLASSES[family][0]
     settings = {"_target_": f"{kind.__module__}.{kind.__qualname__}", **SIZE, **options}
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": family})
     save_drafter(tmp_path / "ours", drafter, RunSpec.from_nodes(config))
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
-    seen = measured(loaded(tmp_path / "out", family), family, tiny, drafter.fused_layers, monkeypatch)
-    found = differences(seen, drafter, family, tiny)
-    print(case, {name: f"{value:.1e}" for name, value in found.items()})
-    assert max(found.values()) < 1e-4
+    reference = run_reference(load_reference(tmp_path / "out", family), family, tiny, drafter.fused_layers, monkeypatch)
+    differences = compare_outputs(reference, drafter, family, tiny)
+    print(case, {name: f"{value:.1e}" for name, value in differences.items()})
+    assert max(differences.values()) < 1e-4
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -149,7 +154,7 @@ def test_the_library_reads_ours(case: str, tiny: Target, tmp_path: Path, monkeyp
 def test_we_read_what_the_library_saves(case: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that the library made from its own settings and saved gives its logits here (1e-4)."""
     family, options = CASES[case]
-    ours: Any = fresh(case, tiny)
+    ours: Any = make_drafter(case, tiny)
     config = tiny.model.config.__class__.from_pretrained(tiny.path).to_dict()
     config = {key: config[key] for key in QWEN3} | {"num_hidden_layers": 2, "model_type": "qwen3"}
     kind = "sliding_attention" if ours.window else "full_attention"
@@ -167,7 +172,7 @@ def test_we_read_what_the_library_saves(case: str, tiny: Target, tmp_path: Path,
             weight.add_(0.2 * torch.randn_like(weight))
     model.float().eval().save_pretrained(tmp_path / "theirs")
     drafter: Any = load_drafter(read_drafter(tmp_path / "theirs", TINY), tiny)
-    seen = measured(loaded(tmp_path / "theirs", family), family, tiny, drafter.fused, monkeypatch)
-    found = differences(seen, drafter, family, tiny)
-    print(case, {name: f"{value:.1e}" for name, value in found.items()})
-    assert max(found.values()) < 1e-4
+    reference = run_reference(load_reference(tmp_path / "theirs", family), family, tiny, drafter.fused, monkeypatch)
+    differences = compare_outputs(reference, drafter, family, tiny)
+    print(case, {name: f"{value:.1e}" for name, value in differences.items()})
+    assert max(differences.values()) < 1e-4

@@ -27,7 +27,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.runs.drafters import save_drafter
 
-from .test_speculators import TINY, text
+from .test_speculators import TINY, tokenize_text
 
 QWEN3 = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps",
@@ -40,30 +40,30 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def theirs(directory: Path) -> Any:
-    """The library's model; eager attention, for its own kernels want a GPU."""
+def load_reference(directory: Path) -> Any:
+    """Load the library's model with eager attention, because its own kernels need a GPU."""
     config: Any = SpeculatorModelConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "eager"
     return DFlashDraftModel.from_pretrained(directory, config=config).float().eval()
 
 
-def compared(model: Any, drafter: Any, tiny: Target) -> float:
-    """The largest difference of any logit, over blocks behind the library's own choice of anchors."""
-    tokens = text(tiny)
+def compare_logits(model: Any, drafter: Any, tiny: Target) -> float:
+    """Return the largest difference of any logit, over blocks behind the library's own choice of anchors."""
+    tokens = tokenize_text(tiny)
     features = tiny.features(tokens, (*drafter.layers, tiny.num_layers))
-    every, documents = torch.ones_like(tokens), torch.zeros_like(tokens)
+    full_mask, documents = torch.ones_like(tokens), torch.zeros_like(tokens)
     with torch.no_grad():
-        _, logits, _, _, places = model._backbone_forward(
-            features.fuse_layers(drafter.fused), tokens, every, features.at_layer(tiny.num_layers), documents, max_anchors=4
+        _, logits, _, _, positions = model._backbone_forward(
+            features.fuse_layers(drafter.fused), tokens, full_mask, features.at_layer(tiny.num_layers), documents, max_anchors=4
         )
-        anchors = places[:: drafter.block_size]
+        anchors = positions[:: drafter.block_size]
         blocks = Anchors(anchors, anchors, ((len(anchors), tokens.shape[1]),))
-        states: Tensor = drafter._trained_states(Batch(tokens, every.bool(), features), blocks, TrainingState())
+        states: Tensor = drafter._trained_states(Batch(tokens, full_mask.bool(), features), blocks, TrainingState())
         return float((logits[0] - drafter.product(states).flatten(0, 1)).abs().max())
 
 
-def fresh(tiny: Target, **options: Any) -> DFlash:
-    """Two layers, with norms that matter."""
+def make_drafter(tiny: Target, **options: Any) -> DFlash:
+    """Make a drafter of two layers whose norms are not the identity."""
     torch.manual_seed(3)
     drafter = DFlash(tiny, DFlashConfig(block_size=5, num_layers=2, **options))
     counts = torch.randint(1, 1000, (tiny.head.vocab_size,))
@@ -77,12 +77,12 @@ def fresh(tiny: Target, **options: Any) -> DFlash:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path) -> None:
     """Our export, loaded by the library, gives our logits (1e-4)."""
-    drafter = fresh(tiny, **VARIANTS[variant])
+    drafter = make_drafter(tiny, **VARIANTS[variant])
     settings = {"_target_": "spectrain.drafters.dflash.DFlash", "block_size": 5, "num_layers": 2, **VARIANTS[variant]}
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "dflash"})
     save_drafter(tmp_path / "ours", drafter, RunSpec.from_nodes(config))
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
-    difference = compared(theirs(tmp_path / "out"), drafter, tiny)
+    difference = compare_logits(load_reference(tmp_path / "out"), drafter, tiny)
     print(f"{variant}: {difference:.1e}")
     assert difference < 1e-4
 
@@ -90,7 +90,7 @@ def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path) -> N
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_we_read_what_the_library_saves(variant: str, tiny: Target, tmp_path: Path) -> None:
     """A checkpoint that the library made from its own settings and saved gives its logits here (1e-4)."""
-    ours = fresh(tiny, **VARIANTS[variant])
+    ours = make_drafter(tiny, **VARIANTS[variant])
     config = tiny.model.config.__class__.from_pretrained(tiny.path).to_dict()
     config = {key: config[key] for key in QWEN3} | {"num_hidden_layers": 2, "model_type": "qwen3"}
     kind = "sliding_attention" if ours.window else "full_attention"
@@ -102,7 +102,7 @@ def test_we_read_what_the_library_saves(variant: str, tiny: Target, tmp_path: Pa
         sliding_window_non_causal=not ours.causal,
     )  # fmt: skip
     model.float().eval().save_pretrained(tmp_path / "theirs")
-    found: Any = load_drafter(read_drafter(tmp_path / "theirs", TINY), tiny)
-    difference = compared(theirs(tmp_path / "theirs"), found, tiny)
+    drafter: Any = load_drafter(read_drafter(tmp_path / "theirs", TINY), tiny)
+    difference = compare_logits(load_reference(tmp_path / "theirs"), drafter, tiny)
     print(f"{variant}: {difference:.1e}")
     assert difference < 1e-4

@@ -44,7 +44,7 @@ from spectrain.provenance import collect_provenance
 from spectrain.servers.base import DraftCounters
 from spectrain.trees import Chain
 
-from .clients import ROWS, Answers, counted, offline, rates, served
+from .clients import ROWS, Answers, answer_by_server, answer_offline, compute_rates, count_rounds
 
 RUNS = Path(os.environ.get("SPECTRAIN_ENGINES_RUNS", "runs"))
 PROMPTS, TOKENS = 24, 80
@@ -65,7 +65,7 @@ NAMES = {"smollm2": "smollm2-135m-q4_1", "tiny": "tiny"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlainAnswers:
     """A target, held-out prompts, and vLLM's answers without a drafter."""
 
     target: Target
@@ -78,43 +78,45 @@ class Case:
     """An exported drafter, and our own chain with the drafter it was exported from."""
 
     name: str
-    asked: Asked
+    plain_answers: PlainAnswers
     command: str  # vLLM's, of the model card
     limits: list[int]
     generations: list[Generation]
 
     @property
-    def drafting(self) -> dict[str, Any]:
-        """speculative_config"""
+    def speculative_config(self) -> dict[str, Any]:
+        """Return the speculative_config in the command."""
         words = shlex.split(self.command)
-        found: dict[str, Any] = json.loads(words[words.index("--speculative-config") + 1])
-        return found
+        config: dict[str, Any] = json.loads(words[words.index("--speculative-config") + 1])
+        return config
 
     @property
     def own_counts(self) -> DraftCounters:
-        return counted(self.generations)
+        return count_rounds(self.generations)
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]:
+def plain_answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PlainAnswers]:
     @cache
-    def ask(name: str) -> Asked:
+    def answer_plain(name: str) -> PlainAnswers:
         target = LOADERS[name](dtype="float32")
         target.pack_weights()
         prompts = [
             tokenize_prompt(target.template, prompt.opening_conversation) for prompt in read_prompts(None, PROMPTS).prompts
         ]
-        plain = offline(Path(target.path), None, prompts, [TOKENS] * len(prompts), tmp_path_factory.mktemp(f"plain-{name}"))
-        return Asked(target, prompts, plain)
+        plain = answer_offline(
+            Path(target.path), None, prompts, [TOKENS] * len(prompts), tmp_path_factory.mktemp(f"plain-{name}")
+        )
+        return PlainAnswers(target, prompts, plain)
 
-    return ask
+    return answer_plain
 
 
 @pytest.fixture(scope="module")
-def record() -> Iterator[dict[str, Any]]:
-    """What was measured, written in the end to engines.json in the folder of the runs."""
-    found: dict[str, Any] = {}
-    yield found
+def records() -> Iterator[dict[str, Any]]:
+    """Collect what is measured, and write it in the end to engines.json in the folder of the runs."""
+    cases: dict[str, Any] = {}
+    yield cases
     setting = {
         "prompts": PROMPTS,
         "max_new_tokens": TOKENS,
@@ -126,96 +128,100 @@ def record() -> Iterator[dict[str, Any]]:
         **collect_provenance(),
     }
     setting["command"] = "make test-engines"
-    write_text(RUNS / "engines.json", json.dumps({"setting": setting, "cases": found}, indent=1) + "\n")
+    write_text(RUNS / "engines.json", json.dumps({"setting": setting, "cases": cases}, indent=1) + "\n")
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, asked: Callable[[str], Asked], tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(
+    request: pytest.FixtureRequest, plain_answers: Callable[[str], PlainAnswers], tmp_path_factory: pytest.TempPathFactory
+) -> Case:
     """Export a run's drafter, and decode with it as it was trained; the chain is as long as the card's command says."""
     name, recipe, form = CASES[request.param]
-    run, found = RUNS / f"engines-{recipe}", asked(name)
+    run, plain = RUNS / f"engines-{recipe}", plain_answers(name)
     assert (run / "drafter").is_dir(), f"{run}: there is no drafter in it; make test-engines trains one"
     out = export_command(str(run), form, str(tmp_path_factory.mktemp(recipe) / "exported"))
     command = re.search(r"^vllm serve .*$", (out / "README.md").read_text(), re.MULTILINE)
     assert command is not None
-    case = Case(request.param, found, command[0], [], [])
-    drafter = load_drafter(read_drafter(run / "drafter", None), found.target)
-    chain = Chain(case.drafting["num_speculative_tokens"])
-    for prompt in found.prompts:
-        case.generations.extend(decode(found.target, [prompt], Greedy(), TOKENS, drafter, chain))
+    case = Case(request.param, plain, command[0], [], [])
+    drafter = load_drafter(read_drafter(run / "drafter", None), plain.target)
+    chain = Chain(case.speculative_config["num_speculative_tokens"])
+    for prompt in plain.prompts:
+        case.generations.extend(decode(plain.target, [prompt], Greedy(), TOKENS, drafter, chain))
         case.limits.append(1 + sum(case.generations[-1].complete_round_lengths))
     return case
 
 
 @pytest.fixture(scope="module")
-def from_class(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """vllm.LLM"""
+def offline_answers(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Return the answers of vllm.LLM."""
     scratch = tmp_path_factory.mktemp("offline")
-    return offline(Path(case.asked.target.path), case.drafting, case.asked.prompts, case.limits, scratch)
+    return answer_offline(
+        Path(case.plain_answers.target.path), case.speculative_config, case.plain_answers.prompts, case.limits, scratch
+    )
 
 
 @pytest.fixture(scope="module")
-def from_server(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """The OpenAI-compatible server, started as the model card says."""
-    return served(case.command, case.asked.prompts, case.limits, tmp_path_factory.mktemp("served"))
+def server_answers(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Return the answers of the OpenAI-compatible server, started as the model card says."""
+    return answer_by_server(case.command, case.plain_answers.prompts, case.limits, tmp_path_factory.mktemp("served"))
 
 
-def assert_same(asked: Asked, found: list[list[int]], wanted: list[list[int]]) -> int:
-    """How many answers are equal token by token; one may part from `wanted` only where the two best logits nearly tie."""
+def assert_same(plain: PlainAnswers, answers: list[list[int]], expected: list[list[int]]) -> int:
+    """Count answers that are equal token by token; one may differ from `expected` only where the two best logits nearly tie."""
     differing = 0
-    for prompt, left, right in zip(asked.prompts, found, wanted, strict=True):
+    for prompt, left, right in zip(plain.prompts, answers, expected, strict=True):
         position = first_difference(left, right[: len(left)])
         if position is not None:
-            assert logit_gap(asked.target, prompt + right[:position]).is_tie, (position, left, right)
+            assert logit_gap(plain.target, prompt + right[:position]).is_tie, (position, left, right)
             differing += 1
-    return len(asked.prompts) - differing
+    return len(plain.prompts) - differing
 
 
-def assert_close(theirs: DraftCounters, ours: DraftCounters) -> None:
-    """Enough was drafted, and kept, for a rate to mean something, and at every position the rates agree within 3 %."""
-    assert min(theirs.num_drafted, ours.num_drafted) >= ENOUGH
-    assert rates(ours)[0] > 0.05
-    for their, our in zip(rates(theirs), rates(ours), strict=True):
-        assert abs(their - our) <= TOLERANCE * our, (theirs, ours)
+def assert_close(reference: DraftCounters, ours: DraftCounters) -> None:
+    """Enough was drafted and accepted for a rate to mean something, and at every position the rates agree within 3 %."""
+    assert min(reference.num_drafted, ours.num_drafted) >= ENOUGH
+    assert compute_rates(ours)[0] > 0.05
+    for reference_rate, own_rate in zip(compute_rates(reference), compute_rates(ours), strict=True):
+        assert abs(reference_rate - own_rate) <= TOLERANCE * own_rate, (reference, ours)
 
 
-def test_the_offline_class_answers_as_without(case: Case, from_class: Answers, record: dict[str, Any]) -> None:
+def test_the_offline_class_answers_as_without(case: Case, offline_answers: Answers, records: dict[str, Any]) -> None:
     """vllm.LLM with the exported drafter gives the tokens that it gives without, which are ours too."""
-    assert [len(answer) for answer in from_class.tokens] == case.limits
-    same = assert_same(case.asked, from_class.tokens, case.asked.plain.tokens)
-    as_ours = assert_same(case.asked, from_class.tokens, [generation.output for generation in case.generations])
+    assert [len(answer) for answer in offline_answers.tokens] == case.limits
+    same = assert_same(case.plain_answers, offline_answers.tokens, case.plain_answers.plain.tokens)
+    as_ours = assert_same(case.plain_answers, offline_answers.tokens, [generation.output for generation in case.generations])
     target = NAMES[CASES[case.name][0]]
-    record.setdefault(case.name, {}).update(
+    records.setdefault(case.name, {}).update(
         target=target, answers=len(case.limits), identical_offline=same, identical_to_ours=as_ours
     )
 
 
-def test_the_offline_class_accepts_as_we_do(case: Case, from_class: Answers, record: dict[str, Any]) -> None:
-    """get_metrics() of vllm.LLM: kept drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
-    assert from_class.counts is not None
-    record.setdefault(case.name, {}).update(ours=row(case.own_counts), offline=row(from_class.counts))
-    assert_close(from_class.counts, case.own_counts)
+def test_the_offline_class_accepts_as_we_do(case: Case, offline_answers: Answers, records: dict[str, Any]) -> None:
+    """get_metrics() of vllm.LLM has accepted drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
+    assert offline_answers.counts is not None
+    records.setdefault(case.name, {}).update(ours=make_row(case.own_counts), offline=make_row(offline_answers.counts))
+    assert_close(offline_answers.counts, case.own_counts)
 
 
 def test_the_server_answers_as_the_offline_class(
-    case: Case, from_class: Answers, from_server: Answers, record: dict[str, Any]
+    case: Case, offline_answers: Answers, server_answers: Answers, records: dict[str, Any]
 ) -> None:
     """The card's serve command: token ids and text of /v1/completions are the offline class's."""
-    same = assert_same(case.asked, from_server.tokens, from_class.tokens)
-    record.setdefault(case.name, {}).update(identical_server=same)
+    same = assert_same(case.plain_answers, server_answers.tokens, offline_answers.tokens)
+    records.setdefault(case.name, {}).update(identical_server=same)
     for prompt in range(len(case.limits)):
-        if from_server.tokens[prompt] == from_class.tokens[prompt]:
-            assert from_server.texts[prompt] == from_class.texts[prompt]
+        if server_answers.tokens[prompt] == offline_answers.tokens[prompt]:
+            assert server_answers.texts[prompt] == offline_answers.texts[prompt]
 
 
-def test_the_server_accepts_as_we_do(case: Case, from_server: Answers, record: dict[str, Any]) -> None:
-    """/metrics of the server: kept drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
-    assert from_server.counts is not None
-    record.setdefault(case.name, {}).update(server=row(from_server.counts))
-    assert_close(from_server.counts, case.own_counts)
+def test_the_server_accepts_as_we_do(case: Case, server_answers: Answers, records: dict[str, Any]) -> None:
+    """/metrics of the server has accepted drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
+    assert server_answers.counts is not None
+    records.setdefault(case.name, {}).update(server=make_row(server_answers.counts))
+    assert_close(server_answers.counts, case.own_counts)
 
 
-def row(counts: DraftCounters) -> dict[str, Any]:
-    """As engines.json holds it."""
+def make_row(counts: DraftCounters) -> dict[str, Any]:
+    """Return the counts as engines.json holds them."""
     return {"rounds": counts.num_rounds, "drafted": counts.num_drafted, "kept": [*counts.accepted_by_position],
-            "by_position": [round(rate, 4) for rate in rates(counts)]}  # fmt: skip
+            "by_position": [round(rate, 4) for rate in compute_rates(counts)]}  # fmt: skip

@@ -37,8 +37,8 @@ SETTINGS = ["trainer.lr=1e-3", "trainer.epochs=2"]
 
 
 @pytest.fixture
-def programs(tmp_path: Path) -> Path:
-    """A folder of stand-ins."""
+def stand_ins(tmp_path: Path) -> Path:
+    """Write a folder of stand-ins."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in STAND_INS.items():
@@ -47,10 +47,10 @@ def programs(tmp_path: Path) -> Path:
     return folder
 
 
-def run_script(name: str, programs: Path, **variables: str) -> tuple[int, list[str]]:
+def run_script(name: str, stand_ins: Path, **variables: str) -> tuple[int, list[str]]:
     """Run a launch file with further settings; its exit status and what the programs noted."""
-    notes = programs / "notes"
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "NOTES": str(notes), **SLURM, **variables}
+    notes = stand_ins / "notes"
+    environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "NOTES": str(notes), **SLURM, **variables}
     status = subprocess.run(["bash", str(CLUSTER / name), *SETTINGS], env=environment, timeout=60).returncode
     return status, notes.read_text().splitlines() if notes.exists() else []
 
@@ -71,34 +71,34 @@ def test_the_linter_finds_nothing() -> None:
     ],
 )
 def test_slurm_starts_what_a_user_would_type(
-    name: str, expected: list[str], programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, expected: list[str], stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every machine starts the launcher with its own number, and spectrain gets settings that compose."""
     (tmp_path / "run" / "drafter").mkdir(parents=True)
     (tmp_path / "run" / "drafter" / "config.json").touch()
-    status, words = run_script(name, programs, RUN=str(tmp_path / "run"), MODEL="ORG/NAME")
+    status, words = run_script(name, stand_ins, RUN=str(tmp_path / "run"), MODEL="ORG/NAME")
     assert status == 0 and not {"requeue", "scontrol requeue 7"} & set(words)
     assert all(words[words.index(flag) + 1] == value for flag, value in zip(expected[::2], expected[1::2]))
     command = words[words.index("spectrain") + 1 :]
     assert {*SETTINGS, "target.model=ORG/NAME", f"run={tmp_path / 'run'}", "trainer.resume=auto"} < set(command)
     check_command(shlex.join(command), monkeypatch)
-    assert run_script(name, programs, MODEL="ORG/NAME")[0] != 0  # without a run folder
+    assert run_script(name, stand_ins, MODEL="ORG/NAME")[0] != 0  # without a run folder
 
 
-def test_a_stopped_job_is_queued_again(programs: Path, tmp_path: Path) -> None:
+def test_a_stopped_job_is_queued_again(stand_ins: Path, tmp_path: Path) -> None:
     """As long as the run has checkpoints and no drafter, and not for ever; the exit status is torchrun's."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     variables = {"RUN": str(tmp_path / "run"), "MODEL": "ORG/NAME", "STATUS": "3"}
-    status, words = run_script("torchrun.sbatch", programs, **variables)
+    status, words = run_script("torchrun.sbatch", stand_ins, **variables)
     assert status == 3 and words[-1] == "scontrol requeue 7"
-    status, words = run_script("torchrun.sbatch", programs, **variables, SLURM_RESTART_COUNT="20")
+    status, words = run_script("torchrun.sbatch", stand_ins, **variables, SLURM_RESTART_COUNT="20")
     assert status == 3 and words[-1] != "scontrol requeue 7"
 
 
 @pytest.mark.parametrize("launcher", ["submitit_slurm", "submitit_local"])
-def test_a_sweep_names_a_launcher_of_hydra(launcher: str, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_names_a_launcher_of_hydra(launcher: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher has every setting that the script gives it, and the rest composes."""
-    status, words = run_script("sweep.sh", programs, LAUNCHER=launcher, **({"PARTITION": "p"} if "slurm" in launcher else {}))
+    status, words = run_script("sweep.sh", stand_ins, LAUNCHER=launcher, **({"PARTITION": "p"} if "slurm" in launcher else {}))
     own = [word for word in words if word.startswith(("hydra/", "hydra."))]
     assert status == 0 and len(own) == (5 if "slurm" in launcher else 3) and "run=runs/sweep-${hydra:job.num}" in words
     with initialize_config_module("spectrain.conf", version_base="1.3"):
@@ -110,7 +110,7 @@ def test_a_sweep_names_a_launcher_of_hydra(launcher: str, programs: Path, monkey
 
 
 def pod_template(document: dict[str, Any]) -> dict[str, Any]:
-    """The pods of a Job or a PyTorchJob."""
+    """Return the pods of a Job or a PyTorchJob."""
     spec: dict[str, Any] = document["spec"]
     template: dict[str, Any] = (spec["pytorchReplicaSpecs"]["Worker"] if document["kind"] == "PyTorchJob" else spec)["template"]
     return template

@@ -12,8 +12,8 @@ NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each code cell prints, by its id: run in an empty folder, by this Python, with this source."""
+def cell_outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Run the notebook in an empty folder, by this Python, with this source; return what each code cell prints, by its id."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
@@ -24,7 +24,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_it_is_committed_without_outputs() -> None:
-    """So that no number in it is older than the code."""
+    """The notebook has no outputs, so that no number in it is older than the code."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -32,24 +32,24 @@ def test_it_is_committed_without_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_training_learns(printed: dict[str, str]) -> None:
+def test_training_learns(cell_outputs: dict[str, str]) -> None:
     """The loss of the last step is below that of the first."""
-    first, last = map(float, re.findall(r"(?:loss|,) (\d+\.\d+) at step", printed["train"]))
+    first, last = map(float, re.findall(r"(?:loss|,) (\d+\.\d+) at step", cell_outputs["train"]))
     assert last < first
 
 
 @pytest.mark.slow
-def test_it_answers(printed: dict[str, str]) -> None:
-    """A text and its statistics; the drafter that was saved and read again gives the same text."""
-    *text, statistics = printed["generate"].strip().splitlines()
+def test_it_answers(cell_outputs: dict[str, str]) -> None:
+    """The answer has a text and its statistics; the drafter that was saved and read again gives the same text."""
+    *text, statistics = cell_outputs["generate"].strip().splitlines()
     assert "".join(text).strip() and statistics
-    assert printed["keep"].strip().splitlines()[-1] == "True"
+    assert cell_outputs["keep"].strip().splitlines()[-1] == "True"
 
 
 @pytest.mark.slow
-def test_the_score_is_from_decoding(printed: dict[str, str]) -> None:
+def test_the_score_is_from_decoding(cell_outputs: dict[str, str]) -> None:
     """At least a token a forward, inside its interval, and every answer the target's."""
-    length, low, high = map(float, re.findall(r"\d+\.\d+", printed["score"].split("speedup")[0]))
-    identical, checked = map(int, re.findall(r"(\d+) of (\d+)", printed["score"])[0])
+    length, low, high = map(float, re.findall(r"\d+\.\d+", cell_outputs["score"].split("speedup")[0]))
+    identical, checked = map(int, re.findall(r"(\d+) of (\d+)", cell_outputs["score"])[0])
     assert 1 <= low <= length <= high
     assert identical == checked > 0

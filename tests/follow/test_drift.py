@@ -21,7 +21,7 @@ def test_false_alarms_keep_their_rate() -> None:
     assert alarms / streams <= rate + 3 * np.sqrt(rate * (1 - rate) / streams)
 
 
-def test_a_fall_raises_one_alarm() -> None:
+def test_a_fall_raises_a_single_alarm() -> None:
     generator = np.random.default_rng(1)
     test = DriftTest(reference_size=32, horizon=200, rate=0.05, resamples=200)
     assert not any([test.add(value) for value in draw_requests(generator, 32)])

@@ -33,7 +33,7 @@ class FakeSwapper:
     way: SwapWay = "push"
 
     def __init__(self) -> None:
-        self.given: list[str] = []
+        self.drafters: list[str] = []
         self.fails = False
         self.servers = UpstreamSwitch("http://127.0.0.1:1/v1")
 
@@ -41,17 +41,17 @@ class FakeSwapper:
         if self.fails:
             raise RunError("the server is gone")
         assert hash_weights(directory) == digest
-        self.given.append(directory.name)
+        self.drafters.append(directory.name)
         return SwapOutcome(self.way)
 
     def is_served(self, directory: Path, digest: str) -> bool:
-        return directory.name in self.given[-1:]
+        return directory.name in self.drafters[-1:]
 
     def restart_ended(self, directory: Path, digest: str) -> bool:
         return False
 
     def push(self, directory: Path, digest: str) -> None:
-        self.given.append(directory.name)
+        self.drafters.append(directory.name)
 
 
 class FakeJob:
@@ -79,27 +79,27 @@ def follower(tmp_path: Path) -> TrafficFollower:
     return TrafficFollower(RunSpec(), settings, folder, OwnServer(EngineSettings()), Recorder(1.0), swapper, active)
 
 
-def send(follower: TrafficFollower, accepted: int, count: int, start: int = 0) -> None:
+def send_requests(follower: TrafficFollower, accepted: int, count: int, start: int = 0) -> None:
     for number in range(start, start + count):
         rounds = (accepted, accepted + number % 2)
         request = {"prompt": f"p{number}"}
         follower.add_conversation(RecordedConversation("a", time.time(), request, "x", accepted=rounds, drafted=(3, 3)))
 
 
-def events(follower: TrafficFollower) -> list[str]:
+def list_events(follower: TrafficFollower) -> list[str]:
     return [entry["event"] for entry in read_ledger(follower.folder.ledger)]
 
 
 def test_a_promoted_drafter_serves_and_is_rolled_back_when_it_fails_live(follower: TrafficFollower, tmp_path: Path) -> None:
-    send(follower, 2, 16)
+    send_requests(follower, 2, 16)
     second = make_drafter(tmp_path / "second")
     follower.decide(FakeJob(second), PromotionProof(GAIN, GAIN, True, "gains"))  # type: ignore[arg-type]
-    assert follower.active.path == str(second) and follower.swapper.given == ["second"]  # type: ignore[attr-defined]
+    assert follower.active.path == str(second) and follower.swapper.drafters == ["second"]  # type: ignore[attr-defined]
     assert follower.folder.read_active(tmp_path / "first") == follower.active
-    send(follower, 0, 16, 100)
+    send_requests(follower, 0, 16, 100)
     follower.check_live()
-    assert follower.active.path == str(tmp_path / "first") and follower.swapper.given == ["second", "first"]  # type: ignore[attr-defined]
-    assert events(follower)[-3:] == ["promoted", "live", "rolled back"]
+    assert follower.active.path == str(tmp_path / "first") and follower.swapper.drafters == ["second", "first"]  # type: ignore[attr-defined]
+    assert list_events(follower)[-3:] == ["promoted", "live", "rolled back"]
 
 
 def test_a_server_that_started_anew_gets_the_active_candidate_again(follower: TrafficFollower) -> None:
@@ -109,23 +109,23 @@ def test_a_server_that_started_anew_gets_the_active_candidate_again(follower: Tr
         follower.promote(candidate, {})
     follower.roll_back("a test")
     follower.restore_drafter()
-    given: list[str] = follower.swapper.given  # type: ignore[attr-defined]
-    assert given == ["first", "second", "first"]
-    given.clear()
+    drafters: list[str] = follower.swapper.drafters  # type: ignore[attr-defined]
+    assert drafters == ["first", "second", "first"]
+    drafters.clear()
     follower.restore_drafter()
-    assert given == ["first"] and events(follower)[-1] == "sent again"
+    assert drafters == ["first"] and list_events(follower)[-1] == "sent again"
 
 
 def test_a_rare_kind_does_not_hold_up_further_candidates(follower: TrafficFollower, tmp_path: Path) -> None:
     """Without enough requests of a kind before a swap, the check of live acceptance ends with a filled series."""
-    send(follower, 2, 4)
+    send_requests(follower, 2, 4)
     follower.decide(FakeJob(make_drafter(tmp_path / "second")), PromotionProof(GAIN, GAIN, True, "gains"))  # type: ignore[arg-type]
-    send(follower, 2, 63, 100)
+    send_requests(follower, 2, 63, 100)
     follower.check_live()
     assert follower.before_swap
-    send(follower, 2, 1, 200)
+    send_requests(follower, 2, 1, 200)
     follower.check_live()
-    assert not follower.before_swap and events(follower)[-1] == "live"
+    assert not follower.before_swap and list_events(follower)[-1] == "live"
 
 
 @pytest.mark.parametrize("swap", ["push", "start"])
@@ -141,12 +141,12 @@ def test_what_is_not_proven_or_not_swapped_changes_nothing(follower: TrafficFoll
     follower.decide(FakeJob(second), PromotionProof(GAIN, GAIN, False, "no gain"))  # type: ignore[arg-type]
     follower.swapper.fails = True  # type: ignore[attr-defined]
     follower.decide(FakeJob(second), PromotionProof(GAIN, GAIN, True, "gains"))  # type: ignore[arg-type]
-    assert follower.active == before and events(follower) == ["kept for inspection", "not swapped"]
+    assert follower.active == before and list_events(follower) == ["kept for inspection", "not swapped"]
 
 
 def test_drift_is_noticed_and_counts_new_conversations(follower: TrafficFollower) -> None:
-    send(follower, 2, 40)
-    send(follower, 0, 60, 100)
+    send_requests(follower, 2, 40)
+    send_requests(follower, 0, 60, 100)
     assert follower.alarm is not None and follower.num_new >= follower.settings.least_new
     data = follower.select_data()
     assert data.new and data.replay and data.prove_new
@@ -162,11 +162,11 @@ def test_failures_and_malformed_traffic_do_not_end_the_loop(follower: TrafficFol
 
     monkeypatch.setattr(follower, "save", fail)
     follower.tick()
-    assert follower.num_errors == 1 and events(follower) == ["error"]
+    assert follower.num_errors == 1 and list_events(follower) == ["error"]
 
 
 def test_pages_tell_what_was_measured(follower: TrafficFollower) -> None:
-    send(follower, 2, 40)
+    send_requests(follower, 2, 40)
     metrics = format_metrics(ProxyCounters(requests=7), follower.describe())
     assert "spectrain_follow_proxy_requests_total 7" in metrics
     assert 'spectrain_follow_acceptance_rate{kind="a",position="0"} 1' in metrics

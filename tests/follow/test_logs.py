@@ -17,7 +17,7 @@ def rounds_of(response: dict[str, Any]) -> DraftedRounds | None:
     return None if counts is None else DraftedRounds(tuple(counts[0]), tuple(counts[1]))
 
 
-def read(logs: RequestLogs) -> list[RecordedConversation]:
+def read_entries(logs: RequestLogs) -> list[RecordedConversation]:
     entries = (parse_exchange(exchange, KindRegistry(4), rounds_of) for exchange in logs.take_all())
     return [entry for entry in entries if entry is not None]
 
@@ -27,7 +27,7 @@ def make_line(number: int, **fields: Any) -> str:
     return json.dumps({"request": {"prompt": f"prompt {number}"}, "response": response, **fields}) + "\n"
 
 
-def prompts(entries: list[RecordedConversation]) -> list[int]:
+def list_prompts(entries: list[RecordedConversation]) -> list[int]:
     return [int(entry.request["prompt"].split()[1]) for entry in entries]
 
 
@@ -36,19 +36,19 @@ def test_lines_are_read_once_as_files_grow_rotate_and_shrink(tmp_path: Path) -> 
     folder.mkdir()
     logs, path = RequestLogs(ListenSettings(), folder, tmp_path / "logs.json"), folder / "a.jsonl"
     path.write_text(make_line(0) + make_line(1)[:20])
-    assert prompts(read(logs)) == [0] and not read(logs)
+    assert list_prompts(read_entries(logs)) == [0] and not read_entries(logs)
     path.write_text(make_line(0) + make_line(1) + make_line(2))
-    assert prompts(read(logs)) == [1, 2]
+    assert list_prompts(read_entries(logs)) == [1, 2]
     logs.save_positions()
     again = RequestLogs(ListenSettings(), folder, tmp_path / "logs.json")
     again.load_positions()
     path.rename(folder / "b.jsonl")
     path.write_text(make_line(3))
-    assert prompts(read(again)) == [3]
+    assert list_prompts(read_entries(again)) == [3]
     (folder / "b.jsonl").write_text(make_line(4))
-    assert prompts(read(again)) == [4]
+    assert list_prompts(read_entries(again)) == [4]
     (folder / "b.jsonl").unlink()
-    assert not read(again) and len(again.positions) == 1
+    assert not read_entries(again) and len(again.positions) == 1
 
 
 def test_what_is_not_recorded(tmp_path: Path) -> None:
@@ -64,11 +64,11 @@ def test_what_is_not_recorded(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text("".join(lines))
     logs = RequestLogs(ListenSettings(max_record_bytes=3000), tmp_path, tmp_path / "logs.json")
-    found = [entry for _ in range(4) for entry in read(logs)]
-    assert prompts(found) == [0, 3]
-    assert (found[0].kind, found[0].answer, found[0].accepted) == ("agent", "an answer", (1, 2))
+    entries = [entry for _ in range(4) for entry in read_entries(logs)]
+    assert list_prompts(entries) == [0, 3]
+    assert (entries[0].kind, entries[0].answer, entries[0].accepted) == ("agent", "an answer", (1, 2))
     assert logs.num_malformed == 4
-    assert not read(RequestLogs(ListenSettings(sample=1e-12), tmp_path, tmp_path / "logs.json"))
+    assert not read_entries(RequestLogs(ListenSettings(sample=1e-12), tmp_path, tmp_path / "logs.json"))
 
 
 def test_a_streamed_answer_is_its_text(tmp_path: Path) -> None:
@@ -76,4 +76,6 @@ def test_a_streamed_answer_is_its_text(tmp_path: Path) -> None:
     stream = "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
     entry = {"request": {"messages": [{"role": "user", "content": "Say it"}]}, "response": stream}
     (tmp_path / "a.jsonl").write_text(json.dumps(entry) + "\n")
-    assert [found.answer for found in read(RequestLogs(ListenSettings(), tmp_path, tmp_path / "logs.json"))] == ["it is"]
+    assert [entries.answer for entries in read_entries(RequestLogs(ListenSettings(), tmp_path, tmp_path / "logs.json"))] == [
+        "it is"
+    ]

@@ -59,17 +59,17 @@ def test_answers_pass_byte_by_byte_and_are_recorded(server: EchoServer) -> None:
     async def work(client: httpx.AsyncClient, proxy: Proxy) -> Any:
         headers = {"Authorization": "Bearer secret-key", "x-spectrain-kind": "agent"}
         streamed = await client.post("/v1/completions", json={"prompt": "a", "stream": True}, headers=headers)
-        whole = await client.post("/v1/completions", json={"prompt": "b"}, headers=headers)
+        complete = await client.post("/v1/completions", json={"prompt": "b"}, headers=headers)
         unrecorded = await client.post("/v1/completions", json={"prompt": "c"}, headers={"x-spectrain-follow": "off"})
-        return streamed, whole, unrecorded, await client.get("/v1/models")
+        return streamed, complete, unrecorded, await client.get("/v1/models")
 
-    (streamed, whole, unrecorded, models), proxy = run(server, work)
+    (streamed, complete, unrecorded, models), proxy = run(server, work)
     assert streamed.content == STREAM.encode() and streamed.headers["x-own"] == "kept"
-    assert whole.json()["choices"][0]["text"] == "b" and unrecorded.status_code == 200
+    assert complete.json()["choices"][0]["text"] == "b" and unrecorded.status_code == 200
     assert models.json() == server.models[1]
     assert server.keys == ["Bearer secret-key", "Bearer secret-key", None]
     exchanges = proxy.recorder.take_all()
-    assert [exchange.response for exchange in exchanges] == [streamed.content, whole.content]
+    assert [exchange.response for exchange in exchanges] == [streamed.content, complete.content]
     assert {exchange.kind_header for exchange in exchanges} == {"agent"}
     assert b"secret-key" not in b"".join(exchange.request + exchange.response for exchange in exchanges)
 
@@ -141,13 +141,13 @@ def test_another_server_takes_new_requests(server: EchoServer) -> None:
         await client.post("/v1/completions", json={"prompt": "two"})
         return earlier.num_open
 
-    with _closing(other):
+    with stop_at_exit(other):
         open_requests, _ = run(server, work)
     assert open_requests == 0 and [len(server.bodies), len(other.bodies)] == [1, 1]
 
 
 @contextmanager
-def _closing(stand_in: StandIn) -> Iterator[None]:
+def stop_at_exit(stand_in: StandIn) -> Iterator[None]:
     try:
         yield
     finally:

@@ -72,7 +72,7 @@ def start_streams(pool: ThreadPoolExecutor, client: httpx.Client, swapper: Draft
     return streams
 
 
-def test_streams_end_whole_while_a_second_server_takes_over(swapper: DrafterSwapper, tmp_path: Path) -> None:
+def test_streams_end_completely_while_a_second_server_takes_over(swapper: DrafterSwapper, tmp_path: Path) -> None:
     first, second = (make_drafter(tmp_path / name) for name in ("first", "second"))
     with ThreadPoolExecutor(8) as pool:
         swapper.start(*first, is_first=True)
@@ -88,7 +88,7 @@ def test_streams_end_whole_while_a_second_server_takes_over(swapper: DrafterSwap
             earlier.engine.process.wait(10)
 
 
-def test_a_server_that_does_not_start_changes_nothing_and_one_that_ends_is_started_again(
+def test_a_server_that_does_not_start_changes_nothing_and_an_ended_server_is_started_again(
     swapper: DrafterSwapper, tmp_path: Path
 ) -> None:
     first, second = (make_drafter(tmp_path / name) for name in ("first", "second"))

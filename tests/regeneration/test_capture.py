@@ -29,7 +29,7 @@ from tests.servers.stand_in import LAYERS, ModelStandIn, capturing_server  # noq
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    """Conversations of one or two questions."""
+    """Write conversations of one or two questions."""
     rows, blank = [], {"role": "assistant", "content": "?"}
     for number in range(6):
         turns = [f"Tell me about {number}."] + ["And then?"] * (number % 2)
@@ -52,7 +52,7 @@ def regenerate(out: Path, server: ModelStandIn, chats: Path, *more: str) -> None
     regenerate_command(spec, **settings)
 
 
-def training(out: Path, run: Path, *more: str) -> list[float]:
+def train_on(out: Path, run: Path, *more: str) -> list[float]:
     settings = [word for word in SETTINGS if not word.startswith(("data.limit", "+data.max_length"))]
     words = ("data=jsonl", f"+data.path={out}", f"run={run}", "+trainer.max_steps=4", "+trainer.log_every=1")
     train_and_score(composed(*settings, *words, *more))
@@ -61,7 +61,7 @@ def training(out: Path, run: Path, *more: str) -> list[float]:
 
 @pytest.mark.sweep(1, free=("temperature",))
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_answers_and_states_come_from_one_request(
+def test_answers_and_states_come_from_the_same_request(
     temperature: float, tmp_path: Path, server: ModelStandIn, chats: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each turn takes one request; the store holds the sequences of a training on the answers, with the target's own states,
@@ -81,8 +81,8 @@ def test_answers_and_states_come_from_one_request(
         last = max(number for number, supervised in enumerate(example.mask) if supervised)
         torch.testing.assert_close(states[:last], own[:last], rtol=1e-4, atol=1e-4)
     count = len(server.bodies)
-    stored = training(out, tmp_path / "stored", "source=store", f"source.path={out / 'features'}", "+source.capture=false")
-    assert stored == pytest.approx(training(out, tmp_path / "live", "source=live"), rel=1e-4)
+    stored = train_on(out, tmp_path / "stored", "source=store", f"source.path={out / 'features'}", "+source.capture=false")
+    assert stored == pytest.approx(train_on(out, tmp_path / "live", "source=live"), rel=1e-4)
     assert len(server.bodies) == count
 
 
@@ -166,11 +166,11 @@ def test_no_loss_reads_states_after_the_last_that_precedes_loss(recipe: str, tin
         hidden = batch.features.hidden.clone()
         if cut:
             hidden[:, 26:] = 0.0
-        results.append(loss_and_gradients(drafter, tiny, with_states(batch, hidden)))
+        results.append(loss_and_gradients(drafter, tiny, replace_states(batch, hidden)))
     assert results[0] == results[1]
 
 
-def with_states(batch: Batch, hidden: torch.Tensor) -> Batch:
+def replace_states(batch: Batch, hidden: torch.Tensor) -> Batch:
     assert batch.features is not None
     return replace(batch, features=replace(batch.features, hidden=hidden))
 

@@ -40,40 +40,40 @@ LIMIT = 10
 SHORT: dict[str, Any] = {"max_new_tokens": 6, "seed": 3}
 
 
-def make(out: Path, target: Target, data: ConversationReader | None = None, **settings: Any) -> dict[int, Row]:
-    """Regenerate into a folder; the rows by number."""
+def regenerate(out: Path, target: Target, data: ConversationReader | None = None, **settings: Any) -> dict[int, Row]:
+    """Regenerate into a folder; return the rows by number."""
     sampling = Sampling(**{**SHORT, **settings.pop("sampling", {})})
     writer = EngineWriter(sampling, target, **settings.pop("writer", {}))
     Regeneration(**{"shard_size": 4, **settings}).run(out, data or EmbeddedReader(limit=LIMIT), sampling, writer)
-    return rows(out)
+    return read_rows(out)
 
 
-def rows(out: Path) -> dict[int, Row]:
+def read_rows(out: Path) -> dict[int, Row]:
     shards = ShardSet(out)
     return {row.id: row for name in shards.shard_names for row in shards.read_shard(name)}
 
 
-def contents(out: Path) -> dict[str, bytes]:
+def read_shards(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(out.glob("part-*"))}
 
 
-class Stuck(EngineWriter):
+class StuckWriter(EngineWriter):
     """Gets no further than two conversations."""
 
     def _answer_batch(self, batch: list[Any]) -> Any:
-        self.asked = [*getattr(self, "asked", []), *batch]
-        if len(self.asked) > 2:
+        self.answered = [*getattr(self, "answered", []), *batch]
+        if len(self.answered) > 2:
             time.sleep(600)
         return super()._answer_batch(batch)
 
 
-def forked(out: Path, target: Target, rank: int) -> Any:
-    """One of two ranks, with a batch for each conversation; the second gets stuck, to be killed."""
+def fork_rank(out: Path, target: Target, rank: int) -> Any:
+    """Start one of two ranks, with a batch for each conversation; the second gets stuck, to be killed."""
 
     def child() -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
         sampling = Sampling(**SHORT)
-        writer = (Stuck if rank else EngineWriter)(sampling, target, batch_tokens=1)
+        writer = (StuckWriter if rank else EngineWriter)(sampling, target, batch_tokens=1)
         Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, writer)
 
     process = multiprocessing.get_context("fork").Process(target=child)
@@ -81,8 +81,8 @@ def forked(out: Path, target: Target, rank: int) -> Any:
     return process
 
 
-class Commanded:
-    """The same as a command, with the manner of a forked process."""
+class CommandRank:
+    """The same rank as a command, with the interface of a forked process."""
 
     def __init__(self, out: Path, target: Target, rank: int) -> None:
         command = [sys.executable, "-m", "spectrain", "data", "regenerate", "target=tiny", f"data.limit={LIMIT}", f"out={out}",
@@ -105,8 +105,8 @@ class Commanded:
         return self.process.returncode
 
 
-class Listed(ConversationReader):
-    """Conversations that a test has at hand."""
+class ListReader(ConversationReader):
+    """Reads conversations from a list."""
 
     name = "listed"
 
@@ -119,10 +119,10 @@ class Listed(ConversationReader):
 
 
 @pytest.fixture(scope="session")
-def whole(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The set as one process makes it that nothing interrupts."""
+def complete_set(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Regenerate the set in one process without an interruption."""
     out = tmp_path_factory.mktemp("regenerated") / "whole"
-    make(out, tiny)
+    regenerate(out, tiny)
     return out
 
 
@@ -136,22 +136,26 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, dtype: str, t
             pytest.skip("rows of bfloat16 depend on others here")
         tiny = load_tiny(dtype="bfloat16")
         tiny.pack_weights()
-    found = make(tmp_path / "out", tiny, sampling={"temperature": temperature})
+    rows = regenerate(tmp_path / "out", tiny, sampling={"temperature": temperature})
     rule = Match(temperature, seed=SHORT["seed"]) if temperature else Greedy()
-    assert sorted(found) == list(range(LIMIT)) and any(len(row.num_tokens) > 1 for row in found.values())
+    assert sorted(rows) == list(range(LIMIT)) and any(len(row.num_tokens) > 1 for row in rows.values())
     for number, source in enumerate(data.load_conversations()):
-        wanted, row = regeneration.make_pending_row(number, source), found[number]
+        pending, row = regeneration.make_pending_row(number, source), rows[number]
         assert [message["role"] for message in row.messages] == [message["role"] for message in source.messages]
-        places = [at for at, message in enumerate(source.messages) if message["role"] == "assistant"]
-        for at, size, reason in zip(places, row.num_tokens, row.finish_reason, strict=True):
-            answer_ids = dict(zip(places, row.answer_ids or [], strict=True))
-            earlier = Conversation(row.messages, answer_ids=answer_ids).up_to(at)  # type: ignore[arg-type]
+        positions = [position for position, message in enumerate(source.messages) if message["role"] == "assistant"]
+        for position, size, reason in zip(positions, row.num_tokens, row.finish_reason, strict=True):
+            answer_ids = dict(zip(positions, row.answer_ids or [], strict=True))
+            earlier = Conversation(row.messages, answer_ids=answer_ids).up_to(position)  # type: ignore[arg-type]
             prompt = tokenize_prompt(tiny.template, earlier)
-            (alone,) = decode(tiny, [prompt], rule, SHORT["max_new_tokens"], sequence_ids=[wanted.key])
-            assert answer_ids[at] == alone.output
-            text = tiny.tokenizer.decode(alone.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            ended = alone.output[-1] in tiny.stop_ids
-            assert (row.messages[at]["content"], size, reason) == (text, len(alone.output), "stop" if ended else "length")
+            (single,) = decode(tiny, [prompt], rule, SHORT["max_new_tokens"], sequence_ids=[pending.key])
+            assert answer_ids[position] == single.output
+            text = tiny.tokenizer.decode(single.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            ended = single.output[-1] in tiny.stop_ids
+            assert (row.messages[position]["content"], size, reason) == (
+                text,
+                len(single.output),
+                "stop" if ended else "length",
+            )
 
 
 @pytest.mark.skipif(not has_batch_invariance(), reason="rows of bfloat16 depend on others here")
@@ -174,7 +178,7 @@ def test_later_turns_run_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Target, "extend", extend_counted)
     questions = ["Why is the sky blue?", "And at night?", "Say it in one word."]
     chat = [{"role": role, "content": text} for text in questions for role in ("user", "assistant")]
-    (row,) = make(tmp_path / "out", target, Listed([chat])).values()
+    (row,) = regenerate(tmp_path / "out", target, ListReader([chat])).values()
     prompts, ids = [], {}
     for at, output in zip((1, 3, 5), row.answer_ids or [], strict=True):
         prompts.append(tokenize_prompt(target.template, Conversation(row.messages, answer_ids=dict(ids)).up_to(at)))
@@ -183,31 +187,31 @@ def test_later_turns_run_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
     assert sizes == [("whole", len(prompts[0]))] + [("rest", len(prompts[turn]) - shared[turn - 1]) for turn in (1, 2)]
 
     tokens, cuts = torch.tensor([prompts[2]]), len(prompts[1])
-    whole, parts = target.new_cache(1, tokens.shape[1]), target.new_cache(1, tokens.shape[1])
-    expected = prefill(target, tokens, torch.tensor([tokens.shape[1]]), whole, ()).logits
-    prefill(target, tokens[:, :cuts], torch.tensor([cuts]), parts, ())
-    actual = extend(target, tokens[:, cuts:], parts).logits
-    assert expected is not None and actual is not None and whole.storage is not None and parts.storage is not None
-    assert whole.longest == parts.longest == tokens.shape[1]
+    full_cache, split_cache = target.new_cache(1, tokens.shape[1]), target.new_cache(1, tokens.shape[1])
+    expected = prefill(target, tokens, torch.tensor([tokens.shape[1]]), full_cache, ()).logits
+    prefill(target, tokens[:, :cuts], torch.tensor([cuts]), split_cache, ())
+    actual = extend(target, tokens[:, cuts:], split_cache).logits
+    assert expected is not None and actual is not None and full_cache.storage is not None and split_cache.storage is not None
+    assert full_cache.longest == split_cache.longest == tokens.shape[1]
     torch.testing.assert_close(actual, expected, atol=0.1, rtol=0.05)
-    torch.testing.assert_close(parts.storage, whole.storage, atol=0.1, rtol=0.05)
+    torch.testing.assert_close(split_cache.storage, full_cache.storage, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.sweep(2, free=("change",))
 @pytest.mark.parametrize("change", ["shards", "batches", "drafted", "captured"])
-def test_answers_depend_on_no_batching_and_no_drafter(change: str, tmp_path: Path, tiny: Target, whole: Path) -> None:
-    """Other shards, other batches, a drafter or captured rounds: the same rows."""
-    how: dict[str, Any] = {
+def test_answers_depend_on_no_batching_and_no_drafter(change: str, tmp_path: Path, tiny: Target, complete_set: Path) -> None:
+    """Other shards, other batches, a drafter or captured rounds give the same rows."""
+    changes: dict[str, Any] = {
         "shards": {"shard_size": 7},
         "batches": {"writer": {"batch_tokens": 1}},
         "drafted": {"writer": {"drafter": Ngram(tiny), "builder": Chain(3)}},
         "captured": {"writer": {"engine": "captured"}},
     }
-    assert make(tmp_path / "out", tiny, **how[change]) == rows(whole)
+    assert regenerate(tmp_path / "out", tiny, **changes[change]) == read_rows(complete_set)
 
 
-def command(*overrides: str) -> None:
-    """`spectrain data regenerate` in this process."""
+def run_command(*overrides: str) -> None:
+    """Run `spectrain data regenerate` in this process."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("regenerate", overrides=list(overrides))
         spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"))
@@ -215,7 +219,7 @@ def command(*overrides: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, whole: Path) -> None:
+def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, complete_set: Path) -> None:
     """With run=DIR target, drafter and tree are the run's, and the answers those without it; a tree without it is refused."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         began = compose("train", overrides=["recipe=eagle3", "target=tiny"])
@@ -223,26 +227,28 @@ def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, whole: 
     drafter.prepare(tiny, EmbeddedReader(limit=LIMIT).make_dataset(tiny.template).token_counts(tiny.head.vocab_size))
     save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes(began))
     settings = ["++sampling.max_new_tokens=6", "++sampling.seed=3", "++regenerate.shard_size=4", f"++data.limit={LIMIT}"]
-    command(f"++run={tmp_path / 'drafter'}", f"++out={tmp_path / 'out'}", *settings)
-    assert rows(tmp_path / "out") == rows(whole)
+    run_command(f"++run={tmp_path / 'drafter'}", f"++out={tmp_path / 'out'}", *settings)
+    assert read_rows(tmp_path / "out") == read_rows(complete_set)
     with pytest.raises(UserError, match=r"^tree: .*run=runs/NAME"):
-        command("target=tiny", "tree=chain", f"++out={tmp_path / 'other'}", *settings)
+        run_command("target=tiny", "tree=chain", f"++out={tmp_path / 'other'}", *settings)
 
 
 def test_check_only_looks(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
     """check=true names what is not whole, fails if anything is, and writes nothing."""
-    make(tmp_path / "out", tiny)
+    regenerate(tmp_path / "out", tiny)
     check = (f"++out={tmp_path / 'out'}", "++check=true")
-    command(*check)
+    run_command(*check)
     (tmp_path / "out" / "part-00002.jsonl").unlink()
     with pytest.raises(RunError, match="not whole: part-00002.jsonl;"):
-        command(*check)
+        run_command(*check)
     assert f"{tmp_path / 'out' / 'part-00002.jsonl'}: missing" in capsys.readouterr().out
-    assert len(contents(tmp_path / "out")) == 2
+    assert len(read_shards(tmp_path / "out")) == 2
 
 
-@pytest.mark.parametrize("start", [forked, pytest.param(Commanded, marks=pytest.mark.slow)], ids=["forked", "commands"])
-def test_killed_processes_leave_what_one_would(start: Any, tmp_path: Path, tiny: Target, whole: Path) -> None:
+@pytest.mark.parametrize("start", [fork_rank, pytest.param(CommandRank, marks=pytest.mark.slow)], ids=["forked", "commands"])
+def test_killed_processes_leave_the_set_of_a_single_process(
+    start: Any, tmp_path: Path, tiny: Target, complete_set: Path
+) -> None:
     """Two ranks share the shards; one is killed by SIGKILL in the middle of a shard. What is finished is not made again, a
     torn line is dropped, and in the end the bytes are those of one process that nothing interrupted."""
     out = tmp_path / "out"
@@ -252,30 +258,30 @@ def test_killed_processes_leave_what_one_would(start: Any, tmp_path: Path, tiny:
         time.sleep(0.0002)
     ranks[1].kill()
     ranks[1].join()
-    kept = journal.read_bytes() if journal.exists() else b""
-    if kept:
-        journal.write_bytes(kept + b'{"id": 7, "messa')
+    finished_lines = journal.read_bytes() if journal.exists() else b""
+    if finished_lines:
+        journal.write_bytes(finished_lines + b'{"id": 7, "messa')
     ranks[0].join()
     assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
-    asked: list[int] = []
+    answered: list[int] = []
 
-    class Counting(EngineWriter):
+    class CountingWriter(EngineWriter):
         def _answer_batch(self, batch: list[Any]) -> Any:
-            asked.extend(wanted.id for wanted in batch)
+            answered.extend(row.id for row in batch)
             return super()._answer_batch(batch)
 
     sampling = Sampling(**SHORT)
-    Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, Counting(sampling, tiny, batch_tokens=1))
-    assert contents(out) == contents(whole)
+    Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, CountingWriter(sampling, tiny, batch_tokens=1))
+    assert read_shards(out) == read_shards(complete_set)
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before and len(before) >= 2
-    assert len(asked) <= 4 - kept.count(b"\n") <= 2
+    assert len(answered) <= 4 - finished_lines.count(b"\n") <= 2
 
 
-def test_terminated_softly(tmp_path: Path, tiny: Target, whole: Path) -> None:
+def test_terminated_softly(tmp_path: Path, tiny: Target, complete_set: Path) -> None:
     """SIGTERM ends the run in one sentence, keeps every finished row, and leaves the set to be finished."""
 
-    class Terminated(EngineWriter):
+    class TerminatedWriter(EngineWriter):
         def _answer_batch(self, batch: list[Any]) -> Any:
             yield from super()._answer_batch(batch)
             if batch[0].id >= 4:
@@ -283,20 +289,22 @@ def test_terminated_softly(tmp_path: Path, tiny: Target, whole: Path) -> None:
 
     out, sampling, before = tmp_path / "out", Sampling(**SHORT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(RunError, match="stopped; what is finished is kept"):
-        Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, Terminated(sampling, tiny, batch_tokens=1))
+        Regeneration(shard_size=4).run(
+            out, EmbeddedReader(limit=LIMIT), sampling, TerminatedWriter(sampling, tiny, batch_tokens=1)
+        )
     assert signal.getsignal(signal.SIGTERM) == before
     assert (out / "unfinished" / "part-00001.jsonl").read_bytes().count(b"\n") == 1
-    make(out, tiny)
-    assert contents(out) == contents(whole)
+    regenerate(out, tiny)
+    assert read_shards(out) == read_shards(complete_set)
 
 
-def test_broken_shards_are_found_by_name_and_made_again(
-    tmp_path: Path, tiny: Target, whole: Path, capsys: pytest.CaptureFixture[str]
+def test_broken_shards_are_named_and_regenerated(
+    tmp_path: Path, tiny: Target, complete_set: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A deleted shard and one with a single bit turned are named; they, and no others, are written again as they were."""
     out = tmp_path / "out"
-    make(out, tiny)
-    kept = (out / "part-00001.jsonl").stat().st_mtime_ns
+    regenerate(out, tiny)
+    modified = (out / "part-00001.jsonl").stat().st_mtime_ns
     (out / "part-00000.jsonl").unlink()
     turned = bytearray((out / "part-00002.jsonl").read_bytes())
     turned[40] ^= 1
@@ -305,18 +313,18 @@ def test_broken_shards_are_found_by_name_and_made_again(
     with pytest.raises(UserError, match=r"part-00000\.jsonl: this shard is missing, and 1 more"):
         JsonlReader(str(out)).load_conversations()
     capsys.readouterr()
-    make(out, tiny)
-    said = capsys.readouterr().out
-    assert f"{out / 'part-00000.jsonl'}: missing" in said and f"{out / 'part-00002.jsonl'}: corrupt" in said
-    assert contents(out) == contents(whole)
-    assert (out / "part-00001.jsonl").stat().st_mtime_ns == kept
+    regenerate(out, tiny)
+    stdout = capsys.readouterr().out
+    assert f"{out / 'part-00000.jsonl'}: missing" in stdout and f"{out / 'part-00002.jsonl'}: corrupt" in stdout
+    assert read_shards(out) == read_shards(complete_set)
+    assert (out / "part-00001.jsonl").stat().st_mtime_ns == modified
     assert not ShardSet(out).find_faults()
 
 
-def test_killed_before_the_journal_is_gone(tmp_path: Path, tiny: Target, whole: Path) -> None:
+def test_killed_before_the_journal_is_gone(tmp_path: Path, tiny: Target, complete_set: Path) -> None:
     """A kill between the last steps of a shard costs nothing: its rows are not asked for again, and what was left over goes."""
     out = tmp_path / "out"
-    make(out, tiny)
+    regenerate(out, tiny)
     journals = [out / "unfinished" / f"part-0000{number}.jsonl" for number in range(2)]
     for journal in journals:  # killed with the first noted in the manifest, and the second not
         journal.write_bytes((out / journal.name).read_bytes())
@@ -325,105 +333,105 @@ def test_killed_before_the_journal_is_gone(tmp_path: Path, tiny: Target, whole: 
     (out / "manifest.json").write_text(json.dumps(manifest))
     sampling = Sampling(**SHORT)
 
-    class Unasked(EngineWriter):
+    class UnusedWriter(EngineWriter):
         def _answer_batch(self, batch: list[Any]) -> Any:
             raise AssertionError
 
-    Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, Unasked(sampling, tiny))
-    assert contents(out) == contents(whole) and not ShardSet(out).find_faults()
+    Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, UnusedWriter(sampling, tiny))
+    assert read_shards(out) == read_shards(complete_set) and not ShardSet(out).find_faults()
     assert not any(journal.exists() for journal in journals)
 
 
 def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
     """A shard that is being made elsewhere is not made twice, and the last line names it."""
     out = tmp_path / "out"
-    make(out, tiny)
+    regenerate(out, tiny)
     (out / "part-00001.jsonl").unlink()
-    there = ShardSet(out)
-    elsewhere = there.claim_shard("part-00001.jsonl", [])
-    assert elsewhere is not None
-    make(out, tiny)
+    shards = ShardSet(out)
+    claim = shards.claim_shard("part-00001.jsonl", [])
+    assert claim is not None
+    regenerate(out, tiny)
     assert ShardSet(out).find_faults() == {"part-00001.jsonl": "missing"}
-    said = capsys.readouterr().out
-    assert f"{LIMIT - 4} of {LIMIT} conversations" in said and "other processes are at part-00001.jsonl" in said
-    there.release_shard(elsewhere)
-    make(out, tiny)
+    stdout = capsys.readouterr().out
+    assert f"{LIMIT - 4} of {LIMIT} conversations" in stdout and "other processes are at part-00001.jsonl" in stdout
+    shards.release_shard(claim)
+    regenerate(out, tiny)
     assert not ShardSet(out).find_faults()
 
 
 def test_bad_conversations_take_nothing_with_them(
-    tmp_path: Path, tiny: Target, whole: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: Target, complete_set: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One too long, one that the template refuses, one that the model chokes on: each is told, the others are as ever."""
+    """A conversation that is too long and one on which the model fails are reported; the other rows are unchanged."""
     good = [chat.to_row() for chat in EmbeddedReader(limit=LIMIT).load_conversations()]
     user = {"role": "user", "content": "poison"}
     bad = [{"messages": [{**user, "content": "word " * tiny.max_length}, {"role": "assistant", "content": "No."}]},
            {"messages": [user, {"role": "assistant", "content": "No."}]}]  # fmt: skip
     mixed = [*good[:3], bad[0], *good[3:6], bad[1], *good[6:]]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    honest, (poison,) = Session.decode, tiny.tokenizer(["poison"], add_special_tokens=False)["input_ids"]
+    original, (poison,) = Session.decode, tiny.tokenizer(["poison"], add_special_tokens=False)["input_ids"]
 
-    def choking(session: Session, prompts: list[list[int]], *rest: Any) -> Any:
+    def fail_on_poison(session: Session, prompts: list[list[int]], *rest: Any) -> Any:
         if any(prompt[at : at + len(poison)] == poison for prompt in prompts for at in range(len(prompt))):
             raise RuntimeError("no memory")
-        return honest(session, prompts, *rest)
+        return original(session, prompts, *rest)
 
-    monkeypatch.setattr(Session, "decode", choking)
-    found = make(tmp_path / "out", tiny, JsonlReader(str(tmp_path / "chats.jsonl")), shard_size=100, max_failed=0.2)
-    assert [row.messages for row in found.values()] == [row.messages for row in rows(whole).values()]
-    lost = [json.loads(line) for line in (tmp_path / "out" / "failed" / "part-00000.jsonl").read_text().splitlines()]
-    assert [(row["id"], row["kind"], row["messages"]) for row in lost] == [
+    monkeypatch.setattr(Session, "decode", fail_on_poison)
+    rows = regenerate(tmp_path / "out", tiny, JsonlReader(str(tmp_path / "chats.jsonl")), shard_size=100, max_failed=0.2)
+    assert [row.messages for row in rows.values()] == [row.messages for row in read_rows(complete_set).values()]
+    failed = [json.loads(line) for line in (tmp_path / "out" / "failed" / "part-00000.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["kind"], row["messages"]) for row in failed] == [
         (3, "too_long", bad[0]["messages"]),
         (7, "failed", bad[1]["messages"]),
     ]
-    assert "no memory" in lost[1]["error"]
+    assert "no memory" in failed[1]["error"]
     monkeypatch.undo()
-    again = make(tmp_path / "out", tiny, JsonlReader(str(tmp_path / "chats.jsonl")), shard_size=100, retry_failed=True)
-    assert sorted(set(again) - set(found)) == [7] and {number: again[number] for number in found} == found
+    again = regenerate(tmp_path / "out", tiny, JsonlReader(str(tmp_path / "chats.jsonl")), shard_size=100, retry_failed=True)
+    assert sorted(set(again) - set(rows)) == [7] and {number: again[number] for number in rows} == rows
 
 
 def test_too_many_failures_fail_the_run(tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where everything fails the run stops at once, and with a patience for that it ends as a failed one."""
 
-    def broken(*_: Any) -> Any:
+    def raise_error(*_: Any) -> Any:
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(Session, "decode", broken)
+    monkeypatch.setattr(Session, "decode", raise_error)
     with pytest.raises(RunError, match=r"3 conversations failed one after another.*no device"):
-        make(tmp_path / "out", tiny, stop_after=3)
+        regenerate(tmp_path / "out", tiny, stop_after=3)
     assert not ShardSet(tmp_path / "out").manifest["shards"]
     with pytest.raises(RunError, match=f"not one of {LIMIT}"):
-        make(tmp_path / "out", tiny, stop_after=100)
+        regenerate(tmp_path / "out", tiny, stop_after=100)
 
 
 def test_first_turn_and_system_prompt(tmp_path: Path, tiny: Target) -> None:
     """turns=first ends after one answer; a system prompt is asked with and written down."""
-    found = make(tmp_path / "out", tiny, turns="first", system="Be brief.")
+    rows = regenerate(tmp_path / "out", tiny, turns="first", system="Be brief.")
     sources = EmbeddedReader(limit=LIMIT).load_conversations()
-    for number, row in found.items():
+    for number, row in rows.items():
         assert row.messages[:-1] == [{"role": "system", "content": "Be brief."}, sources[number].messages[0]]
         assert len(row.num_tokens) == 1
 
 
 def test_cut_answers_are_marked_or_left_out(tmp_path: Path, tiny: Target) -> None:
     """What max_new_tokens cuts is marked "length"; with keep_cut=false exactly these conversations are left out."""
-    asked = ["Please describe supply and demand using a lemonade stand.", "Say this in plain words: 'The committee met.'",
+    questions = ["Please describe supply and demand using a lemonade stand.", "Say this in plain words: 'The committee met.'",
              "In simple terms, what does a catalyst do in a chemical reaction?"]  # fmt: skip
-    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "No."}] for text in asked * 3]
-    data = Listed([[{**chat[0], "content": f"{chat[0]['content']}{' Please.' * (n // 3)}"}, chat[1]]
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "No."}] for text in questions * 3]
+    data = ListReader([[{**chat[0], "content": f"{chat[0]['content']}{' Please.' * (n // 3)}"}, chat[1]]
                    for n, chat in enumerate(chats)])  # fmt: skip
-    kept = make(tmp_path / "kept", tiny, data, sampling={"max_new_tokens": 24})
-    cut = {number for number, row in kept.items() if "length" in row.finish_reason}
-    assert 0 < len(cut) < len(kept) == 9
-    assert all(sum(kept[number].num_tokens) == 24 for number in cut)
-    dropped = make(tmp_path / "dropped", tiny, data, sampling={"max_new_tokens": 24, "keep_cut": False})
-    assert dropped == {number: row for number, row in kept.items() if number not in cut}
+    rows = regenerate(tmp_path / "kept", tiny, data, sampling={"max_new_tokens": 24})
+    cut = {number for number, row in rows.items() if "length" in row.finish_reason}
+    assert 0 < len(cut) < len(rows) == 9
+    assert all(sum(rows[number].num_tokens) == 24 for number in cut)
+    dropped = regenerate(tmp_path / "dropped", tiny, data, sampling={"max_new_tokens": 24, "keep_cut": False})
+    assert dropped == {number: row for number, row in rows.items() if number not in cut}
 
 
-def test_result_is_data(tiny: Target, whole: Path) -> None:
+def test_result_is_data(tiny: Target, complete_set: Path) -> None:
     """data=jsonl data.path=DIR trains on it: every conversation, in its order, with the target's answers supervised."""
-    data = JsonlReader(str(whole))
-    assert [chat.messages for chat in data.load_conversations()] == [row.messages for row in rows(whole).values()]
+    data = JsonlReader(str(complete_set))
+    assert [chat.messages for chat in data.load_conversations()] == [row.messages for row in read_rows(complete_set).values()]
     dataset = data.make_dataset(tiny.template)
     assert dataset.num_conversations == LIMIT and dataset.num_supervised > 0
 
@@ -437,36 +445,36 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("told", list(CHANGES))
-def test_other_settings_are_refused(told: str, tiny: Target, whole: Path) -> None:
+@pytest.mark.parametrize("setting", list(CHANGES))
+def test_other_settings_are_refused(setting: str, tiny: Target, complete_set: Path) -> None:
     """A set is of one kind: another setting stops with its name and what the set was begun with, and nothing is touched."""
-    before = contents(whole)
+    before = read_shards(complete_set)
     with pytest.raises(UserError) as caught:
-        make(whole, tiny, **CHANGES[told])
-    assert str(caught.value).startswith(told) and "was begun with" in str(caught.value)
-    assert contents(whole) == before
+        regenerate(complete_set, tiny, **CHANGES[setting])
+    assert str(caught.value).startswith(setting) and "was begun with" in str(caught.value)
+    assert read_shards(complete_set) == before
 
 
-def test_manifest_says_how_it_was_made(tiny: Target, whole: Path) -> None:
-    """Target, sampling, versions, source, and rows and checksum of every shard."""
-    manifest = ShardSet(whole).manifest
+def test_manifest_says_how_it_was_made(tiny: Target, complete_set: Path) -> None:
+    """The manifest has the target, the sampling, the versions, the source, and the rows of every shard."""
+    manifest = ShardSet(complete_set).manifest
     settings, records = manifest["settings"], manifest["shards"].values()
     assert {"target": "tiny", "sampling.temperature": 0.7, "sampling.seed": 3}.items() <= settings.items()
     assert {"sampling.top_p", "sampling.top_k", "sampling.max_new_tokens", "regenerate.system", "target.dtype"} <= set(settings)
     assert settings["data"].startswith(f"{LIMIT} conversations, sha256") and "torch" in manifest["made_with"]["versions"]
     assert [record["rows"] for record in records] == [4, 4, 2]
-    assert sum(record["tokens"] for record in records) == sum(sum(row.num_tokens) for row in rows(whole).values())
+    assert sum(record["tokens"] for record in records) == sum(sum(row.num_tokens) for row in read_rows(complete_set).values())
 
 
 def test_folder_with_other_files_is_refused(tmp_path: Path, tiny: Target) -> None:
     """Conversations of somebody else are not mixed with ours."""
     (tmp_path / "chats.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"holds chats\.jsonl but no manifest"):
-        make(tmp_path, tiny)
+        regenerate(tmp_path, tiny)
 
 
-class Idle(AnswerWriter):
-    """Writes nothing and must not be asked to."""
+class UnreadyWriter(AnswerWriter):
+    """Is never ready to write, and must not be called."""
 
     needs_target = False
 
@@ -483,27 +491,27 @@ class Idle(AnswerWriter):
 def test_nothing_is_written_where_nothing_can_be(tmp_path: Path) -> None:
     """A writer that cannot work stops the run before the folder exists."""
     with pytest.raises(UserError, match="nothing to write with"):
-        Regeneration().run(tmp_path / "out", EmbeddedReader(limit=2), Sampling(), Idle())
+        Regeneration().run(tmp_path / "out", EmbeddedReader(limit=2), Sampling(), UnreadyWriter())
     assert not (tmp_path / "out").exists()
 
 
 def test_questions_alone_will_do(tiny: Target, tmp_path: Path) -> None:
     """Bare questions, of one turn or several, get the answers that the same questions get in whole conversations."""
-    whole = [
+    conversations = [
         [message for message in chat.messages if message["role"] != "system"][:4]
         for chat in EmbeddedReader(limit=6).load_conversations()
     ]
-    asked = [[message["content"] for message in messages if message["role"] == "user"] for messages in whole]
-    lines = [{"turns": texts} if len(texts) > 1 else {"prompt": texts[0]} for texts in asked]
+    questions = [[message["content"] for message in messages if message["role"] == "user"] for messages in conversations]
+    lines = [{"turns": texts} if len(texts) > 1 else {"prompt": texts[0]} for texts in questions]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "whole.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in whole))
-    questions = JsonlReader(str(tmp_path / "asked.jsonl"))
+    (tmp_path / "whole.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    reader = JsonlReader(str(tmp_path / "asked.jsonl"))
     with pytest.raises(UserError, match="holds no conversation"):
-        questions.load_conversations()  # there is nothing to learn from
-    questions.allows_unanswered = True
-    found = make(tmp_path / "one", tiny, questions)
-    assert {key: row.messages for key, row in found.items()} == {
-        key: row.messages for key, row in make(tmp_path / "two", tiny, JsonlReader(str(tmp_path / "whole.jsonl"))).items()
+        reader.load_conversations()  # there is nothing to learn from
+    reader.allows_unanswered = True
+    rows = regenerate(tmp_path / "one", tiny, reader)
+    assert {key: row.messages for key, row in rows.items()} == {
+        key: row.messages for key, row in regenerate(tmp_path / "two", tiny, JsonlReader(str(tmp_path / "whole.jsonl"))).items()
     }
 
 

@@ -33,14 +33,14 @@ class EchoStandIn(StandIn):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: Counter[str] = Counter()
+        self.attempts: Counter[str] = Counter()
         self.answer_question: Callable[[str, int], Reply | None] = lambda question, attempt: None
 
     def reply_to_post(self, path: str, body: dict[str, Any]) -> Reply:
         question = body["messages"][-1]["content"]
-        self.asked[question] += 1
-        found = self.answer_question(question, self.asked[question])
-        return found or (200, completion(f"you said {question}"), {})
+        self.attempts[question] += 1
+        reply = self.answer_question(question, self.attempts[question])
+        return reply or (200, completion(f"you said {question}"), {})
 
 
 @pytest.fixture
@@ -54,34 +54,34 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[EchoStandIn]:
 
 @pytest.fixture
 def chats(tmp_path: Path) -> JsonlReader:
-    """Conversations of one or two questions."""
-    rows = [[f"question {number}"] + [f"and {number}"] * (number % 2) for number in range(LIMIT)]
+    """Write conversations of one or two questions."""
+    read_rows = [[f"question {number}"] + [f"and {number}"] * (number % 2) for number in range(LIMIT)]
     messages = [
         [turn for text in row for turn in ({"role": "user", "content": text}, {"role": "assistant", "content": "?"})]
-        for row in rows
+        for row in read_rows
     ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in messages))
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
     return JsonlReader(str(tmp_path / "chats.jsonl"))
 
 
-def make(
+def regenerate(
     out: Path, server: EchoStandIn, chats: JsonlReader, sampling: dict[str, Any] | None = None, **settings: Any
 ) -> dict[int, Row]:
-    """Regenerate by the server; the rows by number."""
+    """Regenerate by the server; return the rows by number."""
     regeneration = {key: settings.pop(key) for key in ("stop_after", "max_failed", "retry_failed") if key in settings}
-    drawn = Sampling(**(sampling or {}))
+    options = Sampling(**(sampling or {}))
     config = ClientSettings(**{"url": server.url, "model": "little", "retries": 3, "concurrency": 4, **settings})
-    writer = ServerWriter(drawn, OpenAIServer(config))
-    Regeneration(shard_size=5, **regeneration).run(out, chats, drawn, writer)
-    return rows(out)
+    writer = ServerWriter(options, OpenAIServer(config))
+    Regeneration(shard_size=5, **regeneration).run(out, chats, options, writer)
+    return read_rows(out)
 
 
-def rows(out: Path) -> dict[int, Row]:
+def read_rows(out: Path) -> dict[int, Row]:
     shards = ShardSet(out)
     return {row.id: row for name in shards.shard_names for row in shards.read_shard(name)}
 
 
-def expected(chats: JsonlReader) -> list[list[dict[str, str]]]:
+def echo_answers(chats: JsonlReader) -> list[list[dict[str, str]]]:
     return [
         [
             turn if turn["role"] == "user" else {"role": "assistant", "content": f"you said {chat.messages[at - 1]['content']}"}
@@ -91,18 +91,18 @@ def expected(chats: JsonlReader) -> list[list[dict[str, str]]]:
     ]
 
 
-def lost(out: Path) -> dict[int, tuple[str, str]]:
-    found = [json.loads(line) for path in (out / "failed").iterdir() for line in path.read_text().splitlines()]
-    return {row["id"]: (row["kind"], row["error"]) for row in found}
+def read_failures(out: Path) -> dict[int, tuple[str, str]]:
+    rows = [json.loads(line) for path in (out / "failed").iterdir() for line in path.read_text().splitlines()]
+    return {row["id"]: (row["kind"], row["error"]) for row in rows}
 
 
-def test_every_turn_is_asked_with_what_was_answered(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
-    """Rows in the source's order, messages sent as they are with the sampling settings, a seed of its own for each turn."""
-    found = make(tmp_path / "out", server, chats, {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7})
-    assert [found[number].messages for number in range(LIMIT)] == expected(chats)
-    assert all(row.finish_reason == ["stop"] * len(row.num_tokens) and set(row.num_tokens) <= {4} for row in found.values())
+def test_every_turn_is_requested_with_the_answers_before_it(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
+    """Rows keep the source's order; requests hold the messages, the sampling settings and a seed of their own."""
+    rows = regenerate(tmp_path / "out", server, chats, {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7})
+    assert [rows[number].messages for number in range(LIMIT)] == echo_answers(chats)
+    assert all(row.finish_reason == ["stop"] * len(row.num_tokens) and set(row.num_tokens) <= {4} for row in rows.values())
     assert sorted((body["messages"] for body in server.bodies), key=str) == sorted(
-        (messages[:at] for messages in expected(chats) for at in range(1, len(messages), 2)), key=str
+        (messages[:at] for messages in echo_answers(chats) for at in range(1, len(messages), 2)), key=str
     )
     for body in server.bodies:
         assert (body["model"], body["temperature"], body["top_p"], body["max_tokens"]) == ("little", 0.5, 0.9, 7)
@@ -110,7 +110,7 @@ def test_every_turn_is_asked_with_what_was_answered(tmp_path: Path, server: Echo
     seeds = {body["seed"] for body in server.bodies}
     assert len(seeds) == len(server.bodies) == LIMIT + LIMIT // 2
     server.bodies.clear()
-    make(tmp_path / "again", server, chats, {"temperature": 0.5, "top_k": 3}, extra={"min_p": 0.1}, concurrency=1)
+    regenerate(tmp_path / "again", server, chats, {"temperature": 0.5, "top_k": 3}, extra={"min_p": 0.1}, concurrency=1)
     assert {body["seed"] for body in server.bodies} == seeds
     assert all((body["top_k"], body["min_p"]) == (3, 0.1) for body in server.bodies)
 
@@ -131,26 +131,26 @@ GARBAGE: dict[str, Reply] = {
 def test_passing_failures_are_tried_again(kind: str, tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """Each question fails twice, then is answered: nothing is lost, and nothing is asked more often than needed."""
     server.answer_question = lambda question, attempt: GARBAGE[kind] if attempt <= 2 else None
-    found = make(tmp_path / "out", server, chats)
-    assert [found[number].messages for number in range(LIMIT)] == expected(chats)
-    assert set(server.asked.values()) == {3} and not lost(tmp_path / "out")
+    rows = regenerate(tmp_path / "out", server, chats)
+    assert [rows[number].messages for number in range(LIMIT)] == echo_answers(chats)
+    assert set(server.attempts.values()) == {3} and not read_failures(tmp_path / "out")
 
 
 def test_a_stalled_request_is_given_up(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """A server that does not answer in time is asked again. Others may be late too on a busy machine, and are asked again."""
-    asked_again = threading.Event()
+    repeated = threading.Event()
 
     def stall(question: str, attempt: int) -> None:
         if question == "question 3":
-            asked_again.wait(60) if attempt == 1 else asked_again.set()
+            repeated.wait(60) if attempt == 1 else repeated.set()
 
     server.answer_question = stall
-    found = make(tmp_path / "out", server, chats, timeout=1, retries=20)
-    assert [found[number].messages for number in range(LIMIT)] == expected(chats) and asked_again.is_set()
+    rows = regenerate(tmp_path / "out", server, chats, timeout=1, retries=20)
+    assert [rows[number].messages for number in range(LIMIT)] == echo_answers(chats) and repeated.is_set()
 
 
 def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
-    """Refused, too long, without text, always failing: each is told with its error after as many attempts as make sense."""
+    """Refused, too long, without text, always failing: each is recorded with its error and its attempts."""
     replies: dict[str, Reply] = {
         "question 2": (400, "bad role", {}),
         "and 5": (400, "This model's maximum context length is 8 tokens", {}),
@@ -158,41 +158,41 @@ def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: EchoSt
         "question 9": (500, "always", {}),
     }
     server.answer_question = lambda question, attempt: replies.get(question)
-    found = make(tmp_path / "out", server, chats, max_failed=0.5)
-    assert [found[number].messages for number in sorted(found)] == [
-        messages for number, messages in enumerate(expected(chats)) if number not in (2, 5, 6, 9)
+    rows = regenerate(tmp_path / "out", server, chats, max_failed=0.5)
+    assert [rows[number].messages for number in sorted(rows)] == [
+        messages for number, messages in enumerate(echo_answers(chats)) if number not in (2, 5, 6, 9)
     ]
-    told = lost(tmp_path / "out")
-    assert {number: kind for number, (kind, _) in told.items()} == {2: "failed", 5: "too_long", 6: "failed", 9: "failed"}
-    assert "status 400: bad role" in told[2][1] and "tool_calls" in told[6][1] and "4 attempts" in told[9][1]
-    assert [server.asked[question] for question in replies] == [1, 1, 1, 4]
+    failures = read_failures(tmp_path / "out")
+    assert {number: kind for number, (kind, _) in failures.items()} == {2: "failed", 5: "too_long", 6: "failed", 9: "failed"}
+    assert "status 400: bad role" in failures[2][1] and "tool_calls" in failures[6][1] and "4 attempts" in failures[9][1]
+    assert [server.attempts[question] for question in replies] == [1, 1, 1, 4]
     server.answer_question = lambda question, attempt: None
-    server.asked.clear()
-    found = make(tmp_path / "out", server, chats, retry_failed=True)
-    assert [found[number].messages for number in range(LIMIT)] == expected(chats) and not lost(tmp_path / "out")
-    assert set(server.asked) == {"question 2", "question 5", "and 5", "question 6", "question 9", "and 9"}
+    server.attempts.clear()
+    rows = regenerate(tmp_path / "out", server, chats, retry_failed=True)
+    assert [rows[number].messages for number in range(LIMIT)] == echo_answers(chats) and not read_failures(tmp_path / "out")
+    assert set(server.attempts) == {"question 2", "question 5", "and 5", "question 6", "question 9", "and 9"}
 
 
 def test_too_many_failures_end_as_a_failed_run(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """Above max_failed the run fails in the end, with every other row in place."""
     server.answer_question = lambda question, attempt: (400, "no", {}) if question.endswith(("1", "2", "3")) else None
     with pytest.raises(RunError, match=r"4 of 12 conversations failed.*retry_failed=true"):
-        make(tmp_path / "out", server, chats)
-    assert len(rows(tmp_path / "out")) == LIMIT - 4 and not ShardSet(tmp_path / "out").find_faults()
+        regenerate(tmp_path / "out", server, chats)
+    assert len(read_rows(tmp_path / "out")) == LIMIT - 4 and not ShardSet(tmp_path / "out").find_faults()
 
 
 def test_a_server_that_dies_is_not_held_against_the_rows(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """Failures one after another stop the run; the same command asks for what is missing and for nothing else."""
-    server.answer_question = lambda question, attempt: (503, "gone", {}) if len(server.asked) > 7 else None
+    server.answer_question = lambda question, attempt: (503, "gone", {}) if len(server.attempts) > 7 else None
     with pytest.raises(RunError, match=r"3 conversations failed one after another.*gone.*same command"):
-        make(tmp_path / "out", server, chats, stop_after=3, retries=0, concurrency=1)
-    assert not lost(tmp_path / "out")
-    answered = {question for question in list(server.asked)[:7] if question.startswith("question")}
+        regenerate(tmp_path / "out", server, chats, stop_after=3, retries=0, concurrency=1)
+    assert not read_failures(tmp_path / "out")
+    answered = {question for question in list(server.attempts)[:7] if question.startswith("question")}
     server.answer_question = lambda question, attempt: None
-    server.asked.clear()
-    found = make(tmp_path / "out", server, chats, stop_after=3, retries=0, concurrency=1)
-    assert [found[number].messages for number in range(LIMIT)] == expected(chats)
-    assert len(answered - set(server.asked)) >= len(answered) - 1  # the last may have been in its second turn
+    server.attempts.clear()
+    rows = regenerate(tmp_path / "out", server, chats, stop_after=3, retries=0, concurrency=1)
+    assert [rows[number].messages for number in range(LIMIT)] == echo_answers(chats)
+    assert len(answered - set(server.attempts)) >= len(answered) - 1  # the last may have been in its second turn
 
 
 def test_stopped_in_flight(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
@@ -206,13 +206,13 @@ def test_stopped_in_flight(tmp_path: Path, server: EchoStandIn, chats: JsonlRead
 
     server.answer_question = stop
     with pytest.raises(RunError, match="stopped; what is finished is kept"):
-        make(tmp_path / "out", server, chats, concurrency=1)
+        regenerate(tmp_path / "out", server, chats, concurrency=1)
     stopped.set()
     server.answer_question = lambda question, attempt: None
-    server.asked.clear()
-    found = make(tmp_path / "out", server, chats)
-    assert [found[number].messages for number in range(LIMIT)] == expected(chats)
-    assert "question 7" not in server.asked and "question 8" in server.asked
+    server.attempts.clear()
+    rows = regenerate(tmp_path / "out", server, chats)
+    assert [rows[number].messages for number in range(LIMIT)] == echo_answers(chats)
+    assert "question 7" not in server.attempts and "question 8" in server.attempts
 
 
 WRONG: dict[str, tuple[dict[str, Any], Reply | None, str]] = {
@@ -232,31 +232,31 @@ def test_a_wrong_server_stops_at_once(kind: str, tmp_path: Path, server: EchoSta
     if settings.get("url") == "/v2":
         settings = {"url": server.url.replace("/v1", "/v2")}
     with pytest.raises(UserError, match=message) as caught:
-        make(tmp_path / "out", server, chats, **settings)
+        regenerate(tmp_path / "out", server, chats, **settings)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists() and not server.bodies
 
 
 def test_a_key_that_expires_stops_at_once(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """A refusal of the key is nobody's row: the run stops, keeps what it has and holds nothing against the others."""
-    server.answer_question = lambda question, attempt: (401, "expired", {}) if len(server.asked) > 5 else None
+    server.answer_question = lambda question, attempt: (401, "expired", {}) if len(server.attempts) > 5 else None
     with pytest.raises(UserError, match="expired"):
-        make(tmp_path / "out", server, chats, concurrency=1)
-    assert sum(server.asked.values()) == 6 and not lost(tmp_path / "out")
+        regenerate(tmp_path / "out", server, chats, concurrency=1)
+    assert sum(server.attempts.values()) == 6 and not read_failures(tmp_path / "out")
 
 
 def test_the_key_comes_from_the_environment(
     tmp_path: Path, server: EchoStandIn, chats: JsonlReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is sent and written down nowhere; a variable that is not set is named."""
+    """The key is sent and written nowhere; a variable that is not set is named."""
     monkeypatch.setenv("LITTLE_KEY", "s3cret")
-    make(tmp_path / "out", server, chats, api_key_variable="LITTLE_KEY")
+    regenerate(tmp_path / "out", server, chats, api_key_variable="LITTLE_KEY")
     assert set(server.keys) == {"Bearer s3cret"}
     server.keys.clear()
-    make(tmp_path / "without", server, chats)
+    regenerate(tmp_path / "without", server, chats)
     assert set(server.keys) == {None}  # OPENAI_API_KEY is for OpenAI alone
     assert all("s3cret" not in path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
     with pytest.raises(UserError, match=r"server\.api_key_variable=NO_KEY: .*not set"):
-        make(tmp_path / "other", server, chats, api_key_variable="NO_KEY")
+        regenerate(tmp_path / "other", server, chats, api_key_variable="NO_KEY")
 
 
 def test_the_server_says_how_long_to_wait(tmp_path: Path, server: EchoStandIn, chats: JsonlReader, monkeypatch: Any) -> None:
@@ -273,9 +273,9 @@ def test_the_server_says_how_long_to_wait(tmp_path: Path, server: EchoStandIn, c
         return (429, "busy", {"Retry-After": waits[question]}) if question in waits and attempt == 1 else None
 
     server.answer_question = refuse
-    found = make(tmp_path / "out", server, chats, max_failed=0.5)
-    assert pauses == [90.0] and 2 in found and 4 not in found
-    assert lost(tmp_path / "out")[4] == ("failed", "1 attempts, the last: status 429: busy")
+    rows = regenerate(tmp_path / "out", server, chats, max_failed=0.5)
+    assert pauses == [90.0] and 2 in rows and 4 not in rows
+    assert read_failures(tmp_path / "out")[4] == ("failed", "1 attempts, the last: status 429: busy")
 
 
 def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
@@ -283,14 +283,14 @@ def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: E
     server.answer_question = lambda question, attempt: (
         GARBAGE["no choices" if attempt % 2 else "500"] if question == "question 2" else None
     )
-    make(tmp_path / "out", server, chats, retries=4, max_failed=0.5)
-    assert server.asked["question 2"] == 5 and lost(tmp_path / "out")[2][1].startswith("5 attempts, the last: ")
+    regenerate(tmp_path / "out", server, chats, retries=4, max_failed=0.5)
+    assert server.attempts["question 2"] == 5 and read_failures(tmp_path / "out")[2][1].startswith("5 attempts, the last: ")
 
 
 def test_what_the_server_alone_knows_is_recorded(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
     """The model and further fields of the requests are settings of the set; its address is not, for a server may move."""
-    make(tmp_path / "out", server, chats, extra={"min_p": 0.1})
+    regenerate(tmp_path / "out", server, chats, extra={"min_p": 0.1})
     settings = ShardSet(tmp_path / "out").manifest["settings"]
     assert (settings["writer"], settings["server.model"], settings["server.extra"]) == ("server", "little", {"min_p": 0.1})
     with pytest.raises(UserError, match=r"server\.extra=\{\}: the set in .* was begun with"):
-        make(tmp_path / "out", server, chats)
+        regenerate(tmp_path / "out", server, chats)

@@ -24,28 +24,28 @@ from tests.data.test_templates import ASK, CALL, CALLING, RESULT, ROWS, SUNNY, T
 ELSEWHERE = {"type": "function", "function": {"name": "get_news", "arguments": {}}}
 
 
-def answer(content: str | None = None, *calls: dict[str, Any], ids: list[int] | None = None) -> GeneratedAnswer:
+def make_answer(content: str | None = None, *calls: dict[str, Any], ids: list[int] | None = None) -> GeneratedAnswer:
     message: Message = {"role": "assistant", "content": content}
     return GeneratedAnswer({**message, "tool_calls": [*calls]} if calls else message, "stop", 5, ids)
 
 
-def play(row: dict[str, Any], *answers: GeneratedAnswer) -> ChatProgress:
+def answer_conversation(row: dict[str, Any], *answers: GeneratedAnswer) -> ChatProgress:
     """Answer a conversation with these answers, which must be exactly those that it needs."""
     progress = ChatProgress(PendingRow(0, parse_conversation(row, "the row"), 0), Sampling())
-    for given in answers:
+    for answer in answers:
         assert progress.next_prompt() is not None
-        progress.add_answer(given)
+        progress.add_answer(answer)
     assert progress.next_prompt() is None
     return progress
 
 
-def call_of(name: str = "get_weather", **fields: Any) -> dict[str, Any]:
+def make_call(name: str = "get_weather", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": {"city": "Lima"}}, **fields}
 
 
 def test_a_recorded_result_answers_a_call_by_name() -> None:
     """Other arguments get the recorded result, under the recorded id; the answer to it is generated too."""
-    progress = play(ROWS["tool call"], answer(None, call_of(), ids=[1, 2]), answer("Mild."))
+    progress = answer_conversation(ROWS["tool call"], make_answer(None, make_call(), ids=[1, 2]), make_answer("Mild."))
     roles = [message["role"] for message in progress.messages]
     assert roles == ["user", "assistant", "tool", "assistant"]
     assert progress.messages[1]["tool_calls"][0]["id"] == progress.messages[2]["tool_call_id"] == "call00001"
@@ -54,14 +54,14 @@ def test_a_recorded_result_answers_a_call_by_name() -> None:
     assert row.answer_ids == [[1, 2], None] and row.tools == TOOLS and row.num_tokens == [5, 5]
 
 
-def test_a_servers_own_id_is_kept() -> None:
-    progress = play(ROWS["tool call"], answer(None, call_of(id="own000001")), answer("Mild."))
+def test_a_servers_own_id_stays() -> None:
+    progress = answer_conversation(ROWS["tool call"], make_answer(None, make_call(id="own000001")), make_answer("Mild."))
     assert progress.messages[2]["tool_call_id"] == "own000001"
 
 
 def test_a_call_without_a_recorded_result_ends_the_conversation() -> None:
     """The conversation is kept up to the call, with the reason."""
-    progress = play(ROWS["tool call"], answer(None, ELSEWHERE))
+    progress = answer_conversation(ROWS["tool call"], make_answer(None, ELSEWHERE))
     assert progress.messages[-1]["tool_calls"] == [ELSEWHERE]
     assert progress.finished_row.ended == "it calls get_news, for which no result is recorded"
 
@@ -69,12 +69,12 @@ def test_a_call_without_a_recorded_result_ends_the_conversation() -> None:
 def test_a_model_that_does_not_call_goes_on_with_the_next_question() -> None:
     """Recorded results that nobody asked for are left out."""
     row = {"messages": [ASK, CALLING, RESULT, SUNNY, {"role": "user", "content": "Thanks"}, SUNNY], "tools": TOOLS}
-    progress = play(row, answer("I do not know."), answer("Welcome."))
+    progress = answer_conversation(row, make_answer("I do not know."), make_answer("Welcome."))
     assert [message["role"] for message in progress.messages] == ["user", "assistant", "user", "assistant"]
 
 
 def test_a_model_that_calls_where_the_source_did_not_ends() -> None:
-    assert play(ROWS["chat"], answer(None, ELSEWHERE)).ended is not None
+    assert answer_conversation(ROWS["chat"], make_answer(None, ELSEWHERE)).ended is not None
 
 
 def test_results_are_answered_where_the_source_ends_with_them() -> None:
@@ -82,7 +82,7 @@ def test_results_are_answered_where_the_source_ends_with_them() -> None:
     row = {"messages": [ASK, CALLING, RESULT, SUNNY], "tools": TOOLS}
     second = {"id": "call00002", **{key: CALL[key] for key in ("type", "function")}}
     row["messages"] = [ASK, {**CALLING, "tool_calls": [CALL, second]}, RESULT, {**RESULT, "tool_call_id": "call00002"}, SUNNY]
-    progress = play(row, answer(None, call_of()), answer(None, call_of()), answer("Mild."))
+    progress = answer_conversation(row, make_answer(None, make_call()), make_answer(None, make_call()), make_answer("Mild."))
     assert [message["role"] for message in progress.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
 
 
@@ -122,9 +122,9 @@ def test_a_servers_answer_has_reasoning_calls_and_ids() -> None:
     message = {"role": "assistant", "content": None, "reasoning_content": "I look it up.", "tool_calls": [call]}
     choice = {"message": message, "finish_reason": "tool_calls", "token_ids": [7, 8, 9]}
     response = {"choices": [choice], "usage": {"completion_tokens": 3}}
-    found = to_answer(OpenAIServer(ClientSettings()).parse_response(response, True, RequestTimes(1.0)))
-    assert found.token_ids == [7, 8, 9] and found.message["reasoning_content"] == "I look it up."
-    assert found.message["tool_calls"] == [CALL]
-    body = conversation_body(Conversation([ASK, found.message], TOOLS))
+    answer = to_answer(OpenAIServer(ClientSettings()).parse_response(response, True, RequestTimes(1.0)))
+    assert answer.token_ids == [7, 8, 9] and answer.message["reasoning_content"] == "I look it up."
+    assert answer.message["tool_calls"] == [CALL]
+    body = conversation_body(Conversation([ASK, answer.message], TOOLS))
     assert json.loads(body["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Quito"}
     assert body["tools"] == TOOLS

@@ -14,13 +14,13 @@ from spectrain.errors import UserError
 from spectrain.runs.defaults import resolve_eval_spec
 
 
-def completed(*overrides: str) -> tuple[RunSpec, Path]:
+def resolve_eval(*overrides: str) -> tuple[RunSpec, Path]:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         return resolve_eval_spec(compose("eval", overrides=list(overrides)))
 
 
-def saved(folder: Path) -> Path:
-    """A drafter directory with settings unlike the defaults."""
+def save_drafter_config(folder: Path) -> Path:
+    """Write a drafter directory with settings unlike the defaults."""
     folder.mkdir()
     node = {"_target_": "spectrain.drafters.ngram.Ngram", "longest": 5}
     tree = {"_target_": "spectrain.trees.Chain", "depth": 7}
@@ -41,8 +41,8 @@ def test_eval_takes_the_settings_of_the_run(tmp_path: Path, inside: bool) -> Non
     run = tmp_path / "run"
     if inside:
         run.mkdir()
-    saved(run / "drafter" if inside else run)
-    config, folder = completed(f"run={run}")
+    save_drafter_config(run / "drafter" if inside else run)
+    config, folder = resolve_eval(f"run={run}")
     assert folder == run
     assert (config.drafter.get("longest"), config.tree.get("depth"), config.recipe_name) == (5, 7, "mine")
     assert (config.target.choice, config.acceptance.choice, config.eval.choice) == ("tiny", "greedy", "default")
@@ -50,24 +50,24 @@ def test_eval_takes_the_settings_of_the_run(tmp_path: Path, inside: bool) -> Non
 
 def test_eval_settings_of_the_command_win(tmp_path: Path) -> None:
     """A chosen group replaces the run's; a single key changes it and keeps its neighbours."""
-    run = saved(tmp_path / "run")
-    assert completed(f"run={run}", "++tree.depth=2")[0].tree == GroupSpec("tree", "chain", {"depth": 2})
-    chosen = completed(f"run={run}", "tree=eagle2")[0].tree
+    run = save_drafter_config(tmp_path / "run")
+    assert resolve_eval(f"run={run}", "++tree.depth=2")[0].tree == GroupSpec("tree", "chain", {"depth": 2})
+    chosen = resolve_eval(f"run={run}", "tree=eagle2")[0].tree
     assert chosen.choice == "eagle2" and chosen.get("depth") == 5
     with pytest.raises(UserError, match=r"tree\.depht.*depth"):
-        completed(f"run={run}", "++tree.depht=2")
+        resolve_eval(f"run={run}", "++tree.depht=2")
 
 
 def test_eval_is_named_after_its_prompts(tmp_path: Path) -> None:
     """Another set of prompts gets a folder of its own unless it is named."""
-    run = saved(tmp_path / "run")
-    assert completed(f"run={run}", "++eval.prompts=some/maths.jsonl")[0].eval.get("name") == "maths"
-    assert completed(f"run={run}", "++eval.prompts=some/maths.jsonl", "++eval.name=mine")[0].eval.get("name") == "mine"
+    run = save_drafter_config(tmp_path / "run")
+    assert resolve_eval(f"run={run}", "++eval.prompts=some/maths.jsonl")[0].eval.get("name") == "maths"
+    assert resolve_eval(f"run={run}", "++eval.prompts=some/maths.jsonl", "++eval.name=mine")[0].eval.get("name") == "mine"
 
 
 def test_eval_of_a_drafter_without_training_needs_no_run() -> None:
     """drafter=ngram is enough; the results go below runs/eval."""
-    config, folder = completed("drafter=ngram", "target=tiny")
+    config, folder = resolve_eval("drafter=ngram", "target=tiny")
     assert folder == Path("runs") / "eval"
     assert (config.drafter.choice, config.target.choice) == ("ngram", "tiny")
 
@@ -75,7 +75,7 @@ def test_eval_of_a_drafter_without_training_needs_no_run() -> None:
 @pytest.mark.parametrize("text", ["{", "[]", '{"drafter": {}}'], ids=["not JSON", "not an object", "no target"])
 def test_eval_refuses_what_describes_no_drafter(tmp_path: Path, text: str) -> None:
     """A damaged config.json is named."""
-    run = saved(tmp_path / "run")
+    run = save_drafter_config(tmp_path / "run")
     (run / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json: (this is not|it holds no settings)"):
-        completed(f"run={run}")
+        resolve_eval(f"run={run}")

@@ -26,7 +26,7 @@ Serve = Callable[..., str]
 
 
 @pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Serve:
+def run_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Serve:
     """Run `spectrain serve` with these words, and return what it prints."""
     python = fake_python(tmp_path)
 
@@ -41,16 +41,16 @@ def serving(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     return run
 
 
-def drafting(line: str) -> Any:
+def parse_drafting(line: str) -> Any:
     """Return the drafting configuration in a printed command."""
     words = shlex.split(line)
     return json.loads(words[words.index("--speculative-config") + 1])
 
 
-def test_capture_takes_the_layers_of_the_recipe_and_the_last(serving: Serve, tiny: Target) -> None:
+def test_capture_takes_the_layers_of_the_recipe_and_the_last(run_serve: Serve, tiny: Target) -> None:
     """A recipe's layers and the last state in ascending order, each once; without a recipe it is refused."""
     layers = {
-        recipe: drafting(serving("--print", "target=tiny", f"recipe={recipe}", "capture=true"))["draft_model_config"][
+        recipe: parse_drafting(run_serve("--print", "target=tiny", f"recipe={recipe}", "capture=true"))["draft_model_config"][
             "hf_config"
         ]
         for recipe in ("eagle3", "medusa1")
@@ -59,35 +59,35 @@ def test_capture_takes_the_layers_of_the_recipe_and_the_last(serving: Serve, tin
     assert layers["eagle3"][key] == [2, 4, 5, 8] and tiny.num_layers == 8
     assert layers["medusa1"][key] == [8]
     with pytest.raises(AssertionError, match="drafter=ngram reads no hidden states; say which drafter they are for"):
-        serving("--print", "target=tiny", "capture=true")
+        run_serve("--print", "target=tiny", "capture=true")
     with pytest.raises(AssertionError, match="leave run out and give recipe=NAME"):
-        serving("--print", "run=smollm2-eagle3", "capture=true")
+        run_serve("--print", "run=smollm2-eagle3", "capture=true")
 
 
-def test_a_target_alone_has_no_drafter(serving: Serve) -> None:
-    line = serving("--print", "target=tiny", "server.port=8123")
+def test_a_target_alone_has_no_drafter(run_serve: Serve) -> None:
+    line = run_serve("--print", "target=tiny", "server.port=8123")
     assert "--speculative-config" not in line and "--port 8123" in line and "--dtype float32" in line
     with pytest.raises(AssertionError, match="recipe=eagle3: it has no drafter to serve"):
-        serving("--print", "target=tiny", "recipe=eagle3")
+        run_serve("--print", "target=tiny", "recipe=eagle3")
 
 
-def test_print_says_how_to_export_first(serving: Serve, tiny: Target, tmp_path: Path) -> None:
+def test_print_says_how_to_export_first(run_serve: Serve, tiny: Target, tmp_path: Path) -> None:
     """The first line writes what the second one reads; a folder that the engine reads already needs no export."""
     ours(tmp_path / "run" / "drafter", tiny, "eagle3", vocab_size=256)
-    export, start = serving("--print", f"run={tmp_path / 'run'}").splitlines()
+    export, start = run_serve("--print", f"run={tmp_path / 'run'}").splitlines()
     assert export == f"spectrain export run={tmp_path / 'run'} format=vllm out={tmp_path / 'run'}-vllm"
-    assert drafting(start) == {"method": "eagle3", "model": f"{tmp_path / 'run'}-vllm", "num_speculative_tokens": 3}
+    assert parse_drafting(start) == {"method": "eagle3", "model": f"{tmp_path / 'run'}-vllm", "num_speculative_tokens": 3}
     serving_words = shlex.split(export)[1:]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["spectrain", *serving_words])
         main()
-    line = serving("--print", f"run={tmp_path / 'run'}-vllm", "server.draft_tokens=5").splitlines()[-1]
-    assert drafting(line) == {"method": "eagle3", "model": f"{tmp_path / 'run'}-vllm", "num_speculative_tokens": 5}
+    line = run_serve("--print", f"run={tmp_path / 'run'}-vllm", "server.draft_tokens=5").splitlines()[-1]
+    assert parse_drafting(line) == {"method": "eagle3", "model": f"{tmp_path / 'run'}-vllm", "num_speculative_tokens": 5}
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineLaunch, str]]:
-    """The launches that `serve` starts engines with, and the layouts of their drafters."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineLaunch, str]]:
+    """Record the launches that `serve` starts engines with, and the layouts of their drafters."""
     launches: list[tuple[EngineLaunch, str]] = []
 
     def record(server: VllmServer, launch: EngineLaunch) -> None:
@@ -99,27 +99,29 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineLaunch, str]]:
 
 
 def test_a_run_is_exported_for_the_engine(
-    serving: Serve, started: list[tuple[EngineLaunch, str]], tiny: Target, tmp_path: Path
+    run_serve: Serve, launches: list[tuple[EngineLaunch, str]], tiny: Target, tmp_path: Path
 ) -> None:
     """The export exists while the engine runs, and only then, unless a folder is given."""
     ours(tmp_path / "run" / "drafter", tiny, "eagle3", vocab_size=256)
-    serving(f"run={tmp_path / 'run'}")
-    serving(f"run={tmp_path / 'run'}", f"out={tmp_path / 'out'}")
-    (scratch, title), (given, _) = started
+    run_serve(f"run={tmp_path / 'run'}")
+    run_serve(f"run={tmp_path / 'run'}", f"out={tmp_path / 'out'}")
+    (scratch, title), (launch, _) = launches
     assert title == "EAGLE-3, speculators layout"
     assert scratch.drafter is not None and not Path(str(scratch.drafter.path)).exists()
-    assert given.drafter is not None and given.drafter.path == str(tmp_path / "out") and (tmp_path / "out").is_dir()
+    assert launch.drafter is not None and launch.drafter.path == str(tmp_path / "out") and (tmp_path / "out").is_dir()
     ours(tmp_path / "exits" / "drafter", tiny, "hydra")
     with pytest.raises(AssertionError, match=r"vllm does not serve drafter=hydra"):
-        serving(f"run={tmp_path / 'exits'}")
+        run_serve(f"run={tmp_path / 'exits'}")
 
 
-def test_simulated_acceptance_needs_no_training(serving: Serve, started: list[tuple[EngineLaunch, str]], tiny: Target) -> None:
+def test_simulated_acceptance_needs_no_training(
+    run_serve: Serve, launches: list[tuple[EngineLaunch, str]], tiny: Target
+) -> None:
     """A recipe's untrained drafter is written and served, with the engine's own simulation."""
-    serving("target=tiny", "recipe=eagle3", "drafter.vocab_size=256", "server.acceptance_rates=[0.7,0.4]")
-    assert started[0][1] == "EAGLE-3, speculators layout"
+    run_serve("target=tiny", "recipe=eagle3", "drafter.vocab_size=256", "server.acceptance_rates=[0.7,0.4]")
+    assert launches[0][1] == "EAGLE-3, speculators layout"
     with pytest.raises(AssertionError, match="leave --print out, or give run=DIR"):
-        serving("--print", "target=tiny", "recipe=eagle3", "server.acceptance_rates=[0.7,0.4]")
+        run_serve("--print", "target=tiny", "recipe=eagle3", "server.acceptance_rates=[0.7,0.4]")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -12,8 +12,8 @@ HEADER, CHUNK, BLOCK = 7, 7, 32768
 COMPLETE, LAST = 1, 4
 
 
-def records(file: Path) -> Iterator[Any]:
-    """Yield the records of one file, up to where a kill cut it short."""
+def read_records(file: Path) -> Iterator[Any]:
+    """Yield the records of a file, up to where a kill cut it short."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 

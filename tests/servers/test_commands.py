@@ -148,8 +148,8 @@ def test_settings_of_the_server_win_over_the_launch(tmp_path: Path) -> None:
     )  # fmt: skip
     words = [*VllmServer(settings).make_command(EAGLE).arguments]
     options = options_of(words)
-    wanted = {"--dtype": "bfloat16", "--max-model-len": "512", "--served-model-name": "mine", "--port": "9"}
-    assert wanted.items() <= options.items() and words[-2:] == ["--max-num-seqs", "8"]
+    expected = {"--dtype": "bfloat16", "--max-model-len": "512", "--served-model-name": "mine", "--port": "9"}
+    assert expected.items() <= options.items() and words[-2:] == ["--max-num-seqs", "8"]
     assert config_of(words)["num_speculative_tokens"] == 5
     rates = VllmServer(VllmSettings(python=settings.python, acceptance_rates=[0.5, 0.25])).make_command(EAGLE)
     assert config_of([*rates.arguments])["num_speculative_tokens"] == 2

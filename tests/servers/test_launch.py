@@ -121,9 +121,9 @@ def test_nothing_outlives_the_process_that_started_it(tmp_path: Path, number: si
 
 def test_mistakes_are_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = make_server(tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", server.settings.port))
-        taken.listen()
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", server.settings.port))
+        occupied.listen()
         with pytest.raises(UserError, match=r"server.port=\d+: 127.0.0.1 cannot be listened at"), start_engine(server, LAUNCH):
             pass
     absent = VllmServer(VllmSettings(python=str(tmp_path / "nothing")))

@@ -111,7 +111,7 @@ def test_a_stream_without_its_end_is_an_error(stand_in: LlamaStandIn) -> None:
 
 
 def test_a_prompt_beyond_the_context_is_too_long(stand_in: LlamaStandIn) -> None:
-    """llama.cpp's own words for it."""
+    """llama.cpp's own error is recognized."""
     error = {"code": 400, "message": "request (300 tokens) exceeds the available context size (256 tokens)"}
     stand_in.misbehave = lambda body, number: (400, {"error": error}, {})
     with pytest.raises(ServerError) as caught:
@@ -124,7 +124,7 @@ def test_a_server_tells_its_context(stand_in: LlamaStandIn) -> None:
     assert (served.name, served.max_length) == ("little", 512)
 
 
-def test_tokens_of_a_forward_have_one_time() -> None:
+def test_tokens_of_a_forward_have_the_same_time() -> None:
     """A rise of the milliseconds is a forward, with the drafts that were counted at it; a forward without drafts has none."""
     assert parse_steps([{}, {"draft_n": 3}]) == ()
     counts = [(0.001, 0, 0), (20.001, 3, 2), (20.001, 3, 2), (20.001, 3, 2), (30.001, 3, 2), (55.001, 6, 2)]

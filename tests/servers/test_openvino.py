@@ -146,7 +146,7 @@ def test_a_step_is_a_round(tmp_path: Path, streams: bool) -> None:
 
 
 @pytest.mark.parametrize("words", [("--max-requests", "1"), ("--tree-depth", "2", "--branching-factor", "2")])
-def test_requests_wait_where_only_one_is_decoded(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_requests_wait_where_only_a_single_request_is_decoded(tmp_path: Path, words: tuple[str, ...]) -> None:
     """As with DFlash, or with trees: no two requests are open at the same time, and all are answered."""
     with serve(tmp_path, *DRAFTING, *words) as (server, pipeline):
         answers, counters = complete(server, *[CompletionRequest([4, 5], 20)] * 3)
@@ -199,11 +199,11 @@ def test_the_command_starts_the_script_with_the_tree(tmp_path: Path) -> None:
     settings = OpenVinoSettings(branching_factor=2, tree_depth=2, threads=1)
     words = [*start_openvino(launch, settings, environment).arguments]
     assert words[:3] == ["ENV/bin/python", "-I", str(SCRIPT)]
-    wanted = {
+    expected = {
         "--target": "IR", "--drafter": "DIR", "--precision": "bf16", "--num-assistant-tokens": "4", "--tree-depth": "2",
         "--branching-factor": "2", "--threads": "1", "--device": "CPU", "--port": "8000",
     }  # fmt: skip
-    assert wanted.items() <= options_of(words).items()
+    assert expected.items() <= options_of(words).items()
     lookup = options_of(
         [*start_openvino(EngineLaunch("IR", drafter=DrafterLaunch(LOOKUP, None, 4)), settings, environment).arguments]
     )
@@ -214,7 +214,7 @@ def test_the_command_starts_the_script_with_the_tree(tmp_path: Path) -> None:
 
 
 def test_a_target_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into the cache, by the weight type; a folder that holds an IR is taken as it is."""
+    """A target is converted into the cache, by the weight type; a folder that holds an IR is used as it is."""
     monkeypatch.setattr("spectrain.servers.openvino.cache_directory", lambda: tmp_path / "cache")
     sources: list[str] = []
 

@@ -118,7 +118,7 @@ def stand_in(tiny: Target) -> Iterator[SglangStandIn]:
 
 
 def complete(stand_in: SglangStandIn, *requests: CompletionRequest) -> tuple[list[Completion], DraftCounters | None]:
-    """The answers to requests, and what was counted."""
+    """Return the answers to requests, and the counters."""
 
     async def run() -> tuple[list[Completion], DraftCounters | None]:
         async with SglangServer(EngineSettings(url=stand_in.url, retries=0)) as server:
@@ -184,17 +184,20 @@ def test_streams_carry_all_tokens_or_the_new_ones(stand_in: SglangStandIn, is_in
     stand_in.is_incremental = is_incremental
     request = CompletionRequest(PROMPT, 5, streams=True)
     (answer,), _ = complete(stand_in, request)
-    (whole,), _ = complete(stand_in, CompletionRequest(PROMPT, 5))
-    assert answer.token_ids == whole.token_ids and answer.num_tokens == whole.num_tokens
-    assert [count for _, count in answer.times.arrivals] == [1] * whole.num_tokens
+    (complete_answer,), _ = complete(stand_in, CompletionRequest(PROMPT, 5))
+    assert answer.token_ids == complete_answer.token_ids and answer.num_tokens == complete_answer.num_tokens
+    assert [count for _, count in answer.times.arrivals] == [1] * complete_answer.num_tokens
 
 
 def test_messages_are_answered_with_ids_and_counts(stand_in: SglangStandIn) -> None:
     """Streams have both in a part of their own."""
     stand_in.histogram = (1, 2)
     conversation = Conversation([{"role": "user", "content": "Where does the river end?"}])
-    whole, streamed = CompletionRequest(conversation, 4), CompletionRequest(conversation, 4, streams=True, cache_key="salt")
-    answers, counters = complete(stand_in, whole, streamed)
+    complete_answer, streamed = (
+        CompletionRequest(conversation, 4),
+        CompletionRequest(conversation, 4, streams=True, cache_key="salt"),
+    )
+    answers, counters = complete(stand_in, complete_answer, streamed)
     assert answers[0].token_ids == answers[1].token_ids and answers[0].prompt_ids
     assert len(answers[0].token_ids or ()) == answers[1].num_tokens and stand_in.bodies[1]["cache_salt"] == "salt"
     assert answers[0].message["content"] == answers[1].message["content"]

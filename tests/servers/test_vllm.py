@@ -44,7 +44,7 @@ def test_difference_of_counters_is_what_came_between() -> None:
     assert later.subtract(before) == DraftCounters(3, 9, (2, 2, 1))
 
 
-def test_joined_stream_equals_the_whole_answer() -> None:
+def test_joined_stream_equals_the_complete_answer() -> None:
     parts = [
         {"choices": [{"text": "A", "token_ids": [5, 6], "prompt_token_ids": [1, 2]}]},
         {"choices": [{"text": "B", "token_ids": [7], "finish_reason": "length"}]},

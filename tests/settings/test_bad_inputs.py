@@ -49,16 +49,16 @@ NUMBERS = {
 
 @pytest.mark.parametrize("word", NUMBERS)
 def test_numbers_out_of_bounds_are_refused(word: str, tiny: Target) -> None:
-    """By the declared type, as their word is read, or by the constructor."""
+    """Numbers are refused by the declared type, when their word is read, or by the constructor."""
     group, _, rest = word.partition(".")
     name, _, value = rest.partition("=")
     words = ["recipe=eagle3", "tree=eagle2", "acceptance=match", word]
     targets = {"trainer": "spectrain.training.trainer.Trainer", "tree": "spectrain.trees.Eagle2",
                "acceptance": "spectrain.decoding.acceptance.Match", "drafter": "spectrain.drafters.eagle3.Eagle3"}  # fmt: skip
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         check_overrides(load_schema("train"), words)
         build({"_target_": targets[group], name: json.loads(value)}, **({"target": tiny} if group == "drafter" else {}))
-    assert str(told.value).startswith(f"{group}.{name}") and NUMBERS[word] in str(told.value)
+    assert str(error.value).startswith(f"{group}.{name}") and NUMBERS[word] in str(error.value)
 
 
 def test_a_device_that_is_not_there() -> None:
@@ -78,8 +78,8 @@ def test_an_architecture_that_cannot_be(change: dict[str, Any], tiny: Target) ->
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
-    """A small Medusa as training leaves it."""
+def drafter_folder(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
+    """Save a small Medusa as training leaves it."""
     directory = tmp_path_factory.mktemp("saved") / "medusa"
     node = {"_target_": "spectrain.drafters.medusa.Medusa", "num_heads": 1, "vocab_size": 64}
     drafter = build(node, target=tiny)
@@ -89,43 +89,47 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
     return directory
 
 
-def nan(tensors: dict[str, Any]) -> None:
+def add_nan(tensors: dict[str, Any]) -> None:
     tensors["heads.0.lm_head.weight"][0, 0] = float("nan")
 
 
-def fractions(tensors: dict[str, Any]) -> None:
+def make_fractional(tensors: dict[str, Any]) -> None:
     tensors["d2t"] = tensors["d2t"] + 0.5
 
 
-def wider(tensors: dict[str, Any]) -> None:
+def widen_tensors(tensors: dict[str, Any]) -> None:
     for name in [name for name in tensors if name.startswith("heads")]:
         tensors[name] = tensors[name].repeat_interleave(2, dim=-1)
 
 
-def astray(tensors: dict[str, Any]) -> None:
+def shift_ids(tensors: dict[str, Any]) -> None:
     tensors["d2t"] = tensors["d2t"] + 5000
 
 
 WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
-    "not finite": (nan, RunError, r"model\.safetensors: heads\.0\.lm_head\.weight holds NaN"),
-    "of another width": (wider, UserError, r"model\.safetensors: it does not fit .*, \[256\] in place of \[128\], and 2 more"),
-    "fractions": (fractions, UserError, r"d2t holds fractions"),
-    "ids astray": (astray, UserError, r"d2t: some ids are not among the target's 2048 tokens"),
+    "not finite": (add_nan, RunError, r"model\.safetensors: heads\.0\.lm_head\.weight holds NaN"),
+    "of another width": (
+        widen_tensors,
+        UserError,
+        r"model\.safetensors: it does not fit .*, \[256\] in place of \[128\], and 2 more",
+    ),
+    "fractions": (make_fractional, UserError, r"d2t holds fractions"),
+    "ids astray": (shift_ids, UserError, r"d2t: some ids are not among the target's 2048 tokens"),
 }
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_weights_that_are_wrong(case: str, saved: Path, tmp_path: Path, tiny: Target) -> None:
-    """One short sentence that names the tensor: nothing is decoded with them, so nothing seems lossless or not."""
+def test_weights_that_are_wrong(case: str, drafter_folder: Path, tmp_path: Path, tiny: Target) -> None:
+    """A short sentence names the tensor, and nothing is decoded with such weights."""
     change, kind, sentence = WEIGHTS[case]
-    shutil.copytree(saved, tmp_path / "medusa")
-    tensors = load_file(saved / "model.safetensors")
+    shutil.copytree(drafter_folder, tmp_path / "medusa")
+    tensors = load_file(drafter_folder / "model.safetensors")
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "medusa" / "model.safetensors")
     node = {"_target_": "spectrain.drafters.medusa.Medusa", "num_heads": 1, "vocab_size": 64}
-    with pytest.raises(kind, match=sentence) as told:
+    with pytest.raises(kind, match=sentence) as error:
         load_drafter(RunSpec.from_nodes({"drafter": node}), tmp_path / "medusa", tiny)
-    assert len(str(told.value).replace(str(tmp_path), "")) < 200
+    assert len(str(error.value).replace(str(tmp_path), "")) < 200
     assert any(finding.level == "error" for finding in lint(tmp_path / "medusa", TargetFiles("tiny")))
 
 
@@ -136,10 +140,10 @@ OURS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", OURS)
-def test_values_of_wrong_kinds_in_our_own_layout(case: str, saved: Path, tmp_path: Path) -> None:
+def test_values_of_wrong_kinds_in_our_own_layout(case: str, drafter_folder: Path, tmp_path: Path) -> None:
     """What eval refuses, lint calls an error, and nobody converts or exports it."""
-    shutil.copytree(saved, tmp_path / "medusa")
-    content = json.loads((saved / "config.json").read_text())
+    shutil.copytree(drafter_folder, tmp_path / "medusa")
+    content = json.loads((drafter_folder / "config.json").read_text())
     (tmp_path / "medusa" / "config.json").write_text(json.dumps({**content, **OURS[case]}))
     assert any(finding.level == "error" for finding in lint(tmp_path / "medusa", None))
     with pytest.raises(UserError, match=r"^[^\n]+$"):
@@ -162,29 +166,29 @@ def test_values_of_wrong_kinds(case: str, tmp_path: Path) -> None:
         read_drafter(tmp_path)
 
 
-def test_a_score_of_one_prompt_has_a_card(saved: Path, tmp_path: Path) -> None:
+def test_a_score_of_a_single_prompt_has_a_card(drafter_folder: Path, tmp_path: Path) -> None:
     """Where there were too few prompts for an interval, the card gives none."""
     entry = {"acceptance_length": {"pooled": 1.5, "ci95": None}, "speedup": {"ratio": 1.25, "ci95": [None, None]}}
     assert format_row(entry) == "1.50 | 1.25 | not checked"
-    drafter, run = read_drafter(saved), tmp_path / "run"
+    drafter, run = read_drafter(drafter_folder), tmp_path / "run"
     (run / "eval" / "heldout").mkdir(parents=True)
     (run / "eval" / "heldout" / "summary.json").write_text(json.dumps({**entry, "setting": {}}))
     assert "| 1.50 | 1.25 |" in render_card(drafter, select_layout(drafter.family, "vllm"), TargetFiles("tiny"), "here", run)
 
 
-def line(content: Any) -> str:
+def make_line(content: Any) -> str:
     return json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]})
 
 
 DATA: dict[str, tuple[str, str]] = {
-    "half a character": (line("\ud800"), r"line 1: message 2: its text holds \\ud800"),
+    "half a character": (make_line("\ud800"), r"line 1: message 2: its text holds \\ud800"),
     "nested": ("[" * 100_000, "line 1: its values are nested too deeply"),
-    "a text of 12 MB": (line("a" * 12_000_000), r"line 1: message 2: a text of 12,000,000 characters"),
+    "a text of 12 MB": (make_line("a" * 12_000_000), r"line 1: message 2: a text of 12,000,000 characters"),
     "2,000 turns": (
         json.dumps({"messages": [{"role": "user", "content": "Hi"}] * 2000}),
         "line 1: a conversation of 2000 turns",
     ),
-    "empty answers": (line(" "), "line 1: its answers are empty"),
+    "empty answers": (make_line(" "), "line 1: its answers are empty"),
 }
 
 
@@ -214,7 +218,7 @@ def test_folders_without_data(tmp_path: Path) -> None:
     (json.dumps({"prompt": "a" * 3_000_000}), "a text of 3,000,000 characters"),
     (json.dumps({"turns": ["Hi"] * 2000}), "line 1: a prompt of 2000 turns"),
 ], ids=["half a character", "nested", "long", "turns"])  # fmt: skip
-def test_prompts_that_cannot_be_asked(content: str, sentence: str, tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_used(content: str, sentence: str, tmp_path: Path) -> None:
     """As of data, the line is named."""
     (tmp_path / "prompts.jsonl").write_text(content + "\n")
     with pytest.raises(UserError, match=sentence):
@@ -222,7 +226,7 @@ def test_prompts_that_cannot_be_asked(content: str, sentence: str, tmp_path: Pat
 
 
 def test_chats_that_cannot_be_held() -> None:
-    """Bytes of the shell or of stdin that are no text, and nothing at all."""
+    """Bytes of the shell or of stdin that are no text are refused, and so is an empty text."""
     for settings, sentence in (({"once": "\udcff"}, "--once: its text holds"), ({"once": " "}, "--once: the text is empty"),
                                ({"system": "\ud800"}, "chat.system: its text holds")):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
@@ -271,11 +275,11 @@ def test_a_full_disk_says_what_there_is_to_go_on_with(tmp_path: Path) -> None:
 
 
 def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(place: Path, text: str) -> None:
-        if place.name == "config.yaml":
-            raise UserError(f"{place}: the disk is full")
+    def fail_on_full_disk(path: Path, text: str) -> None:
+        if path.name == "config.yaml":
+            raise UserError(f"{path}: the disk is full")
 
-    monkeypatch.setattr("spectrain.runs.train.write_text", full)
+    monkeypatch.setattr("spectrain.runs.train.write_text", fail_on_full_disk)
     either: Any = SimpleNamespace(path="", name="", provenance_facts=dict)  # data and target
     with pytest.raises(UserError, match="the disk is full"):
         open_run(tmp_path / "run", RunSpec(), either, either)
@@ -284,7 +288,7 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_python_says_the_same(tiny: Target) -> None:
     """The Python interface raises what the command line says before it exits."""
-    nobody: Any = SimpleNamespace(spec=RunSpec())
+    no_drafter: Any = SimpleNamespace(spec=RunSpec())
     for call, sentence in (
         (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lrr": 1}), "trainer.lrr: there is no such key"),
         (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lr": math.nan}), "trainer.lr=nan: use a finite number"),
@@ -297,8 +301,8 @@ def test_python_says_the_same(tiny: Target) -> None:
         (lambda: spectrain.generate(tiny, None, cast(Any, [["a"]])), r"prompts\[0\]: "),
         (lambda: spectrain.generate(tiny, None, ["a " * 3000]), r"prompts\[0\]: "),
         (lambda: spectrain.Drafter.from_pretrained(Path(__file__).parent, tiny), "there is no drafter in it"),
-        (lambda: spectrain.evaluate(tiny, nobody, name="../x"), "eval.name=../x: use the name"),
-        (lambda: spectrain.evaluate(tiny, nobody, limmit=1), "eval.limmit: there is no such key"),
+        (lambda: spectrain.evaluate(tiny, no_drafter, name="../x"), "eval.name=../x: use the name"),
+        (lambda: spectrain.evaluate(tiny, no_drafter, limmit=1), "eval.limmit: there is no such key"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
             call()

@@ -20,7 +20,7 @@ def our_choices_alone() -> None:
 
 
 def test_a_configuration_is_saved_and_loaded(tmp_path: Path) -> None:
-    """A whole configuration as config.yaml keeps it, and back; no import path is left in it."""
+    """A full configuration is saved as config.yaml and loaded again; no import path is left in it."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["recipe=eagle3", "target=tiny"])
     spec = RunSpec.from_config(config)

@@ -35,8 +35,8 @@ DEEP = 100_000
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
-    """Drafters that are as they should be, by layout."""
+def good_drafters(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
+    """Write correct drafters, by layout."""
     folder = tmp_path_factory.mktemp("good")
     small: dict[str, dict[str, Any]] = {
         "causal": {"num_layers": 1}, "eagle3": {"vocab_size": 64}, "medusa": {"vocab_size": 2048, "num_heads": 1},
@@ -67,11 +67,11 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
 
 
 def order(canary: Path) -> dict[str, Any]:
-    """What hydra would make a command of."""
+    """Return a node that hydra would run as a command."""
     return {"_target_": "huggingface_hub.utils._subprocess.run_subprocess", "command": f"touch {canary}"}
 
 
-def put(file: str, *keys: str, value: Any) -> Callable[[Path, Path], None]:
+def set_key(file: str, *keys: str, value: Any) -> Callable[[Path, Path], None]:
     """Write a value into a JSON file, or into the order that it holds; a function gives it from the canary."""
 
     def edit(directory: Path, canary: Path) -> None:
@@ -94,7 +94,7 @@ def text(file: str, content: str | bytes) -> Callable[[Path, Path], None]:
     return edit
 
 
-def remote(directory: Path, canary: Path) -> None:
+def use_remote_code(directory: Path, canary: Path) -> None:
     """A target of the folder's own, whose code the file itself allows."""
     model = directory / "model"
     model.mkdir()
@@ -102,76 +102,81 @@ def remote(directory: Path, canary: Path) -> None:
     (model / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     (model / "evil.py").write_text(EVIL.format(canary=str(canary)))
     target = {"choice": "hf", "model": str(model), "trust_remote_code": True}
-    put("config.json", "target", value=target)(directory, canary)
+    set_key("config.json", "target", value=target)(directory, canary)
 
 
 CONFIG = "config.json"
 ARCHITECTURE = ("drafter", "architecture")
 FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
     # its own description
-    "an order as architecture": ("causal", put(CONFIG, *ARCHITECTURE, value=order), "drafter.architecture._target_"),
-    "an order within it": ("causal", put(CONFIG, *ARCHITECTURE, "rope", value=order), "drafter.architecture.rope._target_"),
-    "an order in a list": ("causal", put(CONFIG, "drafter", "layers", value=lambda c: [order(c)]), "drafter.layers.0._target_"),
-    "a command as family": ("causal", put(CONFIG, "drafter", value={"_target_": "os.system"}), "drafter=os.system"),
-    "a command named": ("causal", put(CONFIG, "drafter", value=order), "drafter="),
-    "a module beside it": ("causal", put(CONFIG, "drafter", value={"_target_": "evil.Drafter"}), "drafter=evil.Drafter"),
-    "a module as choice": ("causal", put(CONFIG, "drafter", "choice", value="evil.Drafter"), "drafter=evil.Drafter"),
-    "a path as choice": ("causal", put(CONFIG, "drafter", "choice", value="../../evil"), "drafter=../../evil"),
-    "a choice that is no text": ("causal", put(CONFIG, "drafter", "choice", value=order), "drafter.choice"),
-    "a choice and an order": ("causal", put(CONFIG, "drafter", "_target_", value="evil.Drafter"), "drafter."),
-    "a choice of another group": ("causal", put(CONFIG, "drafter", "choice", value="tiny"), "drafter=tiny"),
+    "an order as architecture": ("causal", set_key(CONFIG, *ARCHITECTURE, value=order), "drafter.architecture._target_"),
+    "an order within it": ("causal", set_key(CONFIG, *ARCHITECTURE, "rope", value=order), "drafter.architecture.rope._target_"),
+    "an order in a list": (
+        "causal", set_key(CONFIG, "drafter", "layers", value=lambda c: [order(c)]), "drafter.layers.0._target_"),
+    "a command as family": ("causal", set_key(CONFIG, "drafter", value={"_target_": "os.system"}), "drafter=os.system"),
+    "a command named": ("causal", set_key(CONFIG, "drafter", value=order), "drafter="),
+    "a module beside it": ("causal", set_key(CONFIG, "drafter", value={"_target_": "evil.Drafter"}), "drafter=evil.Drafter"),
+    "a module as choice": ("causal", set_key(CONFIG, "drafter", "choice", value="evil.Drafter"), "drafter=evil.Drafter"),
+    "a path as choice": ("causal", set_key(CONFIG, "drafter", "choice", value="../../evil"), "drafter=../../evil"),
+    "a choice that is no text": ("causal", set_key(CONFIG, "drafter", "choice", value=order), "drafter.choice"),
+    "a choice and an order": ("causal", set_key(CONFIG, "drafter", "_target_", value="evil.Drafter"), "drafter."),
+    "a choice of another group": ("causal", set_key(CONFIG, "drafter", "choice", value="tiny"), "drafter=tiny"),
     "a function of ours": (
-        "causal", put(CONFIG, "target", value={"_target_": "spectrain.models.loading.save_gguf"}), "target=",
+        "causal", set_key(CONFIG, "target", value={"_target_": "spectrain.models.loading.save_gguf"}), "target=",
     ),
-    "partial": ("causal", put(CONFIG, "tree", "_partial_", value=True), "tree._partial_"),
-    "arguments": ("causal", put(CONFIG, "acceptance", "_args_", value=["x"]), "acceptance._args_"),
-    "recursion": ("causal", put(CONFIG, "drafter", "_recursive_", value=True), "drafter._recursive_"),
-    "conversion": ("causal", put(CONFIG, "drafter", "_convert_", value="all"), "drafter._convert_"),
-    "a runtime object": ("causal", put(CONFIG, "target", "network", value=order), "target.network"),
-    "the environment": ("causal", put(CONFIG, "recipe", value="${oc.env:HOME}"), "recipe"),
-    "a resolver": ("causal", put(CONFIG, "drafter", "loss", value="${cpu_gpu:a,b}"), "drafter.loss"),
-    "remote code of a target": ("causal", remote, "target.trust_remote_code"),
-    "remote code of a drafter": ("causal", put(CONFIG, *ARCHITECTURE, "auto_map", value={"AutoConfig": "evil.D"}), "auto_map"),
-    "a kernel of the hub": ("causal", put(CONFIG, *ARCHITECTURE, "attn_implementation", value="evil/k"), "attn_implementation"),
-    "a group that is none": ("causal", put(CONFIG, "../drafter", value={"choice": "causal"}), "../drafter"),
+    "partial": ("causal", set_key(CONFIG, "tree", "_partial_", value=True), "tree._partial_"),
+    "arguments": ("causal", set_key(CONFIG, "acceptance", "_args_", value=["x"]), "acceptance._args_"),
+    "recursion": ("causal", set_key(CONFIG, "drafter", "_recursive_", value=True), "drafter._recursive_"),
+    "conversion": ("causal", set_key(CONFIG, "drafter", "_convert_", value="all"), "drafter._convert_"),
+    "a runtime object": ("causal", set_key(CONFIG, "target", "network", value=order), "target.network"),
+    "the environment": ("causal", set_key(CONFIG, "recipe", value="${oc.env:HOME}"), "recipe"),
+    "a resolver": ("causal", set_key(CONFIG, "drafter", "loss", value="${cpu_gpu:a,b}"), "drafter.loss"),
+    "remote code of a target": ("causal", use_remote_code, "target.trust_remote_code"),
+    "remote code of a drafter": (
+        "causal", set_key(CONFIG, *ARCHITECTURE, "auto_map", value={"AutoConfig": "evil.D"}), "auto_map"),
+    "a kernel of the hub": (
+        "causal", set_key(CONFIG, *ARCHITECTURE, "attn_implementation", value="evil/k"), "attn_implementation"),
+    "a group that is none": ("causal", set_key(CONFIG, "../drafter", value={"choice": "causal"}), "../drafter"),
     "nested to no end": ("causal", text(CONFIG, "[" * DEEP), "nested"),
-    "nested settings": ("causal", put(CONFIG, "training", value=json.loads("[" * 200 + "]" * 200)), "nested"),
+    "nested settings": ("causal", set_key(CONFIG, "training", value=json.loads("[" * 200 + "]" * 200)), "nested"),
     "bytes": ("causal", text(CONFIG, bytes(range(256))), "JSON"),
     "a list": ("causal", text(CONFIG, "[]"), "settings"),
-    "a drafter of text": ("causal", put(CONFIG, "drafter", value="causal"), "drafter"),
+    "a drafter of text": ("causal", set_key(CONFIG, "drafter", value="causal"), "drafter"),
     # beside it
-    "an adapter's order": ("gated_lora", put("adapter_config.json", "x", value=order), "x._target_"),
+    "an adapter's order": ("gated_lora", set_key("adapter_config.json", "x", value=order), "x._target_"),
     "an adapter's library": (
-        "gated_lora", put("adapter_config.json", "auto_mapping", value={"parent_library": "evil"}), "parent_library",
+        "gated_lora", set_key("adapter_config.json", "auto_mapping", value={"parent_library": "evil"}), "parent_library",
     ),
-    "an export's family": ("eagle3-sglang", put("spectrain.json", "drafter", "_target_", value="evil.Drafter"), "drafter."),
-    "an export's choice": ("eagle3-sglang", put("spectrain.json", "drafter", "choice", value="ngram"), "drafter"),
-    "an export's tree": ("eagle3-vllm", put("spectrain.json", "description", "tree", value=order), "tree="),
-    "an export's rule": ("medusa-vllm", put("spectrain.json", "description", "acceptance", "x", value=order), "acceptance.x"),
-    "an adapter's gate": ("gated_lora-peft", put("gated_lora.json", "rank", value=order), "rank._target_"),
+    "an export's family": ("eagle3-sglang", set_key("spectrain.json", "drafter", "_target_", value="evil.Drafter"), "drafter."),
+    "an export's choice": ("eagle3-sglang", set_key("spectrain.json", "drafter", "choice", value="ngram"), "drafter"),
+    "an export's tree": ("eagle3-vllm", set_key("spectrain.json", "description", "tree", value=order), "tree="),
+    "an export's rule": (
+        "medusa-vllm", set_key("spectrain.json", "description", "acceptance", "x", value=order), "acceptance.x"),
+    "an adapter's gate": ("gated_lora-peft", set_key("gated_lora.json", "rank", value=order), "rank._target_"),
     # other projects' layouts
-    "EAGLE-3, flat": ("eagle3-sglang", put(CONFIG, "rope_scaling", value=order), "rope_scaling._target_"),
-    "EAGLE-3, flat, remote": ("eagle3-sglang", put(CONFIG, "auto_map", value={"AutoModel": "evil.D"}), "auto_map"),
+    "EAGLE-3, flat": ("eagle3-sglang", set_key(CONFIG, "rope_scaling", value=order), "rope_scaling._target_"),
+    "EAGLE-3, flat, remote": ("eagle3-sglang", set_key(CONFIG, "auto_map", value={"AutoModel": "evil.D"}), "auto_map"),
     "speculators": (
-        "eagle3-vllm", put(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_",
+        "eagle3-vllm", set_key(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_",
     ),
-    "DFlash": ("dflash-vllm", put(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_"),
-    "DFlash, flat": ("dflash-sglang", put(CONFIG, "dflash_config", "x", value=order), "dflash_config.x._target_"),
-    "DFlash, transformers": ("dflash-hf", put(CONFIG, "rope_parameters", "x", value=order), "rope_parameters.x._target_"),
-    "DSpark, flat": ("dspark-sglang", put(CONFIG, "rope_parameters", value=order), "rope_parameters._target_"),
-    "P-EAGLE, flat": ("peagle-flat", put(CONFIG, "pard_token", value=order), "pard_token._target_"),
-    "Medusa": ("medusa-medusa", put(CONFIG, "base_model_name_or_path", value=order), "base_model_name_or_path._target_"),
-    "Medusa of vLLM": ("medusa-vllm", put(CONFIG, "x", value="${oc.env:HOME}"), "x"),
-    "transformers": ("causal-hf", put(CONFIG, "auto_map", value={"AutoConfig": "evil.Drafter"}), "auto_map"),
-    "transformers, trusting": ("causal-hf", put(CONFIG, "trust_remote_code", value=True), "trust_remote_code"),
+    "DFlash": (
+        "dflash-vllm", set_key(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_"),
+    "DFlash, flat": ("dflash-sglang", set_key(CONFIG, "dflash_config", "x", value=order), "dflash_config.x._target_"),
+    "DFlash, transformers": ("dflash-hf", set_key(CONFIG, "rope_parameters", "x", value=order), "rope_parameters.x._target_"),
+    "DSpark, flat": ("dspark-sglang", set_key(CONFIG, "rope_parameters", value=order), "rope_parameters._target_"),
+    "P-EAGLE, flat": ("peagle-flat", set_key(CONFIG, "pard_token", value=order), "pard_token._target_"),
+    "Medusa": ("medusa-medusa", set_key(CONFIG, "base_model_name_or_path", value=order), "base_model_name_or_path._target_"),
+    "Medusa of vLLM": ("medusa-vllm", set_key(CONFIG, "x", value="${oc.env:HOME}"), "x"),
+    "transformers": ("causal-hf", set_key(CONFIG, "auto_map", value={"AutoConfig": "evil.Drafter"}), "auto_map"),
+    "transformers, trusting": ("causal-hf", set_key(CONFIG, "trust_remote_code", value=True), "trust_remote_code"),
 }  # fmt: skip
 
 
 EVERY_WAY = ("an order as architecture", "a module as choice", "an export's tree", "transformers")
 
 
-def settings(name: str, directory: Path) -> Any:
-    """The settings of a command and of the drafter in a folder."""
+def load_settings(name: str, directory: Path) -> Any:
+    """Return the settings of a command and of the drafter in a folder."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose(name, overrides=["run=DIR"])  # the same words for every folder are composed once
         config.run = str(directory)
@@ -180,16 +185,16 @@ def settings(name: str, directory: Path) -> Any:
         return resolve_eval_spec(config)
 
 
-def opened(name: str, directory: Path, tiny: Target) -> None:
-    """As far as a command goes before it decodes."""
-    spec, folder = settings(name, directory)
+def open_drafter(name: str, directory: Path, tiny: Target) -> None:
+    """Run a command up to where it decodes."""
+    spec, folder = load_settings(name, directory)
     load_drafter(spec, folder, tiny)
 
 
-def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
-    """One command, without its start."""
+def run_command(way: str, directory: Path, out: Path, tiny: Target) -> None:
+    """Run a command without its start."""
     if way in ("eval", "chat"):
-        opened(way, directory, tiny)
+        open_drafter(way, directory, tiny)
     elif way == "train":
         drafter = {**resolve_choice("drafter", {"choice": directory.name.split("-")[0]}, ""), "init": str(directory)}
         spec = RunSpec.from_config({"drafter": drafter, "target": resolve_choice("target", {"choice": "tiny"}, "")})
@@ -210,22 +215,22 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("case", FILES)
 def test_nothing_of_a_stranger_runs(
-    case: str, good: Path, canary: Path, tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    case: str, good_drafters: Path, canary: Path, tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     """Every command refuses the file in one sentence that names what stands in it; lint calls it an error."""
     base, edit, named = FILES[case]
     directory = tmp_path / base
-    shutil.copytree(good / base, directory)
+    shutil.copytree(good_drafters / base, directory)
     edit(directory, canary)
     (directory / "evil.py").write_text(EVIL.format(canary=str(canary)))
     monkeypatch.chdir(directory)
     monkeypatch.syspath_prepend(str(directory))
     ways = ALL if case in EVERY_WAY else WAYS
     for way in ways[2:4] if case.startswith("an adapter") else ways:  # nobody else reads it
-        with pytest.raises((UserError, RunError)) as told:
-            go(way, directory, tmp_path / "out", tiny)
-        sentence = str(told.value)
-        assert isinstance(told.value, UserError) or (way.startswith("lint") and "error not-data" in capfd.readouterr().out)
+        with pytest.raises((UserError, RunError)) as error:
+            run_command(way, directory, tmp_path / "out", tiny)
+        sentence = str(error.value)
+        assert isinstance(error.value, UserError) or (way.startswith("lint") and "error not-data" in capfd.readouterr().out)
         assert "\n" not in sentence and len(sentence) < 700
         assert named in sentence or way.startswith("lint"), (way, sentence)
         assert not canary.exists() and not (tmp_path / "out").exists() and "evil" not in sys.modules
@@ -247,32 +252,32 @@ RUNS: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_a_run_folder_holds_data(case: str, good: Path, canary: Path, tmp_path: Path, tiny: Target) -> None:
-    """config.yaml of a run is read like a drafter: nothing runs, one sentence says why."""
+def test_a_run_folder_holds_data(case: str, good_drafters: Path, canary: Path, tmp_path: Path, tiny: Target) -> None:
+    """config.yaml of a run is read like a drafter: nothing runs, and one sentence says why."""
     file, content, named = RUNS[case]
-    shutil.copytree(good / "run", tmp_path / "run")
+    shutil.copytree(good_drafters / "run", tmp_path / "run")
     text(file, content)(tmp_path / "run", canary)
-    with pytest.raises(UserError) as told:
-        spec, _ = settings("eval", tmp_path / "run")
+    with pytest.raises(UserError) as error:
+        spec, _ = load_settings("eval", tmp_path / "run")
         spec.eval.build()
-    assert named in str(told.value) and "\n" not in str(told.value)
+    assert named in str(error.value) and "\n" not in str(error.value)
     assert not canary.exists()
 
 
-def test_lint_reads_the_run_around_a_drafter(good: Path, tmp_path: Path, tiny: Target, capsys: Any) -> None:
+def test_lint_reads_the_run_around_a_drafter(good_drafters: Path, tmp_path: Path, tiny: Target, capsys: Any) -> None:
     """config.yaml of the run folder is linted with the drafter in it."""
-    shutil.copytree(good / "run", tmp_path / "run")
-    go("lint", tmp_path / "run", tmp_path, tiny)
+    shutil.copytree(good_drafters / "run", tmp_path / "run")
+    run_command("lint", tmp_path / "run", tmp_path, tiny)
     (tmp_path / "run" / "config.yaml").write_text("trainer: {_target_: evil.Drafter}\n")
     with pytest.raises(RunError):
-        go("lint", tmp_path / "run", tmp_path, tiny)
+        run_command("lint", tmp_path / "run", tmp_path, tiny)
     assert "error not-data" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "\0\1", "[" * DEEP], ids=["list", "cut", "binary", "deep"])
-def test_provenance_is_data(content: str, good: Path, tmp_path: Path) -> None:
+def test_provenance_is_data(content: str, good_drafters: Path, tmp_path: Path) -> None:
     """A run whose provenance cannot be read is named in one sentence, and nothing is left half done."""
-    shutil.copytree(good / "run", tmp_path / "run")
+    shutil.copytree(good_drafters / "run", tmp_path / "run")
     (tmp_path / "run" / "provenance.json").write_text(content)
     with pytest.raises(UserError, match=r"provenance\.json: [^\n]*$"):
         export_command(str(tmp_path / "run"), "spectrain", str(tmp_path / "out"))
@@ -304,21 +309,21 @@ def test_what_no_yaml_names_is_never_imported(tmp_path: Path, canary: Path, monk
 
 
 @pytest.mark.parametrize("words", [("eval", "run=causal", "target=tiny"), ("lint", "causal")], ids=lambda words: words[0])
-def test_from_the_shell(words: tuple[str, ...], good: Path, canary: Path, tmp_path: Path) -> None:
-    """The whole program, in a process where the stranger's files lie and can be imported, as under python -m."""
-    shutil.copytree(good / "causal", tmp_path / "causal")
+def test_from_the_shell(words: tuple[str, ...], good_drafters: Path, canary: Path, tmp_path: Path) -> None:
+    """The full program refuses the files in a process that can import them, as under python -m."""
+    shutil.copytree(good_drafters / "causal", tmp_path / "causal")
     (tmp_path / "evil.py").write_text(EVIL.format(canary=str(canary)))
-    put(CONFIG, *ARCHITECTURE, value={"_target_": "evil.Drafter"})(tmp_path / "causal", canary)
-    status, out, err = commands.start(words, os.environ, tmp_path, commands.spectrain_there).wait()
+    set_key(CONFIG, *ARCHITECTURE, value={"_target_": "evil.Drafter"})(tmp_path / "causal", canary)
+    status, out, err = commands.start(words, os.environ, tmp_path, commands.spectrain_in_folder).wait()
     assert status == (1 if words[0] == "lint" else 2), err
     assert err.startswith("spectrain: ") and err.count("\n") == 1, err
     assert "drafter.architecture._target_" in err + out
     assert not canary.exists() and not list(tmp_path.glob("runs"))
 
 
-def test_nothing_else_is_needed(good: Path, tmp_path: Path, tiny: Target) -> None:
+def test_nothing_else_is_needed(good_drafters: Path, tmp_path: Path, tiny: Target) -> None:
     """Without the strangers' hands on them, the same files are read by every command."""
     for base in ("causal", "gated_lora", "eagle3-sglang", "eagle3-vllm", "medusa-vllm", "medusa-medusa", "causal-hf",
                  "dflash-vllm", "dflash-sglang"):  # fmt: skip
         for way in ("eval", "convert", "lint"):
-            go(way, good / base, tmp_path / base, tiny)
+            run_command(way, good_drafters / base, tmp_path / base, tiny)

@@ -19,12 +19,12 @@ from spectrain.config.choices import _read_constructors, load_schema
 from spectrain.config.signatures import PACKAGE_ROOT, list_choices, list_keys
 from spectrain.errors import UserError
 
-FOUND = sorted({path for group in _read_constructors((PACKAGE_ROOT / "conf",)).values() for path in group.values()})
+CONSTRUCTORS = sorted({path for group in _read_constructors((PACKAGE_ROOT / "conf",)).values() for path in group.values()})
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict, Any)
 
 
 def is_plain(hint: Any) -> bool:
-    """Whether a parameter is a setting, as opposed to a runtime object such as the target."""
+    """Tell whether a parameter is a setting, as opposed to a runtime object such as the target."""
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         return is_plain(typing.get_args(hint)[0])
@@ -33,27 +33,27 @@ def is_plain(hint: Any) -> bool:
     return origin in (list, tuple, dict, typing.Literal) or hint in PLAIN
 
 
-def hints_of(found: Any) -> dict[str, Any]:
-    """Type hints; names that are imported for them alone stand for runtime objects."""
-    if dataclasses.is_dataclass(found):
-        return typing.get_type_hints(found, include_extras=True)
-    module = inspect.getmodule(found)
+def get_hints(target: Any) -> dict[str, Any]:
+    """Return type hints; names that are imported for them alone stand for runtime objects."""
+    if dataclasses.is_dataclass(target):
+        return typing.get_type_hints(target, include_extras=True)
+    module = inspect.getmodule(target)
     assert module is not None
     names = dict(vars(module))
     for block in re.findall(r"if TYPE_CHECKING:\n((?:[ \t]+.*\n|\n)+)", inspect.getsource(module)):
         for name in re.findall(r"import (.+)", block):
             names |= {part.split(" as ")[-1].strip(): object for part in name.split(",") if part.strip() not in names}
-    made = found.__init__ if inspect.isclass(found) else found
-    return typing.get_type_hints(made, names, include_extras=True)
+    constructor = target.__init__ if inspect.isclass(target) else target
+    return typing.get_type_hints(constructor, names, include_extras=True)
 
 
-@pytest.mark.parametrize("target", FOUND)
+@pytest.mark.parametrize("target", CONSTRUCTORS)
 def test_settings_are_those_that_python_finds(target: str) -> None:
     """Names in their order, types with their bounds, which must be given, and the values that may be chosen."""
-    found = get_object(target)
-    found = find_config_type(found) or found
-    hints = hints_of(found)
-    expected = {name: p for name, p in inspect.signature(found).parameters.items() if is_plain(hints.get(name))}
+    constructor = get_object(target)
+    constructor = find_config_type(constructor) or constructor
+    hints = get_hints(constructor)
+    expected = {name: p for name, p in inspect.signature(constructor).parameters.items() if is_plain(hints.get(name))}
     assert [key.name for key in list_keys(target)] == list(expected)
     for key in list_keys(target):
         assert key.hint == hints[key.name], key.name
@@ -78,11 +78,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_a_wrong_setting_is_told_by_its_word_alone(word: str) -> None:
+def test_a_wrong_setting_is_named_from_its_word_alone(word: str) -> None:
     """What the sources of constructors show needs no composition."""
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         check_overrides(load_schema("train"), ["recipe=eagle3", word])
-    assert str(told.value).startswith(word.split("=")[0]) and WRONG[word] in str(told.value)
+    assert str(error.value).startswith(word.split("=")[0]) and WRONG[word] in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_may_be_right_is_left_to_the_composition(word: str) -> None:
     check_overrides(load_schema("train"), ["recipe=eagle3", word])
 
 
-def test_mistakes_are_told_before_torch_is_imported() -> None:
+def test_mistakes_are_named_before_torch_is_imported() -> None:
     """A key that does not exist, and a folder without a drafter: neither torch nor transformers is waited for."""
     program = (
         "import sys\nfrom spectrain.cli.overrides import check_drafters, check_words\n"
@@ -107,14 +107,14 @@ def test_mistakes_are_told_before_torch_is_imported() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=Path(PACKAGE_ROOT).parent
     )
-    key, *places = ran.stdout.splitlines()
+    key, *run_errors = ran.stdout.splitlines()
     assert key.startswith("trainer.lrr: there is no such key") and key.endswith("set()"), ran.stdout + ran.stderr
     no_drafter = "=none: there is no drafter in it; give a run folder or a drafter directory set()"
-    assert places == [f"{name}{no_drafter}" for name in ("run", "run", "run", "drafter.init")], ran.stdout + ran.stderr
+    assert run_errors == [f"{name}{no_drafter}" for name in ("run", "run", "run", "drafter.init")], ran.stdout + ran.stderr
 
 
-def test_bounds_are_told_as_one_writes_them() -> None:
-    """A bound broken is said by what to write; a wrong type by the type without its bounds."""
+def test_bounds_are_shown_as_users_write_them() -> None:
+    """The error for a value out of bounds says what to write; for a wrong type it names the type without its bounds."""
     assert describe_type(values.Count | None) == "int | null" and describe_type(typing.Literal["a", "b"]) == "Literal['a', 'b']"
     node = {"_target_": "spectrain.experimental.evaluation.ExperimentalEvaluation", "name": "a/b"}
     with pytest.raises(UserError, match="eval.name=a/b: use the name of one folder, without slashes"):

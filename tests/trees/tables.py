@@ -19,53 +19,53 @@ VOCAB, ROWS = 6, (0, 1)
 
 
 def to_target(draft_id: int) -> int:
-    """The target id of a draft id: the two vocabularies differ."""
+    """Return the target id of a draft id: the two vocabularies differ."""
     return 7 * draft_id + 3
 
 
 def random_scores(row: int, path: Path) -> list[float]:
-    """Log-probabilities that depend on the whole path."""
+    """Return log-probabilities that depend on the full path."""
     draw = random.Random(f"{row} {path}")
     return torch.tensor([draw.gauss(0, 2) for _ in range(VOCAB)]).log_softmax(-1).tolist()
 
 
 def soft_scores(row: int, path: Path) -> list[float]:
-    """The same, flatter: path probabilities fall slowly."""
+    """Return flatter scores, so that path probabilities fall slowly."""
     return (torch.tensor(random_scores(row, path)) / 3).log_softmax(-1).tolist()
 
 
 def shared_scores(row: int, path: Path) -> list[float]:
-    """The same in every row."""
+    """Return scores that are the same in every row."""
     return random_scores(5, path)
 
 
 def tied_scores(row: int, path: Path) -> list[float]:
-    """The same few scores after every path, 0 among them: path scores tie across nodes and levels, siblings do not."""
+    """Return the same few scores after every path, 0 among them: path scores tie across nodes and levels, siblings do not."""
     scores = [-0.5 * v for v in range(VOCAB)]
     random.Random(f"{row} {path}").shuffle(scores)
     return scores
 
 
 def context(rows: Sequence[int] = ROWS) -> Any:
-    """A round of these rows: their roots, keys and lengths."""
-    lengths = torch.tensor([length(row) for row in rows])
+    """Make the context of a round of these rows: their roots, keys and lengths."""
+    lengths = torch.tensor([committed_length(row) for row in rows])
     root, keys = torch.tensor([101 + row for row in rows]), torch.tensor(rows)
     return SimpleNamespace(root=root, sequence_ids=keys, lengths=lengths, longest=int(lengths.max()), begins=False)
 
 
-def length(row: int) -> int:
-    """How many tokens a row has committed."""
+def committed_length(row: int) -> int:
+    """Return how many tokens a row has committed."""
     return 9 - 5 * (row % 2)
 
 
-def draws(row: int, seed: int = 0) -> torch.Generator:
-    """What a row's children are drawn with, where they are drawn one by one."""
-    return keyed_generator(DRAFT, seed, row, length(row))
+def make_generator(row: int, seed: int = 0) -> torch.Generator:
+    """Return the generator of a row's children, where they are drawn one by one."""
+    return keyed_generator(DRAFT, seed, row, committed_length(row))
 
 
-def noise(row: int, seed: int, node: int, number: int | None = None) -> Tensor:
-    """What a node's children are drawn with, the `number`-th of them alone where they are drawn with replacement."""
-    keys = [DRAFT, seed, row, length(row), node] + ([] if number is None else [number])
+def node_noise(row: int, seed: int, node: int, number: int | None = None) -> Tensor:
+    """Return the noise of a node's children, or of its `number`-th child where they are drawn with replacement."""
+    keys = [DRAFT, seed, row, committed_length(row), node] + ([] if number is None else [number])
     return gumbel_noise(make_key(*keys), VOCAB)
 
 
@@ -75,43 +75,43 @@ class Table(Rollout):
     def __init__(self, scores: Scores, rows: Sequence[int] = ROWS) -> None:
         self.scores, self.rows = scores, rows
         self.draft_ids = 7 * torch.arange(VOCAB) + 3
-        self.given: list[list[Path]] = [[()] for _ in rows]
+        self.evaluated_paths: list[list[Path]] = [[()] for _ in rows]
 
     def start(self) -> Tensor:
         return torch.tensor([[self.scores(row, ())] for row in self.rows])
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         new = [
-            [given[parent] + (token,) for token, parent in zip(*row)]
-            for given, *row in zip(self.given, tokens.tolist(), parents.tolist())
+            [row_paths[parent] + (token,) for token, parent in zip(*row)]
+            for row_paths, *row in zip(self.evaluated_paths, tokens.tolist(), parents.tolist())
         ]
-        for given, found in zip(self.given, new):
-            given += found
-        return torch.tensor([[self.scores(row, path) for path in found] for row, found in zip(self.rows, new)])
+        for row_paths, new_paths in zip(self.evaluated_paths, new):
+            row_paths += new_paths
+        return torch.tensor([[self.scores(row, path) for path in new_paths] for row, new_paths in zip(self.rows, new)])
 
 
 def paths(tree: TokenTree, row: int) -> list[Path]:
-    """The path of every node that is not padding, without the root's token."""
+    """Return the path of every node that is not padding, without the root's token."""
     result: list[Path] = [()]
     for token, parent in list(zip(tree.tokens[row].tolist(), tree.parents[row].tolist()))[1:]:
         result.append(result[parent] + (token,))
     return [path for path, valid in zip(result, tree.valid[row].tolist()) if valid]
 
 
-def likeliest(scores: Scores, row: int, path: Path, count: int = VOCAB) -> list[tuple[Path, float]]:
-    """The best children of a path with their log q."""
+def list_likeliest(scores: Scores, row: int, path: Path, count: int = VOCAB) -> list[tuple[Path, float]]:
+    """Return the best children of a path with their log q."""
     log_q = scores(row, path)
     return [(path + (to_target(v),), log_q[v]) for v in sorted(range(VOCAB), key=lambda v: -log_q[v])[:count]]
 
 
-def best(nodes: list[tuple[Path, float]], budget: int) -> list[Path]:
-    """The paths of the `budget` best-scored nodes in their own order; earlier nodes win ties."""
+def select_best(nodes: list[tuple[Path, float]], budget: int) -> list[Path]:
+    """Return the paths of the `budget` best-scored nodes in their own order; earlier nodes win ties."""
     keep = sorted(range(len(nodes)), key=lambda n: -nodes[n][1])[:budget]
     return [nodes[n][0] for n in sorted(keep)]
 
 
 def assert_q(tree: TokenTree, row: int, key: int, scores: Scores, temperature: float) -> None:
-    """q at every node with children is the table's distribution there; without drawing, the likelier sibling is first."""
+    """Check that q at every node with children is the table's distribution, or that the likelier sibling is first."""
     real = tree.valid[row].nonzero()[:, 0].tolist()
     result = dict(zip(real, paths(tree, row)))
     for node, path in result.items():
@@ -124,30 +124,30 @@ def assert_q(tree: TokenTree, row: int, key: int, scores: Scores, temperature: f
             assert log_q == sorted(log_q, reverse=True)
 
 
-def grown(make: Callable[[], TreeBuilder], scores: Scores = random_scores) -> TokenTree:
-    """The tree that a fresh builder grows, checked for what holds for all of them."""
-    builder, table = make(), Table(scores)
+def grow_tree(make_builder: Callable[[], TreeBuilder], scores: Scores = random_scores) -> TokenTree:
+    """Return the tree that a new builder grows, after checking what holds for all trees."""
+    builder, table = make_builder(), Table(scores)
     tree = builder.expand(context(), table)
     tree.check_structure()
     assert tree.can_emit.all() and tree.valid[:, 0].all() and tree.tokens[:, 0].tolist() == [101, 102]
     assert tree.tokens.shape[1] <= builder.budget and (tree.depths * tree.valid).max() <= builder.depth
-    assert len(table.given[0]) - 1 <= builder.max_drafted
+    assert len(table.evaluated_paths[0]) - 1 <= builder.max_drafted
     assert tree.valid.gather(1, tree.parents.clamp(min=0))[tree.valid].all()
     assert tree.draft_ids is not None and set(tree.tokens[:, 1:][tree.valid[:, 1:]].tolist()) <= set(tree.draft_ids.tolist())
     assert tree.children == builder.children and (tree.q is None) == (builder.children == "deterministic")
-    again = make().expand(context(), Table(scores))
+    again = make_builder().expand(context(), Table(scores))
     assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
     for row in ROWS:
         assert_q(tree, row, row, scores, builder.temperature)
     return tree
 
 
-def assert_rows_alone(make: Callable[[], TreeBuilder], scores: Scores = random_scores) -> None:
-    """Every row of a batch has the tree that it has alone, or with its like, where times depend on the number of rows."""
-    tree = make().expand(context(), Table(scores))
+def assert_rows_alone(make_builder: Callable[[], TreeBuilder], scores: Scores = random_scores) -> None:
+    """Check that every row has the tree that it has alone, or in a batch of equal rows where times depend on the rows."""
+    tree = make_builder().expand(context(), Table(scores))
     for row in ROWS:
-        builder = make()
+        builder = make_builder()
         rows = [row] * (len(ROWS) if builder.decides_to_draft else 1)
-        alone = builder.expand(context(rows), Table(scores, rows))
-        assert paths(alone, 0) == paths(tree, row)
-        assert_q(alone, 0, row, scores, make().temperature)
+        single = builder.expand(context(rows), Table(scores, rows))
+        assert paths(single, 0) == paths(tree, row)
+        assert_q(single, 0, row, scores, make_builder().temperature)

@@ -15,8 +15,8 @@ from tests.trees.tables import (
     Table,
     assert_rows_alone,
     context,
-    grown,
-    noise,
+    grow_tree,
+    node_noise,
     paths,
     random_scores,
     soft_scores,
@@ -24,8 +24,8 @@ from tests.trees.tables import (
 )  # fmt: skip
 
 
-def chain(row: int, builder: Chain) -> list[Path]:
-    """The chain of a row: it ends before the product of the largest q falls below `stop`."""
+def draft_chain(row: int, builder: Chain) -> list[Path]:
+    """Return the chain of a row, which ends before the product of the largest q falls below `stop`."""
     result: list[Path] = [()]
     confidence = 1.0
     for node in range(builder.depth):
@@ -34,7 +34,7 @@ def chain(row: int, builder: Chain) -> list[Path]:
         if confidence < builder.stop:
             break
         if builder.children != "deterministic":
-            log_q = log_q + noise(row, builder.seed, node, 0 if builder.children == "sampled" else None)
+            log_q = log_q + node_noise(row, builder.seed, node, 0 if builder.children == "sampled" else None)
         result.append(result[-1] + (to_target(int(log_q.argmax())),))
     return result
 
@@ -46,26 +46,26 @@ def chain(row: int, builder: Chain) -> list[Path]:
 def test_chain_equals_plain_python(children: Children, stop: float, depth: int, temperature: float, seed: int) -> None:
     """Each token is the likeliest or the drawn one, and a row ends exactly where its confidence does."""
 
-    def make() -> Chain:
+    def make_chain() -> Chain:
         return Chain(depth, children, temperature, seed, stop)
 
-    tree = grown(make)
-    assert tree.is_chain and make().budget == depth + 1
+    tree = grow_tree(make_chain)
+    assert tree.is_chain and make_chain().budget == depth + 1
     for row in ROWS:
-        assert paths(tree, row) == chain(row, make())
-    assert_rows_alone(make)
+        assert paths(tree, row) == draft_chain(row, make_chain())
+    assert_rows_alone(make_chain)
 
 
 def test_rows_stop_at_different_depths() -> None:
     """The tables above do make one row of a batch stop before the other."""
-    assert len({len(chain(row, Chain(5, stop=0.2))) for row in ROWS}) == 2
+    assert len({len(draft_chain(row, Chain(5, stop=0.2))) for row in ROWS}) == 2
 
 
 def test_empty_draft_gives_the_root_alone() -> None:
     """Where no row is sure enough of its first token, the tree is the root and the drafter runs no further node."""
     table = Table(soft_scores)
     tree = Chain(3, stop=0.999).expand(context(), table)
-    assert tree.tokens.tolist() == [[101], [102]] and tree.valid.all() and len(table.given[0]) == 1
+    assert tree.tokens.tolist() == [[101], [102]] and tree.valid.all() and len(table.evaluated_paths[0]) == 1
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -77,13 +77,13 @@ def test_sampled_chain_is_distributed_as_q(temperature: float) -> None:
     first = (torch.tensor(soft_scores(0, ())) / temperature).softmax(-1)
     for v in range(VOCAB):
         expected[v] = len(rows) * first[v] * (torch.tensor(soft_scores(0, (to_target(v),))) / temperature).softmax(-1)
-    for item, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
-        observed[item, two] += 1
+    for token, following in ((tree.tokens[:, 1:] - 3) // 7).tolist():
+        observed[token, following] += 1
     assert ((observed - expected) ** 2 / expected).sum() < 74.9  # 35 degrees of freedom, one run in 10,000 is above
 
 
 @pytest.mark.parametrize(
-    "build, said",
+    "build, key",
     [
         (lambda: Chain(0), "tree.depth=0"),
         (lambda: Chain(stop=1.0), "tree.stop=1.0"),
@@ -91,7 +91,7 @@ def test_sampled_chain_is_distributed_as_q(temperature: float) -> None:
         (lambda: Chain(children="sampled", temperature=0.0), "tree.temperature=0.0"),
     ],
 )
-def test_chain_refuses_invalid_settings(build: Callable[[], object], said: str) -> None:
+def test_chain_refuses_invalid_settings(build: Callable[[], object], key: str) -> None:
     """Settings that mean nothing are refused under their key."""
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=key):
         build()

@@ -9,8 +9,10 @@ from spectrain.trees.draft_choice import TRIAL_ALLOWANCE, DraftChoice
 STEP = 0.02  # seconds of a plain step
 
 
-def stream(choice: DraftChoice, rate: float, cost: float, num_tokens: int, seed: int = 0) -> tuple[list[bool], float, int]:
-    """Decode so many tokens with drafts of which each is accepted at a rate: which rounds drafted, steps spent, tokens."""
+def decode_tokens(
+    choice: DraftChoice, rate: float, cost: float, num_tokens: int, seed: int = 0
+) -> tuple[list[bool], float, int]:
+    """Decode tokens with drafts that are accepted at a rate; return which rounds drafted, the steps spent and the tokens."""
     drafted, emitted, spent, draw = [], 0, 0.0, Random(seed)
     while emitted < num_tokens:
         drafted.append(choice.should_draft())
@@ -29,22 +31,22 @@ def stream(choice: DraftChoice, rate: float, cost: float, num_tokens: int, seed:
 def test_drafting_that_loses_costs_little(rate: float, cost: float) -> None:
     """Over 2,000 tokens a drafter that does not pay costs 2.5 % at most, and is tried until the end."""
     for seed in range(5):
-        drafted, spent, emitted = stream(DraftChoice(1.5, 1.0), rate, cost, 2000, seed)
+        drafted, spent, emitted = decode_tokens(DraftChoice(1.5, 1.0), rate, cost, 2000, seed)
         assert spent <= 1.025 * emitted and any(drafted[-1500:])
 
 
 @pytest.mark.parametrize("rate, cost", [(0.6, 1.5), (0.7, 2.0), (0.9, 4.0)])
 def test_drafting_that_pays_goes_on(rate: float, cost: float) -> None:
     """Nearly all rounds draft, and some are plain steps that measure one."""
-    drafted, spent, emitted = stream(DraftChoice(1.5, 1.0), rate, cost, 3000)
+    drafted, spent, emitted = decode_tokens(DraftChoice(1.5, 1.0), rate, cost, 3000)
     assert 0.8 * len(drafted) < drafted.count(True) < len(drafted) and spent < emitted
 
 
 def test_drafting_returns_when_acceptance_rises() -> None:
     """After a stretch that does not pay, one that does is drafted again."""
     choice = DraftChoice(1.5, 1.0)
-    before, *_ = stream(choice, 0.1, 1.5, 1000)
-    after, *_ = stream(choice, 0.7, 1.5, 3000)
+    before, *_ = decode_tokens(choice, 0.1, 1.5, 1000)
+    after, *_ = decode_tokens(choice, 0.7, 1.5, 3000)
     assert before[-500:].count(True) < 50 < 400 < after[-500:].count(True)
 
 

@@ -23,13 +23,13 @@ from tests.trees.tables import (
     Scores,
     Table,
     assert_rows_alone,
-    best,
     context,
-    draws,
-    grown,
-    likeliest,
+    grow_tree,
+    list_likeliest,
+    make_generator,
     paths,
     random_scores,
+    select_best,
     soft_scores,
     tied_scores,
     to_target,
@@ -38,23 +38,23 @@ from tests.trees.tables import (
 EAGLE2 = [(1, 2, 1), (1, 4, 6), (2, 5, 2), (3, 12, 3), (5, 16, 4), (6, 6, 9), (4, 40, 5)]
 
 
-def perplexity(scores: Scores, row: int, path: Path) -> int:
-    """exp(H), rounded."""
+def rounded_perplexity(scores: Scores, row: int, path: Path) -> int:
+    """Return exp(H), rounded."""
     return round(math.exp(-sum(math.exp(log_q) * log_q for log_q in scores(row, path))))
 
 
-def eagle2(scores: Scores, row: int, builder: Eagle2) -> list[Path]:
-    """EAGLE-2 in plain Python: the paths of the nodes that it keeps, level by level."""
+def build_eagle2(scores: Scores, row: int, builder: Eagle2) -> list[Path]:
+    """Build EAGLE-2's tree in plain Python: return the paths of its nodes, level by level."""
     nodes: list[tuple[Path, float]] = [((), 0.0)]
     frontier = nodes
     for _ in range(builder.depth):
         children = []
         for path, score in frontier:
-            width = min(builder.top_k, perplexity(scores, row, path)) if isinstance(builder, Entropy) else builder.top_k
-            children += [(child, score + log_q) for child, log_q in likeliest(scores, row, path, width)]
+            width = min(builder.top_k, rounded_perplexity(scores, row, path)) if isinstance(builder, Entropy) else builder.top_k
+            children += [(child, score + log_q) for child, log_q in list_likeliest(scores, row, path, width)]
         nodes = nodes + children
         frontier = sorted(children, key=lambda child: -child[1])[: builder.top_k]
-    return best(nodes, builder.budget)
+    return select_best(nodes, builder.budget)
 
 
 @pytest.mark.parametrize("scores", [random_scores, tied_scores])
@@ -62,24 +62,24 @@ def eagle2(scores: Scores, row: int, builder: Eagle2) -> list[Path]:
 def test_eagle2_equals_plain_python(scores: Scores, depth: int, budget: int, top_k: int) -> None:
     """The nodes, in order, are those of the plain construction, alone as in a batch, and none of them is padding."""
     builder = Eagle2(depth, budget, top_k)
-    tree = grown(lambda: builder, scores)
+    tree = grow_tree(lambda: builder, scores)
     assert tree.valid.all()
     for row in ROWS:
-        assert paths(tree, row) == eagle2(scores, row, builder)
+        assert paths(tree, row) == build_eagle2(scores, row, builder)
     assert_rows_alone(lambda: builder, scores)
 
 
 @pytest.mark.parametrize("budget", [2, 7, 20])
 def test_eagle2_keeps_the_best_paths(budget: int) -> None:
     """Where nothing is pruned on the way, the nodes are the best-scored of all paths."""
-    tree = grown(lambda: Eagle2(depth=2, budget=budget, top_k=VOCAB))
+    tree = grow_tree(lambda: Eagle2(depth=2, budget=budget, top_k=VOCAB))
     for row in ROWS:
-        assert set(paths(tree, row)) == set(best(every_path(random_scores, row, 2), budget))
+        assert set(paths(tree, row)) == set(select_best(list_paths(random_scores, row, 2), budget))
 
 
 def test_eagle2_tree_may_be_smaller_than_its_budget() -> None:
     """A drafter that offers fewer nodes than the budget gets them all verified."""
-    assert grown(lambda: Eagle2(depth=2, budget=50, top_k=3)).tokens.shape == (len(ROWS), 1 + 3 + 9)
+    assert grow_tree(lambda: Eagle2(depth=2, budget=50, top_k=3)).tokens.shape == (len(ROWS), 1 + 3 + 9)
 
 
 @pytest.mark.parametrize(
@@ -104,39 +104,39 @@ def test_certain_drafter_becomes_a_chain(make: Callable[[], TreeBuilder]) -> Non
 def test_entropy_equals_plain_python(scores: Scores, depth: int, budget: int, top_k: int) -> None:
     """A node has as many children as its perplexity says, `top_k` at most; the best nodes are kept."""
     builder = Entropy(depth, budget, top_k)
-    tree = grown(lambda: builder, scores)
+    tree = grow_tree(lambda: builder, scores)
     for row in ROWS:
-        assert paths(tree, row) == eagle2(scores, row, builder)
+        assert paths(tree, row) == build_eagle2(scores, row, builder)
     assert_rows_alone(lambda: builder, scores)
 
 
 def test_entropy_counts_children() -> None:
     """With room for all, the root and its children have min(top_k, round(exp(H))) children, of more than one number."""
-    tree = grown(lambda: Entropy(depth=2, budget=50, top_k=5))
+    tree = grow_tree(lambda: Entropy(depth=2, budget=50, top_k=5))
     counts = set()
     for row in ROWS:
         result = paths(tree, row)
         for path in [path for path in result if len(path) < 2]:
             counts.add(sum(child[:-1] == path for child in result if child))
-            assert sum(child[:-1] == path for child in result if child) == min(5, perplexity(random_scores, row, path))
+            assert sum(child[:-1] == path for child in result if child) == min(5, rounded_perplexity(random_scores, row, path))
     assert len(counts) > 2
 
 
-def every_path(scores: Scores, row: int, depth: int) -> list[tuple[Path, float]]:
-    """All paths down to a depth with their scores, level by level."""
+def list_paths(scores: Scores, row: int, depth: int) -> list[tuple[Path, float]]:
+    """Return all paths down to a depth with their scores, level by level."""
     result: list[tuple[Path, float]] = [((), 0.0)]
     for level in range(depth):
         above = [node for node in result if len(node[0]) == level]
-        result += [(child, score + log_q) for path, score in above for child, log_q in likeliest(scores, row, path)]
+        result += [(child, score + log_q) for path, score in above for child, log_q in list_likeliest(scores, row, path)]
     return result
 
 
-def opt(scores: Scores, row: int, builder: OptTree) -> set[Path]:
-    """The best nodes of all paths down to the first level that adds at most `threshold` expected tokens."""
+def build_opt_tree(scores: Scores, row: int, builder: OptTree) -> set[Path]:
+    """Return the best nodes of all paths down to the first level that adds at most `threshold` expected tokens."""
     expected, accepted = 1.0, {()}
     for depth in range(1, builder.depth + 1):
-        nodes = every_path(scores, row, depth)
-        accepted = set(best(nodes, builder.budget))
+        nodes = list_paths(scores, row, depth)
+        accepted = set(select_best(nodes, builder.budget))
         total = sum(math.exp(score) for path, score in nodes if path in accepted)
         if total - expected <= builder.threshold:
             break
@@ -148,9 +148,9 @@ def opt(scores: Scores, row: int, builder: OptTree) -> set[Path]:
 @pytest.mark.parametrize("depth, budget", [(1, 2), (1, 5), (2, 4), (3, 9), (4, 16), (2, 60)])
 def test_opt_tree_keeps_the_best_paths(scores: Scores, depth: int, budget: int) -> None:
     """Without a threshold the nodes are those of the largest probability among all paths."""
-    tree = grown(lambda: OptTree(depth, budget, threshold=0), scores)
+    tree = grow_tree(lambda: OptTree(depth, budget, threshold=0), scores)
     for row in ROWS:
-        assert set(paths(tree, row)) == set(best(every_path(scores, row, depth), budget))
+        assert set(paths(tree, row)) == set(select_best(list_paths(scores, row, depth), budget))
     assert_rows_alone(lambda: OptTree(depth, budget, threshold=0), scores)
 
 
@@ -158,21 +158,24 @@ def test_opt_tree_keeps_the_best_paths(scores: Scores, depth: int, budget: int) 
 def test_opt_tree_stops_where_a_level_adds_little(threshold: float) -> None:
     """Each row ends with the first level that adds at most `threshold` expected tokens."""
     builder = OptTree(depth=5, budget=8, threshold=threshold)
-    tree = grown(lambda: builder)
+    tree = grow_tree(lambda: builder)
     for row in ROWS:
-        assert set(paths(tree, row)) == opt(random_scores, row, builder)
+        assert set(paths(tree, row)) == build_opt_tree(random_scores, row, builder)
     assert_rows_alone(lambda: builder)
 
 
 def test_opt_tree_rows_stop_independently() -> None:
     """The thresholds above do end one row of a batch before the other."""
-    result = [[max(map(len, opt(random_scores, row, OptTree(5, 8, t)))) for row in ROWS] for t in (0.05, 0.2, 0.3, 0.5, 0.9)]
+    result = [
+        [max(map(len, build_opt_tree(random_scores, row, OptTree(5, 8, t)))) for row in ROWS]
+        for t in (0.05, 0.2, 0.3, 0.5, 0.9)
+    ]
     assert any(item != other for item, other in result)
 
 
-def dyspec(row: int, builder: DySpec) -> list[Path]:
-    """DySpec with the whole table at hand: always fill the best open place."""
-    source = draws(row, builder.seed)
+def build_dyspec(row: int, builder: DySpec) -> list[Path]:
+    """Build DySpec's tree from the full table: always fill the best open slot."""
+    source = make_generator(row, builder.seed)
     result: list[Path] = [()]
     left = {(): table_q((), row, builder)}
     indices: list[tuple[float, int]] = [(-1.0, 0)]
@@ -196,7 +199,7 @@ def dyspec(row: int, builder: DySpec) -> list[Path]:
 
 
 def table_q(path: Path, row: int, builder: DySpec) -> list[float]:
-    """The tempered distribution after a path."""
+    """Return the tempered distribution after a path."""
     return (torch.tensor(random_scores(row, path)) / builder.temperature).softmax(-1).tolist()
 
 
@@ -214,9 +217,9 @@ def test_dyspec_equals_plain_python(
 ) -> None:
     """Running the drafter as late as possible changes nothing: nodes and draws are those of the plain heap, in order."""
     builder = DySpec(depth, budget, threshold, children, temperature, seed)
-    tree = grown(lambda: builder)
+    tree = grow_tree(lambda: builder)
     for row in ROWS:
-        assert paths(tree, row) == dyspec(row, builder)
+        assert paths(tree, row) == build_dyspec(row, builder)
     assert_rows_alone(lambda: builder)
 
 
@@ -226,17 +229,17 @@ def test_dyspec_draws_without_replacement() -> None:
     q = torch.tensor(soft_scores(0, ())).softmax(-1)
     tree = DySpec(depth=1, budget=3).expand(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
     observed, expected = torch.zeros(VOCAB, VOCAB), torch.zeros(VOCAB, VOCAB)
-    for item, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
-        observed[item, two] += 1
-    for item, two in itertools.permutations(range(VOCAB), 2):
-        expected[item, two] = len(rows) * q[item] * q[two] / (1 - q[item])
+    for first, second in ((tree.tokens[:, 1:] - 3) // 7).tolist():
+        observed[first, second] += 1
+    for first, second in itertools.permutations(range(VOCAB), 2):
+        expected[first, second] = len(rows) * q[first] * q[second] / (1 - q[first])
     real = expected > 0
     assert observed[~real].sum() == 0
     assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 67  # 29 degrees of freedom, 1 in 10,000
 
 
 @pytest.mark.parametrize(
-    "build, said",
+    "build, key",
     [
         (lambda: Eagle2(depth=0), "tree.depth=0"),
         (lambda: Eagle2(budget=1), "tree.budget=1"),
@@ -248,21 +251,21 @@ def test_dyspec_draws_without_replacement() -> None:
         (lambda: DySpec(temperature=0.0), "tree.temperature=0.0"),
     ],
 )
-def test_builders_refuse_empty_trees(build: Callable[[], object], said: str) -> None:
+def test_builders_refuse_empty_trees(build: Callable[[], object], key: str) -> None:
     """A tree that can't draft is refused under the key that asked for it."""
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=key):
         build()
 
 
 BEAMS = [(1, 2, 1), (3, 4, 1), (2, 5, 2), (3, 12, 3), (4, 8, 4), (4, 40, 6)]
 
 
-def beams(scores: Scores, row: int, depth: int, width: int) -> list[tuple[Path, float]]:
-    """Beam search over whole paths, in plain Python: the last beams, best first, each with its own copy of what they share."""
+def search_beams(scores: Scores, row: int, depth: int, width: int) -> list[tuple[Path, float]]:
+    """Search beams over full paths, in plain Python; return the last beams, the best first, without merged prefixes."""
     result: list[tuple[Path, float]] = [((), 0.0)]
     for _ in range(depth):
-        longer = [(child, score + log_q) for path, score in result for child, log_q in likeliest(scores, row, path, width)]
-        result = sorted(longer, key=lambda one: -one[1])[:width]
+        longer = [(child, score + log_q) for path, score in result for child, log_q in list_likeliest(scores, row, path, width)]
+        result = sorted(longer, key=lambda beam: -beam[1])[:width]
     return result
 
 
@@ -271,10 +274,10 @@ def beams(scores: Scores, row: int, depth: int, width: int) -> list[tuple[Path, 
 def test_beam_tree_equals_the_unmerged_beams(scores: Scores, depth: int, budget: int, top_k: int) -> None:
     """Its paths are the prefixes of the beams that a search without a tree ends with, as many as have room, each once."""
     builder = Beam(depth, budget, top_k)
-    tree = grown(lambda: builder, scores)
+    tree = grow_tree(lambda: builder, scores)
     for row in ROWS:
         merged: set[Path] = {()}
-        for path, _ in beams(scores, row, depth, top_k):
+        for path, _ in search_beams(scores, row, depth, top_k):
             longer = merged | {path[:length] for length in range(depth + 1)}
             if len(longer) > budget:
                 break
@@ -286,5 +289,5 @@ def test_beam_tree_equals_the_unmerged_beams(scores: Scores, depth: int, budget:
 
 def test_single_beam_equals_the_greedy_chain() -> None:
     """With top_k=1 the tree is the chain of likeliest tokens."""
-    beam, chain = grown(lambda: Beam(4, 5, 1)), grown(lambda: Chain(4))
+    beam, chain = grow_tree(lambda: Beam(4, 5, 1)), grow_tree(lambda: Chain(4))
     assert torch.equal(beam.tokens, chain.tokens) and torch.equal(beam.parents, chain.parents) and beam.valid.all()

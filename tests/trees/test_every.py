@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from spectrain.config.build import build
 from spectrain.trees import TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
-from tests.trees.tables import assert_rows_alone, grown, random_scores, shared_scores
+from tests.trees.tables import assert_rows_alone, grow_tree, random_scores, shared_scores
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "tree").glob("*.yaml"))
 MEASURED = Calibration(  # whatever a builder may ask for: chances of children, and times at which drafting pays
@@ -17,8 +17,8 @@ MEASURED = Calibration(  # whatever a builder may ask for: chances of children, 
 )
 
 
-def made(file: Path, temperature: float | None = None) -> TreeBuilder | None:
-    """Prepared; with a temperature the one that grows the same trees drawn at it, None where there is none."""
+def make_builder(file: Path, temperature: float | None = None) -> TreeBuilder | None:
+    """Make a prepared builder; with a temperature its sampled variant, or None where there is none."""
     builder: TreeBuilder | None = build(OmegaConf.load(file))  # type: ignore[arg-type]
     if builder is not None and temperature is not None:
         builder = builder.sampled_variant(temperature)
@@ -30,14 +30,14 @@ def made(file: Path, temperature: float | None = None) -> TreeBuilder | None:
 @pytest.mark.parametrize("temperature", [None, 0.8], ids=["as it is", "drawn"])
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_tree_choice_grows_trees(file: Path, temperature: float | None) -> None:
-    """Trees are whole, no larger and deeper than is said of them, hold what they were drawn from, and repeat. A row's is the
-    one that it has alone, but for builders that weigh the whole batch, to which all of its rows look alike here."""
-    builder, make = made(file, temperature), partial(made, file, temperature)
+    """Trees are valid, within their budget and depth, hold the distribution of their draws, and repeat. A row's tree is the one
+    that it has alone, except with builders that weigh the complete batch, for which all rows are alike here."""
+    builder, make_same_builder = make_builder(file, temperature), partial(make_builder, file, temperature)
     if builder is None:
         assert temperature is not None
         return
     assert builder.name == file.stem
-    tree = grown(make)  # type: ignore[arg-type]
+    tree = grow_tree(make_same_builder)  # type: ignore[arg-type]
     assert (tree.q is None) == (builder.children == "deterministic")
     assert temperature is None or tree.q is not None
-    assert_rows_alone(make, shared_scores if builder.uses_latency else random_scores)  # type: ignore[arg-type]
+    assert_rows_alone(make_same_builder, shared_scores if builder.uses_latency else random_scores)  # type: ignore[arg-type]

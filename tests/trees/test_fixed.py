@@ -20,8 +20,8 @@ from tests.trees.tables import (
     Table,
     assert_rows_alone,
     context,
-    grown,
-    noise,
+    grow_tree,
+    node_noise,
     paths,
     random_scores,
     soft_scores,
@@ -40,25 +40,25 @@ CHANCES = ([0.6, 0.2, 0.1], [0.5, 0.5, 0.0, 0.0], [0.0, 0.3], [0.0, 0.0], [0.1, 
 
 @cache
 def all_trees(nodes: int, depth: int, width: int) -> frozenset[frozenset[Path]]:
-    """Every tree of so many nodes, the root included, in which a sibling has all those before it."""
+    """Return every tree of this many nodes, the root included, in which a sibling has all those before it."""
     if nodes == 1:
         return frozenset([frozenset()])
-    grown_by_one = set()
+    grown_trees = set()
     for tree in all_trees(nodes - 1, depth, width):
         for path in {(), *tree}:
             child = (*path, sum(other[:-1] == path for other in tree))
             if len(child) <= depth and child[-1] < width:
-                grown_by_one.add(tree | {child})
-    return frozenset(grown_by_one)
+                grown_trees.add(tree | {child})
+    return frozenset(grown_trees)
 
 
-def value(tree: frozenset[Path] | list[Path], hits: list[list[float]]) -> float:
-    """The summed products of the chances along each path, the root being 1."""
+def tree_value(tree: frozenset[Path] | list[Path], hits: list[list[float]]) -> float:
+    """Return the summed products of the chances along each path, the root being 1."""
     return 1 + sum(math.prod(hits[depth][choice] for depth, choice in enumerate(path)) for path in tree)
 
 
-def draw(row: int, builder: Static) -> list[Path]:
-    """The nodes of a shape in plain Python: noise is a node's own, whose number counts all nodes ever drafted."""
+def draw_tree(row: int, builder: Static) -> list[Path]:
+    """Draw the nodes of a shape in plain Python: noise is a node's own, whose number counts all nodes ever drafted."""
     numbers: dict[Path, int] = {(): 0}
     newest = 1
     shape = [path for path in builder.paths if max(path) < VOCAB]
@@ -71,11 +71,13 @@ def draw(row: int, builder: Static) -> list[Path]:
         scores = torch.tensor([random_scores(row, result[path]) for path in frontier])
         log_q = (scores / builder.temperature).log_softmax(-1)
         if builder.children == "sampled":
-            own_values = [[noise(row, builder.seed, numbers[path], number) for number in range(width)] for path in frontier]
+            own_values = [
+                [node_noise(row, builder.seed, numbers[path], number) for number in range(width)] for path in frontier
+            ]
             ids = torch.stack([torch.stack([(q + z).argmax() for z in each]) for q, each in zip(log_q, own_values)])
         else:
             if builder.children == "without_replacement":
-                log_q = log_q + torch.stack([noise(row, builder.seed, numbers[path]) for path in frontier])
+                log_q = log_q + torch.stack([node_noise(row, builder.seed, numbers[path]) for path in frontier])
             ids = log_q.sort(dim=-1, descending=True).indices
         numbers |= {path: newest + frontier.index(path[:-1]) * width + path[-1] for path in level}
         newest += len(frontier) * width
@@ -91,10 +93,10 @@ def draw(row: int, builder: Static) -> list[Path]:
 def test_static_equals_plain_python(shape: list[list[int]], children: Children, temperature: float, seed: int) -> None:
     """A path of choices names the likeliest or drawn tokens; choices beyond the vocabulary are left out."""
     builder = Static(paths=shape, children=children, temperature=temperature, seed=seed)
-    tree = grown(lambda: builder)
+    tree = grow_tree(lambda: builder)
     assert tree.valid.all() and builder.budget == len(shape) + 1 and builder.depth == max(map(len, shape))
     for row in ROWS:
-        assert paths(tree, row) == draw(row, builder)
+        assert paths(tree, row) == draw_tree(row, builder)
     assert_rows_alone(lambda: builder)
 
 
@@ -107,8 +109,8 @@ def test_drawn_siblings_are_distributed_as_q(children: Children) -> None:
         context(rows), Table(lambda row, path: soft_scores(0, path), rows)
     )
     observed = torch.zeros(VOCAB, VOCAB)
-    for item, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
-        observed[item, two] += 1
+    for first, second in ((tree.tokens[:, 1:] - 3) // 7).tolist():
+        observed[first, second] += 1
     expected = len(rows) * q[:, None] * q
     if children == "without_replacement":
         expected = expected.fill_diagonal_(0) / (1 - q[:, None])
@@ -163,10 +165,10 @@ def test_search_equals_exhaustive_search(budget: int, depth: int, width: int, se
         hits.append([chance * accepted for chance in row[: width - seed % 2]] + [0.0] * (seed % 2))
     builder = Static(depth, budget)
     builder.prepare(Calibration(hits, [1] * depth))
-    best = max(value(tree, hits) for tree in all_trees(budget, depth, width))
-    assert value(builder.paths, hits) == pytest.approx(best)
+    best = max(tree_value(tree, hits) for tree in all_trees(budget, depth, width))
+    assert tree_value(builder.paths, hits) == pytest.approx(best)
     assert frozenset(builder.paths) in all_trees(builder.budget, depth, width) and builder.budget <= budget
-    grown(lambda: builder)
+    grow_tree(lambda: builder)
 
 
 @pytest.mark.sweep(8)
@@ -180,7 +182,7 @@ def test_sequoia_table_equals_brute_force(chances: list[float], levels: int) -> 
             result = dict.fromkeys(range(len(chances) + 1), -np.inf)
             for tree in all_trees(nodes, level - 1, len(chances)):
                 children = sum(len(path) == 1 for path in tree)
-                result[children] = max(result[children], value(tree, [chances] * level))
+                result[children] = max(result[children], tree_value(tree, [chances] * level))
             np.testing.assert_allclose(table[nodes, level], list(result.values()), atol=1e-7)
 
 
@@ -193,8 +195,8 @@ def test_sequoia_paths_reach_the_best_value(chances: list[float], nodes: int, le
     result = sequoia_paths(chances, nodes, levels)
     possible = [trees for n in range(1, nodes + 1) if (trees := all_trees(n, levels - 1, len(chances)))][-1]
     assert frozenset(result) in possible and len(result) == len(set(result))
-    best = max(value(tree, [chances] * levels) for tree in possible)
-    assert value(result, [chances] * levels) == pytest.approx(best, abs=1e-7)
+    best = max(tree_value(tree, [chances] * levels) for tree in possible)
+    assert tree_value(result, [chances] * levels) == pytest.approx(best, abs=1e-7)
 
 
 @pytest.mark.parametrize("children", CHILDREN)
@@ -203,9 +205,9 @@ def test_sequoia_grows_the_searched_paths(children: Children) -> None:
     builder = Sequoia(depth=3, budget=7, children=children)
     builder.prepare(Calibration([[0.6, 0.2, 0.1], [0.3, 0.3, 0.1]], [30, 10]))
     assert set(builder.paths) == set(sequoia_paths([0.525, 0.225, 0.1], 7, 4))
-    tree = grown(lambda: builder)
+    tree = grow_tree(lambda: builder)
     for row in ROWS:
-        assert paths(tree, row) == draw(row, builder)
+        assert paths(tree, row) == draw_tree(row, builder)
     assert_rows_alone(lambda: builder)
 
 
@@ -222,12 +224,12 @@ def test_sequoia_chooses_its_size_by_measured_time(
     for nodes in range(2, 8):
         for levels in range(2, 6):
             if trees := all_trees(nodes, levels - 1, len(chances)):
-                tokens = max(value(tree, [chances] * 4) for tree in trees)
+                tokens = max(tree_value(tree, [chances] * 4) for tree in trees)
                 seconds = start + (levels - 1 - 1) * step * max(1, nodes // levels) + base + node * nodes
                 best[nodes, levels] = (seconds / tokens, tokens)
     nodes, levels = min(best, key=lambda size: best[size])
     assert builder.budget == nodes and builder.depth <= levels - 1
-    assert value(builder.paths, [chances] * 4) == pytest.approx(best[nodes, levels][1], abs=1e-7)
+    assert tree_value(builder.paths, [chances] * 4) == pytest.approx(best[nodes, levels][1], abs=1e-7)
 
 
 def test_measured_sequoia_minimises_seconds_per_token() -> None:
@@ -252,7 +254,7 @@ def test_level_costs_make_a_static_tree_shallower() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, children, said",
+    "shape, children, path",
     [
         ([[0], [1, 0]], "deterministic", "[1, 0]"),
         ([[0, 0]], "deterministic", "[0, 0]"),
@@ -262,16 +264,16 @@ def test_level_costs_make_a_static_tree_shallower() -> None:
         ([[0], [1], [1, 1]], "without_replacement", "[1, 1]"),
     ],
 )
-def test_paths_without_their_parents_are_refused(shape: list[list[int]], children: Children, said: str) -> None:
+def test_paths_without_their_parents_are_refused(shape: list[list[int]], children: Children, path: str) -> None:
     """A path without its parent, or without an earlier sibling where children are drawn, is named."""
     with pytest.raises(UserError) as refused:
         Static(paths=shape, children=children)
-    assert f"tree.paths: {said} has a parent" in str(refused.value)
+    assert f"tree.paths: {path} has a parent" in str(refused.value)
 
 
 def test_deterministic_children_may_skip_a_rank() -> None:
     """Children that are not drawn need no earlier sibling: the second choice alone is a tree."""
-    tree = grown(lambda: Static(paths=[[1], [1, 2]]))
+    tree = grow_tree(lambda: Static(paths=[[1], [1, 2]]))
     ranked = sorted(range(VOCAB), key=lambda v: -random_scores(0, ())[v])
     assert paths(tree, 0)[1] == (to_target(ranked[1]),)
 

@@ -25,12 +25,12 @@ from tests.trees.tables import (
     Scores,
     Table,
     assert_rows_alone,
-    best,
     context,
-    grown,
-    likeliest,
+    grow_tree,
+    list_likeliest,
     paths,
     random_scores,
+    select_best,
     shared_scores,
     soft_scores,
 )  # fmt: skip
@@ -38,18 +38,18 @@ from tests.trees.tables import (
 SIZES = (1, 2, 3, 5, 8, 16, 64)
 
 
-def prepared(
+def prepare_builder(
     builder: Any, step: float = 0.0, base: float = 1.0, node: float = 0.0, start: float = 0.0, context: int = 0
 ) -> Any:
-    """A builder that knows the cost of a step over n nodes, step n, and of verifying them, base + node n."""
+    """Prepare a builder with the cost of a step over n nodes, step n, and of verifying them, base + node n."""
     verify, steps = {n: base + node * n for n in SIZES}, {n: step * n for n in SIZES}
     other = {40: dict.fromkeys(SIZES, 100.0)} if context else {}  # behind a context that is longer than the rows'
     builder.prepare(Calibration(latency=Latency({context: verify, **other}, {context: steps, **other}, start, batch=2)))
     return builder
 
 
-def walked(gains: list[float], costs: list[float], least: float) -> int:
-    """CAST's rule word by word: k is kept if (u_k - u_k') / (c_k - c_k') > least, k' the last one kept."""
+def apply_cast_rule(gains: list[float], costs: list[float], least: float) -> int:
+    """Apply CAST's rule by definition: k is taken if (u_k - u_k') / (c_k - c_k') > least, with k' the last size taken."""
     u, c, last = {0: math.nan, **dict(enumerate(gains, 1))}, dict(enumerate(costs, 1)), 1
     for k in range(2, len(gains) + 1):
         if (u[k] - u[last]) / (c[k] - c[last]) > least:
@@ -60,17 +60,17 @@ def walked(gains: list[float], costs: list[float], least: float) -> int:
 @pytest.mark.parametrize("least", [0.0, 0.3, 1.0, 4.0])
 def test_choose_size_equals_the_rule_of_cast(least: float) -> None:
     """Over random gains and costs, steps in cost included, as many nodes are taken as the rule says."""
-    source, taken = random.Random(0), set()
+    source, sizes = random.Random(0), set()
     for _ in range(200):
         gains = np.cumsum([source.random() for _ in range(12)]).tolist()
         costs = np.cumsum([source.choice([0.01, 0.5, 2.0]) for _ in range(12)]).tolist()
-        assert choose_size(gains, costs, least) == walked(gains, costs, least)
-        taken.add(choose_size(gains, costs, least))
-    assert len(taken) > 1 or least == 0
+        assert choose_size(gains, costs, least) == apply_cast_rule(gains, costs, least)
+        sizes.add(choose_size(gains, costs, least))
+    assert len(sizes) > 1 or least == 0
 
 
-def cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list[Path]]:
-    """CAST in plain Python over the rows of a batch; `history` holds how u changed, by level, in earlier rounds."""
+def build_cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list[Path]]:
+    """Build CAST's trees in plain Python over the rows of a batch; `history` holds how u changed by level in earlier rounds."""
     latency = builder.require_latency()
     unit = latency.estimate_verify(1, 9)
     nodes: list[list[tuple[Path, float]]] = [[((), 0.0)] for _ in ROWS]
@@ -80,15 +80,15 @@ def cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list
             [
                 (child, score + log_q)
                 for path, score in frontier[row]
-                for child, log_q in likeliest(scores, row, path, builder.top_k)
+                for child, log_q in list_likeliest(scores, row, path, builder.top_k)
             ]
             for row in ROWS
         ]
         nodes = [nodes[row] + children[row] for row in ROWS]
         ranked = [sorted(level, key=lambda child: -child[1]) for level in children]
-        gains = summed(ranked, builder.top_k)
+        gains = sum_gains(ranked, builder.top_k)
         costs = [latency.estimate_step(k, 9) / unit for k in range(1, len(gains) + 1)]
-        width = walked(gains, costs, builder.breadth_gain)
+        width = apply_cast_rule(gains, costs, builder.breadth_gain)
         if level:
             history[level - 1].append(gains[width - 1] / last)
         last = gains[width - 1]
@@ -97,13 +97,13 @@ def cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list
         if level + 1 == builder.depth or alpha * last / costs[width - 1] < builder.depth_gain:
             break
         frontier = [row[:width] for row in ranked]
-    gains = summed([sorted(row, key=lambda node: -node[1]) for row in nodes], builder.budget)
-    size = walked(gains, [latency.estimate_verify(k, 9) / unit for k in range(1, len(gains) + 1)], builder.size_gain)
-    return [best(row, max(2, size)) for row in nodes]
+    gains = sum_gains([sorted(row, key=lambda node: -node[1]) for row in nodes], builder.budget)
+    size = apply_cast_rule(gains, [latency.estimate_verify(k, 9) / unit for k in range(1, len(gains) + 1)], builder.size_gain)
+    return [select_best(row, max(2, size)) for row in nodes]
 
 
-def summed(ranked: list[list[tuple[Path, float]]], count: int) -> list[float]:
-    """u_k: the probabilities of the k best nodes, summed, on average over rows."""
+def sum_gains(ranked: list[list[tuple[Path, float]]], count: int) -> list[float]:
+    """Return u_k, the summed probabilities of the k best nodes, on average over rows."""
     return np.cumsum([np.mean([math.exp(score) for _, score in rank]) for rank in list(zip(*ranked))[:count]]).tolist()
 
 
@@ -111,7 +111,7 @@ def summed(ranked: list[list[tuple[Path, float]]], count: int) -> list[float]:
 @pytest.mark.parametrize("depth, budget, top_k, memory", [(1, 5, 3, 1), (4, 16, 4, 2), (6, 40, 6, 3)])
 def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: int, top_k: int, memory: int) -> None:
     """Round after round, with what it remembers of earlier ones, the nodes are those of the plain construction."""
-    builder = prepared(Cast(depth, budget, top_k, memory=memory), step, 1.0, node, context=9)
+    builder = prepare_builder(Cast(depth, budget, top_k, memory=memory), step, 1.0, node, context=9)
     history: list[list[float]] = [[] for _ in range(depth)]
     for turn in range(5):
 
@@ -121,31 +121,31 @@ def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: 
         table = Table(scores)
         tree = builder.expand(context(), table)
         tree.check_structure()
-        assert tree.valid.all() and tree.tokens.shape[1] <= budget and len(table.given[0]) - 1 <= builder.max_drafted
-        assert [paths(tree, row) for row in ROWS] == cast(builder, history, scores)
+        assert tree.valid.all() and tree.tokens.shape[1] <= budget and len(table.evaluated_paths[0]) - 1 <= builder.max_drafted
+        assert [paths(tree, row) for row in ROWS] == build_cast(builder, history, scores)
     assert [list(level) for level in builder.level_ratios] == [pytest.approx(level[-memory:]) for level in history]
 
 
 @pytest.mark.parametrize("depth, budget, top_k", [(1, 4, 3), (2, 11, 3), (3, 30, 4)])
 def test_cast_takes_all_nodes_that_cost_nothing(depth: int, budget: int, top_k: int) -> None:
     """Where steps and nodes cost nothing more, its tree is EAGLE-2's."""
-    tree = grown(lambda: prepared(Cast(depth, budget, top_k)), soft_scores)
-    eagle2 = grown(lambda: Eagle2(depth, budget, top_k), soft_scores)
+    tree = grow_tree(lambda: prepare_builder(Cast(depth, budget, top_k)), soft_scores)
+    eagle2 = grow_tree(lambda: Eagle2(depth, budget, top_k), soft_scores)
     assert torch.equal(tree.tokens, eagle2.tokens) and torch.equal(tree.parents, eagle2.parents)
 
 
 def test_cast_stays_small_where_nodes_cost_more_than_a_token() -> None:
     """No node is worth its cost: one is drafted, since a tree has one, and the drafter takes no further step."""
-    builder, table = prepared(Cast(), step=2.0, base=0.0, node=1.0), Table(random_scores)
+    builder, table = prepare_builder(Cast(), step=2.0, base=0.0, node=1.0), Table(random_scores)
     tree = builder.expand(context(), table)
-    assert tree.tokens.shape[1] == 2 and len(table.given[0]) == 1
+    assert tree.tokens.shape[1] == 2 and len(table.evaluated_paths[0]) == 1
 
 
 def test_cast_depth_stops_where_a_level_gains_less_than_it_costs() -> None:
-    """The dearer a step, the shallower; a row that promises nothing is drafted one level deep."""
+    """A tree is shallower the more a step costs; where no level pays, it is one level deep."""
     depths = []
     for step in (0.001, 0.1, 0.3, 5.0):
-        tree = grown(lambda step=step: prepared(Cast(depth=8, top_k=1), step))  # type: ignore[misc]
+        tree = grow_tree(lambda step=step: prepare_builder(Cast(depth=8, top_k=1), step))  # type: ignore[misc]
         depths.append(int(tree.depths.max()))
     assert depths[0] == 8 and depths[-1] == 1 and depths == sorted(depths, reverse=True) and len(set(depths)) > 2
 
@@ -156,9 +156,9 @@ def test_measured_trees_have_a_valid_structure(name: type[LatencyAwareBuilder], 
     """Trees are well formed, and equal rows have the tree that each has alone."""
 
     def make() -> Any:
-        return prepared(name(depth=4, budget=16, top_k=3), step, 1.0, node, 0.01)  # type: ignore[call-arg]
+        return prepare_builder(name(depth=4, budget=16, top_k=3), step, 1.0, node, 0.01)  # type: ignore[call-arg]
 
-    grown(make)
+    grow_tree(make)
     assert_rows_alone(make, shared_scores)
 
 
@@ -182,11 +182,11 @@ def test_level_costs_make_measured_trees_shallower(name: type[LatencyAwareBuilde
     assert depths == sorted(depths, reverse=True) and depths[0] > depths[-1] == 1
 
 
-def every_score(scores: Scores, row: int, depth: int) -> list[float]:
-    """The scores of all paths down to a depth, from the best on."""
+def list_scores(scores: Scores, row: int, depth: int) -> list[float]:
+    """Return the scores of all paths down to a depth, the best first."""
     level, result = [((), 0.0)], [0.0]
     for _ in range(depth):
-        level = [(child, score + log_q) for path, score in level for child, log_q in likeliest(scores, row, path)]
+        level = [(child, score + log_q) for path, score in level for child, log_q in list_likeliest(scores, row, path)]
         result += [score for _, score in level]
     return sorted(result, reverse=True)
 
@@ -196,8 +196,8 @@ def every_score(scores: Scores, row: int, depth: int) -> list[float]:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_auto_maximises_expected_speed(scores: Scores, start: float, base: float, node: float, depth: int) -> None:
     """Where steps are free and nothing is pruned, the size is the best of all by brute force."""
-    tree = grown(lambda: prepared(Auto(depth, 40, VOCAB), 0.0, base, node, start), scores)
-    ranked = [every_score(scores, row, depth)[:40] for row in ROWS]
+    tree = grow_tree(lambda: prepare_builder(Auto(depth, 40, VOCAB), 0.0, base, node, start), scores)
+    ranked = [list_scores(scores, row, depth)[:40] for row in ROWS]
     tokens = np.cumsum(np.exp(ranked).mean(0))
     speed = [tokens[n - 1] / (start + base + node * n) for n in range(1, len(tokens) + 1)]
     assert tree.tokens.shape[1] == max(2, int(np.argmax(speed)) + 1)
@@ -205,14 +205,14 @@ def test_auto_maximises_expected_speed(scores: Scores, start: float, base: float
 
 def test_auto_drafts_a_single_level_where_steps_are_expensive() -> None:
     """Where a further step takes longer than the tokens it promises, none is taken; free steps go all the way."""
-    for step, given in ((10.0, 0), (0.0, 9)):
+    for step, num_drafted in ((10.0, 0), (0.0, 9)):
         table = Table(random_scores)
-        prepared(Auto(depth=4, budget=30, top_k=3), step).expand(context(), table)
-        assert len(table.given[0]) - 1 == given
+        prepare_builder(Auto(depth=4, budget=30, top_k=3), step).expand(context(), table)
+        assert len(table.evaluated_paths[0]) - 1 == num_drafted
 
 
-def observed(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> None:
-    """Tell a builder what became of its round, at the costs it was prepared with."""
+def observe_round(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> None:
+    """Let a builder observe the result of its round, at the costs that it was prepared with."""
     seconds = {"draft": builder.costs.start_seconds + (builder.num_levels - 1) * builder.costs.step_seconds, "accept": 0.0}
     seconds["verify"] = 1 + node * tree.tokens.shape[1]
     builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor(counts), seconds))
@@ -220,31 +220,31 @@ def observed(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> 
 
 def test_auto_shrinks_where_nothing_is_accepted() -> None:
     """Once its drafts keep failing the tree falls to its least size, and grows back when they hold."""
-    builder = prepared(Auto(depth=4, budget=40, top_k=4, memory=8), 0.01, 1.0, 0.03, 0.01)
+    builder = prepare_builder(Auto(depth=4, budget=40, top_k=4, memory=8), 0.01, 1.0, 0.03, 0.01)
     sizes = []
     for turn in range(240):
         tree = builder.expand(context(), Table(random_scores))
         sizes.append(tree.tokens.shape[1])
-        observed(builder, tree, [1, 1] if turn < 80 else [int(tree.depths.max()) + 1] * 2, 0.03)
+        observe_round(builder, tree, [1, 1] if turn < 80 else [int(tree.depths.max()) + 1] * 2, 0.03)
     assert sizes[0] > 4 and sizes[79] == 2 and sizes[-1] > 4
 
 
 def test_auto_learns_the_acceptance_of_each_depth() -> None:
     """With a memory of one round the means are the last row's: its predicted and its kept nodes; done rows teach nothing."""
-    builder = prepared(Auto(depth=3, budget=16, top_k=3, memory=1), 0.001, 1.0, 1e-4)
+    builder = prepare_builder(Auto(depth=3, budget=16, top_k=3, memory=1), 0.001, 1.0, 1e-4)
     tree = builder.expand(context(), Table(soft_scores))
     assert builder.num_levels == 3
-    observed(builder, tree, [2, 0], 1e-4)
+    observe_round(builder, tree, [2, 0], 1e-4)
     expected, accepted = np.zeros(4), paths(tree, 0)
     for path in accepted:
-        log_q = [dict(likeliest(soft_scores, 0, path[:n]))[path[: n + 1]] for n in range(len(path))]
+        log_q = [dict(list_likeliest(soft_scores, 0, path[:n]))[path[: n + 1]] for n in range(len(path))]
         expected[len(path)] += math.exp(sum(log_q))
     assert set(map(len, accepted)) == {0, 1, 2, 3}
     assert builder.predicted_rates == pytest.approx(expected[1:]) and builder.observed_rates.tolist() == [1, 0, 0]
 
 
-def copies(chances: list[float]) -> Trie:
-    """One path of known chances, each given the one before."""
+def make_copies(chances: list[float]) -> Trie:
+    """Make a trie with a single path of these chances, each given the one before."""
     trie, weight = Trie(), 1.0
     trie.weights[0], trie.is_calibrated = 1.0, True
     for node, chance in zip(trie.add_continuation([7] * len(chances), 0.0), chances):
@@ -257,8 +257,8 @@ def copies(chances: list[float]) -> Trie:
 def test_copies_are_verified_while_they_gain(name: type[LatencyAwareBuilder], node: float) -> None:
     """The size is the best by brute force (auto), or CAST's rule over the chances. Of mere weights auto takes the best by rates
     of ranks, and CAST everything."""
-    builder = prepared(name(depth=6, budget=7), 0.0, 1.0, node)
-    tries = [copies([0.9, 0.8, 0.5, 0.5, 0.1, 0.9]), copies([0.5, 0.5])]
+    builder = prepare_builder(name(depth=6, budget=7), 0.0, 1.0, node)
+    tries = [make_copies([0.9, 0.8, 0.5, 0.5, 0.1, 0.9]), make_copies([0.5, 0.5])]
     chances = np.zeros((2, 7))
     for row, trie in zip(chances, tries):
         row[: len(trie)] = sorted(trie.weights, reverse=True)
@@ -269,7 +269,7 @@ def test_copies_are_verified_while_they_gain(name: type[LatencyAwareBuilder], no
     best = 1 + int(np.argmax([gain / cost for gain, cost in zip(tokens, costs)]))
     unit = builder.require_latency().estimate_verify(1, 9)
     assert builder.copy_budget(context(), tries) == (
-        best if name is Auto else walked(tokens, [cost / unit for cost in costs], 1.0)
+        best if name is Auto else apply_cast_rule(tokens, [cost / unit for cost in costs], 1.0)
     )
     tries[0].is_calibrated = False
     by_rank = np.cumsum([1.0, *(0.5 / rank for rank in range(1, 7))]).tolist()
@@ -277,64 +277,67 @@ def test_copies_are_verified_while_they_gain(name: type[LatencyAwareBuilder], no
     assert builder.copy_budget(context(), tries) == (max(2, best) if name is Auto else 7)
 
 
-def a_round(builder: Auto, tries: list[Trie], drafted: list[float], kept: int) -> bool:
-    """One in which copies promise so much, and with the drafter, if it is asked, `drafted`, of which so many tokens are kept:
-    whether it was asked."""
+def run_round(builder: Auto, tries: list[Trie], drafted: list[float], accepted: int) -> bool:
+    """Run a round with these copies and, if the drafter is used, drafts of these chances, and accept so many tokens; return
+    whether the drafter was used."""
     requested = builder.needs_drafter(context(), tries)
     tokens = [[7] * len(drafted), [8] * len(drafted)]
     for path in tokens:
         tries[0].add_continuation(path, 0.0)
     if requested:
         builder.num_levels = 2
-        joined = copies(drafted)
-        tries[0].weights = joined.weights + [0.0] * (len(tries[0]) - len(joined))
+        merged = make_copies(drafted)
+        tries[0].weights = merged.weights + [0.0] * (len(tries[0]) - len(merged))
     builder.copy_budget(context(), tries)
     tree = TokenTree.from_chain(torch.tensor([[101, *tokens[0]]]))
     seconds = {"draft": 0.4 if requested else 0.0, "verify": 1 + 0.01 * len(tree.tokens[0]), "accept": 0.0}
-    path = torch.arange(kept)[None]
-    builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([kept]), seconds, path))
+    path = torch.arange(accepted)[None]
+    builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor([accepted]), seconds, path))
     return requested
 
 
 def test_auto_runs_a_drafter_while_it_gains() -> None:
     """Where copies promise much and the drafter adds nothing, it is left out but for a look now and then, more and more rarely;
     where they promise nothing, it is asked."""
-    builder = prepared(Auto(depth=4, budget=12, top_k=3), 0.2, 1.0, 0.01, 0.2)
+    builder = prepare_builder(Auto(depth=4, budget=12, top_k=3), 0.2, 1.0, 0.01, 0.2)
     requested: dict[bool, list[bool]] = {True: [], False: []}
     for turn in range(1000):
         sure = turn % 2 == 0
         drafted = [0.9, 0.9, 0.9] if sure else [0.9, 0.9]
-        requested[sure].append(a_round(builder, [copies(drafted if sure else [])], drafted, len(drafted) + 1))
+        requested[sure].append(run_round(builder, [make_copies(drafted if sure else [])], drafted, len(drafted) + 1))
     assert all(requested[False]) and all(requested[True][:4])
-    looks = np.flatnonzero(requested[True][4:]) + 1
-    assert np.diff([0, *looks]).tolist() == [16 * trials for trials in range(4, 4 + len(looks))] and len(looks) >= 3
+    trial_rounds = np.flatnonzero(requested[True][4:]) + 1
+    assert (
+        np.diff([0, *trial_rounds]).tolist() == [16 * trials for trials in range(4, 4 + len(trial_rounds))]
+        and len(trial_rounds) >= 3
+    )
 
 
-@pytest.mark.parametrize("kept", [1, 3])
-def test_auto_skips_a_drafter_whose_tokens_are_rejected(kept: int) -> None:
+@pytest.mark.parametrize("accepted", [1, 3])
+def test_auto_skips_a_drafter_whose_tokens_are_rejected(accepted: int) -> None:
     """It goes on promising 1.6 more than copies, which would pay."""
-    builder = prepared(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
-    requested = [a_round(builder, [copies([])], [0.9, 0.8], kept) for _ in range(60)]
-    assert requested[-20:].count(True) == (20 if kept == 3 else 0)
+    builder = prepare_builder(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
+    requested = [run_round(builder, [make_copies([])], [0.9, 0.8], accepted) for _ in range(60)]
+    assert requested[-20:].count(True) == (20 if accepted == 3 else 0)
 
 
 def test_tokens_that_copies_contain_are_no_gain() -> None:
     """A drafter that is right where copies are right as well is worth nothing beside them, whatever it promises."""
-    for shared, asks in ((True, 0), (False, 20)):
-        builder = prepared(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
+    for shared, num_requested in ((True, 0), (False, 20)):
+        builder = prepare_builder(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
         requested = []
         for _ in range(60):
-            given_values = copies([0.3, 0.9])
+            trie = make_copies([0.3, 0.9])
             if not shared:
-                given_values.tokens[1:], given_values.child_index = [9, 9], {}  # another path
-            requested.append(a_round(builder, [given_values], [0.95, 0.95], 3))
-        assert requested[-20:].count(True) == asks
+                trie.tokens[1:], trie.child_index = [9, 9], {}  # another path
+            requested.append(run_round(builder, [trie], [0.95, 0.95], 3))
+        assert requested[-20:].count(True) == num_requested
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 2]])
 def test_drafter_gain_counts_tokens_that_copies_lack(counts: list[int]) -> None:
-    """Tokens kept in a round, less those that a path of the copies' own nodes says, on average over rows."""
-    tries = [copies([0.9, 0.9, 0.9]), copies([0.5])]
+    """The gain is the accepted tokens of a round less those on a path of the copies' own nodes, on average over rows."""
+    tries = [make_copies([0.9, 0.9, 0.9]), make_copies([0.5])]
     ready = CopyTree(3, 2.0, 1.0, torch.zeros(2, 5), tries, [{0, 1}, {0}])  # of the first row one, of the second none
     tree = TokenTree.from_chain(torch.tensor([[101, 7, 7, 7], [102, 7, 7, 7]]))
     path = torch.arange(4).repeat(2, 1)
@@ -344,18 +347,18 @@ def test_drafter_gain_counts_tokens_that_copies_lack(counts: list[int]) -> None:
 
 def test_auto_counts_the_cost_of_a_larger_tree() -> None:
     """Half a token more is worth half a round."""
-    for verifying, asks in ((0.0, True), (0.25, True), (0.4, False)):
-        builder = prepared(Auto(), 0.2, 1.0, 0.0, 0.2)
+    for verifying, needs_drafter in ((0.0, True), (0.25, True), (0.4, False)):
+        builder = prepare_builder(Auto(), 0.2, 1.0, 0.0, 0.2)
         for _ in range(4):
             builder.costs.drafter_gains[2].update_means(0.5, 1, verifying, 1.0)
-        assert builder.needs_drafter(context(), [copies([])]) is asks
+        assert builder.needs_drafter(context(), [make_copies([])]) is needs_drafter
 
 
 def test_slow_rounds_do_not_change_auto_trees() -> None:
     """Where drafting and verifying take four times as long for a while, trees are those of the steady machine."""
     sizes: list[list[int]] = []
     for slow in (1.0, 4.0):
-        builder = prepared(Auto(depth=4, budget=40, top_k=4, memory=8), 0.05, 1.0, 0.03, 0.1)
+        builder = prepare_builder(Auto(depth=4, budget=40, top_k=4, memory=8), 0.05, 1.0, 0.03, 0.1)
         sizes.append([])
         for turn in range(60):
             tree = builder.expand(context(), Table(random_scores))
@@ -381,7 +384,10 @@ def test_fitted_times_are_weighted_least_squares(slope: float, fitted: float) ->
         assert fit.coefficients() == pytest.approx(tuple(least.tolist()), rel=1e-6)
     assert fit.coefficients()[1] == pytest.approx(fitted, abs=0.02)
     sizes = []
-    for builder in (prepared(Auto(4, 40, 4, refit=True), 0.05, 1, 0.03), prepared(Auto(4, 40, 4), 0.05, *line(fit))):
+    for builder in (
+        prepare_builder(Auto(4, 40, 4, refit=True), 0.05, 1, 0.03),
+        prepare_builder(Auto(4, 40, 4), 0.05, *fitted_line(fit)),
+    ):
         if builder.costs.fit is not None:
             builder.costs.fit = fit
         sizes.append(builder.expand(context(), Table(random_scores)).tokens.shape)
@@ -389,7 +395,7 @@ def test_fitted_times_are_weighted_least_squares(slope: float, fitted: float) ->
     assert sizes[0] == sizes[1] or fit.coefficients()[0] < 0
 
 
-def line(fit: VerifyFit) -> tuple[float, float]:
-    """What the fit makes of 1 + 0.03 n: a base and the seconds of a node."""
+def fitted_line(fit: VerifyFit) -> tuple[float, float]:
+    """Return the fit of 1 + 0.03 n: a base and the seconds of a node."""
     base, slope = fit.coefficients()
     return base + slope, 0.03 * slope

@@ -10,8 +10,8 @@ SIZES = [1, 2, 5, 63, 64, 65, 100]
 BATCH = 3
 
 
-def grow(shape: str, num_nodes: int) -> Tensor:
-    """Parents [B, N] of chains, stars or trees that differ from row to row."""
+def make_parents(shape: str, num_nodes: int) -> Tensor:
+    """Return parents [B, N] of chains, stars or trees that differ from row to row."""
     index = torch.arange(num_nodes).expand(BATCH, -1)
     parents = {
         "chain": index - 1,
@@ -22,8 +22,8 @@ def grow(shape: str, num_nodes: int) -> Tensor:
     return parents
 
 
-def climb(parents: list[int], node: int) -> list[int]:
-    """The node and its ancestors, root last."""
+def list_ancestors(parents: list[int], node: int) -> list[int]:
+    """Return the node and its ancestors, the root last."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(parents[path[-1]])
@@ -34,14 +34,14 @@ def climb(parents: list[int], node: int) -> list[int]:
 @pytest.mark.parametrize("num_nodes", SIZES)
 def test_ancestors_and_depths_equal_a_walk_to_the_root(shape: str, num_nodes: int) -> None:
     """Every node sees its path to the root, is as deep as that path is long, and its words hold one bit for each step."""
-    parents = grow(shape, num_nodes)
+    parents = make_parents(shape, num_nodes)
     tree = TokenTree.from_parents(torch.arange(num_nodes).expand(BATCH, -1), parents)
     tree.check_structure()
     assert tree.ancestor_words.shape == (BATCH, num_nodes, (num_nodes + 63) // 64)
     assert tree.ancestor_words.dtype == tree.depths.dtype == torch.int64
     for row in range(BATCH):
         for node in range(num_nodes):
-            path = climb(parents[row].tolist(), node)
+            path = list_ancestors(parents[row].tolist(), node)
             assert tree.ancestors[row, node].nonzero().flatten().tolist() == sorted(path)
             assert tree.depths[row, node] == len(path) - 1
             bits = sum((word % 2**64) << 64 * w for w, word in enumerate(tree.ancestor_words[row, node].tolist()))
@@ -53,7 +53,7 @@ def test_chain_is_a_tree_of_single_children(num_nodes: int) -> None:
     """`chain` gives every token the one before it as parent, all valid and emitted."""
     tree = TokenTree.from_chain(torch.full((BATCH, num_nodes), 7))
     tree.check_structure()
-    assert torch.equal(tree.parents, grow("chain", num_nodes))
+    assert torch.equal(tree.parents, make_parents("chain", num_nodes))
     assert torch.equal(tree.ancestors, torch.ones(BATCH, num_nodes, num_nodes).tril().bool())
     assert tree.valid.all() and tree.can_emit.all()
 
@@ -81,11 +81,11 @@ def test_check_catches_twin_siblings(children: str) -> None:
     """Two children of one node may not carry one token, unless one is padding or they were sampled with replacement."""
     tokens = torch.tensor([[1, 2, 3, 4, 4]]).repeat(BATCH, 1)
     cousins, twins = torch.tensor([[-1, 0, 0, 1, 2]]).repeat(BATCH, 1), torch.tensor([[-1, 0, 0, 1, 1]]).repeat(BATCH, 1)
-    every = torch.ones_like(tokens, dtype=torch.bool)
-    TokenTree(tokens, cousins, every, every, children).check_structure()  # type: ignore[arg-type]
-    TokenTree(tokens, twins, every, every, "sampled").check_structure()
-    padded = every.clone()
+    all_true = torch.ones_like(tokens, dtype=torch.bool)
+    TokenTree(tokens, cousins, all_true, all_true, children).check_structure()  # type: ignore[arg-type]
+    TokenTree(tokens, twins, all_true, all_true, "sampled").check_structure()
+    padded = all_true.clone()
     padded[:, 4] = False
-    TokenTree(tokens, twins, padded, every, children).check_structure()  # type: ignore[arg-type]
+    TokenTree(tokens, twins, padded, all_true, children).check_structure()  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="distinct"):
-        TokenTree(tokens, twins, every, every, children).check_structure()  # type: ignore[arg-type]
+        TokenTree(tokens, twins, all_true, all_true, children).check_structure()  # type: ignore[arg-type]
