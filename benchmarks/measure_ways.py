@@ -57,7 +57,8 @@ LOSSY = {
 
 
 def list_phrase_drafters(target: str, models: tuple[str, str], limit: list[str]) -> dict[str, list[str]]:
-    """Drafters that copy, look up or share, each after its base; the runs of a model to lengthen and of one to combine."""
+    """Drafters that copy, look up or share, each after its base; the drafter to lengthen and the one to combine."""
+    model, combined = (f"run={name}" if name.startswith("WORK/") else f"drafter={name}" for name in models)
     shared, chain = [f"target={target}", "acceptance=greedy", "eval.repeats=1", *limit], ["tree=chain", "tree.depth=4"]
     drafters = {
         "ngram": [*SIXTEEN, "drafter=ngram"],
@@ -68,12 +69,12 @@ def list_phrase_drafters(target: str, models: tuple[str, str], limit: list[str])
         "trigrams and copies": [*SIXTEEN, "drafter=trigrams", "drafter.copies=true"],
         "ngram, chain": [*chain, "drafter=ngram"],
         "ouroboros over ngram, chain": [*chain, "drafter=ouroboros", "drafter.inner=ngram"],
-        "model, chain": [*chain, f"run={models[0]}"],
+        "model, chain": [*chain, model],
         "ouroboros over the model, chain": [*chain, "drafter=ouroboros", f"drafter.inner={models[0]}"],
-        "model": [*SIXTEEN, f"run={models[0]}"],
+        "model": [*SIXTEEN, model],
         "graph over the model": [*SIXTEEN, "drafter=graph", f"drafter.inner={models[0]}"],
         "graph over the model, 3 tokens": [*SIXTEEN, "drafter=graph", f"drafter.inner={models[0]}", "drafter.suffix=3"],
-        "eagle3": [*SIXTEEN, f"run={models[1]}"],
+        "eagle3": [*SIXTEEN, combined],
         "hybrid": [*SIXTEEN, "drafter=hybrid", f"drafter.inner={models[1]}"],
         "respec": [*SIXTEEN, "drafter=respec", f"drafter.inner={models[1]}"],
         "respec, chance": [
