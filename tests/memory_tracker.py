@@ -204,16 +204,6 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*error)
         self._redirect.__exit__(*error)
 
-    @contextmanager
-    def count_as(self, phase: str, part: str) -> Iterator[None]:
-        """Count FLOPs under `phase`, and new storages as `part`."""
-        before = self.phase, self.part
-        self.phase, self.part = phase, part
-        try:
-            yield
-        finally:
-            self.phase, self.part = before
-
     def name(self, tensor: Any, part: str) -> None:
         """Count this tensor's storage as another part, from its beginning."""
         if isinstance(tensor, FakeTensor):

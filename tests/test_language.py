@@ -43,6 +43,11 @@ def test_dialect_words_fall() -> None:
     assert dialect_per_thousand(code()) <= MAX_DIALECT
 
 
+def test_dialect_words_stay_out_of_tests_and_scripts() -> None:
+    for folder in ("tests", "benchmarks", "scripts"):
+        assert dialect_per_thousand((ROOT / folder).rglob("*.py")) <= MAX_DIALECT, folder
+
+
 def test_settings_are_described_by_sentences() -> None:
     groups = sorted(folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir())
     targets = {target for group in groups for target in list_constructors(group).values()}

@@ -18,7 +18,7 @@ def main() -> None:
     sampling = [SamplingParams(temperature=0.0, max_tokens=limit) for limit in job["limits"]]
     outputs = [request.outputs[0] for request in model.generate(prompts, sampling, use_tqdm=False)]
     counters = {
-        metric.name: metric.values if hasattr(metric, "line_values") else metric.value
+        metric.name: metric.values if hasattr(metric, "values") else metric.value
         for metric in model.get_metrics()
         if "spec_decode" in metric.name
     }
