@@ -54,7 +54,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import RoundResult
 from tests.decoding.rounds import begun
-from tests.drafters.blocks import states_behind
+from tests.drafters.blocks import block_states
 from tests.drafters.forced import shaken
 
 PROMPTS = [[5, 900, 71, 4, 333], [17, 1200, 8]]
@@ -616,7 +616,7 @@ def test_block_replays_are_judged_after_their_roots(shallow: Target) -> None:
     for replay in replays:
         tokens, size = replay.example.tokens, sum(replay.example.mask)
         root = len(tokens) - size
-        log_q = drafter.log_q(drafter.compute_products(states_behind(drafter, shallow, tokens[:root])[None]))[0]
+        log_q = drafter.log_q(drafter.compute_products(block_states(drafter, shallow, tokens[:root])[None]))[0]
         weights = torch.exp(-torch.arange(size) / 2.0)
         weights = weights * size / weights.sum()
         for slot in range(size):

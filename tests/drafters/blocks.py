@@ -49,7 +49,7 @@ def compute_attention(drafter: BlockDrafter, layer: Any, context: Tensor, normed
 
 
 @torch.no_grad()
-def states_behind(drafter: BlockDrafter, target: Target, text: list[int], every: bool = False) -> Tensor:
+def block_states(drafter: BlockDrafter, target: Target, text: list[int], every: bool = False) -> Tensor:
     """[K, W] the normed states of the drafting slots, or of all, behind a text whose last token is not run."""
     features = target.features(torch.tensor([text[:-1]]), drafter.layers)
     context = drafter.hidden_norm(drafter.fc(features.fuse_layers(drafter.fused_layers)))[0]

@@ -22,11 +22,11 @@ class Probe(TreeBuilder):
 
     def __init__(self, *calls: tuple[list[list[int]], list[list[int]]], by_level: bool = True) -> None:
         self.calls, self.drafts_by_level = calls, by_level  # tokens and parents of every call
-        self.said: list[Tensor] = []  # log q [B, F, V] of every call
+        self.log_q: list[Tensor] = []  # log q [B, F, V] of every call
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        self.said = [rollout.start()]
-        self.said += [rollout.extend(torch.tensor(tokens), torch.tensor(parents)) for tokens, parents in self.calls]
+        self.log_q = [rollout.start()]
+        self.log_q += [rollout.extend(torch.tensor(tokens), torch.tensor(parents)) for tokens, parents in self.calls]
         return TokenTree.from_chain(prefix.root[:, None])
 
 
@@ -54,7 +54,7 @@ def walk(drafter: Drafter, target: Target, tokens: Tensor, depth: int) -> Iterat
             calls = [([[int(row[n + 1 + step])] for row, n in zip(tokens, lengths)], [[step]] * 2) for step in range(depth - 1)]
             probe = Probe(*calls)
             proposed(drafter, context, probe)
-            log_q = torch.cat(probe.said, dim=1)
+            log_q = torch.cat(probe.log_q, dim=1)
             yield from ((row, n - 1, log_q[row]) for row, n in enumerate(lengths))
         tree = TokenTree.from_chain(torch.stack([row[n : n + 5] for row, n in zip(tokens, lengths)]))
         features = target.verify(tree, context.cache, drafter.layers)

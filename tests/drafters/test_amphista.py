@@ -38,7 +38,7 @@ def test_without_its_layers_it_is_medusas_heads(shallow: Target, rank: int | Non
         probe = Probe(([[20]], [[0]]), ([[30]], [[1]]))
         with torch.no_grad():
             proposed(candidate, begun(shallow, [[5, 6, 7, 8]], candidate, probe), probe)
-        results.append((losses.terms, losses.hits, losses.counts, gradients, probe.said))
+        results.append((losses.terms, losses.hits, losses.counts, gradients, probe.log_q))
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
@@ -97,5 +97,5 @@ def test_it_starts_as_the_targets_own_head(shallow: Target, num_heads: int) -> N
     expected = shallow.head.logits(context.new_features.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
     with torch.no_grad():
         proposed(drafter, context, probe)
-    log_q = torch.cat(probe.said, dim=1)
+    log_q = torch.cat(probe.log_q, dim=1)
     torch.testing.assert_close(log_q, expected[:, None].expand_as(log_q), rtol=1e-4, atol=1e-4)

@@ -24,7 +24,7 @@ from spectrain.trees.base import MarginalRollout
 from spectrain.trees.growing import ChildDraw
 from tests.factories import add_noise
 
-from .blocks import dataset, states_behind
+from .blocks import block_states, dataset
 
 TEXT = [5, 81, 300, 7, 42, 1999]
 PATH = [12, 900, 33]
@@ -93,7 +93,7 @@ def test_domino_steps_as_its_training_scans(shallow: Target, options: dict[str, 
     """Stepping the GRU token by token equals the formulas and the scan over the block in training; a slot reads earlier slots
     only; without W2 the logits are DFlash's bit for bit."""
     drafter = make_drafter(shallow, DOMINO, gru_width=12, rank=8, **options)
-    states = states_behind(drafter, shallow, TEXT)[:3]
+    states = block_states(drafter, shallow, TEXT)[:3]
     log_q = follow_path(make_rollout_after(drafter, states, TEXT), PATH[:2])
     torch.testing.assert_close(log_q, domino_by_formula(drafter, states, [TEXT[-1], *PATH[:2]]), rtol=1e-4, atol=1e-5)
     tokens = torch.tensor([[TEXT[-1], *PATH[:2]]])
@@ -146,7 +146,7 @@ def test_xpress_passes_reach_what_left_to_right_drafting_draws(shallow: Target, 
     """After m passes the first m drafts are those of drafting one after the other with the same noise. q of the last pass is
     that of the drafts that it read, and q of slot k does not depend on the noise from k on."""
     drafter = make_drafter(shallow, XPRESS, rank=8, sample_from_anchor=shifted)
-    slots = states_behind(drafter, shallow, TEXT, every=True)
+    slots = block_states(drafter, shallow, TEXT, every=True)
     context: Any = SimpleNamespace(sequence_ids=torch.zeros(1, dtype=torch.int64), lengths=torch.tensor([len(TEXT) - 1]))
     draw, count = ChildDraw.of_round(builder, context), drafter.num_drafts
     tokens, expected = [TEXT[-2], TEXT[-1], 0, 0, 0, 0][1 - drafter.first_draft_slot :][: len(slots)], []
@@ -169,7 +169,7 @@ def test_xpress_passes_reach_what_left_to_right_drafting_draws(shallow: Target, 
 def test_xpress_q_does_not_depend_on_later_draws(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other draws from slot k on change q after slot k only, also where the passes have not converged."""
     drafter, pick = make_drafter(shallow, XPRESS, rank=8, num_passes=2), ChildDraw.pick
-    slots, builder = states_behind(drafter, shallow, TEXT, every=True), Chain(3, "sampled", seed=3)
+    slots, builder = block_states(drafter, shallow, TEXT, every=True), Chain(3, "sampled", seed=3)
     log_q = make_rollout_after(drafter, slots, TEXT, builder, has_anchor=True).log_q[0]
     for k in range(2):
 
@@ -186,7 +186,7 @@ def test_xpress_q_does_not_depend_on_later_draws(shallow: Target, monkeypatch: p
 def test_xpress_reads_earlier_drafts_only(shallow: Target) -> None:
     """Another token before slot j changes no slot before j."""
     drafter = make_drafter(shallow, XPRESS, rank=8)
-    block = drafter.refiner_head.project_block(states_behind(drafter, shallow, TEXT, every=True)[None])
+    block = drafter.refiner_head.project_block(block_states(drafter, shallow, TEXT, every=True)[None])
     tokens = torch.tensor([[300, 7, 42, 1999]])
     terms = drafter.refiner_head(block, tokens)
     for j in range(4):
@@ -205,7 +205,7 @@ def test_xpress_loss_has_every_pass(shallow: Target) -> None:
     anchor, text = int(anchors.token_indices), batch.tokens[0].tolist()
     log_p = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at_layer("final"))[0].softmax(-1)
     with torch.no_grad():
-        slots = states_behind(drafter, shallow, text[: anchor + 1], every=True)
+        slots = block_states(drafter, shallow, text[: anchor + 1], every=True)
         judged = 0
         while judged < 3 and anchor + judged + 1 < len(text) and batch.loss_mask[0, anchor + judged + 1]:
             judged += 1
@@ -267,8 +267,8 @@ def test_lilicorr_scores_every_transition(shallow: Target) -> None:
     drafter = make_drafter(shallow, LILICORR, **SMALL_LATTICE)
     for parameter in (drafter.lilicorr.relative_slot_bias, drafter.lilicorr.same_slot_bias):
         parameter.normal_()
-    log_probs, candidates = drafter.log_q(drafter.compute_products(states_behind(drafter, shallow, TEXT)[None])).topk(3)
-    states, context = states_behind(drafter, shallow, TEXT), torch.randn(shallow.width)
+    log_probs, candidates = drafter.log_q(drafter.compute_products(block_states(drafter, shallow, TEXT)[None])).topk(3)
+    states, context = block_states(drafter, shallow, TEXT), torch.randn(shallow.width)
     scores = drafter.score_lattice(candidates, log_probs, states[None], context[None])
     embedded = drafter.embed(drafter.draft_ids[candidates[0]])
     expected = lattice_by_formula(drafter.lilicorr, embedded, log_probs[0], states, context)

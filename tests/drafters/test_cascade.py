@@ -126,7 +126,7 @@ def test_deeper_than_the_handover_the_helper_speaks(shallow: Target, prompts: li
 
     def draft_log_q(drafter: Any) -> list[torch.Tensor]:
         proposed(drafter, begun(shallow, prompts[:1], drafter, probe), probe)
-        return probe.said
+        return probe.log_q
 
     drafter = make_drafter(shallow, inner=INNER, helper=HELPERS[helper], ahead=2, handover=2)
     cascade_log_q, inner_log_q = draft_log_q(drafter), draft_log_q(drafter.inner)
@@ -175,7 +175,7 @@ def test_the_qualifier_lets_good_guesses_pass(shallow: Target, prompts: list[lis
     sorted_log_q = []
     for drafter in (lenient, strict):
         proposed(drafter, begun(shallow, prompts[:1], drafter, probe), probe)
-        sorted_log_q.append([log_q.sort().values for log_q in probe.said])
+        sorted_log_q.append([log_q.sort().values for log_q in probe.log_q])
     for lenient_log_q, strict_log_q in zip(*sorted_log_q):
         torch.testing.assert_close(lenient_log_q, strict_log_q)
 

@@ -102,7 +102,7 @@ def test_a_single_slot_is_a_next_token_head(shallow: Target) -> None:
         context = begun(shallow, [[5, 6, 7]], drafter, probe)
         proposed(drafter, context, probe)
     expected = drafter.slot_log_probs(context.new_features.at_layer("final")[:, -1])[0, 0, :-1].log_softmax(-1)
-    torch.testing.assert_close(probe.said[0][0, 0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(probe.log_q[0][0, 0], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("attention", "adaptation"), [(1, 1), (0, 2)])

@@ -29,7 +29,7 @@ from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
 from tests.factories import add_noise
 
-from .blocks import dataset, states_behind
+from .blocks import block_states, dataset
 
 SLOTS, LIMIT = 5, 12
 SOURCE = torch.Generator().manual_seed(10)
@@ -64,7 +64,7 @@ def make_batch(target: Target, drafter: DFlash, rows: list[int], packed: bool = 
 
 def compute_block_log_q(drafter: DFlash, target: Target, text: list[int]) -> Tensor:
     """Compute log q [K, V] of the drafts after a text whose last token is not run."""
-    return drafter.head.logits(states_behind(drafter, target, text))[:, drafter.draft_ids].log_softmax(-1)
+    return drafter.head.logits(block_states(drafter, target, text))[:, drafter.draft_ids].log_softmax(-1)
 
 
 # Training

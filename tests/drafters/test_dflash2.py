@@ -21,7 +21,7 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
-from .blocks import dataset, states_behind
+from .blocks import block_states, dataset
 from .test_dflash import LIMIT, PROMPTS, RoundRecorder
 
 CANDIDATES = 5
@@ -80,7 +80,7 @@ def test_loss_is_the_formula(shallow: Target, options: dict[str, Any]) -> None:
             if index // length != row:
                 continue
             text = batch.tokens[row].tolist()
-            states = states_behind(drafter, shallow, text[: position + 1])
+            states = block_states(drafter, shallow, text[: position + 1])
             for d in range(drafter.num_drafts):
                 if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
                     break
@@ -125,7 +125,7 @@ def test_candidates_are_weighed_by_their_parents(shallow: Target, builder: TreeB
     for texts, tree in recorder.rounds[::6]:
         assert tree.scores is not None
         for row, text in enumerate(texts):
-            states = states_behind(drafter, shallow, text)
+            states = block_states(drafter, shallow, text)
             for node in range(1, tree.tokens.shape[1]):
                 path, at = [], node
                 while at >= 0:
@@ -160,7 +160,7 @@ def test_convolutions_start_as_nothing(shallow: Target) -> None:
     first = DFlash(shallow, DFlashConfig(block_size=4, num_layers=2))
     missing, _ = first.load_state_dict(second.state_dict(), strict=False)
     assert not missing
-    torch.testing.assert_close(states_behind(second, shallow, PROMPTS[0]), states_behind(first, shallow, PROMPTS[0]))
+    torch.testing.assert_close(block_states(second, shallow, PROMPTS[0]), block_states(first, shallow, PROMPTS[0]))
 
 
 def test_groups_divide_the_width(shallow: Target) -> None:

@@ -23,7 +23,7 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
-from .blocks import dataset, states_behind
+from .blocks import block_states, dataset
 from .test_dflash import LIMIT, PROMPTS, RoundRecorder
 
 HEADS = pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
@@ -49,7 +49,7 @@ def make_batch(target: Target, drafter: DSpark, rows: list[int], packed: bool = 
 @torch.no_grad()
 def compute_by_formula(drafter: DSpark, target: Target, text: list[int], path: list[int]) -> tuple[Tensor, list[float]]:
     """Compute log q [len(path) + 1, V] after a text and each token of a path below it, and the confidence, by the formulas."""
-    states, head = states_behind(drafter, target, text), drafter.markov
+    states, head = block_states(drafter, target, text), drafter.markov
     carried, log_q, confidence = torch.zeros(head.rank), [], []
     for hidden, token in zip(states, [text[-1], *path]):
         e = m = head.markov_w1.weight[token]
@@ -204,7 +204,7 @@ def test_without_its_heads_it_is_dflash(shallow: Target) -> None:
     drafter = make_drafter(shallow, confidence=False)
     with torch.no_grad():
         drafter.markov.markov_w2.weight.zero_()
-    states = states_behind(drafter, shallow, PROMPTS[0])
+    states = block_states(drafter, shallow, PROMPTS[0])
     context: Any = SimpleNamespace(root=torch.tensor([PROMPTS[0][-1]]))
     rollout = drafter.make_rollout(context, SlotStates(states[None], 0))
     expected = F.log_softmax(drafter.head.logits(states), dim=-1)

@@ -83,9 +83,9 @@ def test_nodes_are_the_same_level_by_level_or_not(shallow: Target) -> None:
     with torch.no_grad():
         proposed(drafter, context, levels)
         proposed(drafter, begun(shallow, [[5, 6, 7, 8]], drafter, Chain(1), 40), mixed)
-    _, first, second, third = levels.said
+    _, first, second, third = levels.log_q
     expected_levels = [[first[0, 0]], [second[0, 0], first[0, 1]], [second[0, 1], third[0, 0]], [third[0, 1]]]
-    for log_q, expected in zip(mixed.said[1:], expected_levels, strict=True):
+    for log_q, expected in zip(mixed.log_q[1:], expected_levels, strict=True):
         torch.testing.assert_close(log_q[0], torch.stack(expected), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(third[0, 0], third[0, 1], atol=1e-2)
 

@@ -56,7 +56,7 @@ def test_decoding_is_the_recurrence(shallow: Target, drafter: Owl) -> None:
             root = int(context.root)
             text = context.tokens[0, : int(context.lengths) + 1].tolist()
             proposed(drafter, context, probe)
-            for log_q, expected in zip(probe.said, by_hand(drafter, shallow, text, [20, 30])):
+            for log_q, expected in zip(probe.log_q, by_hand(drafter, shallow, text, [20, 30])):
                 torch.testing.assert_close(log_q[0, 0], expected, rtol=1e-3, atol=1e-3)
             assert text[-1] == root
             if not number:

@@ -83,5 +83,5 @@ def test_an_untrained_drafter_repeats_the_target(shallow: Target) -> None:
         proposed(drafter, context, probe)
         last = context.new_features.at_layer("final")[:, int(context.num_new[0]) - 1]
         expected = shallow.head.logits(last)[:, drafter.draft_ids].float().log_softmax(-1)
-    for log_q in (probe.said[0][:, 0], probe.said[1][:, 0], probe.said[1][:, 1]):
+    for log_q in (probe.log_q[0][:, 0], probe.log_q[1][:, 0], probe.log_q[1][:, 1]):
         torch.testing.assert_close(log_q, expected, rtol=1e-4, atol=1e-4)

@@ -94,7 +94,7 @@ def test_every_head_starts_as_the_targets_own(shallow: Target) -> None:
     expected = shallow.head.logits(context.new_features.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
     with torch.no_grad():
         proposed(drafter, context, probe)
-    log_q = torch.cat(probe.said, dim=1)
+    log_q = torch.cat(probe.log_q, dim=1)
     torch.testing.assert_close(log_q, expected[:, None].expand_as(log_q), rtol=1e-4, atol=1e-4)
 
 

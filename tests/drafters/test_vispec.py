@@ -23,7 +23,7 @@ from spectrain.trees import Chain, Eagle2
 from spectrain.trees.base import Prefix, Rollout
 from spectrain.trees.token_tree import TokenTree
 from tests.factories import add_noise, random_batch
-from tests.models.visions import asked, picture, seeing_target
+from tests.models.visions import make_question, picture, seeing_target
 
 QUERIES = 3
 
@@ -37,7 +37,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def messages(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("pictures")
     first, second = picture(folder, 1), picture(folder, 2, (56, 112))
-    questions = [asked("What is this?", first), asked(first, "and", second, "Which?"), [{"role": "user", "content": "Hello"}]]
+    questions = [
+        make_question("What is this?", first),
+        make_question(first, "and", second, "Which?"),
+        [{"role": "user", "content": "Hello"}],
+    ]
     return [[*question, {"role": "assistant", "content": "A house by the sea."}] for question in questions]
 
 

@@ -59,7 +59,7 @@ def test_deeper_blocks_equal_a_forward_over_the_path(shallow: Target) -> None:
                 for slot in range(size):
                     depth = number * size + slot
                     if depth < 5:
-                        log_q = probe.said[depth][0, min(branch, probe.said[depth].shape[1] - 1)]
+                        log_q = probe.log_q[depth][0, min(branch, probe.log_q[depth].shape[1] - 1)]
                         torch.testing.assert_close(log_q, drafter.log_q(predicted[0, slot]), rtol=2e-3, atol=2e-3)
                 features, text = torch.cat([features, predicted], dim=1), text + path[number * size : number * size + size]
 

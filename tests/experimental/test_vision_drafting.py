@@ -21,7 +21,7 @@ from spectrain.models.images import get_images
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
-from tests.models.visions import asked, picture, seeing_target
+from tests.models.visions import make_question, picture, seeing_target
 
 LIMIT = 12
 SMALL: dict[str, Any] = {
@@ -39,9 +39,9 @@ def prompts(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[li
     """A picture in the middle, two pictures, and text alone."""
     folder: Path = tmp_path_factory.mktemp("pictures")
     chats = [
-        asked("Look", picture(folder, 1), "What is it?"),
-        asked(picture(folder, 2), picture(folder, 3), "And these?"),
-        asked("No picture."),
+        make_question("Look", picture(folder, 1), "What is it?"),
+        make_question(picture(folder, 2), picture(folder, 3), "And these?"),
+        make_question("No picture."),
     ]
     return [tokenize_prompt(target.template, chat, target.vision) for chat in chats]
 

@@ -14,7 +14,7 @@ from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.trees import Chain
-from tests.drafters.blocks import states_behind
+from tests.drafters.blocks import block_states
 
 from .test_converter import DFLASH, ours
 
@@ -47,4 +47,4 @@ def test_generate_drafts_as_we_do(tiny: Target, tmp_path: Path) -> None:
         ours_generation = decode(tiny, [prompt], Greedy(), LIMIT, drafter, Chain(4), ignore_eos=True)[0]
         assert generated == plain == ours_generation.output
         assert len(calls) == 1 + len(ours_generation.round_lengths)
-        torch.testing.assert_close(states[0][1:], states_behind(drafter, tiny, [*prompt, generated[0]]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(states[0][1:], block_states(drafter, tiny, [*prompt, generated[0]]), rtol=1e-4, atol=1e-4)

@@ -31,7 +31,7 @@ from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 
-from .visions import asked, picture, seeing_target
+from .visions import make_question, picture, seeing_target
 
 NEW_TOKENS = 16
 
@@ -50,7 +50,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def make_conversations(pictures: tuple[str, str]) -> list[list[dict[str, Any]]]:
     first, second = pictures
     answers = ["A red house by the sea, and a boat.", "The first is larger.", "Nothing to see here."]
-    questions = [asked("What is this?", first), asked(first, "and", second, "Which?"), [{"role": "user", "content": "Hello"}]]
+    questions = [
+        make_question("What is this?", first),
+        make_question(first, "and", second, "Which?"),
+        [{"role": "user", "content": "Hello"}],
+    ]
     return [[*question, {"role": "assistant", "content": answer}] for question, answer in zip(questions, answers)]
 
 
@@ -150,7 +154,8 @@ def test_bidirectional_image_masks_follow_requested_masks() -> None:
 def test_another_image_changes_the_output(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
     """The tokens are the same and the answer is not; nor is the key by which features are stored."""
     texts = [
-        tokenize_prompt(target.template, asked("What?", path), target.vision) for path in (pictures[0], picture(tmp_path, 3))
+        tokenize_prompt(target.template, make_question("What?", path), target.vision)
+        for path in (pictures[0], picture(tmp_path, 3))
     ]
     assert list(texts[0]) == list(texts[1])
     first, second = (generation.output for generation in Session(target, Greedy()).decode(texts, NEW_TOKENS))
@@ -208,11 +213,14 @@ def test_conversations_with_images_are_read_from_a_file(pictures: tuple[str, str
 
 def test_prompts_with_images_are_read_from_a_file(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
     """What is scored may have images too; the answers that follow them are left out."""
-    row = {"messages": [*asked("What?", pictures[0]), {"role": "assistant", "content": "A boat."}]}
+    row = {"messages": [*make_question("What?", pictures[0]), {"role": "assistant", "content": "A boat."}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
     (prompt,) = read_prompts(str(tmp_path / "prompts.jsonl")).prompts
     text = tokenize_prompt(target.template, prompt.opening_conversation, target.vision)
-    assert text == tokenize_prompt(target.template, asked("What?", pictures[0]), target.vision) and get_images(text) is not None
+    assert (
+        text == tokenize_prompt(target.template, make_question("What?", pictures[0]), target.vision)
+        and get_images(text) is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,7 +249,7 @@ def test_text_only_readers_refuse_images(target: Target, pictures: tuple[str, st
 
 def test_images_with_other_logits_than_transformers_are_refused(target: Target, pictures: tuple[str, str]) -> None:
     """The check compares transformers with the very forward that decoding would use."""
-    text = tokenize_prompt(target.template, asked("What?", pictures[0]), target.vision)
+    text = tokenize_prompt(target.template, make_question("What?", pictures[0]), target.vision)
 
     def flip_embeddings(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Reverse the embeddings, in forwards of this project only."""

@@ -190,7 +190,7 @@ def picture(folder: Path, number: int, size: tuple[int, int] = (84, 56)) -> str:
     return str(path)
 
 
-def asked(*parts: str) -> list[dict[str, Any]]:
+def make_question(*parts: str) -> list[dict[str, Any]]:
     """A question of texts and pictures."""
     content = [{"type": "image", "path": part} if part.endswith(".png") else {"type": "text", "text": part} for part in parts]
     return [{"role": "user", "content": content}]
