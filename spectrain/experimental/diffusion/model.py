@@ -93,7 +93,8 @@ class MaskedLM(nn.Module):
         embedding = causal.model.embed_tokens.weight
         model.embedding.weight.copy_(torch.cat([embedding, embedding.mean(0, keepdim=True)]))
         model.norm.weight.copy_(causal.model.norm.weight)
-        for layer, source in zip(model.layers, causal.model.layers):
+        layers = [layer for layer in model.layers if isinstance(layer, MaskedLayer)]
+        for layer, source in zip(layers, causal.model.layers, strict=True):
             layer.attention.load_state_dict(source.self_attn.state_dict())
             layer.mlp.load_state_dict(source.mlp.state_dict())
             layer.input_norm.weight.copy_(source.input_layernorm.weight)
