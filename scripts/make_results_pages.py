@@ -42,8 +42,8 @@ The batches of `tree=auto` were measured later than all other rows, with answers
 SmolLM2. With several prompts at once it counts the tokens of the text that is behind, because a batch takes as long as its
 slowest text. On SmolLM2 it is at 0.98 of plain decoding or above at every size. The EAGLE-3 drafter of tiny never pays there,
 and `tree=auto` loses 0.02 to 0.04 at one, two and four prompts: about 1 % for the first drafted round, which takes 36 ms once,
-and about 1 % for 16 trials. All its answers equal those of `generate`, in batches too. In the older rows some answers of SmolLM2
-in batches differ from those of each text alone, without a drafter too: the forward over the padded prompts of a batch rounded
+and about 1 % for 16 trials. All its answers equal those of `generate`, in batches too. In the older rows some answers of
+SmolLM2 in batches differ from those of each text alone, without a drafter too: the forward over the padded prompts of a batch rounded
 otherwise in bfloat16 then, and kernels run prompts one after the other now.""",
     ),
     "comparison-smollm2": ResultsPage(
