@@ -39,7 +39,7 @@ TWENTY_FOUR = ["eval.limit=24", "eval.max_new_tokens=48"]
 FORTY = ["eval.limit=40", "eval.max_new_tokens=64", "eval.batch_size=8", "eval.repeats=1", "acceptance=greedy"]
 SIXTEEN = ["tree=eagle2", "tree.depth=4", "tree.budget=16"]
 CACHES = (
-    "full", "window", "snap", "quest", "compress", "defensive", "signs", "clusters", "merged", "int8", "int4", "sink4",
+    "window", "snap", "quest", "compress", "defensive", "signs", "clusters", "merged", "int8", "int4", "sink4",
     "turbo4",
 )  # fmt: skip
 LOSSY = {

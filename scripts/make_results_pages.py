@@ -203,9 +203,7 @@ measured.""",
 the former with remedies too. The tables hold tokens per forward of greedy chains of 4 by position, over answers of 48 tokens,
 with 95 % intervals over prompts. The first tables are on a synthetic target, and the last one on SmolLM2.""",
         ("long-families.json", "long-target.json", "long-drafters.json"),
-        "python -m benchmarks.long_target\n"
-        "python -m benchmarks.long_families steps=400\n"
-        "python -m benchmarks.long_drafters",
+        "python -m benchmarks.long_target\npython -m benchmarks.long_families steps=400\npython -m benchmarks.long_drafters",
         long_tables,
         """The synthetic target is a Llama of three layers with 512 words, made for this page. Its documents return to their
 own passages and facts at any distance. It uses its whole context: the last 256 tokens of a text have a perplexity of 9.2
