@@ -86,7 +86,7 @@ def plain_path(tokens: list[int], parents: list[int], logits: Tensor, rule: TopC
 
 def test_rule_equals_plain_python() -> None:
     parents = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6]
-    accepted = 0
+    num_accepted = 0
     for seed in range(40):
         torch.manual_seed(seed)
         tokens, logits = torch.randperm(10)[None], torch.randn(1, 10, 10)
@@ -97,11 +97,11 @@ def test_rule_equals_plain_python() -> None:
         path = plain_path(tokens[0].tolist(), parents, logits[0], rule)
         assert accepted.path[0, : int(accepted.counts[0])].tolist() == path
         assert int(accepted.bonus[0]) == int(logits[0, path[-1]].argmax())
-        accepted += len(path) - 1
+        num_accepted += len(path) - 1
         greedy = Greedy()(tree, logits, sequences, positions)
         for same in (TopCandidates(1, 9.0), TopCandidates(4, 0.0)):
             strict = same(tree, logits, sequences, positions)
             assert torch.equal(strict.counts, greedy.counts) and torch.equal(strict.bonus, greedy.bonus)
-    assert accepted > 20
+    assert num_accepted > 20
     with pytest.raises(UserError, match="nats"):
         TopCandidates(tolerance=-1)
