@@ -13,7 +13,7 @@ from spectrain.cli.main import dispatch_command
 from spectrain.files import write_text
 from spectrain.provenance import collect_provenance
 
-from .command import run_benchmark
+from .command import list_defaults, run_benchmark
 
 TRAINING = [
     "target=tiny", "data.limit=null", "data.max_length=512", "trainer.batch_tokens=512", "trainer.seed=0",
@@ -24,8 +24,8 @@ CHAIN = ["tree=chain", "tree.depth=3"]
 TRAINED = ("eagle3", "medusa1", "gkd", "dflash")
 SHIPPED = "drafter=smollm2-eagle3"
 AUTO = ["tree=auto", "eval.max_new_tokens=64"]
-"""Longer answers, because the first trials of a number of prompts are a larger share of short ones. On tiny they would be a
-thirtieth of 32 answers, so there are more prompts too."""
+"""Longer answers, because the first trials of a number of prompts are a larger share of short ones. On tiny also more
+prompts."""
 DRAFTERS: dict[str, dict[str, list[str]]] = {
     "tiny": {
         **{f"{recipe}, chain of 3": [f"run=WORK/{recipe}", *CHAIN] for recipe in TRAINED},
@@ -100,8 +100,7 @@ class AxesBench:
         label = "".join(sign if sign.isalnum() else "-" for sign in f"{target}-{name}-{over}")
         given = [word.replace("WORK", str(self.folder)) for word in words]
         run = next((word for word in given if word.startswith("run=")), None) or f"run={self.folder / 'scores' / label}"
-        keys = {word.split("=")[0] for word in words}
-        settings = [word for word in (f"eval.sweep={over}", *SWEEPS[target][over], *SCORING) if word.split("=")[0] not in keys]
+        settings = list_defaults([f"eval.sweep={over}", *SWEEPS[target][over], *SCORING], words)
         dispatch_command(["eval", *given, *([] if run in given else [run]), *settings, f"eval.name={label}"])
         summary = json.loads((Path(run.removeprefix("run=")) / "eval" / label / "summary.json").read_text())
         return {"command": " ".join(["eval", *words, *settings]).replace("WORK", "runs/axes"), **summary["axis"]}

@@ -6,6 +6,7 @@ It imports nothing outside the standard library but `UserError`, because a GPU m
 import inspect
 import json
 import sys
+from collections.abc import Iterable
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -47,6 +48,12 @@ def parse_settings(benchmark: type, words: list[str]) -> dict[str, Any]:
     if missing:
         raise UserError(f"{missing[0]}: it has no default; add {missing[0]}=VALUE")
     return settings
+
+
+def list_defaults(defaults: Iterable[str], words: Iterable[str]) -> list[str]:
+    """Return the `key=value` words among the defaults whose keys no other word sets."""
+    keys = {word.partition("=")[0] for word in words}
+    return [word for word in defaults if word.partition("=")[0] not in keys]
 
 
 def convert_value(key: str, text: str, expected: Any) -> Any:

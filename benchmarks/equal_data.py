@@ -24,7 +24,7 @@ from spectrain.files import write_text
 from spectrain.models.loading import TINY_DIRECTORY
 from spectrain.provenance import collect_provenance
 
-from .command import run_benchmark
+from .command import list_defaults, run_benchmark
 from .systems import names_run
 
 TOKENS = 150_000
@@ -178,10 +178,8 @@ class EqualDataBench:
         run = words[0].removeprefix("run=WORK/") if words[0].startswith("run=") else "scores"
         folder = self.folder / str(seed) / run / "eval" / label
         if not (folder / "summary.json").exists():
-            given = {word.split("=")[0] for word in words}
-            rest = [word for word in SCORING if word.split("=")[0] not in given]
-            scored = [] if "run" in given else [f"run={self.folder / str(seed) / run}"]
-            dispatch_command(["eval", *self.fill_words(words, seed), *rest, *scored, f"eval.name={label}"])
+            rest = list_defaults([*SCORING, f"run={self.folder / str(seed) / run}"], words)
+            dispatch_command(["eval", *self.fill_words(words, seed), *rest, f"eval.name={label}"])
         return folder
 
     def compare_blocks(self, seed: int) -> None:
@@ -201,8 +199,7 @@ class EqualDataBench:
                 self.train(other, seed)
         run = self.folder / str(seed) / name
         if not (run / "drafter").exists():
-            given = {word.split("=")[0] for word in words}
-            rest = [word for word in TRAINING if word.split("=")[0] not in given]
+            rest = list_defaults(TRAINING, words)
             dispatch_command(["train", *self.fill_words(words, seed), *rest, f"trainer.seed={seed}", f"run={run}"])
 
     def fill_words(self, words: list[str], seed: int) -> list[str]:

@@ -18,7 +18,7 @@ from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.provenance import collect_provenance
 
-from .command import run_benchmark
+from .command import list_defaults, run_benchmark
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 SIZE = ["eval.limit=16", "eval.max_new_tokens=48", "eval.repeats=1"]
@@ -60,10 +60,9 @@ class SystemsBench:
             if any(names_run(word, run) for word in words):
                 self.train(run)
         arguments = self.fill_folder(words)
-        given = {word.split("=")[0] for word in words}
-        defaults = [word for word in [*SIZE, *SCORING] if word.split("=")[0] not in given]
+        defaults = list_defaults([*SIZE, *SCORING], words)
         folder = self.folder / "scores" / "".join(sign if sign.isalnum() else "-" for sign in name)
-        scored = [] if "run" in given else [f"run={folder}"]
+        scored = list_defaults([f"run={folder}"], words)
         dispatch_command(["eval", *arguments, *scored, *defaults, f"eval.name={folder.name}"])
         parent = next((Path(word.removeprefix("run=")) for word in [*arguments, *scored] if word.startswith("run=")), folder)
         return self.read_summary(parent / "eval" / folder.name / "summary.json", [*words, *defaults])
@@ -85,8 +84,7 @@ class SystemsBench:
             if f"drafter.init=WORK/{other}" in words:
                 self.train(other)
         if not (self.folder / run / "drafter").exists():
-            given = {word.split("=")[0] for word in words}
-            defaults = [word for word in TRAINING if word.split("=")[0] not in given]
+            defaults = list_defaults(TRAINING, words)
             dispatch_command(["train", *self.fill_folder(words), *defaults, f"run={self.folder / run}"])
 
     def fill_folder(self, words: list[str]) -> list[str]:

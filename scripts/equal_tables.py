@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scripts.results_tables import format_interval, format_table
+from scripts.results_tables import format_interval, format_length, format_speed, format_table
 
 TITLES = ("tokens per forward", "by seed", "relative to the base", "speed", "speed relative to the base")
 
@@ -18,12 +18,9 @@ def equal_tables(results: dict[str, Any]) -> str:
 
 def describe_row(row: dict[str, Any]) -> list[str]:
     """Return the cells of a row; a ratio in bold excludes 1 for all prompts, and lies on one side of it for every seed."""
-    length, speed = row["acceptance_length"], row["speedup"]
-    return [
-        row["name"], f"{length['pooled']:.2f} {format_interval(length['ci95'])}",
-        ", ".join(f"{value:.2f}" for value in row["by_seed"]), describe_ratio(row.get("tokens_ratio")),
-        f"{speed['ratio']:.2f}x {format_interval(speed['ci95'])}", describe_ratio(row.get("speed_ratio")),
-    ]  # fmt: skip
+    by_seed, ratios = ", ".join(f"{value:.2f}" for value in row["by_seed"]), (row.get("tokens_ratio"), row.get("speed_ratio"))
+    tokens, speed = map(describe_ratio, ratios)
+    return [row["name"], format_length(row), by_seed, tokens, format_speed(row), speed]
 
 
 def describe_ratio(ratio: dict[str, Any] | None) -> str:

@@ -41,6 +41,11 @@ def format_length(system: dict[str, Any]) -> str:
     return f"{value:.2f} {format_interval(interval)}"
 
 
+def format_speed(system: dict[str, Any]) -> str:
+    """Return the speedup with its interval."""
+    return f"{system['speedup']['ratio']:.2f}x {format_interval(system['speedup']['ci95'])}"
+
+
 def format_rates(rates: Iterable[float]) -> str:
     return " ".join(f"{rate:.2f}" for rate in rates)
 

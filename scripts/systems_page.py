@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.systems import read_systems
-from scripts.results_tables import describe_setting, format_interval, format_table
+from scripts.results_tables import describe_setting, format_interval, format_length, format_speed, format_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results"
@@ -111,10 +111,10 @@ def describe_vision(name: str) -> str:
     """Return tokens per forward and speed of a drafter for a target of text and images."""
     path = RESULTS / "vision-drafting.json"
     row = json.loads(path.read_text())["rows"].get(name) if path.exists() else None
-    return f"{name}: not measured" if row is None else f"{name}: {format_rates(row['acceptance_length'], row['speedup'])}"
+    return f"{name}: not measured" if row is None else f"{name}: {format_measured(row['acceptance_length'], row['speedup'])}"
 
 
-def format_rates(tokens: list[float], speed: list[float]) -> str:
+def format_measured(tokens: list[float], speed: list[float]) -> str:
     """Return tokens per forward and speed, each given as the value and the ends of its interval."""
     return f"{tokens[0]:.2f} {format_interval(tokens[1:])} tokens, {speed[0]:.2f}x {format_interval(speed[1:])}"
 
@@ -125,7 +125,7 @@ def describe_diffusion(name: str) -> str:
     if not path.exists():
         return f"{name}: not measured"
     row = json.loads(path.read_text())["diffusion"][name]
-    rates = format_rates(row["tokens_per_forward"], row["speedup"])
+    rates = format_measured(row["tokens_per_forward"], row["speedup"])
     return f"{name}: {rates}, {row['agreement']:.2f} of the tokens as one per forward"
 
 
@@ -147,10 +147,9 @@ def describe_row(name: str, rows: dict[str, Any], is_named: bool) -> str:
     if row is None:
         return f"{label}not measured"
     beams = row.get("beams")
-    length, speed = (beams or row)["acceptance_length"], (beams or row)["speedup"]
-    tokens = f"{length['pooled']:.2f} {format_interval(length['ci95'])} {'tokens' if beams is None else 'steps of all beams'}"
+    tokens = f"{format_length(beams or row)} {'tokens' if beams is None else 'steps of all beams'}"
     together = " with 8 prompts at once" if "eval.batch_size=8" in row["command"] else ""
-    return f"{label}{tokens}, {speed['ratio']:.2f}x {format_interval(speed['ci95'])}{together}"
+    return f"{label}{tokens}, {format_speed(beams or row)}{together}"
 
 
 def find_way(group: str, name: str) -> dict[str, Any]:

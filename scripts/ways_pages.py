@@ -25,11 +25,7 @@ def phrases_tables(results: dict[str, Any]) -> str:
 
 def rate_cells(row: dict[str, Any] | None) -> tuple[str, str]:
     """Return tokens per forward and speed with their intervals, empty for a row that was not measured."""
-    if row is None:
-        return "", ""
-    length, speed = row["acceptance_length"], row["speedup"]
-    ends = tables.format_interval(length["ci95"]), tables.format_interval(speed["ci95"])
-    return f"{length['pooled']:.2f} {ends[0]}", f"{speed['ratio']:.2f}x {ends[1]}"
+    return ("", "") if row is None else (tables.format_length(row), tables.format_speed(row))
 
 
 WAYS_PAGES = {
@@ -37,7 +33,8 @@ WAYS_PAGES = {
         "Phrases, copies and reduced caches",
         """Drafters that look tokens up, lengthen drafts by phrases, or share drafts between branches, each after its base, and
 self-drafting with less of the cache behind 1,024 tokens of text. Greedy; 24 prompts of 48 tokens on tiny, 8 on SmolLM2, and 6
-of 32 tokens for caches. Trees of 16 nodes where nothing else is said. All answers equal those of `generate`.""",
+of 32 tokens for caches. Rows named chain decode chains of 4 tokens, as do caches; all others decode trees of 16 nodes. All
+answers equal those of `generate`.""",
         ("phrases.json",),
         f"{WAYS} --out eval/results/phrases.json phrases phrases-smollm2 codecs-smollm2",
         phrases_tables,

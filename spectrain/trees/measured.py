@@ -36,9 +36,8 @@ class Auto(LatencyAwareBuilder):
 
     A round drafts only if drafted rounds gain more tokens than plain steps would in the same time (`DraftChoice`). Of several
     texts, those with the fewest new tokens so far count, because a batch ends with its last text. Times belong to a batch size
-    and a number of threads. For others than the calibrated ones they are estimated at first, and measured
-    once a few rounds ran with them; they are measured again when drafted rounds take longer or shorter than expected,
-    compared with plain steps.
+    and a number of threads. For others than the calibrated ones they are estimated at first, and measured once a few rounds
+    ran with them; they are measured again when drafted rounds take longer or shorter than expected, compared with plain steps.
     """
 
     name = "auto"

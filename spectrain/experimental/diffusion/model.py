@@ -83,8 +83,8 @@ class MaskedLM(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_causal(cls, causal: LlamaForCausalLM) -> MaskedLM:
-        """Start from a causal model with tied embeddings, whose attention training opens to both directions (DiffuLLaMA, Gong
-        et al., 2025, arXiv 2410.17891). The embedding of the mask is the mean of the others."""
+        """Start from a causal model with tied embeddings and unscaled rotary angles, whose attention training opens to both
+        directions (DiffuLLaMA, Gong et al., 2025, arXiv 2410.17891). The embedding of the mask is the mean of the others."""
         llama = causal.config
         model = cls(MaskedConfig(
             llama.vocab_size, llama.hidden_size, llama.num_hidden_layers, llama.num_attention_heads, llama.intermediate_size,
