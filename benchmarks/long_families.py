@@ -151,8 +151,8 @@ class LongFamilies:
         relative = compare_scores(scores, read_scores(self.folder, System(f"{family}-{SHORT}-{seed}", "")))
         return {
             "name": system.name.rsplit("-", 1)[0], "family": family, "seed": int(seed), "changes": system.changes,
-            "sinks": system.sinks, "training_cpu_seconds": seconds, "relative": relative, **summarize_scores(scores),
-            "cpu_ms_per_token": measure_seconds(scores),
+            "sinks": system.sinks, "steps": self.steps, "training_cpu_seconds": seconds, "relative": relative,
+            **summarize_scores(scores), "cpu_ms_per_token": measure_seconds(scores),
         }  # fmt: skip
 
 

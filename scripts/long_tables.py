@@ -71,9 +71,11 @@ def lengths_table(results: dict[str, Any]) -> str:
             rows = [row for row in results["rows"] if row["name"] == f"{family}-{length}"]
             ratio = ", ".join(format_relative(row) for row in rows) if length == "4096" else "1"
             seconds = ", ".join(f"{row['training_cpu_seconds']:.0f}" for row in rows)
-            cells.append([f"`{family}`", f"{int(length):,}", *format_positions(rows), ratio, seconds])
-    titles = ["family", "trained on", *results["perplexity"]["by_position"], "beyond 1k, relative to 512", "training, CPU s"]
-    return format_table(titles, cells)
+            cells.append([f"`{family}`", f"{int(length):,}", *format_positions(rows), ratio, str(rows[0]["steps"]), seconds])
+    positions = results["perplexity"]["by_position"]
+    return format_table(
+        ["family", "trained on", *positions, "beyond 1k, relative to 512", "steps", "training, CPU s"], cells
+    )
 
 
 def remedies_table(results: dict[str, Any], family: str) -> str:

@@ -63,21 +63,21 @@ answers that the run was trained on; the row `retrieval` copies from the prompt 
     ),
     "comparison-tiny": ResultsPage(
         "Seven families for equal seconds",
-        """Seven recipes were trained on the tiny target for 90 seconds each and scored with the same prompts. Heads
-learn most in this time because they see the most tokens; block drafters need longer trainings.""",
+        """Seven recipes were trained on the tiny target for 90 seconds each and scored with the same prompts. Hydra
+accepts most. Medusa saw the most tokens and accepts less than EAGLE-3 and P-EAGLE; block drafters need longer trainings.""",
         ("compare-tiny.json",),
         "spectrain compare target=tiny recipes=eagle3,dflash,dspark,dflash2,peagle,medusa1,hydra "
         "compare.seconds=90 data.limit=null eval.limit=16 eval.max_new_tokens=64 eval.repeats=1 "
         "compare.training_free=[] compare.batch=null",
         tables.tiny_comparison,
-        """On a target of 1.7 million parameters drafting costs as much as verifying, so families that draft in one pass
+        """On a target of 1.7 million parameters drafting often takes longer than verifying, so families that draft in one pass
 or by heads lose the least time. Nothing was measured on a GPU or after trainings as long as the papers'.""",
     ),
     "families-tiny": ResultsPage(
-        "All families after the same tokens",
-        """Every recipe was trained on the same 111 thousand tokens of tiny's embedded data (300 steps of at most 512
-tokens, the recipe's rate, one seed) and scored on 40 held-out prompts of 64 tokens, greedy. All answers equal
-those of `generate`.""",
+        "Eighteen recipes after the same tokens",
+        """Eighteen recipes, three of them with a low-rank variant, were trained on the same 111 thousand tokens of tiny's
+embedded data (300 steps of at most 512 tokens, the recipe's rate, one seed) and scored on 40 held-out prompts of 64 tokens,
+greedy. All answers equal those of `generate`.""",
         ("heads-tiny.json",),
         "python -m benchmarks.compare_heads",
         tables.heads_table,
@@ -98,8 +98,8 @@ same side of it.""",
         equal_tables,
         """In the tables of trainings that continue, `eagle3` and `dflash` are where the other rows start, with fewer tokens.
 The command measures five groups more, which are not here yet: learning while decoding, raw text before answers, and three of
-lengths. Speeds are those of a target of 1.7 million parameters, for which drafting costs as much as verifying; one or more
-other processes ran on the machine.""",
+lengths. Speeds are those of a target of 1.7 million parameters, for which drafting often takes longer than verifying; one or
+more other processes ran on the machine.""",
     ),
     "less-cache": ResultsPage(
         "Self-drafting with less of the cache",

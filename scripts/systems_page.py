@@ -17,12 +17,13 @@ enumeration, an equation, or a comparison with another implementation; each is a
 starts with *after* does less than the paper, or something else; its name says what it does.
 
 The last column holds tokens per forward and the speed relative to decoding without a drafter, both with 95 % intervals over
-prompts. Drafted and plain decoding ran in turn, on tiny with one thread: 16 held-out prompts of 48 tokens where nothing else is
-said. On a target of 1.7 million parameters drafting costs as much as verifying, so few methods gain. One other measurement ran
-on the second core. Every greedy row gave the text of `generate` for all prompts. Drafters were trained for a minute or two, so
-rows do not rank the methods. Rows of `benchmarks/measure_ways.py` were measured earlier, some with eight prompts at once. The
-page is written by `python -m scripts.make_results_pages` from `benchmarks/systems.yaml`, `eval/results/systems.json` and
-`eval/results/ways-tiny.json`, `phrases.json` and `equal-data.json`; the commands that measured it:
+prompts. Drafted and plain decoding ran in turn, on tiny with one thread: 16 held-out prompts of 48 tokens where nothing else
+is said. On a target of 1.7 million parameters drafting often takes longer than verifying, so few methods gain. One other
+measurement ran on the second core. Every greedy row gave the text of `generate` for all prompts. Drafters were trained for a
+minute or two, so rows do not rank the methods. Rows of `benchmarks/measure_ways.py` were measured earlier, some with eight
+prompts at once. The page is written by `python -m scripts.make_results_pages` from `benchmarks/systems.yaml` and, in
+`eval/results/`, `systems.json`, `ways-tiny.json`, `phrases.json`, `equal-data.json`, `vision-drafting.json` and
+`diffusion.json`; the commands that measured it:
 
 ```sh
 python -m benchmarks.systems
