@@ -84,6 +84,8 @@ def remedies_table(results: dict[str, Any], family: str) -> str:
     base = sum(row["training_cpu_seconds"] for row in rows if row["name"] == f"{family}-512")
     for key, (title, cost) in REMEDIES.items():
         same = [row for row in rows if row["name"] == f"{family}-{key}"]
+        if not same:
+            continue  # not tried with this family
         seconds = sum(row["training_cpu_seconds"] for row in same) / len(same)
         spent = {"": "0", "more": f"{seconds:.0f}", "anew": f"{seconds:.0f} instead of {base / len(same):.0f}"}[cost]
         time = sum(row["cpu_ms_per_token"]["4-8k"] for row in same) / len(same)
