@@ -6,6 +6,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import ShardSet
+from spectrain.data.stream import StreamReader
 from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
@@ -42,6 +43,10 @@ def regenerate_command(
             raise RunError(f"out={folder}: not whole: {named}; run the command that made it, without check=true")
         return
     settings, reader, sampler = regenerate.build(), spec.data.build(), sampling.build()
+    if isinstance(reader, StreamReader):
+        raise UserError(
+            "data: regeneration answers all conversations, and a stream reads data.sample rows; use data=jsonl or data=hub"
+        )
     reader.allows_unanswered = True
     reader.load_conversations()
     if capture:

@@ -526,3 +526,9 @@ def test_the_command_answers_questions_alone(tmp_path: Path) -> None:
         regenerate_command(spec, **settings)
     chats = JsonlReader(str(tmp_path / "out")).load_conversations()
     assert len(chats) == 2 and chats[0].messages[0]["content"] == "What is a bee?" and chats[0].messages[1]["content"]
+
+
+def test_a_stream_is_refused(tmp_path: Path) -> None:
+    """A stream reads a sample of its rows, and a set of a sample looks complete."""
+    with pytest.raises(UserError, match="regeneration answers all conversations, and a stream reads data.sample rows"):
+        run_command("target=tiny", "data=stream", f"data.path={tmp_path / 'a.jsonl'}", f"++out={tmp_path / 'out'}")
