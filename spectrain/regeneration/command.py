@@ -18,7 +18,7 @@ from .capture import make_capturing_writer
 from .regenerate import Regeneration, report_faults
 from .sampling import Sampling
 from .server import ServerWriter
-from .writers import AnswerWriter, EngineWriter, collect_prompts
+from .writers import MAX_CALIBRATION_ROWS, AnswerWriter, EngineWriter, collect_prompts
 
 
 def regenerate_command(
@@ -92,11 +92,10 @@ def make_engine_writer(
         )
     assert directory is not None, "it was read from there"
     load_weights(drafter, directory)
-    first = [
-        settings.make_pending_row(number, conversation) for number, conversation in enumerate(data.load_conversations()[:64])
-    ]
-    prompts = collect_prompts(plain, first)
-    Session.from_drafter(target, drafter, builder, sampling.acceptance_rule, lambda: prompts)
+    rows = [settings.make_pending_row(*numbered) for numbered in enumerate(data.load_conversations()[:MAX_CALIBRATION_ROWS])]
+    Session.from_drafter(
+        target, drafter, builder, sampling.acceptance_rule, lambda: collect_prompts(plain.make_prompt, sampling, rows)
+    )
     return writer.build(sampling=sampling, target=target, drafter=drafter, builder=builder)
 
 
@@ -104,7 +103,7 @@ def regenerate_and_capture(
     spec: RunSpec, settings: Regeneration, data: ConversationReader, sampling: Sampling, folder: Path
 ) -> None:
     """Write a set of answers, and a store with the states that a training on it reads."""
-    writer = make_capturing_writer(spec, sampling, data, folder)
+    writer = make_capturing_writer(spec, settings, sampling, data, folder)
     try:
         settings.run(folder, data, sampling, writer)
     finally:
