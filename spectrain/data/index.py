@@ -26,7 +26,7 @@ def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
         raise UserError(f"out={out}: it is there already; name a new folder, or delete it")
     reader: ConversationReader = data.build()
     if isinstance(reader, StreamReader):
-        raise UserError("data: a store needs all conversations, and a stream reads data.sample rows; use data=jsonl or data=hub")
+        raise UserError("data: a store needs all conversations, a stream reads data.sample rows; use data=jsonl or data=hub")
     model: Any = target.build()
     dataset = reader.make_dataset(model.template, model.vision)
     size = index_dataset(reader, dataset, model.tokenizer, Path(out))

@@ -157,5 +157,5 @@ def test_token_ids_become_a_store(shallow: Target, shallow_folder: Path, tmp_pat
 def test_a_stream_becomes_no_store(shallow_folder: Path, tmp_path: Path) -> None:
     """A stream reads a sample of its rows, and a store of a sample looks like one of all rows."""
     model = GroupSpec("target", "hf", {"model": str(shallow_folder)})
-    with pytest.raises(UserError, match="a store needs all conversations, and a stream reads data.sample rows"):
+    with pytest.raises(UserError, match="a store needs all conversations, a stream reads data.sample rows"):
         index_command(model, GroupSpec("data", "stream", {"path": str(tmp_path / "a.jsonl")}), str(tmp_path / "store"))
