@@ -11,7 +11,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -256,9 +256,12 @@ def encode(
     ]
     tokens: list[int] = list(encoded["input_ids"])
     kinds = _mark_kinds([begin for begin, _ in encoded["offset_mapping"]], parts)
-    for answer in reversed(answers):
-        if answer.message in answer_ids:
-            _splice(template, text, answer, answer_ids[answer.message], encoded["offset_mapping"], tokens, kinds)
+    # A template may mark an answer in several parts, and the generated ids stand for all of them.
+    spans: dict[int, AnswerSpan] = {}
+    for answer in answers:
+        spans[answer.message] = replace(spans.get(answer.message, answer), end=answer.end)
+    for number in reversed([number for number in spans if number in answer_ids]):
+        _splice(template, text, spans[number], answer_ids[number], encoded["offset_mapping"], tokens, kinds)
     return tokens, kinds
 
 

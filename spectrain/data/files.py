@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from glob import glob
@@ -86,7 +87,7 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
                 yield row
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(
             f"{path}, after line {number}: it cannot be read ({first_line(error)}); see that it is complete and yours"
         ) from error

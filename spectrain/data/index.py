@@ -1,6 +1,7 @@
 """`spectrain data index`: writes the answers of a data set as a store, from which drafter=retrieval and drafter=hybrid
 copy."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
 from spectrain.provenance import collect_provenance
 
+from .chat import Example
 from .dataset import Dataset
 from .datastore import MAX_MATCH, hash_vocabulary, write_store
 from .images import content_text
+from .messages import Conversation
 from .readers import ConversationReader
+from .stream import StreamReader
 
 
 def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
@@ -21,6 +25,8 @@ def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
     if Path(out).exists():
         raise UserError(f"out={out}: it is there already; name a new folder, or delete it")
     reader: ConversationReader = data.build()
+    if isinstance(reader, StreamReader):
+        raise UserError("data: a store needs all conversations, a stream reads data.sample rows; use data=jsonl or data=hub")
     model: Any = target.build()
     dataset = reader.make_dataset(model.template, model.vision)
     size = index_dataset(reader, dataset, model.tokenizer, Path(out))
@@ -31,13 +37,18 @@ def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, fo
     """Write the answers of `data`, tokenized in `dataset`, as a store, and return the number of its tokens."""
     texts = [example.tokens[max(0, example.mask.index(True) - MAX_MATCH) :] for example in dataset.examples]
     texts_by_role: dict[str, list[str]] = {"user": [], "assistant": []}
-    for conversation in data.load_conversations():
+    conversations: Sequence[Conversation | Example] = data.load_conversations()
+    for conversation in conversations:
+        if isinstance(conversation, Example):
+            context = [token for token, supervised in zip(conversation.tokens, conversation.mask) if not supervised]
+            texts_by_role["user"].append(tokenizer.decode(context, skip_special_tokens=True))
+            continue
         for message in conversation.messages:
             texts_by_role.get(message["role"], []).append(content_text(message["content"]))
     facts = {
         "data": data.name,
         "fingerprint": dataset.fingerprint,
-        "conversations": len(data.load_conversations()),
+        "conversations": len(conversations),
         "tokenizer": hash_vocabulary(tokenizer),
         **collect_provenance(),
     }

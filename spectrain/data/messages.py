@@ -90,6 +90,7 @@ def parse_conversation(
     paths are relative to `folder`. `unread` counts keys that nothing reads.
     """
     unread = Counter() if unread is None else unread
+    row = drop_nulls(row)
     if allows_unanswered and isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
         questions = row.get("turns", [row.get("prompt")])
         if isinstance(questions, list) and questions and all(isinstance(text, str) and text.strip() for text in questions):
@@ -109,7 +110,7 @@ def parse_conversation(
         unread.update(
             f"key {key!r} of a message" for key, value in turn.items() if key not in MESSAGE_KEYS and value is not None
         )
-    unread.update(f"key {key!r} of a row" for key, value in row.items() if key not in ROW_KEYS and value is not None)
+    unread.update(f"key {key!r} of a row" for key in row if key not in ROW_KEYS)
     check_tool_calls(messages, location)
     tools = parse_tools(row.get("tools", row.get("functions")), location)
     documents = parse_documents(row.get("documents"), location)
@@ -121,16 +122,20 @@ def parse_conversation(
     return complete_turns(conversation, location, allows_unanswered, unread)
 
 
+def drop_nulls(row: Any) -> Any:
+    """Return a row or a message without its null values, with which tables fill gaps; what is no object stays as it is."""
+    return {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else row
+
+
 def parse_message(turn: Any, location: str, pictures: RowImages) -> Message:
     """Return a turn of any layout as a message; keys without a value are left out, others stay."""
     if not isinstance(turn, dict):
         raise UserError(f'{location}: it is no object; write {{"role": "user", "content": ".."}}')
+    turn = drop_nulls(turn)
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{location}: it has an unknown role ({role!r}); use system, developer, user, assistant or tool")
-    message: Message = {
-        key: value for key, value in turn.items() if key not in ("role", "from", "content", "value") and value is not None
-    }
+    message: Message = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
     content = turn.get("content", turn.get("value"))
     message = {"role": ROLES[role], "content": None, **message}
     if role == "function_call" or isinstance(turn.get("function_call"), dict):
@@ -259,6 +264,8 @@ def complete_turns(conversation: Conversation, location: str, allows_unanswered:
     if allows_unanswered and messages and messages[-1]["role"] in ("user", "tool"):
         messages.append({"role": "assistant", "content": ""})
     answers = [message for message in messages if message["role"] == "assistant"]
+    if allows_unanswered and not answers:
+        raise UserError(f"{location}: it has no question to answer; end it with a message of the user, or drop the line")
     if allows_unanswered and image_paths(messages):
         raise UserError(f"{location}: it has images, and answers are written to text alone; leave it out")
     # An answer with generated ids may be empty: the model ended its turn at once.

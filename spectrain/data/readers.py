@@ -94,7 +94,9 @@ class ConversationReader(ABC):
         conversations = []
         self.num_left_out = 0
         for conversation in self.read_conversations():
-            if (kind := self.duplicate_index.add(conversation)) is not None:
+            kind = self.duplicate_index.add(conversation)
+            # A source of a mixture that keeps its duplicates shares the mixture's index all the same.
+            if kind is not None and self.drop_duplicates != "none":
                 self.num_duplicates[kind] += 1
                 continue
             conversations.append(conversation)

@@ -9,7 +9,6 @@ open at a time, which mixes their rows.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from array import array
@@ -28,10 +27,11 @@ from spectrain.models.images import ImageProcessor
 
 from .chat import Example
 from .dataset import Batching, BatchStream, Dataset, StreamState, group_by_length, is_too_short, make_examples, split_held_out
-from .messages import Conversation, parse_conversation
+from .files import parse_line
+from .messages import Conversation, drop_nulls, parse_conversation
 from .readers import ConversationReader
 from .text import parse_document
-from .tokens import parse_tokens
+from .tokens import check_vocabulary, parse_tokens
 
 if TYPE_CHECKING:
     import datasets
@@ -121,7 +121,7 @@ class StreamReader(ConversationReader):
     def try_parse(self, row: dict[str, Any]) -> Conversation | Example | None:
         """Return the conversation, the document or the tokens of a row, which may be a line of JSON; None if it has none."""
         try:
-            return parse_row(json.loads(row["text"]) if self.reads_lines else row, self.unread)
+            return parse_row(parse_line(row["text"], "the row") if self.reads_lines else row, self.unread)
         except (UserError, ValueError) as error:
             self._report_first(error)
             return None
@@ -130,14 +130,16 @@ class StreamReader(ConversationReader):
         self, template: ChatTemplate, conversation: Conversation | Example | None
     ) -> tuple[list[Example], int, int] | None:
         """Return a conversation's examples, the number cut and the number dropped; None if it is unusable."""
+        if conversation is None:
+            return None
         try:
-            result = (
-                None if conversation is None else make_examples(template, conversation, self.max_length, None, self.train_on)
-            )
+            if isinstance(conversation, Example):
+                check_vocabulary(conversation, len(template.tokenizer), "the row")
+            result = make_examples(template, conversation, self.max_length, None, self.train_on)
         except UserError as error:
             self._report_first(error)
             return None
-        return None if result is None or is_too_short(result[0], self.min_length) else result
+        return None if is_too_short(result[0], self.min_length) else result
 
     def _report_first(self, error: Exception) -> None:
         """Print the reason for the first skipped row; further rows are only counted."""
@@ -183,6 +185,7 @@ class StreamReader(ConversationReader):
 
 def parse_row(row: Any, unread: Counter[str]) -> Conversation | Example:
     """Return what a row holds: a conversation, plain text, or tokens."""
+    row = drop_nulls(row)
     if isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
         if "input_ids" in row:
             return parse_tokens(row, "the row")
@@ -231,8 +234,8 @@ class WindowReader:
 
     def __init__(self, data: StreamReader, start: int, is_needed: Callable[[int], bool], per_epoch: int | None) -> None:
         self.data, self.is_needed, self.per_epoch = data, is_needed, per_epoch
-        # The next window to read.
-        self.next_window = start
+        # The next window to read, and the first one.
+        self.next_window = self.start = start
         # Its index in the epoch.
         self.epoch_window = start % per_epoch if per_epoch else start
         self.table_iterator = data.iterate_tables(data.window, self.epoch_window * data.window)
@@ -247,14 +250,20 @@ class WindowReader:
     def _read_table(self) -> None:
         table = next(self.table_iterator, None)
         if table is None:
-            if not self.epoch_window:
-                raise UserError(f"data.path={self.data.path}: it holds no row; give a set with at least one conversation")
-            self.per_epoch, self.epoch_window = self.epoch_window, 0
-            self.table_iterator = self.data.iterate_tables(self.data.window)
+            self._begin_epoch()
             return
         if self.is_needed(self.next_window):
             self.buffered_tables[self.next_window] = table
         self.next_window, self.epoch_window = self.next_window + 1, self.epoch_window + 1
+
+    def _begin_epoch(self) -> None:
+        """Begin the next epoch; a reader that began past the end of its first one counts the windows of an epoch."""
+        size, has_read = self.data.window, self.next_window > self.start
+        self.per_epoch = self.epoch_window if has_read else sum(1 for _ in self.data.iterate_tables(size))
+        if not self.per_epoch:
+            raise UserError(f"data.path={self.data.path}: it holds no row; give a set with at least one conversation")
+        self.epoch_window = 0 if has_read else self.start % self.per_epoch
+        self.table_iterator = self.data.iterate_tables(size, self.epoch_window * size)
 
 
 @dataclass

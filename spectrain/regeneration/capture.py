@@ -16,6 +16,7 @@ from spectrain.data.chat import Example, tokenize_prompt
 from spectrain.data.dataset import make_examples
 from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.readers import ConversationReader, JsonlReader
+from spectrain.data.shards import FailedRow, PendingRow, Row
 from spectrain.errors import RunError, UserError
 from spectrain.features.server_capture import StoreFiller, record_failures
 from spectrain.features.server_states import CapturedStates, OtherModelError, StateRequester, StatesError
@@ -26,9 +27,10 @@ from spectrain.servers.base import CompletionRequest
 from spectrain.servers.errors import ServerError
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
+from .regenerate import Regeneration
 from .sampling import Sampling
 from .server import ServerWriter
-from .writers import parse_generation
+from .writers import MAX_CALIBRATION_ROWS, collect_prompts, parse_generation
 
 PROBE_TOKENS = 24
 """Longest of the answers that are written before the first conversation, to compare them with their states."""
@@ -85,8 +87,17 @@ class CapturingWriter(ServerWriter):
         captured = self.requester.check_completion(completion, tokens, request.temperature)
         return captured, self.requester.read_layers(captured), completion.finish_reason
 
+    async def _answer_conversation(self, pending: PendingRow) -> Row | FailedRow:
+        try:
+            return await super()._answer_conversation(pending)
+        finally:
+            self.captured.pop(pending.id, None)
+
     async def request_answer(self, chat: ChatProgress, conversation: Conversation) -> GeneratedAnswer:
-        prompt = tokenize_prompt(self.target.template, conversation)
+        try:
+            prompt = tokenize_prompt(self.target.template, conversation)
+        except UserError as error:
+            raise AnswerError("failed", str(error)) from error
         request = replace(self.make_request(chat, prompt), captures_states=True)
         try:
             captured, states, reason = await self.requester.repeat(partial(self._request_states, request))
@@ -104,7 +115,7 @@ class CapturingWriter(ServerWriter):
     async def finish_conversation(self, chat: ChatProgress) -> None:
         """Store the states of the conversation's training sequences, as far as the requests have returned them."""
         row = {key: value for key, value in asdict(chat.finished_row).items() if value is not None}
-        captured = self.captured.pop(chat.pending.id, [])
+        captured = self.captured.get(chat.pending.id, [])
         for example in self.make_examples(parse_conversation(row, f"conversation {chat.pending.id}")):
             states = None if self.reads_tail else find_states(example, captured)
             if states is not None and example not in self.store:
@@ -147,7 +158,9 @@ def find_states(example: Example, captured: list[tuple[list[int], Tensor]]) -> T
     return None
 
 
-def make_capturing_writer(spec: RunSpec, sampling: Sampling, data: ConversationReader, folder: Path) -> CapturingWriter:
+def make_capturing_writer(
+    spec: RunSpec, settings: Regeneration, sampling: Sampling, data: ConversationReader, folder: Path
+) -> CapturingWriter:
     """Return the writer of answers and states, after a check of the server, with an open store."""
     if not spec.server:
         raise UserError("capture=true: name the server, as in server=vllm server.url=http://127.0.0.1:8000/v1")
@@ -160,10 +173,9 @@ def make_capturing_writer(spec: RunSpec, sampling: Sampling, data: ConversationR
     target: Target = spec.target.build()
     stage = spec.drafter.build(target=target).stages[0]
     requester = StateRequester(spec.server.build(), target, stage.layers)
-    first = [conversation.up_to(1) for conversation in data.load_conversations()[:4]]
-    prompts = [tokenize_prompt(target.template, conversation) for conversation in first]
-    settings = {"path": str(folder / "features"), **spec.source.settings}
-    source: StoredSource = GroupSpec("source", "store", settings).build()
+    rows = [settings.make_pending_row(*numbered) for numbered in enumerate(data.load_conversations()[:MAX_CALIBRATION_ROWS])]
+    prompts = collect_prompts(partial(tokenize_prompt, target.template), sampling, rows, count=4)
+    source: StoredSource = GroupSpec("source", "store", {"path": str(folder / "features"), **spec.source.settings}).build()
     source.engine = requester.connect([Example(prompt, [False] * len(prompt)) for prompt in prompts])
     source.prepare(target, stage.layers, stage.final_reach, None)
     store = source.own_store

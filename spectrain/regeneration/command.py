@@ -6,6 +6,7 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import ShardSet
+from spectrain.data.stream import StreamReader
 from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
@@ -17,7 +18,7 @@ from .capture import make_capturing_writer
 from .regenerate import Regeneration, report_faults
 from .sampling import Sampling
 from .server import ServerWriter
-from .writers import AnswerWriter, EngineWriter, collect_prompts
+from .writers import MAX_CALIBRATION_ROWS, AnswerWriter, EngineWriter, collect_prompts
 
 
 def regenerate_command(
@@ -42,6 +43,10 @@ def regenerate_command(
             raise RunError(f"out={folder}: not whole: {named}; run the command that made it, without check=true")
         return
     settings, reader, sampler = regenerate.build(), spec.data.build(), sampling.build()
+    if isinstance(reader, StreamReader):
+        raise UserError(
+            "data: regeneration answers all conversations, and a stream reads data.sample rows; use data=jsonl or data=hub"
+        )
     reader.allows_unanswered = True
     reader.load_conversations()
     if capture:
@@ -87,11 +92,10 @@ def make_engine_writer(
         )
     assert directory is not None, "it was read from there"
     load_weights(drafter, directory)
-    first = [
-        settings.make_pending_row(number, conversation) for number, conversation in enumerate(data.load_conversations()[:64])
-    ]
-    prompts = collect_prompts(plain, first)
-    Session.from_drafter(target, drafter, builder, sampling.acceptance_rule, lambda: prompts)
+    rows = [settings.make_pending_row(*numbered) for numbered in enumerate(data.load_conversations()[:MAX_CALIBRATION_ROWS])]
+    Session.from_drafter(
+        target, drafter, builder, sampling.acceptance_rule, lambda: collect_prompts(plain.make_prompt, sampling, rows)
+    )
     return writer.build(sampling=sampling, target=target, drafter=drafter, builder=builder)
 
 
@@ -99,7 +103,7 @@ def regenerate_and_capture(
     spec: RunSpec, settings: Regeneration, data: ConversationReader, sampling: Sampling, folder: Path
 ) -> None:
     """Write a set of answers, and a store with the states that a training on it reads."""
-    writer = make_capturing_writer(spec, sampling, data, folder)
+    writer = make_capturing_writer(spec, settings, sampling, data, folder)
     try:
         settings.run(folder, data, sampling, writer)
     finally:

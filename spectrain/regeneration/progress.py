@@ -15,8 +15,9 @@ from spectrain.training.metrics import Pace
 class WritingProgress:
     """Counts what this process writes; if enabled, shows it together with what other processes have finished."""
 
-    def __init__(self, shards: ShardSet, faults: dict[str, str], enabled: bool) -> None:
-        self.shards, self.faults, self.enabled = shards, set(faults), enabled
+    def __init__(self, shards: ShardSet, due: list[str], enabled: bool) -> None:
+        # The names of the shards that are still to be written.
+        self.shards, self.due, self.enabled = shards, set(due), enabled
         self.total = shards.manifest["conversations"]
         self.num_written = self.num_tokens = self.num_failed = 0  # by this process
         # Conversations in unfinished shards of this process.
@@ -58,7 +59,7 @@ class WritingProgress:
             print(f"conversation {done} of {self.total}  {line}  {self.pace.time_left(done)}", flush=True)
 
     def finish_shard(self, shard: Shard) -> None:
-        self.faults.discard(shard.name)
+        self.due.discard(shard.name)
         self.num_open -= len(shard.pending)
         self.num_finished = self._count_finished()
 
@@ -69,6 +70,6 @@ class WritingProgress:
         return f"this time {self.num_written} conversations, {self.num_tokens} tokens in {seconds:.0f} s ({speed})"
 
     def _count_finished(self) -> int:
-        """Count the conversations of complete shards, of all processes."""
+        """Count the conversations of shards that are not to be written again, of all processes."""
         records = self.shards.manifest["shards"].items()
-        return sum(record["rows"] + sum(record["lost"].values()) for name, record in records if name not in self.faults)
+        return sum(record["rows"] + sum(record["lost"].values()) for name, record in records if name not in self.due)

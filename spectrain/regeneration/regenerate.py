@@ -106,9 +106,10 @@ class Regeneration:
         rank = int(os.environ.get("RANK", 0))
         if rank == 0:
             report_faults(shards, faults)
-        with stop_gracefully(shards), WritingProgress(shards, faults, enabled=rank == 0) as progress:
+        due = self.list_due_shards(shards, faults)
+        with stop_gracefully(shards), WritingProgress(shards, due, enabled=rank == 0) as progress:
             ledger = OutcomeLedger(shards, progress, self.stop_after)
-            if due := self.list_due_shards(shards, faults):
+            if due:
                 writer.write_answers(self.claim_shards(shards, due, wanted, progress), ledger.add_outcome)
                 ledger.write_complete()
             shards.remove_leftovers()
@@ -147,8 +148,9 @@ class Regeneration:
 
     def make_pending_row(self, number: int, conversation: Conversation) -> PendingRow:
         """Return the conversation to answer, up to its last assistant turn or its first."""
-        if conversation.text is not None:
-            raise UserError("data: regeneration answers conversations, and this is plain text; use data=jsonl with messages")
+        if not isinstance(conversation, Conversation) or conversation.text is not None:
+            form = "plain text" if isinstance(conversation, Conversation) else "token ids"
+            raise UserError(f"data: regeneration answers conversations, and these are {form}; use data=jsonl with messages")
         messages = conversation.messages
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: (answers[0] if self.turns == "first" else answers[-1]) + 1]
@@ -180,7 +182,7 @@ class Regeneration:
     def report_result(self, shards: ShardSet, progress: WritingProgress) -> None:
         """Print the result; raise a RunError if too many conversations failed."""
         manifest = shards.manifest
-        left = [name for name in progress.faults if shards.find_fault(name) is not None]
+        left = [name for name in progress.due if shards.find_fault(name) is not None]
         records = [record for name, record in manifest["shards"].items() if name not in left]
         lost: dict[str, int] = {}
         for record in records:

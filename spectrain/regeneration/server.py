@@ -74,8 +74,13 @@ class ServerWriter(AnswerWriter):
 
 
 def to_answer(completion: Completion) -> GeneratedAnswer:
-    """Return the answer of a completion; raise an AnswerError for one without text, reasoning and tool calls."""
+    """Return the answer of a completion; raise an AnswerError for one without text, reasoning and tool calls.
+
+    An empty text whose token ids are known is an answer: the model ended its turn at once.
+    """
     message = completion.message
-    if not isinstance(message.get("content"), str) and not (message.get("reasoning_content") or message.get("tool_calls")):
+    text = message.get("content")
+    has_text = isinstance(text, str) and bool(text.strip() or completion.token_ids)
+    if not has_text and not (message.get("reasoning_content") or message.get("tool_calls")):
         raise AnswerError("failed", f"the server gave no text (finish_reason {completion.finish_reason})")
     return GeneratedAnswer(message, completion.finish_reason, completion.num_tokens, completion.token_ids)

@@ -3,7 +3,6 @@ server."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 from spectrain.data.answers import parse_answer
@@ -22,6 +21,9 @@ from spectrain.trees import TreeBuilder
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .continuous_answers import AnswerSteps, ContinuousAnswers
 from .sampling import Sampling
+
+MAX_CALIBRATION_ROWS = 64
+"""Number of first conversations among which prompts are searched for calibration."""
 
 OutcomeCallback = Callable[[Shard, Row | FailedRow], None]
 
@@ -188,12 +190,20 @@ def parse_generation(
     return GeneratedAnswer(message, "stop" if stopped else "length", len(output), output)
 
 
-def collect_prompts(writer: EngineWriter, conversations: list[PendingRow], count: int = 8) -> list[list[int]]:
-    """Return the first prompts that fit the context, for trees and drafters that are calibrated on prompts."""
+def collect_prompts(
+    make_prompt: Callable[[Conversation], list[int]], sampling: Sampling, rows: list[PendingRow], count: int = 8
+) -> list[list[int]]:
+    """Return the first prompts that can be answered, for what is calibrated or checked on prompts; raise a UserError if there
+    is none."""
     prompts: list[list[int]] = []
-    for wanted in conversations:
-        with suppress(AnswerError, UserError):
-            prompts.append(writer.make_prompt(ChatProgress(wanted, writer.sampling).next_prompt() or Conversation([])))
+    reasons: list[str] = []
+    for pending in rows:
+        try:
+            prompts.append(make_prompt(ChatProgress(pending, sampling).next_prompt() or Conversation([])))
+        except (AnswerError, UserError) as error:
+            reasons.append(str(error))
         if len(prompts) == count:
             break
+    if not prompts:
+        raise UserError(f"data: none of its first {len(rows)} conversations can be answered ({reasons[0]}); use others")
     return prompts

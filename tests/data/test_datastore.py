@@ -137,3 +137,25 @@ def test_data_becomes_a_store(shallow: Target, shallow_folder: Path, tmp_path: P
     for out, words in {str(tmp_path / "store"): "there already", "": "say where"}.items():
         with pytest.raises(UserError, match=words):
             index_command(model, data, out)
+
+
+def test_token_ids_become_a_store(shallow: Target, shallow_folder: Path, tmp_path: Path) -> None:
+    """The answers are stored as they are; the tokens without loss, as text, count as a question in the search for leaks."""
+    question, answer = "What is the name of the small insect that makes honey?", "It is called a bee."
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    (example,) = tokenize_conversation(shallow.template, messages)
+    row = {"input_ids": example.tokens, "loss_mask": list(map(int, example.mask))}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    model = GroupSpec("target", "hf", {"model": str(shallow_folder)})
+    index_command(model, GroupSpec("data", "tokens", {"path": str(tmp_path / "rows.jsonl")}), str(tmp_path / "store"))
+    store = Datastore(str(tmp_path / "store"), shallow.tokenizer)
+    stored_phrases = set(store.phrases.tolist())
+    assert store.contains_tokens([token for token, supervised in zip(example.tokens, example.mask) if supervised])
+    assert hash_phrases(question) <= stored_phrases and not hash_phrases(answer) & stored_phrases
+
+
+def test_a_stream_becomes_no_store(shallow_folder: Path, tmp_path: Path) -> None:
+    """A stream reads a sample of its rows, and a store of a sample looks like one of all rows."""
+    model = GroupSpec("target", "hf", {"model": str(shallow_folder)})
+    with pytest.raises(UserError, match="a store needs all conversations, a stream reads data.sample rows"):
+        index_command(model, GroupSpec("data", "stream", {"path": str(tmp_path / "a.jsonl")}), str(tmp_path / "store"))

@@ -127,6 +127,17 @@ def test_a_malformed_row_is_a_single_sentence(
     assert str(caught.value).startswith(f"{path}, line 1") and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("roles", [[], ["system"], ["assistant"], ["user", "system"]], ids=str)
+def test_a_conversation_without_a_question_is_refused(roles: list[str], tmp_path: Path) -> None:
+    """A reader that allows questions without answers still needs a question."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": role, "content": "Hi"} for role in roles]}) + "\n")
+    reader = JsonlReader(str(path))
+    reader.allows_unanswered = True
+    with pytest.raises(UserError, match="line 1: it has no question to answer"):
+        reader.load_conversations()
+
+
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     """The tokenizer says how many tokens there are."""
     path = tmp_path / "rows.jsonl"

@@ -143,6 +143,16 @@ def test_duplicates_are_left_out_across_sources(halves: tuple[str, str]) -> None
         again.load_conversations()
 
 
+def test_a_source_may_keep_its_duplicates(tmp_path: Path) -> None:
+    """Its own drop_duplicates=none wins over the mixture's; later sources still leave out what it holds."""
+    chats = EmbeddedReader(limit=40).load_conversations()
+    path = write_chats(tmp_path / "doubled.jsonl", chats * 2)
+    mixture = make_mixture(
+        {"data": "jsonl", "path": path, "drop_duplicates": "none"}, {"data": "embedded", "limit": 50}, drop_duplicates="exact"
+    )
+    assert len(mixture.load_conversations()) == 80 + 50 and mixture.num_duplicates == {"exact": 40}
+
+
 @pytest.mark.parametrize(
     "entry, message",
     [

@@ -119,7 +119,15 @@ def test_file_without_conversations_is_named(tmp_path: Path, content: bytes | No
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("name, content", [("a.jsonl", b'{"messages": "\xff\xfe"}\n'), ("a.jsonl.gz", b"not compressed")])
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.jsonl", b'{"messages": "\xff\xfe"}\n'),
+        ("a.jsonl.gz", b"not compressed"),
+        ("b.jsonl.gz", gzip.compress(GOOD.encode())[:10] + b"\xff" * 20),
+    ],
+    ids=["encoding", "format", "compression"],
+)
 def test_unreadable_bytes_are_named(tmp_path: Path, name: str, content: bytes) -> None:
     """A file in another encoding, or not compressed as its name says, is the user's to mend."""
     (tmp_path / name).write_bytes(content)
@@ -223,3 +231,21 @@ def test_hub_names_what_it_cannot_load(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.path=.*empty") as caught:
         HubReader(str(tmp_path / "empty")).load_conversations()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": None, "conversations": SHAREGPT},
+        {"messages": [{"role": None, "content": None, **turn} for turn in SHAREGPT]},
+    ],
+    ids=["messages", "role"],
+)
+def test_null_columns_hide_no_other(row: dict[str, Any]) -> None:
+    """Tables fill gaps with null."""
+    assert parse_conversation(row, "here") == Conversation(MESSAGES)
+
+
+def test_a_null_conversation_hides_no_prompt() -> None:
+    row = {"messages": None, "turns": None, "prompt": "Hi"}
+    assert parse_conversation(row, "here", allows_unanswered=True).messages[0] == MESSAGES[1]

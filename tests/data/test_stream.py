@@ -277,3 +277,35 @@ def test_the_sample_counts_what_was_cut(tokenizer: PreTrainedTokenizerBase) -> N
     sample = make_dataset(tokenizer, rows, max_length=32)
     assert (sample.num_conversations, sample.num_cut, sample.num_dropped) == (3, 2, 1)
     assert "2 cut to data.max_length, 1 without an answer left out" in sample.summary_line()
+
+
+def test_a_small_set_has_one_order_on_more_processes_than_windows(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A process that begins past the end of four windows counts them from the first."""
+    options: dict[str, Any] = {"rows": ROWS[:24], "shards": 8}
+    single = list_batches(tokenizer, [(1, 48)], False, **options)
+    assert (
+        list_batches(tokenizer, [(8, 6)], False, **options)
+        == list_batches(tokenizer, [(8, 2), (4, 8)], False, **options)
+        == single
+    )
+
+
+def test_token_ids_beyond_the_vocabulary_are_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    dataset = make_dataset(tokenizer, [make_chat(0), {"input_ids": [1, 10**6], "loss_mask": [0, 1]}])
+    assert dataset.data.num_left_out == 1 and max(dataset.examples[0].tokens) < len(tokenizer)
+    assert "the row holds the token id 1000000" in dataset.data.first_skip_reason
+
+
+def test_a_line_that_is_nested_too_deeply_is_left_out(tmp_path: Path) -> None:
+    lines = [json.dumps(make_chat(0)), '{"messages": ' + "[" * 200_000, json.dumps(make_chat(1))]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    reader = StreamReader(str(tmp_path / "chats.jsonl"))
+    assert len(reader.load_conversations()) == 2 and "nested too deeply" in reader.first_skip_reason
+
+
+def test_null_columns_hide_no_other(tmp_path: Path) -> None:
+    """Tables fill gaps with null, so a row is what its other columns say."""
+    rows = [{"messages": make_chat(0)["messages"], "text": None}, {"messages": None, "text": "A document."}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    chat, document = StreamReader(str(tmp_path / "rows.parquet")).load_conversations()
+    assert chat.messages == make_chat(0)["messages"] and document.text == "A document."

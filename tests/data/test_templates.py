@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from typing import Any
@@ -225,3 +226,20 @@ def test_kinds_of_generated_ids_are_exact_beyond_ascii() -> None:
         decode_generated(template, example, "reasoning") == reasoning
         and decode_generated(template, example, "content") == content
     )
+
+
+def test_generated_ids_stand_once_where_a_template_marks_parts() -> None:
+    """An answer of two {% generation %} blocks is spliced once."""
+    tokenizer: Any = copy.deepcopy(make_template("qwen3").tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'][:5] }}{% endgeneration %}"
+        "{% generation %}{{ m['content'][5:] + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    template = ChatTemplate(tokenizer)
+    ids = tokenizer("Hello there<|im_end|>", add_special_tokens=False)["input_ids"]
+    row = {"messages": [ASK, {"role": "assistant", "content": "Hello there"}], "answer_ids": [ids]}
+    (example,) = tokenize_conversation(template, parse_conversation(row, "the row"))
+    assert template.marks_generation and [token for token, counts in zip(example.tokens, example.mask) if counts] == ids

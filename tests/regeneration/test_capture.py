@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +15,19 @@ from hydra import compose, initialize_config_module
 
 from spectrain.cli.overrides import allow_new_keys, list_config_groups
 from spectrain.config.spec import read_run
+from spectrain.data.chat import tokenize_prompt
+from spectrain.data.messages import Conversation
 from spectrain.data.readers import JsonlReader
+from spectrain.data.shards import FailedRow, PendingRow
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.errors import RunError, UserError
 from spectrain.features.batch import Batch
 from spectrain.features.store import FeatureStore
 from spectrain.models.target import Target
+from spectrain.regeneration.capture import CapturingWriter
+from spectrain.regeneration.chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from spectrain.regeneration.command import regenerate_command
+from spectrain.regeneration.sampling import Sampling
 from spectrain.runs.train import train_and_score
 from tests.factories import random_batch
 from tests.features.test_capture import SETTINGS, composed, losses
@@ -151,6 +159,48 @@ def test_mistakes_are_named_before_anything_is_written(tmp_path: Path, server: M
         with pytest.raises(UserError, match=message):
             regenerate(tmp_path / "out", server, chats, *words)
     assert not (tmp_path / "out").exists()
+
+
+PENDING = PendingRow(3, Conversation([{"role": "user", "content": "Hi"}, {"role": "assistant"}]), 0)
+
+
+def fail_conversation(writer_class: type[CapturingWriter]) -> tuple[CapturingWriter, FailedRow]:
+    """Return a writer without a server, and its outcome for a conversation that fails."""
+    unused: Any = SimpleNamespace(server=None, target=SimpleNamespace(template=None))
+    writer = writer_class(Sampling(), unused, unused, unused, reads_tail=False)
+    outcome = asyncio.run(writer._answer_conversation(PENDING))
+    assert isinstance(outcome, FailedRow)
+    return writer, outcome
+
+
+def test_states_of_a_failed_conversation_are_dropped() -> None:
+    class FailingWriter(CapturingWriter):
+        async def request_answer(self, chat: ChatProgress, conversation: Conversation) -> GeneratedAnswer:
+            self._add_states(chat.pending.id, [1], torch.zeros(1, 1, 4))
+            raise AnswerError("failed", "no")
+
+    assert not fail_conversation(FailingWriter)[0].captured
+
+
+def test_a_conversation_that_cannot_be_rendered_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_prompt(*_: Any) -> list[int]:
+        raise UserError("data: the roles must alternate")
+
+    monkeypatch.setattr("spectrain.regeneration.capture.tokenize_prompt", refuse_prompt)
+    outcome = fail_conversation(CapturingWriter)[1]
+    assert (outcome.kind, outcome.error) == ("failed", "data: the roles must alternate")
+
+
+def test_the_first_requests_hold_a_question(tmp_path: Path, server: ModelStandIn) -> None:
+    """The server is checked with the prompts that are answered, system prompt and question."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "?"},
+    ]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    regenerate(tmp_path / "out", server, tmp_path / "chats.jsonl")
+    assert server.bodies[0]["prompt"] == tokenize_prompt(server.target.template, messages[:2])
 
 
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3", "hass", "dflash", "peagle", "medusa1", "pard", "gkd"])

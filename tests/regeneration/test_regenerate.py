@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
 from spectrain.config.spec import RunSpec, read_run
-from spectrain.data.chat import tokenize_prompt
+from spectrain.data.chat import Example, tokenize_prompt
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader, EmbeddedReader, JsonlReader
 from spectrain.data.shards import Row, Shard, ShardSet
@@ -29,10 +29,11 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.fast import has_batch_invariance
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
+from spectrain.regeneration.chat_progress import AnswerError
 from spectrain.regeneration.command import regenerate_command
 from spectrain.regeneration.regenerate import Regeneration
 from spectrain.regeneration.sampling import Sampling
-from spectrain.regeneration.writers import AnswerWriter, EngineWriter, OutcomeCallback
+from spectrain.regeneration.writers import AnswerWriter, EngineWriter, OutcomeCallback, collect_prompts
 from spectrain.runs.drafters import save_drafter
 from spectrain.trees import Chain
 
@@ -526,3 +527,26 @@ def test_the_command_answers_questions_alone(tmp_path: Path) -> None:
         regenerate_command(spec, **settings)
     chats = JsonlReader(str(tmp_path / "out")).load_conversations()
     assert len(chats) == 2 and chats[0].messages[0]["content"] == "What is a bee?" and chats[0].messages[1]["content"]
+
+
+def test_a_stream_is_refused(tmp_path: Path) -> None:
+    """A stream reads a sample of its rows, and a set of a sample looks complete."""
+    with pytest.raises(UserError, match="regeneration answers all conversations, and a stream reads data.sample rows"):
+        run_command("target=tiny", "data=stream", f"data.path={tmp_path / 'a.jsonl'}", f"++out={tmp_path / 'out'}")
+
+
+def test_texts_and_token_ids_are_refused() -> None:
+    """Both are named, with what to use."""
+    unfit: dict[str, Any] = {"plain text": Conversation([], text="Once"), "token ids": Example([1, 2], [False, True])}
+    for form, conversation in unfit.items():
+        with pytest.raises(UserError, match=f"these are {form}; use data=jsonl with messages"):
+            Regeneration().make_pending_row(0, conversation)
+
+
+def test_calibration_needs_a_prompt_that_can_be_answered() -> None:
+    def refuse_prompt(conversation: Conversation) -> list[int]:
+        raise AnswerError("too_long", "the prompt leaves no room")
+
+    pending = Regeneration().make_pending_row(0, EmbeddedReader(limit=1).load_conversations()[0])
+    with pytest.raises(UserError, match=r"none of its first 1 conversations can be answered \(the prompt leaves no room\)"):
+        collect_prompts(refuse_prompt, Sampling(), [pending])

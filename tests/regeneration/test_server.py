@@ -1,6 +1,7 @@
 """Regeneration by a server: a stand-in on this machine that refuses, stalls and talks nonsense as real ones do."""
 
 import json
+import re
 import signal
 import threading
 from collections import Counter
@@ -294,3 +295,24 @@ def test_what_the_server_alone_knows_is_recorded(tmp_path: Path, server: EchoSta
     assert (settings["writer"], settings["server.model"], settings["server.extra"]) == ("server", "little", {"min_p": 0.1})
     with pytest.raises(UserError, match=r"server\.extra=\{\}: the set in .* was begun with"):
         regenerate(tmp_path / "out", server, chats)
+
+
+def test_an_empty_answer_is_a_failure(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
+    """The set stays readable as conversations."""
+    server.answer_question = lambda question, attempt: (200, completion(" "), {}) if question == "question 2" else None
+    rows = regenerate(tmp_path / "out", server, chats)
+    assert 2 not in rows and "gave no text" in read_failures(tmp_path / "out")[2][1]
+    assert len(JsonlReader(str(tmp_path / "out")).load_conversations()) == LIMIT - 1
+
+
+def test_a_retry_counts_every_conversation_once(
+    tmp_path: Path, server: EchoStandIn, chats: JsonlReader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The progress of a retry never exceeds the number of conversations."""
+    server.answer_question = lambda question, attempt: (400, "no", {}) if question == "question 2" else None
+    regenerate(tmp_path / "out", server, chats)
+    server.answer_question = lambda question, attempt: None
+    monkeypatch.setattr("spectrain.training.metrics.LOG_SECONDS", -1)
+    capsys.readouterr()
+    regenerate(tmp_path / "out", server, chats, retry_failed=True)
+    assert re.findall(rf"conversation (\d+) of {LIMIT}", capsys.readouterr().out) == [str(LIMIT)]
