@@ -1,6 +1,7 @@
 """The numbers of a drafter at one value of an axis, and the value from which on drafting does not pay.
 
-A unit is what intervals resample: a prompt where prompts are decoded alone, and a batch where they share its time.
+A unit is what intervals resample: a prompt where prompts are decoded alone, and a batch where they share its time. Batches
+that have a prompt in common are no independent units, so a value with such batches has no interval.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class AxisPoint:
     units: int
     acceptance_length: float
     speedup: float
-    # 95 % interval over units, of drafted and plain runs in pairs.
+    # 95 % interval over units, of drafted and plain runs in pairs; None where units share prompts or are too few.
     ci95: Interval
     predicted: float | None
     # Tokens per second of all texts, and of one text.
@@ -81,6 +82,14 @@ def mark_units(batches: Sequence[Batch]) -> list[Turn]:
     if all(len(batch) == 1 for batch in batches):
         return [turn for batch in batches for turn in batch]
     return [replace(turn, id=f"batch {number:06d}") for number, batch in enumerate(batches) for turn in batch]
+
+
+def have_common_prompts(batches: Sequence[Batch]) -> bool:
+    """Tell whether a prompt is in several batches; prompts that are decoded alone are units, with all their turns."""
+    if all(len(batch) == 1 for batch in batches):
+        return False
+    prompts = [prompt for batch in batches for prompt in {turn.id for turn in batch}]
+    return len({*prompts}) < len(prompts)
 
 
 def measure_rounds(batches: Sequence[Batch]) -> RoundTimes:
@@ -129,7 +138,7 @@ def measure_point(
         len({turn.id for turn in turns}),
         round(metrics.pooled_acceptance(turns), 4),
         round(metrics.speedup(turns), 4),
-        metrics.speedup_interval(turns),
+        None if have_common_prompts(batches) else metrics.speedup_interval(turns),
         None if predicted is None else round(predicted, 4),
         compare_rates(metrics.tokens_per_second, plain, drafted),
         compare_rates(metrics.per_user_tokens_per_second, plain, drafted),
