@@ -172,20 +172,23 @@ def find_crossover(
 ) -> Crossover:
     """Find the value of an axis after the last measured speedup of at least 1, from which on no larger value pays.
 
-    Between two values the logarithm of the speedup is interpolated, over the logarithm of the values if both are above 0.
+    Between two values the logarithm of the speedup is interpolated, over the logarithm of the values if both are above 0. A
+    value whose speedup is 0 has no rounds and is left out.
     """
     certain = None
     for value, ends in zip(values, intervals or []):
         if ends is None or ends[0] <= 1:
             break
         certain = value
-    paying = [index for index, speedup in enumerate(speedups) if speedup >= 1]
+    measured = [(value, speedup) for value, speedup in zip(values, speedups) if speedup > 0]
+    paying = [index for index, (_, speedup) in enumerate(measured) if speedup >= 1]
     if not paying:
         return Crossover("never")
     last = paying[-1]
-    if last + 1 == len(values):
+    if last + 1 == len(measured):
         return Crossover("always", None, certain)
-    (low, high), (above, below) = values[last : last + 2], map(log2, speedups[last : last + 2])
+    (low, speedup), (high, next_speedup) = measured[last : last + 2]
+    above, below = log2(speedup), log2(next_speedup)
     part = above / (above - below)
     value = 2 ** (log2(low) + part * (log2(high) - log2(low))) if low > 0 else low + part * (high - low)
     return Crossover("crosses", round(value, 4), certain)

@@ -146,7 +146,8 @@ def describe_stop(load: dict[str, Any], key: str) -> str:
 
 def describe_crossover(axis: dict[str, Any]) -> str:
     """Say up to which value of an axis drafting pays."""
-    crossover, points, over = axis["crossover"], axis["points"], axis["over"]
+    crossover, over = axis["crossover"], axis["over"]
+    points = [point for point in axis["points"] if point["speedup"]] or axis["points"]
     if crossover["kind"] == "never":
         best = max(points, key=lambda point: float(point["speedup"]))
         return f"Drafting pays nowhere: the best is {best['speedup']:.2f}x at {name_value(over, best['value'])}"

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,12 +14,13 @@ from spectrain.eval.axes import load
 from spectrain.eval.axes.load import POLICIES, TimeTable, simulate_load, simulate_policies
 from spectrain.eval.axes.points import Crossover, find_crossover, measure_point
 from spectrain.eval.axes.sweep import BatchSweep, ContextSweep, TemperatureSweep, choose_batches
-from spectrain.eval.axes.tables import axis_markdown
+from spectrain.eval.axes.tables import axis_markdown, describe_crossover
 from spectrain.eval.comparison import ScoredRun, collect_axes
 from spectrain.eval.extensions import Results
 from spectrain.eval.metrics import Turn
 from spectrain.eval.page import write_report
 from spectrain.eval.scenarios import advise_axis, describe_missing
+from spectrain.eval.summary import predict_device
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
@@ -50,6 +51,18 @@ def test_crossover_is_interpolated() -> None:
     assert find_crossover([1, 2], [0.9, 0.8]) == Crossover("never")
     # The last value that pays counts, also behind one that does not.
     assert find_crossover([1, 2, 4], [1.2, 0.9, 1.1]).kind == "always"
+
+
+def test_a_value_without_rounds_is_left_out_of_the_crossover() -> None:
+    """Where every answer is its first token alone, nothing was timed: its speedup is 0, and the others decide."""
+    assert find_crossover([1, 4, 16, 64], [2, 1.5, 1 / 1.5, 0]) == Crossover("crosses", 8.0)
+    assert find_crossover([1, 4, 16], [2, 0, 0.5]) == Crossover("crosses", 4.0)
+    assert find_crossover([512, 1024], [0, 0]) == Crossover("never")
+    point = measure_point(1024, [[paired_turn(name, [])] for name in "ab"], "chain", "greedy", 50)
+    assert point.speedup == 0 and point.ci95 is None
+    points = [{"value": 512, "speedup": 1.5, "ci95": None}, asdict(point)]
+    axis = {"over": "context", "points": points, "crossover": vars(find_crossover([512, 1024], [1.5, 0.0]))}
+    assert describe_crossover(axis) == "Drafting pays up to 512 tokens of the prompt, the largest measured"
 
 
 def test_a_point_at_batch_1_has_the_numbers_of_the_evaluation() -> None:
@@ -94,6 +107,12 @@ def test_turns_of_a_prompt_are_one_unit() -> None:
     assert measure_point(1, [[turn] for turn in turns], "chain", "greedy", 50).ci95 == metrics.speedup_interval(turns)
     assert measure_point(2, [turns[:2], turns[2:4], turns[4:]], "chain", "greedy", 50).ci95 is not None
     assert measure_point(2, [turns[::2], turns[1::2]], "chain", "greedy", 50).ci95 is None
+
+
+def test_another_device_is_not_predicted_without_rounds() -> None:
+    """Where every answer is its first token alone, there is no round whose time another device could change."""
+    turns, nothing = [paired_turn(name, []) for name in "ab"], cast(Any, None)
+    assert predict_device(nothing, nothing, turns, {"bandwidth": 100.0, "tflops": 1.0}) == {}
 
 
 def test_a_queue_of_constant_service_keeps_its_formula() -> None:
