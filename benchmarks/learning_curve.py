@@ -1,6 +1,6 @@
 """Learning curve of a drafter: tokens per forward of its checkpoints on the prompts of one score.
 
-    python -m benchmarks.learning_curve score=runs/NAME/eval/heldout 'drafters=["smollm2-eagle3","runs/NAME"]' 'seen=[3,5]' out=curve.json
+    python -m benchmarks.learning_curve score=runs/NAME/eval/heldout 'drafters=["smollm2-eagle3","runs/NAME"]' 'seen=[3,5]'
 
 A checkpoint is a choice of `drafter=`, a run or a directory. The prompts, with the answers before later turns, and the answers
 that the target gives are those of the score's samples.jsonl, so nothing is decoded without a draft.

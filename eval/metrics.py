@@ -158,8 +158,13 @@ class SystemSummary(SystemNumbers):
     lossless: dict[str, Any] | None = None
 
 
-def measure_system(turns: Sequence[Turn], is_chain: bool, template: ChatTemplate | None = None) -> dict[str, Any]:
-    """Compute the fields of `SystemNumbers`, by name. Without a chat template every token is content."""
+def measure_system(
+    turns: Sequence[Turn], is_chain: bool, template: ChatTemplate | None = None, shares_times: bool = False
+) -> dict[str, Any]:
+    """Compute the fields of `SystemNumbers`, by name. Without a chat template every token is content.
+
+    shares_times: prompts were decoded in batches; speedups then have no interval, because a batch's rows share its time.
+    """
     drafted, plain = [turn.drafted for turn in turns], [turn.autoregressive for turn in turns]
     rounds = max(1, sum(len(generation.node_counts) for generation in drafted))
     pooled = pooled_acceptance(turns)
@@ -184,9 +189,9 @@ def measure_system(turns: Sequence[Turn], is_chain: bool, template: ChatTemplate
             round(tokens_per_second(drafted), 3),
             Rates(round(per_user_tokens_per_second(plain), 3), round(per_user_tokens_per_second(drafted), 3)),
         ),
-        "speedup": measure_speedup(turns),
+        "speedup": measure_speedup(turns, shares_times),
         "time_share": time_share(turns),
-        "by_category": {category: measure_category(part) for category, part in categories.items()},
+        "by_category": {category: measure_category(part, shares_times) for category, part in categories.items()},
         "by_kind": acceptance_by_kind(turns, template),
         "by_position": acceptance_by_position(turns),
         "by_text_position": acceptance_by_text_position(turns),
@@ -201,19 +206,19 @@ def price_tokens(rates: Rates, price_per_hour: float | None) -> dict[str, float 
     return {name: round(price_per_hour / 3600 * 1e6 / rate, 6) if rate else None for name, rate in seconds.items()}
 
 
-def measure_category(turns: Sequence[Turn]) -> CategoryNumbers:
+def measure_category(turns: Sequence[Turn], shares_times: bool = False) -> CategoryNumbers:
     """Measure one category of prompts."""
-    ends = acceptance_interval(turns), speedup_interval(turns)
+    ends = acceptance_interval(turns), None if shares_times else speedup_interval(turns)
     return CategoryNumbers(
         round(pooled_acceptance(turns), 4), round(speedup(turns), 4), len({turn.id for turn in turns}), *ends
     )
 
 
-def measure_speedup(turns: Sequence[Turn]) -> Speedup:
+def measure_speedup(turns: Sequence[Turn], shares_times: bool = False) -> Speedup:
     """Measure the speedup with its interval and what predicts it."""
-    ratio, predicted = speedup(turns), predicted_speedup(turns)
+    ratio, predicted, ends = speedup(turns), predicted_speedup(turns), None if shares_times else speedup_interval(turns)
     unexplained = round(ratio / predicted - 1, 4) if predicted else None
-    return Speedup(round(ratio, 4), speedup_interval(turns), None if predicted is None else round(predicted, 4), unexplained)
+    return Speedup(round(ratio, 4), ends, None if predicted is None else round(predicted, 4), unexplained)
 
 
 def pooled_acceptance(turns: Sequence[Turn]) -> float:

@@ -102,9 +102,13 @@ def is_unsteady(turns: Sequence[Sequence[Turn]]) -> bool:
 
 
 def median_pairs(repeats: Sequence[Sequence[Turn]]) -> list[Turn]:
-    """Select, for every turn, the pair of runs whose ratio of times is the median of all repeats."""
+    """Select, for every turn, the pair of runs whose ratio of times is the median of all repeats.
+
+    An even number of pairs has two in the middle: turns take the lower and the upper one in turn, so that neither a smaller
+    nor a larger speedup is preferred.
+    """
     medians = []
-    for pairs in zip(*repeats, strict=True):
+    for number, pairs in enumerate(zip(*repeats, strict=True)):
         ranked = sorted(pairs, key=lambda pair: pair.autoregressive.decode_seconds / max(pair.drafted.decode_seconds, 1e-9))
-        medians.append(ranked[(len(ranked) - 1) // 2])
+        medians.append(ranked[(len(ranked) - 1 + number % 2) // 2])
     return medians

@@ -210,7 +210,7 @@ class Evaluation(PromptedEvaluation):
         for system in decoding.systems:
             answers, reason = turns[system.name], decoder.why_eager(system)
             is_eager = decoder.prefers_capture and reason is not None
-            numbers = measure_system(answers, system.builder.is_chain, target.template)
+            numbers = measure_system(answers, system.builder.is_chain, target.template, self.batch_size > 1)
             numbers["speedup"] = judge_speedup(numbers["speedup"], answers, noise)
             summaries[system.name] = SystemSummary(
                 **numbers,

@@ -101,8 +101,10 @@ def predict_device(target: Target, drafter: Drafter, turns: Sequence[Turn], devi
     """Predict the speedup on a device of this bandwidth (GB/s) and arithmetic (TFLOP/s), by number of texts at once.
 
     Every forward takes its lower bound there, so attention over a long context and the start of kernels are left out; tokens
-    per forward and trees are those measured here.
+    per forward and trees are those measured here. Nothing is predicted of answers without rounds.
     """
+    if not any(turn.drafted.round_lengths for turn in turns):
+        return {}
     limits = DeviceLimits(device["bandwidth"] * 1e9, device["tflops"] * 1e12)
     speedups = {size: round(roofline_speedup(target, drafter, turns, limits, size), 4) for size in PREDICTED_BATCHES}
     return {**device, "by_batch": speedups}

@@ -166,7 +166,11 @@ class Interleaving:
         for offset in range(len(contenders)):
             system = contenders[(offset + number) % len(contenders)]
             name = AUTOREGRESSIVE if system is None else system.name
-            start = self.read_energy() if self.read_energy else 0.0
+            start = 0.0
+            if self.read_energy:
+                # The tokens of a warm-up are not counted.
+                self.decoder.session(system).warm_up(tokens, self.max_new_tokens, keys)
+                start = self.read_energy()
             runs[name] = self.decoder(system, tokens, self.max_new_tokens, keys)
             if self.read_energy:
                 self.joules[name] += self.read_energy() - start

@@ -21,13 +21,13 @@ EAGLE-3 and P-EAGLE of short texts lose nearly all drafts beyond the trained len
 to its own length. MTP and GKD do not lose any. A window of the trained length repairs EAGLE-3 completely and costs nothing;
 sinks and more training add nothing to it. More training on short texts alone makes it worse at length.
 
-DFlash of short texts falls too, from 1.47 to 1.17 at 4k to 8k. Trained on 4,096 tokens it keeps 1.34 and 1.35 up to that
-length and falls to 1.22 beyond.
+DFlash of short texts falls too, from 1.47 to 1.17 at 4k to 8k, and a window repairs it likewise. Trained on 4,096 tokens it
+keeps 1.34 and 1.35 up to that length and falls to 1.22 beyond.
 
 Each family was trained for 400 steps of 4,096 tokens with one seed, and 100 more where training continues. DFlash was trained
-for 1,600 steps (`families=["dflash"] remedies=[] steps=1600`): after 400 its drafts were accepted hardly ever. Remedies were not
-tried with it. No family was trained on SmolLM2, where a text of 4,096 tokens takes about 20 CPU seconds. CPU times are of a busy
-machine.
+for 1,600 steps (`families=["dflash"] steps=1600`), because after 400 its drafts were accepted hardly ever; its training was
+not continued. No family was trained on SmolLM2, where a text of 4,096 tokens takes about 20 CPU seconds. CPU times are of a
+busy machine.
 
 For SmolLM2 the first 11 prompts of the command were scored, too few for levels by position; changes are compared on the same
 prompts. Every answer in all tables equals the target's own.""",

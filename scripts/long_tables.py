@@ -73,9 +73,7 @@ def lengths_table(results: dict[str, Any]) -> str:
             seconds = ", ".join(f"{row['training_cpu_seconds']:.0f}" for row in rows)
             cells.append([f"`{family}`", f"{int(length):,}", *format_positions(rows), ratio, str(rows[0]["steps"]), seconds])
     positions = results["perplexity"]["by_position"]
-    return format_table(
-        ["family", "trained on", *positions, "beyond 1k, relative to 512", "steps", "training, CPU s"], cells
-    )
+    return format_table(["family", "trained on", *positions, "beyond 1k, relative to 512", "steps", "training, CPU s"], cells)
 
 
 def remedies_table(results: dict[str, Any], family: str) -> str:

@@ -36,7 +36,8 @@ drafters of tiny were trained for 400 steps, which is minutes; those of SmolLM2 
         "python -m benchmarks.axes",
         axes_tables,
         """One thread for each process; one other measurement ran on the second core. Plain and drafted rounds alternate, so
-ratios are of the same moments. The lengths of prompts of SmolLM2's retrieval, lookahead, sparse cache and layer skipping were
+ratios are of the same moments. At 16 and 32 prompts at once, and at 8 of tiny's `tree=auto`, batches share prompts, so those
+intervals are too narrow. The lengths of prompts of SmolLM2's retrieval, lookahead, sparse cache and layer skipping were
 measured beside several busy processes: their tokens per second are a quarter of those of an idle machine, and six prompts leave
 wide intervals.
 

@@ -1,6 +1,7 @@
 """The numbers of a drafter at one value of an axis, and the value from which on drafting does not pay.
 
-A unit is what intervals resample: a prompt where prompts are decoded alone, and a batch where they share its time.
+A unit is what intervals resample: a prompt where prompts are decoded alone, and a batch where they share its time. Batches
+that have a prompt in common are no independent units, so a value with such batches has no interval.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class AxisPoint:
     units: int
     acceptance_length: float
     speedup: float
-    # 95 % interval over units, of drafted and plain runs in pairs.
+    # 95 % interval over units, of drafted and plain runs in pairs; None where units share prompts or are too few.
     ci95: Interval
     predicted: float | None
     # Tokens per second of all texts, and of one text.
@@ -81,6 +82,14 @@ def mark_units(batches: Sequence[Batch]) -> list[Turn]:
     if all(len(batch) == 1 for batch in batches):
         return [turn for batch in batches for turn in batch]
     return [replace(turn, id=f"batch {number:06d}") for number, batch in enumerate(batches) for turn in batch]
+
+
+def have_common_prompts(batches: Sequence[Batch]) -> bool:
+    """Tell whether a prompt is in several batches; prompts that are decoded alone are units, with all their turns."""
+    if all(len(batch) == 1 for batch in batches):
+        return False
+    prompts = [prompt for batch in batches for prompt in {turn.id for turn in batch}]
+    return len({*prompts}) < len(prompts)
 
 
 def measure_rounds(batches: Sequence[Batch]) -> RoundTimes:
@@ -129,7 +138,7 @@ def measure_point(
         len({turn.id for turn in turns}),
         round(metrics.pooled_acceptance(turns), 4),
         round(metrics.speedup(turns), 4),
-        metrics.speedup_interval(turns),
+        None if have_common_prompts(batches) else metrics.speedup_interval(turns),
         None if predicted is None else round(predicted, 4),
         compare_rates(metrics.tokens_per_second, plain, drafted),
         compare_rates(metrics.per_user_tokens_per_second, plain, drafted),
@@ -163,20 +172,23 @@ def find_crossover(
 ) -> Crossover:
     """Find the value of an axis after the last measured speedup of at least 1, from which on no larger value pays.
 
-    Between two values the logarithm of the speedup is interpolated, over the logarithm of the values if both are above 0.
+    Between two values the logarithm of the speedup is interpolated, over the logarithm of the values if both are above 0. A
+    value whose speedup is 0 has no rounds and is left out.
     """
     certain = None
     for value, ends in zip(values, intervals or []):
         if ends is None or ends[0] <= 1:
             break
         certain = value
-    paying = [index for index, speedup in enumerate(speedups) if speedup >= 1]
+    measured = [(value, speedup) for value, speedup in zip(values, speedups) if speedup > 0]
+    paying = [index for index, (_, speedup) in enumerate(measured) if speedup >= 1]
     if not paying:
         return Crossover("never")
     last = paying[-1]
-    if last + 1 == len(values):
+    if last + 1 == len(measured):
         return Crossover("always", None, certain)
-    (low, high), (above, below) = values[last : last + 2], map(log2, speedups[last : last + 2])
+    (low, speedup), (high, next_speedup) = measured[last : last + 2]
+    above, below = log2(speedup), log2(next_speedup)
     part = above / (above - below)
     value = 2 ** (log2(low) + part * (log2(high) - log2(low))) if low > 0 else low + part * (high - low)
     return Crossover("crosses", round(value, 4), certain)

@@ -35,7 +35,7 @@ from spectrain.runs.candidate import Candidate
 
 CONTEXT_LENGTHS = ("512", "1k", "2k", "4k", "8k")
 """Lengths of eval.sweep=context without eval.context, as far as the target's context goes."""
-MIN_BATCHES = 4  # batches of each size, so that there is an interval
+MIN_BATCHES = 4  # batches of each size, so that one slow moment of the machine counts little
 WARM_UP_TOKENS = 8  # tokens of an answer before a batch is timed
 
 

@@ -43,7 +43,7 @@ def axis_cells(named: NamedAxes) -> Iterator[list[str]]:
                 f"{rates['autoregressive']:.1f}",
                 f"{rates['drafted']:.1f}",
                 f"{point['speedup']:.2f}",
-                format_interval(point["ci95"]),
+                format_interval(point["ci95"]) or "none",
                 f"{point['target_efficiency']:.2f}",
                 f"{point['draft_share']:.2f}",
                 *("" if times is None else format_milliseconds(times["p95"]) for times in gaps),
@@ -119,6 +119,9 @@ def describe_axis(axis: dict[str, Any]) -> Iterator[str]:
         identical, total = (sum(point[key] for point in checked) for key in ("identical", "checked"))
         alone = "each text alone " if axis["over"] == "batch" else ""
         yield f"Identical to decoding {alone}without a drafter at all values: {identical} of {total} answers."
+    if unmeasured := [format_axis_value(axis["over"], point["value"]) for point in axis["points"] if not point["ci95"]]:
+        needed = "; a size needs a multiple of it as prompts, at least four times it" if axis["over"] == "batch" else ""
+        yield f"No 95 % interval at {', '.join(unmeasured)}: batches share prompts, or there are too few{needed}."
     rules = dict.fromkeys(f"{point['value']:g} by {point['rule']}, {point['tree']}" for point in axis["points"])
     if axis["over"] == "temperature":
         yield f"Rules and trees: {'; '.join(rules)}."
@@ -143,7 +146,8 @@ def describe_stop(load: dict[str, Any], key: str) -> str:
 
 def describe_crossover(axis: dict[str, Any]) -> str:
     """Say up to which value of an axis drafting pays."""
-    crossover, points, over = axis["crossover"], axis["points"], axis["over"]
+    crossover, over = axis["crossover"], axis["over"]
+    points = [point for point in axis["points"] if point["speedup"]] or axis["points"]
     if crossover["kind"] == "never":
         best = max(points, key=lambda point: float(point["speedup"]))
         return f"Drafting pays nowhere: the best is {best['speedup']:.2f}x at {name_value(over, best['value'])}"
@@ -191,9 +195,9 @@ def render_axis(named: NamedAxes, id: str) -> Markup:
 
 
 def draw_points(axes: Any, points: Sequence[dict[str, Any]], name: str, color: str) -> None:
-    """Draw the speedups of a drafter with their intervals, and its target efficiency."""
+    """Draw the speedups of a drafter, with a bar where there is an interval, and its target efficiency."""
     values, speedups = [point["value"] for point in points], [point["speedup"] for point in points]
-    ends = [point["ci95"] or [point["speedup"]] * 2 for point in points]
+    ends = [point["ci95"] or [float("nan")] * 2 for point in points]
     errors = [[abs(speedup - pair[side]) for speedup, pair in zip(speedups, ends)] for side in (0, 1)]
     axes.errorbar(values, speedups, yerr=errors, fmt="o-", capsize=3, color=color, label=name or None)
     axes.plot(values, [point["target_efficiency"] for point in points], "--", color=color, linewidth=0.9)

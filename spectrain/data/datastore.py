@@ -138,18 +138,18 @@ class Datastore:
             self.spans[first] = self._narrow_suffixes(0, len(self.suffixes), [first], 0)
         return self._narrow_suffixes(*self.spans[first], others, 1) if others else self.spans[first]
 
-    def _narrow_suffixes(self, low: int, high: int, wanted: list[int], skip: int) -> tuple[int, int]:
-        """Return the part of suffixes low to high that continues with `wanted`; these suffixes share their first `skip`
+    def _narrow_suffixes(self, low: int, high: int, tokens: list[int], skip: int) -> tuple[int, int]:
+        """Return the part of suffixes low to high that continues with `tokens`; these suffixes share their first `skip`
         tokens."""
-        end = skip + len(wanted)
+        end = skip + len(tokens)
 
         def tokens_at(start: int) -> list[int]:
             return self.tokens[int(start) + skip : int(start) + end].tolist()
 
-        low = bisect_left(self.suffixes, wanted, low, high, key=tokens_at)
-        if low == high or tokens_at(self.suffixes[low]) != wanted:
+        low = bisect_left(self.suffixes, tokens, low, high, key=tokens_at)
+        if low == high or tokens_at(self.suffixes[low]) != tokens:
             return low, low
-        return low, bisect_right(self.suffixes, wanted, low, high, key=tokens_at)
+        return low, bisect_right(self.suffixes, tokens, low, high, key=tokens_at)
 
 
 def hash_vocabulary(tokenizer: Any) -> str:

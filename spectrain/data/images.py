@@ -83,7 +83,7 @@ def tokenize_with_images(
     shown = plain.count(vision.placeholder_id)
     if not 0 < shown <= len(paths):
         raise UserError(
-            f"data: a conversation has {len(paths)} images, of which the chat template tells {shown}; mend the template, "
+            f"data: a conversation has {len(paths)} images, of which the chat template renders {shown}; correct the template, "
             "or leave such conversations out"
         )
     expanded = vision.tokenize_text(text, paths[:shown])

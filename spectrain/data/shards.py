@@ -87,7 +87,7 @@ class Shard:
 
     def restore_rows(self, finished_rows: Iterable[Row]) -> None:
         """Restore the rows of an earlier attempt, without a line that a kill has truncated."""
-        ids = {wanted.id for wanted in self.pending}
+        ids = {pending.id for pending in self.pending}
         self.rows = {row.id: row for row in [*finished_rows, *read_rows(self.path)] if row.id in ids}
         write_text(self.path, to_json_lines(self.rows.values()))
         self.journal = self.path.open("a", encoding="utf-8")
@@ -107,7 +107,7 @@ class Shard:
 
     @property
     def unanswered_rows(self) -> list[PendingRow]:
-        return [wanted for wanted in self.pending if wanted.id not in self.rows and wanted.id not in self.failed]
+        return [pending for pending in self.pending if pending.id not in self.rows and pending.id not in self.failed]
 
 
 class ShardSet:
@@ -206,7 +206,7 @@ class ShardSet:
         else:
             failed.unlink(missing_ok=True)
         write_text(self.folder / shard.name, text)
-        kinds = [lost.kind for lost in shard.failed.values()]
+        kinds = [failed_row.kind for failed_row in shard.failed.values()]
         record = {
             "rows": len(shard.rows),
             "tokens": sum(sum(row.num_tokens) for row in shard.rows.values()),
@@ -239,7 +239,7 @@ class ShardSet:
         """Return the files of a complete set; raise a UserError if a shard is faulty."""
         if faults := self.find_faults():
             name, fault = next(iter(faults.items()))
-            more = f", and {len(faults) - 1} more are not whole" if len(faults) > 1 else ""
+            more = f", and {len(faults) - 1} more are incomplete" if len(faults) > 1 else ""
             raise UserError(
                 f"{self.folder / name}: this shard is {fault}{more}; make it with the spectrain data regenerate command that "
                 f"began the set, or read what is there by data.path='{self.folder}/part-*.jsonl'"

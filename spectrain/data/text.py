@@ -35,10 +35,7 @@ class TextReader(FileReader):
 
     def read_conversations(self) -> Iterator[Conversation]:
         folder = Path(self.path).expanduser()
-        is_texts = folder.is_dir() and (
-            self.suffixes is not None
-            or not any(file.name.endswith((*LINE_SUFFIXES, *TABLE_FORMATS)) for file in folder.iterdir())
-        )
+        is_texts = folder.is_dir() and (self.suffixes is not None or not has_data_files(folder))
         for number, document in enumerate(self._read_folder(folder) if is_texts else self._read_rows()):
             if self.infill and document.completion is None and Random(f"{self.seed}/{number}").random() < self.infill:
                 document = Conversation([], text=document.text, infill_seed=self.seed * 1_000_003 + number)

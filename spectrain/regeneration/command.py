@@ -40,7 +40,7 @@ def regenerate_command(
         report_faults(ShardSet(folder), faults)
         if faults:
             named = ", ".join([*faults][:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
-            raise RunError(f"out={folder}: not whole: {named}; run the command that made it, without check=true")
+            raise RunError(f"out={folder}: incomplete: {named}; run the command that made it, without check=true")
         return
     settings, reader, sampler = regenerate.build(), spec.data.build(), sampling.build()
     if isinstance(reader, StreamReader):

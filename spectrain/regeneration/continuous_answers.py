@@ -88,8 +88,8 @@ class ContinuousAnswers:
                 outcome = chat.finished_row
             else:
                 self.waiting.append(PendingAnswer(shard, chat, self.steps.make_prompt(conversation), prefix))
-        except AnswerError as given_up:
-            outcome = given_up.to_failed_row(chat.pending)
+        except AnswerError as error:
+            outcome = error.to_failed_row(chat.pending)
         except UserError as error:
             outcome = AnswerError("failed", str(error)).to_failed_row(chat.pending)
         if outcome is not None:
@@ -137,8 +137,8 @@ class ContinuousAnswers:
         chat = answer.chat
         try:
             chat.add_answer(self.steps.parse(chat, answer.prompt, text.generation))
-        except AnswerError as given_up:
-            self.on_outcome(answer.shard, given_up.to_failed_row(chat.pending))
+        except AnswerError as error:
+            self.on_outcome(answer.shard, error.to_failed_row(chat.pending))
         except Exception:  # whatever a tokenizer can raise
             self._answer_alone(answer)
         else:

@@ -52,7 +52,7 @@ class WritingProgress:
         else:
             self.num_failed += 1
         done, seconds = self.num_finished + self.num_open, time.monotonic() - self.start_time
-        line = f"{self.num_tokens / max(1e-9, seconds):.0f} tokens/s  {self.num_failed} lost"
+        line = f"{self.num_tokens / max(1e-9, seconds):.0f} tokens/s  {self.num_failed} failed"
         if self.is_live:
             self.bar.update(self.task, completed=done, line=line)
         elif self.enabled and self.pace.is_due():

@@ -42,7 +42,7 @@ class OutcomeLedger:
             raise RunError(
                 f"{self.num_failed} conversations failed one after another, the last, number {outcome.id}, for: "
                 f"{outcome.error}; "
-                "mend that and go on with the same command"
+                "correct that and run the same command again"
             )
         shard.add_outcome(outcome)
         self.progress.count_outcome(outcome)
@@ -94,13 +94,13 @@ class Regeneration:
         """Write every missing shard, and print a summary."""
         shards = ShardSet(out)
         self.template_arguments = dict(data.template_kwargs or {})
-        wanted = [self.make_pending_row(number, conversation) for number, conversation in enumerate(data.load_conversations())]
+        pending = [self.make_pending_row(number, conversation) for number, conversation in enumerate(data.load_conversations())]
         begun = shards.is_begun
         faults = shards.find_faults() if begun else {}
         if not begun or faults or self.retry_failed:
             writer.check_ready()
         shards.begin_or_resume(self.recorded_settings(data, sampling, writer), {
-            "data": data.name, "conversations": len(wanted), "shard_size": self.shard_size, "made_with": collect_provenance(),
+            "data": data.name, "conversations": len(pending), "shard_size": self.shard_size, "made_with": collect_provenance(),
         })  # fmt: skip
         faults = faults if begun else shards.find_faults()
         rank = int(os.environ.get("RANK", 0))
@@ -110,7 +110,7 @@ class Regeneration:
         with stop_gracefully(shards), WritingProgress(shards, due, enabled=rank == 0) as progress:
             ledger = OutcomeLedger(shards, progress, self.stop_after)
             if due:
-                writer.write_answers(self.claim_shards(shards, due, wanted, progress), ledger.add_outcome)
+                writer.write_answers(self.claim_shards(shards, due, pending, progress), ledger.add_outcome)
                 ledger.write_complete()
             shards.remove_leftovers()
         self.report_result(shards, progress)
@@ -184,28 +184,29 @@ class Regeneration:
         manifest = shards.manifest
         left = [name for name in progress.due if shards.find_fault(name) is not None]
         records = [record for name, record in manifest["shards"].items() if name not in left]
-        lost: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for record in records:
             for kind, count in record["lost"].items():
-                lost[kind] = lost.get(kind, 0) + count
+                counts[kind] = counts.get(kind, 0) + count
         rows, ended = sum(record["rows"] for record in records), sum(record.get("ended", 0) for record in records)
-        kinds = ", ".join(f"{count} {FAILURE_TEXTS[kind]}" for kind, count in lost.items())
+        kinds = ", ".join(f"{count} {FAILURE_TEXTS[kind]}" for kind, count in counts.items())
         print(
             f"{shards.folder}: {rows} of {manifest['conversations']} conversations in {len(records)} shards, "
             f"{sum(record['cut'] for record in records)} with an answer cut"
             + (f", {ended} that end at a tool call without a recorded result" if ended else "")
-            + (f"; {kinds}, told in {shards.folder / 'failed'}" if kinds else "")
+            + (f"; {kinds}, listed in {shards.folder / 'failed'}" if kinds else "")
             + (f"; other processes are at {', '.join(sorted(left))}" if left else "")
             + f"; {progress.summary_line}",
             flush=True,
         )
-        total = rows + sum(lost.values())
-        if total and (not rows or lost.get("failed", 0) > self.max_failed * total):
+        total = rows + sum(counts.values())
+        if total and (not rows or counts.get("failed", 0) > self.max_failed * total):
             raise RunError(
-                f"{shards.folder}: {lost.get('failed', 0)} of {total} conversations failed, more than regenerate.max_failed="
-                f"{self.max_failed} allows; see {shards.folder / 'failed'}, and ask again by regenerate.retry_failed=true"
+                f"{shards.folder}: {counts.get('failed', 0)} of {total} conversations failed, more than regenerate.max_failed="
+                f"{self.max_failed} allows; see {shards.folder / 'failed'}, and request them again with "
+                "regenerate.retry_failed=true"
                 if rows
-                else f"{shards.folder}: not one of {total} conversations could be had ({kinds}); see {shards.folder / 'failed'}"
+                else f"{shards.folder}: none of {total} conversations was answered ({kinds}); see {shards.folder / 'failed'}"
             )
 
 
@@ -218,7 +219,9 @@ def report_faults(shards: ShardSet, faults: dict[str, str]) -> None:
         if fault != "unfinished":
             print(f"{shards.folder / name}: {fault}", flush=True)
     num_complete = len(shards.shard_names) - len(faults)
-    print(f"{shards.folder}: {num_complete} of {len(shards.shard_names)} shards are whole, {len(faults)} to make", flush=True)
+    print(
+        f"{shards.folder}: {num_complete} of {len(shards.shard_names)} shards are complete, {len(faults)} to write", flush=True
+    )
 
 
 @contextmanager
@@ -235,8 +238,8 @@ def stop_gracefully(shards: ShardSet) -> Iterator[None]:
         raise RunError(f"{shards.folder}: stopped; what is finished is kept, go on with the same command") from error
     except OSError as error:
         raise RunError(
-            f"{shards.folder}: it could not be written ({error.strerror}); what is finished is kept, mend that and go on with "
-            "the same command"
+            f"{shards.folder}: it could not be written ({error.strerror}); what is finished is kept, correct that and run "
+            "the same command again"
         ) from error
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -54,8 +54,8 @@ class ServerWriter(AnswerWriter):
             await self.finish_conversation(chat)
         except ServerError as error:
             return AnswerError("too_long" if error.kind == "too_long" else "failed", str(error)).to_failed_row(pending)
-        except AnswerError as given_up:
-            return given_up.to_failed_row(pending)
+        except AnswerError as error:
+            return error.to_failed_row(pending)
         return chat.finished_row
 
     async def request_answer(self, chat: ChatProgress, conversation: Conversation) -> GeneratedAnswer:

@@ -87,14 +87,15 @@ class EngineWriter(AnswerWriter):
     def _write_batches(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
         for shard in shards:
             usable: list[tuple[int, PendingRow]] = []
-            for wanted in shard.pending:
+            for pending in shard.pending:
                 try:
-                    usable.append((self._bound_length(wanted), wanted))
-                except (AnswerError, UserError) as error:
-                    given_up = error if isinstance(error, AnswerError) else AnswerError("failed", str(error))
-                    on_outcome(shard, given_up.to_failed_row(wanted))
+                    usable.append((self._bound_length(pending), pending))
+                except AnswerError as error:
+                    on_outcome(shard, error.to_failed_row(pending))
+                except UserError as error:
+                    on_outcome(shard, AnswerError("failed", str(error)).to_failed_row(pending))
             for batch in self._make_batches(usable):
-                if any(wanted.id not in shard.rows for wanted in batch):
+                if any(pending.id not in shard.rows for pending in batch):
                     for outcome in self._answer_batch(batch):
                         if outcome.id not in shard.rows:
                             on_outcome(shard, outcome)
@@ -130,13 +131,13 @@ class EngineWriter(AnswerWriter):
                 count += 1
             if self.session.eager_reason is None:
                 count = 1 << (count.bit_length() - 1)
-            yield [wanted for _, wanted in waiting[:count]]
+            yield [pending for _, pending in waiting[:count]]
             waiting = waiting[count:]
 
     def _answer_batch(self, batch: list[PendingRow]) -> Iterator[Row | FailedRow]:
         """Answer a batch; if that fails, answer its halves, so that one conversation does not fail others."""
         try:
-            yield from list(self._answer_turns([ChatProgress(wanted, self.sampling) for wanted in batch]))
+            yield from list(self._answer_turns([ChatProgress(pending, self.sampling) for pending in batch]))
             return
         except Exception as error:  # whatever a model, a tokenizer or a full device can raise
             problem = f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
@@ -159,15 +160,15 @@ class EngineWriter(AnswerWriter):
                         yield chat.finished_row
                     else:
                         ready.append((chat, self.make_prompt(conversation)))
-                except AnswerError as given_up:
-                    yield given_up.to_failed_row(chat.pending)
+                except AnswerError as error:
+                    yield error.to_failed_row(chat.pending)
             chats = []
             for (chat, prompt), generation in zip(ready, self._decode_prompts(ready) if ready else []):
                 try:
                     chat.add_answer(self._parse_answer(chat, prompt, generation))
                     chats.append(chat)
-                except AnswerError as given_up:
-                    yield given_up.to_failed_row(chat.pending)
+                except AnswerError as error:
+                    yield error.to_failed_row(chat.pending)
 
     def _parse_answer(self, chat: ChatProgress, prompt: list[int], generation: Generation) -> GeneratedAnswer:
         return parse_generation(self.target, generation.output, prompt, chat.pending.conversation.tools)

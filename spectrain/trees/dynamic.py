@@ -10,7 +10,7 @@ from .token_tree import TokenTree
 
 
 class Eagle2(TreeBuilder):
-    """EAGLE-2's dynamic tree (Li et al., 2024, section 4): expand the likeliest nodes, then verify the likeliest ones.
+    """EAGLE-2's dynamic tree (Li et al., 2024, section 4): expand the most likely nodes, then verify the most likely ones.
 
     Each level expands its `top_k` best nodes into `top_k` children each; of everything drafted, the `budget` - 1 nodes with
     the best scores are verified.

@@ -1,4 +1,4 @@
-"""Token trees: what a drafter proposes and the target verifies. Shapes: B batch, N nodes, W words, V draft vocabulary.
+"""Token trees: what a drafter proposes and the target verifies. Shapes: B batch, N nodes, V draft vocabulary.
 
 Node 0 is the root: the newest token of the sequence, emitted by the target and not yet run through it.
 """
@@ -13,7 +13,6 @@ from torch import Tensor
 from spectrain.kernels.cpu_trees import are_served, find_ancestors
 from spectrain.kernels.round_log import tree_stats
 from spectrain.kernels.token_commit import gather_emitted
-from spectrain.kernels.tree_attention import pack_words
 
 Children = Literal["deterministic", "sampled", "without_replacement", "top_and_sampled"]
 """How the children of a node were chosen; an acceptance rule is valid for some of these only.
@@ -129,11 +128,6 @@ class TokenTree:
         properties = self.children, q, self.draft_ids, self.height, self.max_children
         return TokenTree(tokens, parents, valid, emitted, *properties, scores=scores)
 
-    @cached_property
-    def ancestor_words(self) -> Tensor:
-        """The ancestor mask packed into [B, N, W] int64: bit j of word w of node i stands for node 64 w + j."""
-        return pack_words(self.ancestors)
-
     @property
     def size_stats(self) -> Tensor:
         """Statistics for a report, [B, 5].
@@ -144,17 +138,6 @@ class TokenTree:
         depth, run, idle = tree_stats(self.depths, self.valid, self.can_emit).unbind(1)
         pruned = self.pruning or PruningStats(depth, torch.zeros_like(depth), torch.zeros_like(depth))
         return torch.stack([pruned.depth_before, run, idle, pruned.num_dropped, pruned.num_judged], dim=1)
-
-    def check_structure(self) -> None:
-        """Raise AssertionError where the tree breaks an invariant of the kernels and acceptance rules."""
-        index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        assert (self.parents[:, 0] == -1).all(), "node 0 must be the root"
-        assert (self.parents[:, 1:] >= 0).all() and (self.parents < index).all(), "parents must come before children"
-        if self.children != "sampled":
-            same = (self.parents[:, :, None] == self.parents[:, None]) & (self.tokens[:, :, None] == self.tokens[:, None])
-            real = self.valid & self.can_emit
-            twins = same & real[:, :, None] & real[:, None] & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
-            assert not twins.any(), "siblings must carry distinct tokens"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import begun, proposed
 from tests.targets import cut_tiny
+from tests.trees.tables import check_structure
 
 CPU = torch.device("cpu")
 SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}
@@ -197,7 +198,7 @@ def test_given_trees_have_their_size() -> None:
         builder = fixed_tree(nodes, 5)
         context: Any = SimpleNamespace(root=torch.tensor([7, 8]))
         tree = proposed(FixedTreeDrafter(builder, CPU), context, builder)
-        tree.check_structure()
+        check_structure(tree)
         assert tree.tokens.shape == (2, nodes) and int(tree.depths.max()) == builder.depth == min(5, nodes - 1)
         assert tree.tokens[:, 0].tolist() == [7, 8] and builder.budget == nodes
 

@@ -14,6 +14,7 @@ from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, Prefix, Rollout, TreeBuilder, WrappedBuilder
 from spectrain.trees.token_tree import TokenTree
+from tests.trees.tables import check_structure
 
 
 def begun(target: Target, prompts: list[list[int]], drafter: Drafter | None, builder: TreeBuilder, limit: int = 20) -> Context:
@@ -64,7 +65,7 @@ class Keeping(WrappedBuilder):
         if draft.rollout is not None and self.listen is not None:
             draft = replace(draft, rollout=self.listen(draft.rollout, prefix))
         tree = super().grow(prefix, draft)
-        tree.check_structure()
+        check_structure(tree)
         assert torch.equal(tree.tokens[:, 0], prefix.root)
         self.texts.append([tokens[: end + 1] for tokens, end in zip(prefix.tokens.tolist(), prefix.lengths.tolist())])
         self.trees.append(tree)

@@ -18,6 +18,7 @@ from spectrain.kernels.tree_walks import shape_logits
 from spectrain.randomness import ACCEPT, DRAFT, SAMPLE, gumbel_noise, keyed_generator
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.decoding.walking import walk
+from tests.trees.tables import check_structure
 
 Path = tuple[int, ...]
 VOCAB = 4
@@ -65,7 +66,7 @@ def test_tree_walk_equals_a_loop(shape: str, num_nodes: int, seed: int) -> None:
     rows = [draw_tree(shape, num_nodes, draw) for _ in range(4)]
     choices = [draw_choice(tokens, parents, draw) for tokens, parents, _, _ in rows]
     tree = TokenTree(*(torch.tensor(column) for column in zip(*rows)))
-    tree.check_structure()
+    check_structure(tree)
     accepted = walk(tree, torch.tensor(choices))
     emitted = accepted.emitted_tokens(tree)
     paths = [

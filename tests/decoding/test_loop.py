@@ -21,6 +21,7 @@ from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 from tests.decoding.rounds import placed, proposed
+from tests.trees.tables import check_structure
 
 LIMIT = 24
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
@@ -321,7 +322,7 @@ def test_eagle3_drafts_within_its_vocabulary(shallow: Target, prompts: list, dra
     decode(shallow, prompts, Greedy(), 3, recorder, BUILDERS[1])
     assert len(eagle3.draft_ids) == 512 and set(eagle3.draft_ids.tolist()) == set(eagle3.t2d.nonzero()[:, 0].tolist())
     for tree in recorder.trees:
-        tree.check_structure()
+        check_structure(tree)
         assert tree.tokens.shape == (3, 8)
         assert eagle3.t2d[tree.tokens[:, 1:]].all()
 
@@ -342,7 +343,7 @@ def test_ngram_tree_stays_within_its_budget(shallow: Target, builder: TreeBuilde
     """The draft is a chain as long as the depth and the budget allow."""
     prompt = [5, 6, 7, 8, 9, 10, 11] * 3
     tree = proposed(Ngram(shallow), placed(shallow, [prompt], builder), builder)
-    tree.check_structure()
+    check_structure(tree)
     drafted = min(builder.depth, builder.budget - 1)
     assert tree.tokens.tolist() == [[11, *prompt[:drafted]]] and tree.valid.all()
 

@@ -36,6 +36,7 @@ from spectrain.experimental.traversal import rule as traversal
 from spectrain.experimental.traversal.rule import Traversal
 from spectrain.trees.token_tree import AcceptedPath, Children, TokenTree
 from tests.decoding.walking import walk
+from tests.trees.tables import check_structure
 
 Path = tuple[int, ...]
 Vector = Any  # [V] numpy array of fractions
@@ -567,7 +568,7 @@ def test_sample_and_match_is_lossless(name: str, children: Children, kind: str) 
     for chance, tree in every(partial(draft, q)):
         weights, choice = choice_tables(tree, p)
         batch = tree.as_tree(children, len(weights))
-        batch.check_structure()
+        check_structure(batch)
         accepted = walk(batch, choice)
         for weight, count, tokens in zip(weights, accepted.counts.tolist(), accepted.emitted_tokens(batch).tolist()):
             heads[tuple(tokens[:count])] += chance * weight

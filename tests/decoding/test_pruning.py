@@ -30,7 +30,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Children, TokenTree
-from tests.trees.tables import Path, paths
+from tests.trees.tables import Path, check_structure, paths
 
 LIMIT = 8
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
@@ -107,7 +107,7 @@ def test_remaining_nodes_are_the_likely_nodes(
     pruning = RecordingPruning(layer, top_k=2 if name in EXITS else 20)
     Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], 8, ignore_eos=True)
     for texts, tree, pruned in pruning.rounds:
-        pruned.check_structure()
+        check_structure(pruned)
         assert pruned.tokens.shape[1] == pruned.valid.sum(1).max()
         for row, text in enumerate(texts):
             assert paths(pruned, row) == expected_paths(tiny, text, paths(tree, row), layer, pruning.top_k)
@@ -286,7 +286,7 @@ def test_selected_tree_has_the_marked_nodes(batch: int, num_nodes: int) -> None:
         tree = random_tree(Random(seed), batch, num_nodes)
         keep = mark_rooted(tree, torch.rand(batch, num_nodes) < 0.8)
         part = tree.select_nodes(keep)
-        part.check_structure()
+        check_structure(part)
         assert part.tokens.shape[1] == keep.sum(1).max()
         assert part.children == tree.children and part.draft_ids is tree.draft_ids
         assert part.q is not None and tree.q is not None

@@ -19,6 +19,7 @@ from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
+from tests.trees.tables import check_structure
 
 LIMIT = 28
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
@@ -90,7 +91,7 @@ def test_output_is_the_target_s(
     assert [row.output for row in generations] == [row.output for row in plain]
     window, ngram, guesses = sizes
     for tree in drafter.trees:
-        tree.check_structure()
+        check_structure(tree)
         verified = tree.valid & tree.can_emit
         assert (tree.valid & ~tree.can_emit).sum(1).tolist() == [window * (ngram - 1)] * batch
         assert int((verified.sum(1)).max()) <= min(builder.budget, 1 + guesses * (ngram - 1))

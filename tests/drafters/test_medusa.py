@@ -42,6 +42,7 @@ from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import begun, proposed
 from tests.factories import add_noise
 from tests.targets import cut_tiny
+from tests.trees.tables import check_structure
 
 HEADS = 3
 ADAPTATIONS: dict[str, dict[str, Any]] = {
@@ -179,7 +180,7 @@ def test_tree_says_at_depth_d_what_head_d_says(shallow: Target, kind: str) -> No
     prompts = [[5, 6, 7, 8, 9], [40, 41]]
     with torch.no_grad():
         tree = proposed(drafter, begun(shallow, prompts, drafter, builder), builder)
-    tree.check_structure()
+    check_structure(tree)
     for row, prompt in enumerate(prompts):
         best = head_log_probs(shallow, drafter, prompt).sort(descending=True)
         tokens, log_q = drafter.draft_ids[best.indices].tolist(), best.values.tolist()

@@ -13,6 +13,7 @@ from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import placed, proposed
+from tests.trees.tables import check_structure
 
 
 def continue_text(tokens: Sequence[int], end: int, depth: int) -> list[int]:
@@ -69,7 +70,7 @@ def test_all_matches_share_a_tree(shallow: Target) -> None:
     text = [5, 7, 1, 5, 8, 2, 5, 7, 3, 5]
     wide, chain = Eagle2(depth=2, budget=6), Chain(2)
     tree = proposed(Ngram(shallow), placed(shallow, [text], wide), wide)
-    tree.check_structure()
+    check_structure(tree)
     above = tree.parents[0].tolist()
     paths = {(tree.tokens[0, above[node]].item(), tree.tokens[0, node].item()) for node in range(1, tree.tokens.shape[1])}
     assert paths == {(5, 7), (5, 8), (7, 3), (8, 2), (7, 1)}

@@ -27,6 +27,7 @@ from spectrain.trees import Chain, Eagle2, Rollout
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.decoding.rounds import Keeping, placed
 from tests.drafters.test_contract import EAGLE3
+from tests.trees.tables import check_structure
 
 PROMPTS = [[5, 7, 9, 5, 7, 9, 5, 7], [40, 50, 60, 40]]
 LIMIT = 24
@@ -70,7 +71,7 @@ def test_ouroboros_equals_a_plain_version(shallow: Target, inner: object, builde
     runs: list[set[tuple[int, ...]]] = [set(), set()]
     hits = added = 0
     for tree, answers, accepted, working, num_inner in drafter.rounds:
-        tree.check_structure()
+        check_structure(tree)
         for row in [row for row in range(2) if working[row]]:
             path = accepted.path[row, : accepted.counts[row]].tolist()
             for node in range(num_inner, tree.tokens.shape[1]):

@@ -28,6 +28,7 @@ from spectrain.trees.base import Prefix
 from spectrain.trees.trie import Trie
 from tests.decoding.rounds import Keeping
 from tests.drafters.test_contract import EAGLE3, composed
+from tests.trees.tables import check_structure
 
 INNER = {"choice": "eagle3", **EAGLE3}
 
@@ -59,7 +60,7 @@ def test_drafted_equals_plain(shallow: Target, prompts: list[list[int]], store: 
         plain, generations = decode(shallow, prompts, rule, 24), decode(shallow, prompts, rule, 24, drafter, recorder)
         assert [row.output for row in generations] == [row.output for row in plain]
         for tree in recorder.trees:
-            tree.check_structure()
+            check_structure(tree)
             assert tree.tokens.shape[1] <= builder.budget and int(tree.depths.max()) <= builder.depth
             assert not builder.is_chain or tree.is_chain
         if rule.name == "greedy":

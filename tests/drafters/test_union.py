@@ -21,6 +21,7 @@ from spectrain.trees import Auto, Chain, Eagle2
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import begun, proposed
 from tests.decoding.test_lossless import KINDS, Draft, Model, continued, drawn, every, models, target_joint, widths
+from tests.trees.tables import check_structure
 
 INNER: list[Any] = ["ngram", {"choice": "causal", "num_layers": 1}, {"choice": "medusa", "num_heads": 3}]
 SHAPES = [widths(1), widths(1, 1), widths(2)]
@@ -97,7 +98,7 @@ def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], rule: 
         assert [row.output for row in decode(shallow, prompts, rule, 16, drafter, builder, ignore_eos=True)] == expected
     context = begun(shallow, prompts, drafter, Eagle2(3, 10, 3))
     tree = proposed(drafter, context, Eagle2(3, 10, 3))
-    tree.check_structure()
+    check_structure(tree)
     assert tree.tokens.shape[1] <= 10
 
 

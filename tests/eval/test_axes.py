@@ -1,7 +1,8 @@
 """Axes: a crossover that is known is found, batch 1 has the numbers of the evaluation, and a queue keeps its formula."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from spectrain.eval import metrics
 from spectrain.eval.axes import load
 from spectrain.eval.axes.load import POLICIES, TimeTable, simulate_load, simulate_policies
 from spectrain.eval.axes.points import Crossover, find_crossover, measure_point
-from spectrain.eval.axes.sweep import BatchSweep, ContextSweep, TemperatureSweep
+from spectrain.eval.axes.sweep import BatchSweep, ContextSweep, TemperatureSweep, choose_batches
+from spectrain.eval.axes.tables import axis_markdown, describe_crossover
 from spectrain.eval.comparison import ScoredRun, collect_axes
 from spectrain.eval.extensions import Results
 from spectrain.eval.metrics import Turn
 from spectrain.eval.page import write_report
 from spectrain.eval.scenarios import advise_axis, describe_missing
+from spectrain.eval.summary import predict_device
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
@@ -50,6 +53,18 @@ def test_crossover_is_interpolated() -> None:
     assert find_crossover([1, 2, 4], [1.2, 0.9, 1.1]).kind == "always"
 
 
+def test_a_value_without_rounds_is_left_out_of_the_crossover() -> None:
+    """Where every answer is its first token alone, nothing was timed: its speedup is 0, and the others decide."""
+    assert find_crossover([1, 4, 16, 64], [2, 1.5, 1 / 1.5, 0]) == Crossover("crosses", 8.0)
+    assert find_crossover([1, 4, 16], [2, 0, 0.5]) == Crossover("crosses", 4.0)
+    assert find_crossover([512, 1024], [0, 0]) == Crossover("never")
+    point = measure_point(1024, [[paired_turn(name, [])] for name in "ab"], "chain", "greedy", 50)
+    assert point.speedup == 0 and point.ci95 is None
+    points = [{"value": 512, "speedup": 1.5, "ci95": None}, asdict(point)]
+    axis = {"over": "context", "points": points, "crossover": vars(find_crossover([512, 1024], [1.5, 0.0]))}
+    assert describe_crossover(axis) == "Drafting pays up to 512 tokens of the prompt, the largest measured"
+
+
 def test_a_point_at_batch_1_has_the_numbers_of_the_evaluation() -> None:
     turns = [paired_turn("a", [3, 1, 4]), paired_turn("b", [2, 2], step=0.03), paired_turn("c", [1, 1, 5])]
     point = measure_point(1, [[turn] for turn in turns], "chain", "greedy", 50, [turn.drafted.output for turn in turns])
@@ -69,6 +84,35 @@ def test_target_efficiency_and_units_of_a_batch() -> None:
     assert point.speedup == pytest.approx(2 * 0.02 / 0.03, abs=1e-4)
     assert point.tokens_per_second.autoregressive == pytest.approx(2 / 0.02)
     assert point.per_user.autoregressive == pytest.approx(1 / 0.02)
+
+
+@pytest.mark.parametrize(("count", "size", "has_interval"), [(8, 2, True), (8, 4, False), (32, 32, False), (40, 32, False)])
+def test_batches_that_share_prompts_have_no_interval(count: int, size: int, has_interval: bool) -> None:
+    """Four identical batches differ in the noise of times alone; the table, the sentences and the crossover say no more."""
+    turns = [paired_turn(f"p{number:02}", [2 + number % 3, 2], batch=size) for number in range(count)]
+    batches = [[turns[row] for row in rows] for rows in choose_batches(count, size)]
+    point = measure_point(size, batches, "chain", "greedy", 50)
+    assert (point.ci95 is not None) == has_interval and point.units == len(batches)
+    crossover = find_crossover([1, size], [1.5, point.speedup], [[1.2, 1.8], point.ci95])
+    assert crossover.certain == (size if has_interval else 1)
+    axis: dict[str, Any] = {"over": "batch", "system": "chain", "points": [asdict(point)], "crossover": vars(crossover)}
+    axis |= {"load": None, "left_out": []}
+    table = axis_markdown([("", axis)])
+    assert ("| none |" in table) == (f"No 95 % interval at {size}: batches share prompts" in table) == (not has_interval)
+
+
+def test_turns_of_a_prompt_are_one_unit() -> None:
+    """Turns that are decoded alone are drawn with their prompt; in batches they bind the batches together."""
+    turns = [replace(paired_turn(name, [2, 3 + number]), turn=number) for name in "abc" for number in range(2)]
+    assert measure_point(1, [[turn] for turn in turns], "chain", "greedy", 50).ci95 == metrics.speedup_interval(turns)
+    assert measure_point(2, [turns[:2], turns[2:4], turns[4:]], "chain", "greedy", 50).ci95 is not None
+    assert measure_point(2, [turns[::2], turns[1::2]], "chain", "greedy", 50).ci95 is None
+
+
+def test_another_device_is_not_predicted_without_rounds() -> None:
+    """Where every answer is its first token alone, there is no round whose time another device could change."""
+    turns, nothing = [paired_turn(name, []) for name in "ab"], cast(Any, None)
+    assert predict_device(nothing, nothing, turns, {"bandwidth": 100.0, "tflops": 1.0}) == {}
 
 
 def test_a_queue_of_constant_service_keeps_its_formula() -> None:

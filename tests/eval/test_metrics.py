@@ -9,6 +9,7 @@ import pytest
 from spectrain.decoding.generation import Generation
 from spectrain.eval import metrics
 from spectrain.eval.metrics import Turn
+from spectrain.eval.notes import explain_numbers
 
 SECONDS = {"prefill": 100.0, "draft": 1.0, "verify": 2.0, "accept": 0.5, "other": 0.5}
 
@@ -164,6 +165,20 @@ def test_speedup_and_its_parts_use_the_shares() -> None:
     for statistic in (metrics.speedup, metrics.predicted_speedup, metrics.time_share, metrics.speedup_interval):
         assert statistic(together) == statistic(alone)
     assert metrics.time_share(mixed)["draft"] == pytest.approx((1 + 7) / (4 + 16))
+
+
+def test_rows_of_a_batch_have_no_interval_of_speed() -> None:
+    """Rows of a batch share its seconds, so they are no independent draws: the drafter's and every category's interval is
+    missing, which a sentence says; that of tokens per forward stays."""
+    together = [make_turn(f"p{i}", make_generation([2, 3 + i], [4, 4], 6 + i, scale=2.0, batch=2)) for i in range(4)]
+    numbers = metrics.measure_system(together, True, shares_times=True)
+    assert numbers["speedup"].ci95 is numbers["by_category"]["all"].speedup_ci95 is None
+    assert numbers["speedup"].ratio == round(metrics.speedup(together), 4)
+    assert numbers["acceptance_length"].ci95 == numbers["by_category"]["all"].ci95 == metrics.acceptance_interval(together)
+    summary = metrics.SystemNumbers(**numbers).to_json()
+    summary["setting"] = {"batch_size": 2, "device": "cpu", "dtype": "float32"}
+    assert "Speedups have no interval, because the prompts of a batch share its time." in " ".join(explain_numbers(summary))
+    assert metrics.measure_system(together, True)["speedup"].ci95 is not None
 
 
 INTERVALS = [

@@ -116,6 +116,14 @@ def test_median_pairs_stay_pairs() -> None:
     assert median_pairs(runs) == [runs[0][0], runs[2][1]]
 
 
+@pytest.mark.parametrize("repeats", [2, 4])
+def test_the_median_of_an_even_number_is_unbiased(repeats: int) -> None:
+    """Of an even number of pairs the lower and the upper middle one are taken in turn."""
+    runs = [[make_turn(name, 1.0 + number, 1.0, [2, 1]) for name in "abcd"] for number in range(repeats)]
+    ratios = [turn.autoregressive.decode_seconds for turn in median_pairs(runs)]
+    assert ratios == pytest.approx([repeats / 2, repeats / 2 + 1] * 2)
+
+
 class Scripted:
     """Stands for a decoder whose autoregressive runs are slowed now and then, as by another process; in turn, both are."""
 
@@ -164,6 +172,34 @@ def test_unsteady_times_are_measured_again(times: int) -> None:
     for interleaving in (steady, few):
         interleaving.repeat(times)
         assert interleaving.repeats == 1
+
+
+class Metered(Scripted):
+    """Stands for a decoder of a device that counts energy: 2 joules for an answer, and 50 for each system's first warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__(set())
+        self.joules, self.warm = 0.0, set[str]()
+
+    def session(self, system: Any) -> Any:
+        return SimpleNamespace(warm_up=lambda *request: self.warm_up("" if system is None else system.name))
+
+    def warm_up(self, name: str) -> None:
+        self.joules += 0.0 if name in self.warm else 50.0
+        self.warm.add(name)
+
+    def __call__(self, system: Any, prompts: Any, limit: int, sequence_ids: list[int]) -> list[Generation]:
+        self.session(system).warm_up()
+        self.joules += 2.0
+        return super().__call__(system, prompts, limit, sequence_ids)
+
+
+def test_energy_leaves_the_warm_up_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling and capturing for a batch is no part of its answers, whose tokens the joules are divided by."""
+    decoder = Metered()
+    monkeypatch.setattr("spectrain.eval.turns.find_energy_reader", lambda device: lambda: decoder.joules)
+    decoding = decode_interleaved_turns(decoder, 3)
+    assert decoding.joules_per_token("drafter") == {"autoregressive": round(2 / 7, 6), "drafted": round(2 / 7, 6)}
 
 
 def read_rounds(generation: Generation) -> tuple[list[int], list[int], list[int]]:

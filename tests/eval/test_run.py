@@ -258,6 +258,7 @@ def test_a_batch_says_what_single_prompts_say(shallow: Target, tmp_path: Path, e
         evaluation = make_evaluation(tmp_path, ("ngram",), batch_size=batch_size)
         summary = evaluation.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / str(batch_size))
         assert summary["lossless"]["identical"] == 4 and summary["compared"]["ngram"]["lossless"]["identical"] == 4
+        assert (summary["speedup"]["ci95"] is None) == (batch_size > 1)
         lines = read_samples(tmp_path / str(batch_size))
         results.append(sorted((line["id"], line["turn"], line["output_tokens"], line["accepted"]) for line in lines))
     assert results[0] == results[1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spectrain.decoding.generation import Generation
+from spectrain.decoding.generation import ROUND_PARTS, Generation
 from spectrain.eval import metrics
 from spectrain.eval.metrics import Rates, price_tokens
 from spectrain.eval.notes import describe_worst_category
@@ -14,7 +14,7 @@ from .test_metrics import TURNS, make_generation, make_turn
 def make_timed_generation(lengths: list[int], seconds: list[float], output: int, prefill: float = 0.1) -> Generation:
     """A generation of `output` tokens whose rounds emitted `lengths` tokens in `seconds`."""
     rounds = [{"draft": value / 4, "verify": value / 2, "accept": 0.0, "other": value / 4} for value in seconds]
-    total = {part: sum(times[part] for times in rounds) for part in rounds[0]}
+    total = {part: sum(times[part] for times in rounds) for part in ROUND_PARTS}
     return Generation([1], list(range(output)), lengths, round_seconds=rounds, seconds={"prefill": prefill, **total})
 
 

@@ -302,11 +302,13 @@ def test_blocks_of_nodes_lie_within_a_word() -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 7, 63, 64, 65, 200])
 def test_packed_words_equal_the_mask(num_nodes: int) -> None:
-    """For a full tree they are TokenTree's words; bit j of word w says whether node 64 w + j is visible; built once."""
+    """For a full tree they are its packed ancestor mask; bit j of word w says whether node 64 w + j is visible; built once."""
     tree = TokenTree.from_parents(torch.zeros(2, num_nodes, dtype=torch.int64), parents_of("random", 2, num_nodes))
     visibility = Visibility(torch.tensor([3, 4]), 4, tree.ancestors, tree.depths, None)
     words = visibility.packed_words()
-    assert torch.equal(words, tree.ancestor_words) and words.is_contiguous() and visibility.packed_words() is words
+    assert (
+        torch.equal(words, module.pack_words(tree.ancestors)) and words.is_contiguous() and visibility.packed_words() is words
+    )
     part = torch.rand(2, 5, num_nodes) < 0.5
     words = Visibility(torch.tensor([3, 4]), 4, part, tree.depths, None).packed_words()
     assert words.shape == (2, 5, (num_nodes + 63) // 64)

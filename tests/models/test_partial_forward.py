@@ -22,6 +22,7 @@ from spectrain.models.target import Target
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.models.architectures import save_small
 from tests.models.test_target import SIZE, VOCAB, WINDOW, build, random_tokens
+from tests.trees.tables import check_structure
 
 LAYERS = 4
 EVERY: tuple[Layer, ...] = (*range(LAYERS + 1), "final")
@@ -80,7 +81,7 @@ class Case:
                     [token for token in (TWINS if children == "sampled" else TREE_TOKENS) if token not in taken]
                 )
         tree = replace(TokenTree.from_parents(tokens, parents, valid), children=children)
-        tree.check_structure()
+        check_structure(tree)
         return tree
 
     def commit(self, tree: TokenTree, random: Random) -> None:

@@ -235,12 +235,12 @@ def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, complet
 
 
 def test_check_only_looks(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
-    """check=true names what is not whole, fails if anything is, and writes nothing."""
+    """check=true names what is incomplete, fails if anything is, and writes nothing."""
     regenerate(tmp_path / "out", tiny)
     check = (f"++out={tmp_path / 'out'}", "++check=true")
     run_command(*check)
     (tmp_path / "out" / "part-00002.jsonl").unlink()
-    with pytest.raises(RunError, match="not whole: part-00002.jsonl;"):
+    with pytest.raises(RunError, match="incomplete: part-00002.jsonl;"):
         run_command(*check)
     assert f"{tmp_path / 'out' / 'part-00002.jsonl'}: missing" in capsys.readouterr().out
     assert len(read_shards(tmp_path / "out")) == 2
@@ -401,7 +401,7 @@ def test_too_many_failures_fail_the_run(tmp_path: Path, tiny: Target, monkeypatc
     with pytest.raises(RunError, match=r"3 conversations failed one after another.*no device"):
         regenerate(tmp_path / "out", tiny, stop_after=3)
     assert not ShardSet(tmp_path / "out").manifest["shards"]
-    with pytest.raises(RunError, match=f"not one of {LIMIT}"):
+    with pytest.raises(RunError, match=f"none of {LIMIT}"):
         regenerate(tmp_path / "out", tiny, stop_after=100)
 
 

@@ -124,11 +124,23 @@ def assert_q(tree: TokenTree, row: int, key: int, scores: Scores, temperature: f
             assert log_q == sorted(log_q, reverse=True)
 
 
+def check_structure(tree: TokenTree) -> None:
+    """Raise AssertionError where the tree breaks an invariant of the kernels and acceptance rules."""
+    index = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
+    assert (tree.parents[:, 0] == -1).all(), "node 0 must be the root"
+    assert (tree.parents[:, 1:] >= 0).all() and (tree.parents < index).all(), "parents must come before children"
+    if tree.children != "sampled":
+        same = (tree.parents[:, :, None] == tree.parents[:, None]) & (tree.tokens[:, :, None] == tree.tokens[:, None])
+        real = tree.valid & tree.can_emit
+        twins = same & real[:, :, None] & real[:, None] & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
+        assert not twins.any(), "siblings must carry distinct tokens"
+
+
 def grow_tree(make_builder: Callable[[], TreeBuilder], scores: Scores = random_scores) -> TokenTree:
     """Return the tree that a new builder grows, after checking what holds for all trees."""
     builder, table = make_builder(), Table(scores)
     tree = builder.expand(context(), table)
-    tree.check_structure()
+    check_structure(tree)
     assert tree.can_emit.all() and tree.valid[:, 0].all() and tree.tokens[:, 0].tolist() == [101, 102]
     assert tree.tokens.shape[1] <= builder.budget and (tree.depths * tree.valid).max() <= builder.depth
     assert len(table.evaluated_paths[0]) - 1 <= builder.max_drafted

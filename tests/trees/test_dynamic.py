@@ -23,6 +23,7 @@ from tests.trees.tables import (
     Scores,
     Table,
     assert_rows_alone,
+    check_structure,
     context,
     grow_tree,
     list_likeliest,
@@ -94,7 +95,7 @@ def test_eagle2_tree_may_be_smaller_than_its_budget() -> None:
 def test_certain_drafter_becomes_a_chain(make: Callable[[], TreeBuilder]) -> None:
     """Where one token is certain, ties with the root and with impossible tokens still give a well formed tree."""
     tree = make().expand(context(), Table(lambda row, path: [0.0] + [float("-inf")] * (VOCAB - 1)))
-    tree.check_structure()
+    check_structure(tree)
     for row in ROWS:
         assert paths(tree, row) == [(to_target(0),) * depth for depth in range(5)]
 

@@ -19,6 +19,7 @@ from tests.trees.tables import (
     Path,
     Table,
     assert_rows_alone,
+    check_structure,
     context,
     grow_tree,
     node_noise,
@@ -126,7 +127,7 @@ def test_top_and_sampled_children_equal_plain_python() -> None:
     shape = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
     table = Table(lambda row, path: soft_scores(0, path), rows)
     tree = Static(paths=shape, children="top_and_sampled", temperature=0.7).expand(context(rows), table)
-    tree.check_structure()
+    check_structure(tree)
     assert tree.q is not None and tree.valid.all()
     tokens = (tree.tokens[:, 1:] - 3) // 7
     for row in (0, 7, 1234):

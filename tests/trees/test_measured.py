@@ -25,6 +25,7 @@ from tests.trees.tables import (
     Scores,
     Table,
     assert_rows_alone,
+    check_structure,
     context,
     grow_tree,
     list_likeliest,
@@ -120,7 +121,7 @@ def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: 
 
         table = Table(scores)
         tree = builder.expand(context(), table)
-        tree.check_structure()
+        check_structure(tree)
         assert tree.valid.all() and tree.tokens.shape[1] <= budget and len(table.evaluated_paths[0]) - 1 <= builder.max_drafted
         assert [paths(tree, row) for row in ROWS] == build_cast(builder, history, scores)
     assert [list(level) for level in builder.level_ratios] == [pytest.approx(level[-memory:]) for level in history]

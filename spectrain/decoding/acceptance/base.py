@@ -17,10 +17,10 @@ Vector = Any  # [V] a distribution over the vocabulary: a tensor or, in a proof,
 DRAWN_CHILDREN: tuple[Children, ...] = ("sampled", "without_replacement")
 ALL_CHILDREN: tuple[Children, ...] = ("deterministic", *DRAWN_CHILDREN, "top_and_sampled")
 DESCRIPTION: dict[Children, str] = {
-    "deterministic": "the likeliest ones, not drawn",
+    "deterministic": "the most likely ones, not drawn",
     "sampled": "drawn independently of each other",
     "without_replacement": "drawn without replacement",
-    "top_and_sampled": "the likeliest ones and one that is drawn",
+    "top_and_sampled": "the most likely ones and one that is drawn",
 }
 
 
