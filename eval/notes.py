@@ -66,7 +66,7 @@ def explain_numbers(summary: Summary) -> Iterator[str]:
     setting, limits = summary["setting"], summary.get("bounds", {})
     shares = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
     batch = f" Tokens/s are of {setting['batch_size']} prompts at once." if setting["batch_size"] > 1 else ""
-    if batch and not summary["speedup"]["ci95"]:
+    if batch and summary["speedup"] and not summary["speedup"]["ci95"]:
         batch += " Speedups have no interval, because the prompts of a batch share its time."
     # The numbers at the top of the summary are the drafter's, without retrieval.
     if shares:
