@@ -45,10 +45,13 @@ def collect_provenance() -> dict[str, Any]:
 
 def describe_command(words: list[str]) -> str:
     """Return the command that the words of an interpreter's command line stand for: spectrain, or another module."""
-    if words[1:2] != ["-m"]:
-        return " ".join(["spectrain", *words[2:]])
-    program = "spectrain" if words[2].partition(".")[0] == "spectrain" else f"python -m {words[2]}"
-    return " ".join([program, *words[3:]])
+    rest = words[1:]
+    while rest and rest[0].startswith("-") and rest[0] != "-m":  # an option of the interpreter, such as torchrun's -u
+        rest = rest[2 if rest[0] in ("-X", "-W") else 1 :]
+    if rest[:1] != ["-m"]:
+        return " ".join(["spectrain", *rest[1:]])
+    program = "spectrain" if rest[1].partition(".")[0] == "spectrain" else f"python -m {rest[1]}"
+    return " ".join([program, *rest[2:]])
 
 
 def package_versions() -> dict[str, str]:

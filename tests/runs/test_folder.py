@@ -51,4 +51,5 @@ def test_a_second_launch_is_refused(tmp_path: Path) -> None:
 def test_the_recorded_command_can_be_typed_again() -> None:
     assert describe_command(["python", "/bin/spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
     assert describe_command(["python", "-m", "spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
+    assert describe_command(["python", "-u", "-m", "spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
     assert describe_command(["python", "-m", "benchmarks.axes", "rows=2"]) == "python -m benchmarks.axes rows=2"
