@@ -47,6 +47,8 @@ class LearningCurve:
     ) -> None:
         if len(drafters) != len(seen):
             raise UserError(f"seen: it names {len(seen)} numbers of tokens for {len(drafters)} drafters; name one for each")
+        if not (Path(score) / "samples.jsonl").is_file():
+            raise UserError(f"score={score}: no samples.jsonl is there; name a folder that spectrain eval wrote")
         self.samples = [json.loads(line) for line in (Path(score) / "samples.jsonl").read_text().splitlines()]
         self.checkpoints, self.target = dict(zip(drafters, seen)), Target.from_pretrained(target, "bfloat16")
         self.prompts, self.out = prompts, Path(out)

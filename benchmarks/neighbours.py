@@ -47,8 +47,14 @@ class Neighbours:
         policy: Policy = "all",
         # Neighbours: none, one, two, changing, or all of these.
         load: Load = "all",
-        # Choice of the drafter to score.
+        # Choice of the drafter to score, where no run is named.
         drafter: str = "smollm2-eagle3",
+        # Run folder whose drafter is scored.
+        run: str | None = None,
+        # Name of the prompts in the results.
+        questions: str = "held-out",
+        # Further settings of spectrain eval, as in eval.prompts=questions.jsonl.
+        settings: tuple[str, ...] = (),
         # Number of prompts.
         prompts: int = 6,
         # Largest number of tokens of an answer.
@@ -62,15 +68,16 @@ class Neighbours:
     ) -> None:
         self.policies = [name for name in ENVIRONMENTS if policy in (name, "all")]
         self.loads = [name for name in LOADS if load in (name, "all")]
-        self.words = [f"drafter={drafter}", f"eval.limit={prompts}", f"eval.max_new_tokens={tokens}", "eval.oracle=false",
-                      "eval.report=false", f"eval.repeats={repeats}", "eval.baselines=[copies,ngram]"]  # fmt: skip
-        self.limit, self.out = limit, Path(out)
+        scored = f"drafter={drafter}" if run is None else f"run={Path(run).resolve()}"
+        self.words = [scored, f"eval.limit={prompts}", f"eval.max_new_tokens={tokens}", "eval.oracle=false",
+                      "eval.report=false", f"eval.repeats={repeats}", "eval.baselines=[copies,ngram]", *settings]  # fmt: skip
+        self.limit, self.questions, self.out = limit, questions, Path(out)
 
     def run(self) -> None:
         """Run all cases and write the file after each."""
         for load in self.loads:
             for policy in self.policies:
-                case = {"load": load, "policy": policy, **self._score(load, policy)}
+                case = {"load": load, "policy": policy, "questions": self.questions, **self._score(load, policy)}
                 print(json.dumps({key: value for key, value in case.items() if key != "setting"}), flush=True)
                 self._add_case(case)
 
@@ -94,9 +101,10 @@ class Neighbours:
             return {"seconds": round(seconds, 1), **read_summary(json.loads(paths[0].read_text()))}
 
     def _add_case(self, case: dict[str, Any]) -> None:
-        """Write a case to the file in place of an earlier one of the same load and policy."""
+        """Write a case to the file in place of an earlier one of the same load, policy and prompts."""
         cases = json.loads(self.out.read_text())["cases"] if self.out.exists() else []
-        cases = [old for old in cases if (old["load"], old["policy"]) != (case["load"], case["policy"])]
+        keys = ("load", "policy", "questions")
+        cases = [old for old in cases if any(old[key] != case[key] for key in keys)]
         setting = case.pop("setting", None)
         if setting is None and self.out.exists():
             setting = json.loads(self.out.read_text())["setting"]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cpu_kernels import attention_size, has_cpu_kernels, working_memory
+from .cpu_kernels import attention_size, count_members, current_team, has_cpu_kernels, working_memory, working_sums
 
 PANEL_COLUMNS, INPUT_STEP = 32, 4
 """Divisors of a linear's output and input width."""
@@ -80,7 +80,7 @@ class EagleKernels:
         self.embedding, self.linears = embedding.detach(), linears
         self.norms = {f"{name}_norm": norm.detach().float() for name, norm in norms.items()}
         self.vocab_size, self.width = linears["head"].sizes[1], linears["output"].sizes[1]
-        self.num_positions = self.num_rows = self.num_slots = 0
+        self.num_positions = self.num_rows = self.num_slots = self.num_members = 0
 
     def use_angles(self, cos: Tensor, sin: Tensor) -> None:
         """Use the cosines and sines [1, positions, d] of all positions of a text."""
@@ -126,9 +126,14 @@ class EagleKernels:
         return self.kernels.EagleSlots(keys, values, num_committed, num_appended, memory.data_ptr())
 
     def _reserve(self, num_rows: int, num_slots: int) -> None:
-        """Make the working memory large enough for calls over so many nodes, of so many that are appended."""
-        if num_rows <= self.num_rows and num_slots <= self.num_slots:
+        """Make the working memory large enough for calls over so many nodes, of so many that are appended, by as many threads
+        as torch uses."""
+        members = count_members()
+        if num_rows <= self.num_rows and num_slots <= self.num_slots and members == self.num_members:
             return
+        from .cpu_int8 import SharedProduct, multiply_bytes_part
+
+        self.num_members = members
         rows, self.num_slots = max(MIN_ROWS, num_rows, self.num_rows), max(MIN_ROWS, num_slots, self.num_slots)
         self.num_rows, linears = rows, self.linears
         widest = max(weights.sizes[0] for weights in linears.values())
@@ -144,8 +149,12 @@ class EagleKernels:
         self.buffers = {name: torch.empty(rows, size) for name, size in floats.items()}
         self.buffers["positions"] = torch.empty(rows, dtype=torch.int64)
         self.buffers["mask"] = torch.empty(rows, self.num_slots, dtype=torch.uint8)
-        self.buffers["rounded"] = torch.empty(self.kernels.SUM_BYTES + rows * widest, dtype=torch.uint8)
-        self.memory = self.kernels.EagleMemory(**{name: buffer.data_ptr() for name, buffer in self.buffers.items()})
+        self.rounded, self.sums = torch.empty(rows * widest, dtype=torch.uint8), working_sums()
+        function, team = multiply_bytes_part().address, current_team().address
+        product = SharedProduct(function, self.rounded.data_ptr(), self.sums.data_ptr(), team, members)
+        self.memory = self.kernels.EagleMemory(
+            **{name: buffer.data_ptr() for name, buffer in self.buffers.items()}, product=product
+        )
 
 
 class EagleDraft:

@@ -14,10 +14,8 @@ from numba import carray
 
 from .cpu_attention import attend_text, rotate_append
 from .cpu_floats import gate_rows, norm_row, normalize_row
-from .cpu_int8 import COLUMNS, MAX_TILE_ROWS, ByteLinear, multiply_rounded
+from .cpu_int8 import ByteLinear, SharedProduct, multiply_rounded
 from .cpu_vectors import advance, compile_cached, compile_inline, to_bytes, to_floats, to_halves, to_longs, widen
-
-SUM_BYTES = 4 * MAX_TILE_ROWS * COLUMNS  # of working memory, besides the rounded rows
 
 
 class EagleLayer(NamedTuple):
@@ -54,7 +52,7 @@ class EagleMemory(NamedTuple):
     angles: int  # [2, F, d]
     positions: int  # int64 [F]
     mask: int  # bytes [F, M]
-    rounded: int  # of `multiply_rounded`
+    product: SharedProduct
 
 
 class EagleSlots(NamedTuple):
@@ -132,9 +130,9 @@ def _run_layer(
     """Run nodes with hidden states [F, D] and store their states [F, D]; their positions and mask lie in memory."""
     width, inner = layer.output.num_outputs, layer.down.width
     _prepare_inputs(layer, tokens, hidden, num_nodes, width, memory.inputs)
-    multiply_rounded(memory.inputs, num_nodes, layer.qkv, memory.heads, memory.rounded)
+    multiply_rounded(memory.inputs, num_nodes, layer.qkv, memory.heads, memory.product)
     _attend_nodes(layer, memory, slots, num_nodes)
-    multiply_rounded(memory.attended, num_nodes, layer.output, memory.summed, memory.rounded)
+    multiply_rounded(memory.attended, num_nodes, layer.output, memory.summed, memory.product)
     sums, residual = carray(to_floats(memory.summed), (num_nodes * width,)), carray(to_floats(hidden), (num_nodes * width,))
     for i in range(num_nodes * width):
         sums[i] += residual[i]
@@ -143,9 +141,9 @@ def _run_layer(
         norm_row(
             to_floats(memory.summed + shift), to_floats(layer.later_norm), to_floats(memory.inputs + shift), width, layer.eps
         )
-    multiply_rounded(memory.inputs, num_nodes, layer.gate_up, memory.inner, memory.rounded)
+    multiply_rounded(memory.inputs, num_nodes, layer.gate_up, memory.inner, memory.product)
     gate_rows(to_floats(memory.inner), to_floats(memory.inputs), num_nodes, inner)
-    multiply_rounded(memory.inputs, num_nodes, layer.down, out, memory.rounded)
+    multiply_rounded(memory.inputs, num_nodes, layer.down, out, memory.product)
     states = carray(to_floats(out), (num_nodes * width,))
     for i in range(num_nodes * width):
         states[i] += sums[i]
@@ -158,7 +156,7 @@ def _score_states(layer: EagleLayer, memory: EagleMemory, states: int, num_nodes
     for n in range(num_nodes):
         shift = 4 * n * width
         norm_row(to_floats(states + shift), to_floats(layer.final_norm), to_floats(memory.inputs + shift), width, layer.eps)
-    multiply_rounded(memory.inputs, num_nodes, layer.head, out, memory.rounded)
+    multiply_rounded(memory.inputs, num_nodes, layer.head, out, memory.product)
     for n in range(num_nodes):
         normalize_row(to_floats(out + 4 * n * layer.head.num_outputs), layer.head.num_outputs)
 

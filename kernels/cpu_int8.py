@@ -15,13 +15,15 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from .cpu_linear import LINE, add_products
+from .cpu_linear import LEAST_PANELS, LINE, PARTS_PER_MEMBER, add_products
+from .cpu_team import job_floats, job_numbers, run_job
 from .cpu_vectors import (
     WIDE,
     WORDS,
     VectorBuilder,
     advance,
     compile_inline,
+    compile_part,
     compile_reduction,
     emit_cases,
     emit_fetch,
@@ -35,6 +37,8 @@ COLUMNS = 32  # outputs of a panel
 MAX_TILE_ROWS = 12  # whose sums fit in the registers, two vectors each
 FETCH_AHEAD = 16 * 1024  # bytes
 LARGEST_BYTE = 255
+SUMS_BYTES = 4 * MAX_TILE_ROWS * COLUMNS  # of a thread
+SCALE_INDEX = 12  # of the job's numbers: the scale of the rows, as float32
 
 
 class ByteLinear(NamedTuple):
@@ -111,24 +115,48 @@ def round_to_bytes(x: Any, count: int, scale: float, zero: int, out: Any) -> Non
         rounded[i] = np.uint8(np.int32(min(max(value, np.float32(0)), np.float32(LARGEST_BYTE))))
 
 
-@compile_inline
-def multiply_rounded(x: int, rows: int, linear: ByteLinear, out: int, scratch: int) -> None:
-    """Store float32 rows x [N, K] times the weights of a linear, [N, O]; `scratch` holds 12 x 32 int32 and N K bytes."""
-    width, num_outputs = linear.width, linear.num_outputs
-    low, high = find_range(to_floats(x), rows * width)
-    scale, zero = choose_scale(low, high)
-    rounded = scratch + 4 * MAX_TILE_ROWS * COLUMNS
-    round_to_bytes(to_floats(x), rows * width, scale, zero, to_bytes(rounded))
+class SharedProduct(NamedTuple):
+    """How products are shared: the working memory, the team of `cpu_team`, and how many of its threads multiply."""
+
+    function: int  # the address of `multiply_bytes_part`
+    rounded: int  # bytes [N, K]
+    sums: int  # int32 [members, 12, 32]
+    team: int
+    members: int
+
+
+@compile_part
+def multiply_bytes_part(team: int, part: int, member: int) -> None:
+    """Multiply a part of the panels of the job, as so many-th thread of the team."""
+    job, scale = job_numbers(team), job_floats(team)[2 * SCALE_INDEX]
+    rounded, panels, out, rows, width, num_outputs, zero = job[1], job[2], job[5], job[6], job[7], job[8], job[11]
+    scratch, end = job[9] + member * SUMS_BYTES, min((part + 1) * job[10], num_outputs // COLUMNS)
     parts = (rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
     most = (rows + parts - 1) // parts
-    for first in range(0, num_outputs, COLUMNS):
-        scales = carray(advance(to_floats(linear.scales), first), (COLUMNS,))
-        offsets = carray(advance(to_words(linear.sums), first), (COLUMNS,))
+    for first in range(part * job[10] * COLUMNS, end * COLUMNS, COLUMNS):
+        scales = carray(advance(to_floats(job[3]), first), (COLUMNS,))
+        offsets = carray(advance(to_words(job[4]), first), (COLUMNS,))
         for row in range(0, rows, most):
             count = min(most, rows - row)
-            multiply_bytes(count, rounded + row * width, width, linear.panels + first * width, width // 4, scratch)
+            multiply_bytes(count, rounded + row * width, width, panels + first * width, width // 4, scratch)
             for r in range(count):
                 sums = carray(advance(to_words(scratch), r * COLUMNS), (COLUMNS,))
                 result = carray(advance(to_floats(out), (row + r) * num_outputs + first), (COLUMNS,))
                 for i in range(COLUMNS):
                     result[i] = np.float32(sums[i] - np.int32(zero) * offsets[i]) * (scale * scales[i])
+
+
+@compile_inline
+def multiply_rounded(x: int, rows: int, linear: ByteLinear, out: int, shared: SharedProduct) -> None:
+    """Store float32 rows x [N, K] times the weights of a linear, [N, O]. The threads of the team share the panels."""
+    width, count = linear.width, linear.num_outputs // COLUMNS
+    low, high = find_range(to_floats(x), rows * width)
+    scale, zero = choose_scale(low, high)
+    round_to_bytes(to_floats(x), rows * width, scale, zero, to_bytes(shared.rounded))
+    members = max(1, min(shared.members, count // LEAST_PANELS))
+    step = max(1, count // (members * PARTS_PER_MEMBER)) if members > 1 else count
+    job = job_numbers(shared.team)
+    job[0], job[1], job[2], job[3], job[4] = shared.function, shared.rounded, linear.panels, linear.scales, linear.sums
+    job[5], job[6], job[7], job[8], job[9], job[10], job[11] = out, rows, width, linear.num_outputs, shared.sums, step, zero
+    job_floats(shared.team)[2 * SCALE_INDEX] = scale
+    run_job(shared.team, members, (count + step - 1) // step)

@@ -18,10 +18,10 @@ import numpy as np
 from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
+from spectrain.kernels.cpu_copies import MAX_LAST_TOKENS, TEXT_END, search_store
 
 # Number of tokens by which suffixes are sorted, which limits the length of a match.
-MAX_MATCH = 16
-TEXT_END = -1  # between two texts
+MAX_MATCH = MAX_LAST_TOKENS
 ARRAY_DTYPES = {"tokens": np.int32, "suffixes": np.int32, "questions": np.uint64, "answers": np.uint64, "phrases": np.uint64}
 PHRASE_WORDS = 5  # words
 INDEX_FILE = "index.json"
@@ -97,6 +97,9 @@ class Datastore:
         until there are `min_matches`. If one length has too many matches, evenly spaced ones are taken. There are at most
         `max_matches`, each position once.
         """
+        found = search_store(self.tokens, self.suffixes, text, depth, max_matches, min_matches)
+        if found is not None:
+            return found
         length = self.match_length(text)
         unique_ends: set[int] = set()
         ends: list[int] = []

@@ -15,7 +15,6 @@ from .datastore import MAX_MATCH, hash_vocabulary, write_store
 from .images import content_text
 from .messages import Conversation
 from .readers import ConversationReader
-from .stream import StreamReader
 
 
 def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
@@ -25,8 +24,7 @@ def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
     if Path(out).exists():
         raise UserError(f"out={out}: it is there already; name a new folder, or delete it")
     reader: ConversationReader = data.build()
-    if isinstance(reader, StreamReader):
-        raise UserError("data: a store needs all conversations, a stream reads data.sample rows; use data=jsonl or data=hub")
+    reader.require_all("a store")
     model: Any = target.build()
     dataset = reader.make_dataset(model.template, model.vision)
     size = index_dataset(reader, dataset, model.tokenizer, Path(out))

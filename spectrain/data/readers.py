@@ -87,6 +87,9 @@ class ConversationReader(ABC):
         """Return the bytes that are read from this machine's disk; infinity for a remote source or a stream."""
         return 0.0
 
+    def require_all(self, purpose: str) -> None:
+        """Raise a UserError for a source of which only a sample is read, if `purpose`, as in "a store", needs all of it."""
+
     def load_conversations(self) -> list[Conversation]:
         """Return the conversations to use, which are read once; a UserError names the first that is malformed."""
         if self.loaded_conversations:

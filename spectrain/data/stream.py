@@ -85,6 +85,9 @@ class StreamReader(ConversationReader):
     def num_bytes(self) -> float:
         return math.inf
 
+    def require_all(self, purpose: str) -> None:
+        raise UserError(f"data: {purpose} needs all conversations, a stream reads data.sample rows; use data=jsonl or data=hub")
+
     def open_rows(self) -> datasets.IterableDataset:
         """Open the rows without reading any of them."""
         import datasets

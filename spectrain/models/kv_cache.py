@@ -270,12 +270,22 @@ class TreeCache(Cache):
         if path is not None and self.is_bounded and self.storage is not None:
             kv_commit(self.storage, self.lengths, path, counts, hidden, path_hidden)
         else:
-            if path is not None:
+            if path is not None and not self.recurrences and self.storage is not None and self.storage.device.type == "cpu":
+                self._move_path(self.storage, path, counts)
+            elif path is not None:
                 self.reorder_nodes(path)
             self.lengths += counts
         if not self.is_bounded:
             self.longest = int(self.lengths.max())
         self.roll_back()
+
+    def _move_path(self, storage: Tensor, path: Tensor, counts: Tensor) -> None:
+        """Move the first `counts[b]` nodes of `path[b]` [B, P] to the slots after the committed tokens, one by one: few of them
+        are elsewhere. A path ascends, so no node is overwritten before it was moved."""
+        for row, (start, nodes, num_accepted) in enumerate(zip(self.lengths.tolist(), path.tolist(), counts.tolist())):
+            for step, node in enumerate(nodes[:num_accepted]):
+                if node != step:
+                    storage[:, :, row, start + step] = storage[:, :, row, start + node]
 
     def _check_no_states(self) -> None:
         if self.recurrences:

@@ -30,7 +30,7 @@ from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .regenerate import Regeneration
 from .sampling import Sampling
 from .server import ServerWriter
-from .writers import MAX_CALIBRATION_ROWS, collect_prompts, parse_generation
+from .writers import collect_prompts, parse_generation
 
 PROBE_TOKENS = 24
 """Longest of the answers that are written before the first conversation, to compare them with their states."""
@@ -173,7 +173,7 @@ def make_capturing_writer(
     target: Target = spec.target.build()
     stage = spec.drafter.build(target=target).stages[0]
     requester = StateRequester(spec.server.build(), target, stage.layers)
-    rows = [settings.make_pending_row(*numbered) for numbered in enumerate(data.load_conversations()[:MAX_CALIBRATION_ROWS])]
+    rows = settings.make_calibration_rows(data)
     prompts = collect_prompts(partial(tokenize_prompt, target.template), sampling, rows, count=4)
     source: StoredSource = GroupSpec("source", "store", {"path": str(folder / "features"), **spec.source.settings}).build()
     source.engine = requester.connect([Example(prompt, [False] * len(prompt)) for prompt in prompts])

@@ -6,7 +6,6 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import ShardSet
-from spectrain.data.stream import StreamReader
 from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
@@ -18,7 +17,7 @@ from .capture import make_capturing_writer
 from .regenerate import Regeneration, report_faults
 from .sampling import Sampling
 from .server import ServerWriter
-from .writers import MAX_CALIBRATION_ROWS, AnswerWriter, EngineWriter, collect_prompts
+from .writers import AnswerWriter, EngineWriter, collect_prompts
 
 
 def regenerate_command(
@@ -43,10 +42,7 @@ def regenerate_command(
             raise RunError(f"out={folder}: incomplete: {named}; run the command that made it, without check=true")
         return
     settings, reader, sampler = regenerate.build(), spec.data.build(), sampling.build()
-    if isinstance(reader, StreamReader):
-        raise UserError(
-            "data: regeneration answers all conversations, and a stream reads data.sample rows; use data=jsonl or data=hub"
-        )
+    reader.require_all("regeneration")
     reader.allows_unanswered = True
     reader.load_conversations()
     if capture:
@@ -92,7 +88,7 @@ def make_engine_writer(
         )
     assert directory is not None, "it was read from there"
     load_weights(drafter, directory)
-    rows = [settings.make_pending_row(*numbered) for numbered in enumerate(data.load_conversations()[:MAX_CALIBRATION_ROWS])]
+    rows = settings.make_calibration_rows(data)
     Session.from_drafter(
         target, drafter, builder, sampling.acceptance_rule, lambda: collect_prompts(plain.make_prompt, sampling, rows)
     )

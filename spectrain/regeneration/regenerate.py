@@ -24,6 +24,9 @@ from .progress import WritingProgress
 from .sampling import Sampling
 from .writers import AnswerWriter
 
+MAX_CALIBRATION_ROWS = 64
+"""Number of first conversations among which prompts are searched for calibration."""
+
 
 @dataclass
 class OutcomeLedger:
@@ -145,6 +148,10 @@ class Regeneration:
                 progress.finish_shard(shard)
             else:
                 yield shard
+
+    def make_calibration_rows(self, data: ConversationReader) -> list[PendingRow]:
+        """Return the first conversations to answer, with which a writer is checked or calibrated."""
+        return [self.make_pending_row(*numbered) for numbered in enumerate(data.load_conversations()[:MAX_CALIBRATION_ROWS])]
 
     def make_pending_row(self, number: int, conversation: Conversation) -> PendingRow:
         """Return the conversation to answer, up to its last assistant turn or its first."""

@@ -22,9 +22,6 @@ from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .continuous_answers import AnswerSteps, ContinuousAnswers
 from .sampling import Sampling
 
-MAX_CALIBRATION_ROWS = 64
-"""Number of first conversations among which prompts are searched for calibration."""
-
 OutcomeCallback = Callable[[Shard, Row | FailedRow], None]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from .base import RoundResult
 from .measurements import Latency
@@ -36,7 +34,7 @@ class CopyTree:
     size: int  # nodes, the root included
     num_tokens: float  # expected tokens of a round
     seconds: float  # time to verify the tree
-    expected_by_depth: Tensor  # [B, 1 + D] expected accepted nodes, by depth
+    expected_by_depth: np.ndarray  # [B, 1 + D] expected accepted nodes, by depth
     tries: list[Trie]
     nodes: list[set[int]]  # selected nodes of each trie
 
@@ -56,7 +54,7 @@ class CopyTree:
             levels = np.arange(chances.shape[1])[:, None] * (chances.sum(0) > 0)
             times = times + [latency.estimate_levels(int(level)) for level in np.maximum.accumulate(levels.max(0))]
         size = int((tokens / (spent + times)).argmax()) + 1
-        expected = torch.from_numpy(chances[:, :, :size].sum(2))
+        expected = chances[:, :, :size].sum(2)
         selected = [set(chosen[:size]) for chosen in nodes]
         return cls(size, float(tokens[size - 1]), float(times[size - 1]), expected, tries, selected)
 

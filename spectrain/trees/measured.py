@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from statistics import mean
+
 import numpy as np
 import torch
-from torch import Tensor
 
 from .base import Prefix, Rollout, RoundResult
 from .copy_tree import CopyRanks, CopyTree, are_calibrated
@@ -67,8 +68,8 @@ class Auto(LatencyAwareBuilder):
         self.num_curves = 0  # rounds in these means, at most memory
         self.predicted_rates = np.ones(depth)  # running means, by depth: predicted acceptance ...
         self.observed_rates = np.ones(depth)  # ... and observed acceptance
-        self.expected_by_depth: Tensor | None = None  # [B, depth + 1] expected tokens of this round
-        self.num_new: Tensor | None = None  # [B] new tokens of each text since its decoding began
+        self.expected_by_depth: np.ndarray | None = None  # [B, depth + 1] expected tokens of this round
+        self.num_new: list[int] | None = None  # new tokens of each text since its decoding began
         self.num_levels = 0  # levels that the drafter made in this round
         self.is_skipped = False  # this round was decided to be a plain step
         self.has_timed = False  # verification was timed in this round, whose own times are not those of others
@@ -185,43 +186,54 @@ class Auto(LatencyAwareBuilder):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self._select_costs(prefix)
         latency, costs = self.require_latency(), self.costs
-        tree, device = GrowingTree(self, prefix, rollout), prefix.root.device
-        depths = torch.zeros_like(tree.tokens)
-        trust = np.minimum.accumulate(np.clip(self.observed_rates / self.predicted_rates, 0.05, 1.5))
-        correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
-        verify = torch.tensor(self.verify_seconds(self.text_length), dtype=torch.float32, device=device)
-        depth, curves = self.max_depth(rollout), list[Tensor]()
+        tree, num_texts = GrowingTree(self, prefix, rollout), len(prefix.root)
+        rows = np.arange(num_texts)[:, None]
+        trust = np.log(np.minimum.accumulate(np.clip(self.observed_rates / self.predicted_rates, 0.05, 1.5)))
+        verify = np.asarray(self.verify_seconds(self.text_length))
+        # Of all nodes so far: scores [B, N] and depths [N], and the largest acceptance probabilities [B, budget], descending.
+        scores, depths, chances = [np.zeros((num_texts, 1), np.float32)], [0], np.ones((num_texts, 1))
+        depth, curves = self.max_depth(rollout), list[np.ndarray]()
         for level in range(depth):
-            scores = tree.add_children(self.top_k)
-            depths = torch.cat([depths, torch.full_like(scores, level + 1, dtype=torch.int64)], dim=1)
-            chances = (tree.scores + correction[depths]).exp().sort(dim=1, descending=True).values[:, : self.budget]
-            tokens = chances.mean(0).cumsum(0)  # the root alone emits one
+            # Numpy: torch takes several times as long for as few numbers.
+            new = tree.add_children(self.top_k).cpu().numpy()
+            scores.append(new)
+            depths += [level + 1] * new.shape[1]
+            new_chances = np.exp(new + trust[level])
+            chances = -np.sort(-np.concatenate([chances, new_chances], axis=1), axis=1)[:, : self.budget]
+            tokens = chances.mean(0).cumsum()  # the root alone emits one
             curves.append(tokens)
             spent = costs.start_seconds + level * costs.step_seconds + latency.estimate_levels(level + 1)
             speed = tokens / (spent + verify[: len(tokens)])
             if level + 1 == depth:
                 break
-            best = scores.sort(dim=1, descending=True, stable=True)
-            mass = float((best.values[:, : self.top_k] + correction[level + 1]).exp().sum(1).mean())
+            best = np.argsort(-new, axis=1, kind="stable")[:, : self.top_k]
+            mass = float(new_chances[rows, best].sum(1).mean())
             carried = self.observed_rates[level + 1] / max(self.observed_rates[level], 1e-6)
             if mass * carried < (costs.step_seconds + latency.level_seconds) * float(speed.max()):
                 break  # another level costs more time than its expected tokens save
-            tree.extend_frontier(best.indices[:, : self.top_k])
+            # A child is at most as likely as its parent, so a node that is not worth its own verification is not expanded.
+            size = min(int(speed.argmax()) + 1, len(verify) - 1)
+            worth = float(speed.max()) * max(0.0, verify[size] - verify[size - 1])
+            num_kept = max(1, int((new_chances[rows, best] >= worth).sum(1).max()))
+            tree.extend_frontier(torch.from_numpy(best[:, :num_kept].copy()).to(prefix.root.device))
         size = max(2, int(speed.argmax()) + 1)
         self.num_levels = level + 1
         self._update_curves(curves)
-        ranked = tree.scores.sort(dim=1, descending=True, stable=True)
-        self.expected_by_depth = torch.zeros(len(prefix.root), self.depth + 1, device=device)
-        self.expected_by_depth.scatter_add_(1, depths.gather(1, ranked.indices[:, :size]), ranked.values[:, :size].exp())
-        return tree.select_best(size)
+        every = np.concatenate(scores, axis=1)
+        selected = np.argsort(-every, axis=1, kind="stable")[:, :size]
+        self.expected_by_depth = np.zeros((num_texts, self.depth + 1))
+        np.add.at(self.expected_by_depth, (rows, np.asarray(depths)[selected]), np.exp(every[rows, selected]))
+        # Scores fall along a path and ties go to the shallower node, so every selected node has its parent.
+        return tree.select_nodes(torch.from_numpy(np.sort(selected, axis=1)).to(prefix.root.device))
 
-    def _update_curves(self, curves: list[Tensor]) -> None:
+    def _update_curves(self, curves: list[np.ndarray]) -> None:
         """Add the expected tokens of this round's trees, by levels and nodes; levels that it lacks repeat its last one."""
         self.num_curves = min(self.num_curves + 1, self.memory)
-        levels = [curve.tolist() for curve in curves]
-        complete = [level + [level[-1]] * (self.budget - len(level)) for level in levels]
-        complete += [complete[-1]] * (self.depth - len(complete))
-        self.token_curves += (np.array(complete) - self.token_curves) / self.num_curves
+        complete = np.empty_like(self.token_curves)
+        for level, curve in enumerate(curves):
+            complete[level, : len(curve)], complete[level, len(curve) :] = curve, curve[-1]
+        complete[len(curves) :] = complete[len(curves) - 1]
+        self.token_curves += (complete - self.token_curves) / self.num_curves
 
     def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         self._select_costs(prefix)
@@ -265,8 +277,9 @@ class Auto(LatencyAwareBuilder):
         return CopyTree.find_fastest(tries, self.depth, seconds, spent, self.require_latency())
 
     def observe(self, round: RoundResult) -> None:
-        num_new = torch.zeros_like(round.counts) if self.num_new is None else self.num_new
-        self.num_new = num_new + round.counts
+        counts = round.counts.tolist()
+        num_new = [0] * len(counts) if self.num_new is None else self.num_new
+        self.num_new = [before + count for before, count in zip(num_new, counts)]
         self.costs.round_seconds += sum(round.seconds.values())
         self.copy_ranks.observe(round)
         if self.is_skipped:
@@ -277,33 +290,35 @@ class Auto(LatencyAwareBuilder):
             return
         rate, levels, self.num_levels = 1 / self.memory, self.num_levels, 0
         copies, self.copy_tree, promised, self.promised_tokens = self.copy_tree, None, self.promised_tokens, None
-        if copies is not None and promised is not None and int(round.counts.min()):  # a finished row emits nothing
+        if copies is not None and promised is not None and min(counts):  # a finished row emits nothing
             self.num_judged += 1
             judge_rate = max(rate, 1 / self.num_judged)
             self.mean_promised += judge_rate * (promised - self.mean_promised)
             self.mean_gained += judge_rate * (copies.drafter_gain(round) - self.mean_gained)
-        judged = round.tree.num_drafted
-        if (size := int(judged.max())) > 1:
+        judged = round.tree.num_drafted.tolist()
+        if (size := max(judged)) > 1:
             self.tree_sizes.append(size)
         if not self.has_timed:
-            self._record_choice(round, size, levels, num_new)
-            self._update_costs(round, size, levels)
+            verifying = self._estimate_verification(round.tree, size)
+            self._record_choice(round, size, levels, num_new, verifying)
+            self._update_costs(round, size, levels, verifying)
         self.num_unread, self.has_timed = 0, False
         if self.expected_by_depth is None or size == 1:
             return  # uncalibrated copies, or nothing was drafted
-        for expected, count in zip(self.expected_by_depth.tolist(), (round.counts * (judged > 1)).tolist()):
-            for depth in range(1, self.depth + 1):
-                if count and expected[depth]:
-                    self.predicted_rates[depth - 1] += rate * (expected[depth] - self.predicted_rates[depth - 1])
-                    self.observed_rates[depth - 1] += rate * ((count > depth) - self.observed_rates[depth - 1])
+        depths = np.arange(1, self.depth + 1)
+        for expected, count, num_drafted in zip(self.expected_by_depth[:, 1:], counts, judged):
+            if count and num_drafted > 1:
+                is_drafted = expected > 0
+                self.predicted_rates += rate * is_drafted * (expected - self.predicted_rates)
+                self.observed_rates += rate * is_drafted * ((count > depths) - self.observed_rates)
 
-    def _update_costs(self, round: RoundResult, size: int, levels: int) -> None:
+    def _update_costs(self, round: RoundResult, size: int, levels: int, verifying: float) -> None:
         """Update the running means of drafting times by those of a round that drafted."""
-        costs, drafting, rate = self.costs, self._drafting_seconds(round), 1 / self.memory
+        costs, drafting, rate = self.costs, self._scaled_drafting(round, verifying), 1 / self.memory
         if size == 1:
             return
         if costs.fit is not None:
-            costs.fit.record(self._verify_seconds(round.tree), sum(round.seconds[part] for part in ("verify", "accept")))
+            costs.fit.record(verifying, sum(round.seconds[part] for part in ("verify", "accept")))
         if self.num_unread:
             expected = costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copy_seconds
             reading = max(0.0, drafting - expected) / self.num_unread
@@ -317,30 +332,32 @@ class Auto(LatencyAwareBuilder):
             costs.num_copied += 1
             costs.copy_seconds += max(rate, 1 / costs.num_copied) * (drafting - costs.copy_seconds)
 
-    def _verify_seconds(self, tree: TokenTree) -> float:
-        """Return the expected seconds to verify a tree."""
+    def _estimate_verification(self, tree: TokenTree, size: int) -> float:
+        """Return the expected seconds to verify a tree of `size` nodes."""
         latency = self.require_latency()
         levels = latency.estimate_levels(int(tree.depths.max())) if latency.level_seconds else 0.0
-        return latency.estimate_verify(int(tree.num_drafted.max()), self.text_length) + levels
+        return latency.estimate_verify(size, self.text_length) + levels
 
-    def _drafting_seconds(self, round: RoundResult) -> float:
-        """Return the drafting time of a round, divided by how much slower its verification was than measured."""
-        slowdown = (round.seconds["verify"] + round.seconds["accept"]) / self._verify_seconds(round.tree)
+    def _scaled_drafting(self, round: RoundResult, verifying: float) -> float:
+        """Return the drafting time of a round, divided by how much longer than `verifying` seconds its verification took."""
+        slowdown = (round.seconds["verify"] + round.seconds["accept"]) / verifying
         return round.seconds["draft"] / max(slowdown, 1e-9)
 
-    def _record_choice(self, round: RoundResult, size: int, levels: int, num_new: Tensor) -> None:
-        """Record time and tokens of a round, before which texts had `num_new` new tokens [B], with the choice to draft."""
-        choice, costs, active = self.costs.choice, self.costs, round.counts > 0
+    def _record_choice(self, round: RoundResult, size: int, levels: int, num_new: list[int], verifying: float) -> None:
+        """Record time and tokens of a round, before which texts had `num_new` new tokens each, with the choice to draft."""
+        choice, costs = self.costs.choice, self.costs
+        active = [(before, count) for before, count in zip(num_new, round.counts.tolist()) if count]
+        if not active:
+            return
         seconds, step = sum(round.seconds.values()), self.verify_seconds(self.text_length)[0]
-        if bool(active.any()):
-            choice.is_preparing = size == 1 and not choice.is_preparing
-            drafting = costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copy_seconds
-            modelled = drafting + self._verify_seconds(round.tree)
-            reading = max(0.0, self._drafting_seconds(round) - drafting) if self.num_unread else 0.0
-            is_timed = not self.num_unread and size > 1
-            is_lagging = active & (num_new == num_new[active].min())
-            tokens = float(round.counts[is_lagging].float().mean())
-            choice.record_draft(tokens, modelled / step, seconds / modelled if is_timed else None, reading / step)
+        choice.is_preparing = size == 1 and not choice.is_preparing
+        drafting = costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copy_seconds
+        modelled = drafting + verifying
+        reading = max(0.0, self._scaled_drafting(round, verifying) - drafting) if self.num_unread else 0.0
+        is_timed = not self.num_unread and size > 1
+        least = min(before for before, _ in active)
+        tokens = mean(count for before, count in active if before == least)
+        choice.record_draft(tokens, modelled / step, seconds / modelled if is_timed else None, reading / step)
 
     def report_settings(self) -> dict[str, object]:
         middle = sorted(self.tree_sizes)[len(self.tree_sizes) // 2] if self.tree_sizes else None

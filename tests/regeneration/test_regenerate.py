@@ -531,7 +531,7 @@ def test_the_command_answers_questions_alone(tmp_path: Path) -> None:
 
 def test_a_stream_is_refused(tmp_path: Path) -> None:
     """A stream reads a sample of its rows, and a set of a sample looks complete."""
-    with pytest.raises(UserError, match="regeneration answers all conversations, and a stream reads data.sample rows"):
+    with pytest.raises(UserError, match="regeneration needs all conversations, a stream reads data.sample rows"):
         run_command("target=tiny", "data=stream", f"data.path={tmp_path / 'a.jsonl'}", f"++out={tmp_path / 'out'}")
 
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spectrain.data.datastore import TEXT_END, Datastore
+from spectrain.data.datastore import Datastore
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.kernels.cpu_copies import merge_continuations, prepare_copy_kernels
 from spectrain.trees.trie import Trie
 
 # Smallest share of a copied node, as a multiple of 1 / budget: rarer nodes are seldom accepted, and hundreds of them cost 1 ms.
@@ -181,34 +182,6 @@ class AcceptanceEstimator:
             np.add.at(self.hits.reshape(-1), classes[judged[nodes[judged] == node]], 1)
 
 
-class SortedTrie:
-    """Sorted continuations [P, D] as a trie: a node is a range of rows with a common prefix. Nodes are ordered by depth."""
-
-    def __init__(self, rows: np.ndarray) -> None:
-        begins = np.ones((rows.shape[1] + 1, len(rows)), dtype=bool)  # [1 + D, P] whether a node begins
-        begins[0, 1:] = False
-        begins[1:, 1:] = np.logical_or.accumulate(rows.T[:, 1:] != rows.T[:, :-1], axis=0)
-        self.size = begins.size
-        self.starts = np.flatnonzero(begins)
-        self.depths, self.lows = np.divmod(self.starts, len(rows))
-        self.highs = np.append(self.starts[1:], self.size) - self.depths * len(rows)  # a node has the rows low to high
-        # The root's token and parent are meaningless.
-        self.tokens = rows[self.lows, self.depths - 1]
-        self.parents = np.cumsum(begins)[self.starts - len(rows)] - 1
-
-    def sum_rows(self, values: np.ndarray) -> np.ndarray:
-        """Sum values [S, P], which must add up without rounding, over the rows of every node: [S, N]."""
-        totals = np.zeros((len(values), values.shape[1] + 1), dtype=values.dtype)
-        values.cumsum(axis=1, out=totals[:, 1:])
-        sums: np.ndarray = totals.take(self.highs, axis=1) - totals.take(self.lows, axis=1)
-        return sums
-
-    def min_rows(self, values: np.ndarray) -> np.ndarray:
-        """Take the minimum of values [S, P] over the rows of every node: [S, N]."""
-        minima: np.ndarray = np.minimum.reduceat(np.tile(values, self.size // values.shape[1]), self.starts, axis=1)
-        return minima
-
-
 class Proposal:
     """The continuations of a text that several sources propose, merged into one trie."""
 
@@ -227,35 +200,11 @@ class Proposal:
         lengths, tokens = (np.concatenate(parts) for parts in zip(*copies))
         if not len(tokens):
             return proposal
-        order = np.lexsort(tokens.T[::-1])
-        rows = SortedTrie(tokens[order])
-        is_own = (
-            np.repeat(np.arange(len(copies)), [len(source_copies.lengths) for source_copies in copies])[order]
-            == np.arange(len(copies))[:, None]
-        )
-        # 1. Weights and counts [S, N] of every node per source; copies of longer matches weigh more.
-        weights = rows.sum_rows(np.where(is_own, 2.0 ** lengths[order], 0.0))
-        counts = rows.sum_rows(is_own.astype(np.int64))
-        # 2. Nodes that some source has often enough, ordered by the first continuation that contains them.
-        first_rows = rows.min_rows(np.where(is_own, order, len(order)))
-        is_large = (weights > 0) & (weights >= min_share * weights[:, :1]) & (rows.tokens != TEXT_END)
-        is_large[:, 0] = False
-        creation_order = np.where(is_large, first_rows, len(order)).min(axis=0)
-        creation_order[0] = -1
-        nodes = np.flatnonzero(creation_order < len(order))
-        nodes = nodes[np.lexsort((rows.depths[nodes], creation_order[nodes]))]
-        new_ids = np.zeros(len(creation_order), dtype=np.int64)
-        new_ids[nodes] = np.arange(len(nodes))
-        proposal.trie = Trie.from_arrays(rows.tokens[nodes], new_ids[rows.parents[nodes]], rows.depths[nodes])
-        # 3. An estimate for every node of every source.
-        entries = np.flatnonzero(is_large)
-        sources, entry_nodes = np.divmod(entries, len(creation_order))
-        parents = rows.parents.take(entry_nodes)
-        share = weights.take(entries) / weights.take(sources * len(creation_order) + parents)
-        match_lengths = lengths.take(first_rows.take(entries)) + rows.depths.take(parents)
-        proposal.entries = [
-            (new_ids.take(entry_nodes), SourceEstimates.from_counts(sources, match_lengths, share, counts.take(entries)))
-        ]
+        sources = np.repeat(np.arange(len(copies)), [len(source_copies.lengths) for source_copies in copies])
+        merged = merge_continuations(lengths, tokens, sources, len(copies), min_share)
+        proposal.trie = Trie.from_arrays(merged.tokens, merged.parents, merged.depths)
+        estimates = SourceEstimates.from_counts(merged.sources, merged.lengths, merged.shares, merged.counts)
+        proposal.entries = [(merged.nodes, estimates)]
         return proposal
 
     @property
@@ -299,6 +248,7 @@ class CopySource:
         for key, value in (("longest", longest), ("matches", matches), ("enough", enough)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
+        prepare_copy_kernels()
         self.store, self.matches, self.enough = store, matches, enough
         self.texts = GrowingTexts(longest)
         self.estimator = AcceptanceEstimator()
