@@ -60,10 +60,10 @@ def merge_continuations(
     """Compute `merge_continuations_reference`, by a kernel where one serves."""
     if not _kernels:
         return merge_continuations_reference(lengths, tokens, sources, num_sources, min_share)
-    ids, parents, depths, entries, shares = _kernels[0].merge_continuations(
+    ids, parents, depths, (nodes, entry_sources, matched, counts), shares = _kernels[0].merge_continuations(
         np.ascontiguousarray(lengths), np.ascontiguousarray(tokens), sources, num_sources, min_share
     )
-    return MergedCopies(ids, parents, depths, *entries, shares)
+    return MergedCopies(ids, parents, depths, nodes, entry_sources, matched, counts, shares)
 
 
 def merge_continuations_reference(

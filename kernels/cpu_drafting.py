@@ -131,7 +131,7 @@ class EagleKernels:
         members = count_members()
         if num_rows <= self.num_rows and num_slots <= self.num_slots and members == self.num_members:
             return
-        from .cpu_int8 import SharedProduct, multiply_bytes_part
+        from .cpu_int8 import TeamProduct, multiply_bytes_part
 
         self.num_members = members
         rows, self.num_slots = max(MIN_ROWS, num_rows, self.num_rows), max(MIN_ROWS, num_slots, self.num_slots)
@@ -151,7 +151,7 @@ class EagleKernels:
         self.buffers["mask"] = torch.empty(rows, self.num_slots, dtype=torch.uint8)
         self.rounded, self.sums = torch.empty(rows * widest, dtype=torch.uint8), working_sums()
         function, team = multiply_bytes_part().address, current_team().address
-        product = SharedProduct(function, self.rounded.data_ptr(), self.sums.data_ptr(), team, members)
+        product = TeamProduct(function, self.rounded.data_ptr(), self.sums.data_ptr(), team, members)
         self.memory = self.kernels.EagleMemory(
             **{name: buffer.data_ptr() for name, buffer in self.buffers.items()}, product=product
         )

@@ -14,7 +14,7 @@ from numba import carray
 
 from .cpu_attention import attend_text, rotate_append
 from .cpu_floats import gate_rows, norm_row, normalize_row
-from .cpu_int8 import ByteLinear, SharedProduct, multiply_rounded
+from .cpu_int8 import ByteLinear, TeamProduct, multiply_rounded
 from .cpu_vectors import advance, compile_cached, compile_inline, to_bytes, to_floats, to_halves, to_longs, widen
 
 
@@ -52,7 +52,7 @@ class EagleMemory(NamedTuple):
     angles: int  # [2, F, d]
     positions: int  # int64 [F]
     mask: int  # bytes [F, M]
-    product: SharedProduct
+    product: TeamProduct
 
 
 class EagleSlots(NamedTuple):

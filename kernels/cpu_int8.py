@@ -115,7 +115,7 @@ def round_to_bytes(x: Any, count: int, scale: float, zero: int, out: Any) -> Non
         rounded[i] = np.uint8(np.int32(min(max(value, np.float32(0)), np.float32(LARGEST_BYTE))))
 
 
-class SharedProduct(NamedTuple):
+class TeamProduct(NamedTuple):
     """How products are shared: the working memory, the team of `cpu_team`, and how many of its threads multiply."""
 
     function: int  # the address of `multiply_bytes_part`
@@ -147,7 +147,7 @@ def multiply_bytes_part(team: int, part: int, member: int) -> None:
 
 
 @compile_inline
-def multiply_rounded(x: int, rows: int, linear: ByteLinear, out: int, shared: SharedProduct) -> None:
+def multiply_rounded(x: int, rows: int, linear: ByteLinear, out: int, shared: TeamProduct) -> None:
     """Store float32 rows x [N, K] times the weights of a linear, [N, O]. The threads of the team share the panels."""
     width, count = linear.width, linear.num_outputs // COLUMNS
     low, high = find_range(to_floats(x), rows * width)

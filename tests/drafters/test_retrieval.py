@@ -10,7 +10,7 @@ import torch
 
 from spectrain.config.build import GroupSpec, build
 from spectrain.config.spec import RunSpec
-from spectrain.data.datastore import TEXT_END, hash_vocabulary, write_store
+from spectrain.data.datastore import hash_vocabulary, write_store
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.calibration import calibrate_builders
@@ -21,6 +21,7 @@ from spectrain.drafters.layers.copies import SOURCES, AcceptanceEstimator, Copie
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.experimental.dyspec.builder import DySpec
+from spectrain.kernels.cpu_copies import TEXT_END
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, load_description, save_drafter
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder

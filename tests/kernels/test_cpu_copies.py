@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spectrain.data.datastore import TEXT_END, Datastore, hash_vocabulary, write_store
+from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
 from spectrain.kernels import cpu_copies
-from spectrain.kernels.cpu_copies import merge_continuations, merge_continuations_reference, prepare_copy_kernels
+from spectrain.kernels.cpu_copies import TEXT_END, merge_continuations, merge_continuations_reference, prepare_copy_kernels
 from spectrain.kernels.cpu_kernels import are_kernels_loaded
 from tests.data.test_datastore import DigitTokenizer
 
