@@ -27,7 +27,10 @@ class SelectiveDrafter(SkippableDrafter):
 
     def draft(self, context: Context) -> Draft:
         refresh_times(self.builder, context)
-        if not self.is_skippable or self.builder.should_draft(context):
+        if not self.is_skippable:
+            # A drafter with copies reads the features of rounds that it skipped when it needs them.
+            return self.drafter.draft(context)
+        if self.builder.should_draft(context):
             return super().draft(context)
         self.skip(context)
         return Draft()

@@ -9,7 +9,7 @@ import torch
 
 from .base import Prefix, Rollout, RoundResult
 from .copy_tree import CopyRanks, CopyTree, are_calibrated
-from .draft_choice import TRIAL_ALLOWANCE, DraftChoice
+from .draft_choice import ROUNDS_PER_READING, TRIAL_ALLOWANCE, DraftChoice
 from .growing import GrowingTree
 from .latency_aware import LatencyAwareBuilder
 from .measurements import Calibration, Latency, list_timed_sizes
@@ -31,9 +31,10 @@ class Auto(LatencyAwareBuilder):
     that early pruning shortens count as what they were before in times, and as what is left in acceptance.
 
     Where copies are available, the drafter runs only if decoding the tokens that it adds would take longer without it, the
-    cost of the larger tree included. Its gain is estimated from earlier rounds whose copies promised as many tokens, times the
-    fraction of such gains that was realised: tokens accepted beyond what copies alone would have yielded. From time to time
-    the drafter runs anyway, to update the estimate; less often as trials accumulate.
+    cost of the larger tree and of tokens that it has not read included. Rounds with the drafter and without it take longer or
+    shorter than modelled, each by a ratio that is observed. The drafter's gain is estimated from earlier rounds whose copies
+    promised as many tokens, times the fraction of such gains that was realised: tokens accepted beyond what copies alone would
+    have yielded. From time to time the drafter runs anyway, to update the estimate; less often as trials accumulate.
 
     A round drafts only if drafted rounds gain more tokens than plain steps would in the same time (`DraftChoice`). Of several
     texts, those with the fewest new tokens so far count, because a batch ends with its last text. Times belong to a batch size
@@ -159,11 +160,8 @@ class Auto(LatencyAwareBuilder):
 
     def should_draft(self, prefix: Prefix) -> bool:
         self._select_costs(prefix)
-        if prefix.begins:
-            self.last_draft_length, self.num_new = 0, None
+        self._count_unread(prefix)
         self.num_rounds += 1
-        unread = self.text_length - self.last_draft_length
-        self.num_unread = unread if unread > self.depth + 1 else 0
         reading = self.num_unread * self.costs.reading_seconds / self.verify_seconds(self.text_length)[0]
         self.is_skipped = not self.costs.choice.should_draft(reading)
         if not self.is_skipped:
@@ -185,7 +183,7 @@ class Auto(LatencyAwareBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self._select_costs(prefix)
-        latency, costs = self.require_latency(), self.costs
+        latency, costs, self.last_draft_length = self.require_latency(), self.costs, self.text_length
         tree, num_texts = GrowingTree(self, prefix, rollout), len(prefix.root)
         rows = np.arange(num_texts)[:, None]
         trust = np.log(np.minimum.accumulate(np.clip(self.observed_rates / self.predicted_rates, 0.05, 1.5)))
@@ -241,15 +239,23 @@ class Auto(LatencyAwareBuilder):
         if not are_calibrated(tries):
             return True
         self.copy_tree = copies = self._fastest_copies(tries, costs.copy_seconds)
-        alone, added = costs.copy_seconds + copies.seconds, costs.drafter_gains[copies.gain_bucket]
-        drafting = (
-            costs.start_seconds
-            - costs.copy_seconds
-            + max(0.0, added.num_levels - 1) * costs.step_seconds
-            + added.verify_seconds
-        )
+        self._count_unread(prefix)
+        added = costs.drafter_gains[copies.gain_bucket]
+        drafting = costs.start_seconds + max(0.0, added.num_levels - 1) * costs.step_seconds
+        reading = self.num_unread * costs.reading_seconds / ROUNDS_PER_READING
+        alone = costs.time_ratios[False] * (costs.copy_seconds + copies.seconds)
+        together = costs.time_ratios[True] * (drafting + copies.seconds + added.verify_seconds) + reading
         tokens = added.num_tokens * min(1.0, max(0.0, self.mean_gained / max(self.mean_promised, 1e-6)))
-        return added.needs_trial() or tokens * alone > copies.num_tokens * drafting
+        is_needed = added.needs_trial() or (copies.num_tokens + tokens) * alone > copies.num_tokens * together
+        self.num_unread = self.num_unread if is_needed else 0
+        return is_needed
+
+    def _count_unread(self, prefix: Prefix) -> None:
+        """Count the tokens that the drafter would read in this round beyond those of one round."""
+        if prefix.begins:
+            self.last_draft_length, self.num_new = 0, None
+        unread = self.text_length - self.last_draft_length
+        self.num_unread = unread if unread > self.depth + 1 else 0
 
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
         """Return the fastest size after drafting; copies and drafted nodes compete by calibrated probability."""
@@ -300,6 +306,9 @@ class Auto(LatencyAwareBuilder):
             self.tree_sizes.append(size)
         if not self.has_timed:
             verifying = self._estimate_verification(round.tree, size)
+            if copies is not None and size > 1 and not self.num_unread:
+                drafting = self._estimate_drafting(levels)
+                self.costs.record_ratio(levels > 0, sum(round.seconds.values()) / (drafting + verifying), self.memory)
             self._record_choice(round, size, levels, num_new, verifying)
             self._update_costs(round, size, levels, verifying)
         self.num_unread, self.has_timed = 0, False
@@ -320,8 +329,7 @@ class Auto(LatencyAwareBuilder):
         if costs.fit is not None:
             costs.fit.record(verifying, sum(round.seconds[part] for part in ("verify", "accept")))
         if self.num_unread:
-            expected = costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copy_seconds
-            reading = max(0.0, drafting - expected) / self.num_unread
+            reading = max(0.0, drafting - self._estimate_drafting(levels)) / self.num_unread
             costs.reading_seconds += (reading - costs.reading_seconds) * (max(rate, 0.25) if costs.reading_seconds else 1)
         elif levels > 1:
             step = max(0.0, (drafting - costs.start_seconds) / (levels - 1))
@@ -331,6 +339,10 @@ class Auto(LatencyAwareBuilder):
         else:
             costs.num_copied += 1
             costs.copy_seconds += max(rate, 1 / costs.num_copied) * (drafting - costs.copy_seconds)
+
+    def _estimate_drafting(self, levels: int) -> float:
+        """Return the expected seconds of a draft of so many levels, or of copies alone for none."""
+        return self.costs.start_seconds + (levels - 1) * self.costs.step_seconds if levels else self.costs.copy_seconds
 
     def _estimate_verification(self, tree: TokenTree, size: int) -> float:
         """Return the expected seconds to verify a tree of `size` nodes."""
@@ -345,13 +357,13 @@ class Auto(LatencyAwareBuilder):
 
     def _record_choice(self, round: RoundResult, size: int, levels: int, num_new: list[int], verifying: float) -> None:
         """Record time and tokens of a round, before which texts had `num_new` new tokens each, with the choice to draft."""
-        choice, costs = self.costs.choice, self.costs
+        choice = self.costs.choice
         active = [(before, count) for before, count in zip(num_new, round.counts.tolist()) if count]
         if not active:
             return
         seconds, step = sum(round.seconds.values()), self.verify_seconds(self.text_length)[0]
         choice.is_preparing = size == 1 and not choice.is_preparing
-        drafting = costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copy_seconds
+        drafting = self._estimate_drafting(levels)
         modelled = drafting + verifying
         reading = max(0.0, self._scaled_drafting(round, verifying) - drafting) if self.num_unread else 0.0
         is_timed = not self.num_unread and size > 1

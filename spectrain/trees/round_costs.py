@@ -16,6 +16,9 @@ UNSTEADY_FACTOR = 1.25
 # ... or the text is this many times longer than the longest timed one, after rounds of this many times its duration.
 LENGTH_FACTOR, PAUSE_FACTOR = 2.0, 100.0
 
+# Rounds that a ratio of 1 counts for before any was observed.
+PRIOR_RATIOS = 4
+
 
 @dataclass
 class DrafterGain:
@@ -53,6 +56,10 @@ class RoundCosts:
     reading_seconds: float = 0.0  # of each token that the drafter reads beyond those of one round
     # The drafter's gains by bucket of the copies' expected tokens.
     drafter_gains: dict[int, DrafterGain] = field(default_factory=lambda: defaultdict(DrafterGain))
+    # Observed over modelled seconds of rounds with copies: running means, with the drafter (True) and without (False), and the
+    # rounds in them.
+    time_ratios: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
+    num_ratios: dict[bool, int] = field(default_factory=lambda: {False: PRIOR_RATIOS, True: PRIOR_RATIOS})
     # Seconds to verify every size, by context length.
     verify_curves: dict[int, list[float]] = field(default_factory=dict)
     # Fit of verification times to the rounds; None keeps the measured ones.
@@ -62,6 +69,11 @@ class RoundCosts:
     # Seconds of the last timing, and those of all rounds since then.
     timing_seconds: float = 0.0
     round_seconds: float = 0.0
+
+    def record_ratio(self, has_drafter: bool, ratio: float, memory: int) -> None:
+        """Record how much longer than modelled a round with copies took; means are taken over the last `memory` rounds."""
+        self.num_ratios[has_drafter] = min(self.num_ratios[has_drafter] + 1, memory)
+        self.time_ratios[has_drafter] += (ratio - self.time_ratios[has_drafter]) / self.num_ratios[has_drafter]
 
     def needs_timing(self, length: int, num_rounds: int) -> bool:
         """Tell whether to time verification before a round behind `length` tokens, the `num_rounds`-th in a row."""

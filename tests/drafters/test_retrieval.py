@@ -14,7 +14,9 @@ from spectrain.data.datastore import hash_vocabulary, write_store
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.calibration import calibrate_builders
-from spectrain.decoding.loop import decode
+from spectrain.decoding.generation import no_callback, run_to_end
+from spectrain.decoding.loop import EagerRunner, decode, decode_steps, make_request
+from spectrain.decoding.selective import draft_selectively
 from spectrain.decoding.session import check_compatibility
 from spectrain.drafters.hybrid import PATIENCE, Hybrid
 from spectrain.drafters.layers.copies import SOURCES, AcceptanceEstimator, Copies, Proposal
@@ -22,6 +24,7 @@ from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.kernels.cpu_copies import TEXT_END
+from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, load_description, save_drafter
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
@@ -227,6 +230,20 @@ def test_a_drafter_that_was_left_out_catches_up(shallow: Target, prompts: list[l
     rounds = max(len(row.round_lengths) for row in generations)
     assert builder.num_calls <= rounds and len(read) == rounds if pattern == "d" else len(read) < rounds
     assert drafter.copying.estimator.trials[SOURCES.index("store")].any()
+
+
+def test_features_wait_until_the_drafter_reads_them(
+    shallow: Target, prompts: list[list[int]], store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a decoding that may draft or not, features of rounds with copies alone are not joined before the drafter runs."""
+    joined: list[int] = []
+    join = Features.concat_prefixes
+    monkeypatch.setattr(Features, "concat_prefixes", lambda parts: joined.append(len(parts)) or join(parts))
+    runner = EagerRunner(shallow, Greedy(), Hybrid(shallow, INNER, store).eval(), PatternBuilder("cccd"))
+    request = make_request(shallow, prompts[:1], 32, ignore_eos=True)
+    draft_selectively(runner, request)
+    (generation,) = run_to_end(decode_steps(runner, request), no_callback)
+    assert len(joined) == len(generation.round_lengths) // 4 > 1 and set(joined) == {4}
 
 
 def test_after_so_many_tokens_the_drafter_is_called_anyway(shallow: Target, prompts: list[list[int]]) -> None:

@@ -13,6 +13,7 @@ from spectrain.experimental.cast.builder import Cast, choose_size
 from spectrain.trees import Auto, Eagle2
 from spectrain.trees.base import RoundResult
 from spectrain.trees.copy_tree import CopyTree
+from spectrain.trees.draft_choice import ROUNDS_PER_READING
 from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
@@ -339,7 +340,7 @@ def test_tokens_that_copies_contain_are_no_gain() -> None:
 def test_drafter_gain_counts_tokens_that_copies_lack(counts: list[int]) -> None:
     """The gain is the accepted tokens of a round less those on a path of the copies' own nodes, on average over rows."""
     tries = [make_copies([0.9, 0.9, 0.9]), make_copies([0.5])]
-    ready = CopyTree(3, 2.0, 1.0, torch.zeros(2, 5), tries, [{0, 1}, {0}])  # of the first row one, of the second none
+    ready = CopyTree(3, 2.0, 1.0, np.zeros((2, 5)), tries, [{0, 1}, {0}])  # of the first row one, of the second none
     tree = TokenTree.from_chain(torch.tensor([[101, 7, 7, 7], [102, 7, 7, 7]]))
     path = torch.arange(4).repeat(2, 1)
     result = ready.drafter_gain(RoundResult(tree, torch.zeros(0), torch.tensor(counts), {}, path))
@@ -353,6 +354,22 @@ def test_auto_counts_the_cost_of_a_larger_tree() -> None:
         for _ in range(4):
             builder.costs.drafter_gains[2].update_means(0.5, 1, verifying, 1.0)
         assert builder.needs_drafter(context(), [make_copies([])]) is needs_drafter
+
+
+@pytest.mark.parametrize(
+    "reading, ratio, needs_drafter", [(0.0, 1.0, True), (0.0, 1.3, False), (0.2, 1.0, True), (2.0, 1.0, False)]
+)
+def test_auto_counts_unread_tokens_and_observed_times(reading: float, ratio: float, needs_drafter: bool) -> None:
+    """A gain of half a round is lost if rounds with the drafter take longer than modelled, or it has to read for too long."""
+    builder = prepare_builder(Auto(), 0.2, 1.0, 0.0, 0.2)
+    for _ in range(4):
+        builder.costs.drafter_gains[2].update_means(0.5, 1, 0.0, 1.0)
+    prefix = context()
+    builder.costs.time_ratios[True], builder.costs.reading_seconds = ratio, reading * ROUNDS_PER_READING / prefix.longest
+    builder.last_draft_length = 0
+    builder.depth = 1
+    assert builder.needs_drafter(prefix, [make_copies([])]) is needs_drafter
+    assert bool(builder.num_unread) is needs_drafter
 
 
 def test_slow_rounds_do_not_change_auto_trees() -> None:
