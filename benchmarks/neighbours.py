@@ -47,10 +47,8 @@ class Neighbours:
         policy: Policy = "all",
         # Neighbours: none, one, two, changing, or all of these.
         load: Load = "all",
-        # Choice of the drafter to score, where no run is named.
+        # Choice of the drafter to score.
         drafter: str = "smollm2-eagle3",
-        # Run folder whose drafter is scored.
-        run: str | None = None,
         # Name of the prompts in the results.
         questions: str = "held-out",
         # Further settings of spectrain eval, as in eval.prompts=questions.jsonl.
@@ -68,8 +66,7 @@ class Neighbours:
     ) -> None:
         self.policies = [name for name in ENVIRONMENTS if policy in (name, "all")]
         self.loads = [name for name in LOADS if load in (name, "all")]
-        scored = f"drafter={drafter}" if run is None else f"run={Path(run).resolve()}"
-        self.words = [scored, f"eval.limit={prompts}", f"eval.max_new_tokens={tokens}", "eval.oracle=false",
+        self.words = [f"drafter={drafter}", f"eval.limit={prompts}", f"eval.max_new_tokens={tokens}", "eval.oracle=false",
                       "eval.report=false", f"eval.repeats={repeats}", "eval.baselines=[copies,ngram]", *settings]  # fmt: skip
         self.limit, self.questions, self.out = limit, questions, Path(out)
 
