@@ -47,10 +47,12 @@ class Neighbours:
         policy: Policy = "all",
         # Neighbours: none, one, two, changing, or all of these.
         load: Load = "all",
-        # Choice of the drafter to score.
+        # Choice of the drafter to score, where no run is named.
         drafter: str = "smollm2-eagle3",
-        # Name of the prompts in the results.
-        questions: str = "held-out",
+        # Run folder whose drafter is scored, with copies of its training data; the scores stay there.
+        run: str | None = None,
+        # Name of the prompts in the results; null names the held-out ones of the demo.
+        questions: str | None = None,
         # Further settings of spectrain eval, as in eval.prompts=questions.jsonl.
         settings: tuple[str, ...] = (),
         # Number of prompts.
@@ -66,9 +68,11 @@ class Neighbours:
     ) -> None:
         self.policies = [name for name in ENVIRONMENTS if policy in (name, "all")]
         self.loads = [name for name in LOADS if load in (name, "all")]
-        self.words = [f"drafter={drafter}", f"eval.limit={prompts}", f"eval.max_new_tokens={tokens}", "eval.oracle=false",
+        self.run_folder = None if run is None else Path(run).resolve()
+        scored = f"drafter={drafter}" if run is None else f"run={self.run_folder}"
+        self.words = [scored, f"eval.limit={prompts}", f"eval.max_new_tokens={tokens}", "eval.oracle=false",
                       "eval.report=false", f"eval.repeats={repeats}", "eval.baselines=[copies,ngram]", *settings]  # fmt: skip
-        self.limit, self.questions, self.out = limit, questions, Path(out)
+        self.limit, self.questions, self.out = limit, questions or f"{prompts} of the demo", Path(out)
 
     def run(self) -> None:
         """Run all cases and write the file after each."""
@@ -83,7 +87,8 @@ class Neighbours:
         personal = {*PERSONAL_VARIABLES, *WAIT_VARIABLES}
         environment = {name: value for name, value in os.environ.items() if name not in personal} | ENVIRONMENTS[policy]
         with TemporaryDirectory() as folder, run_neighbours(load):
-            command = [sys.executable, "-m", "spectrain", "eval", *self.words]
+            name = f"beside-{load}-{policy}-{time.time():.0f}"
+            command = [sys.executable, "-m", "spectrain", "eval", *self.words, f"eval.name={name}"]
             start = time.perf_counter()
             try:
                 done = subprocess.run(
@@ -92,7 +97,7 @@ class Neighbours:
             except subprocess.TimeoutExpired:
                 return {"seconds": self.limit, "rows": []}
             seconds = time.perf_counter() - start
-            paths = list(Path(folder).rglob("summary.json"))
+            paths = list((self.run_folder or Path(folder)).rglob(f"{name}/summary.json"))
             if done.returncode or not paths:
                 raise RunError(f"spectrain eval ended with status {done.returncode}: {done.stderr[-500:]}")
             return {"seconds": round(seconds, 1), **read_summary(json.loads(paths[0].read_text()))}
