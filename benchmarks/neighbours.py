@@ -20,7 +20,7 @@ from spectrain.errors import RunError
 from spectrain.files import write_text
 from spectrain.models.threads import PERSONAL_VARIABLES
 
-from .command import run_benchmark
+from .command import list_defaults, run_benchmark
 
 Policy = Literal["fixed", "spin", "sleep", "all"]
 Load = Literal["none", "one", "two", "changing", "all"]
@@ -38,6 +38,13 @@ LOADS = {"none": [], "one": [BUSY], "two": [BUSY, BUSY], "changing": [EVERY_OTHE
 """Programs of the neighbours, by load."""
 
 
+SHIPPED = "drafter=smollm2-eagle3"
+SCORING = [
+    "eval.limit=6", "eval.max_new_tokens=64", "eval.oracle=false", "eval.report=false", "eval.repeats=1",
+    "eval.baselines=[copies,ngram]",
+]  # fmt: skip
+
+
 class Neighbours:
     """Score a drafter beside other processes, with each policy for threads, and add the results to a JSON file."""
 
@@ -47,20 +54,13 @@ class Neighbours:
         policy: Policy = "all",
         # Neighbours: none, one, two, changing, or all of these.
         load: Load = "all",
-        # Choice of the drafter to score, where no run is named.
-        drafter: str = "smollm2-eagle3",
-        # Run folder whose drafter is scored, with copies of its training data; the scores stay there.
+        # Run folder whose drafter is scored, with copies of its training data; the scores stay there. Null: the shipped one.
         run: str | None = None,
-        # Name of the prompts in the results; null names the held-out ones of the demo.
-        questions: str | None = None,
-        # Further settings of spectrain eval, as in eval.prompts=questions.jsonl.
+        # Name of the prompts in the results.
+        questions: str = "6 of the demo",
+        # Settings of spectrain eval, as in eval.prompts=questions.jsonl; those of the demo's prompts stay where they are not
+        # given.
         settings: tuple[str, ...] = (),
-        # Number of prompts.
-        prompts: int = 6,
-        # Largest number of tokens of an answer.
-        tokens: int = 64,
-        # Number of times that every pair of runs is decoded where times are unsteady.
-        repeats: int = 1,
         # Seconds after which a case is given up and recorded as such.
         limit: int = 240,
         # File of the results; cases that it holds already are replaced.
@@ -69,10 +69,9 @@ class Neighbours:
         self.policies = [name for name in ENVIRONMENTS if policy in (name, "all")]
         self.loads = [name for name in LOADS if load in (name, "all")]
         self.run_folder = None if run is None else Path(run).resolve()
-        scored = f"drafter={drafter}" if run is None else f"run={self.run_folder}"
-        self.words = [scored, f"eval.limit={prompts}", f"eval.max_new_tokens={tokens}", "eval.oracle=false",
-                      "eval.report=false", f"eval.repeats={repeats}", "eval.baselines=[copies,ngram]", *settings]  # fmt: skip
-        self.limit, self.questions, self.out = limit, questions or f"{prompts} of the demo", Path(out)
+        scored = SHIPPED if run is None else f"run={self.run_folder}"
+        self.words = [scored, *list_defaults(SCORING, settings), *settings]
+        self.limit, self.questions, self.out = limit, questions, Path(out)
 
     def run(self) -> None:
         """Run all cases and write the file after each."""

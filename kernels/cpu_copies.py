@@ -15,8 +15,8 @@ from .cpu_kernels import are_kernels_loaded
 _kernels: list[Any] = []
 TEXT_END = -1
 """The token between two texts of a store, and after the end of one."""
-MAX_LAST_TOKENS = 16
-"""Last tokens of a text that the search in a store reads at most."""
+MAX_MATCH = 16
+"""Last tokens of a text that are searched in a store at most; its suffixes are sorted by so many tokens."""
 
 
 class MergedCopies(NamedTuple):
@@ -33,12 +33,19 @@ class MergedCopies(NamedTuple):
 
 
 def prepare_copy_kernels() -> None:
-    """Load the kernels, or compile them where this machine has not, and use them from now on; without Numba do nothing."""
+    """Load the kernels, or compile them where this machine has not, and use them from now on; without Numba do nothing.
+
+    Each is called once with the types of its arguments in a round.
+    """
     if _kernels or not are_kernels_loaded():
         return
     from . import cpu_copy_kernels
 
     _kernels.append(cpu_copy_kernels)
+    store, suffixes = np.asarray([0, TEXT_END], dtype=np.int32), np.asarray([1, 0], dtype=np.int32)
+    for array in (store, suffixes):
+        array.setflags(write=False)  # as those of a store are
+    search_store(store, suffixes, [0], 1, 1, 1)
     tokens = np.zeros((1, 1), dtype=np.int64)
     merge_continuations(np.ones(1, dtype=np.int64), tokens, np.zeros(1, dtype=np.int64), 1, 0.0)
 
@@ -49,7 +56,7 @@ def search_store(
     """Return what `Datastore.find_continuations` does for the tokens and suffixes [T] of a store, or None without kernels."""
     if not _kernels:
         return None
-    tail = np.asarray(text[-MAX_LAST_TOKENS:], dtype=np.int64)
+    tail = np.asarray(text[-MAX_MATCH:], dtype=np.int64)
     lengths, continuations = _kernels[0].find_continuations(tokens, suffixes, tail, depth, max_matches, min_matches)
     return lengths, continuations
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from .cpu_copies import TEXT_END
 from .cpu_vectors import compile_cached, compile_inline
 
-TEXT_END = -1  # between two texts of a store, and after the end of one
 NO_NODE = -1
 
 
@@ -130,11 +130,14 @@ def merge_continuations(lengths: Any, tokens: Any, sources: Any, num_sources: in
             counts[source, child] += 1
             node = child
     # 2. Nodes that some source has often enough, ordered by the first continuation of such a source that contains them.
+    is_large = np.zeros((num_sources, num_nodes), np.bool_)
     order_keys, num_entries, last = np.empty(num_nodes, np.int64), 0, (num_rows + 1) * (depth + 1)
     for node in range(num_nodes):
         order_keys[node] = last
         for source in range(num_sources):
-            if node > 0 and weights[source, node] > 0 and weights[source, node] >= min_share * weights[source, 0]:
+            weight = weights[source, node]
+            if node > 0 and weight > 0 and weight >= min_share * weights[source, 0]:
+                is_large[source, node] = True
                 order_keys[node] = min(order_keys[node], first_rows[source, node] * (depth + 1) + depths[node])
                 num_entries += 1
     order_keys[0] = -1
@@ -147,7 +150,7 @@ def merge_continuations(lengths: Any, tokens: Any, sources: Any, num_sources: in
     entries, shares, entry = np.empty((4, num_entries), np.int64), np.empty(num_entries), 0
     for node in range(1, num_nodes):
         for source in range(num_sources):
-            if weights[source, node] > 0 and weights[source, node] >= min_share * weights[source, 0]:
+            if is_large[source, node]:
                 matched = lengths[first_rows[source, node]] + depths[node] - 1
                 entries[0, entry], entries[1, entry] = new_ids[node], source
                 entries[2, entry], entries[3, entry] = matched, counts[source, node]

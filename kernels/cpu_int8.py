@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from .cpu_linear import LEAST_PANELS, LINE, PARTS_PER_MEMBER, add_products
+from .cpu_linear import LINE, add_products, divide_panels
 from .cpu_team import job_floats, job_numbers, run_job
 from .cpu_vectors import (
     WIDE,
@@ -153,8 +153,7 @@ def multiply_rounded(x: int, rows: int, linear: ByteLinear, out: int, shared: Te
     low, high = find_range(to_floats(x), rows * width)
     scale, zero = choose_scale(low, high)
     round_to_bytes(to_floats(x), rows * width, scale, zero, to_bytes(shared.rounded))
-    members = max(1, min(shared.members, count // LEAST_PANELS))
-    step = max(1, count // (members * PARTS_PER_MEMBER)) if members > 1 else count
+    members, step = divide_panels(count, shared.members)
     job = job_numbers(shared.team)
     job[0], job[1], job[2], job[3], job[4] = shared.function, shared.rounded, linear.panels, linear.scales, linear.sums
     job[5], job[6], job[7], job[8], job[9], job[10], job[11] = out, rows, width, linear.num_outputs, shared.sums, step, zero

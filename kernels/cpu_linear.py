@@ -163,6 +163,13 @@ def multiply_part_float(team: int, part: int, member: int) -> None:
     _multiply_part(job, to_floats(job[3]), to_floats(job[4]), part, member)
 
 
+@compile_inline
+def divide_panels(count: int, members: int) -> Any:
+    """Return how many of the threads multiply, and the panels of a part of the job."""
+    members = max(1, min(members, count // LEAST_PANELS))
+    return members, max(1, count // (members * PARTS_PER_MEMBER)) if members > 1 else count
+
+
 @compile_cached
 def multiply_panels(
     function: int, x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int,
@@ -175,8 +182,7 @@ def multiply_panels(
     some that follow each other.
     """
     count = num_outputs // COLUMNS
-    members = max(1, min(members, count // LEAST_PANELS))
-    step = max(1, count // (members * PARTS_PER_MEMBER)) if members > 1 else count
+    members, step = divide_panels(count, members)
     job = job_numbers(team)
     job[0], job[1], job[2], job[3], job[4], job[5] = function, x, panels, biases, out, rows
     job[6], job[7], job[8], job[9], job[10] = words, num_outputs, chunk, scratch, step

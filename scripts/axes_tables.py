@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from scripts.results_tables import describe_setting
 from spectrain.eval.axes.tables import axis_markdown
 
 TITLES = {
@@ -19,5 +20,11 @@ def axes_tables(results: dict[str, Any]) -> str:
         for target, label in TARGETS.items():
             named = [(name, axes[over]) for name, axes in results["rows"].get(target, {}).items() if over in axes]
             if named:
-                parts += [f"## {title}: {label}", axis_markdown(named)]
+                parts += [f"## {title}: {label}", axis_markdown(named), *describe_later(named)]
     return "\n\n".join(parts)
+
+
+def describe_later(named: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Return a list of the sweeps that were measured apart from the others, with their settings; empty where there are none."""
+    lines = [f"- {name}: {describe_setting({'setting': axis})}" for name, axis in named if "commit" in axis]
+    return ["Measured later than the other rows:\n\n" + "\n".join(lines)] if lines else []

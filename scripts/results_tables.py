@@ -13,7 +13,8 @@ from spectrain.servers.row_times import CONTENT, SPEEDUPS, EngineTimes
 def describe_setting(result: Any) -> str:
     """Return one line with the machine, the versions, the commit and the day of a measurement; empty where none is recorded."""
     setting = result.get("provenance", result.get("setting", {})) if isinstance(result, dict) else {}
-    versions = ", ".join(f"{name} {setting['versions'][name]}" for name in ("torch", "transformers")) if setting else ""
+    packages = ("torch", "transformers") if "versions" in setting else ()
+    versions = ", ".join(f"{name} {setting['versions'][name]}" for name in packages)
     hardware = setting.get("hardware", setting)
     cores = f", {hardware['cores']} core{'s' * (hardware['cores'] > 1)}" if "cores" in hardware else ""
     machine = f"{hardware['processor']}{cores}" if "processor" in hardware else ""

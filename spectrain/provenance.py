@@ -6,11 +6,14 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+LAUNCHERS = ("torchrun", "accelerate")
 REPORTED_PACKAGES = (
     "spectrain",
     "torch",
@@ -38,18 +41,27 @@ def collect_provenance() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **package_versions()},
         "hardware": {"machine": platform.machine(), "processor": processor_name(), "cores": os.cpu_count(),
                      "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
-        "command": describe_command(sys.orig_argv),
+        "command": describe_command(read_launch()),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
 
 
+def read_launch() -> list[str]:
+    """Return the words of the command that started this process: the launcher's where one started several processes."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun and accelerate
+        with suppress(psutil.Error):
+            return psutil.Process(os.getppid()).cmdline()
+    return sys.orig_argv
+
+
 def describe_command(words: list[str]) -> str:
-    """Return the command that the words of an interpreter's command line stand for: spectrain, or another module."""
+    """Return the command that the words of an interpreter's command line stand for: spectrain, a launcher, or a module."""
     rest = words[1:]
     while rest and rest[0].startswith("-") and rest[0] != "-m":  # an option of the interpreter, such as torchrun's -u
         rest = rest[2 if rest[0] in ("-X", "-W") else 1 :]
     if rest[:1] != ["-m"]:
-        return " ".join(["spectrain", *rest[1:]])
+        name = Path(rest[0]).name if rest else ""
+        return " ".join([name if name in LAUNCHERS else "spectrain", *rest[1:]])
     program = "spectrain" if rest[1].partition(".")[0] == "spectrain" else f"python -m {rest[1]}"
     return " ".join([program, *rest[2:]])
 
@@ -66,11 +78,16 @@ def package_versions() -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """Return the name of the processor, if the system reports it."""
+    """Return the name of the processor with its family and model, if the system reports them.
+
+    Virtual machines often name a line of processors alone, such as AMD EPYC, whose generations differ by a factor of two.
+    """
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        pass
-    return platform.processor() or platform.machine()
+        lines = []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    numbers = ", ".join(f"{word} {facts[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in facts)
+    return f"{facts['model name']} ({numbers})" if numbers else facts["model name"]

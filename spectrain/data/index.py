@@ -7,11 +7,12 @@ from typing import Any
 
 from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
+from spectrain.kernels.cpu_copies import MAX_MATCH
 from spectrain.provenance import collect_provenance
 
 from .chat import Example
 from .dataset import Dataset
-from .datastore import MAX_MATCH, hash_vocabulary, write_store
+from .datastore import hash_vocabulary, write_store
 from .images import content_text
 from .messages import Conversation
 from .readers import ConversationReader

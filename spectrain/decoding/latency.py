@@ -15,15 +15,11 @@ from spectrain.errors import UserError
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, Prefix, Rollout, RoundResult, TreeBuilder
-from spectrain.trees.measurements import Latency, list_timed_sizes
+from spectrain.trees.measurements import LARGEST_FACTOR, NUM_TIMED, Latency, list_timed_sizes
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import Greedy
 from .loop import decode
-
-# Verifications of each size that are timed before a round, after a first one, and the factor of the smallest tree's time above
-# which no larger tree is timed.
-NUM_TIMED, LARGEST_FACTOR = 3, 4.0
 
 
 def measure_latency(

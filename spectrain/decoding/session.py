@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ EngineChoice = Literal["auto", "captured", "eager"]
 """auto captures rounds on a GPU; captured does so also on a CPU, where it is slower and gives the same; eager never does."""
 
 TRIAL_TOKENS = 24  # tokens that a number of threads is chosen by
+WARM_UP_TOKENS = 3  # tokens that are decoded before a new number of prompts
 MAX_WARM_UPS = 4  # answers of a drafter that a number of threads is chosen by, at most
 
 PromptLoader = Callable[[], list[list[int]]]
@@ -149,7 +151,7 @@ class Session:
         if have_images(prompts):
             return
         if self.eager_reason is not None:
-            self._time_batch(prompts, max_new_tokens)
+            self._prepare_batch(prompts, max_new_tokens)
             return
 
         def compile_and_capture(mode: ExecutionMode) -> None:
@@ -159,23 +161,29 @@ class Session:
         self._shared_fallback.run(compile_and_capture)
 
     @torch.inference_mode()
-    def _time_batch(self, prompts: list[list[int]], max_new_tokens: int) -> None:
-        """Time the verification of trees for a new number of prompts, if the tree builder chooses by measured times."""
-        if self.drafter is None or self.builder is None or not self.builder.decides_to_draft:
+    def _prepare_batch(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Draft once for a new number of prompts, which loads the kernels of that, and time the verification of trees for it if
+        the tree builder chooses by measured times."""
+        if self.drafter is None or self.builder is None or self.runner_source is not None:
             return
         if self.threads is not None:
             torch.set_num_threads(self.threads.chosen)
         setting = len(prompts), torch.get_num_threads()
-        if setting not in self._timed_settings:
-            self._timed_settings.add(setting)
+        if setting in self._prepared_settings:
+            return
+        self._prepared_settings.add(setting)
+        # A copy of the builder, because the times of these rounds say nothing about others.
+        builder = copy.deepcopy(self.builder)
+        decode(self.target, prompts, self.rule, min(WARM_UP_TOKENS, max_new_tokens), self.drafter, builder, ignore_eos=True)
+        if self.builder.decides_to_draft:
             request = make_request(self.target, prompts, max_new_tokens)
             refresh_times(
                 self.builder, prefill_context(self.target, self.rule, request, self.drafter, self.builder), is_new_batch=True
             )
 
     @cached_property
-    def _timed_settings(self) -> set[tuple[int, int]]:
-        """The numbers of prompts and threads that `warm_up` has timed."""
+    def _prepared_settings(self) -> set[tuple[int, int]]:
+        """The numbers of prompts and threads that `warm_up` has prepared."""
         return set()
 
     @cached_property

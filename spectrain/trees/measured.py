@@ -7,13 +7,16 @@ from statistics import mean
 import numpy as np
 import torch
 
+from .acceptance_by_depth import AcceptanceByDepth
 from .base import Prefix, Rollout, RoundResult
 from .copy_tree import CopyRanks, CopyTree, are_calibrated
 from .draft_choice import ROUNDS_PER_READING, TRIAL_ALLOWANCE, DraftChoice
+from .drafter_over_copies import DrafterOverCopies
 from .growing import GrowingTree
 from .latency_aware import LatencyAwareBuilder
 from .measurements import Calibration, Latency, list_timed_sizes
 from .round_costs import RoundCosts
+from .running_mean import RunningMean
 from .token_tree import TokenTree
 from .trie import Trie
 from .verify_fit import VerifyFit
@@ -30,16 +33,13 @@ class Auto(LatencyAwareBuilder):
     the round's own verification was than calibrated. With `refit` verification times follow the rounds too (`VerifyFit`). Trees
     that early pruning shortens count as what they were before in times, and as what is left in acceptance.
 
-    Where copies are available, the drafter runs only if decoding the tokens that it adds would take longer without it, the
-    cost of the larger tree and of tokens that it has not read included. Rounds with the drafter and without it take longer or
-    shorter than modelled, each by a ratio that is observed. The drafter's gain is estimated from earlier rounds whose copies
-    promised as many tokens, times the fraction of such gains that was realised: tokens accepted beyond what copies alone would
-    have yielded. From time to time the drafter runs anyway, to update the estimate; less often as trials accumulate.
+    Where copies are available, the drafter runs only if it adds enough to them (`DrafterOverCopies`).
 
     A round drafts only if drafted rounds gain more tokens than plain steps would in the same time (`DraftChoice`). Of several
     texts, those with the fewest new tokens so far count, because a batch ends with its last text. Times belong to a batch size
-    and a number of threads. For others than the calibrated ones they are estimated at first, and measured once a few rounds
-    ran with them; they are measured again when drafted rounds take longer or shorter than expected, compared with plain steps.
+    and a number of threads. For others than the calibrated ones they are estimated at first. They are measured once rounds with
+    them have taken a hundred times as long as measuring does, and again when drafted rounds take longer or shorter than
+    expected, compared with plain steps.
     """
 
     name = "auto"
@@ -67,8 +67,7 @@ class Auto(LatencyAwareBuilder):
         self.setting, self.num_settled = (0, 0), 0  # batch size and threads of this round, and rounds in a row with them
         self.token_curves = np.zeros((depth, budget))  # running means: expected tokens by levels and nodes of a tree
         self.num_curves = 0  # rounds in these means, at most memory
-        self.predicted_rates = np.ones(depth)  # running means, by depth: predicted acceptance ...
-        self.observed_rates = np.ones(depth)  # ... and observed acceptance
+        self.acceptance = AcceptanceByDepth(depth, memory)
         self.expected_by_depth: np.ndarray | None = None  # [B, depth + 1] expected tokens of this round
         self.num_new: list[int] | None = None  # new tokens of each text since its decoding began
         self.num_levels = 0  # levels that the drafter made in this round
@@ -76,12 +75,9 @@ class Auto(LatencyAwareBuilder):
         self.has_timed = False  # verification was timed in this round, whose own times are not those of others
         self.num_unread = 0  # tokens that the drafter reads in this round beyond those of one round
         self.last_draft_length = 0  # text length at the last drafted round
-        self.copy_tree: CopyTree | None = None  # copies of this round, where the drafter may run too
+        self.over_copies = DrafterOverCopies(memory)
         self.copy_ranks = CopyRanks(budget, memory)  # learned acceptance of copies that no drafter has calibrated
         self.copies_alone = False  # some round had such copies
-        self.promised_tokens: float | None = None  # expected gain of the drafter over copies in this round
-        self.mean_promised = self.mean_gained = 1.0  # running means of expected and realised gains ...
-        self.num_judged = 4  # ... over so many rounds; the first four count as fully realised
         self.tree_sizes: list[int] = []  # tree size of every drafted round
         self.num_rounds = self.num_plain = 0  # rounds in which the builder decided whether to draft, and those without one
 
@@ -101,7 +97,8 @@ class Auto(LatencyAwareBuilder):
         # Reading a token costs what a node of a draft step does, until it was measured.
         reading = max(0.0, latency.estimate_step(READ_NODES) - latency.estimate_step(1)) / (READ_NODES - 1)
         step = latency.estimate_step(self.top_k)
-        return RoundCosts(latency, choice, latency.start_seconds, step, reading_seconds=reading, fit=fit)
+        timing = latency.estimate_timing(list_timed_sizes(self.budget), self.text_length)
+        return RoundCosts(latency, choice, latency.start_seconds, step, reading, fit=fit, timing_seconds=timing)
 
     def verify_seconds(self, length: int) -> list[float]:
         seconds = super().verify_seconds(length)
@@ -126,7 +123,7 @@ class Auto(LatencyAwareBuilder):
             nearest = self.costs_by_setting[closest]
             costs = self.costs_by_setting[setting] = self._make_costs(nearest.latency.for_batch(batch))
             costs.reading_seconds = nearest.reading_seconds * batch / closest[0]
-            costs.copy_seconds = nearest.copy_seconds * batch / closest[0]
+            costs.copies.draft_seconds = RunningMean(nearest.copies.draft_seconds.value * batch / closest[0])
         self.setting, self.costs = setting, self.costs_by_setting[setting]
         self._use_costs()
 
@@ -171,7 +168,7 @@ class Auto(LatencyAwareBuilder):
     def may_draft(self, num_texts: int, longest_prompt: int, num_rounds: int) -> bool:
         costs = self.costs_by_setting.get((num_texts, torch.get_num_threads()))
         self.plain_costs = costs
-        if costs is None or not costs.is_timed:
+        if costs is None or not (costs.is_timed or costs.choice.has_drafted):
             return True
         reading = longest_prompt * costs.reading_seconds / costs.latency.estimate_verify(1, longest_prompt)
         return costs.choice.may_draft(num_rounds, reading)
@@ -186,7 +183,7 @@ class Auto(LatencyAwareBuilder):
         latency, costs, self.last_draft_length = self.require_latency(), self.costs, self.text_length
         tree, num_texts = GrowingTree(self, prefix, rollout), len(prefix.root)
         rows = np.arange(num_texts)[:, None]
-        trust = np.log(np.minimum.accumulate(np.clip(self.observed_rates / self.predicted_rates, 0.05, 1.5)))
+        log_trust = self.acceptance.log_trust()
         verify = np.asarray(self.verify_seconds(self.text_length))
         # Of all nodes so far: scores [B, N] and depths [N], and the largest acceptance probabilities [B, budget], descending.
         scores, depths, chances = [np.zeros((num_texts, 1), np.float32)], [0], np.ones((num_texts, 1))
@@ -196,7 +193,7 @@ class Auto(LatencyAwareBuilder):
             new = tree.add_children(self.top_k).cpu().numpy()
             scores.append(new)
             depths += [level + 1] * new.shape[1]
-            new_chances = np.exp(new + trust[level])
+            new_chances = np.exp(new + log_trust[level])
             chances = -np.sort(-np.concatenate([chances, new_chances], axis=1), axis=1)[:, : self.budget]
             tokens = chances.mean(0).cumsum()  # the root alone emits one
             curves.append(tokens)
@@ -206,8 +203,9 @@ class Auto(LatencyAwareBuilder):
                 break
             best = np.argsort(-new, axis=1, kind="stable")[:, : self.top_k]
             mass = float(new_chances[rows, best].sum(1).mean())
-            carried = self.observed_rates[level + 1] / max(self.observed_rates[level], 1e-6)
-            if mass * carried < (costs.step_seconds + latency.level_seconds) * float(speed.max()):
+            if mass * self.acceptance.next_chance(level + 1) < (costs.step_seconds + latency.level_seconds) * float(
+                speed.max()
+            ):
                 break  # another level costs more time than its expected tokens save
             # A child is at most as likely as its parent, so a node that is not worth its own verification is not expanded.
             size = min(int(speed.argmax()) + 1, len(verify) - 1)
@@ -235,18 +233,14 @@ class Auto(LatencyAwareBuilder):
 
     def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         self._select_costs(prefix)
-        self.copy_tree, costs = None, self.costs
+        costs = self.costs
         if not are_calibrated(tries):
             return True
-        self.copy_tree = copies = self._fastest_copies(tries, costs.copy_seconds)
         self._count_unread(prefix)
-        added = costs.drafter_gains[copies.gain_bucket]
-        drafting = costs.start_seconds + max(0.0, added.num_levels - 1) * costs.step_seconds
-        reading = self.num_unread * costs.reading_seconds / ROUNDS_PER_READING
-        alone = costs.time_ratios[False] * (costs.copy_seconds + copies.seconds)
-        together = costs.time_ratios[True] * (drafting + copies.seconds + added.verify_seconds) + reading
-        tokens = added.num_tokens * min(1.0, max(0.0, self.mean_gained / max(self.mean_promised, 1e-6)))
-        is_needed = added.needs_trial() or (copies.num_tokens + tokens) * alone > copies.num_tokens * together
+        is_needed = self.over_copies.needs_drafter(
+            self._fastest_copies(tries, costs.copies.draft_seconds.value), costs.copies, costs.start_seconds,
+            costs.step_seconds, self.num_unread * costs.reading_seconds / ROUNDS_PER_READING,
+        )  # fmt: skip
         self.num_unread = self.num_unread if is_needed else 0
         return is_needed
 
@@ -265,15 +259,12 @@ class Auto(LatencyAwareBuilder):
         if not are_calibrated(tries):
             self.copies_alone = True
             seconds = self.verify_seconds(self.text_length)
-            return self.copy_ranks.choose_size(tries, self.depth, seconds, self.costs.copy_seconds)
+            return self.copy_ranks.choose_size(tries, self.depth, seconds, self.costs.copies.draft_seconds.value)
         if self.num_levels:
-            fastest = self._fastest_copies(tries, self.costs.start_seconds + (self.num_levels - 1) * self.costs.step_seconds)
+            fastest = self._fastest_copies(tries, self._estimate_drafting(self.num_levels))
+            self.over_copies.record_draft(fastest, self.num_levels, self.costs.copies)
         else:
-            fastest = self.copy_tree or self._fastest_copies(tries, self.costs.copy_seconds)
-        if self.num_levels and self.copy_tree is not None:
-            self.promised_tokens = fastest.num_tokens - self.copy_tree.num_tokens
-            added = self.costs.drafter_gains[self.copy_tree.gain_bucket]
-            added.update_means(self.promised_tokens, self.num_levels, fastest.seconds - self.copy_tree.seconds, 1 / self.memory)
+            fastest = self.over_copies.copies or self._fastest_copies(tries, self._estimate_drafting(0))
         self.expected_by_depth = fastest.expected_by_depth
         return fastest.size
 
@@ -294,32 +285,21 @@ class Auto(LatencyAwareBuilder):
             self.num_unread, self.is_skipped, self.has_timed = 0, False, False
             self.num_plain += 1
             return
-        rate, levels, self.num_levels = 1 / self.memory, self.num_levels, 0
-        copies, self.copy_tree, promised, self.promised_tokens = self.copy_tree, None, self.promised_tokens, None
-        if copies is not None and promised is not None and min(counts):  # a finished row emits nothing
-            self.num_judged += 1
-            judge_rate = max(rate, 1 / self.num_judged)
-            self.mean_promised += judge_rate * (promised - self.mean_promised)
-            self.mean_gained += judge_rate * (copies.drafter_gain(round) - self.mean_gained)
+        levels, self.num_levels = self.num_levels, 0
+        has_copies = self.over_copies.finish_round(round)
         judged = round.tree.num_drafted.tolist()
         if (size := max(judged)) > 1:
             self.tree_sizes.append(size)
         if not self.has_timed:
-            verifying = self._estimate_verification(round.tree, size)
-            if copies is not None and size > 1 and not self.num_unread:
-                drafting = self._estimate_drafting(levels)
-                self.costs.record_ratio(levels > 0, sum(round.seconds.values()) / (drafting + verifying), self.memory)
-            self._record_choice(round, size, levels, num_new, verifying)
+            drafting, verifying = self._estimate_drafting(levels), self._estimate_verification(round.tree, size)
+            ratio = sum(round.seconds.values()) / (drafting + verifying) if size > 1 and not self.num_unread else None
+            if has_copies and ratio is not None:
+                self.costs.copies.slowdowns[levels > 0].add(ratio, self.memory)
+            self._record_choice(round, size, num_new, drafting, verifying, ratio)
             self._update_costs(round, size, levels, verifying)
         self.num_unread, self.has_timed = 0, False
-        if self.expected_by_depth is None or size == 1:
-            return  # uncalibrated copies, or nothing was drafted
-        depths = np.arange(1, self.depth + 1)
-        for expected, count, num_drafted in zip(self.expected_by_depth[:, 1:], counts, judged):
-            if count and num_drafted > 1:
-                is_drafted = expected > 0
-                self.predicted_rates += rate * is_drafted * (expected - self.predicted_rates)
-                self.observed_rates += rate * is_drafted * ((count > depths) - self.observed_rates)
+        if self.expected_by_depth is not None and size > 1:  # neither copies that are not calibrated, nor nothing drafted
+            self.acceptance.record(self.expected_by_depth, counts, judged)
 
     def _update_costs(self, round: RoundResult, size: int, levels: int, verifying: float) -> None:
         """Update the running means of drafting times by those of a round that drafted."""
@@ -337,12 +317,12 @@ class Auto(LatencyAwareBuilder):
         elif levels == 1:
             costs.start_seconds += rate * (drafting - costs.start_seconds)
         else:
-            costs.num_copied += 1
-            costs.copy_seconds += max(rate, 1 / costs.num_copied) * (drafting - costs.copy_seconds)
+            costs.copies.draft_seconds.add(drafting, self.memory)
 
     def _estimate_drafting(self, levels: int) -> float:
         """Return the expected seconds of a draft of so many levels, or of copies alone for none."""
-        return self.costs.start_seconds + (levels - 1) * self.costs.step_seconds if levels else self.costs.copy_seconds
+        costs = self.costs
+        return costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copies.draft_seconds.value
 
     def _estimate_verification(self, tree: TokenTree, size: int) -> float:
         """Return the expected seconds to verify a tree of `size` nodes."""
@@ -355,21 +335,23 @@ class Auto(LatencyAwareBuilder):
         slowdown = (round.seconds["verify"] + round.seconds["accept"]) / verifying
         return round.seconds["draft"] / max(slowdown, 1e-9)
 
-    def _record_choice(self, round: RoundResult, size: int, levels: int, num_new: list[int], verifying: float) -> None:
-        """Record time and tokens of a round, before which texts had `num_new` new tokens each, with the choice to draft."""
+    def _record_choice(
+        self, round: RoundResult, size: int, num_new: list[int], drafting: float, verifying: float, ratio: float | None
+    ) -> None:
+        """Record time and tokens of a round, before which texts had `num_new` new tokens each, with the choice to draft.
+
+        The round took `ratio` times its modelled seconds; None if they say nothing about other rounds.
+        """
         choice = self.costs.choice
         active = [(before, count) for before, count in zip(num_new, round.counts.tolist()) if count]
         if not active:
             return
-        seconds, step = sum(round.seconds.values()), self.verify_seconds(self.text_length)[0]
+        step = self.verify_seconds(self.text_length)[0]
         choice.is_preparing = size == 1 and not choice.is_preparing
-        drafting = self._estimate_drafting(levels)
-        modelled = drafting + verifying
         reading = max(0.0, self._scaled_drafting(round, verifying) - drafting) if self.num_unread else 0.0
-        is_timed = not self.num_unread and size > 1
         least = min(before for before, _ in active)
         tokens = mean(count for before, count in active if before == least)
-        choice.record_draft(tokens, modelled / step, seconds / modelled if is_timed else None, reading / step)
+        choice.record_draft(tokens, (drafting + verifying) / step, ratio, reading / step)
 
     def report_settings(self) -> dict[str, object]:
         middle = sorted(self.tree_sizes)[len(self.tree_sizes) // 2] if self.tree_sizes else None

@@ -14,6 +14,9 @@ import numpy as np
 from spectrain.files import write_text
 
 TIMED_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# Verifications of each size that are timed before a round, after a first one, and the factor of the smallest tree's time above
+# which no larger tree is timed.
+NUM_TIMED, LARGEST_FACTOR = 2, 2.5
 
 
 def list_timed_sizes(budget: int) -> list[int]:
@@ -56,6 +59,12 @@ class Latency:
     def estimate_draft(self, levels: int, width: float, context: int = 0) -> float:
         """Estimate the seconds of a draft of `levels` levels, each after the first over `width` nodes."""
         return self.start_seconds + (levels - 1) * self.estimate_step(width, context)
+
+    def estimate_timing(self, sizes: Sequence[int], context: int = 0) -> float:
+        """Estimate the seconds that it takes to time the verification of trees of these sizes, which ascend."""
+        seconds = [self.estimate_verify(size, context) for size in sizes]
+        num_timed = 1 + sum(value <= LARGEST_FACTOR * seconds[0] for value in seconds[:-1])
+        return (1 + NUM_TIMED) * sum(seconds[:num_timed])
 
     def estimate_levels(self, levels: int) -> float:
         """Estimate the added seconds of verifying `levels` levels compared with one level of as many nodes."""

@@ -11,8 +11,6 @@ import torch
 from spectrain.config.build import GroupSpec
 from spectrain.data.chat import tokenize_conversation
 from spectrain.data.datastore import (
-    MAX_MATCH,
-    TEXT_END,
     Datastore,
     build_suffix_array,
     hash_phrases,
@@ -22,6 +20,7 @@ from spectrain.data.datastore import (
 )
 from spectrain.data.index import index_command
 from spectrain.errors import UserError
+from spectrain.kernels.cpu_copies import MAX_MATCH, TEXT_END
 from spectrain.models.target import Target
 
 

@@ -105,7 +105,8 @@ def test_reading_a_prompt_is_no_part_of_copying(shallow: Target) -> None:
         tree = TokenTree.from_chain(torch.tensor([[1, 2], [1, 2]]))
         seconds = {"draft": 5.05 if begins else 0.05, "verify": 1.0, "accept": 0.0, "other": 0.0}
         Auto.observe(builder, RoundResult(tree, torch.zeros(0), torch.tensor([1, 1]), seconds))
-    assert builder.costs.copy_seconds == pytest.approx(0.05) and builder.costs.reading_seconds == pytest.approx(0.1, rel=0.02)
+    assert builder.costs.copies.draft_seconds.value == pytest.approx(0.05)
+    assert builder.costs.reading_seconds == pytest.approx(0.1, rel=0.02)
 
 
 def test_the_shortest_unfinished_text_decides() -> None:

@@ -131,6 +131,21 @@ def test_from_drafter_tunes_calibrates_and_checks(shallow: Target) -> None:
         Session.from_drafter(shallow, Eagle3(shallow, vocab_size=64), Chain(2), RecursiveRejection(), prompts)
 
 
+def test_warm_up_drafts_for_a_new_number_of_prompts(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that kernels for several texts are loaded before a round is timed. The builder learns nothing from it."""
+    drafter, builder, sizes, observed = Ngram(shallow), Chain(2), list[int](), list[Any]()
+    draft = drafter.draft
+    monkeypatch.setattr(Chain, "observe", lambda self, _: observed.append(self))
+    monkeypatch.setattr(drafter, "draft", lambda context: sizes.append(len(context.root)) or draft(context))
+    session = Session(shallow, Greedy(), drafter, builder)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        session.warm_up(prompts, 8)
+    assert set(sizes) == {len(PROMPTS), 1} and observed and builder not in observed
+    num_drafts = len(sizes)
+    session.warm_up(PROMPTS, 8)
+    assert len(sizes) == num_drafts
+
+
 @pytest.mark.parametrize("cost", [0.0, 1.0])
 def test_session_drafts_by_measured_times(shallow: Target, cost: float) -> None:
     """Where a draft step takes as long as many target steps, most rounds are plain; output and drafts are the same. Trees for

@@ -1,6 +1,8 @@
 """Run folders: resuming under the settings that a run began with, and where scores go."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from hydra import compose, initialize_config_module
 
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
-from spectrain.provenance import describe_command
+from spectrain.provenance import describe_command, read_launch
 from spectrain.runs.folder import find_results_folder
 from spectrain.runs.lock import lock_run
 from spectrain.runs.train import check_resumable
@@ -53,3 +55,19 @@ def test_the_recorded_command_can_be_typed_again() -> None:
     assert describe_command(["python", "-m", "spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
     assert describe_command(["python", "-u", "-m", "spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
     assert describe_command(["python", "-m", "benchmarks.axes", "rows=2"]) == "python -m benchmarks.axes rows=2"
+    launched = ["--nproc-per-node", "2", "-m", "spectrain", "train", "target=tiny"]
+    assert describe_command(["python", "/bin/torchrun", *launched]) == " ".join(["torchrun", *launched])
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_launcher_is_part_of_the_recorded_command(monkeypatch: pytest.MonkeyPatch, is_launched: bool) -> None:
+    """The command of the parent is recorded where it is a launcher, and otherwise the own one."""
+    command = [sys.executable, "-c", "input()", "train", "target=tiny"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:
+        monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+        if is_launched:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        else:
+            monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        assert read_launch() == (command if is_launched else sys.orig_argv)
+        parent.communicate(b"\n")

@@ -16,6 +16,7 @@ from spectrain.trees.copy_tree import CopyTree
 from spectrain.trees.draft_choice import ROUNDS_PER_READING
 from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.measurements import Calibration, Latency
+from spectrain.trees.round_costs import SETTLED_ROUNDS
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
 from spectrain.trees.verify_fit import VerifyFit
@@ -242,7 +243,8 @@ def test_auto_learns_the_acceptance_of_each_depth() -> None:
         log_q = [dict(list_likeliest(soft_scores, 0, path[:n]))[path[: n + 1]] for n in range(len(path))]
         expected[len(path)] += math.exp(sum(log_q))
     assert set(map(len, accepted)) == {0, 1, 2, 3}
-    assert builder.predicted_rates == pytest.approx(expected[1:]) and builder.observed_rates.tolist() == [1, 0, 0]
+    acceptance = builder.acceptance
+    assert acceptance.predicted == pytest.approx(expected[1:]) and acceptance.observed.tolist() == [1, 0, 0]
 
 
 def make_copies(chances: list[float]) -> Trie:
@@ -352,7 +354,7 @@ def test_auto_counts_the_cost_of_a_larger_tree() -> None:
     for verifying, needs_drafter in ((0.0, True), (0.25, True), (0.4, False)):
         builder = prepare_builder(Auto(), 0.2, 1.0, 0.0, 0.2)
         for _ in range(4):
-            builder.costs.drafter_gains[2].update_means(0.5, 1, verifying, 1.0)
+            builder.costs.copies.gains[2].record_trial(0.5, 1, verifying, 1)
         assert builder.needs_drafter(context(), [make_copies([])]) is needs_drafter
 
 
@@ -363,13 +365,31 @@ def test_auto_counts_unread_tokens_and_observed_times(reading: float, ratio: flo
     """A gain of half a round is lost if rounds with the drafter take longer than modelled, or it has to read for too long."""
     builder = prepare_builder(Auto(), 0.2, 1.0, 0.0, 0.2)
     for _ in range(4):
-        builder.costs.drafter_gains[2].update_means(0.5, 1, 0.0, 1.0)
+        builder.costs.copies.gains[2].record_trial(0.5, 1, 0.0, 1)
     prefix = context()
-    builder.costs.time_ratios[True], builder.costs.reading_seconds = ratio, reading * ROUNDS_PER_READING / prefix.longest
+    builder.costs.copies.slowdowns[True].value = ratio
+    builder.costs.reading_seconds = reading * ROUNDS_PER_READING / prefix.longest
     builder.last_draft_length = 0
     builder.depth = 1
     assert builder.needs_drafter(prefix, [make_copies([])]) is needs_drafter
     assert bool(builder.num_unread) is needs_drafter
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+def test_timing_waits_until_rounds_took_a_hundred_times_as_long(is_timed: bool) -> None:
+    """Sizes up to the first one beyond two and a half times the smallest one's time are counted, three times each."""
+    latency = Latency({0: {1: 1.0, 2: 1.0, 4: 1.0, 8: 2.5, 16: 5.0, 32: 10.0}}, {0: {1: 0.1}}, 0.1)
+    builder = Auto(budget=32)
+    builder.prepare(Calibration(latency=latency))
+    costs = builder.costs
+    assert costs.timing_seconds == 3 * (1.0 + 1.0 + 1.0 + 2.5 + 5.0)
+    costs.is_timed = is_timed
+    for comparison in [1.5] * 9:
+        costs.choice.comparisons.append(comparison)
+    for share, is_due in ((0.99, False), (1.01, True)):
+        costs.round_seconds = share * 100 * costs.timing_seconds
+        assert costs.needs_timing(10, SETTLED_ROUNDS) is is_due
+        assert not costs.needs_timing(10, SETTLED_ROUNDS - 1)
 
 
 def test_slow_rounds_do_not_change_auto_trees() -> None:
