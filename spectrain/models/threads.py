@@ -45,7 +45,7 @@ COUNTER = ChangeCounter()
 class ThreadTuner:
     """Chooses the number of threads of one kind of step: call `set_threads` before a step and `record_step` after it.
 
-    A trial runs the next steps with each count in turn. One happens at the start, when the times leave the usual ones, and when
+    A trial runs the next steps with each count in turn, as in 2, 1, 1, 2. One happens at the start, when the times leave the usual ones, and when
     another kind of step changed its count. A core that becomes free does not show in the times of fewer threads, so trials
     also recur: after four seconds, and after twice the pause whenever a trial changed nothing. A trial begins with the counts
     next to the chosen one.
@@ -105,7 +105,10 @@ class ThreadTuner:
             and (times or not self._is_beyond(count, hopeless))
         ]
         if open_counts:
-            self.count = min(open_counts, key=lambda count: len(self.trial[count]))
+            # Forwards and backwards in turn, so that steps of two kinds that alternate are shared alike.
+            num_passes = min(len(self.trial[count]) for count in open_counts)
+            ordered = open_counts[::-1] if num_passes % 2 else open_counts
+            self.count = min(ordered, key=lambda count: len(self.trial[count]))
         else:
             self._finish_trial()
 

@@ -18,7 +18,7 @@ COMPARED_ROUNDS, NUM_COMPARISONS = 5, 9
 
 
 class DraftChoice:
-    """Decides before every round whether to draft, for one batch size and number of threads.
+    """Decides before every round whether to draft, for one batch size.
 
     The unit of gains and costs is a plain step. A drafted round gains its tokens and costs its time; the mean gain over the
     last drafted rounds decides. The other kind of round is tried now and then: each round of the better kind saves a share of
@@ -48,6 +48,11 @@ class DraftChoice:
         self.has_drafted = False
         # Whether the last round was drafted, and the number of comparisons so far.
         self.was_drafted, self.num_compared = False, 0
+
+    def expect_round(self, tokens: float, cost: float) -> None:
+        """Replace the expected tokens and cost of a drafted round, if none was drafted yet."""
+        if not self.has_drafted:
+            self.mean_tokens, self.mean_cost = tokens, cost
 
     @property
     def relative_cost(self) -> float:

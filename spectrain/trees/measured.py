@@ -92,7 +92,9 @@ class Auto(LatencyAwareBuilder):
 
     def _make_costs(self, latency: Latency) -> RoundCosts:
         """Return the costs of rounds with these times, before any of them ran."""
-        choice = DraftChoice(*self._expected_round(latency), self.memory)
+        # Shared by all numbers of threads: steps of unlike kinds would say nothing about which number is faster.
+        known = (costs.choice for (batch, _), costs in self.costs_by_setting.items() if batch == latency.batch)
+        choice = next(known, None) or DraftChoice(*self._expected_round(latency), self.memory)
         fit = VerifyFit(self.memory) if self.refit else None
         # Reading a token costs what a node of a draft step does, until it was measured.
         reading = max(0.0, latency.estimate_step(READ_NODES) - latency.estimate_step(1)) / (READ_NODES - 1)
@@ -152,8 +154,7 @@ class Auto(LatencyAwareBuilder):
         self.costs.set_times(self.text_length, seconds, len(prefix.lengths))
         self.costs.round_seconds, self.costs.timing_seconds = 0.0, total_seconds
         self._use_costs()
-        if not self.costs.choice.has_drafted:
-            self.costs.choice = DraftChoice(*self._expected_round(self.costs.latency), self.memory)
+        self.costs.choice.expect_round(*self._expected_round(self.costs.latency))
 
     def should_draft(self, prefix: Prefix) -> bool:
         self._select_costs(prefix)

@@ -45,12 +45,23 @@ def busy_seconds(threads: int) -> float:
     return {1: 0.0197, 2: 0.073}[threads]
 
 
-def test_trial_alternates_and_chooses_the_fastest(settings: list[int]) -> None:
+def test_trial_goes_forwards_and_backwards_and_chooses_the_fastest(settings: list[int]) -> None:
     clock = [0.0]
     tuner, _ = make_pair(clock)
-    assert run_steps(tuner, 16, idle_seconds, clock) == [2, 1] * 8
+    assert run_steps(tuner, 16, idle_seconds, clock) == [2, 1, 1, 2] * 4
     assert tuner.is_chosen and tuner.summary() == {"threads": 2, "seconds": {"1": 0.0197, "2": 0.0164}, "changes": 0}
     assert run_steps(tuner, 20, idle_seconds, clock) == [2] * 20
+
+
+def test_steps_of_two_kinds_that_alternate_are_shared_alike(settings: list[int]) -> None:
+    """A round with a draft takes half as long again as the plain step after it."""
+    tuner, steps = ThreadTuner((1, 2), counter=ChangeCounter()), list[tuple[int, float]]()
+    while not tuner.is_chosen:
+        tuner.set_threads()
+        factor = 1.0 + 0.5 * (len(steps) % 2)
+        steps.append((torch.get_num_threads(), factor))
+        tuner.record_step(factor * idle_seconds(torch.get_num_threads()))
+    assert tuner.chosen == 2 and all(steps.count((count, factor)) == 4 for count in (1, 2) for factor in (1.0, 1.5))
 
 
 def test_margin_keeps_the_current_count(settings: list[int]) -> None:
@@ -66,7 +77,7 @@ def test_margin_keeps_the_current_count(settings: list[int]) -> None:
 def test_slow_count_is_abandoned(settings: list[int]) -> None:
     clock = [0.0]
     tuner, _ = make_pair(clock)
-    assert run_steps(tuner, 10, busy_seconds, clock) == [2, 1, 2, *[1] * 7] and tuner.chosen == 1
+    assert run_steps(tuner, 10, busy_seconds, clock) == [2, 1, 1, 2, *[1] * 6] and tuner.chosen == 1
 
 
 def test_counts_beyond_a_slow_count_are_not_tried(settings: list[int]) -> None:
@@ -75,7 +86,7 @@ def test_counts_beyond_a_slow_count_are_not_tried(settings: list[int]) -> None:
     counts = (1, 2, 4, 8, 16, 32, 64)
     tuner = ThreadTuner(counts, 2, ChangeCounter(), lambda: clock[0], lambda: True)
     # The time of what one thread does alone is added.
-    assert run_steps(tuner, 10, lambda count: 64 / count + 1, clock) == [64, 32, 16, 64, 32, 16, 64, 32, 64, 32]
+    assert run_steps(tuner, 10, lambda count: 64 / count + 1, clock) == [64, 32, 16, 16, 32, 64, 64, 32, 32, 64]
     assert tuner.chosen == 64 and [*tuner.seconds] == [64, 32, 16]
     assert tuner.pause == threads.PAUSE_PER_TRIAL * clock[0]
 
@@ -98,7 +109,7 @@ def test_slow_drift_starts_a_trial(settings: list[int]) -> None:
     tuner, _ = make_pair(clock)
     run_steps(tuner, 100, idle_seconds, clock)
     counts = run_steps(tuner, 11, lambda threads: {1: 0.0197, 2: 1.5 * 0.0164}[threads], clock)
-    assert counts == [2, 2, 2, 2, *[1, 2] * 3, 1] and tuner.chosen == 1
+    assert counts == [2, 2, 2, 2, 1, 1, 2, 2, 1, 1, 2] and tuner.chosen == 1
 
 
 def test_trials_recur_while_a_core_is_free(settings: list[int]) -> None:
@@ -112,7 +123,7 @@ def test_trials_recur_while_a_core_is_free(settings: list[int]) -> None:
     clock[0], free[0] = clock[0] + threads.LONGEST_PAUSE, False
     assert run_steps(tuner, 8, idle_seconds, clock) == [1] * 8
     free[0] = True
-    assert run_steps(tuner, 9, idle_seconds, clock) == [1, 2, 1, 2, 1, 2, 1, 2, 2]
+    assert run_steps(tuner, 9, idle_seconds, clock) == [1, 2, 2, 1, 1, 2, 2, 1, 2]
 
 
 def test_work_scales_the_time(settings: list[int]) -> None:
