@@ -92,7 +92,7 @@ class AxesBench:
                     write_text(out, json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
 
     def sweep_drafter(self, target: str, name: str, over: str) -> dict[str, Any]:
-        """Sweep a drafter over one axis, and return the axis with its command."""
+        """Sweep a drafter over one axis, and return the axis with its command, commit, date and hardware."""
         words = DRAFTERS[target][name]
         for recipe in TRAINED:
             if f"run=WORK/{recipe}" in words and not (self.folder / recipe / "drafter").exists():
@@ -103,7 +103,8 @@ class AxesBench:
         settings = list_defaults([f"eval.sweep={over}", *SWEEPS[target][over], *SCORING], words)
         dispatch_command(["eval", *given, *([] if run in given else [run]), *settings, f"eval.name={label}"])
         summary = json.loads((Path(run.removeprefix("run=")) / "eval" / label / "summary.json").read_text())
-        return {"command": " ".join(["eval", *words, *settings]).replace("WORK", "runs/axes"), **summary["axis"]}
+        facts = {key: summary["setting"][key] for key in ("commit", "date", "hardware")}
+        return {"command": " ".join(["eval", *words, *settings]).replace("WORK", "runs/axes"), **facts, **summary["axis"]}
 
 
 if __name__ == "__main__":
