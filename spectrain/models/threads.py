@@ -45,9 +45,9 @@ COUNTER = ChangeCounter()
 class ThreadTuner:
     """Chooses the number of threads of one kind of step: call `set_threads` before a step and `record_step` after it.
 
-    A trial runs the next steps with each count in turn, forwards and backwards, as in 2, 1, 1, 2. One happens at the start, when
-    the times leave the usual ones, and when another kind of step changed its count. A core that becomes free does not show in
-    the times of fewer threads, so trials also recur: after four seconds, and after twice the pause whenever a trial changed
+    A trial runs the next steps with each count in turn, forwards and backwards, as in 2, 1, 1, 2. One happens at the start,
+    when the times leave the usual ones, and when another kind of step changed its count. A core that becomes free does not show
+    in the times of fewer threads, so trials also recur: after four seconds, and after twice the pause whenever a trial changed
     nothing. A trial begins with the counts next to the chosen one.
     """
 

@@ -39,7 +39,7 @@ class DrafterGain:
 
 @dataclass
 class CopyCosts:
-    """What rounds with copies of one batch size and number of threads take and gain, with the drafter and without it."""
+    """What rounds with copies of one batch size take and gain, with the drafter and without it."""
 
     draft_seconds: RunningMean = field(default_factory=RunningMean)  # of a round that only copies
     # The drafter's gains by bucket of the copies' expected tokens.

@@ -11,12 +11,13 @@ from .acceptance_by_depth import AcceptanceByDepth
 from .base import Prefix, Rollout, RoundResult
 from .copy_tree import CopyRanks, CopyTree, are_calibrated
 from .draft_choice import ROUNDS_PER_READING, TRIAL_ALLOWANCE, DraftChoice
-from .drafter_over_copies import DrafterOverCopies
+from .drafter_over_copies import CopyCosts, DrafterOverCopies
 from .growing import GrowingTree
 from .latency_aware import LatencyAwareBuilder
 from .measurements import Calibration, Latency, list_timed_sizes
 from .round_costs import RoundCosts
 from .running_mean import RunningMean
+from .token_curves import TokenCurves
 from .token_tree import TokenTree
 from .trie import Trie
 from .verify_fit import VerifyFit
@@ -65,8 +66,7 @@ class Auto(LatencyAwareBuilder):
         self.costs_by_setting: dict[tuple[int, int], RoundCosts] = {}  # by batch size and number of threads
         self.plain_costs: RoundCosts | None = None  # those of a decoding that may not draft
         self.setting, self.num_settled = (0, 0), 0  # batch size and threads of this round, and rounds in a row with them
-        self.token_curves = np.zeros((depth, budget))  # running means: expected tokens by levels and nodes of a tree
-        self.num_curves = 0  # rounds in these means, at most memory
+        self.curves = TokenCurves(depth, budget, memory)
         self.acceptance = AcceptanceByDepth(depth, memory)
         self.expected_by_depth: np.ndarray | None = None  # [B, depth + 1] expected tokens of this round
         self.num_new: list[int] | None = None  # new tokens of each text since its decoding began
@@ -86,21 +86,25 @@ class Auto(LatencyAwareBuilder):
         latency = self.require_latency()
         self.costs_by_setting.clear()
         self.setting = latency.batch, torch.get_num_threads()
-        self.costs = self.costs_by_setting[self.setting] = self._make_costs(latency)
+        self.costs = self.costs_by_setting[self.setting] = self._make_costs(latency, CopyCosts())
         self.costs.is_timed = True
         self._use_costs()
 
-    def _make_costs(self, latency: Latency) -> RoundCosts:
-        """Return the costs of rounds with these times, before any of them ran."""
-        # Shared by all numbers of threads: steps of unlike kinds would say nothing about which number is faster.
-        known = (costs.choice for (batch, _), costs in self.costs_by_setting.items() if batch == latency.batch)
-        choice = next(known, None) or DraftChoice(*self._expected_round(latency), self.memory)
+    def _make_costs(self, latency: Latency, copies: CopyCosts) -> RoundCosts:
+        """Return the costs of rounds with these times, before any of them ran, and with such copies if their number of prompts
+        is new."""
+        # All numbers of threads share what decides about the drafter: if one of them drafted more often than another, the times
+        # of its rounds would not say which is faster.
+        choice = DraftChoice(*self._expected_round(latency), self.memory)
+        for (batch, _), costs in self.costs_by_setting.items():
+            if batch == latency.batch:
+                choice, copies = costs.choice, costs.copies
         fit = VerifyFit(self.memory) if self.refit else None
         # Reading a token costs what a node of a draft step does, until it was measured.
         reading = max(0.0, latency.estimate_step(READ_NODES) - latency.estimate_step(1)) / (READ_NODES - 1)
         step = latency.estimate_step(self.top_k)
         timing = latency.estimate_timing(list_timed_sizes(self.budget), self.text_length)
-        return RoundCosts(latency, choice, latency.start_seconds, step, reading, fit=fit, timing_seconds=timing)
+        return RoundCosts(latency, choice, copies, latency.start_seconds, step, reading, fit=fit, timing_seconds=timing)
 
     def verify_seconds(self, length: int) -> list[float]:
         seconds = super().verify_seconds(length)
@@ -123,9 +127,10 @@ class Auto(LatencyAwareBuilder):
                 key=lambda other: (other[0] != batch, other[1] != threads, abs(other[0] - batch)),
             )
             nearest = self.costs_by_setting[closest]
-            costs = self.costs_by_setting[setting] = self._make_costs(nearest.latency.for_batch(batch))
-            costs.reading_seconds = nearest.reading_seconds * batch / closest[0]
-            costs.copies.draft_seconds = RunningMean(nearest.copies.draft_seconds.value * batch / closest[0])
+            share = batch / closest[0]
+            copies = CopyCosts(RunningMean(nearest.copies.draft_seconds.value * share))
+            costs = self.costs_by_setting[setting] = self._make_costs(nearest.latency.for_batch(batch), copies)
+            costs.reading_seconds = nearest.reading_seconds * share
         self.setting, self.costs = setting, self.costs_by_setting[setting]
         self._use_costs()
 
@@ -134,14 +139,9 @@ class Auto(LatencyAwareBuilder):
         if self.copies_alone:
             seconds = [latency.estimate_verify(size, self.text_length) for size in range(1, self.budget + 1)]
             return self.copy_ranks.expected_round(seconds, latency.start_seconds)
-        if not self.num_curves:
+        if not self.curves.num_rounds:
             return UNKNOWN_ROUND
-        sizes, levels = range(1, self.budget + 1), np.arange(self.depth)[:, None]
-        verify = np.array([latency.estimate_verify(size, self.text_length) for size in sizes])
-        spent = latency.start_seconds + levels * latency.estimate_step(self.top_k, self.text_length)
-        costs = ((spent + verify) / verify[0])[:, 1:]
-        best = np.argmax(self.token_curves[:, 1:] - costs)
-        return float(self.token_curves[:, 1:].flat[best]), float(costs.flat[best])
+        return self.curves.find_best_round(latency, self.top_k, self.text_length)
 
     def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
         self._select_costs(prefix)
@@ -215,22 +215,13 @@ class Auto(LatencyAwareBuilder):
             tree.extend_frontier(torch.from_numpy(best[:, :num_kept].copy()).to(prefix.root.device))
         size = max(2, int(speed.argmax()) + 1)
         self.num_levels = level + 1
-        self._update_curves(curves)
+        self.curves.add(curves)
         every = np.concatenate(scores, axis=1)
         selected = np.argsort(-every, axis=1, kind="stable")[:, :size]
         self.expected_by_depth = np.zeros((num_texts, self.depth + 1))
         np.add.at(self.expected_by_depth, (rows, np.asarray(depths)[selected]), np.exp(every[rows, selected]))
         # Scores fall along a path and ties go to the shallower node, so every selected node has its parent.
         return tree.select_nodes(torch.from_numpy(np.sort(selected, axis=1)).to(prefix.root.device))
-
-    def _update_curves(self, curves: list[np.ndarray]) -> None:
-        """Add the expected tokens of this round's trees, by levels and nodes; levels that it lacks repeat its last one."""
-        self.num_curves = min(self.num_curves + 1, self.memory)
-        complete = np.empty_like(self.token_curves)
-        for level, curve in enumerate(curves):
-            complete[level, : len(curve)], complete[level, len(curve) :] = curve, curve[-1]
-        complete[len(curves) :] = complete[len(curves) - 1]
-        self.token_curves += (complete - self.token_curves) / self.num_curves
 
     def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         self._select_costs(prefix)

@@ -19,14 +19,15 @@ UNSTEADY_FACTOR, LENGTH_FACTOR = 1.25, 2.0
 
 @dataclass
 class RoundCosts:
-    """What rounds of one batch size and number of threads take, and whether they draft."""
+    """What rounds of one batch size and number of threads take, and what decides whether they draft."""
 
     latency: Latency
+    # Shared with other numbers of threads.
     choice: DraftChoice
+    copies: CopyCosts
     start_seconds: float  # running mean of the first draft step
     step_seconds: float  # of every further draft step
     reading_seconds: float = 0.0  # of each token that the drafter reads beyond those of one round
-    copies: CopyCosts = field(default_factory=CopyCosts)
     # Seconds to verify every size, by context length.
     verify_curves: dict[int, list[float]] = field(default_factory=dict)
     # Fit of verification times to the rounds; None keeps the measured ones.

@@ -16,7 +16,7 @@ from spectrain.trees.copy_tree import CopyTree
 from spectrain.trees.draft_choice import ROUNDS_PER_READING
 from spectrain.trees.latency_aware import LatencyAwareBuilder
 from spectrain.trees.measurements import Calibration, Latency
-from spectrain.trees.round_costs import SETTLED_ROUNDS
+from spectrain.trees.round_costs import SETTLED_ROUNDS, RoundCosts
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
 from spectrain.trees.verify_fit import VerifyFit
@@ -373,6 +373,19 @@ def test_auto_counts_unread_tokens_and_observed_times(reading: float, ratio: flo
     builder.depth = 1
     assert builder.needs_drafter(prefix, [make_copies([])]) is needs_drafter
     assert bool(builder.num_unread) is needs_drafter
+
+
+def test_numbers_of_threads_share_the_choice_to_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another number, rounds of the same kinds follow; with more prompts, the choice begins anew."""
+    builder, choices, threads = prepare_builder(Auto(), 0.2, 1.0, 0.0, 0.2), list[RoundCosts](), [2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    for number, rows in ((2, [0]), (1, [0]), (1, [0, 1, 2])):
+        threads[0] = number
+        builder.should_draft(context(rows))
+        choices.append(builder.costs)
+    first, second, third = choices
+    assert first is not second and first.choice is second.choice and first.copies is second.copies
+    assert third.choice is not first.choice and third.copies is not first.copies
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
