@@ -3,12 +3,12 @@
     python -m benchmarks.against_speculators [--runs FILE] [--out FILE] [--target tiny] [--passes 1] [--seeds 3] [--prompts 24]
     python -m benchmarks.against_speculators --pace 10 [--out FILE]
 
-It needs an environment with both (make .venv-engines/installed). Both sides get the same conversations (--limit of the
-embedded ones), batches of 512 packed tokens, three unrolled steps, fused layers, draft vocabulary and features. Every rate of
-RATES is trained with seed 0; the best of either optimizer, by the chain, is trained with the other seeds too. --rates names
-single choices instead, as in muon:4e-3:2e-2. All other settings are the sides' own. Both are scored by this project: chains of
-three and trees of 16 nodes over held-out prompts, whose output must equal autoregressive decoding. FILE of --runs holds a line
-per finished run; a second start trains only what is missing.
+It needs an environment with both (make .venv-engines/installed). Both sides get the same conversations (--limit of the embedded
+ones), batches of 512 packed tokens, three unrolled steps, fused layers, draft vocabulary and features. Every rate of RATES is
+trained with seed 0; the best of either optimizer, by the chain, is trained with the other seeds too. --rates names single
+choices instead, as in muon:4e-3:2e-2. All other settings are the sides' own. Both are scored by this project: chains of three
+and trees of 16 nodes over held-out prompts, whose output must equal autoregressive decoding. FILE of --runs holds a line per
+finished run; a second start trains only what is missing.
 
 With --pace so many steps on SmolLM2 instead, a draft vocabulary of 8,192 in both, step by step in turn over the same batches,
 one thread: seconds of the processor from given features (as from a store), and of the target's forward that computes them.
