@@ -6,9 +6,9 @@
 It needs an environment with both (make .venv-engines/installed). Both sides get the same conversations (--limit of the embedded
 ones), batches of 512 packed tokens, three unrolled steps, fused layers, draft vocabulary and features. Every rate of RATES is
 trained with seed 0; the best of either optimizer, by the chain, is trained with the other seeds too. --rates names single
-choices instead, as in muon:4e-3:2e-2. All other settings are the sides' own. Both are scored by this project: chains of three
-and trees of 16 nodes over held-out prompts, whose output must equal autoregressive decoding. FILE of --runs holds a line per
-finished run; a second start trains only what is missing.
+choices instead, as in muon:4e-3:2e-2, and --sides one side, so that two processes can share the work. All other settings are
+the sides' own. Both are scored by this project: chains of three and trees of 16 nodes over held-out prompts, whose output must
+equal autoregressive decoding. FILE of --runs holds a line per finished run; a second start trains only what is missing.
 
 With --pace so many steps on SmolLM2 instead, a draft vocabulary of 8,192 in both, step by step in turn over the same batches,
 one thread: seconds of the processor from given features (as from a store), and of the target's forward that computes them.
@@ -66,6 +66,7 @@ def main() -> None:
     arguments.add_argument("--out", type=Path, default=None)
     arguments.add_argument("--target", default="tiny")
     arguments.add_argument("--rates", nargs="*", default=None)
+    arguments.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES)
     for name, default in (("seeds", 3), ("passes", 1), ("prompts", 24), ("limit", 320), ("pace", 0)):
         arguments.add_argument(f"--{name}", type=int, default=default)
     settings = arguments.parse_args()
@@ -79,7 +80,7 @@ def main() -> None:
 def compare(comparison: "Comparison", settings: argparse.Namespace) -> None:
     """Train what is missing, and write all runs of the file with the settings."""
     runs = RunList(settings.runs, comparison, settings.passes)
-    for side in SIDES:
+    for side in settings.sides:
         chosen = settings.rates or [runs.choose_best(side, optimizer) for optimizer in ("adamw", "muon")]
         for rates in chosen:
             for seed in range(settings.seeds):
