@@ -10,7 +10,7 @@ TRIAL_ALLOWANCE, STEP_ALLOWANCE = 0.004, 0.003
 # Rounds that an expected gain counts for before any was drafted.
 PRIOR_ROUNDS = 4
 # Comparisons that are made as soon as a drafted round was timed, because modelled costs may be wrong by half at first.
-FIRST_COMPARISONS = 3
+FIRST_COMPARISONS = 5
 # Drafted rounds that the cost of reading a prompt, or skipped tokens, is spread over.
 ROUNDS_PER_READING = 32
 # Last rounds of one kind whose median time is compared with a round of the other kind, and comparisons that count.
@@ -81,15 +81,20 @@ class DraftChoice:
         prefers_draft = self.mean_gain > reading_cost / ROUNDS_PER_READING
         return prefers_draft or self.is_preparing or savings >= reading_cost - self.mean_gain
 
-    def record_plain(self, time_ratio: float) -> None:
-        """Record a round without a draft, which took `time_ratio` times its modelled seconds."""
+    def record_plain(self, time_ratio: float | None) -> None:
+        """Record a round without a draft, which took `time_ratio` times its modelled seconds.
+
+        `time_ratio` is None if the time of the round is not that of others.
+        """
         self.was_drafted = False
+        if time_ratio is not None:
+            if self.prefers_draft:
+                self._compare(False, time_ratio)
+            self.time_ratios[False].append(time_ratio)
         if self.prefers_draft:
-            self._compare(False, time_ratio)
             self.savings = max(0.0, self.savings - self.mean_gain)
         else:
             self.savings += TRIAL_ALLOWANCE
-        self.time_ratios[False].append(time_ratio)
 
     def record_draft(self, tokens: float, cost: float, time_ratio: float | None, reading_cost: float = 0.0) -> None:
         """Record a drafted round of `tokens` tokens: `cost` modelled steps, and `reading_cost` steps for skipped tokens.

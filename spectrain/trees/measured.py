@@ -65,7 +65,7 @@ class Auto(LatencyAwareBuilder):
         self.text_length = 0  # tokens of the longest text in this round
         self.costs_by_setting: dict[tuple[int, int], RoundCosts] = {}  # by batch size and number of threads
         self.plain_costs: RoundCosts | None = None  # those of a decoding that may not draft
-        self.setting, self.num_settled = (0, 0), 0  # batch size and threads of this round, and rounds in a row with them
+        self.setting, self.num_settled = (0, 0), 0  # batch size and threads of this round, and earlier ones in a row with them
         self.curves = TokenCurves(depth, budget, memory)
         self.acceptance = AcceptanceByDepth(depth, memory)
         self.expected_by_depth: np.ndarray | None = None  # [B, depth + 1] expected tokens of this round
@@ -118,9 +118,9 @@ class Auto(LatencyAwareBuilder):
         self.require_latency()
         batch, threads = setting = len(prefix.lengths), torch.get_num_threads()
         self.text_length = prefix.longest
-        self.num_settled = self.num_settled + 1 if setting == self.setting else 0
         if setting == self.setting:
             return
+        self.num_settled = 0
         if setting not in self.costs_by_setting:
             closest = min(
                 (other for other, costs in self.costs_by_setting.items() if costs.is_timed),
@@ -269,11 +269,15 @@ class Auto(LatencyAwareBuilder):
         counts = round.counts.tolist()
         num_new = [0] * len(counts) if self.num_new is None else self.num_new
         self.num_new = [before + count for before, count in zip(num_new, counts)]
+        # The first round with another number of threads wakes them.
+        is_settled = self.num_settled > 0
+        self.num_settled += 1
         self.costs.round_seconds += sum(round.seconds.values())
         self.copy_ranks.observe(round)
         if self.is_skipped:
             if not self.has_timed:
-                self.costs.choice.record_plain(sum(round.seconds.values()) / self.verify_seconds(self.text_length)[0])
+                seconds = sum(round.seconds.values())
+                self.costs.choice.record_plain(seconds / self.verify_seconds(self.text_length)[0] if is_settled else None)
             self.num_unread, self.is_skipped, self.has_timed = 0, False, False
             self.num_plain += 1
             return
@@ -284,7 +288,8 @@ class Auto(LatencyAwareBuilder):
             self.tree_sizes.append(size)
         if not self.has_timed:
             drafting, verifying = self._estimate_drafting(levels), self._estimate_verification(round.tree, size)
-            ratio = sum(round.seconds.values()) / (drafting + verifying) if size > 1 and not self.num_unread else None
+            is_usual = size > 1 and not self.num_unread and is_settled
+            ratio = sum(round.seconds.values()) / (drafting + verifying) if is_usual else None
             if has_copies and ratio is not None:
                 self.costs.copies.slowdowns[levels > 0].add(ratio, self.memory)
             self._record_choice(round, size, num_new, drafting, verifying, ratio)
