@@ -11,12 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .cpu_kernels import are_kernels_loaded
+from .stored_texts import MAX_MATCH, TEXT_END
 
 _kernels: list[Any] = []
-TEXT_END = -1
-"""The token between two texts of a store, and after the end of one."""
-MAX_MATCH = 16
-"""Last tokens of a text that are searched in a store at most; its suffixes are sorted by so many tokens."""
 
 
 class MergedCopies(NamedTuple):

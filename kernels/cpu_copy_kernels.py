@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .cpu_copies import TEXT_END
 from .cpu_vectors import compile_cached, compile_inline
+from .stored_texts import TEXT_END
 
 NO_NODE = -1
 

@@ -18,7 +18,8 @@ import numpy as np
 from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
-from spectrain.kernels.cpu_copies import MAX_MATCH, TEXT_END, search_store
+from spectrain.kernels.cpu_copies import search_store
+from spectrain.kernels.stored_texts import MAX_MATCH, TEXT_END
 
 ARRAY_DTYPES = {"tokens": np.int32, "suffixes": np.int32, "questions": np.uint64, "answers": np.uint64, "phrases": np.uint64}
 PHRASE_WORDS = 5  # words

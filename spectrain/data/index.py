@@ -7,7 +7,7 @@ from typing import Any
 
 from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
-from spectrain.kernels.cpu_copies import MAX_MATCH
+from spectrain.kernels.stored_texts import MAX_MATCH
 from spectrain.provenance import collect_provenance
 
 from .chat import Example

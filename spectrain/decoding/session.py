@@ -151,7 +151,7 @@ class Session:
         if have_images(prompts):
             return
         if self.eager_reason is not None:
-            self._prepare_batch(prompts, max_new_tokens)
+            self._prepare_batch(prompts, max_new_tokens, sequence_ids)
             return
 
         def compile_and_capture(mode: ExecutionMode) -> None:
@@ -161,7 +161,7 @@ class Session:
         self._shared_fallback.run(compile_and_capture)
 
     @torch.inference_mode()
-    def _prepare_batch(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+    def _prepare_batch(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None) -> None:
         """Draft once for a new number of prompts, which loads the kernels of that, and time the verification of trees for it if
         the tree builder chooses by measured times."""
         if self.drafter is None or self.builder is None or self.runner_source is not None:
@@ -173,8 +173,8 @@ class Session:
             return
         self._prepared_settings.add(setting)
         # A copy of the builder, because the times of these rounds say nothing about others.
-        builder = copy.deepcopy(self.builder)
-        decode(self.target, prompts, self.rule, min(WARM_UP_TOKENS, max_new_tokens), self.drafter, builder, ignore_eos=True)
+        builder, limit = copy.deepcopy(self.builder), min(WARM_UP_TOKENS, max_new_tokens)
+        decode(self.target, prompts, self.rule, limit, self.drafter, builder, sequence_ids, ignore_eos=True)
         if self.builder.decides_to_draft:
             request = make_request(self.target, prompts, max_new_tokens)
             refresh_times(

@@ -20,7 +20,7 @@ from spectrain.data.datastore import (
 )
 from spectrain.data.index import index_command
 from spectrain.errors import UserError
-from spectrain.kernels.cpu_copies import MAX_MATCH, TEXT_END
+from spectrain.kernels.stored_texts import MAX_MATCH, TEXT_END
 from spectrain.models.target import Target
 
 

@@ -23,7 +23,7 @@ from spectrain.drafters.layers.copies import SOURCES, AcceptanceEstimator, Copie
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.experimental.dyspec.builder import DySpec
-from spectrain.kernels.cpu_copies import TEXT_END
+from spectrain.kernels.stored_texts import TEXT_END
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, load_description, save_drafter

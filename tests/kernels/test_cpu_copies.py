@@ -7,8 +7,9 @@ import pytest
 
 from spectrain.data.datastore import Datastore, hash_vocabulary, write_store
 from spectrain.kernels import cpu_copies
-from spectrain.kernels.cpu_copies import TEXT_END, merge_continuations, merge_continuations_reference, prepare_copy_kernels
+from spectrain.kernels.cpu_copies import merge_continuations, merge_continuations_reference, prepare_copy_kernels
 from spectrain.kernels.cpu_kernels import are_kernels_loaded
+from spectrain.kernels.stored_texts import TEXT_END
 from tests.data.test_datastore import DigitTokenizer
 
 pytestmark = pytest.mark.skipif(not are_kernels_loaded(), reason="Numba is not installed or switched off")

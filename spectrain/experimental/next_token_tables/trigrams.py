@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from spectrain.config.values import Count, NotNegative
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.kernels.cpu_copies import TEXT_END
+from spectrain.kernels.stored_texts import TEXT_END
 from spectrain.models.features import Features
 from spectrain.trees.token_tree import TokenTree
 
