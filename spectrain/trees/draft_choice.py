@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
+from .running_mean import RunningMean
+
 # Share of all steps that trials of a drafter that does not pay may lose, and that plain steps may lose where it pays.
 TRIAL_ALLOWANCE, STEP_ALLOWANCE = 0.004, 0.003
 # Rounds that an expected gain counts for before any was drafted.
@@ -32,9 +34,8 @@ class DraftChoice:
     def __init__(self, tokens: float, cost: float, window: int = 64) -> None:
         # Drafted rounds over which means are taken.
         self.window = window
-        # Running means of tokens and modelled cost of drafted rounds, at first what is expected, and the number of rounds in
-        # them.
-        self.mean_tokens, self.mean_cost, self.num_rounds = tokens, cost, PRIOR_ROUNDS
+        # Running means of tokens and modelled cost of drafted rounds, at first what is expected.
+        self.tokens, self.cost = RunningMean(tokens, PRIOR_ROUNDS), RunningMean(cost, PRIOR_ROUNDS)
         # Steps that trials may lose.
         self.savings = 0.0
         # Observed over modelled seconds of the last rounds, with a draft (True) and without (False).
@@ -52,7 +53,7 @@ class DraftChoice:
     def expect_round(self, tokens: float, cost: float) -> None:
         """Replace the expected tokens and cost of a drafted round, if none was drafted yet."""
         if not self.has_drafted:
-            self.mean_tokens, self.mean_cost = tokens, cost
+            self.tokens.value, self.cost.value = tokens, cost
 
     @property
     def relative_cost(self) -> float:
@@ -62,7 +63,7 @@ class DraftChoice:
     @property
     def mean_gain(self) -> float:
         """The tokens of a drafted round minus its cost, on average."""
-        return self.mean_tokens - self.mean_cost * self.relative_cost
+        return self.tokens.value - self.cost.value * self.relative_cost
 
     def should_draft(self, reading_cost: float = 0.0) -> bool:
         """Tell whether the next round drafts, if the drafter has to read skipped tokens first for `reading_cost` steps."""
@@ -108,9 +109,8 @@ class DraftChoice:
         had_gained, gain = self.mean_gain > 0, tokens - cost * self.relative_cost
         self.has_drafted = self.was_drafted = True
         self.savings += STEP_ALLOWANCE * tokens if self.prefers_draft else gain - reading_cost
-        self.num_rounds = min(self.num_rounds + 1, self.window)
-        self.mean_tokens += (tokens - self.mean_tokens) / self.num_rounds
-        self.mean_cost += (cost - self.mean_cost) / self.num_rounds
+        self.tokens.add(tokens, self.window)
+        self.cost.add(cost, self.window)
         if had_gained != (self.mean_gain > 0):
             self.savings = 0.0
 
