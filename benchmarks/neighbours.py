@@ -106,10 +106,7 @@ class Neighbours:
         cases = json.loads(self.out.read_text())["cases"] if self.out.exists() else []
         keys = ("load", "policy", "questions")
         cases = [old for old in cases if any(old[key] != case[key] for key in keys)]
-        setting = case.pop("setting", None)
-        if setting is None and self.out.exists():
-            setting = json.loads(self.out.read_text())["setting"]
-        write_text(self.out, json.dumps({"setting": setting, "cases": [*cases, case]}, indent=1) + "\n")
+        write_text(self.out, json.dumps({"cases": [*cases, case]}, indent=1) + "\n")
 
 
 @contextmanager

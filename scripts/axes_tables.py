@@ -26,5 +26,6 @@ def axes_tables(results: dict[str, Any]) -> str:
 
 def describe_later(named: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """Return a list of the sweeps that were measured apart from the others, with their settings; empty where there are none."""
-    lines = [f"- {name}: {describe_setting({'setting': axis})}" for name, axis in named if "commit" in axis]
+    settings = {name: describe_setting({"setting": axis}) for name, axis in named if "commit" in axis}
+    lines = [f"- {name}: {setting.removeprefix('Setting: ')}" for name, setting in settings.items()]
     return ["Measured later than the other rows:\n\n" + "\n".join(lines)] if lines else []
