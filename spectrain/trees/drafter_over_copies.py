@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from .base import RoundResult
 from .copy_tree import CopyTree
@@ -11,8 +12,8 @@ from .running_mean import RunningMean
 
 # Trials of the drafter that are made in any case, and rounds without it, per trial so far, after which another one is due.
 FIRST_TRIALS, ROUNDS_PER_TRIAL = 4, 16
-# Rounds that a ratio of 1, between expected and observed numbers, counts for before any was observed.
-PRIOR_ROUNDS = 4
+# Rounds that count as fully realised gains before any was observed, and last rounds whose times are compared with the model's.
+PRIOR_ROUNDS, NUM_SLOWDOWNS = 4, 9
 
 
 @dataclass
@@ -44,9 +45,10 @@ class CopyCosts:
     draft_seconds: RunningMean = field(default_factory=RunningMean)  # of a round that only copies
     # The drafter's gains by bucket of the copies' expected tokens.
     gains: dict[int, DrafterGain] = field(default_factory=lambda: defaultdict(DrafterGain))
-    # Observed over modelled seconds of rounds, with the drafter (True) and without it (False).
-    slowdowns: dict[bool, RunningMean] = field(
-        default_factory=lambda: {False: RunningMean(1.0, PRIOR_ROUNDS), True: RunningMean(1.0, PRIOR_ROUNDS)}
+    # Observed over modelled seconds of the last rounds, with the drafter (True) and without it (False). Their medians count,
+    # because beside busy processes some rounds take several times as long.
+    slowdowns: dict[bool, deque[float]] = field(
+        default_factory=lambda: {kind: deque([1.0], maxlen=NUM_SLOWDOWNS) for kind in (False, True)}
     )
 
 
@@ -77,8 +79,8 @@ class DrafterOverCopies:
         self.copies = copies
         gain = costs.gains[copies.gain_bucket]
         drafting = start_seconds + max(0.0, gain.levels.value - 1) * step_seconds
-        alone = costs.slowdowns[False].value * (costs.draft_seconds.value + copies.seconds)
-        together = costs.slowdowns[True].value * (drafting + copies.seconds + gain.verify_seconds.value) + reading_seconds
+        alone = median(costs.slowdowns[False]) * (costs.draft_seconds.value + copies.seconds)
+        together = median(costs.slowdowns[True]) * (drafting + copies.seconds + gain.verify_seconds.value) + reading_seconds
         added = gain.tokens.value * min(1.0, max(0.0, self.mean_realised.value / max(self.mean_promised.value, 1e-6)))
         return gain.needs_trial() or (copies.num_tokens + added) * alone > copies.num_tokens * together
 

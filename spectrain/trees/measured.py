@@ -291,7 +291,7 @@ class Auto(LatencyAwareBuilder):
             is_usual = size > 1 and not self.num_unread and is_settled
             ratio = sum(round.seconds.values()) / (drafting + verifying) if is_usual else None
             if has_copies and ratio is not None:
-                self.costs.copies.slowdowns[levels > 0].add(ratio, self.memory)
+                self.costs.copies.slowdowns[levels > 0].append(ratio)
             self._record_choice(round, size, num_new, drafting, verifying, ratio)
             self._update_costs(round, size, levels, verifying)
         self.num_unread, self.has_timed = 0, False

@@ -367,7 +367,7 @@ def test_auto_counts_unread_tokens_and_observed_times(reading: float, ratio: flo
     for _ in range(4):
         builder.costs.copies.gains[2].record_trial(0.5, 1, 0.0, 1)
     prefix = context()
-    builder.costs.copies.slowdowns[True].value = ratio
+    builder.costs.copies.slowdowns[True].extend([ratio] * 8)
     builder.costs.reading_seconds = reading * ROUNDS_PER_READING / prefix.longest
     builder.last_draft_length = 0
     builder.depth = 1
