@@ -267,17 +267,19 @@ llama.cpp with two threads was not measured.""",
     ),
     "neighbours": ResultsPage(
         "Threads and neighbours",
-        """The shipped drafter beside other processes that compute without a pause, on two virtual cores, greedy, bfloat16, answers of
-64 tokens to 6 or 12 prompts of the demo and to 60 questions of Spec-Bench (90 turns). A cell of a drafter holds the speedup
-over plain decoding with its 95 % interval, and the tokens per forward. Beside a process that takes a core all the time,
-plain decoding keeps 0.65 to 0.80 of its idle pace, and drafting with retrieval gains about as much as on an idle machine.""",
+        """The shipped drafter beside other processes that compute without a pause, on two virtual cores, greedy, bfloat16,
+answers of 64 tokens to 6 or 12 prompts of the demo and to 60 questions of Spec-Bench (90 turns). A cell of a
+drafter holds the speedup over plain decoding with its 95 % interval, and the tokens per forward. Beside a process
+that takes a core all the time, plain decoding keeps 0.65 to 0.80 of its idle pace, and drafting with retrieval
+gains about as much as on an idle machine.""",
         ("neighbours.json",),
         "python -m benchmarks.neighbours",
         tables.neighbours_table,
-        """All outputs equal those of `generate`. Spinning threads are torch's default (`GOMP_SPINCOUNT=300000`), sleeping ones this
-project's. Two threads that spin are what torch does by itself; beside a busy process they are not in the table, because an
-earlier case had not ended after twice the time of the others. Each case ran once, with all cores of the machine for it and
-its neighbours. Few prompts make wide intervals: all of the idle cases of one processor agree with each other.
+        """All outputs equal those of `generate`. Spinning threads are torch's default (`GOMP_SPINCOUNT=300000`), sleeping ones
+this project's. Two threads that spin are what torch does by itself; beside a busy process they are not in the
+table, because an earlier case had not ended after twice the time of the others. Each case ran once, with all cores
+of the machine for it and its neighbours. Few prompts make wide intervals: all of the idle cases of one processor
+agree with each other.
 
 The rows of 6 prompts are of the drafter after 6.9 million tokens, the others after 10 million. Those of Spec-Bench have the
 later changes that [its page](shipped-drafter.md#spec-bench) lists (`run=RUN 'settings=["tree=auto", "eval.prompts=FILE",
