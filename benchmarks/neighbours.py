@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from spectrain.config.environment import WAIT_VARIABLES
-from spectrain.errors import RunError
+from spectrain.errors import RunError, UserError
 from spectrain.files import write_text
 from spectrain.models.threads import PERSONAL_VARIABLES
 
@@ -56,8 +56,8 @@ class Neighbours:
         load: Load = "all",
         # Run folder whose drafter is scored, with copies of its training data; the scores stay there. Null: the shipped one.
         run: str | None = None,
-        # Name of the prompts in the results.
-        questions: str = "6 of the demo",
+        # Name of the prompts in the results; settings need one.
+        questions: str | None = None,
         # Settings of spectrain eval, as in eval.prompts=questions.jsonl; those of the demo's prompts stay where they are not
         # given.
         settings: tuple[str, ...] = (),
@@ -71,7 +71,9 @@ class Neighbours:
         self.run_folder = None if run is None else Path(run).resolve()
         scored = SHIPPED if run is None else f"run={self.run_folder}"
         self.words = [scored, *list_defaults(SCORING, settings), *settings]
-        self.limit, self.questions, self.out = limit, questions, Path(out)
+        if settings and questions is None:
+            raise UserError("questions: name the prompts of these settings, as in 'questions=12 of the demo'")
+        self.limit, self.questions, self.out = limit, questions or "6 of the demo", Path(out)
 
     def run(self) -> None:
         """Run all cases and write the file after each."""

@@ -28,4 +28,5 @@ def describe_later(named: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """Return a list of the sweeps that were measured apart from the others, with their settings; empty where there are none."""
     settings = {name: describe_setting({"setting": axis}) for name, axis in named if "commit" in axis}
     lines = [f"- {name}: {setting.removeprefix('Setting: ')}" for name, setting in settings.items()]
-    return ["Measured later than the other rows:\n\n" + "\n".join(lines)] if lines else []
+    is_apart = 0 < len(lines) < len(named)
+    return ["Measured later than the other rows:\n\n" + "\n".join(lines)] if is_apart else []

@@ -284,7 +284,7 @@ agree with each other.
 The rows of 6 prompts are of the drafter after 6.9 million tokens, the others after 10 million. Those of Spec-Bench have the
 later changes that [its page](shipped-drafter.md#spec-bench) lists (`run=RUN 'settings=["tree=auto", "eval.prompts=FILE",
 ..]'`), and their store holds the text of the last training. The rows of 12 prompts (`policy=sleep 'questions=12 of the
-demo' 'settings=["eval.limit=12"]'`) are of a slower processor and of the newest code. In an earlier run the observed times
+demo' 'settings=["eval.limit=12"]'`) are of a slower processor and of later code. In an earlier run the observed times
 of rounds with and without the drafter were averaged, where medians count now: drafting with retrieval then gave 1.57, 1.66
 and 1.56 idle, beside one process and beside a changing load, and 1.22 with 1.29 tokens beside two processes, because a few
 rounds that were interrupted kept the drafter out. Decoding on one thread, as it is chosen beside busy processes, a node of

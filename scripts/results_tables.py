@@ -353,5 +353,6 @@ def neighbours_table(result: dict[str, Any]) -> str:
         rows.append([*words, f"{plain:.1f}", f"{drafted:.1f}", *cells])
     speeds = ["plain, tokens per second", "drafter + retrieval, tokens per second"]
     table = format_table(["prompts", "neighbours", "threads", *speeds, *(SCORED_SYSTEMS[name] for name in names)], rows)
-    settings = {case["questions"]: describe_setting(case).removeprefix("Setting: ") for case in result["cases"]}
-    return f"{table}\n\nSettings:\n\n" + "\n".join(f"- {name}: {setting}" for name, setting in settings.items())
+    facts = [(case["questions"], describe_setting(case).removeprefix("Setting: ")) for case in result["cases"]]
+    lines = dict.fromkeys(f"- {name}: {setting}" for name, setting in facts if setting)
+    return f"{table}\n\nSettings:\n\n" + "\n".join(lines)

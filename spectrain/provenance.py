@@ -50,7 +50,9 @@ def read_launch() -> list[str]:
     """Return the words of the command that started this process: the launcher's where one started several processes."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun and accelerate
         with suppress(psutil.Error):
-            return psutil.Process(os.getppid()).cmdline()
+            words = psutil.Process(os.getppid()).cmdline()
+            if any(Path(word).name in (*LAUNCHERS, "torch.distributed.run") for word in words):
+                return words
     return sys.orig_argv
 
 

@@ -162,8 +162,8 @@ class Session:
 
     @torch.inference_mode()
     def _prepare_batch(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None) -> None:
-        """Draft once for a new number of prompts, which loads the kernels of that, and time the verification of trees for it if
-        the tree builder chooses by measured times."""
+        """Decode a few tokens of a new number of prompts, which loads the kernels of that, and time the verification of trees
+        for it if the tree builder chooses by measured times."""
         if self.drafter is None or self.builder is None or self.runner_source is not None:
             return
         if self.threads is not None:

@@ -19,6 +19,10 @@ ROUNDS_PER_READING = 32
 COMPARED_ROUNDS, NUM_COMPARISONS = 5, 9
 
 
+def new_time_ratios() -> dict[bool, deque[float]]:
+    return {kind: deque(maxlen=COMPARED_ROUNDS) for kind in (False, True)}
+
+
 class DraftChoice:
     """Decides before every round whether to draft, for one batch size.
 
@@ -38,8 +42,9 @@ class DraftChoice:
         self.tokens, self.cost = RunningMean(tokens, PRIOR_ROUNDS), RunningMean(cost, PRIOR_ROUNDS)
         # Steps that trials may lose.
         self.savings = 0.0
-        # Observed over modelled seconds of the last rounds, with a draft (True) and without (False).
-        self.time_ratios: dict[bool, deque[float]] = {kind: deque(maxlen=COMPARED_ROUNDS) for kind in (False, True)}
+        # Observed over modelled seconds of the last rounds, with a draft (True) and without (False). Each number of threads has
+        # its own, because its model errs in its own way.
+        self.time_ratios = new_time_ratios()
         # Ratios of drafted rounds over those of plain steps.
         self.comparisons: deque[float] = deque([1.0], maxlen=NUM_COMPARISONS)
         # Whether the drafter proposed nothing in the last round, in which it may have prepared the next one.
@@ -65,13 +70,16 @@ class DraftChoice:
         """The tokens of a drafted round minus its cost, on average."""
         return self.tokens.value - self.cost.value * self.relative_cost
 
-    def should_draft(self, reading_cost: float = 0.0) -> bool:
-        """Tell whether the next round drafts, if the drafter has to read skipped tokens first for `reading_cost` steps."""
+    def should_draft(self, reading_cost: float = 0.0, is_comparable: bool = True) -> bool:
+        """Tell whether the next round drafts, if the drafter has to read skipped tokens first for `reading_cost` steps.
+
+        `is_comparable`: its time will be that of other rounds, so a plain step may be tried for comparison.
+        """
         self.prefers_draft = self.mean_gain > reading_cost / ROUNDS_PER_READING
         expected_loss = self.mean_gain if self.prefers_draft else reading_cost - self.mean_gain
         if self.is_preparing:
             return True
-        if self.prefers_draft and self.time_ratios[True] and self.num_compared < FIRST_COMPARISONS:
+        if self.prefers_draft and is_comparable and self.time_ratios[True] and self.num_compared < FIRST_COMPARISONS:
             # Between two of these steps a round drafts.
             return not self.was_drafted
         return self.prefers_draft != (self.savings >= expected_loss)

@@ -38,6 +38,15 @@ class DrafterGain:
         self.verify_seconds.add(verify_seconds, memory)
 
 
+def new_slowdowns() -> dict[bool, deque[float]]:
+    """Return the slowdowns before any round: observed over modelled seconds of the last rounds with copies, with the drafter
+    (True) and without it (False).
+
+    Their medians count, because beside busy processes some rounds take several times as long.
+    """
+    return {kind: deque([1.0], maxlen=NUM_SLOWDOWNS) for kind in (False, True)}
+
+
 @dataclass
 class CopyCosts:
     """What rounds with copies of one batch size take and gain, with the drafter and without it."""
@@ -45,11 +54,6 @@ class CopyCosts:
     draft_seconds: RunningMean = field(default_factory=RunningMean)  # of a round that only copies
     # The drafter's gains by bucket of the copies' expected tokens.
     gains: dict[int, DrafterGain] = field(default_factory=lambda: defaultdict(DrafterGain))
-    # Observed over modelled seconds of the last rounds, with the drafter (True) and without it (False). Their medians count,
-    # because beside busy processes some rounds take several times as long.
-    slowdowns: dict[bool, deque[float]] = field(
-        default_factory=lambda: {kind: deque([1.0], maxlen=NUM_SLOWDOWNS) for kind in (False, True)}
-    )
 
 
 class DrafterOverCopies:
@@ -70,17 +74,18 @@ class DrafterOverCopies:
         self.mean_realised = RunningMean(1.0, PRIOR_ROUNDS)
 
     def needs_drafter(
-        self, copies: CopyTree, costs: CopyCosts, start_seconds: float, step_seconds: float, reading_seconds: float
-    ) -> bool:
-        """Begin a round with these copies, and tell whether the drafter runs.
+        self, copies: CopyTree, costs: CopyCosts, slowdowns: dict[bool, deque[float]], start_seconds: float,
+        step_seconds: float, reading_seconds: float,
+    ) -> bool:  # fmt: skip
+        """Begin a round with these copies, and tell whether the drafter runs, by the slowdowns of the number of threads.
 
         Its first step takes `start_seconds` and every further one `step_seconds`, after `reading_seconds` for unread tokens.
         """
         self.copies = copies
         gain = costs.gains[copies.gain_bucket]
         drafting = start_seconds + max(0.0, gain.levels.value - 1) * step_seconds
-        alone = median(costs.slowdowns[False]) * (costs.draft_seconds.value + copies.seconds)
-        together = median(costs.slowdowns[True]) * (drafting + copies.seconds + gain.verify_seconds.value) + reading_seconds
+        alone = median(slowdowns[False]) * (costs.draft_seconds.value + copies.seconds)
+        together = median(slowdowns[True]) * (drafting + copies.seconds + gain.verify_seconds.value) + reading_seconds
         added = gain.tokens.value * min(1.0, max(0.0, self.mean_realised.value / max(self.mean_promised.value, 1e-6)))
         return gain.needs_trial() or (copies.num_tokens + added) * alone > copies.num_tokens * together
 

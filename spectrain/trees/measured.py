@@ -112,6 +112,7 @@ class Auto(LatencyAwareBuilder):
 
     def _use_costs(self) -> None:
         self.latency, self.verify_curves = self.costs.latency, self.costs.verify_curves
+        self.costs.choice.time_ratios = self.costs.time_ratios
 
     def _select_costs(self, prefix: Prefix) -> None:
         """Select the costs of the prompts' number and of the number of threads; estimate new ones from the closest known."""
@@ -161,7 +162,7 @@ class Auto(LatencyAwareBuilder):
         self._count_unread(prefix)
         self.num_rounds += 1
         reading = self.num_unread * self.costs.reading_seconds / self.verify_seconds(self.text_length)[0]
-        self.is_skipped = not self.costs.choice.should_draft(reading)
+        self.is_skipped = not self.costs.choice.should_draft(reading, self.num_settled > 0)
         if not self.is_skipped:
             self.last_draft_length = self.text_length
         return not self.is_skipped
@@ -230,8 +231,8 @@ class Auto(LatencyAwareBuilder):
             return True
         self._count_unread(prefix)
         is_needed = self.over_copies.needs_drafter(
-            self._fastest_copies(tries, costs.copies.draft_seconds.value), costs.copies, costs.start_seconds,
-            costs.step_seconds, self.num_unread * costs.reading_seconds / ROUNDS_PER_READING,
+            self._fastest_copies(tries, costs.copies.draft_seconds.value), costs.copies, costs.slowdowns,
+            costs.start_seconds, costs.step_seconds, self.num_unread * costs.reading_seconds / ROUNDS_PER_READING,
         )  # fmt: skip
         self.num_unread = self.num_unread if is_needed else 0
         return is_needed
@@ -269,7 +270,7 @@ class Auto(LatencyAwareBuilder):
         counts = round.counts.tolist()
         num_new = [0] * len(counts) if self.num_new is None else self.num_new
         self.num_new = [before + count for before, count in zip(num_new, counts)]
-        # The first round with another number of threads wakes them.
+        # The first round with another number of prompts or threads may wake threads.
         is_settled = self.num_settled > 0
         self.num_settled += 1
         self.costs.round_seconds += sum(round.seconds.values())
@@ -291,7 +292,7 @@ class Auto(LatencyAwareBuilder):
             is_usual = size > 1 and not self.num_unread and is_settled
             ratio = sum(round.seconds.values()) / (drafting + verifying) if is_usual else None
             if has_copies and ratio is not None:
-                self.costs.copies.slowdowns[levels > 0].append(ratio)
+                self.costs.slowdowns[levels > 0].append(ratio)
             self._record_choice(round, size, num_new, drafting, verifying, ratio)
             self._update_costs(round, size, levels, verifying)
         self.num_unread, self.has_timed = 0, False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 
-from .draft_choice import DraftChoice
-from .drafter_over_copies import CopyCosts
+from .draft_choice import DraftChoice, new_time_ratios
+from .drafter_over_copies import CopyCosts, new_slowdowns
 from .measurements import Latency
 from .verify_fit import VerifyFit
 
@@ -28,6 +29,9 @@ class RoundCosts:
     start_seconds: float  # running mean of the first draft step
     step_seconds: float  # of every further draft step
     reading_seconds: float = 0.0  # of each token that the drafter reads beyond those of one round
+    # Observed over modelled seconds of the last rounds: with a draft or without one, and with copies. They belong to the model.
+    time_ratios: dict[bool, deque[float]] = field(default_factory=new_time_ratios)
+    slowdowns: dict[bool, deque[float]] = field(default_factory=new_slowdowns)
     # Seconds to verify every size, by context length.
     verify_curves: dict[int, list[float]] = field(default_factory=dict)
     # Fit of verification times to the rounds; None keeps the measured ones.
@@ -39,7 +43,7 @@ class RoundCosts:
     round_seconds: float = 0.0
 
     def needs_timing(self, length: int, num_rounds: int) -> bool:
-        """Tell whether to time verification before a round behind `length` tokens, the `num_rounds`-th in a row."""
+        """Tell whether to time verification behind `length` tokens, after `num_rounds` rounds in a row."""
         if num_rounds < SETTLED_ROUNDS or self.round_seconds < PAUSE_FACTOR * self.timing_seconds:
             return False
         if not self.is_timed:
@@ -51,6 +55,7 @@ class RoundCosts:
     def set_times(self, length: int, seconds: dict[int, float], batch: int) -> None:
         """Replace the verification times by those measured for these sizes behind `length` tokens."""
         self.latency = replace(self.latency, verify_seconds={length: seconds}, batch=batch)
+        self.time_ratios, self.slowdowns = new_time_ratios(), new_slowdowns()
         self.choice.comparisons.clear()
         self.choice.comparisons.append(1.0)
         self.verify_curves.clear()

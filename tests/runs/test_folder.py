@@ -62,12 +62,9 @@ def test_the_recorded_command_can_be_typed_again() -> None:
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_a_launcher_is_part_of_the_recorded_command(monkeypatch: pytest.MonkeyPatch, is_launched: bool) -> None:
     """The command of the parent is recorded where it is a launcher, and otherwise the own one."""
-    command = [sys.executable, "-c", "input()", "train", "target=tiny"]
+    command = [sys.executable, "-c", "input()", *(["torchrun"] if is_launched else []), "train"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
-        if is_launched:
-            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-        else:
-            monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # a process that a worker started inherits it
         assert read_launch() == (command if is_launched else sys.orig_argv)
         parent.communicate(b"\n")

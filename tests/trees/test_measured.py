@@ -367,7 +367,7 @@ def test_auto_counts_unread_tokens_and_observed_times(reading: float, ratio: flo
     for _ in range(4):
         builder.costs.copies.gains[2].record_trial(0.5, 1, 0.0, 1)
     prefix = context()
-    builder.costs.copies.slowdowns[True].extend([ratio] * 8)
+    builder.costs.slowdowns[True].extend([ratio] * 8)
     builder.costs.reading_seconds = reading * ROUNDS_PER_READING / prefix.longest
     builder.last_draft_length = 0
     builder.depth = 1
@@ -385,6 +385,7 @@ def test_numbers_of_threads_share_the_choice_to_draft(monkeypatch: pytest.Monkey
         choices.append(builder.costs)
     first, second, third = choices
     assert first is not second and first.choice is second.choice and first.copies is second.copies
+    assert first.time_ratios is not second.time_ratios and first.slowdowns is not second.slowdowns
     assert third.choice is not first.choice and third.copies is not first.copies
 
 
