@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scripts.results_tables import describe_setting
+from scripts.results_tables import list_facts
 from spectrain.eval.axes.tables import axis_markdown
 
 TITLES = {
@@ -26,7 +26,6 @@ def axes_tables(results: dict[str, Any]) -> str:
 
 def describe_later(named: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """Return a list of the sweeps that were measured apart from the others, with their settings; empty where there are none."""
-    settings = {name: describe_setting({"setting": axis}) for name, axis in named if "commit" in axis}
-    lines = [f"- {name}: {setting.removeprefix('Setting: ')}" for name, setting in settings.items()]
+    lines = [f"- {name}: {list_facts(axis)}." for name, axis in named if "commit" in axis]
     is_apart = 0 < len(lines) < len(named)
     return ["Measured later than the other rows:\n\n" + "\n".join(lines)] if is_apart else []

@@ -12,7 +12,12 @@ from spectrain.servers.row_times import CONTENT, SPEEDUPS, EngineTimes
 
 def describe_setting(result: Any) -> str:
     """Return one line with the machine, the versions, the commit and the day of a measurement; empty where none is recorded."""
-    setting = result.get("provenance", result.get("setting", {})) if isinstance(result, dict) else {}
+    facts = list_facts(result.get("provenance", result.get("setting", {}))) if isinstance(result, dict) else ""
+    return f"Setting: {facts}." if facts else ""
+
+
+def list_facts(setting: dict[str, Any]) -> str:
+    """Return the machine, the versions, the commit and the day of a measurement, as far as they are recorded."""
     packages = ("torch", "transformers") if "versions" in setting else ()
     versions = ", ".join(f"{name} {setting['versions'][name]}" for name in packages)
     hardware = setting.get("hardware", setting)
@@ -20,8 +25,7 @@ def describe_setting(result: Any) -> str:
     machine = f"{hardware['processor']}{cores}" if "processor" in hardware else ""
     commit = f"commit {setting['commit'][:12]}" if setting.get("commit") else ""
     day = setting.get("date", "")[:10]
-    facts = "; ".join(filter(None, [machine, versions, commit, day]))
-    return f"Setting: {facts}." if facts else ""
+    return "; ".join(filter(None, [machine, versions, commit, day]))
 
 
 def format_table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -353,6 +357,6 @@ def neighbours_table(result: dict[str, Any]) -> str:
         rows.append([*words, f"{plain:.1f}", f"{drafted:.1f}", *cells])
     speeds = ["plain, tokens per second", "drafter + retrieval, tokens per second"]
     table = format_table(["prompts", "neighbours", "threads", *speeds, *(SCORED_SYSTEMS[name] for name in names)], rows)
-    facts = [(case["questions"], describe_setting(case).removeprefix("Setting: ")) for case in result["cases"]]
-    lines = dict.fromkeys(f"- {name}: {setting}" for name, setting in facts if setting)
+    measured = [case for case in result["cases"] if "setting" in case]
+    lines = dict.fromkeys(f"- {case['questions']}: {list_facts(case['setting'])}." for case in measured)
     return f"{table}\n\nSettings:\n\n" + "\n".join(lines)

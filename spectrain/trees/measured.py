@@ -86,19 +86,18 @@ class Auto(LatencyAwareBuilder):
         latency = self.require_latency()
         self.costs_by_setting.clear()
         self.setting = latency.batch, torch.get_num_threads()
-        self.costs = self.costs_by_setting[self.setting] = self._make_costs(latency, CopyCosts())
+        self.costs = self.costs_by_setting[self.setting] = self._make_costs(latency)
         self.costs.is_timed = True
         self._use_costs()
 
-    def _make_costs(self, latency: Latency, copies: CopyCosts) -> RoundCosts:
-        """Return the costs of rounds with these times, before any of them ran, and with such copies if their number of prompts
-        is new."""
+    def _make_costs(self, latency: Latency, copy_seconds: float = 0.0) -> RoundCosts:
+        """Return the costs of rounds with these times, before any of them ran; `copy_seconds` is the time of a draft that only
+        copies, if the number of prompts is new."""
         # All numbers of threads share what decides about the drafter: if one of them drafted more often than another, the times
         # of its rounds would not say which is faster.
-        choice = DraftChoice(*self._expected_round(latency), self.memory)
-        for (batch, _), costs in self.costs_by_setting.items():
-            if batch == latency.batch:
-                choice, copies = costs.choice, costs.copies
+        shared = next((costs for (batch, _), costs in self.costs_by_setting.items() if batch == latency.batch), None)
+        choice = shared.choice if shared else DraftChoice(*self._expected_round(latency), self.memory)
+        copies = shared.copies if shared else CopyCosts(RunningMean(copy_seconds))
         fit = VerifyFit(self.memory) if self.refit else None
         # Reading a token costs what a node of a draft step does, until it was measured.
         reading = max(0.0, latency.estimate_step(READ_NODES) - latency.estimate_step(1)) / (READ_NODES - 1)
@@ -129,8 +128,8 @@ class Auto(LatencyAwareBuilder):
             )
             nearest = self.costs_by_setting[closest]
             share = batch / closest[0]
-            copies = CopyCosts(RunningMean(nearest.copies.draft_seconds.value * share))
-            costs = self.costs_by_setting[setting] = self._make_costs(nearest.latency.for_batch(batch), copies)
+            copy_seconds = nearest.copies.draft_seconds.value * share
+            costs = self.costs_by_setting[setting] = self._make_costs(nearest.latency.for_batch(batch), copy_seconds)
             costs.reading_seconds = nearest.reading_seconds * share
         self.setting, self.costs = setting, self.costs_by_setting[setting]
         self._use_costs()
@@ -201,20 +200,19 @@ class Auto(LatencyAwareBuilder):
             curves.append(tokens)
             spent = costs.start_seconds + level * costs.step_seconds + latency.estimate_levels(level + 1)
             speed = tokens / (spent + verify[: len(tokens)])
+            num_fastest, top_speed = int(speed.argmax()) + 1, float(speed.max())
             if level + 1 == depth:
                 break
             best = np.argsort(-new, axis=1, kind="stable")[:, : self.top_k]
             mass = float(new_chances[rows, best].sum(1).mean())
-            if mass * self.acceptance.next_chance(level + 1) < (costs.step_seconds + latency.level_seconds) * float(
-                speed.max()
-            ):
+            if mass * self.acceptance.next_chance(level + 1) < (costs.step_seconds + latency.level_seconds) * top_speed:
                 break  # another level costs more time than its expected tokens save
             # A child is at most as likely as its parent, so a node that is not worth its own verification is not expanded.
-            size = min(int(speed.argmax()) + 1, len(verify) - 1)
-            worth = float(speed.max()) * max(0.0, verify[size] - verify[size - 1])
+            size = min(num_fastest, len(verify) - 1)
+            worth = top_speed * max(0.0, verify[size] - verify[size - 1])
             num_kept = max(1, int((new_chances[rows, best] >= worth).sum(1).max()))
             tree.extend_frontier(torch.from_numpy(best[:, :num_kept].copy()).to(prefix.root.device))
-        size = max(2, int(speed.argmax()) + 1)
+        size = max(2, num_fastest)
         self.num_levels = level + 1
         self.curves.add(curves)
         every = np.concatenate(scores, axis=1)
@@ -273,11 +271,11 @@ class Auto(LatencyAwareBuilder):
         # The first round with another number of prompts or threads may wake threads.
         is_settled = self.num_settled > 0
         self.num_settled += 1
-        self.costs.round_seconds += sum(round.seconds.values())
+        seconds = sum(round.seconds.values())
+        self.costs.round_seconds += seconds
         self.copy_ranks.observe(round)
         if self.is_skipped:
             if not self.has_timed:
-                seconds = sum(round.seconds.values())
                 self.costs.choice.record_plain(seconds / self.verify_seconds(self.text_length)[0] if is_settled else None)
             self.num_unread, self.is_skipped, self.has_timed = 0, False, False
             self.num_plain += 1
@@ -290,7 +288,7 @@ class Auto(LatencyAwareBuilder):
         if not self.has_timed:
             drafting, verifying = self._estimate_drafting(levels), self._estimate_verification(round.tree, size)
             is_usual = size > 1 and not self.num_unread and is_settled
-            ratio = sum(round.seconds.values()) / (drafting + verifying) if is_usual else None
+            ratio = seconds / (drafting + verifying) if is_usual else None
             if has_copies and ratio is not None:
                 self.costs.slowdowns[levels > 0].append(ratio)
             self._record_choice(round, size, num_new, drafting, verifying, ratio)

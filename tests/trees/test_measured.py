@@ -398,8 +398,7 @@ def test_timing_waits_until_rounds_took_a_hundred_times_as_long(is_timed: bool) 
     costs = builder.costs
     assert costs.timing_seconds == 3 * (1.0 + 1.0 + 1.0 + 2.5 + 5.0)
     costs.is_timed = is_timed
-    for comparison in [1.5] * 9:
-        costs.choice.comparisons.append(comparison)
+    costs.choice.comparisons.extend([1.5] * 9)
     for share, is_due in ((0.99, False), (1.01, True)):
         costs.round_seconds = share * 100 * costs.timing_seconds
         assert costs.needs_timing(10, SETTLED_ROUNDS) is is_due

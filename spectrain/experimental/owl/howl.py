@@ -15,6 +15,7 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.hybrid import PATIENCE, DrafterWithCopies, build_partner
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.running_mean import RunningMean
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 
@@ -57,7 +58,7 @@ class Howl(DrafterWithCopies):
         self.saved = replace(self.saved, settings={"inner": description})
         self.memory = memory
         # Tokens that a tree of the drafter emits, averaged over the last trees, and the number of trees so far.
-        self.mean_tokens, self.num_trees = 0.0, 0
+        self.mean_tokens, self.num_trees = RunningMean(), 0
         # Of each text, whether this round verifies copies.
         self.uses_copies: list[bool] = []
         # Rounds of a text that verified copies.
@@ -88,7 +89,7 @@ class Howl(DrafterWithCopies):
 
     def _prefers_copies(self, trie: Trie, builder: TreeBuilder) -> bool:
         """Tell whether the copies that would be verified promise more tokens than the drafter's tree."""
-        return self.num_trees >= FIRST_ROUNDS and promised_tokens(trie, builder) > self.mean_tokens
+        return self.num_trees >= FIRST_ROUNDS and promised_tokens(trie, builder) > self.mean_tokens.value
 
     def _can_skip(self, context: Context) -> bool:
         """Tell whether the drafter may read this round's tokens later; one that needs nodes in the tree may not."""
@@ -99,7 +100,7 @@ class Howl(DrafterWithCopies):
         for emitted, uses in zip(context.num_new.tolist(), self.uses_copies):
             if emitted and not uses:
                 self.num_trees += 1
-                self.mean_tokens += (emitted - self.mean_tokens) / min(self.num_trees, self.memory)
+                self.mean_tokens.add(emitted, self.memory)
         super().commit(context, accepted)
 
 
