@@ -145,7 +145,7 @@ class EagerRunner:
         self.extra_slots = 0  # cache slots beyond those that a round needs
 
     def remove_drafter(self, builder: RootOnlyBuilder) -> None:
-        """Decode without a drafter; `builder` observes the rounds."""
+        """Decode without a drafter from the next round on; `builder` observes the rounds."""
         self.drafter, self.round_drafter, self.builder = None, NullDrafter(), builder
 
     def prefill(self, request: Request) -> list[int]:

@@ -232,8 +232,11 @@ class TreeBuilder(ABC):
         """Tell whether the next round drafts; asked before each round if the builder decides to draft."""
         return True
 
-    def may_draft(self, num_texts: int, longest_prompt: int, num_rounds: int) -> bool:
-        """Tell whether a decoding of this many texts and rounds may draft at all; asked before each of them."""
+    def may_draft(self, num_texts: int, length: int, num_unread: int, num_rounds: int) -> bool:
+        """Tell whether one of the next `num_rounds` rounds may draft, if those before it are plain steps.
+
+        `length` is that of the longest of `num_texts` texts, of which the drafter has not read `num_unread` tokens.
+        """
         return True
 
     def count_plain_round(self) -> None:
@@ -307,8 +310,8 @@ class WrappedBuilder(TreeBuilder):
     def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
         self.builder.record_times(prefix, seconds, total_seconds)
 
-    def may_draft(self, num_texts: int, longest_prompt: int, num_rounds: int) -> bool:
-        return self.builder.may_draft(num_texts, longest_prompt, num_rounds)
+    def may_draft(self, num_texts: int, length: int, num_unread: int, num_rounds: int) -> bool:
+        return self.builder.may_draft(num_texts, length, num_unread, num_rounds)
 
     def count_plain_round(self) -> None:
         self.builder.count_plain_round()

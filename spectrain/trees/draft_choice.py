@@ -15,12 +15,8 @@ PRIOR_ROUNDS = 4
 FIRST_COMPARISONS = 5
 # Drafted rounds that the cost of reading a prompt, or skipped tokens, is spread over.
 ROUNDS_PER_READING = 32
-# Last rounds of one kind whose median time is compared with a round of the other kind, and comparisons that count.
-COMPARED_ROUNDS, NUM_COMPARISONS = 5, 9
-
-
-def new_time_ratios() -> dict[bool, deque[float]]:
-    return {kind: deque(maxlen=COMPARED_ROUNDS) for kind in (False, True)}
+# Last comparisons that count.
+NUM_COMPARISONS = 9
 
 
 class DraftChoice:
@@ -31,8 +27,7 @@ class DraftChoice:
     its steps, and a trial is due as soon as the savings cover its expected loss. So trials lose this share at most, a drafter
     that loses little is tried often, and a trial that gains pays for the next one.
 
-    Costs are modelled ones, times how much longer than modelled drafted rounds took compared with plain ones. A trial is
-    compared with the last rounds of the other kind only, so that a change of the machine's load affects both.
+    Costs are modelled ones, times how much longer than modelled drafted rounds took compared with plain ones (`TimeRatios`).
     """
 
     def __init__(self, tokens: float, cost: float, window: int = 64) -> None:
@@ -42,10 +37,7 @@ class DraftChoice:
         self.tokens, self.cost = RunningMean(tokens, PRIOR_ROUNDS), RunningMean(cost, PRIOR_ROUNDS)
         # Steps that trials may lose.
         self.savings = 0.0
-        # Observed over modelled seconds of the last rounds, with a draft (True) and without (False). Each number of threads has
-        # its own, because its model errs in its own way.
-        self.time_ratios = new_time_ratios()
-        # Ratios of drafted rounds over those of plain steps.
+        # How many times those of plain steps the time ratios of drafted rounds were, in trials.
         self.comparisons: deque[float] = deque([1.0], maxlen=NUM_COMPARISONS)
         # Whether the drafter proposed nothing in the last round, in which it may have prepared the next one.
         self.is_preparing = False
@@ -73,13 +65,14 @@ class DraftChoice:
     def should_draft(self, reading_cost: float = 0.0, is_comparable: bool = True) -> bool:
         """Tell whether the next round drafts, if the drafter has to read skipped tokens first for `reading_cost` steps.
 
-        `is_comparable`: its time will be that of other rounds, so a plain step may be tried for comparison.
+        `is_comparable`: its time will be that of other rounds, and drafted ones were timed, so that a plain step may be tried
+        for comparison.
         """
         self.prefers_draft = self.mean_gain > reading_cost / ROUNDS_PER_READING
         expected_loss = self.mean_gain if self.prefers_draft else reading_cost - self.mean_gain
         if self.is_preparing:
             return True
-        if self.prefers_draft and is_comparable and self.time_ratios[True] and self.num_compared < FIRST_COMPARISONS:
+        if self.prefers_draft and is_comparable and self.num_compared < FIRST_COMPARISONS:
             # Between two of these steps a round drafts.
             return not self.was_drafted
         return self.prefers_draft != (self.savings >= expected_loss)
@@ -90,30 +83,22 @@ class DraftChoice:
         prefers_draft = self.mean_gain > reading_cost / ROUNDS_PER_READING
         return prefers_draft or self.is_preparing or savings >= reading_cost - self.mean_gain
 
-    def record_plain(self, time_ratio: float | None) -> None:
-        """Record a round without a draft, which took `time_ratio` times its modelled seconds.
-
-        `time_ratio` is None if the time of the round is not that of others.
-        """
+    def record_plain(self, comparison: float | None = None) -> None:
+        """Record a round without a draft, and its comparison with drafted ones, if there is one."""
         self.was_drafted = False
-        if time_ratio is not None:
-            if self.prefers_draft:
-                self._compare(False, time_ratio)
-            self.time_ratios[False].append(time_ratio)
         if self.prefers_draft:
+            self._add_comparison(comparison)
             self.savings = max(0.0, self.savings - self.mean_gain)
         else:
             self.savings += TRIAL_ALLOWANCE
 
-    def record_draft(self, tokens: float, cost: float, time_ratio: float | None, reading_cost: float = 0.0) -> None:
+    def record_draft(self, tokens: float, cost: float, comparison: float | None = None, reading_cost: float = 0.0) -> None:
         """Record a drafted round of `tokens` tokens: `cost` modelled steps, and `reading_cost` steps for skipped tokens.
 
-        `time_ratio` is None if the time of the round is not that of others.
+        `comparison` is its comparison with plain rounds, if there is one.
         """
-        if time_ratio is not None:
-            if not self.prefers_draft:
-                self._compare(True, time_ratio)
-            self.time_ratios[True].append(time_ratio)
+        if not self.prefers_draft:
+            self._add_comparison(comparison)
         had_gained, gain = self.mean_gain > 0, tokens - cost * self.relative_cost
         self.has_drafted = self.was_drafted = True
         self.savings += STEP_ALLOWANCE * tokens if self.prefers_draft else gain - reading_cost
@@ -122,8 +107,7 @@ class DraftChoice:
         if had_gained != (self.mean_gain > 0):
             self.savings = 0.0
 
-    def _compare(self, is_drafted: bool, time_ratio: float) -> None:
-        """Compare the time of a trial with those of the last rounds of the other kind."""
-        if others := self.time_ratios[not is_drafted]:
+    def _add_comparison(self, comparison: float | None) -> None:
+        if comparison is not None:
             self.num_compared += 1
-            self.comparisons.append(time_ratio / median(others) if is_drafted else median(others) / time_ratio)
+            self.comparisons.append(comparison)

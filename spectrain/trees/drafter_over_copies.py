@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
 
 from .base import RoundResult
 from .copy_tree import CopyTree
 from .running_mean import RunningMean
+from .time_ratios import TimeRatios
 
 # Trials of the drafter that are made in any case, and rounds without it, per trial so far, after which another one is due.
 FIRST_TRIALS, ROUNDS_PER_TRIAL = 4, 16
-# Rounds that count as fully realised gains before any was observed, and last rounds whose times are compared with the model's.
-PRIOR_ROUNDS, NUM_SLOWDOWNS = 4, 9
+# Rounds that count as fully realised gains before any was observed.
+PRIOR_ROUNDS = 4
 
 
 @dataclass
@@ -36,15 +37,6 @@ class DrafterGain:
         self.tokens.add(tokens, memory)
         self.levels.add(levels, memory)
         self.verify_seconds.add(verify_seconds, memory)
-
-
-def new_slowdowns() -> dict[bool, deque[float]]:
-    """Return the slowdowns before any round: observed over modelled seconds of the last rounds with copies, with the drafter
-    (True) and without it (False).
-
-    Their medians count, because beside busy processes some rounds take several times as long.
-    """
-    return {kind: deque([1.0], maxlen=NUM_SLOWDOWNS) for kind in (False, True)}
 
 
 @dataclass
@@ -74,18 +66,18 @@ class DrafterOverCopies:
         self.mean_realised = RunningMean(1.0, PRIOR_ROUNDS)
 
     def needs_drafter(
-        self, copies: CopyTree, costs: CopyCosts, slowdowns: dict[bool, deque[float]], start_seconds: float,
-        step_seconds: float, reading_seconds: float,
+        self, copies: CopyTree, costs: CopyCosts, ratios: TimeRatios, drafting_seconds: Callable[[float], float],
+        reading_seconds: float,
     ) -> bool:  # fmt: skip
-        """Begin a round with these copies, and tell whether the drafter runs, by the slowdowns of the number of threads.
+        """Begin a round with these copies, and tell whether the drafter runs.
 
-        Its first step takes `start_seconds` and every further one `step_seconds`, after `reading_seconds` for unread tokens.
+        `drafting_seconds` returns the seconds of a draft of so many levels, and `reading_seconds` are those of unread tokens.
         """
         self.copies = copies
         gain = costs.gains[copies.gain_bucket]
-        drafting = start_seconds + max(0.0, gain.levels.value - 1) * step_seconds
-        alone = median(slowdowns[False]) * (costs.draft_seconds.value + copies.seconds)
-        together = median(slowdowns[True]) * (drafting + copies.seconds + gain.verify_seconds.value) + reading_seconds
+        drafting = drafting_seconds(max(1.0, gain.levels.value))
+        alone = ratios.correct_copies(False, costs.draft_seconds.value + copies.seconds)
+        together = ratios.correct_copies(True, drafting + copies.seconds + gain.verify_seconds.value) + reading_seconds
         added = gain.tokens.value * min(1.0, max(0.0, self.mean_realised.value / max(self.mean_promised.value, 1e-6)))
         return gain.needs_trial() or (copies.num_tokens + added) * alone > copies.num_tokens * together
 

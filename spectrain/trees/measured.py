@@ -24,6 +24,7 @@ from .verify_fit import VerifyFit
 
 UNKNOWN_ROUND = 1.5, 1.0  # expected tokens and cost of a drafted round before any tree was grown: drafting is tried at first
 READ_NODES = 64  # nodes of a draft step by which the cost of reading a token is estimated
+READ_MEMORY = 4  # rounds over which the mean of the cost of reading a token is taken, because few rounds read many
 
 
 class Auto(LatencyAwareBuilder):
@@ -101,9 +102,10 @@ class Auto(LatencyAwareBuilder):
         fit = VerifyFit(self.memory) if self.refit else None
         # Reading a token costs what a node of a draft step does, until it was measured.
         reading = max(0.0, latency.estimate_step(READ_NODES) - latency.estimate_step(1)) / (READ_NODES - 1)
-        step = latency.estimate_step(self.top_k)
         timing = latency.estimate_timing(list_timed_sizes(self.budget), self.text_length)
-        return RoundCosts(latency, choice, copies, latency.start_seconds, step, reading, fit=fit, timing_seconds=timing)
+        start, step = (RunningMean(x, self.memory) for x in (latency.start_seconds, latency.estimate_step(self.top_k)))
+        per_token = RunningMean(reading, READ_MEMORY if reading else 0)
+        return RoundCosts(latency, choice, copies, start, step, per_token, fit=fit, timing_seconds=timing)
 
     def verify_seconds(self, length: int) -> list[float]:
         seconds = super().verify_seconds(length)
@@ -111,7 +113,6 @@ class Auto(LatencyAwareBuilder):
 
     def _use_costs(self) -> None:
         self.latency, self.verify_curves = self.costs.latency, self.costs.verify_curves
-        self.costs.choice.time_ratios = self.costs.time_ratios
 
     def _select_costs(self, prefix: Prefix) -> None:
         """Select the costs of the prompts' number and of the number of threads; estimate new ones from the closest known."""
@@ -130,7 +131,7 @@ class Auto(LatencyAwareBuilder):
             share = batch / closest[0]
             copy_seconds = nearest.copies.draft_seconds.value * share
             costs = self.costs_by_setting[setting] = self._make_costs(nearest.latency.for_batch(batch), copy_seconds)
-            costs.reading_seconds = nearest.reading_seconds * share
+            costs.reading_seconds.value = nearest.reading_seconds.value * share
         self.setting, self.costs = setting, self.costs_by_setting[setting]
         self._use_costs()
 
@@ -160,18 +161,19 @@ class Auto(LatencyAwareBuilder):
         self._select_costs(prefix)
         self._count_unread(prefix)
         self.num_rounds += 1
-        reading = self.num_unread * self.costs.reading_seconds / self.verify_seconds(self.text_length)[0]
-        self.is_skipped = not self.costs.choice.should_draft(reading, self.num_settled > 0)
+        costs = self.costs
+        reading = self.num_unread * costs.reading_seconds.value / self.verify_seconds(self.text_length)[0]
+        self.is_skipped = not costs.choice.should_draft(reading, self.num_settled > 0 and costs.time_ratios.has_drafted)
         if not self.is_skipped:
             self.last_draft_length = self.text_length
         return not self.is_skipped
 
-    def may_draft(self, num_texts: int, longest_prompt: int, num_rounds: int) -> bool:
+    def may_draft(self, num_texts: int, length: int, num_unread: int, num_rounds: int) -> bool:
         costs = self.costs_by_setting.get((num_texts, torch.get_num_threads()))
         self.plain_costs = costs
         if costs is None or not (costs.is_timed or costs.choice.has_drafted):
             return True
-        reading = longest_prompt * costs.reading_seconds / costs.latency.estimate_verify(1, longest_prompt)
+        reading = num_unread * costs.reading_seconds.value / costs.latency.estimate_verify(1, length)
         return costs.choice.may_draft(num_rounds, reading)
 
     def count_plain_round(self) -> None:
@@ -198,14 +200,14 @@ class Auto(LatencyAwareBuilder):
             chances = -np.sort(-np.concatenate([chances, new_chances], axis=1), axis=1)[:, : self.budget]
             tokens = chances.mean(0).cumsum()  # the root alone emits one
             curves.append(tokens)
-            spent = costs.start_seconds + level * costs.step_seconds + latency.estimate_levels(level + 1)
+            spent = costs.estimate_drafting(level + 1) + latency.estimate_levels(level + 1)
             speed = tokens / (spent + verify[: len(tokens)])
             num_fastest, top_speed = int(speed.argmax()) + 1, float(speed.max())
             if level + 1 == depth:
                 break
             best = np.argsort(-new, axis=1, kind="stable")[:, : self.top_k]
             mass = float(new_chances[rows, best].sum(1).mean())
-            if mass * self.acceptance.next_chance(level + 1) < (costs.step_seconds + latency.level_seconds) * top_speed:
+            if mass * self.acceptance.next_chance(level + 1) < (costs.step_seconds.value + latency.level_seconds) * top_speed:
                 break  # another level costs more time than its expected tokens save
             # A child is at most as likely as its parent, so a node that is not worth its own verification is not expanded.
             size = min(num_fastest, len(verify) - 1)
@@ -229,8 +231,8 @@ class Auto(LatencyAwareBuilder):
             return True
         self._count_unread(prefix)
         is_needed = self.over_copies.needs_drafter(
-            self._fastest_copies(tries, costs.copies.draft_seconds.value), costs.copies, costs.slowdowns,
-            costs.start_seconds, costs.step_seconds, self.num_unread * costs.reading_seconds / ROUNDS_PER_READING,
+            self._fastest_copies(tries, costs.estimate_drafting(0)), costs.copies, costs.time_ratios, costs.estimate_drafting,
+            self.num_unread * costs.reading_seconds.value / ROUNDS_PER_READING,
         )  # fmt: skip
         self.num_unread = self.num_unread if is_needed else 0
         return is_needed
@@ -250,12 +252,12 @@ class Auto(LatencyAwareBuilder):
         if not are_calibrated(tries):
             self.copies_alone = True
             seconds = self.verify_seconds(self.text_length)
-            return self.copy_ranks.choose_size(tries, self.depth, seconds, self.costs.copies.draft_seconds.value)
+            return self.copy_ranks.choose_size(tries, self.depth, seconds, self.costs.estimate_drafting(0))
         if self.num_levels:
-            fastest = self._fastest_copies(tries, self._estimate_drafting(self.num_levels))
+            fastest = self._fastest_copies(tries, self.costs.estimate_drafting(self.num_levels))
             self.over_copies.record_draft(fastest, self.num_levels, self.costs.copies)
         else:
-            fastest = self.over_copies.copies or self._fastest_copies(tries, self._estimate_drafting(0))
+            fastest = self.over_copies.copies or self._fastest_copies(tries, self.costs.estimate_drafting(0))
         self.expected_by_depth = fastest.expected_by_depth
         return fastest.size
 
@@ -276,7 +278,8 @@ class Auto(LatencyAwareBuilder):
         self.copy_ranks.observe(round)
         if self.is_skipped:
             if not self.has_timed:
-                self.costs.choice.record_plain(seconds / self.verify_seconds(self.text_length)[0] if is_settled else None)
+                ratio = seconds / self.verify_seconds(self.text_length)[0] if is_settled else None
+                self.costs.choice.record_plain(self.costs.time_ratios.compare(False, ratio))
             self.num_unread, self.is_skipped, self.has_timed = 0, False, False
             self.num_plain += 1
             return
@@ -286,68 +289,47 @@ class Auto(LatencyAwareBuilder):
         if (size := max(judged)) > 1:
             self.tree_sizes.append(size)
         if not self.has_timed:
-            drafting, verifying = self._estimate_drafting(levels), self._estimate_verification(round.tree, size)
-            is_usual = size > 1 and not self.num_unread and is_settled
-            ratio = seconds / (drafting + verifying) if is_usual else None
-            if has_copies and ratio is not None:
-                self.costs.slowdowns[levels > 0].append(ratio)
-            self._record_choice(round, size, num_new, drafting, verifying, ratio)
-            self._update_costs(round, size, levels, verifying)
+            self._record_drafted(round, size, levels, num_new, has_copies, is_settled)
         self.num_unread, self.has_timed = 0, False
         if self.expected_by_depth is not None and size > 1:  # neither copies that are not calibrated, nor nothing drafted
             self.acceptance.record(self.expected_by_depth, counts, judged)
 
-    def _update_costs(self, round: RoundResult, size: int, levels: int, verifying: float) -> None:
-        """Update the running means of drafting times by those of a round that drafted."""
-        costs, drafting, rate = self.costs, self._scaled_drafting(round, verifying), 1 / self.memory
+    def _record_drafted(
+        self, round: RoundResult, size: int, levels: int, num_new: list[int], has_copies: bool, is_settled: bool
+    ) -> None:
+        """Record times and tokens of a drafted round, before which texts had `num_new` new tokens each."""
+        costs, seconds = self.costs, round.seconds
+        expected, verifying = costs.estimate_drafting(levels), self._estimate_verification(round.tree, size)
+        # Other work on the machine slows drafting as much as verification.
+        slowdown = (seconds["verify"] + seconds["accept"]) / verifying
+        drafting = seconds["draft"] / max(slowdown, 1e-9)
+        reading = max(0.0, drafting - expected) if self.num_unread else 0.0
+        ratio = None
+        if size > 1 and not self.num_unread and is_settled:
+            ratio = sum(seconds.values()) / (expected + verifying)
+            if has_copies:
+                costs.time_ratios.copy_rounds[levels > 0].append(ratio)
+        costs.choice.is_preparing = size == 1 and not costs.choice.is_preparing
+        active = [(before, count) for before, count in zip(num_new, round.counts.tolist()) if count]
+        if active:
+            least, step = min(before for before, _ in active), self.verify_seconds(self.text_length)[0]
+            tokens = mean(count for before, count in active if before == least)
+            comparison = costs.time_ratios.compare(True, ratio)
+            costs.choice.record_draft(tokens, (expected + verifying) / step, comparison, reading / step)
         if size == 1:
             return
         if costs.fit is not None:
-            costs.fit.record(verifying, sum(round.seconds[part] for part in ("verify", "accept")))
+            costs.fit.record(verifying, seconds["verify"] + seconds["accept"])
         if self.num_unread:
-            reading = max(0.0, drafting - self._estimate_drafting(levels)) / self.num_unread
-            costs.reading_seconds += (reading - costs.reading_seconds) * (max(rate, 0.25) if costs.reading_seconds else 1)
-        elif levels > 1:
-            step = max(0.0, (drafting - costs.start_seconds) / (levels - 1))
-            costs.step_seconds += rate * (step - costs.step_seconds)
-        elif levels == 1:
-            costs.start_seconds += rate * (drafting - costs.start_seconds)
-        else:
-            costs.copies.draft_seconds.add(drafting, self.memory)
-
-    def _estimate_drafting(self, levels: int) -> float:
-        """Return the expected seconds of a draft of so many levels, or of copies alone for none."""
-        costs = self.costs
-        return costs.start_seconds + (levels - 1) * costs.step_seconds if levels else costs.copies.draft_seconds.value
+            costs.reading_seconds.add(reading / self.num_unread, READ_MEMORY)
+        elif is_settled:
+            costs.record_drafting(levels, drafting, self.memory)
 
     def _estimate_verification(self, tree: TokenTree, size: int) -> float:
         """Return the expected seconds to verify a tree of `size` nodes."""
         latency = self.require_latency()
         levels = latency.estimate_levels(int(tree.depths.max())) if latency.level_seconds else 0.0
         return latency.estimate_verify(size, self.text_length) + levels
-
-    def _scaled_drafting(self, round: RoundResult, verifying: float) -> float:
-        """Return the drafting time of a round, divided by how much longer than `verifying` seconds its verification took."""
-        slowdown = (round.seconds["verify"] + round.seconds["accept"]) / verifying
-        return round.seconds["draft"] / max(slowdown, 1e-9)
-
-    def _record_choice(
-        self, round: RoundResult, size: int, num_new: list[int], drafting: float, verifying: float, ratio: float | None
-    ) -> None:
-        """Record time and tokens of a round, before which texts had `num_new` new tokens each, with the choice to draft.
-
-        The round took `ratio` times its modelled seconds; None if they say nothing about other rounds.
-        """
-        choice = self.costs.choice
-        active = [(before, count) for before, count in zip(num_new, round.counts.tolist()) if count]
-        if not active:
-            return
-        step = self.verify_seconds(self.text_length)[0]
-        choice.is_preparing = size == 1 and not choice.is_preparing
-        reading = max(0.0, self._scaled_drafting(round, verifying) - drafting) if self.num_unread else 0.0
-        least = min(before for before, _ in active)
-        tokens = mean(count for before, count in active if before == least)
-        choice.record_draft(tokens, (drafting + verifying) / step, ratio, reading / step)
 
     def report_settings(self) -> dict[str, object]:
         middle = sorted(self.tree_sizes)[len(self.tree_sizes) // 2] if self.tree_sizes else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field, replace
 
-from .draft_choice import DraftChoice, new_time_ratios
-from .drafter_over_copies import CopyCosts, new_slowdowns
+from .draft_choice import DraftChoice
+from .drafter_over_copies import CopyCosts
 from .measurements import Latency
+from .running_mean import RunningMean
+from .time_ratios import TimeRatios
 from .verify_fit import VerifyFit
 
 # Verification is timed after so many rounds in a row with the same batch size and number of threads, if all rounds with them
@@ -26,12 +27,12 @@ class RoundCosts:
     # Shared with other numbers of threads.
     choice: DraftChoice
     copies: CopyCosts
-    start_seconds: float  # running mean of the first draft step
-    step_seconds: float  # of every further draft step
-    reading_seconds: float = 0.0  # of each token that the drafter reads beyond those of one round
-    # Observed over modelled seconds of the last rounds: with a draft or without one, and with copies. They belong to the model.
-    time_ratios: dict[bool, deque[float]] = field(default_factory=new_time_ratios)
-    slowdowns: dict[bool, deque[float]] = field(default_factory=new_slowdowns)
+    # Seconds of the first draft step, of every further one, and of each token that the drafter reads beyond those of one round.
+    start_seconds: RunningMean
+    step_seconds: RunningMean
+    reading_seconds: RunningMean
+    # How much longer than modelled rounds take.
+    time_ratios: TimeRatios = field(default_factory=TimeRatios)
     # Seconds to verify every size, by context length.
     verify_curves: dict[int, list[float]] = field(default_factory=dict)
     # Fit of verification times to the rounds; None keeps the measured ones.
@@ -41,6 +42,21 @@ class RoundCosts:
     # Seconds of the last timing, or of the first one as expected, and those of all rounds since then.
     timing_seconds: float = 0.0
     round_seconds: float = 0.0
+
+    def estimate_drafting(self, levels: float) -> float:
+        """Return the expected seconds of a draft of so many levels, or of copies alone for none."""
+        if not levels:
+            return self.copies.draft_seconds.value
+        return self.start_seconds.value + (levels - 1) * self.step_seconds.value
+
+    def record_drafting(self, levels: int, seconds: float, memory: int) -> None:
+        """Record the seconds of a draft of so many levels, or of copies alone for none."""
+        if levels > 1:
+            self.step_seconds.add(max(0.0, (seconds - self.start_seconds.value) / (levels - 1)), memory)
+        elif levels == 1:
+            self.start_seconds.add(seconds, memory)
+        else:
+            self.copies.draft_seconds.add(seconds, memory)
 
     def needs_timing(self, length: int, num_rounds: int) -> bool:
         """Tell whether to time verification behind `length` tokens, after `num_rounds` rounds in a row."""
@@ -55,7 +71,7 @@ class RoundCosts:
     def set_times(self, length: int, seconds: dict[int, float], batch: int) -> None:
         """Replace the verification times by those measured for these sizes behind `length` tokens."""
         self.latency = replace(self.latency, verify_seconds={length: seconds}, batch=batch)
-        self.time_ratios, self.slowdowns = new_time_ratios(), new_slowdowns()
+        self.time_ratios = TimeRatios()
         self.choice.comparisons.clear()
         self.choice.comparisons.append(1.0)
         self.verify_curves.clear()

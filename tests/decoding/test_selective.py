@@ -12,7 +12,10 @@ from spectrain.decoding.loop import EagerRunner, decode, make_request
 from spectrain.decoding.selective import PlainRounds, SelectiveDrafter, draft_selectively
 from spectrain.decoding.session import Session
 from spectrain.drafters.causal import Causal
+from spectrain.drafters.context import Context
+from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.ngram import Ngram
+from spectrain.models.features import Layer
 from spectrain.models.target import Target
 from spectrain.trees import Auto
 from spectrain.trees.base import RoundResult, merge_tries
@@ -57,7 +60,7 @@ def test_a_choice_knows_whether_it_can_draft(savings: float, reading: float) -> 
         drafts = []
         for _ in range(num_rounds):
             drafts.append(choice.should_draft(reading))
-            choice.record_plain(1.0)
+            choice.record_plain()
         assert expected == any(drafts)
     assert DraftChoice(2.0, 1.4).may_draft(1)
 
@@ -84,6 +87,21 @@ def test_decodings_without_drafts_are_plain(shallow: Target) -> None:
         assert runner.drafter is drafter and isinstance(runner.round_drafter, SelectiveDrafter)
 
 
+def test_features_are_recorded_while_a_draft_may_come(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the only trial that the savings cover, a decoding goes on without the drafter and its features."""
+    drafter, builder = Medusa(shallow, num_heads=2).eval(), make_builder(10.0)
+    builder.costs.choice = DraftChoice(1.0, 1.4)
+    builder.costs.choice.savings = 0.41
+    recorded: list[tuple[Layer, ...]] = []
+    verify = Context.verify
+    monkeypatch.setattr(Context, "verify", lambda self, tree: recorded.append(self.layers) or verify(self, tree))
+    generations = Session(shallow, Greedy(), drafter, builder).decode(PROMPTS, 20, ignore_eos=True)
+    plain = decode(shallow, PROMPTS, Greedy(), 20, ignore_eos=True)
+    assert [row.output for row in generations] == [row.output for row in plain]
+    # The round after the trial still records them.
+    assert recorded[:19] == [drafter.layers] * 2 + [()] * 17 and drafter.layers
+
+
 def test_copies_are_skipped_where_they_do_not_pay(shallow: Target) -> None:
     """Where nodes cost nothing copies are verified, and where they cost much only in few trials."""
     shares = []
@@ -106,7 +124,7 @@ def test_reading_a_prompt_is_no_part_of_copying(shallow: Target) -> None:
         seconds = {"draft": 5.05 if begins else 0.05, "verify": 1.0, "accept": 0.0, "other": 0.0}
         Auto.observe(builder, RoundResult(tree, torch.zeros(0), torch.tensor([1, 1]), seconds))
     assert builder.costs.copies.draft_seconds.value == pytest.approx(0.05)
-    assert builder.costs.reading_seconds == pytest.approx(0.1, rel=0.02)
+    assert builder.costs.reading_seconds.value == pytest.approx(0.1, rel=0.02)
 
 
 def test_the_shortest_unfinished_text_decides() -> None:

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from spectrain.trees.draft_choice import TRIAL_ALLOWANCE, DraftChoice
+from spectrain.trees.time_ratios import TimeRatios
 
 STEP = 0.02  # seconds of a plain step
 
@@ -13,16 +14,17 @@ def decode_tokens(
     choice: DraftChoice, rate: float, cost: float, num_tokens: int, seed: int = 0
 ) -> tuple[list[bool], float, int]:
     """Decode tokens with drafts that are accepted at a rate; return which rounds drafted, the steps spent and the tokens."""
-    drafted, emitted, spent, draw = [], 0, 0.0, Random(seed)
+    drafted, emitted, spent, draw, ratios = [], 0, 0.0, Random(seed), TimeRatios()
     while emitted < num_tokens:
-        drafted.append(choice.should_draft())
+        drafted.append(choice.should_draft(0.0, ratios.has_drafted))
         noise, tokens = draw.lognormvariate(0, 0.1), 1
         while drafted[-1] and tokens < 6 and draw.random() < rate:
             tokens += 1
+        comparison = ratios.compare(drafted[-1], noise)
         if drafted[-1]:
-            choice.record_draft(tokens, cost, noise)
+            choice.record_draft(tokens, cost, comparison)
         else:
-            choice.record_plain(noise)
+            choice.record_plain(comparison)
         emitted, spent = emitted + tokens, spent + (cost if drafted[-1] else 1.0) * noise
     return drafted, spent, emitted
 
@@ -53,12 +55,12 @@ def test_drafting_returns_when_acceptance_rises() -> None:
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_times_that_the_model_misses_decide(factor: float) -> None:
     """Drafted rounds of two tokens that take 1.5 modelled steps pay where they take half of that, and not where twice."""
-    choice = DraftChoice(2.0, 1.5)
+    choice, ratios = DraftChoice(2.0, 1.5), TimeRatios()
     for _ in range(600):
-        if choice.should_draft():
-            choice.record_draft(2.0, 1.5, factor)
+        if choice.should_draft(0.0, ratios.has_drafted):
+            choice.record_draft(2.0, 1.5, ratios.compare(True, factor))
         else:
-            choice.record_plain(1.0)
+            choice.record_plain(ratios.compare(False, 1.0))
     assert choice.relative_cost == factor and choice.prefers_draft == (factor < 1)
     assert choice.mean_gain == pytest.approx(2 - 1.5 * factor, abs=0.1)
 
@@ -68,10 +70,10 @@ def test_reading_skipped_tokens_defers_a_trial() -> None:
     choice = DraftChoice(1.0, 1.1)
     rounds = 0
     while not choice.should_draft(reading_cost=0.3):
-        choice.record_plain(1.0)
+        choice.record_plain()
         rounds += 1
     assert rounds == pytest.approx(0.4 / TRIAL_ALLOWANCE, abs=1)
-    choice.record_draft(1.0, 1.1, None, reading_cost=0.3)
+    choice.record_draft(1.0, 1.1, reading_cost=0.3)
     assert choice.savings == pytest.approx(0.0, abs=0.009) and not choice.should_draft()
 
 

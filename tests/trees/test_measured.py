@@ -216,7 +216,7 @@ def test_auto_drafts_a_single_level_where_steps_are_expensive() -> None:
 
 def observe_round(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> None:
     """Let a builder observe the result of its round, at the costs that it was prepared with."""
-    seconds = {"draft": builder.costs.start_seconds + (builder.num_levels - 1) * builder.costs.step_seconds, "accept": 0.0}
+    seconds = {"draft": builder.costs.estimate_drafting(builder.num_levels), "accept": 0.0}
     seconds["verify"] = 1 + node * tree.tokens.shape[1]
     builder.observe(RoundResult(tree, torch.zeros(0), torch.tensor(counts), seconds))
 
@@ -367,8 +367,8 @@ def test_auto_counts_unread_tokens_and_observed_times(reading: float, ratio: flo
     for _ in range(4):
         builder.costs.copies.gains[2].record_trial(0.5, 1, 0.0, 1)
     prefix = context()
-    builder.costs.slowdowns[True].extend([ratio] * 8)
-    builder.costs.reading_seconds = reading * ROUNDS_PER_READING / prefix.longest
+    builder.costs.time_ratios.copy_rounds[True].extend([ratio] * 8)
+    builder.costs.reading_seconds.value = reading * ROUNDS_PER_READING / prefix.longest
     builder.last_draft_length = 0
     builder.depth = 1
     assert builder.needs_drafter(prefix, [make_copies([])]) is needs_drafter
@@ -385,7 +385,7 @@ def test_numbers_of_threads_share_the_choice_to_draft(monkeypatch: pytest.Monkey
         choices.append(builder.costs)
     first, second, third = choices
     assert first is not second and first.choice is second.choice and first.copies is second.copies
-    assert first.time_ratios is not second.time_ratios and first.slowdowns is not second.slowdowns
+    assert first.time_ratios is not second.time_ratios
     assert third.choice is not first.choice and third.copies is not first.copies
 
 
