@@ -54,7 +54,12 @@ class Variant:
 
 
 def ratio_interval(variant: Variant, other: Variant) -> Interval:
-    """Return the 95 % interval of one speedup over the other, prompt by prompt on the same prompts."""
+    """Return the 95 % interval of one speedup over the other, prompt by prompt on the same prompts.
+
+    It is None where a speedup has none, as where prompts that are decoded together share their time.
+    """
+    if any(each.entry["speedup"]["ci95"] is None for each in (variant, other)):
+        return None
     first, second = variant.run.columns(variant.system), other.run.columns(other.system)
     if len(first["tokens"]) != len(second["tokens"]):
         return None
@@ -174,9 +179,15 @@ def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tup
         f"{best.speedup:.2f}x measured{format_ends(ends)}, {_prediction_text(best.entry['speedup']['predicted'])}"
         f"{best.length:.2f} tokens per forward."
     )
-    if (ends or [0.0])[0] <= 1:
+    if ends is None and best.run.eval_setting.get("batch_size", 1) > 1:
+        text += " The gain has no interval, because prompts that are decoded together share their time."
+    elif (ends or [0.0])[0] <= 1:
         text += " The gain is uncertain: score more prompts before relying on it."
-    rivals = [variant.name for variant in exact if variant.run is not best.run and not best.differs_from(variant)]
+    rivals = [
+        variant.name
+        for variant in exact
+        if variant.run is not best.run and ratio_interval(best, variant) is not None and not best.differs_from(variant)
+    ]
     if rivals:
         text += f" Not significantly different on these prompts: {', '.join(rivals)}."
     changed = [variant for variant in variants if variant.row["lossless_to"] == "trained target"]

@@ -335,6 +335,17 @@ def test_two_speeds_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     assert fast.differs_from(slow) and not fast.differs_from(fast)
 
 
+def test_prompts_decoded_together_give_no_interval(tmp_path: Path) -> None:
+    """Times that prompts share say nothing about their spread: no interval, and no drafter is called equally fast."""
+    variants = [make_variant(tmp_path, name, [value] * 10, 2.0) for name, value in (("fast", 0.5), ("slow", 0.8))]
+    for variant in variants:
+        variant.entry["speedup"]["ci95"] = None
+        variant.run.summary["setting"] = {"batch_size": 4}
+    assert ratio_interval(*variants) is None and not variants[0].differs_from(variants[1])
+    reason = recommend(variants)[0]["because"]
+    assert "has no interval" in reason and "Not significantly different" not in reason
+
+
 def test_a_joined_comparison_says_where_runs_are(comparison_folder: Path, tmp_path: Path) -> None:
     """The comparison names folders relative to its own."""
     result = compare_runs([ScoredRun.read("one", comparison_folder / "medusa1" / "eval" / "heldout")], tmp_path)
