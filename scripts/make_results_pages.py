@@ -11,10 +11,12 @@ from benchmarks.rehearse_cluster import markdown_table as rehearsal_table
 from benchmarks.scale import markdown_table as scale_table
 from scripts import results_tables as tables
 from scripts.axes_tables import axes_tables
+from scripts.engine_tables import engine_times_tables
 from scripts.equal_tables import equal_tables
 from scripts.follow_tables import follow_tables
 from scripts.long_pages import LONG_PAGES
 from scripts.long_tables import adapters_table
+from scripts.neighbours_tables import neighbours_table
 from scripts.results_page import ResultsPage
 from scripts.speculators_tables import speculators_tables
 from scripts.systems_page import render_systems_page
@@ -250,7 +252,7 @@ tokens that has to be accepted for it, each after accepted ones; the drafter's o
         ("engine-times.json",),
         "spectrain bench engine server=llamacpp run=smollm2-eagle3 target=smollm2 target.dtype=bfloat16 server.threads=1 "
         "bench.passes=1 bench.rows=[1,2,3] bench.lengths=[64,512] out=FILE",
-        tables.engine_times_tables,
+        engine_times_tables,
         """In llama.cpp a second row adds half of the time of a forward. The shipped drafter, whose drafts are accepted in 0.40,
 0.15 and 0.06 of the rounds by position, is slower there than decoding without it. In OpenVINO a forward of 16 rows takes less
 than two forwards of one row, so a drafter that takes little time gains from few accepted tokens; the shipped drafter's
@@ -274,7 +276,7 @@ that takes a core all the time, plain decoding keeps 0.65 to 0.80 of its idle pa
 gains about as much as on an idle machine.""",
         ("neighbours.json",),
         "python -m benchmarks.neighbours",
-        tables.neighbours_table,
+        neighbours_table,
         """All outputs equal those of `generate`. Spinning threads are torch's default (`GOMP_SPINCOUNT=300000`), sleeping ones
 this project's. Two threads that spin are what torch does by itself; beside a busy process they are not in the
 table, because an earlier case had not ended after twice the time of the others. Each case ran once, with all cores

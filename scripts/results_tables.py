@@ -4,10 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.report import GOALS_PATH, render_goals
-from spectrain.bench.engine_table import format_requirement
 from spectrain.eval.report import comparison_markdown
-from spectrain.servers.engines import ENGINES
-from spectrain.servers.row_times import CONTENT, SPEEDUPS, EngineTimes
 
 
 def describe_setting(result: Any) -> str:
@@ -282,81 +279,5 @@ def adversary_table(result: dict[str, Any]) -> str:
     return format_table(titles, rows)
 
 
-def engine_times_tables(result: dict[str, Any]) -> str:
-    """Return the forwards of each engine with the acceptance that they need, and predicted against measured speedups."""
-    measured = [CONTENT.validate_python(each) for each in result["measurements"]]
-    titles = ["engine", "text", "drafted", "forward, ms", "quartiles", "ratio to one row"]
-    titles += [f"tokens for {speedup:g}x" for speedup in SPEEDUPS]
-    times = format_table(titles, (row for each in measured for row in engine_rows(each)))
-    titles = [
-        "engine",
-        "drafted",
-        "round, ratio to one row",
-        "tokens per forward",
-        "predicted",
-        "measured",
-        "predicted / measured",
-    ]
-    checks = (
-        (
-            each["engine"], str(each["drafts"]), f"{each['round_ratio']:.2f}", f"{each['tokens']:.2f}",
-            f"{each['predicted']:.2f}x", f"{each['measured']:.2f}x {format_interval(each['ci95'])}",
-            f"{each['predicted'] / each['measured']:.2f}",
-        )
-        for each in result["checks"]
-    )  # fmt: skip
-    return f"{times}\n\nThe shipped drafter, predicted and measured:\n\n{format_table(titles, checks)}"
-
-
-def engine_rows(times: EngineTimes) -> Iterable[Iterable[str]]:
-    """Return the rows of one measurement."""
-    for length in times.lengths:
-        ratios = {0: 1.0, **times.ratios(length)}
-        for forward in (each for each in times.forwards if each.length == length):
-            count, spread = forward.rows - 1, forward.seconds
-            yield [
-                f"{ENGINES[times.engine].title}, {times.dtype}, {times.threads} thread{'s' * (times.threads != 1)}",
-                str(length), str(count), f"{1000 * spread.median:.1f}", f"{1000 * spread.low:.1f} to {1000 * spread.high:.1f}",
-                f"{ratios[count]:.2f}", *(format_requirement(speedup * ratios[count], count) for speedup in SPEEDUPS),
-            ]  # fmt: skip
-
-
 def goals_table(_: Any) -> str:
     return render_goals(GOALS_PATH.parent)
-
-
-NEIGHBOURS = {"none": "none", "one": "one", "two": "two", "changing": "one, every other five seconds"}
-SCORED_SYSTEMS = {
-    "copies": "drafter + retrieval",
-    "drafter": "drafter",
-    "retrieval": "retrieval alone",
-    "ngram": "n-gram lookup",
-}
-THREAD_POLICIES = {"fixed": "two, which spin", "spin": "measured, which spin", "sleep": "measured, which sleep"}
-
-
-def neighbours_table(result: dict[str, Any]) -> str:
-    """Return plain and drafted decoding beside each load, by prompts and by policy for threads."""
-    cases = {(case["questions"], case["load"], case["policy"]): case for case in result["cases"]}
-    measured = {row["name"] for case in cases.values() for row in case["rows"]}
-    names, rows = [name for name in SCORED_SYSTEMS if name in measured], []
-    prompts = list(dict.fromkeys(case["questions"] for case in result["cases"]))
-    for key in [(name, load, policy) for name in prompts for load in NEIGHBOURS for policy in THREAD_POLICIES]:
-        if key not in cases:
-            continue
-        case, words = cases[key], [key[0], NEIGHBOURS[key[1]], THREAD_POLICIES[key[2]]]
-        systems = {row["name"]: row for row in case["rows"]}
-        if not systems:
-            rows.append([*words, f"not done in {case['seconds']:.0f} s", "", *("" for _ in names)])
-            continue
-        cells = [
-            f"{row['speedup']:.2f} {format_interval(row['ci95'])}, {row['tokens_per_forward']:.2f}" if row else ""
-            for row in (systems.get(name) for name in names)
-        ]
-        plain, drafted = case["plain_tokens_per_second"], systems["copies"]["tokens_per_second"]
-        rows.append([*words, f"{plain:.1f}", f"{drafted:.1f}", *cells])
-    speeds = ["plain, tokens per second", "drafter + retrieval, tokens per second"]
-    table = format_table(["prompts", "neighbours", "threads", *speeds, *(SCORED_SYSTEMS[name] for name in names)], rows)
-    measured = [case for case in result["cases"] if "setting" in case]
-    lines = dict.fromkeys(f"- {case['questions']}: {list_facts(case['setting'])}." for case in measured)
-    return f"{table}\n\nSettings:\n\n" + "\n".join(lines)
