@@ -227,7 +227,7 @@ def check_targets() -> Iterator[Diagnosis]:
 
 
 def cache_directory() -> Path:
-    """Return what `loading.cache_directory` returns, without torch."""
+    """Return what `bundled.cache_directory` returns, without torch."""
     return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
 
 
