@@ -21,7 +21,7 @@ from spectrain.cli.main import dispatch_command
 from spectrain.data.readers import EmbeddedReader
 from spectrain.eval.intervals import interval
 from spectrain.files import write_text
-from spectrain.models.loading import TINY_DIRECTORY
+from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.provenance import collect_provenance
 
 from .command import list_defaults, run_benchmark

@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from spectrain.models.bundled import load_tiny_tokenizer
 from spectrain.models.checkpoint_files import INDEX_FILE
-from spectrain.models.loading import load_hf, load_tiny_tokenizer
+from spectrain.models.loading import load_hf
 from spectrain.provenance import collect_provenance
 
 SHARD_BYTES = 200_000_000

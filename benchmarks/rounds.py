@@ -27,7 +27,7 @@ from spectrain.errors import describe_error
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 from spectrain.trees import Static, TreeBuilder
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 PROMPT_LENGTH = 8

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from spectrain.eval import metrics
-from spectrain.eval.metrics import JudgedSpeedup, Speedup, Turn
+from spectrain.eval.metrics import Turn
+from spectrain.eval.system_numbers import JudgedSpeedup, Speedup
 
 UNSTEADY = 0.15  # jitter of the steps' times from turn to turn above which every pair is decoded again
 DISTURBED = 0.3  # jitter above which the speedup is not to be quoted

@@ -16,7 +16,8 @@ from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.columns import DRAFTER, order_systems
 from spectrain.eval.kinds import kind_runs
-from spectrain.eval.metrics import SystemSummary, Turn
+from spectrain.eval.metrics import Turn
+from spectrain.eval.system_numbers import SystemSummary
 from spectrain.files import atomic_write, write_text
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.device import DeviceLimits, measure_limits, roofline_seconds

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from scripts.tiny_training import minimize_loss
-from spectrain.models.loading import load_tiny_tokenizer
+from spectrain.models.bundled import load_tiny_tokenizer
 
 NULL, BEGIN, END = 0, 1, 2  # special tokens of the tiny tokenizer
 NUM_CODES, GRID = 64, 8

@@ -29,9 +29,10 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.eval.prompts import read_prompts
 from spectrain.files import write_text
+from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.images import get_images
-from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.loading import load_hf, load_tokenizer
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance

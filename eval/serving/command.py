@@ -26,7 +26,8 @@ from spectrain.export.gguf_file import read_weight_type
 from spectrain.export.gguf_model import has_own_file
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
-from spectrain.models.loading import TINY_DIRECTORY, build_meta_network
+from spectrain.models.bundled import TINY_DIRECTORY
+from spectrain.models.loading import build_meta_network
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.defaults import complete_evaluation, resolve_eval_spec

@@ -14,7 +14,7 @@ from spectrain.errors import RunError
 from spectrain.eval.columns import DRAFTER
 from spectrain.eval.comparison import UNKNOWN_DTYPE
 from spectrain.eval.identity import Identity, first_difference
-from spectrain.eval.metrics import SystemSummary, Turn, measure_system
+from spectrain.eval.metrics import Turn, measure_system
 from spectrain.eval.noise import Noise, baseline_jitter, judge_speedup
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_table
@@ -26,6 +26,7 @@ from spectrain.eval.serving.requests import LevelResult, Levels, LoadGenerator, 
 from spectrain.eval.serving.rounds import count_rounds, find_counter_source, make_turns
 from spectrain.eval.serving.template import TemplateCheck, check_template
 from spectrain.eval.summary import EvaluationSummary, sample_line, write_lines, write_prompts, write_rounds
+from spectrain.eval.system_numbers import SystemSummary
 from spectrain.files import write_text
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target

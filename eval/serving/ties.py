@@ -17,7 +17,8 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.eval.serving.agreement import DifferingPair
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft, Prefix, Rollout, TreeBuilder, WrappedBuilder
+from spectrain.trees.base import Prefix, TreeBuilder, WrappedBuilder
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import TokenTree
 
 # Two float32 logits that differ by less may change places in another engine. The one answer of llama.cpp

@@ -19,7 +19,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.rollout import Draft, Rollout
 
 
 class Recurrent(VocabularyDrafter):

@@ -22,7 +22,8 @@ from spectrain.errors import UserError
 from spectrain.models.compiled_layers import compile_function, compile_layers
 from spectrain.models.device import capture_graph
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft, RootOnlyBuilder, TreeBuilder
+from spectrain.trees.base import RootOnlyBuilder, TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import AcceptanceRule

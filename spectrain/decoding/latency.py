@@ -14,8 +14,9 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft, Prefix, Rollout, RoundResult, TreeBuilder
+from spectrain.trees.base import Prefix, RoundResult, TreeBuilder
 from spectrain.trees.measurements import LARGEST_FACTOR, NUM_TIMED, Latency, list_timed_sizes
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import Greedy

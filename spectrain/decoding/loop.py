@@ -23,7 +23,8 @@ from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.models.threads import ThreadTuner
-from spectrain.trees.base import Draft, RootOnlyBuilder, RoundResult, TreeBuilder
+from spectrain.trees.base import RootOnlyBuilder, RoundResult, TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .acceptance import AcceptanceRule

@@ -7,7 +7,8 @@ import time
 
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.skippable import SkippableDrafter
-from spectrain.trees.base import Draft, RootOnlyBuilder, RoundResult, TreeBuilder
+from spectrain.trees.base import RootOnlyBuilder, RoundResult, TreeBuilder
+from spectrain.trees.rollout import Draft
 
 from .latency import time_verification
 from .loop import EagerRunner, Request, required_layers

@@ -15,9 +15,10 @@ from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, gumbel_noise, keyed_generator
-from spectrain.trees.base import Draft, Prefix, Rollout, RoundResult, TreeBuilder
+from spectrain.trees.base import Prefix, RoundResult, TreeBuilder
 from spectrain.trees.growing import pick_top_and_sampled
 from spectrain.trees.measurements import RuleForecast
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import Children, TokenTree
 
 from .acceptance import AcceptanceRule, Siblings

@@ -21,7 +21,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .capabilities import Capabilities, DraftingCost, SavedFiles

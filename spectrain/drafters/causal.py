@@ -20,7 +20,7 @@ from spectrain.kernels.linear_divergence import HeadTarget, linear_divergence
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
-from spectrain.trees.base import BranchVisibility, Draft, Rollout
+from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 from .base import Drafter, Losses, Stage, TrainingState

@@ -18,7 +18,7 @@ from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.kernels.linear_divergence import split_rows
 from spectrain.models.step_cost import BatchShape, StepCost
-from spectrain.trees.base import MarginalRollout, Rollout
+from spectrain.trees.rollout import MarginalRollout, Rollout
 
 from .base import Losses
 from .capabilities import OnPolicy

@@ -27,7 +27,7 @@ from spectrain.models.attention import unrolled_attention
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.randomness import FEATURE_NOISE, sequence_generator
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 from .base import Losses, TrainingState
 from .capabilities import SavedFiles

@@ -22,7 +22,7 @@ from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 from .base import Losses, TrainingState
 from .capabilities import ContextParallelDrafter, OnPolicy, SavedFiles

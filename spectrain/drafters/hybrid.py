@@ -12,7 +12,8 @@ from spectrain.drafters.layers.inner_drafters import DrafterWrapper, InnerCost, 
 from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.errors import UserError
 from spectrain.models.features import Features
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 

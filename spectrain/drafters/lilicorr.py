@@ -21,7 +21,7 @@ from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence
 from spectrain.models.step_cost import BatchShape, Run, StepCost
-from spectrain.trees.base import Rollout
+from spectrain.trees.rollout import Rollout
 
 from .base import Losses
 from .context import Context

@@ -24,7 +24,7 @@ from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
 from spectrain.models.step_cost import BatchShape, Run, StepCost
-from spectrain.trees.base import DepthRollout, Draft
+from spectrain.trees.rollout import DepthRollout, Draft
 
 from .base import Losses, Stage, TrainingState
 from .capabilities import Capture, SavedFiles

@@ -26,7 +26,7 @@ from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.architectures.mtp import MTP_HINT, has_mtp_layer, load_mtp_layer
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 from .base import Losses, TrainingState
 from .capabilities import ContextParallelDrafter, SavedFiles

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spectrain.drafters.layers.copies import GrowingTexts, build_trie
 from spectrain.errors import UserError
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.trie import Trie
 
 from .base import Drafter

@@ -32,7 +32,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import MASKED_PREFIXES, WITHOUT_FEATURES, sequence_generator
-from spectrain.trees.base import Draft, MarginalRollout
+from spectrain.trees.rollout import Draft, MarginalRollout
 
 from .base import Drafter, Losses, Stage, TrainingState
 from .capabilities import Capabilities, Capture, OnePassCost, SavedFiles

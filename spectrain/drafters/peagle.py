@@ -25,7 +25,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.context_piece import UnrolledRows
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.step_cost import BatchShape, Run, StepCost
-from spectrain.trees.base import Draft, MarginalRollout
+from spectrain.trees.rollout import Draft, MarginalRollout
 
 from .base import Losses, TrainingState
 from .capabilities import ContextParallelDrafter, OnePassCost, SavedFiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 from .base import Drafter
 from .capabilities import Capabilities, StoreReader

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from spectrain.errors import UserError, first_line
 from spectrain.files import atomic_write
-from spectrain.models.loading import cache_directory
+from spectrain.models.bundled import cache_directory
 from spectrain.servers.commands import DrafterLaunch
 from spectrain.servers.llamacpp_command import DRAFTER_FILE, TARGET_FILE
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from spectrain.config.choices import choice_name
 from spectrain.errors import UserError
 from spectrain.models.attention import ATTENTION_NAME, attn_implementation_for
-from spectrain.models.loading import convert_gguf, convert_smollm2, find_smollm2
+from spectrain.models.bundled import convert_gguf, convert_smollm2, find_smollm2
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
 

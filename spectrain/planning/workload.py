@@ -8,8 +8,9 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
+from spectrain.models.bundled import load_tiny_tokenizer
 from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.loading import build_meta_network, load_tiny_tokenizer, load_tokenizer
+from spectrain.models.loading import build_meta_network, load_tokenizer
 from spectrain.models.step_cost import BatchShape
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import count_validation_rows, select_prompts

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
-from spectrain.models.loading import cache_directory
+from spectrain.models.bundled import cache_directory
 from spectrain.trees import Eagle2
 from spectrain.trees.base import TreeBuilder
 

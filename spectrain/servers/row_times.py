@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from scipy.optimize import brentq
 
 from spectrain.files import write_text
-from spectrain.models.loading import cache_directory
+from spectrain.models.bundled import cache_directory
 from spectrain.models.threads import format_threads
 from spectrain.provenance import processor_name
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .base import Prefix, Rollout, TreeBuilder
+from .base import Prefix, TreeBuilder
 from .growing import GrowingTree
+from .rollout import Rollout
 from .token_tree import Children, TokenTree
 
 

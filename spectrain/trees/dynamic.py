@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Prefix, Rollout, TreeBuilder
+from .base import Prefix, TreeBuilder
 from .growing import GrowingTree
+from .rollout import Rollout
 from .token_tree import TokenTree
 
 

@@ -12,9 +12,10 @@ import torch
 
 from spectrain.errors import UserError
 
-from .base import Prefix, Rollout, TreeBuilder
+from .base import Prefix, TreeBuilder
 from .growing import GrowingTree
 from .measurements import Calibration
+from .rollout import Rollout
 from .token_tree import Children, TokenTree
 
 NodePath = tuple[int, ...]

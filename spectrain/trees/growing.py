@@ -13,7 +13,8 @@ from spectrain.kernels.counter import fold_key, gumbel_noise
 from spectrain.kernels.cpu_trees import MAX_CHILDREN, append_children, are_served, select_nodes
 from spectrain.randomness import DRAFT
 
-from .base import Prefix, Rollout, TreeBuilder
+from .base import Prefix, TreeBuilder
+from .rollout import Rollout
 from .token_tree import Children, TokenTree
 
 NEG_INF = float("-inf")

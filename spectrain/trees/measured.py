@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from .acceptance_by_depth import AcceptanceByDepth
-from .base import Prefix, Rollout, RoundResult
+from .base import Prefix, RoundResult
 from .copy_tree import CopyRanks, CopyTree, are_calibrated
 from .draft_choice import ROUNDS_PER_READING, TRIAL_ALLOWANCE, DraftChoice
 from .drafter_over_copies import CopyCosts, DrafterOverCopies
 from .growing import GrowingTree
 from .latency_aware import LatencyAwareBuilder
 from .measurements import Calibration, Latency, list_timed_sizes
+from .rollout import Rollout
 from .round_costs import RoundCosts
 from .running_mean import RunningMean
 from .token_curves import TokenCurves

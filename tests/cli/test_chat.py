@@ -15,9 +15,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from spectrain.cli import chat
+from spectrain.cli import chat, chat_output
 from spectrain.cli import main as cli
-from spectrain.cli.chat import Chat, PlainOutput, TerminalChat, TerminalOutput, TextPiece, TextStream
+from spectrain.cli.chat import Chat, TerminalChat
+from spectrain.cli.chat_output import PlainOutput, TerminalOutput, TextPiece, TextStream
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import render_chat, tokenize_prompt
 from spectrain.decoding.acceptance import Greedy
@@ -231,7 +232,7 @@ def render_terminal(shown: str, width: int) -> list[str]:
 
 def test_a_terminal_shows_the_answer_and_a_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every moment the screen holds the text so far, wrapped, and below it the newest status; at the end only the answer."""
-    monkeypatch.setattr(chat, "REFRESH_SECONDS", -1.0)
+    monkeypatch.setattr(chat_output, "REFRESH_SECONDS", -1.0)
     console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system="standard")
     screen, text = TerminalOutput(console), ""
     words = re.findall(r"\s*\S+", "The bees find\nthe hive. \n\nAll of them come home unreasonably often, and sing.")
@@ -247,9 +248,9 @@ def test_a_terminal_shows_the_answer_and_a_status_line(monkeypatch: pytest.Monke
 
 def test_tokens_of_a_round_share_a_colour() -> None:
     """Rounds that follow each other differ, and the target's own token looks unlike all drafted ones."""
-    drafted = [chat.piece_style(TextPiece("", number, True)) for number in range(1, 7)]
+    drafted = [chat_output.piece_style(TextPiece("", number, True)) for number in range(1, 7)]
     assert all(style != following for style, following in zip(drafted, drafted[1:]))
-    assert chat.piece_style(TextPiece("", 1, False)) not in drafted
+    assert chat_output.piece_style(TextPiece("", 1, False)) not in drafted
 
 
 def run_chat(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectrain.cli import doctor
+from spectrain.cli import doctor, kernel_trials
 from spectrain.cli import main as cli
 from spectrain.kernels import dispatch
 
@@ -88,14 +88,14 @@ def fill_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(doctor.KERNEL_TRIALS, "tree attention", lambda device: 1.0)
+    monkeypatch.setitem(kernel_trials.KERNEL_TRIALS, "tree attention", lambda device: 1.0)
 
 
 def fail_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> float:
         raise RuntimeError("no C compiler\nlong story")
 
-    monkeypatch.setitem(doctor.KERNEL_TRIALS, "tree verification", fail)
+    monkeypatch.setitem(kernel_trials.KERNEL_TRIALS, "tree verification", fail)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_without_torch_it_still_tells(healthy: Path, monkeypatch: pytest.MonkeyP
     assert status == 1 and 'pip install "torch' in shown
 
 
-@pytest.mark.parametrize("name", doctor.KERNEL_TRIALS)
+@pytest.mark.parametrize("name", kernel_trials.KERNEL_TRIALS)
 def test_trials_compare_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted or compiled, each operation equals its reference on the tiny input."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert doctor.KERNEL_TRIALS[name](torch.device(device)) <= doctor.TOLERANCE[device]
+    assert kernel_trials.KERNEL_TRIALS[name](torch.device(device)) <= kernel_trials.TOLERANCE[device]
 
 
 def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
             return func(*args, **(kwargs or {}))
 
     with OperationRecorder():
-        for trial in doctor.KERNEL_TRIALS.values():
+        for trial in kernel_trials.KERNEL_TRIALS.values():
             trial(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     assert operations <= launched and len(operations) >= 8, operations - launched
 

@@ -12,7 +12,8 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.models.features import Features
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft, Prefix, Rollout, TreeBuilder, WrappedBuilder
+from spectrain.trees.base import Prefix, TreeBuilder, WrappedBuilder
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import TokenTree
 from tests.trees.tables import check_structure
 

@@ -17,7 +17,8 @@ from spectrain.features.batch import Batch
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
-from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.base import Prefix
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 from tests.decoding.rounds import placed, proposed

@@ -31,8 +31,8 @@ from spectrain.experimental.xpress.drafter import XPress, XPressConfig
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
-from spectrain.trees.base import Draft
 from spectrain.trees.measurements import Calibration, Latency
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.factories import add_noise
 

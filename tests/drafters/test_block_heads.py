@@ -20,8 +20,8 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.trees import Chain, TreeBuilder
-from spectrain.trees.base import MarginalRollout
 from spectrain.trees.growing import ChildDraw
+from spectrain.trees.rollout import MarginalRollout
 from tests.factories import add_noise
 
 from .blocks import block_states, dataset

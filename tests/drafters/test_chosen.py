@@ -24,7 +24,7 @@ from spectrain.experimental.shared.guard import Guard
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, load_weights, save_drafter
 from spectrain.trees import Chain, Eagle2, Rollout
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from tests.decoding.rounds import proposed
 from tests.drafters.test_contract import composed
 

@@ -24,7 +24,8 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
-from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.base import Prefix
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
 from tests.factories import add_noise

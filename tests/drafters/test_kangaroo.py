@@ -32,7 +32,8 @@ from spectrain.models.target import Target
 from spectrain.training.checkpoints import select_trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.base import Prefix
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
 from tests.factories import add_noise

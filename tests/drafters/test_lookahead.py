@@ -16,7 +16,7 @@ from spectrain.models.features import Features
 from spectrain.models.forward_plan import DEFAULT_PLAN, ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 from tests.trees.tables import check_structure

@@ -17,9 +17,10 @@ from spectrain.drafters.mtp import Mtp
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.live_source import LiveSource
+from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.loading import load_hf, load_tokenizer
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import Keeping

@@ -33,7 +33,8 @@ from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.runs.drafters import load_weights, save_drafter
 from spectrain.trees import Auto, Chain, Eagle2, Rollout, Static, TreeBuilder
-from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.base import Prefix
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch

@@ -23,7 +23,7 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.reference_model import reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 DRAFTS = 4
 PROMPTS = [[5, 6, 7, 8, 9], [40, 41], [100, 3, 44, 8, 12, 90, 1500]]

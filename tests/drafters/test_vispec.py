@@ -20,7 +20,8 @@ from spectrain.features.live_source import LiveSource
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
-from spectrain.trees.base import Prefix, Rollout
+from spectrain.trees.base import Prefix
+from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
 from tests.factories import add_noise, random_batch
 from tests.models.visions import make_question, picture, seeing_target

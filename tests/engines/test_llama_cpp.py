@@ -42,7 +42,8 @@ from spectrain.export.gguf_model import write_target
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.measure import load_drafter
 from spectrain.export.targets import TargetFiles
-from spectrain.models.loading import find_smollm2, load_smollm2, load_tiny
+from spectrain.models.bundled import find_smollm2
+from spectrain.models.loading import load_smollm2, load_tiny
 from spectrain.models.target import Target
 from spectrain.servers.base import Completion, CompletionRequest
 from spectrain.servers.commands import DrafterLaunch, EngineLaunch

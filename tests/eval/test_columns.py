@@ -6,9 +6,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from spectrain.eval.columns import SYSTEM_COLUMNS, Column, ComparisonTable, get_value, list_systems, tracked_values
-from spectrain.eval.metrics import SystemSummary
 from spectrain.eval.page import write_report
 from spectrain.eval.report import comparison_titles, print_table
+from spectrain.eval.system_numbers import SystemSummary
 from tests.eval.test_report import make_entry
 
 

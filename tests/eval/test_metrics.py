@@ -10,6 +10,7 @@ from spectrain.decoding.generation import Generation
 from spectrain.eval import metrics
 from spectrain.eval.metrics import Turn
 from spectrain.eval.notes import explain_numbers
+from spectrain.eval.system_numbers import SystemNumbers
 
 SECONDS = {"prefill": 100.0, "draft": 1.0, "verify": 2.0, "accept": 0.5, "other": 0.5}
 
@@ -175,7 +176,7 @@ def test_rows_of_a_batch_have_no_interval_of_speed() -> None:
     assert numbers["speedup"].ci95 is numbers["by_category"]["all"].speedup_ci95 is None
     assert numbers["speedup"].ratio == round(metrics.speedup(together), 4)
     assert numbers["acceptance_length"].ci95 == numbers["by_category"]["all"].ci95 == metrics.acceptance_interval(together)
-    summary = metrics.SystemNumbers(**numbers).to_json()
+    summary = SystemNumbers(**numbers).to_json()
     summary["setting"] = {"batch_size": 2, "device": "cpu", "dtype": "float32"}
     assert "Speedups have no interval, because the prompts of a batch share its time." in " ".join(explain_numbers(summary))
     assert metrics.measure_system(together, True)["speedup"].ci95 is not None

@@ -26,9 +26,10 @@ from spectrain.errors import UserError
 from spectrain.eval import summary as summaries
 from spectrain.eval.drift import own_answers, target_drift
 from spectrain.eval.exits import exit_quality
-from spectrain.eval.metrics import SystemNumbers, Turn, measure_system
+from spectrain.eval.metrics import Turn, measure_system
 from spectrain.eval.notes import explain_numbers
 from spectrain.eval.run import Evaluation
+from spectrain.eval.system_numbers import SystemNumbers
 from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.experimental.layer_skip.drafter import LayerSkipping, search_layers
 from spectrain.models.loading import load_hf, load_tiny

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from scripts.make_encoder_decoder import write_sound
-from spectrain.models.loading import load_tiny_tokenizer
+from spectrain.models.bundled import load_tiny_tokenizer
 from tests.factories import add_noise
 
 SOUND = "{}.wav"

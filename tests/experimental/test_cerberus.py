@@ -10,7 +10,7 @@ from spectrain.drafters.base import TrainingState
 from spectrain.experimental.cerberus.drafter import Cerberus
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from tests.decoding.rounds import begun
 from tests.drafters.forced import shaken, walk
 from tests.factories import random_batch

@@ -20,7 +20,7 @@ from spectrain.experimental.guidance.target import GuidedTarget, guide_target, w
 from spectrain.features.base import BatchRequest
 from spectrain.features.live_source import LiveSource
 from spectrain.models.attention import ATTENTION_NAME
-from spectrain.models.loading import load_tiny_tokenizer
+from spectrain.models.bundled import load_tiny_tokenizer
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2

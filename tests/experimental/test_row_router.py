@@ -17,7 +17,7 @@ from spectrain.experimental.router.groups import GroupedRollout, GroupPart
 from spectrain.experimental.router.rows import RowRouter
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 PROMPTS = [[5, 7, 9, 5, 7, 9, 5], [40, 50, 60, 40], [300, 2, 300], [9, 9, 9, 9, 31]]
 LIMIT = 20

@@ -23,8 +23,9 @@ from spectrain.export.mtp import MTP_SHARD, MtpTargetLayout
 from spectrain.export.targets import TargetFiles
 from spectrain.features.batch import Batch
 from spectrain.models.architectures.mtp import MTP_LAYOUTS, CheckpointReader, load_mtp_layer
+from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.checkpoint_files import INDEX_FILE
-from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.loading import load_hf, load_tokenizer
 from spectrain.models.target import Target
 from spectrain.runs.drafters import load_weights
 from spectrain.training.checkpoints import collect_tensors

@@ -10,7 +10,7 @@ from spectrain.kernels.token_commit import TextBatch, token_commit
 from spectrain.kernels.tree_verify import tree_greedy
 from spectrain.kernels.tree_walks import TreeNodes
 from spectrain.trees import Chain, Eagle2
-from spectrain.trees.base import MarginalRollout
+from spectrain.trees.rollout import MarginalRollout
 from spectrain.trees.token_tree import TokenTree
 from tests.trees.tables import context
 

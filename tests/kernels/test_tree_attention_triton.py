@@ -35,7 +35,7 @@ from spectrain.kernels.tree_attention import (
 )
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.sampling import pairwise
 from tests.targets import cut_tiny

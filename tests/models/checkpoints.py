@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spectrain.models.loading import TINY_DIRECTORY, load_tokenizer
+from spectrain.models.bundled import TINY_DIRECTORY
+from spectrain.models.loading import load_tokenizer
 
 WIDTH, INNER, VOCAB, BLOCK = 64, 128, 2048, 32
 SIZE: dict[str, Any] = {

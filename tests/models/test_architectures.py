@@ -20,9 +20,10 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.loading import load_hf, load_tokenizer
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.trees import Chain, Eagle2
 from spectrain.trees.token_tree import TokenTree

@@ -10,7 +10,8 @@ from spectrain.config.build import build
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.errors import UserError
-from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.bundled import TINY_DIRECTORY
+from spectrain.models.loading import load_hf, load_tokenizer
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2

@@ -15,8 +15,9 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
 from spectrain.models import checkpoint_files, loading
+from spectrain.models.bundled import TINY_DIRECTORY, load_tiny_tokenizer
 from spectrain.models.checkpoint_files import INDEX_FILE, CheckpointFiles
-from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tiny, load_tiny_tokenizer
+from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from tests.models.architectures import save_small
 from tests.models.checkpoints import save_fp8, save_unquantized

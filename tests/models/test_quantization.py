@@ -16,7 +16,8 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.models.architectures.quantized import QUANTIZERS, quantization_method
-from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.bundled import TINY_DIRECTORY
+from spectrain.models.loading import load_hf, load_tokenizer
 from spectrain.models.lora import TargetTraining
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target

@@ -12,7 +12,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from spectrain.models.loading import TINY_DIRECTORY, load_hf, load_tokenizer
+from spectrain.models.bundled import TINY_DIRECTORY
+from spectrain.models.loading import load_hf, load_tokenizer
 from spectrain.models.target import Target
 
 from .architectures import SIGHT, config_named

@@ -122,7 +122,7 @@ FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
     "a choice and an order": ("causal", set_key(CONFIG, "drafter", "_target_", value="evil.Drafter"), "drafter."),
     "a choice of another group": ("causal", set_key(CONFIG, "drafter", "choice", value="tiny"), "drafter=tiny"),
     "a function of ours": (
-        "causal", set_key(CONFIG, "target", value={"_target_": "spectrain.models.loading.save_gguf"}), "target=",
+        "causal", set_key(CONFIG, "target", value={"_target_": "spectrain.models.bundled.save_gguf"}), "target=",
     ),
     "partial": ("causal", set_key(CONFIG, "tree", "_partial_", value=True), "tree._partial_"),
     "arguments": ("causal", set_key(CONFIG, "acceptance", "_args_", value=["x"]), "acceptance._args_"),

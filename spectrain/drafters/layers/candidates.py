@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spectrain.kernels.linear_divergence import Projection
 from spectrain.kernels.row_kl import scale_and_cap
-from spectrain.trees.base import DepthRollout, gather_by_depth
+from spectrain.trees.rollout import DepthRollout, gather_by_depth
 
 # Log-probability of tokens that are no candidates; finite, so that 0 times it is 0.
 IMPOSSIBLE = -1e4

@@ -22,7 +22,7 @@ from spectrain.kernels.cpu_drafting import (
 from spectrain.kernels.cpu_kernels import HEAD_STEP
 from spectrain.models.fast import packed_weights
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Rollout
+from spectrain.trees.rollout import Rollout
 
 from .fused_cpu_eagle import uses_fused_cpu
 

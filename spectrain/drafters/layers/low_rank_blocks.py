@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from spectrain.kernels.linear_divergence import DivergenceResult, Projection, linear_divergence
 from spectrain.models.step_cost import BatchShape, StepCost
-from spectrain.trees.base import DepthRollout
+from spectrain.trees.rollout import DepthRollout
 
 from .block_drafter import BlockDrafter
 from .judged_drafts import JudgedDrafts

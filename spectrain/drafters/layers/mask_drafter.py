@@ -23,7 +23,8 @@ from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.images import refuse_images
 from spectrain.randomness import NOISE
-from spectrain.trees.base import Draft, Rollout, TreeBuilder
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .tree_masks import MaskRollout, append_masks, end_probabilities, mask_rows, parallel_chains_mask

@@ -13,7 +13,7 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import SUBLAYER_KINDS, LayerSpan, SkippedLayer, Sublayer, layer_index
 from spectrain.models.partial_forward import NodeLevel, PartialForward
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.rollout import Draft, Rollout
 
 if TYPE_CHECKING:
     from spectrain.models.head import Head

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spectrain.drafters.context import Context
 from spectrain.models.features import Features
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import BranchVisibility, Rollout
+from spectrain.trees.rollout import BranchVisibility, Rollout
 
 
 class StateDrafter(Protocol):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.trees.base import DepthRollout, gather_by_depth
+from spectrain.trees.rollout import DepthRollout, gather_by_depth
 from spectrain.trees.token_tree import TokenTree
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Run, StepCost
-from spectrain.trees.base import Draft, MarginalRollout
+from spectrain.trees.rollout import Draft, MarginalRollout
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

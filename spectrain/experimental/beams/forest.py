@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from spectrain.randomness import gumbel_noise
-from spectrain.trees.base import Prefix, Rollout, TreeBuilder
+from spectrain.trees.base import Prefix, TreeBuilder
 from spectrain.trees.growing import NEG_INF
+from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
 
 from .search import MISSING, Constraint, restrict_tokens

@@ -22,7 +22,8 @@ from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, SAMPLE, keyed_generator
-from spectrain.trees.base import Draft, RootOnlyBuilder, TreeBuilder
+from spectrain.trees.base import RootOnlyBuilder, TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 
 from .drawing import GeneratorSource, WidthLimit, make_chooser

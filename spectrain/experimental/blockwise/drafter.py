@@ -18,7 +18,7 @@ from spectrain.drafters.capabilities import StoreReader
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.experimental.shared.nested_drafter import NestedDrafter
-from spectrain.trees.base import DepthRollout, Draft
+from spectrain.trees.rollout import DepthRollout, Draft
 from spectrain.trees.trie import Trie
 
 from .ngrams import NgramModel, find_best_paths

@@ -18,7 +18,8 @@ from spectrain.drafters.layers.inner_drafters import DrafterWrapper
 from spectrain.errors import UserError
 from spectrain.experimental.shared.copy_rollout import as_rollout
 from spectrain.experimental.shared.nesting import LargerBuilder, build_nestable, union_layers
-from spectrain.trees.base import MAX_NODES, Draft, Rollout
+from spectrain.trees.base import MAX_NODES
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from spectrain.drafters.layers.output_layer import make_output_layer, project_do
 from spectrain.drafters.layers.vocabulary import HeadsDrafter, Supervision
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
-from spectrain.trees.base import Draft, MarginalRollout
+from spectrain.trees.rollout import Draft, MarginalRollout
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

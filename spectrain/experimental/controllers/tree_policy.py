@@ -13,10 +13,11 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.files import write_text
-from spectrain.trees.base import Prefix, Rollout, RoundResult
+from spectrain.trees.base import Prefix, RoundResult
 from spectrain.trees.dynamic import best_of_level
 from spectrain.trees.growing import GrowingTree
 from spectrain.trees.latency_aware import LatencyAwareBuilder
+from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
 
 from .builders import Episode, ridge_regression

@@ -23,9 +23,10 @@ from spectrain.errors import UserError
 from spectrain.experimental.cross_vocabulary.model import ModelRollout, load_foreign_model
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import TreeBuilder
 from spectrain.trees.chain import Chain
 from spectrain.trees.dynamic import Eagle2
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from spectrain.drafters.layers.small_models import load_model_files, wrap_model
+from spectrain.models.bundled import TINY_DIRECTORY, convert_smollm2
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.loading import TINY_DIRECTORY, convert_smollm2
 from spectrain.models.target import Target
-from spectrain.trees.base import BranchVisibility, Rollout
+from spectrain.trees.rollout import BranchVisibility, Rollout
 
 
 class ModelRollout(Rollout):

@@ -28,7 +28,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.rollout import Draft, Rollout
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -23,7 +23,7 @@ from spectrain.experimental.shared.nesting import build_nestable
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.loading import check_device
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from spectrain.randomness import DRAFT, gumbel_noise, keyed_generator
-from spectrain.trees.base import Prefix, Rollout, TreeBuilder
+from spectrain.trees.base import Prefix, TreeBuilder
 from spectrain.trees.growing import sampling_probs
+from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
 
 

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSe
 
 from spectrain.errors import UserError
 from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.loading import check_device, explain_load_failure, resolve_device
+from spectrain.models.load_errors import explain_load_failure
+from spectrain.models.loading import check_device, resolve_device
 from spectrain.trees.token_tree import TokenTree
 
 from .model import SourcePrefixLM, make_reader

@@ -17,7 +17,7 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.partial_forward import NodeLevel, PartialForward
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import TokenTree
 
 from .ladder import ExitLadder

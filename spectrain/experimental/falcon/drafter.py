@@ -27,7 +27,7 @@ from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import ANCHORS, NOISE, sequence_generator
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 
 from .rollout import BlockRollout

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spectrain.drafters.layers.layers import append_and_attend
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Rollout
+from spectrain.trees.rollout import Rollout
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ from spectrain.experimental.shared.path_scores import score_nodes, score_paths
 from spectrain.models.features import Features
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 

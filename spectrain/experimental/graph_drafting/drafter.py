@@ -14,7 +14,7 @@ from torch import Tensor
 from spectrain.config.values import Count
 from spectrain.drafters.context import Context
 from spectrain.experimental.shared.nested_drafter import NestedDrafter
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.rollout import Draft, Rollout
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

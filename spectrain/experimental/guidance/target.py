@@ -21,7 +21,8 @@ from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.features import Features, Layer
 from spectrain.models.forward_plan import ALL_LAYERS, DEFAULT_PLAN, ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.loading import explain_load_failure, load_hf, resolve_device, resolve_dtype
+from spectrain.models.load_errors import explain_load_failure
+from spectrain.models.loading import load_hf, resolve_device, resolve_dtype
 from spectrain.models.target import SmallModelOrigin, Target
 
 from .janus import convert_janus

@@ -26,7 +26,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import OUTPUT_LAYERS, BatchShape, Run, StepCost
 from spectrain.models.target import Target
-from spectrain.trees.base import BranchVisibility, Draft, Rollout
+from spectrain.trees.rollout import BranchVisibility, Draft, Rollout
 
 
 class ParallelHead(nn.Module):

@@ -20,7 +20,7 @@ from spectrain.drafters.layers.tree_masks import mask_rows, without_masks
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.partial_forward import PartialForward
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 
 from .transfer import StateTransfer, resolve_transfer_layer, transfer_states

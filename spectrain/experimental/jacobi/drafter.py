@@ -24,7 +24,7 @@ from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
 from spectrain.randomness import DRAFT, TRAJECTORY, keyed_generator, sequence_generator
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain.decoding.acceptance.base import Vector
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.trees.base import MarginalRollout
+from spectrain.trees.rollout import MarginalRollout
 
 
 def shift_window(distributions: Sequence[Vector], num_emitted: int, width: int, initial: Vector) -> list[Vector]:

@@ -8,7 +8,8 @@ import math
 
 import torch
 
-from spectrain.trees.base import Prefix, Rollout, TreeBuilder
+from spectrain.trees.base import Prefix, TreeBuilder
+from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
 
 

@@ -24,7 +24,7 @@ from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import NodeLevel
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import SkippedLayer
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 from .sets import SetScorer, Text, rank_layers
 

@@ -17,7 +17,7 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.self_speculation import SelfDrafter
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, SkippedLayer, Sublayer
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 from .gaussian import search_halves
 from .sets import (

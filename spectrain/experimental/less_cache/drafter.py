@@ -39,7 +39,8 @@ from spectrain.models.features import Features
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 if TYPE_CHECKING:

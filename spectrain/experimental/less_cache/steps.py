@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import GrowingTexts
-from spectrain.trees.base import Rollout
+from spectrain.trees.rollout import Rollout
 
 
 class Guesser(Protocol):

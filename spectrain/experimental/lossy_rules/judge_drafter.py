@@ -25,7 +25,7 @@ from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.step_cost import BatchShape, Judged, StepCost
 from spectrain.randomness import JUDGED, sequence_generator
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -37,7 +37,7 @@ from spectrain.kernels.fused_attention import fused_attention
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import ANCHORS, sequence_generator
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, StoreReader
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 MIN_PROB = 1e-9
 

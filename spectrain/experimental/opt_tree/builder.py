@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from spectrain.trees.base import Prefix, Rollout, TreeBuilder
+from spectrain.trees.base import Prefix, TreeBuilder
 from spectrain.trees.dynamic import best_of_level
 from spectrain.trees.growing import NEG_INF, GrowingTree
+from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
 
 

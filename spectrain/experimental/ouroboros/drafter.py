@@ -16,7 +16,8 @@ from spectrain.drafters.layers.inner_drafters import InnerCost
 from spectrain.experimental.shared.nested_drafter import NestedDrafter
 from spectrain.experimental.shared.phrase_pool import PhrasePool
 from spectrain.models.features import Features
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 

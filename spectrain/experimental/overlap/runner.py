@@ -34,7 +34,8 @@ from spectrain.errors import RunError, UserError
 from spectrain.experimental.shared.follower import STOP_DRAFTING, DraftRequest, Follower
 from spectrain.models.features import Features
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
 

@@ -20,7 +20,7 @@ from spectrain.drafters.layers.masks import MaskBlocks, init_mask_vectors
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.trees.base import Rollout
+from spectrain.trees.rollout import Rollout
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

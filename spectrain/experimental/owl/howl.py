@@ -14,7 +14,8 @@ from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
 from spectrain.drafters.hybrid import PATIENCE, DrafterWithCopies, build_partner
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.running_mean import RunningMean
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie

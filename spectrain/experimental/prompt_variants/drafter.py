@@ -20,7 +20,7 @@ from spectrain.drafters.layers.losses import LossName
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 if TYPE_CHECKING:

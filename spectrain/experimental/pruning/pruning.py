@@ -21,7 +21,7 @@ from spectrain.experimental.shared.early_head import EarlyHead
 from spectrain.models.features import Features
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, PruningStats, TokenTree
 
 

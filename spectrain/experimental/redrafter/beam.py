@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.trees.base import Prefix, Rollout
+from spectrain.trees.base import Prefix
 from spectrain.trees.dynamic import Eagle2, best_of_level
 from spectrain.trees.growing import NEG_INF, GrowingTree
+from spectrain.trees.rollout import Rollout
 from spectrain.trees.token_tree import TokenTree
 
 

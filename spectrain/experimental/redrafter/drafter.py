@@ -26,7 +26,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.step_cost import BatchShape, Run, StepCost
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.rollout import Draft, Rollout
 
 
 class Redrafter(VocabularyDrafter):

@@ -17,7 +17,7 @@ from spectrain.drafters.layers.copies import CopySource, Proposal
 from spectrain.errors import UserError
 from spectrain.experimental.shared.nested_rollout import NestedRollout
 from spectrain.experimental.shared.nesting import build_nestable
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
 

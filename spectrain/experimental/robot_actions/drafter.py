@@ -15,7 +15,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, RewindableDrafter
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 from spectrain.trees.trie import Trie
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from spectrain.experimental.shared.copy_rollout import as_rollout
 from spectrain.experimental.shared.nested_rollout import NestedRollout
 from spectrain.models.device import synchronize_device
 from spectrain.models.features import Features, Layer
-from spectrain.trees.base import Rollout
+from spectrain.trees.rollout import Rollout
 
 if TYPE_CHECKING:
     from spectrain.drafters.base import Drafter

@@ -21,7 +21,8 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.experimental.shared.nesting import build_several, union_layers
 from spectrain.models.features import Features
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .arms import Arm, Hedge, Stopwatch

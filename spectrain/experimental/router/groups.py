@@ -12,7 +12,7 @@ from torch import Tensor
 from spectrain.drafters.context import Context
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Rollout
+from spectrain.trees.rollout import Rollout
 
 from .arms import Stopwatch, select_layers
 

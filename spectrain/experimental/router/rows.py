@@ -23,7 +23,8 @@ from spectrain.drafters.context import Context
 from spectrain.experimental.shared.copy_rollout import as_rollout
 from spectrain.experimental.shared.nesting import build_several, union_layers
 from spectrain.models.features import Features
-from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .arms import PRIOR_RATE, Stopwatch

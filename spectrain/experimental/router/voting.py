@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spectrain.trees.base import Rollout
+from spectrain.trees.rollout import Rollout
 
 
 class VotingRollout(Rollout):

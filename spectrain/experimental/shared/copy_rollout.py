@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.context import Context
-from spectrain.trees.base import Draft, Rollout
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.trie import Trie
 
 

@@ -17,8 +17,8 @@ from spectrain.drafters.capabilities import RewindableDrafter
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft, Rollout
 from spectrain.trees.chain import Chain
+from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath
 
 STOP_DRAFTING = 0  # the number of tokens in a request that only ends drafting

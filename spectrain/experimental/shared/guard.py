@@ -15,7 +15,8 @@ from spectrain.errors import UserError
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.systems import System
 from spectrain.runs.candidate import Candidate
-from spectrain.trees.base import Draft, RoundResult, TreeBuilder, WrappedBuilder
+from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
+from spectrain.trees.rollout import Draft
 
 INITIAL_STEPS = 2  # rounds without a draft before the first draft
 # Drafted rounds between two rounds without a draft, which time a step again; a drafter that pays loses about 1 % to them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spectrain.trees.base import Rollout
+from spectrain.trees.rollout import Rollout
 
 
 class NestedRollout(Rollout):

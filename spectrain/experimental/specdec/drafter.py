@@ -22,7 +22,7 @@ from spectrain.drafters.layers.losses import LossName, head_loss
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, argmax_and_log_z
-from spectrain.trees.base import Draft, MarginalRollout
+from spectrain.trees.rollout import Draft, MarginalRollout
 
 from .network import QueryNetwork
 

@@ -28,7 +28,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.lora import TargetTraining
 from spectrain.models.step_cost import BatchShape, Run, StepCost
-from spectrain.trees.base import Draft, MarginalRollout
+from spectrain.trees.rollout import Draft, MarginalRollout
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

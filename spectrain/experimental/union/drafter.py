@@ -14,7 +14,8 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.experimental.shared.copy_rollout import as_rollout
 from spectrain.experimental.shared.nesting import build_several, union_layers
-from spectrain.trees.base import Draft, TreeBuilder, WrappedBuilder
+from spectrain.trees.base import TreeBuilder, WrappedBuilder
+from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .tree import merge_trees

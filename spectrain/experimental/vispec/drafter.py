@@ -25,7 +25,7 @@ from spectrain.kernels.linear_divergence import linear_divergence
 from spectrain.models.attention import unrolled_attention
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.trees.base import Draft
+from spectrain.trees.rollout import Draft
 
 from .images import ImageAdaptor, ImageSpans
 

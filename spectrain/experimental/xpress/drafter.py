@@ -20,8 +20,8 @@ from spectrain.drafters.layers.block_drafter import BlockConfig
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.low_rank_blocks import CombinedLoss, LowRankDrafter
 from spectrain.models.step_cost import BatchShape, Run, StepCost
-from spectrain.trees.base import MarginalRollout, Rollout
 from spectrain.trees.growing import ChildDraw
+from spectrain.trees.rollout import MarginalRollout, Rollout
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
