@@ -47,16 +47,16 @@ class Variant:
         """Tokens per forward of the target, with the forwards that draft counted too."""
         return float(self.entry["acceptance_length"]["pooled"]) / self.run.forwards
 
-    def differs_from(self, other: "Variant") -> bool:
-        """Tell whether the two speedups differ beyond chance: the 95 % interval of their ratio excludes 1."""
+    def equals(self, other: "Variant") -> bool | None:
+        """Tell whether the 95 % interval of the ratio of the two speedups holds 1; None where there is no interval."""
         ends = ratio_interval(self, other)
-        return ends is not None and not ends[0] <= 1 <= ends[1]
+        return None if ends is None else ends[0] <= 1 <= ends[1]
 
 
 def ratio_interval(variant: Variant, other: Variant) -> Interval:
     """Return the 95 % interval of one speedup over the other, prompt by prompt on the same prompts.
 
-    It is None where a speedup has none, as where prompts that are decoded together share their time.
+    Returns None where either speedup has no interval, for example because prompts that are decoded together share their time.
     """
     if any(each.entry["speedup"]["ci95"] is None for each in (variant, other)):
         return None
@@ -179,20 +179,16 @@ def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tup
         f"{best.speedup:.2f}x measured{format_ends(ends)}, {_prediction_text(best.entry['speedup']['predicted'])}"
         f"{best.length:.2f} tokens per forward."
     )
-    if ends is None and best.run.eval_setting.get("batch_size", 1) > 1:
-        text += " The gain has no interval, because prompts that are decoded together share their time."
-    elif (ends or [0.0])[0] <= 1:
+    if ends is None:
+        text += " The gain has no interval: score more prompts, one at a time, before relying on it."
+    elif ends[0] <= 1:
         text += " The gain is uncertain: score more prompts before relying on it."
-    rivals = [
-        variant.name
-        for variant in exact
-        if variant.run is not best.run and ratio_interval(best, variant) is not None and not best.differs_from(variant)
-    ]
+    rivals = [variant.name for variant in exact if variant.run is not best.run and best.equals(variant)]
     if rivals:
         text += f" Not significantly different on these prompts: {', '.join(rivals)}."
     changed = [variant for variant in variants if variant.row["lossless_to"] == "trained target"]
     fastest = max(changed, key=lambda variant: variant.speedup, default=None)
-    if fastest is not None and fastest.speedup > best.speedup and fastest.differs_from(best):
+    if fastest is not None and fastest.speedup > best.speedup and not fastest.equals(best):
         text += f" {fastest.name} is faster still, {fastest.speedup:.2f}x, but changes the target's output."
     return best.name, text
 

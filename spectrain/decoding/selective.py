@@ -9,12 +9,13 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.layers.skippable import SkippableDrafter
 from spectrain.trees.base import RootOnlyBuilder, RoundResult, TreeBuilder
 from spectrain.trees.rollout import Draft
+from spectrain.trees.token_tree import AcceptedPath
 
 from .latency import time_verification
 from .loop import EagerRunner, Request, required_layers
 
-# Features are recorded for a drafter only if a round may draft within this share of those that are left.
-WAITING_SHARE = 0.125
+# Where drafting does not pay, features are recorded for a drafter only if it may draft within this share of the rounds left.
+WAITING_SHARE = 1 / 3
 
 
 class SelectiveDrafter(SkippableDrafter):
@@ -22,8 +23,9 @@ class SelectiveDrafter(SkippableDrafter):
 
     A drafter with copies has weighed them itself, so it drafts in every round, as does one that adds nodes to every tree.
 
-    Recording features that a drafter may read later takes up to 8 % of a small target's step, so a decoding in which no round
-    may draft any more goes on without the drafter.
+    Recording features that a drafter may read later takes 5 % of a step of the tiny target. So a decoding goes on without the
+    drafter once none of the rounds in the first third of those left may draft. One whose drafter reads no features does so once
+    none of all rounds left may draft.
     """
 
     def __init__(self, runner: EagerRunner, request: Request) -> None:
@@ -32,9 +34,8 @@ class SelectiveDrafter(SkippableDrafter):
         self.runner, self.builder = runner, runner.builder
         capabilities = runner.drafter.capabilities
         self.is_skippable = capabilities.nestable if capabilities.is_copier else not capabilities.has_no_q
-        self.reads_features = bool(runner.drafter.layers)
-        # Rounds that are left at most, and tokens of the longest text at the last draft.
-        self.rounds_left, self.num_read = request.max_new_tokens, 0
+        self.share = WAITING_SHARE if runner.drafter.layers else 1.0
+        self.rounds_left = request.max_new_tokens  # at most
 
     def draft(self, context: Context) -> Draft:
         refresh_times(self.builder, context)
@@ -42,21 +43,26 @@ class SelectiveDrafter(SkippableDrafter):
             # A drafter with copies reads the features of rounds that it skipped when it needs them.
             return self.drafter.draft(context)
         self.rounds_left -= 1
-        if not self.is_active and not self.may_draft(len(context.lengths), context.longest):
+        if not self.is_active and not self.is_worth_waiting(len(context.lengths), context.longest, begins=False):
             context.layers = required_layers(None, self.runner.rule)
             self.runner.remove_drafter(PlainRounds(self.builder))
         elif self.builder.should_draft(context):
-            self.num_read = context.longest
             return super().draft(context)
         self.skip(context)
         return Draft()
 
-    def may_draft(self, num_texts: int, length: int) -> bool:
-        """Tell whether a round of the decoding may still draft, soon enough to record features until then."""
-        if not self.is_skippable:
-            return True
-        share = WAITING_SHARE if self.reads_features else 1.0
-        return self.builder.may_draft(num_texts, length, length - self.num_read, math.ceil(share * self.rounds_left))
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
+        if self.runner.drafter is None:
+            # Nothing reads the features of this round and of those before it.
+            context.deferred = []
+        else:
+            super().commit(context, accepted)
+
+    def is_worth_waiting(self, num_texts: int, length: int, begins: bool = True) -> bool:
+        """Tell whether a round of the decoding may draft soon enough to record features until then."""
+        return not self.is_skippable or self.builder.may_draft(
+            num_texts, length, math.ceil(self.share * self.rounds_left), begins
+        )
 
 
 def refresh_times(builder: TreeBuilder, context: Context, is_new_batch: bool = False) -> None:
@@ -74,16 +80,16 @@ class PlainRounds(RootOnlyBuilder):
         self.builder = builder
 
     def observe(self, round: RoundResult) -> None:
-        self.builder.count_plain_round()
+        self.builder.count_plain_round(len(round.counts), sum(round.seconds.values()))
 
 
 def draft_selectively(runner: EagerRunner, request: Request) -> None:
     """Let a runner draft only where its tree builder expects a gain.
 
-    As soon as no round of the decoding may draft any more, it goes on without the drafter.
+    Once it is not worth waiting for another draft, the decoding goes on without the drafter.
     """
     selective = SelectiveDrafter(runner, request)
-    if not selective.may_draft(len(request.prompts), request.longest_prompt):
+    if not selective.is_worth_waiting(len(request.prompts), request.longest_prompt):
         runner.remove_drafter(PlainRounds(runner.builder))
         return
     runner.round_drafter = selective

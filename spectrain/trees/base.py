@@ -104,14 +104,14 @@ class TreeBuilder(ABC):
         """Tell whether the next round drafts; asked before each round if the builder decides to draft."""
         return True
 
-    def may_draft(self, num_texts: int, length: int, num_unread: int, num_rounds: int) -> bool:
+    def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
         """Tell whether one of the next `num_rounds` rounds may draft, if those before it are plain steps.
 
-        `length` is that of the longest of `num_texts` texts, of which the drafter has not read `num_unread` tokens.
+        `length` is that of the longest of `num_texts` texts, whose decoding begins with these rounds or goes on with them.
         """
         return True
 
-    def count_plain_round(self) -> None:
+    def count_plain_round(self, num_texts: int, seconds: float) -> None:
         """Count a round of a decoding that may not draft."""
 
     def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
@@ -182,11 +182,11 @@ class WrappedBuilder(TreeBuilder):
     def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
         self.builder.record_times(prefix, seconds, total_seconds)
 
-    def may_draft(self, num_texts: int, length: int, num_unread: int, num_rounds: int) -> bool:
-        return self.builder.may_draft(num_texts, length, num_unread, num_rounds)
+    def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
+        return self.builder.may_draft(num_texts, length, num_rounds, begins)
 
-    def count_plain_round(self) -> None:
-        self.builder.count_plain_round()
+    def count_plain_round(self, num_texts: int, seconds: float) -> None:
+        self.builder.count_plain_round(num_texts, seconds)
 
     def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         return self.builder.needs_drafter(prefix, tries)

@@ -37,7 +37,7 @@ class DraftChoice:
         self.tokens, self.cost = RunningMean(tokens, PRIOR_ROUNDS), RunningMean(cost, PRIOR_ROUNDS)
         # Steps that trials may lose.
         self.savings = 0.0
-        # How many times those of plain steps the time ratios of drafted rounds were, in trials.
+        # Time ratio of drafted rounds over that of plain steps, one per trial.
         self.comparisons: deque[float] = deque([1.0], maxlen=NUM_COMPARISONS)
         # Whether the drafter proposed nothing in the last round, in which it may have prepared the next one.
         self.is_preparing = False

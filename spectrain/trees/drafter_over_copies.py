@@ -76,8 +76,8 @@ class DrafterOverCopies:
         self.copies = copies
         gain = costs.gains[copies.gain_bucket]
         drafting = drafting_seconds(max(1.0, gain.levels.value))
-        alone = ratios.correct_copies(False, costs.draft_seconds.value + copies.seconds)
-        together = ratios.correct_copies(True, drafting + copies.seconds + gain.verify_seconds.value) + reading_seconds
+        alone = ratios.estimate_copy_round(False, costs.draft_seconds.value + copies.seconds)
+        together = ratios.estimate_copy_round(True, drafting + copies.seconds + gain.verify_seconds.value) + reading_seconds
         added = gain.tokens.value * min(1.0, max(0.0, self.mean_realised.value / max(self.mean_promised.value, 1e-6)))
         return gain.needs_trial() or (copies.num_tokens + added) * alone > copies.num_tokens * together
 

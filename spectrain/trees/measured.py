@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 
 import numpy as np
@@ -25,7 +26,9 @@ from .verify_fit import VerifyFit
 
 UNKNOWN_ROUND = 1.5, 1.0  # expected tokens and cost of a drafted round before any tree was grown: drafting is tried at first
 READ_NODES = 64  # nodes of a draft step by which the cost of reading a token is estimated
-READ_MEMORY = 4  # rounds over which the mean of the cost of reading a token is taken, because few rounds read many
+READ_MEMORY = (
+    4  # rounds over which the mean of the cost of reading a token is taken, because few rounds read many skipped tokens
+)
 
 
 class Auto(LatencyAwareBuilder):
@@ -66,7 +69,6 @@ class Auto(LatencyAwareBuilder):
         self.max_drafted = (depth - 1) * top_k
         self.text_length = 0  # tokens of the longest text in this round
         self.costs_by_setting: dict[tuple[int, int], RoundCosts] = {}  # by batch size and number of threads
-        self.plain_costs: RoundCosts | None = None  # those of a decoding that may not draft
         self.setting, self.num_settled = (0, 0), 0  # batch size and threads of this round, and earlier ones in a row with them
         self.curves = TokenCurves(depth, budget, memory)
         self.acceptance = AcceptanceByDepth(depth, memory)
@@ -132,7 +134,7 @@ class Auto(LatencyAwareBuilder):
             share = batch / closest[0]
             copy_seconds = nearest.copies.draft_seconds.value * share
             costs = self.costs_by_setting[setting] = self._make_costs(nearest.latency.for_batch(batch), copy_seconds)
-            costs.reading_seconds.value = nearest.reading_seconds.value * share
+            costs.reading_seconds = replace(nearest.reading_seconds, value=nearest.reading_seconds.value * share)
         self.setting, self.costs = setting, self.costs_by_setting[setting]
         self._use_costs()
 
@@ -147,6 +149,7 @@ class Auto(LatencyAwareBuilder):
 
     def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
         self._select_costs(prefix)
+        self.has_timed = False
         is_due = not self.costs.is_timed if is_new_batch else self.costs.needs_timing(self.text_length, self.num_settled)
         return list_timed_sizes(self.budget) if is_due else []
 
@@ -163,24 +166,31 @@ class Auto(LatencyAwareBuilder):
         self._count_unread(prefix)
         self.num_rounds += 1
         costs = self.costs
-        reading = self.num_unread * costs.reading_seconds.value / self.verify_seconds(self.text_length)[0]
-        self.is_skipped = not costs.choice.should_draft(reading, self.num_settled > 0 and costs.time_ratios.has_drafted)
+        is_comparable = self.num_settled > 0 and costs.time_ratios.has_drafted
+        self.is_skipped = not costs.choice.should_draft(self._reading_cost(costs, self.num_unread), is_comparable)
         if not self.is_skipped:
             self.last_draft_length = self.text_length
         return not self.is_skipped
 
-    def may_draft(self, num_texts: int, length: int, num_unread: int, num_rounds: int) -> bool:
+    def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
         costs = self.costs_by_setting.get((num_texts, torch.get_num_threads()))
-        self.plain_costs = costs
         if costs is None or not (costs.is_timed or costs.choice.has_drafted):
             return True
-        reading = num_unread * costs.reading_seconds.value / costs.latency.estimate_verify(1, length)
-        return costs.choice.may_draft(num_rounds, reading)
+        num_unread = self._skipped_tokens(length, 0 if begins else self.last_draft_length)
+        return costs.choice.may_draft(num_rounds, self._reading_cost(costs, num_unread, length))
 
-    def count_plain_round(self) -> None:
-        assert self.plain_costs is not None
+    def _reading_cost(self, costs: RoundCosts, num_unread: int, length: int | None = None) -> float:
+        """Return the plain steps that reading so many skipped tokens takes, behind a text of `length` tokens or this one."""
+        if not num_unread:
+            return 0.0
+        return num_unread * costs.reading_seconds.value / costs.latency.estimate_verify(1, length or self.text_length)
+
+    def count_plain_round(self, num_texts: int, seconds: float) -> None:
         self.num_rounds, self.num_plain = self.num_rounds + 1, self.num_plain + 1
-        self.plain_costs.choice.savings += TRIAL_ALLOWANCE
+        # A number of threads that is tried for the first time has no costs yet.
+        if costs := self.costs_by_setting.get((num_texts, torch.get_num_threads())):
+            costs.round_seconds += seconds
+            costs.choice.savings += TRIAL_ALLOWANCE
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self._select_costs(prefix)
@@ -242,8 +252,11 @@ class Auto(LatencyAwareBuilder):
         """Count the tokens that the drafter would read in this round beyond those of one round."""
         if prefix.begins:
             self.last_draft_length, self.num_new = 0, None
-        unread = self.text_length - self.last_draft_length
-        self.num_unread = unread if unread > self.depth + 1 else 0
+        self.num_unread = self._skipped_tokens(self.text_length, self.last_draft_length)
+
+    def _skipped_tokens(self, length: int, last_length: int) -> int:
+        """Return the tokens since `last_length` that the drafter has not read, 0 where one round may have accepted them."""
+        return length - last_length if length - last_length > self.depth + 1 else 0
 
     def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
         """Return the fastest size after drafting; copies and drafted nodes compete by calibrated probability."""
@@ -309,19 +322,20 @@ class Auto(LatencyAwareBuilder):
         if size > 1 and not self.num_unread and is_settled:
             ratio = sum(seconds.values()) / (expected + verifying)
             if has_copies:
-                costs.time_ratios.copy_rounds[levels > 0].append(ratio)
-        costs.choice.is_preparing = size == 1 and not costs.choice.is_preparing
+                costs.time_ratios.record_copies(levels > 0, ratio)
         active = [(before, count) for before, count in zip(num_new, round.counts.tolist()) if count]
         if active:
+            costs.choice.is_preparing = size == 1 and not costs.choice.is_preparing
             least, step = min(before for before, _ in active), self.verify_seconds(self.text_length)[0]
             tokens = mean(count for before, count in active if before == least)
             comparison = costs.time_ratios.compare(True, ratio)
             costs.choice.record_draft(tokens, (expected + verifying) / step, comparison, reading / step)
         if size == 1:
             return
-        if costs.fit is not None:
+        if costs.fit is not None and is_settled:
             costs.fit.record(verifying, seconds["verify"] + seconds["accept"])
         if self.num_unread:
+            # Also in the first round with a number of prompts: where batches alternate, no other one reads a prompt.
             costs.reading_seconds.add(reading / self.num_unread, READ_MEMORY)
         elif is_settled:
             costs.record_drafting(levels, drafting, self.memory)

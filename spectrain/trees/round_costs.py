@@ -31,7 +31,7 @@ class RoundCosts:
     start_seconds: RunningMean
     step_seconds: RunningMean
     reading_seconds: RunningMean
-    # How much longer than modelled rounds take.
+    # Ratios of the observed to the modelled seconds of rounds.
     time_ratios: TimeRatios = field(default_factory=TimeRatios)
     # Seconds to verify every size, by context length.
     verify_curves: dict[int, list[float]] = field(default_factory=dict)

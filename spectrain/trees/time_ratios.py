@@ -1,4 +1,4 @@
-"""How much longer than modelled rounds take with one number of threads."""
+"""Ratios of the observed to the modelled seconds of rounds with one number of threads."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class TimeRatios:
         return bool(self.rounds[True])
 
     def compare(self, is_drafted: bool, ratio: float | None) -> float | None:
-        """Add the ratio of a round, and return how many times those of plain rounds the ratios of drafted ones are.
+        """Add the ratio of a round, and return the ratio of drafted rounds divided by that of plain ones.
 
         The round is compared with the last rounds of the other kind only, so that a change of the machine's load affects both.
-        A `ratio` of None is that of a round whose time is not that of others. Returns None where nothing can be compared.
+        A `ratio` of None marks a round whose time is not representative. Returns None where nothing can be compared.
         """
         if ratio is None:
             return None
@@ -38,6 +38,10 @@ class TimeRatios:
             return None
         return ratio / median(others) if is_drafted else median(others) / ratio
 
-    def correct_copies(self, with_drafter: bool, seconds: float) -> float:
+    def record_copies(self, with_drafter: bool, ratio: float) -> None:
+        """Record the ratio of a round with copies."""
+        self.copy_rounds[with_drafter].append(ratio)
+
+    def estimate_copy_round(self, with_drafter: bool, seconds: float) -> float:
         """Return the expected seconds of a round with copies that is modelled to take `seconds`."""
         return median(self.copy_rounds[with_drafter]) * seconds

@@ -1,7 +1,9 @@
 """Decodings that may not draft are those without a drafter, and what copies of unknown probability are worth is learned."""
 
+import math
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,6 +102,39 @@ def test_features_are_recorded_while_a_draft_may_come(shallow: Target, monkeypat
     assert [row.output for row in generations] == [row.output for row in plain]
     # The round after the trial still records them.
     assert recorded[:19] == [drafter.layers] * 2 + [()] * 17 and drafter.layers
+    assert builder.num_rounds == 19 and builder.num_plain == 18
+
+
+@pytest.mark.parametrize("waits_for", ["a third of the rounds", "all rounds"])
+def test_waiting_for_a_draft_ends_where_none_may_come(shallow: Target, waits_for: str) -> None:
+    """A drafter that reads features is waited for while a trial is due within a third of the rounds left, another one while one
+    is due within all of them."""
+    reads_features = waits_for == "a third of the rounds"
+    drafter = Medusa(shallow, num_heads=2).eval() if reads_features else Causal(shallow, num_layers=1).eval()
+    builder = make_builder(10.0)
+    for rounds_left in (1, 30, 31, 90):
+        builder.costs.choice = DraftChoice(1.0, 1.4)
+        selective = SelectiveDrafter(
+            EagerRunner(shallow, Greedy(), drafter, builder), make_request(shallow, PROMPTS, rounds_left)
+        )
+        num_waited = math.ceil(rounds_left / 3) if reads_features else rounds_left
+        for missing in (0.001, -0.001):
+            builder.costs.choice.savings = 0.4 - TRIAL_ALLOWANCE * (num_waited - 1) - missing
+            assert selective.is_worth_waiting(2, 8) == (missing < 0)
+
+
+def test_what_may_draft_is_what_drafts(shallow: Target) -> None:
+    """A decoding whose next round drafts is never said to be one that may not, however many tokens the drafter has skipped."""
+    builder, lengths, answers = make_builder(10.0), torch.zeros(2), []
+    for unread in range(9):
+        for savings in (0.39, 0.41, 0.7, 1.2):
+            builder.costs.choice = DraftChoice(1.0, 1.4)
+            builder.costs.choice.savings, builder.costs.reading_seconds.value, builder.last_draft_length = savings, 0.1, 50
+            may = builder.may_draft(2, 50 + unread, 1, begins=False)
+            prefix = SimpleNamespace(lengths=lengths, longest=50 + unread, begins=False)
+            assert builder.should_draft(prefix) == may  # type: ignore[arg-type]
+            answers.append(may)
+    assert 0 < sum(answers) < len(answers)
 
 
 def test_copies_are_skipped_where_they_do_not_pay(shallow: Target) -> None:

@@ -16,7 +16,8 @@ from spectrain.errors import UserError
 from spectrain.experimental.grafting.grafting import Grafting
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
-from spectrain.trees import Eagle2
+from spectrain.trees import Auto, Eagle2
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.targets import make_random_target
 from tests.trees.tables import Path, check_structure, paths
@@ -102,6 +103,23 @@ def test_grafts_are_those_of_plain_forwards(
             changed += sorted(before) != sorted(paths(grafted, row))
     counts = grafting.summarize_grafts()
     assert changed > 0 and counts["grafts_per_round"] > 0 and counts["accepted_per_round"] > 0
+
+
+@torch.no_grad()
+def test_trees_of_measured_size_are_grafted(target: Target, drafters: dict[str, Drafter]) -> None:
+    """With a builder that decides before each round whether to draft, drafted trees are grafted and the output is the same."""
+    builder, times = Auto(4, 10, 3), {size: 1e-3 + 1e-6 * size for size in (1, 2, 10)}
+    builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(times, 1e-9)}, 1e-9)))
+    # The times above are not this machine's: the choice of plain steps would be one by chance, and so would new timing.
+    builder.untimed_sizes = lambda *_: []  # type: ignore[method-assign]
+    builder.costs.choice.should_draft = lambda *_: builder.num_rounds % 4 > 0  # type: ignore[method-assign]
+    grafting = Recorded(LAYER, COUNT, 1)
+    grafting.rounds = []
+    generations = Session(target, Greedy(), drafters["early_exit"], builder, pruning=grafting).decode(PROMPTS[:1], LIMIT)
+    assert [generation.output for generation in generations] == [
+        generation.output for generation in decode(target, PROMPTS[:1], Greedy(), LIMIT)
+    ]
+    assert grafting.num_grafted > 0 and builder.num_plain > 0
 
 
 @torch.no_grad()

@@ -81,3 +81,14 @@ def test_a_preparing_round_is_followed_by_a_draft() -> None:
     choice = DraftChoice(1.0, 2.0)
     choice.is_preparing = True
     assert choice.should_draft() and not DraftChoice(1.0, 2.0).should_draft()
+
+
+def test_a_round_is_compared_with_the_last_ones_of_the_other_kind() -> None:
+    """The ratio is that of drafted over plain rounds, whichever of them the new round is."""
+    ratios = TimeRatios()
+    assert ratios.compare(False, 2.0) is None and not ratios.has_drafted
+    assert ratios.compare(False, 4.0) is None and ratios.compare(True, None) is None
+    assert ratios.compare(True, 6.0) == 2.0 and ratios.has_drafted
+    assert ratios.compare(False, 3.0) == 2.0
+    ratios.record_copies(True, 3.0)
+    assert ratios.estimate_copy_round(True, 10.0) == 20.0 and ratios.estimate_copy_round(False, 10.0) == 10.0
