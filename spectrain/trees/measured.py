@@ -330,14 +330,13 @@ class Auto(LatencyAwareBuilder):
             tokens = mean(count for before, count in active if before == least)
             comparison = costs.time_ratios.compare(True, ratio)
             costs.choice.record_draft(tokens, (expected + verifying) / step, comparison, reading / step)
-        if size == 1:
+        if size == 1 or not is_settled:
             return
-        if costs.fit is not None and is_settled:
+        if costs.fit is not None:
             costs.fit.record(verifying, seconds["verify"] + seconds["accept"])
         if self.num_unread:
-            # Also in the first round with a number of prompts: where batches alternate, no other one reads a prompt.
             costs.reading_seconds.add(reading / self.num_unread, READ_MEMORY)
-        elif is_settled:
+        else:
             costs.record_drafting(levels, drafting, self.memory)
 
     def _estimate_verification(self, tree: TokenTree, size: int) -> float:
