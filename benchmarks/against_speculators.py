@@ -6,9 +6,10 @@
 It needs an environment with both (make .venv-engines/installed). Both sides get the same conversations (--limit of the embedded
 ones), batches of 512 packed tokens, three unrolled steps, fused layers, draft vocabulary and features. Every rate of RATES is
 trained with seed 0; the best of either optimizer, by the chain, is trained with the other seeds too. --rates names single
-choices instead, as in muon:4e-3:2e-2, and --sides one side, so that two processes can share the work. All other settings are
-the sides' own. Both are scored by this project: chains of three and trees of 16 nodes over held-out prompts, whose output must
-equal autoregressive decoding. FILE of --runs holds a line per finished run; a second start trains only what is missing.
+choices instead, as in muon:4e-3:2e-2, and --sides one side, so that two processes can share the work. --changes gives spectrain
+other settings, as in drafter.step_decay=1, which the runs then name. All other settings are the sides' own. Both are scored by
+this project: chains of three and trees of 16 nodes over held-out prompts, whose output must equal autoregressive decoding. FILE
+of --runs holds a line per finished run; a second start trains only what is missing.
 
 With --pace so many steps on SmolLM2 instead, a draft vocabulary of 8,192 in both, step by step in turn over the same batches,
 one thread: seconds of the processor from given features (as from a store), and of the target's forward that computes them.
@@ -17,7 +18,7 @@ one thread: seconds of the processor from given features (as from a store), and 
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -56,8 +57,8 @@ CPU = torch.device("cpu")
 SIDES = ("spectrain", "speculators")
 TREES: dict[str, Callable[[], Any]] = {"chain": partial(Chain, depth=3), "tree": partial(Eagle2, depth=5, budget=16, top_k=4)}
 # Optimizer, rate of AdamW, rate of Muon's matrices. The first of Muon's is the library's default.
-RATES = ["adamw:2e-3", "adamw:4e-3", "adamw:8e-3", "muon:1e-3:1e-3", "muon:4e-3:1e-2", "muon:4e-3:2e-2", "muon:4e-3:4e-2",
-         "muon:8e-3:2e-2"]  # fmt: skip
+RATES = ["adamw:2e-3", "adamw:4e-3", "adamw:8e-3", "muon:1e-3:1e-3", "muon:4e-3:5e-3", "muon:4e-3:1e-2", "muon:4e-3:2e-2",
+         "muon:4e-3:4e-2", "muon:8e-3:2e-2"]  # fmt: skip
 
 
 def main() -> None:
@@ -67,6 +68,7 @@ def main() -> None:
     arguments.add_argument("--target", default="tiny")
     arguments.add_argument("--rates", nargs="*", default=None)
     arguments.add_argument("--sides", nargs="*", choices=SIDES, default=SIDES)
+    arguments.add_argument("--changes", nargs="*", default=[])
     for name, default in (("seeds", 3), ("passes", 1), ("prompts", 24), ("limit", 320), ("pace", 0)):
         arguments.add_argument(f"--{name}", type=int, default=default)
     settings = arguments.parse_args()
@@ -74,7 +76,7 @@ def main() -> None:
     if settings.pace:
         write_result(measure_pace(settings.pace, settings.limit), settings.out)
         return
-    compare(Comparison(settings.target, settings.limit, settings.prompts), settings)
+    compare(Comparison(settings.target, settings.limit, settings.prompts, settings.changes), settings)
 
 
 def compare(comparison: "Comparison", settings: argparse.Namespace) -> None:
@@ -105,13 +107,15 @@ class RunList:
     def train(self, side: str, rates: str, seed: int) -> dict[str, Any]:
         """Return the run of these settings, which is trained where it is missing."""
         key = {"target": self.comparison.name, "side": side, "rates": rates, "seed": seed, "passes": self.passes}
+        changes = self.comparison.changes if side == "spectrain" else []
         for run in self.runs:
-            if key.items() <= run.items():
+            if key.items() <= run.items() and run.get("changes", []) == changes:
                 return run
         began = time.process_time()
         drafter, tokens = self.comparison.train(side, rates, seed, self.passes)
         seconds = time.process_time() - began
-        run = key | {"tokens": tokens, "cpu_seconds": round(seconds, 1)} | self.comparison.score(drafter)
+        named = {"changes": changes} if changes else {}
+        run = key | named | {"tokens": tokens, "cpu_seconds": round(seconds, 1)} | self.comparison.score(drafter)
         self.runs.append(run)
         with self.path.open("a") as file:
             file.write(json.dumps(run) + "\n")
@@ -127,8 +131,9 @@ class RunList:
 class Comparison:
     """A target, its data with features and its prompts, on which both sides train and are scored."""
 
-    def __init__(self, target: str, limit: int, num_prompts: int) -> None:
-        self.name = target
+    def __init__(self, target: str, limit: int, num_prompts: int, changes: Sequence[str] = ()) -> None:
+        # Settings of spectrain's side that differ from the recipe's.
+        self.name, self.changes = target, list(changes)
         with hydra_context():
             self.target: Target = compose_spec({"recipe": "eagle3", "target": target}).target.build()
         self.target.pack_weights()
@@ -158,7 +163,8 @@ class Comparison:
     def train(self, side: str, rates: str, seed: int, passes: int) -> tuple[Drafter, int]:
         """Train a drafter; return it and the number of tokens."""
         batches = [*self.batches(seed, passes)]
-        spec = self.compose(rates, seed)
+        changes = self.changes if side == "spectrain" else []
+        spec = self.compose(rates, seed, **dict(change.split("=", 1) for change in changes))
         drafter = init_drafter(spec, self.target, self.data)
         train = self.train_ours if side == "spectrain" else self.train_library
         drafter = train(spec, drafter, batches, rates)

@@ -107,8 +107,8 @@ def fill_text(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 128, break_long_words=False, break_on_hyphens=False))
 
 
-def speculators_tables(result: dict[str, Any], pace: dict[str, Any]) -> str:
-    """Return the comparison by target and budget, the grid of rates, and the pace of both sides."""
+def speculators_tables(result: dict[str, Any], trials: dict[str, Any], pace: dict[str, Any]) -> str:
+    """Return the comparison by target and budget, the grid of rates, changes of spectrain's training, and the pace of both."""
     parts = []
     budgets = sorted({(run["target"] != "tiny", run["passes"], run["target"]) for run in result["runs"]})
     for _, passes, target in budgets:
@@ -118,7 +118,14 @@ def speculators_tables(result: dict[str, Any], pace: dict[str, Any]) -> str:
             parts.append(
                 f"### Rates\n\nSeed 0; rates of Muon are those of AdamW's part and of the matrices.\n\n{grid_table(runs)}"
             )
-    return "\n\n".join([*parts, pace_table(pace)])
+    note = (
+        "One run each, seed 0. A row holds tokens per forward and the ratio to the heading row above it, over the same "
+        "prompts; other seeds differ by up to 4 %. The three norms are `norm_before_fc`, `norm_before_residual` and "
+        "`norm_output` of `drafter.architecture`, which the library has by default. `--changes` of the benchmark gives such "
+        "settings."
+    )
+    changes = f"## Changes of spectrain's training\n\n{describe_setting(trials)}\n\n{fill_text(note)}\n\n{trials_table(trials)}"
+    return "\n\n".join([*parts, changes, pace_table(pace)])
 
 
 def pace_table(pace: dict[str, Any]) -> str:
