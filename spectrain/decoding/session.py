@@ -17,7 +17,7 @@ from spectrain.models.fast import pack_linears, unpack_linears
 from spectrain.models.images import have_images
 from spectrain.models.target import Target
 from spectrain.models.threads import ThreadTuner, make_tuner
-from spectrain.trees.base import TreeBuilder
+from spectrain.trees.base import RoundResult, TreeBuilder, WrappedBuilder
 
 from .acceptance import AcceptanceRule, Greedy
 from .calibration import calibrate_builders, resolve_rule
@@ -172,8 +172,10 @@ class Session:
         if setting in self._prepared_settings:
             return
         self._prepared_settings.add(setting)
-        # A copy of the builder, because the times of these rounds say nothing about others.
-        builder, limit = copy.deepcopy(self.builder), min(WARM_UP_TOKENS, max_new_tokens)
+        # These rounds say nothing about others. Only a builder that decides by its rounds is copied: others may hold a drafter.
+        is_learning = self.builder.decides_to_draft
+        builder = copy.deepcopy(self.builder) if is_learning else UnobservantBuilder(self.builder)
+        limit = min(WARM_UP_TOKENS, max_new_tokens)
         decode(self.target, prompts, self.rule, limit, self.drafter, builder, sequence_ids, ignore_eos=True)
         if self.builder.decides_to_draft:
             request = make_request(self.target, prompts, max_new_tokens)
@@ -256,6 +258,13 @@ class Session:
         elif runner.builder.decides_to_draft:
             draft_selectively(runner, request)
         return runner
+
+
+class UnobservantBuilder(WrappedBuilder):
+    """Builds the trees of another builder, which does not observe these rounds."""
+
+    def observe(self, round: RoundResult) -> None:
+        """Do nothing."""
 
 
 def make_fallback(target: Target, engine: EngineChoice) -> Fallback:

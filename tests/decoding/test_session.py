@@ -1,5 +1,6 @@
 """A session decodes by whichever runner it may, and is prepared as what is scored is."""
 
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from spectrain.decoding.fallback import EXECUTION_MODES
 from spectrain.decoding.generation import DecodingSteps
 from spectrain.decoding.loop import Request, decode
 from spectrain.decoding.session import Session, require_capture
+from spectrain.decoding.teacher_forcing import TeacherForcedBuilder
+from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
@@ -161,3 +164,17 @@ def test_session_drafts_by_measured_times(shallow: Target, cost: float) -> None:
         assert [generation.output for generation in drafted] == plain
     assert (3, torch.get_num_threads()) in builder.costs_by_setting and builder.costs.is_timed
     assert set(builder.costs.latency.verify_seconds) == {max(map(len, PROMPTS))}
+
+
+def test_warming_up_copies_no_drafter(shallow: Target) -> None:
+    """A builder that holds a drafter, as teacher forcing does after its first round, is neither copied nor told of warm-ups."""
+    prompt = [5, 7, 9, 5, 7, 9]
+    (answer,) = decode(shallow, [prompt], Greedy(), 12, sequence_ids=[0], ignore_eos=True)
+    drafter = Causal(shallow, num_layers=1).eval()
+    drafter.uncopied = Lock()  # type: ignore[assignment]
+    forced = TeacherForcedBuilder({0: answer.prompt + answer.output}, Chain(3), Greedy())
+    session = Session(shallow, Greedy(), drafter, forced)
+    session.decode([prompt], 8, [0], ignore_eos=True)
+    counts = list(forced.counts)
+    session.warm_up([prompt], 8, [0])
+    assert forced.counts == counts and any(counts)
