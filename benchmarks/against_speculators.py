@@ -107,7 +107,7 @@ class RunList:
     def train(self, side: str, rates: str, seed: int) -> dict[str, Any]:
         """Return the run of these settings, which is trained where it is missing."""
         key = {"target": self.comparison.name, "side": side, "rates": rates, "seed": seed, "passes": self.passes}
-        changes = self.comparison.changes if side == "spectrain" else []
+        changes = self.comparison.changes_of(side)
         for run in self.runs:
             if key.items() <= run.items() and run.get("changes", []) == changes:
                 return run
@@ -144,6 +144,10 @@ class Comparison:
         self.answers = Session(self.target, Greedy()).decode
         self.reference = [self.answers([prompt], NEW_TOKENS)[0].output for prompt in self.prompts]
 
+    def changes_of(self, side: str) -> list[str]:
+        """List the changed settings of a side; only spectrain's can be changed."""
+        return self.changes if side == "spectrain" else []
+
     def compose(self, rates: str, seed: int, **settings: Any) -> RunSpec:
         """Compose spectrain's run with an optimizer and its rates."""
         optimizer, lr, *matrices = rates.split(":")
@@ -163,8 +167,7 @@ class Comparison:
     def train(self, side: str, rates: str, seed: int, passes: int) -> tuple[Drafter, int]:
         """Train a drafter; return it and the number of tokens."""
         batches = [*self.batches(seed, passes)]
-        changes = self.changes if side == "spectrain" else []
-        spec = self.compose(rates, seed, **dict(change.split("=", 1) for change in changes))
+        spec = self.compose(rates, seed, **dict(change.split("=", 1) for change in self.changes_of(side)))
         drafter = init_drafter(spec, self.target, self.data)
         train = self.train_ours if side == "spectrain" else self.train_library
         drafter = train(spec, drafter, batches, rates)

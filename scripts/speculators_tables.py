@@ -121,8 +121,8 @@ def speculators_tables(result: dict[str, Any], trials: dict[str, Any], pace: dic
     note = (
         "One run each, seed 0. A row holds tokens per forward and the ratio to the heading row above it, over the same "
         "prompts; other seeds differ by up to 4 %. The three norms are `norm_before_fc`, `norm_before_residual` and "
-        "`norm_output` of `drafter.architecture`, which the library has by default. `--changes` of the benchmark gives such "
-        "settings."
+        "`norm_output` of `drafter.architecture`, which the library has by default. `--changes` of the benchmark gives these "
+        "settings. No setting freezes the output layer: its `requires_grad` was switched off by hand."
     )
     changes = f"## Changes of spectrain's training\n\n{describe_setting(trials)}\n\n{fill_text(note)}\n\n{trials_table(trials)}"
     return "\n\n".join([*parts, changes, pace_table(pace)])
