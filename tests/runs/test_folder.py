@@ -62,8 +62,10 @@ def test_the_recorded_command_can_be_typed_again() -> None:
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_a_launcher_is_part_of_the_recorded_command(monkeypatch: pytest.MonkeyPatch, is_launched: bool) -> None:
     """The command of the parent is recorded where it is a launcher, and otherwise the own one."""
-    command = [sys.executable, "-c", "input()", *(["torchrun"] if is_launched else []), "train"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:
+    command = [sys.executable, "-c", "print(flush=True); input()", *(["torchrun"] if is_launched else []), "train"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()  # Linux shows an empty command for a moment after the start
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # a process that a worker started inherits it
         assert read_launch() == (command if is_launched else sys.orig_argv)
