@@ -175,7 +175,7 @@ class Comparison:
 
     def train_ours(self, spec: RunSpec, drafter: Any, batches: list[list[Example]], rates: str) -> Drafter:
         """Train spectrain's drafter."""
-        job = start_run(Trainer.from_spec(spec), drafter, self.target, self.source, len(batches))
+        job = start_run(Trainer.from_spec(spec), drafter, self.target, self.source, batches)
         for examples in batches:
             job.train_step([examples])
         job.finish()
@@ -227,10 +227,11 @@ class CachedSource(Source):
         return replace(batch, features=Features(batch.tokens, request.layers, hidden))
 
 
-def start_run(trainer: Trainer, drafter: Drafter, target: Target, source: Source, num_steps: int) -> TrainingRun:
-    """Start a training whose steps are taken one by one."""
+def start_run(trainer: Trainer, drafter: Drafter, target: Target, source: Source, batches: list[list[Example]]) -> TrainingRun:
+    """Start a training on these batches, whose steps are taken one by one."""
     strategy = make_strategy(trainer.make_accelerator(), "auto", 1, trainer.autocast_dtype(target, CPU))
-    job = TrainingRun(trainer, drafter, target, source, strategy, num_steps)
+    job = TrainingRun(trainer, drafter, target, source, strategy, len(batches))
+    job.fit_start(batches)
     job.start_training()
     return job
 
@@ -256,11 +257,12 @@ def measure_pace(steps: int, limit: int) -> dict[str, Any]:
     data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.template)
     drafter: Any = init_drafter(spec, target, data)
     source, layers = PresetFeatures(), drafter.fused_layers
-    job = start_run(Trainer.from_spec(spec), drafter, target, source, steps)
+    batches = [*islice(data.stream_batches(Batching(BATCH, 0, packed=True)), steps)]
+    job = start_run(Trainer.from_spec(spec), drafter, target, source, batches)
     library = LibraryTraining(target, drafter.draft_ids, layers, UNROLLED, steps)
     seconds: dict[str, list[float]] = {"target": [], "ours": [], "theirs": []}
     tokens = []
-    for number, examples in enumerate(islice(data.stream_batches(Batching(BATCH, 0, packed=True)), steps)):
+    for number, examples in enumerate(batches):
         batch = collate(examples, packed=True)
         captured: tuple[Layer, ...] = (*layers, "final", target.num_layers)
         features = measure_call(seconds["target"], partial(target.features, batch.tokens, captured, batch.lengths))

@@ -8,13 +8,14 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from spectrain.data.datastore import Datastore
+from spectrain.features.batch import Batch
 from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
@@ -86,6 +87,19 @@ class RewindableDrafter(ABC):
     @abstractmethod
     def rewind(self, lengths: Tensor) -> None:
         """Forget what was read of each text from these lengths [B] on."""
+
+
+class FittedDrafter(ABC):
+    """A drafter whose initial weights are fitted to the target's states before the first training step."""
+
+    @property
+    @abstractmethod
+    def num_fitted_tokens(self) -> int:
+        """The number of tokens of the data that `fit_start` reads; 0 leaves the initial weights as they are."""
+
+    @abstractmethod
+    def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
+        """Set the initial weights from batches that hold the features of the first stage."""
 
 
 class DrafterWithExits(ABC):

@@ -6,6 +6,7 @@ Index t pairs the target's features at t with the embedding of token t + 1, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from spectrain.config.values import Count, Share, Steps, VocabularySize
 from spectrain.drafters.layers.compiled_cpu_eagle import find_compiled
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
+from spectrain.drafters.layers.fitted_start import fit_eagle
 from spectrain.drafters.layers.layers import init_self_attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
@@ -24,14 +26,14 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 
-from .base import Losses, TrainingState
-from .capabilities import ContextParallelDrafter, OnPolicy, SavedFiles
+from .base import Losses, Stage, TrainingState
+from .capabilities import ContextParallelDrafter, FittedDrafter, OnPolicy, SavedFiles
 from .context import Context
 
 VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")
 
 
-class Eagle3(UnrolledEagle, ContextParallelDrafter):
+class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
     """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward pass.
 
     Three layers of the target are fused into the first hidden state; each later draft step reads the un-normed output of the
@@ -65,9 +67,11 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter):
         loss: LossName = "forward_kl",
         # Factor from 0 to 1 between the loss weights of successive draft steps.
         step_decay: Share = 0.8,
-        # Initial values: the target's output layer, fc that passes on a layer, and heads that attend to their own position
-        # (target), or random ones (random).
-        start: Literal["target", "random"] = "target",
+        # Initial values: the target's output layer, and the layers fitted to its states by least squares (fitted) or fc that
+        # passes on a layer and heads that attend to their own position (target); or random ones (random).
+        start: Literal["target", "random", "fitted"] = "target",
+        # Number of tokens, from the beginning of the training data, that start=fitted reads.
+        fit_tokens: Count = 65536,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
         head_rank: Count | None = None,
         # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
@@ -77,17 +81,38 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter):
         own = complete["own_embedding"]
         super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own, head_rank, complete))
         self.num_steps, self.divergence, self.step_decay = ttt_steps, loss, step_decay
-        self.norm_output = complete["norm_output"]
+        self.norm_output, self.fit_tokens = complete["norm_output"], fit_tokens
+        # Factor of the learning rate of fc: the size of its fitted weights over that of random ones.
+        self.fc_lr_scale = 1.0
         if self.embed_tokens is not None:
             self.embed_tokens.requires_grad_(False)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and initialise the layers, with heads that attend to their own position."""
         super().prepare(target, token_counts)
-        if self.start == "target":
+        if self.start != "random":
             init_self_attention(self.self_attn)
 
+    @property
+    def num_fitted_tokens(self) -> int:
+        return self.fit_tokens if self.start == "fitted" else 0
+
+    def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
+        """Fit the initial weights to the target's states by least squares; see `fitted_start`."""
+        fit_eagle(self, batches, target)
+        weight = self.fc.weight.detach()
+        self.fc_lr_scale = min(1.0, float(weight.square().mean().sqrt()) * (3 * weight.shape[1]) ** 0.5)
+
     # Training
+
+    @property
+    def stages(self) -> list[Stage]:
+        """One stage. A fitted fc learns at a rate in proportion to its weights, which have the size that the features need."""
+        if self.start != "fitted":
+            return super().stages
+        others = [p for p in self.parameters() if p.requires_grad and p is not self.fc.weight]
+        groups: list[dict[str, Any]] = [{"params": [self.fc.weight], "lr_scale": self.fc_lr_scale}, {"params": others}]
+        return [Stage(groups, self.layers, final_reach=0)]
 
     @property
     def label_reach(self) -> int:

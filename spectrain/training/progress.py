@@ -29,6 +29,7 @@ class RunProgress:
         self.step = 0  # steps done
         self.stage = self.stage_start = 0  # the stage of the optimiser, and its first step
         self.lr = 0.0  # of the newest step
+        self.lr_scales: list[float] = []  # factors of the stage's parameter groups, as they were when it began
         self.averages = None if trainer.ema is None else WeightAverages(trainer.ema)
         self.validation_history = ValidationHistory()  # at held-out data
         self.saved_step = self.saved_best_step = 0  # step of the newest checkpoint, step of the best validation saved with it
@@ -56,7 +57,8 @@ class RunProgress:
         return {
             "step": self.step, "stream": position, "skipped": self.skipped, "tallies": tallies, "tokens": self.tokens,
             "seconds": self.seconds, "optimizer": numbers, "num_steps": self.num_steps,
-            "stage": self.stage, "stage_began": self.stage_start, "spent": asdict(self.budget.time_spent),
+            "stage": self.stage, "stage_began": self.stage_start, "lr_scales": self.lr_scales,
+            "spent": asdict(self.budget.time_spent),
             "looks": asdict(self.validation_history),
             "batches_a_step": self.batches_per_step, "copies": self.parallel.num_copies,
         }  # fmt: skip
@@ -65,6 +67,7 @@ class RunProgress:
         """Restore the progress of a checkpoint; return the tensors of the optimizer."""
         shared = self.parallel
         self.stage, self.stage_start = progress["stage"], progress["stage_began"]
+        self.lr_scales = progress.get("lr_scales", [])
         self.budget.resume_from(TimeSpent(**progress["spent"]))
         self.validation_history = ValidationHistory(**progress["looks"])
         if self.trainer.keep_best and not best_weights_path(self.run, self.validation_history.best_step).exists():

@@ -4,6 +4,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import BatchQueue, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
-from spectrain.drafters.capabilities import ContextParallelDrafter
+from spectrain.drafters.capabilities import ContextParallelDrafter, FittedDrafter
 from spectrain.errors import RunError, RunInterrupted
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
@@ -68,6 +69,8 @@ class TrainingRun(RunProgress):
         self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
+        # Batches of the fitted start, by the hashes of their examples, until the training takes them.
+        self.fitted_batches: dict[tuple[str, ...], Batch] = {}
 
     # Beginning
 
@@ -86,6 +89,8 @@ class TrainingRun(RunProgress):
             weights, tensors, progress = load_checkpoint(checkpoint)
             load_trained_weights(self.drafter, self.target, weights)
             tensors, numbers = self.restore_progress(progress, tensors), progress["optimizer"]
+        else:
+            self.fit_start(dataset.stream_batches(self.trainer.batch_settings, batches_per_step=self.trainer.accumulate))
         self.start_training()
         self.max_text_length = dataset.max_text_length
         if checkpoint is not None:
@@ -97,6 +102,31 @@ class TrainingRun(RunProgress):
         self.batches = BatchQueue(self.stream, self.source.num_ahead, self.source.request_ahead)
         self.data_position = self.batches.state_dict()
         return checkpoint
+
+    def fit_start(self, stream: Iterable[list[Example]]) -> None:
+        """Fit the drafter's initial weights to the first batches of a stream, where the family and its settings do that.
+
+        At most the batches of this training are read, each once. A single process keeps their features for the steps that
+        train on them.
+        """
+        drafter, parallel = self.drafter, self.parallel
+        if not isinstance(drafter, FittedDrafter) or not drafter.num_fitted_tokens:
+            return
+        began, num_tokens = time.monotonic(), 0
+        drafter.to(parallel.device)
+        layers, most = drafter.stages[0].layers, self.num_steps * self.trainer.accumulate
+        for examples in stream:
+            key = tuple(example.content_hash for example in examples)
+            if num_tokens >= drafter.num_fitted_tokens or len(self.fitted_batches) >= most or key in self.fitted_batches:
+                break
+            request = BatchRequest(examples, self.target, layers, self.trainer.packing, 0, drafter)
+            self.fitted_batches[key] = self.source.make_batch(request).to("cpu")
+            num_tokens += sum(len(example.tokens) for example in examples)
+        drafter.fit_start([*self.fitted_batches.values()], self.target)
+        if parallel.is_main:
+            print(f"initial weights fitted to {num_tokens} tokens in {time.monotonic() - began:.0f} s", flush=True)
+        if parallel.num_processes > 1 or self.source.generates_text:
+            self.fitted_batches.clear()
 
     @property
     def num_own_batches(self) -> int:
@@ -165,6 +195,9 @@ class TrainingRun(RunProgress):
         """Make an optimizer of the parameters that a stage trains; all others are frozen."""
         self.stage, self.stage_start = stage, first_step
         groups = select_trained_groups(self.drafter, self.target, stage)
+        for group, lr_scale in zip(groups, self.lr_scales):  # of a stage that is resumed
+            group["lr_scale"] = lr_scale
+        self.lr_scales = [group["lr_scale"] for group in groups]
         new = [p for group in groups for p in group["params"] if id(p) not in self.trained_ids]
         self.trained_ids |= {id(parameter) for parameter in new}
         self.num_trained += sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in new)
@@ -174,6 +207,7 @@ class TrainingRun(RunProgress):
         """Enter the stage of the next step and set its learning rate."""
         stage = self._stage_number(self.step)
         if stage != self.stage:
+            self.lr_scales = []
             self.enter_stage(stage, self.step)
         self.lr = self.trainer.lr_at(self.step, self.num_steps, self.stage_start)
         for group in self.parallel.optimizer.param_groups:
@@ -189,9 +223,12 @@ class TrainingRun(RunProgress):
 
     def _make_batch(self, examples: list[Example]) -> Batch:
         layers = self.drafter.stages[self.stage].layers
-        batch = self.source.make_batch(
-            BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
-        )
+        fitted = self.fitted_batches.pop(tuple(example.content_hash for example in examples), None)
+        if fitted is not None:
+            batch = fitted.to(self.parallel.device)
+        else:
+            request = BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
+            batch = self.source.make_batch(request)
         num_tokens, context = self.trainer.loss_tokens, self.parallel.context
         if num_tokens is not None:
             batch = sample_loss_windows(batch, num_tokens, self.trainer.seed, self.step)
