@@ -92,10 +92,8 @@ class RewindableDrafter(ABC):
 class FittedDrafter(ABC):
     """A drafter whose initial weights are fitted to the target's states before the first training step."""
 
-    @property
-    @abstractmethod
-    def num_fitted_tokens(self) -> int:
-        """The number of tokens of the data that `fit_start` reads; 0 leaves the initial weights as they are."""
+    # Number of tokens of the data that `fit_start` reads; 0 leaves the initial weights as they are.
+    fit_tokens: int = 0
 
     @abstractmethod
     def fit_start(self, batches: Sequence[Batch], target: Target) -> None:

@@ -81,7 +81,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         own = complete["own_embedding"]
         super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own, head_rank, complete))
         self.num_steps, self.divergence, self.step_decay = ttt_steps, loss, step_decay
-        self.norm_output, self.fit_tokens = complete["norm_output"], fit_tokens
+        self.norm_output, self.fit_tokens = complete["norm_output"], fit_tokens if start == "fitted" else 0
         # Factor of the learning rate of fc: the size of its fitted weights over that of random ones.
         self.fc_lr_scale = 1.0
         if self.embed_tokens is not None:
@@ -92,10 +92,6 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         super().prepare(target, token_counts)
         if self.start != "random":
             init_self_attention(self.self_attn)
-
-    @property
-    def num_fitted_tokens(self) -> int:
-        return self.fit_tokens if self.start == "fitted" else 0
 
     def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
         """Fit the initial weights to the target's states by least squares; see `fitted_start`."""

@@ -19,7 +19,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.base import Drafter, has_weights
-from spectrain.drafters.capabilities import adapts_layers
+from spectrain.drafters.capabilities import FittedDrafter, adapts_layers
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.export.converter import read_drafter
 from spectrain.export.layout import DrafterCheckpoint
@@ -229,6 +229,8 @@ def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if init:
         load_weights(drafter, require_drafter_directory("drafter.init", init), target)
+        if isinstance(drafter, FittedDrafter):
+            drafter.fit_tokens = 0
     adapt_drafter(spec, drafter, target)
     return drafter
 

@@ -110,14 +110,14 @@ class TrainingRun(RunProgress):
         train on them.
         """
         drafter, parallel = self.drafter, self.parallel
-        if not isinstance(drafter, FittedDrafter) or not drafter.num_fitted_tokens:
+        if not isinstance(drafter, FittedDrafter) or not drafter.fit_tokens:
             return
         began, num_tokens = time.monotonic(), 0
         drafter.to(parallel.device)
         layers, most = drafter.stages[0].layers, self.num_steps * self.trainer.accumulate
         for examples in stream:
             key = tuple(example.content_hash for example in examples)
-            if num_tokens >= drafter.num_fitted_tokens or len(self.fitted_batches) >= most or key in self.fitted_batches:
+            if num_tokens >= drafter.fit_tokens or len(self.fitted_batches) >= most or key in self.fitted_batches:
                 break
             request = BatchRequest(examples, self.target, layers, self.trainer.packing, 0, drafter)
             self.fitted_batches[key] = self.source.make_batch(request).to("cpu")
