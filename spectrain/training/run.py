@@ -45,6 +45,7 @@ from .settings import TrainerSettings
 from .stop_signals import StopSignals
 from .validation import measure_acceptance
 
+FIT_SHARE = 0.4  # of a training by the clock, in which batches are read for the initial weights
 TRIAL_STEPS = 2  # steps that each number of threads is timed by, twice as many at the start
 
 
@@ -106,18 +107,21 @@ class TrainingRun(RunProgress):
     def fit_start(self, stream: Iterable[list[Example]]) -> None:
         """Fit the drafter's initial weights to the first batches of a stream, where the family and its settings do that.
 
-        At most the batches of this training are read, each once. A single process keeps their features for the steps that
-        train on them.
+        At most the batches of this training are read, each once, and no more after FIT_SHARE of its minutes. A single process
+        keeps their features for the steps that train on them.
         """
         drafter, parallel = self.drafter, self.parallel
         if not isinstance(drafter, FittedDrafter) or not drafter.fit_tokens:
             return
+        if parallel.is_main:
+            print(f"fitting initial weights to up to {drafter.fit_tokens} tokens", flush=True)
         began, num_tokens = time.monotonic(), 0
         drafter.to(parallel.device)
         layers, most = drafter.stages[0].layers, self.num_steps * self.trainer.accumulate
         for examples in stream:
             key = tuple(example.content_hash for example in examples)
-            if num_tokens >= drafter.fit_tokens or len(self.fitted_batches) >= most or key in self.fitted_batches:
+            is_late = self.budget.has_spent(FIT_SHARE, parallel)
+            if is_late or num_tokens >= drafter.fit_tokens or len(self.fitted_batches) >= most or key in self.fitted_batches:
                 break
             request = BatchRequest(examples, self.target, layers, self.trainer.packing, 0, drafter)
             self.fitted_batches[key] = self.source.make_batch(request).to("cpu")

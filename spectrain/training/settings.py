@@ -334,6 +334,12 @@ class Budget:
         seconds = parallel.all_gather(time.monotonic() - self.start_time)[0]
         self.time_spent = TimeSpent(seconds, self.time_spent.first or seconds)
 
+    def has_spent(self, share: float, parallel: ParallelStrategy) -> bool:
+        """Tell whether this share of the time is over, by the main process's clock; without a time limit it never is."""
+        if self.max_seconds is None:
+            return False
+        return bool(parallel.all_gather(time.monotonic() - self.start_time)[0] >= share * self.max_seconds)
+
     def num_steps(self, step: int) -> float:
         """Return the steps of the run, `step` of them done. With a time limit, estimate them from the time per step."""
         used, first = self.time_spent.seconds, self.time_spent.first
