@@ -251,7 +251,9 @@ class PresetFeatures(Source):
 def measure_pace(steps: int, limit: int) -> dict[str, Any]:
     """Measure the processor's seconds of a step of both sides over the same batches of SmolLM2, in turn; return the medians."""
     with hydra_context():
-        spec = compose_spec({"recipe": "eagle3", "drafter.ttt_steps": UNROLLED, "trainer.packing": True})
+        spec = compose_spec(
+            {"recipe": "eagle3", "drafter.ttt_steps": UNROLLED, "drafter.start": "target", "trainer.packing": True}
+        )
     target: Target = spec.target.build()
     target.pack_weights()
     data: Dataset = EmbeddedReader(limit=limit, max_length=512).make_dataset(target.template)

@@ -48,8 +48,8 @@ ROWS: dict[str, str] = {
     "three variants, mean": f"recipe=gkd {VARIANTS}",
     "three variants, recent": f"recipe=gkd {VARIANTS} drafter.weights=recent",
     "eagle3": "recipe=eagle3",
-    "pruned images": "recipe=eagle3 drafter=pruned_images drafter.keep=0.25",
-    "supernet": "recipe=eagle3 drafter=supernet",
+    "pruned images": "recipe=eagle3 drafter=pruned_images drafter.keep=0.25 trainer.lr=4e-3",
+    "supernet": "recipe=eagle3 drafter=supernet trainer.lr=4e-3",
 }
 """The recipe and drafter of each row; all decode with a chain of four drafts."""
 

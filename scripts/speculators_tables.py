@@ -8,8 +8,8 @@ from benchmarks.pooled_lengths import Run, pool_lengths, quantiles, resample_len
 from scripts.results_tables import describe_setting, format_interval, format_table, training_table
 
 TREES = {"chain": "chain of 3", "tree": "16 nodes, 5 deep"}
-# The second had no heads that attend to their own position at the start.
-SIDES = ("spectrain", "spectrain, random heads", "speculators")
+# The first has drafter.start=fitted; the third had no heads that attend to their own position at the start.
+SIDES = ("spectrain, fitted start", "spectrain", "spectrain, random heads", "speculators")
 
 
 def describe_length(runs: list[Run], tree: str) -> str:
@@ -50,9 +50,10 @@ def comparison_table(runs: list[Run]) -> str:
             [side, describe_rates(group[0]["rates"]), *(describe_length(group, tree) for tree in TREES)] for group in groups
         ]
         best[side] = max(groups, key=lambda group: pool_lengths(group, "chain"), default=[])
-    own, library = best[SIDES[0]] or best[SIDES[1]], best[SIDES[2]]
+    *own_sides, library = (best[side] for side in SIDES)
+    own: list[Run] = next(filter(None, own_sides), [])
     if own and library:
-        rows.append(["ratio", "best by best", *(describe_ratio(own, library, tree) for tree in TREES)])
+        rows.append(["ratio", "best of the first by best of the last", *(describe_ratio(own, library, tree) for tree in TREES)])
     return format_table(["trained by", "optimizer, rates", *TREES.values()], rows)
 
 

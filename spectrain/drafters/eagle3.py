@@ -70,7 +70,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         # Initial values: the target's output layer, and the layers fitted to its states by least squares (fitted) or fc that
         # passes on a layer and heads that attend to their own position (target); or random ones (random).
         start: Literal["target", "random", "fitted"] = "target",
-        # Number of tokens, from the beginning of the training data, that start=fitted reads.
+        # Number of tokens, of the first batches of the training, that start=fitted reads.
         fit_tokens: Count = 65536,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
         head_rank: Count | None = None,
@@ -96,14 +96,17 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
     def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
         """Fit the initial weights to the target's states by least squares; see `fitted_start`."""
         fit_eagle(self, batches, target)
-        weight = self.fc.weight.detach()
+
+    def scale_rates(self) -> None:
+        """Let fc learn at a rate in proportion to its weights, which have the size that the features need."""
+        weight = self.fc.weight.detach().float()
         self.fc_lr_scale = min(1.0, float(weight.square().mean().sqrt()) * (3 * weight.shape[1]) ** 0.5)
 
     # Training
 
     @property
     def stages(self) -> list[Stage]:
-        """One stage. A fitted fc learns at a rate in proportion to its weights, which have the size that the features need."""
+        """One stage, in which a fitted fc has a rate of its own."""
         if self.start != "fitted":
             return super().stages
         others = [p for p in self.parameters() if p.requires_grad and p is not self.fc.weight]

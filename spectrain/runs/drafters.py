@@ -231,6 +231,7 @@ def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
         load_weights(drafter, require_drafter_directory("drafter.init", init), target)
         if isinstance(drafter, FittedDrafter):
             drafter.fit_tokens = 0
+            drafter.scale_rates()
     adapt_drafter(spec, drafter, target)
     return drafter
 

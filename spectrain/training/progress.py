@@ -29,7 +29,8 @@ class RunProgress:
         self.step = 0  # steps done
         self.stage = self.stage_start = 0  # the stage of the optimiser, and its first step
         self.lr = 0.0  # of the newest step
-        self.lr_scales: list[float] = []  # factors of the stage's parameter groups, as they were when it began
+        # Factors of the learning rates of the stage's parameter groups, as they were when it began.
+        self.lr_scales: list[float] = []
         self.averages = None if trainer.ema is None else WeightAverages(trainer.ema)
         self.validation_history = ValidationHistory()  # at held-out data
         self.saved_step = self.saved_best_step = 0  # step of the newest checkpoint, step of the best validation saved with it

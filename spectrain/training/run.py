@@ -19,6 +19,7 @@ from spectrain.drafters.capabilities import ContextParallelDrafter, FittedDrafte
 from spectrain.errors import RunError, RunInterrupted
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
+from spectrain.features.live_source import LiveSource
 from spectrain.features.loss_window import sample_loss_windows
 from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
@@ -45,8 +46,27 @@ from .settings import TrainerSettings
 from .stop_signals import StopSignals
 from .validation import measure_acceptance
 
-FIT_SHARE = 0.4  # of a training by the clock, in which batches are read for the initial weights
+# Share of trainer.max_minutes in which batches are read for the initial weights.
+FIT_SHARE = 0.4
 TRIAL_STEPS = 2  # steps that each number of threads is timed by, twice as many at the start
+
+
+def batch_key(examples: list[Example]) -> tuple[Any, ...]:
+    """Return what identifies a batch: its texts and what of them carries loss."""
+    return tuple((example.content_hash, bytes(example.mask)) for example in examples)
+
+
+def choose_texts(stream: Iterable[list[Example]], num_tokens: int, max_batches: float) -> list[list[Example]]:
+    """Return the first batches of a stream, up to this many tokens or batches, or until a text returns."""
+    chosen: list[list[Example]] = []
+    texts: set[str] = set()
+    for examples in stream:
+        if num_tokens <= 0 or len(chosen) >= max_batches or examples[0].content_hash in texts:
+            break
+        chosen.append(examples)
+        texts.update(example.content_hash for example in examples)
+        num_tokens -= sum(len(example.tokens) for example in examples)
+    return chosen
 
 
 class TrainingRun(RunProgress):
@@ -70,8 +90,8 @@ class TrainingRun(RunProgress):
         self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
-        # Batches of the fitted start, by the hashes of their examples, until the training takes them.
-        self.fitted_batches: dict[tuple[str, ...], Batch] = {}
+        # Batches of the fitted start, until the training takes them.
+        self.fitted_batches: dict[tuple[Any, ...], Batch] = {}
 
     # Beginning
 
@@ -107,30 +127,44 @@ class TrainingRun(RunProgress):
     def fit_start(self, stream: Iterable[list[Example]]) -> None:
         """Fit the drafter's initial weights to the first batches of a stream, where the family and its settings do that.
 
-        At most the batches of this training are read, each once, and no more after FIT_SHARE of its minutes. A single process
-        keeps their features for the steps that train on them.
+        At most the batches of this training are read, each text once, and no more after FIT_SHARE of its minutes. A single
+        process keeps their features for the steps that train on them. Processes that share a feature store leave the fit out,
+        because each would store the same features.
         """
         drafter, parallel = self.drafter, self.parallel
         if not isinstance(drafter, FittedDrafter) or not drafter.fit_tokens:
             return
+        if parallel.num_processes > 1 and self.source.stores_features:
+            if parallel.is_main:
+                print("the initial weights are not fitted: several processes would each store the same features", flush=True)
+            return
         if parallel.is_main:
-            print(f"fitting initial weights to up to {drafter.fit_tokens} tokens", flush=True)
-        began, num_tokens = time.monotonic(), 0
+            print(f"fitting the initial weights to up to {drafter.fit_tokens} tokens", flush=True)
+        start_time, num_tokens = time.monotonic(), 0
         drafter.to(parallel.device)
-        layers, most = drafter.stages[0].layers, self.num_steps * self.trainer.accumulate
-        for examples in stream:
-            key = tuple(example.content_hash for example in examples)
-            is_late = self.budget.has_spent(FIT_SHARE, parallel)
-            if is_late or num_tokens >= drafter.fit_tokens or len(self.fitted_batches) >= most or key in self.fitted_batches:
+        # What a source generates depends on a drafter that drafts already; the fit reads the texts of the data.
+        source = LiveSource() if self.source.generates_text else self.source
+        layers, batches = drafter.stages[0].layers, dict[tuple[Any, ...], Batch]()
+        chosen = choose_texts(stream, drafter.fit_tokens, self.num_steps * self.batches_per_step)
+        num_requested = 0
+        for number, examples in enumerate(chosen):
+            if self.budget.has_spent(FIT_SHARE, parallel):
                 break
+            for coming in chosen[num_requested : number + 1 + source.num_ahead]:
+                source.request_ahead(coming)
+                num_requested += 1
             request = BatchRequest(examples, self.target, layers, self.trainer.packing, 0, drafter)
-            self.fitted_batches[key] = self.source.make_batch(request).to("cpu")
+            batches[batch_key(examples)] = source.make_batch(request).to("cpu")
             num_tokens += sum(len(example.tokens) for example in examples)
-        drafter.fit_start([*self.fitted_batches.values()], self.target)
+        drafter.fit_start([*batches.values()], self.target)
+        parallel.copy_from_first(drafter)
+        drafter.scale_rates()
         if parallel.is_main:
-            print(f"initial weights fitted to {num_tokens} tokens in {time.monotonic() - began:.0f} s", flush=True)
-        if parallel.num_processes > 1 or self.source.generates_text:
-            self.fitted_batches.clear()
+            seconds = time.monotonic() - start_time
+            print(f"initial weights fitted to {num_tokens} tokens in {seconds:.0f} s", flush=True)
+        # A source that works ahead computes the features of the first steps anyway.
+        if parallel.num_processes == 1 and source is self.source and not source.num_ahead:
+            self.fitted_batches = batches
 
     @property
     def num_own_batches(self) -> int:
@@ -199,7 +233,8 @@ class TrainingRun(RunProgress):
         """Make an optimizer of the parameters that a stage trains; all others are frozen."""
         self.stage, self.stage_start = stage, first_step
         groups = select_trained_groups(self.drafter, self.target, stage)
-        for group, lr_scale in zip(groups, self.lr_scales):  # of a stage that is resumed
+        # They are there where the stage is resumed.
+        for group, lr_scale in zip(groups, self.lr_scales):
             group["lr_scale"] = lr_scale
         self.lr_scales = [group["lr_scale"] for group in groups]
         new = [p for group in groups for p in group["params"] if id(p) not in self.trained_ids]
@@ -227,7 +262,7 @@ class TrainingRun(RunProgress):
 
     def _make_batch(self, examples: list[Example]) -> Batch:
         layers = self.drafter.stages[self.stage].layers
-        fitted = self.fitted_batches.pop(tuple(example.content_hash for example in examples), None)
+        fitted = self.fitted_batches.pop(batch_key(examples), None)
         if fitted is not None:
             batch = fitted.to(self.parallel.device)
         else:

@@ -351,5 +351,9 @@ class Budget:
 
     def is_done(self, step: int) -> bool:
         """Tell whether the budget is used up, or less than half a step of it is left."""
-        by_clock = self.max_seconds is not None and step > 0 and self.time_spent.seconds * (1 + 0.5 / step) >= self.max_seconds
-        return step >= self.max_steps or by_clock
+        if step >= self.max_steps or self.max_seconds is None or not step:
+            return step >= self.max_steps
+        # The first step may have come after a fit of the initial weights.
+        seconds, first = self.time_spent.seconds, self.time_spent.first
+        step_seconds = (seconds - first) / (step - 1) if step > 1 else 0.0
+        return seconds + 0.5 * step_seconds >= self.max_seconds

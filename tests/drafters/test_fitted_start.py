@@ -84,8 +84,8 @@ def test_factors_have_the_smallest_error_of_their_rank(rank: int) -> None:
     predictions = inputs @ weight.T
     covariance = predictions.T @ predictions / len(inputs)
     inner, outer = factorize(weight, covariance, errors.T @ errors, rank)
-    assert inner.shape == (rank, 8) and outer.shape == (5, rank)
-    difference = predictions - inputs @ (outer @ inner).T
+    assert inner.shape == (min(rank, 5), 8) and outer.shape == (5, rank)
+    difference = predictions - inputs @ (outer[:, : len(inner)] @ inner).T
     error = torch.einsum("ri,ij,rj->", difference, metric, difference) / len(inputs)
     eigenvalues = torch.linalg.eigvals(covariance @ metric).real.sort().values
     torch.testing.assert_close(error, eigenvalues[: max(0, 5 - rank)].sum(), rtol=1e-6, atol=1e-9)

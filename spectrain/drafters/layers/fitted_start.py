@@ -8,9 +8,9 @@ after another, to what the modules before it leave of z:
     v_proj, o_proj     the inputs of attention at t       ->  z_(t+1) - residual stream
     down_proj          random gated units of the stream   ->  z_(t+1) - stream after attention
 
-Half of the query heads attend to their own position, so attention passes on a linear map of its inputs, of at most as many
-dimensions as there are values. `down_proj` over random units is an extreme learning machine (Huang et al., 2006). Then the
-scale of the norm is set to the sharpness with the smallest KL divergence from the target.
+Half of the query heads of every key head, or the only one, attend to their own position, so attention passes on a linear map
+of its inputs, of at most as many dimensions as there are values. `down_proj` over random units is an extreme learning machine
+(Huang et al., 2006). Then the scale of the norm is set to the sharpness with the smallest KL divergence from the target.
 
 Shapes: B batch, T tokens, D target width, R rows, I inputs, O outputs.
 """
@@ -47,15 +47,19 @@ class RidgeRegression:
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self.products = torch.zeros(())  # [I, I], sums of x x^T
-        self.targets = torch.zeros(())  # [I, O], sums of x y^T
+        # Sums of x x^T [I, I] and of x y^T [I, O].
+        self.products, self.targets = torch.zeros(()), torch.zeros(())
 
     def add_rows(self, inputs: Tensor, outputs: Tensor) -> None:
         """Add rows, whose sums are accumulated in float64."""
         x, y = inputs.float(), outputs.float()
+        if not self.num_rows:
+            self.products, self.targets = (
+                torch.zeros(x.shape[1], size, dtype=torch.float64, device=x.device) for size in (x.shape[1], y.shape[1])
+            )
         self.num_rows += len(x)
-        self.products = self.products.to(x.device) + (x.T @ x).double()
-        self.targets = self.targets.to(x.device) + (x.T @ y).double()
+        self.products += x.T @ x
+        self.targets += x.T @ y
 
     def solve(self, penalty: float) -> Tensor:
         """Return the weights [O, I], in float64; inputs are scaled to unit variance for the penalty."""
@@ -75,10 +79,8 @@ def fit_eagle(drafter: UnrolledEagle, batches: Sequence[Batch], target: Target) 
 
     Rows whose next token carries loss count. A batch without any leaves the drafter as it is.
     """
-    device = drafter.fc.weight.device
-    scale = state_scale(target, batches).to(device)
-    fitter = EagleFitter(drafter, batches, scale)
-    if fitter.has_rows:
+    if any(bool(label_positions(batch, 0).any()) for batch in batches):
+        fitter = EagleFitter(drafter, batches, state_scale(target, batches).to(drafter.fc.weight.device))
         fitter.clear_outputs()
         fitter.fit_fc()
         fitter.fit_attention()
@@ -90,9 +92,8 @@ def state_scale(target: Target, batches: Sequence[Batch]) -> Tensor:
     """Return the scale [D] that the final norm gives to states of unit size, or the mean size where it is another norm."""
     scale = final_norm_scale(target)
     if scale is None:
-        assert batches[0].features is not None
-        size = batches[0].features.at_layer("final").float().pow(2).mean().sqrt()
-        return size.expand(target.width)
+        final = [batch.features.at_layer("final")[batch.next_is_supervised] for batch in batches if batch.features is not None]
+        return torch.cat(final).float().square().mean().sqrt().expand(target.width)
     smallest = 1e-3 * scale.abs().mean()
     return torch.where(scale.abs() < smallest, smallest, scale)
 
@@ -103,7 +104,6 @@ class EagleFitter:
     def __init__(self, drafter: UnrolledEagle, batches: Sequence[Batch], scale: Tensor) -> None:
         self.drafter: Any = drafter
         self.batches, self.scale = batches, scale
-        self.has_rows = any(bool(label_positions(batch, 0).any()) for batch in batches)
 
     def read_batches(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield every batch on the drafter's device, with the states [B, T, D] of the target that a norm of scale 1 gives."""
@@ -155,7 +155,7 @@ class EagleFitter:
         values, outputs = factorize(
             weight, fit.predicted_covariance(weight), self.logit_products(), attention.v_proj.out_features
         )
-        attention.v_proj.weight.copy_(values)
+        attention.v_proj.weight[: len(values)] = values.to(attention.v_proj.weight.dtype)
         shared = num_heads // (attention.v_proj.out_features // head_size)
         num_own = (shared + 1) // 2
         own = outputs.unflatten(1, (-1, 1, head_size)).expand(-1, -1, num_own, -1) / num_own
@@ -189,6 +189,8 @@ class EagleFitter:
         """Scale the norm so that KL(p || q) of the first draft step is smallest, over some rows."""
         drafter, num_rows = self.drafter, 0
         totals = torch.zeros(len(SHARPNESS))
+        # The target's logits are scaled where its family does that.
+        candidates = [sharpness * drafter.head.scale for sharpness in SHARPNESS]
         for batch, _ in self.read_batches():
             rows = label_positions(batch, 0)
             hidden = next(drafter.unroll_steps(batch, 1, TrainingState()))[rows]
@@ -198,12 +200,12 @@ class EagleFitter:
                 _, log_probs = restrict_target(final, drafter.head.projection, drafter.draft_ids, False)
                 log_p = log_probs(slice(0, len(final)))
                 logits = drafter.lm_head(drafter.head_inputs(hidden)).float()
-                for number, sharpness in enumerate(SHARPNESS):
+                for number, sharpness in enumerate(candidates):
                     totals[number] += float((log_p.exp() * (log_p - (sharpness * logits).log_softmax(-1))).sum())
             num_rows += len(final)
             if num_rows >= SHARPNESS_ROWS:
                 break
-        drafter.norm.weight.mul_(SHARPNESS[int(totals.argmin())])
+        drafter.norm.weight.mul_(candidates[int(totals.argmin())])
 
 
 def label_positions(batch: Batch, step: int) -> Tensor:
@@ -226,7 +228,7 @@ def factorize(weight: Tensor, covariance: Tensor, metric: Tensor, rank: int) -> 
     """Return A [rank, I] and B [O, rank], whose product B A is nearest to a weight [O, I] in its predictions.
 
     Errors e of predictions, which have second moments `covariance` [O, O], count as e^T `metric` e (reduced-rank regression,
-    Izenman, 1975). The rows of A have the size of random weights. A rank above O leaves rows and columns of zeros.
+    Izenman, 1975). The rows of A have the size of random weights. With a rank above O, A has O rows and B columns of zeros.
     """
     size = metric.diagonal().mean()
     root = torch.linalg.cholesky(metric / size + 1e-3 * torch.eye(len(metric), dtype=metric.dtype, device=metric.device))
@@ -235,5 +237,4 @@ def factorize(weight: Tensor, covariance: Tensor, metric: Tensor, rank: int) -> 
     outer = torch.linalg.solve_triangular(root.T, vectors, upper=True)
     norms = inner.norm(dim=1).clamp(min=torch.finfo(inner.dtype).tiny)
     inner, outer = inner / norms[:, None], outer * norms
-    missing = rank - len(inner)
-    return nn.functional.pad(inner, (0, 0, 0, missing)), nn.functional.pad(outer, (0, missing))
+    return inner, nn.functional.pad(outer, (0, rank - len(inner)))

@@ -61,6 +61,12 @@ class ParallelStrategy(ABC):
         """The number of processes whose losses add up to the loss of a step; others compute the same."""
         return self.num_data_ranks * (1 if self.context is None else self.context.size)
 
+    def copy_from_first(self, module: nn.Module) -> None:
+        """Give a module the parameters and buffers of the first process, before it is shared."""
+        if self.num_processes > 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+
     @abstractmethod
     def set_drafter(self, drafter: Drafter, target: Target) -> None:
         """Take a drafter with the same weights on every process."""
