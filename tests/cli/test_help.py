@@ -116,7 +116,7 @@ def test_without_a_recipe_the_first_examples_values_are_shown(name: str) -> None
     """Nobody trains with the constructor's rate where every recipe has another; of a drafter alone its own are shown."""
     shown = help.explain_command(name, [])
     assert "Values are those of recipe=eagle3;" in " ".join(shown.split()) and "drafter.ttt_steps=3 (GPU: 7)" in shown
-    assert "trainer.lr=1e-3 (GPU: 5e-4)" in shown and "data.limit=320 (GPU: null)" in shown
+    assert "trainer.epochs=3 (GPU: 10)" in shown and "data.limit=320 (GPU: null)" in shown
     drafter_help, (rate, *_) = help.explain_command(name, ["drafter=ngram"]), list_keys("spectrain.training.trainer.Trainer")
     assert (
         "Values are those" not in drafter_help
