@@ -229,9 +229,11 @@ With [fitted initial weights](../families/eagle3.md#fitted-initial-weights) spec
 on tiny at the small budget, by 8 % and 10 % at the large one, which is the same text twelve times (one seed so far), and by 5 %
 and 3 % on SmolLM2-135M, where the interval of trees reaches 0.99. From other starts it is behind on SmolLM2. Rows of the fitted
 start with AdamW have the recipe's settings; those with Muon have the library's three norms, `drafter.step_decay=1`,
-`schedule=linear` and `trainer.clip=1`. The fit reads up to 65,536 of the tokens that the training then sees. On SmolLM2 most rates, and the library's best ones, were run with one seed. An earlier version of the page compared
-with the defaults of the library (0.9.0: Muon, 1e-3), which are made for long trainings; the leads of 1.19 and 1.28 that it
-reported did not hold against tuned rates.
+`schedule=linear` and `trainer.clip=1`. The fit reads up to 65,536 of the tokens that the training then sees.
+
+On SmolLM2 most rates, and the library's best ones, were run with one seed. An earlier version of the page compared with the
+defaults of the library (0.9.0: Muon, 1e-3), which are made for long trainings; the leads of 1.19 and 1.28 that it reported did
+not hold against tuned rates.
 
 SmolLM2 was run on 2026-11-28 on one thread for each side (AMD EPYC, family 25, model 17; commit 32f5516d9602), and so was the
 fitted start (commit ffd34fc001df).""",
