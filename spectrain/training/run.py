@@ -154,7 +154,12 @@ class TrainingRun(RunProgress):
                 source.request_ahead(coming)
                 num_requested += 1
             request = BatchRequest(examples, self.target, layers, self.trainer.packing, 0, drafter)
-            batches[batch_key(examples)] = source.make_batch(request).to("cpu")
+            try:
+                batches[batch_key(examples)] = source.make_batch(request).to("cpu")
+            except SourceError as error:
+                raise RunError(
+                    f"{error}; no step was finished; go on with the same command, trainer.resume=auto run={self.run}"
+                ) from error
             num_tokens += sum(len(example.tokens) for example in examples)
         drafter.fit_start([*batches.values()], self.target)
         parallel.copy_from_first(drafter)

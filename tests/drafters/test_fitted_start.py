@@ -22,7 +22,8 @@ from spectrain.drafters.layers.fitted_start import (
     state_scale,
 )
 from spectrain.drafters.layers.vocabulary import Supervision
-from spectrain.features.base import BatchRequest
+from spectrain.errors import RunError
+from spectrain.features.base import BatchRequest, SourceError
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
@@ -204,3 +205,16 @@ def test_a_fit_reads_as_many_tokens_as_it_is_told(shallow: Target, tmp_path: Pat
         trainer.fit(drafter, shallow, dataset, source, tmp_path, on_step=stop)
     expected = counts[0] if counts[0] >= 100 else counts[0] + counts[1] if counts[0] + counts[1] >= 100 else sum(counts)
     assert f"initial weights fitted to {expected} tokens" in capsys.readouterr().out
+
+
+class LostSource(LiveSource):
+    """A server that has gone away."""
+
+    def make_batch(self, request: BatchRequest) -> Batch:
+        raise SourceError("server.url: it does not answer")
+
+
+def test_a_source_that_fails_in_the_fit_says_how_to_go_on(shallow: Target, tmp_path: Path) -> None:
+    """The message of the source, and the command that goes on."""
+    with pytest.raises(RunError, match=r"it does not answer; no step was finished; go on with .* trainer\.resume=auto run="):
+        Trainer(max_steps=2, batch_tokens=60).fit(make_drafter(shallow), shallow, make_dataset(), LostSource(), tmp_path)

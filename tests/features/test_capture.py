@@ -28,6 +28,7 @@ SETTINGS = (
     "data.limit=12",
     "data.held_out=0",
     "+data.max_length=128",
+    "drafter.start=target",
     "+drafter.ttt_steps=2",
     "eval=none",
 )
