@@ -7,7 +7,6 @@ from typing import Any
 from benchmarks.pooled_lengths import Run, pool_lengths, quantiles, resample_lengths, resample_prompts
 from scripts.results_tables import describe_setting, format_interval, format_table, training_table
 
-KEYS = ("agreement", "kl")
 TREES = {"chain": "chain of 3", "tree": "16 nodes, 5 deep"}
 # The first has drafter.start=fitted; the third had no heads that attend to their own position at the start.
 SIDES = ("spectrain, fitted start", "spectrain", "spectrain, random heads", "speculators")
@@ -112,7 +111,12 @@ def fill_text(text: str) -> str:
 def fitted_table(fitted: dict[str, Any]) -> str:
     """Return what drafters of SmolLM2 draft right on held-out text, by their start and training."""
     rows = [
-        [row["start"], f"{row['chain']:.3f}", f"{row['top3']:.3f}", *(" ".join(f"{x:.2f}" for x in row[key]) for key in KEYS)]
+        [
+            row["start"],
+            f"{row['chain']:.3f}",
+            f"{row['top3']:.3f}",
+            *(" ".join(f"{x:.2f}" for x in row[key]) for key in ("agreement", "kl")),
+        ]
         for row in fitted["rows"]
     ]
     note = (

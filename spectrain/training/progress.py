@@ -11,9 +11,10 @@ from torch import Tensor
 from spectrain.data.dataset import BatchStream
 from spectrain.features.base import Source
 
+from .budget import Budget, TimeSpent
 from .checkpoints import Tally, ValidationHistory, WeightAverages, best_weights_path, delete_best_except, set_random_state
 from .parallel import ParallelStrategy, summarize_processes
-from .settings import Budget, TimeSpent, TrainerSettings
+from .settings import TrainerSettings
 
 
 class RunProgress:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import BatchQueue, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
-from spectrain.drafters.capabilities import ContextParallelDrafter, FittedDrafter
+from spectrain.drafters.capabilities import ContextParallelDrafter
 from spectrain.errors import RunError, RunInterrupted
 from spectrain.features.base import BatchRequest, Source, SourceError
 from spectrain.features.batch import Batch
-from spectrain.features.live_source import LiveSource
 from spectrain.features.loss_window import sample_loss_windows
 from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
@@ -40,33 +39,14 @@ from .checkpoints import (
     save_checkpoint,
     select_trained_groups,
 )  # fmt: skip
+from .initial_fit import BatchKey, batch_key, fit_initial_weights
 from .parallel import WAITING, ParallelStrategy, ProcessMonitor
 from .progress import RunProgress
 from .settings import TrainerSettings
 from .stop_signals import StopSignals
 from .validation import measure_acceptance
 
-# Share of trainer.max_minutes in which batches are read for the initial weights.
-FIT_SHARE = 0.4
 TRIAL_STEPS = 2  # steps that each number of threads is timed by, twice as many at the start
-
-
-def batch_key(examples: list[Example]) -> tuple[Any, ...]:
-    """Return what identifies a batch: its texts and what of them carries loss."""
-    return tuple((example.content_hash, bytes(example.mask)) for example in examples)
-
-
-def choose_texts(stream: Iterable[list[Example]], num_tokens: int, max_batches: float) -> list[list[Example]]:
-    """Return the first batches of a stream, up to this many tokens or batches, or until a text returns."""
-    chosen: list[list[Example]] = []
-    texts: set[str] = set()
-    for examples in stream:
-        if num_tokens <= 0 or len(chosen) >= max_batches or examples[0].content_hash in texts:
-            break
-        chosen.append(examples)
-        texts.update(example.content_hash for example in examples)
-        num_tokens -= sum(len(example.tokens) for example in examples)
-    return chosen
 
 
 class TrainingRun(RunProgress):
@@ -91,7 +71,7 @@ class TrainingRun(RunProgress):
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
         # Batches of the fitted start, until the training takes them.
-        self.fitted_batches: dict[tuple[Any, ...], Batch] = {}
+        self.fitted_batches: dict[BatchKey, Batch] = {}
 
     # Beginning
 
@@ -125,51 +105,8 @@ class TrainingRun(RunProgress):
         return checkpoint
 
     def fit_start(self, stream: Iterable[list[Example]]) -> None:
-        """Fit the drafter's initial weights to the first batches of a stream, where the family and its settings do that.
-
-        At most the batches of this training are read, each text once, and no more after FIT_SHARE of its minutes. A single
-        process keeps their features for the steps that train on them. Processes that share a feature store leave the fit out,
-        because each would store the same features.
-        """
-        drafter, parallel = self.drafter, self.parallel
-        if not isinstance(drafter, FittedDrafter) or not drafter.fit_tokens:
-            return
-        if parallel.num_processes > 1 and self.source.stores_features:
-            if parallel.is_main:
-                print("the initial weights are not fitted: several processes would each store the same features", flush=True)
-            return
-        if parallel.is_main:
-            print(f"fitting the initial weights to up to {drafter.fit_tokens} tokens", flush=True)
-        start_time, num_tokens = time.monotonic(), 0
-        drafter.to(parallel.device)
-        # What a source generates depends on a drafter that drafts already; the fit reads the texts of the data.
-        source = LiveSource() if self.source.generates_text else self.source
-        layers, batches = drafter.stages[0].layers, dict[tuple[Any, ...], Batch]()
-        chosen = choose_texts(stream, drafter.fit_tokens, self.num_steps * self.batches_per_step)
-        num_requested = 0
-        for number, examples in enumerate(chosen):
-            if self.budget.has_spent(FIT_SHARE, parallel):
-                break
-            for coming in chosen[num_requested : number + 1 + source.num_ahead]:
-                source.request_ahead(coming)
-                num_requested += 1
-            request = BatchRequest(examples, self.target, layers, self.trainer.packing, 0, drafter)
-            try:
-                batches[batch_key(examples)] = source.make_batch(request).to("cpu")
-            except SourceError as error:
-                raise RunError(
-                    f"{error}; no step was finished; go on with the same command, trainer.resume=auto run={self.run}"
-                ) from error
-            num_tokens += sum(len(example.tokens) for example in examples)
-        drafter.fit_start([*batches.values()], self.target)
-        parallel.copy_from_first(drafter)
-        drafter.scale_rates()
-        if parallel.is_main:
-            seconds = time.monotonic() - start_time
-            print(f"initial weights fitted to {num_tokens} tokens in {seconds:.0f} s", flush=True)
-        # A source that works ahead computes the features of the first steps anyway.
-        if parallel.num_processes == 1 and source is self.source and not source.num_ahead:
-            self.fitted_batches = batches
+        """Fit the drafter's initial weights to the first batches of a stream, where the family and its settings do that."""
+        self.fitted_batches = fit_initial_weights(self, self.drafter, self.target, stream)
 
     @property
     def num_own_batches(self) -> int:
@@ -267,7 +204,7 @@ class TrainingRun(RunProgress):
 
     def _make_batch(self, examples: list[Example]) -> Batch:
         layers = self.drafter.stages[self.stage].layers
-        fitted = self.fitted_batches.pop(batch_key(examples), None)
+        fitted = self.fitted_batches.pop(batch_key(examples), None) if self.fitted_batches else None
         if fitted is not None:
             batch = fitted.to(self.parallel.device)
         else:

@@ -1,4 +1,4 @@
-"""The settings of a training run: its length, batches, learning rate, when it saves and validates, and its budget of time.
+"""The settings of a training run: its length, batches, learning rate, when it saves and validates.
 
 The choices of `optimizer=` and `schedule=` are here too. Peak learning rate, betas and weight decay are the trainer's, the same
 for all of them; schedules fall to `trainer.min_lr` of the peak.
@@ -6,7 +6,6 @@ for all of them; schedules fall to `trainer.min_lr` of the peak.
 
 import math
 import os
-import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -19,10 +18,8 @@ from spectrain.data.dataset import Batching, Dataset
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 
-from .parallel import ParallelStrategy, ParameterGroups, Sharding
+from .parallel import ParameterGroups, Sharding
 
-# Steps of a training by the clock, before any of them is timed.
-ASSUMED_STEPS = 1000.0
 SettingsT = TypeVar("SettingsT", bound="TrainerSettings")
 
 
@@ -304,56 +301,3 @@ class TrainerSettings:
     def make_optimizer(self, groups: ParameterGroups) -> torch.optim.Optimizer:
         """Make the optimizer of a stage."""
         return self.optimizer.make_optimizer(groups, self.lr, self.betas, self.weight_decay)
-
-
-@dataclass
-class TimeSpent:
-    """Seconds of a training run over all resumed parts, validations and checkpoints included."""
-
-    seconds: float = 0.0
-    # Seconds until the first step was done. It compiles kernels, so it does not measure the others.
-    first: float = 0.0
-
-
-class Budget:
-    """A limit of steps, of minutes, or of both; the first to be reached ends the run."""
-
-    def __init__(self, steps: int | None, minutes: float | None) -> None:
-        self.max_steps: float = math.inf if steps is None else steps
-        self.max_seconds = None if minutes is None else 60 * minutes
-        self.resume_from(TimeSpent())
-
-    def resume_from(self, time_spent: TimeSpent) -> None:
-        """Continue from the time spent that a checkpoint holds."""
-        self.time_spent, self.start_time = time_spent, time.monotonic() - time_spent.seconds
-
-    def record_time(self, parallel: ParallelStrategy) -> None:
-        """Record the time after a step, by the main process's clock."""
-        if self.max_seconds is None:
-            return
-        seconds = parallel.all_gather(time.monotonic() - self.start_time)[0]
-        self.time_spent = TimeSpent(seconds, self.time_spent.first or seconds)
-
-    def has_spent(self, share: float, parallel: ParallelStrategy) -> bool:
-        """Tell whether this share of the time is over, by the main process's clock; without a time limit it never is."""
-        if self.max_seconds is None:
-            return False
-        return bool(parallel.all_gather(time.monotonic() - self.start_time)[0] >= share * self.max_seconds)
-
-    def num_steps(self, step: int) -> float:
-        """Return the steps of the run, `step` of them done. With a time limit, estimate them from the time per step."""
-        used, first = self.time_spent.seconds, self.time_spent.first
-        if self.max_seconds is None:
-            return self.max_steps
-        if used <= first:
-            return min(self.max_steps, ASSUMED_STEPS)
-        return min(self.max_steps, max(step, 1 + (step - 1) * (self.max_seconds - first) / (used - first)))
-
-    def is_done(self, step: int) -> bool:
-        """Tell whether the budget is used up, or less than half a step of it is left."""
-        if step >= self.max_steps or self.max_seconds is None or not step:
-            return step >= self.max_steps
-        # The first step may have come after a fit of the initial weights.
-        seconds, first = self.time_spent.seconds, self.time_spent.first
-        step_seconds = (seconds - first) / (step - 1) if step > 1 else 0.0
-        return seconds + 0.5 * step_seconds >= self.max_seconds

@@ -15,8 +15,9 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
+from spectrain.training import budget as training_budget
 from spectrain.training import run as training_run
-from spectrain.training import settings, validation
+from spectrain.training import validation
 from spectrain.training.checkpoints import TrainingResult
 from spectrain.training.settings import Muon, Wsd
 from spectrain.training.trainer import Trainer
@@ -82,14 +83,14 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
         self.now, self.pace = 0.0, pace
-        monkeypatch.setattr(settings.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(training_budget.time, "monotonic", lambda: self.now)
 
 
-def make_moving_tick(clock: Clock) -> Callable[[settings.Budget, Any], None]:
+def make_moving_tick(clock: Clock) -> Callable[[training_budget.Budget, Any], None]:
     """Return a tick before which the clock moves by a step."""
-    tick = settings.Budget.record_time
+    tick = training_budget.Budget.record_time
 
-    def move_and_tick(self: settings.Budget, shared: Any) -> None:
+    def move_and_tick(self: training_budget.Budget, shared: Any) -> None:
         clock.now += clock.pace
         tick(self, shared)
 
@@ -122,7 +123,7 @@ def test_minutes_end_a_training_and_plan_its_rate(
     """Machines of different speed take the same time, and have the same rate at the same time, up to a step."""
     clock = Clock(monkeypatch, pace)
     trainer = {"max_minutes": 0.2, "max_steps": None, "save_every": None, "warmup": 0.25}
-    monkeypatch.setattr(settings.Budget, "record_time", make_moving_tick(clock))
+    monkeypatch.setattr(training_budget.Budget, "record_time", make_moving_tick(clock))
     _, lines, result = fit_drafter(shallow, tmp_path, **trainer)
     assert abs(clock.now - 12) <= pace and result.num_steps == pytest.approx(12 / pace, abs=1)
     peak = max(lines, key=lambda line: line["lr"])
@@ -134,14 +135,14 @@ def test_a_resumed_training_goes_on_with_the_time_left(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With steps of equal length a resumed run equals an uninterrupted one; a pause between does not count."""
-    clock, start = Clock(monkeypatch, 1.0), settings.Budget.resume_from
-    monkeypatch.setattr(settings.Budget, "record_time", make_moving_tick(clock))
+    clock, start = Clock(monkeypatch, 1.0), training_budget.Budget.resume_from
+    monkeypatch.setattr(training_budget.Budget, "record_time", make_moving_tick(clock))
 
-    def resume_after_pause(self: settings.Budget, spent: settings.TimeSpent) -> None:
+    def resume_after_pause(self: training_budget.Budget, spent: training_budget.TimeSpent) -> None:
         clock.now += 100
         start(self, spent)
 
-    monkeypatch.setattr(settings.Budget, "resume_from", resume_after_pause)
+    monkeypatch.setattr(training_budget.Budget, "resume_from", resume_after_pause)
     trainings = [
         fit_drafter(shallow, tmp_path / str(kill_step), kill_at=kill_step, max_minutes=0.1, max_steps=None)
         for kill_step in (0, 5)
@@ -152,12 +153,12 @@ def test_a_resumed_training_goes_on_with_the_time_left(
 
 def test_a_slow_first_step_plans_nothing() -> None:
     """The first step may compile, so the number of steps is planned from the time of the others."""
-    budget = settings.Budget(None, 1.0)
-    budget.time_spent = settings.TimeSpent(20.0, 20.0)
-    assert budget.num_steps(1) == settings.ASSUMED_STEPS
-    budget.time_spent = settings.TimeSpent(24.0, 20.0)
+    budget = training_budget.Budget(None, 1.0)
+    budget.time_spent = training_budget.TimeSpent(20.0, 20.0)
+    assert budget.num_steps(1) == training_budget.ASSUMED_STEPS
+    budget.time_spent = training_budget.TimeSpent(24.0, 20.0)
     assert budget.num_steps(3) == 1 + 2 * 40 / 4 and not budget.is_done(3)
-    assert settings.Budget(15, 1.0).num_steps(0) == 15 and settings.Budget(15, None).is_done(15)
+    assert training_budget.Budget(15, 1.0).num_steps(0) == 15 and training_budget.Budget(15, None).is_done(15)
 
 
 # Validation

@@ -17,7 +17,8 @@ Shapes: B batch, T tokens, D target width, R rows, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from spectrain.kernels.linear_divergence import restrict_target
 from spectrain.models.target import Target
 
 from .layers import final_norm_scale, init_self_attention
+from .vocabulary import shift_labels
 
 if TYPE_CHECKING:
     from .eagle_unrolled import UnrolledEagle
@@ -131,13 +133,11 @@ class EagleFitter:
     def fit_fc(self) -> None:
         """Fit fc to the states that the next draft step reads in place of its outputs."""
         drafter, fit = self.drafter, RidgeRegression()
-        inputs: list[Tensor] = []
-        handle = drafter.fc.register_forward_pre_hook(record_inputs(inputs))
-        for batch, states in self.read_batches():
-            drafter.fuse_features(batch.input_features)
-            rows = batch.next_is_supervised & (batch.positions > 0)
-            fit.add_rows(inputs.pop()[rows], (states * self.scale if drafter.norm_output else states)[rows])
-        handle.remove()
+        with record_inputs(drafter.fc) as inputs:
+            for batch, states in self.read_batches():
+                drafter.fuse_features(batch.input_features)
+                rows = batch.next_is_supervised & (batch.positions > 0)
+                fit.add_rows(inputs.pop()[rows], (states * self.scale if drafter.norm_output else states)[rows])
         size = 1.0 if drafter.norm_before_residual else RESIDUAL
         drafter.fc.weight.copy_(size * fit.solve(FC_PENALTY))
 
@@ -171,18 +171,11 @@ class EagleFitter:
     def fit_mlp(self) -> None:
         """Fit down_proj over the first draft step."""
         drafter, fit = self.drafter, RidgeRegression()
-        streams: list[Tensor] = []
-        units: list[Tensor] = []
-        handles = [
-            drafter.post_attention_layernorm.register_forward_pre_hook(record_inputs(streams)),
-            drafter.mlp.down_proj.register_forward_pre_hook(record_inputs(units)),
-        ]
-        for batch, states in self.read_batches():
-            next(drafter.unroll_steps(batch, 1, TrainingState()))
-            rows = label_positions(batch, 0)
-            fit.add_rows(units.pop()[rows], (states.roll(-1, dims=1) - streams.pop())[rows])
-        for handle in handles:
-            handle.remove()
+        with record_inputs(drafter.post_attention_layernorm) as streams, record_inputs(drafter.mlp.down_proj) as units:
+            for batch, states in self.read_batches():
+                next(drafter.unroll_steps(batch, 1, TrainingState()))
+                rows = label_positions(batch, 0)
+                fit.add_rows(units.pop()[rows], (states.roll(-1, dims=1) - streams.pop())[rows])
         drafter.mlp.down_proj.weight.copy_(fit.solve(UNITS_PENALTY))
 
     def fit_sharpness(self) -> None:
@@ -210,18 +203,18 @@ class EagleFitter:
 
 def label_positions(batch: Batch, step: int) -> Tensor:
     """Return [B, T] bool: the positions t where draft step `step` has a label, the target's state at t + 1 + step."""
-    shift = step + 1
-    later = (batch.next_is_supervised & (batch.positions >= shift))[:, shift:]
-    return nn.functional.pad(later, (0, batch.tokens.shape[1] - later.shape[1]))
+    return shift_labels(batch.next_is_supervised.int(), batch.positions, step, 0).bool()
 
 
-def record_inputs(inputs: list[Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """Return a forward hook that appends a module's first argument to `inputs`."""
-
-    def record(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        inputs.append(arguments[0])
-
-    return record
+@contextmanager
+def record_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Yield a list to which the module's first argument is appended whenever it runs."""
+    inputs: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    try:
+        yield inputs
+    finally:
+        handle.remove()
 
 
 def factorize(weight: Tensor, covariance: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor]:

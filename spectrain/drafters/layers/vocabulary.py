@@ -134,6 +134,17 @@ class HeadsDrafter(VocabularyDrafter):
         return terms, hits, counts
 
 
+def shift_labels(labels: Tensor, positions: Tensor, step: int, none: int) -> Tensor:
+    """Return labels [B, T], which stand at the states that a draft step predicts, at the positions t that predict them.
+
+    Step `step` predicts the state at t + 1 + step. Where that is in another document, or nowhere, the label is `none`.
+    """
+    shift = step + 1
+    # Position t must lie in the document of position t + shift.
+    later = torch.where(positions >= shift, labels, none)[:, shift:]
+    return torch.nn.functional.pad(later, (0, labels.shape[1] - later.shape[1]), value=none)
+
+
 class Supervision:
     """Labels of a drafter at every position whose next token is supervised, computed once for all draft steps.
 
@@ -177,10 +188,7 @@ class Supervision:
 
     def _row_index_at(self, step: int) -> Tensor:
         """Return the row [B, T] of the label of position t at a step; -1 where nothing is supervised."""
-        shift = step + 1
-        # Position t must lie in the document of position t + shift.
-        later = torch.where(self.positions >= shift, self.row_index, -1)[:, shift:]
-        return torch.nn.functional.pad(later, (0, self.row_index.shape[1] - later.shape[1]), value=-1)
+        return shift_labels(self.row_index, self.positions, step, -1)
 
     def is_supervised(self, step: int) -> Tensor:
         """Return [B, T] bool: the positions that are supervised at a step, of those that this process runs."""
