@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spectrain.models.device import synchronize_device
+from spectrain.models.device import choose_work_clock, synchronize_device
 
 ROUND_PARTS = ("draft", "verify", "accept", "other")
 
@@ -110,27 +110,33 @@ def interleave(decodings: Sequence[DecodingSteps]) -> list[list[Generation]]:
 
 
 class PartTimer:
-    """Measures the wall time of a round by part. On a GPU each part ends with a synchronization."""
+    """Measures a round by part: its wall time, and its work by the clock that `choose_work_clock` gives.
+
+    On a GPU each part ends with a synchronization.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds: dict[str, float] = {}
-        self.round_start = time.perf_counter()
+        self.clocks = time.perf_counter, choose_work_clock(device)
+        # Seconds of each part by either clock.
+        self.parts: list[dict[str, float]] = [{}, {}]
+        self.start = [clock() for clock in self.clocks]
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = [clock() for clock in self.clocks]
         yield
         synchronize_device(self.device)
-        self.seconds[part] = time.perf_counter() - start
+        for clock, begin, seconds in zip(self.clocks, start, self.parts):
+            seconds[part] = clock() - begin
 
-    def finish_round(self) -> dict[str, float]:
-        """End the round and return its seconds by part."""
-        now = time.perf_counter()
-        seconds = {part: self.seconds.get(part, 0.0) for part in ROUND_PARTS[:-1]}
-        seconds["other"] = now - self.round_start - sum(seconds.values())
-        self.round_start, self.seconds = now, {}
-        return seconds
+    def finish_round(self) -> tuple[dict[str, float], dict[str, float]]:
+        """End the round and return its seconds by part, those of the wall clock and those of its work."""
+        wall, work = (
+            {**{part: seconds.get(part, 0.0) for part in ROUND_PARTS[:-1]}, ROUND_PARTS[-1]: clock() - start - sum(seconds.values())}
+            for clock, start, seconds in zip(self.clocks, self.start, self.parts)
+        )
+        return wall, work
 
 
 def record_seconds(generations: list[Generation], prefill_seconds: float) -> None:

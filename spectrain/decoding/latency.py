@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.models.device import synchronize_device
+from spectrain.models.device import choose_work_clock, synchronize_device
 from spectrain.models.target import Target
 from spectrain.trees.base import Prefix, RoundResult, TreeBuilder
 from spectrain.trees.measurements import LARGEST_FACTOR, NUM_TIMED, Latency, list_timed_sizes
@@ -67,14 +66,14 @@ def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5)
     cache = target.new_cache(1, len(prompt) + depth + 1)
     lengths = torch.tensor([len(prompt)], device=target.device)
     target.prefill(torch.tensor([prompt], device=target.device), lengths, cache, ())
-    seconds: list[list[float]] = [[], []]
+    seconds, clock = list[list[float]]([[], []]), choose_work_clock(target.device)
     for _ in range(repeats):
         for tree, times in zip(trees, seconds):
             synchronize_device(target.device)
-            start = time.perf_counter()
+            start = clock()
             target.verify(tree, cache)
             synchronize_device(target.device)
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
             cache.roll_back()
     chain_seconds, star_seconds = (float(np.median(times)) for times in seconds)
     return max(0.0, chain_seconds - star_seconds) / (depth - 1)
@@ -85,19 +84,19 @@ def time_verification(context: Context, sizes: list[int]) -> dict[int, float]:
 
     Sizes are timed in turn. The cache is left as it was.
     """
-    times: dict[int, list[float]] = {}
+    times, clock = dict[int, list[float]](), choose_work_clock(context.root.device)
     for repeat in range(1 + NUM_TIMED):
         for size in sizes if repeat == 0 else list(times):
             tokens = torch.randint(context.target.head.vocab_size, (len(context.root), size), device=context.root.device)
             parents = torch.zeros_like(tokens)
             parents[:, 0] = -1
             synchronize_device(tokens.device)
-            start = time.perf_counter()
+            start = clock()
             features = context.target.verify(TokenTree.from_parents(tokens, parents), context.cache, context.layers)
             assert features.logits is not None
             features.logits.argmax(-1)
             synchronize_device(tokens.device)
-            times.setdefault(size, []).append(time.perf_counter() - start)
+            times.setdefault(size, []).append(clock() - start)
             context.cache.roll_back()
             if repeat == 0 and times[size][0] > LARGEST_FACTOR * times[sizes[0]][0]:
                 break
@@ -128,10 +127,11 @@ class LatencyProbe(TreeBuilder):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         tokens = rollout.to_target_ids(self._random_tokens(prefix, rollout.start().shape[-1]))
         synchronize_device(tokens.device)
-        start = time.perf_counter()
+        clock = choose_work_clock(tokens.device)
+        start = clock()
         rollout.extend(tokens, torch.zeros_like(tokens))
         synchronize_device(tokens.device)
-        self.extend_seconds = time.perf_counter() - start
+        self.extend_seconds = clock() - start
         self.step_seconds[self.tree_size].append(self.extend_seconds)
         self.was_expanded = True
         return self._make_tree(prefix, tokens)

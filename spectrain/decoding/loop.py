@@ -154,9 +154,9 @@ class EagerRunner:
         return self.context.root.tolist()
 
     def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
-        clock = PartTimer(self.target.device)
         if self.threads is not None:
             self.threads.set_threads()
+        clock = PartTimer(self.target.device)
         parts = run_round(self.context, self.round_drafter, self.builder, self.rule)
         for part in ROUND_PARTS[:-1]:
             with clock(part):
@@ -168,10 +168,10 @@ class EagerRunner:
         ).tolist()  # the only synchronisation
         num_stats = 1 + stats.shape[1]
         records = [RoundRecord(row[num_stats : num_stats + row[0]], *row[1:num_stats]) for row in numbers]
-        seconds = clock.finish_round()
+        seconds, work_seconds = clock.finish_round()
         if self.threads is not None:
             self.threads.record_step(sum(seconds.values()))
-        self.builder.observe(RoundResult(outcome.tree, outcome.logits, outcome.num_emitted, seconds, outcome.path))
+        self.builder.observe(RoundResult(outcome.tree, outcome.logits, outcome.num_emitted, work_seconds, outcome.path))
         return [(records, seconds)]
 
 

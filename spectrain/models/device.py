@@ -1,5 +1,6 @@
 """Measured limits of this machine: the lower bound of any decoding step."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,17 @@ def synchronize_device(device: torch.device) -> None:
     """Wait until a GPU has finished its work, so that a clock measures it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def choose_work_clock(device: torch.device) -> Callable[[], float]:
+    """Return the clock, in seconds, by which steps of different kinds are compared on a device.
+
+    One thread that computes on a CPU is timed by its own processor time: beside busy processes the system interrupts steps for
+    longer than they take, so that their wall times say little about their work. Otherwise it is the wall clock, because a
+    thread also waits for other threads, or for a GPU. So it is on Windows, whose processor times have steps of 16 milliseconds.
+    """
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and sys.platform != "win32"
+    return time.thread_time if is_alone else time.perf_counter
 
 
 @contextmanager
