@@ -132,11 +132,13 @@ class PartTimer:
 
     def finish_round(self) -> tuple[dict[str, float], dict[str, float]]:
         """End the round and return its seconds by part, those of the wall clock and those of its work."""
-        wall, work = (
-            {**{part: seconds.get(part, 0.0) for part in ROUND_PARTS[:-1]}, ROUND_PARTS[-1]: clock() - start - sum(seconds.values())}
-            for clock, start, seconds in zip(self.clocks, self.start, self.parts)
-        )
+        wall, work = map(self._finish_clock, self.clocks, self.start, self.parts)
         return wall, work
+
+    def _finish_clock(self, clock: Callable[[], float], start: float, parts: dict[str, float]) -> dict[str, float]:
+        """Return the seconds by part of one clock, with those of no part as the last one."""
+        other = clock() - start - sum(parts.values())
+        return {**{part: parts.get(part, 0.0) for part in ROUND_PARTS[:-1]}, ROUND_PARTS[-1]: other}
 
 
 def record_seconds(generations: list[Generation], prefill_seconds: float) -> None:

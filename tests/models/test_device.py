@@ -1,5 +1,6 @@
 """Floors: no forward is promised to be faster than reading its weights."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from spectrain.drafters.ngram import Ngram
-from spectrain.models.device import DeviceLimits, capture_graph, forward_weights, roofline_seconds
+from spectrain.models.device import DeviceLimits, capture_graph, choose_work_clock, forward_weights, roofline_seconds
 from spectrain.models.target import Target
 
 CPU = torch.device("cpu")
@@ -63,3 +64,14 @@ def test_a_failed_capture_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="capture_end") as failed, capture_graph(None):
         raise ValueError("not permitted while capturing")
     assert current == ["before", "capturing", "before"] and isinstance(failed.value.__context__, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "clock"), [("cpu", 1, "thread_time"), ("cpu", 2, "perf_counter"), ("cuda", 1, "perf_counter")]
+)
+def test_only_one_thread_on_a_cpu_is_timed_by_its_work(
+    monkeypatch: pytest.MonkeyPatch, device: str, threads: int, clock: str
+) -> None:
+    """Several threads, and a GPU, are waited for, which takes no processor time."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert choose_work_clock(torch.device(device)) is getattr(time, clock)
