@@ -22,6 +22,7 @@ from spectrain.drafters.layers.layers import init_self_attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
@@ -74,6 +75,8 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         fit_tokens: Count = 65536,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
         head_rank: Count | None = None,
+        # Whether the output layer keeps the target's weights and is not trained, which helps while texts are few.
+        freeze_output: bool = False,
         # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
         architecture: dict[str, Any] | None = None,
     ) -> None:
@@ -84,8 +87,11 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         self.norm_output, self.fit_tokens = complete["norm_output"], fit_tokens if start == "fitted" else 0
         # Factor of the learning rate of fc: the size of its fitted weights over that of random ones.
         self.fc_lr_scale = 1.0
-        if self.embed_tokens is not None:
-            self.embed_tokens.requires_grad_(False)
+        if freeze_output and start == "random":
+            raise UserError("drafter.freeze_output=true: a random output layer must learn; use drafter.start=target or fitted")
+        for frozen in (self.embed_tokens, *((self.lm_down, self.lm_head) if freeze_output else ())):
+            if frozen is not None:
+                frozen.requires_grad_(False)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and initialise the layers, with heads that attend to their own position."""

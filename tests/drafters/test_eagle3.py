@@ -20,6 +20,7 @@ from spectrain.drafters.layers.compiled_cpu_eagle import MAX_READ, find_compiled
 from spectrain.drafters.layers.layers import NormedAttention, apply_rotary
 from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -72,6 +73,24 @@ def test_loss_and_gradient_do_not_depend_on_batching(tiny: Target, loss: str) ->
         results.append((total, collect_gradients(drafter), hits, counts))
     for left, right in zip(*results):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [None, 16])
+def test_a_frozen_output_layer_is_not_trained(tiny: Target, rank: int | None) -> None:
+    """All other weights get the gradients that they get beside a trained output layer; a random one may not be frozen."""
+    gradients = []
+    for frozen in (False, True):
+        drafter = make_drafter(tiny, head_rank=rank, freeze_output=frozen)
+        batch = make_batch(make_examples(), [0, 1], tiny, drafter)
+        drafter.loss(batch, tiny, TrainingState()).total.backward()
+        gradients.append({name: p.grad for name, p in drafter.named_parameters() if p.grad is not None})
+    trained, others = gradients
+    left_out = {name for name in trained if name.startswith(("lm_head", "lm_down"))}
+    assert len(left_out) == (1 if rank is None else 2) and others.keys() == trained.keys() - left_out
+    for name, gradient in others.items():
+        torch.testing.assert_close(gradient, trained[name])
+    with pytest.raises(UserError, match="freeze_output=true: a random output layer must learn"):
+        make_drafter(tiny, start="random", freeze_output=True)
 
 
 def test_supervised_positions_are_those_whose_prediction_is_the_assistants(tiny: Target) -> None:
