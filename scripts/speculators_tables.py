@@ -8,8 +8,8 @@ from benchmarks.pooled_lengths import Run, pool_lengths, quantiles, resample_len
 from scripts.results_tables import describe_setting, format_interval, format_table, training_table
 
 TREES = {"chain": "chain of 3", "tree": "16 nodes, 5 deep"}
-# The first has drafter.start=fitted; the third had no heads that attend to their own position at the start.
-SIDES = ("spectrain, fitted start", "spectrain", "spectrain, random heads", "speculators")
+# The first two have drafter.start=fitted; the fourth had no heads that attend to their own position at the start.
+SIDES = ("spectrain, fitted start, frozen output layer", "spectrain, fitted start", "spectrain", "spectrain, random heads", "speculators")
 
 
 def describe_length(runs: list[Run], tree: str) -> str:
