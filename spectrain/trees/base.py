@@ -60,7 +60,7 @@ class RoundResult:
     tree: TokenTree
     logits: Tensor  # [B, N, target vocabulary]
     counts: Tensor  # [B] tokens emitted, 0 in rows that had finished before
-    seconds: dict[str, float]  # draft, verify, accept, other
+    seconds: dict[str, float]  # draft, verify, accept, other; of the clock that choose_work_clock gives
     path: Tensor | None = None  # [B, P] accepted nodes, the root first, padded with the last one
 
 
