@@ -9,7 +9,13 @@ from scripts.results_tables import describe_setting, format_interval, format_tab
 
 TREES = {"chain": "chain of 3", "tree": "16 nodes, 5 deep"}
 # The first two have drafter.start=fitted; the fourth had no heads that attend to their own position at the start.
-SIDES = ("spectrain, fitted start, frozen output layer", "spectrain, fitted start", "spectrain", "spectrain, random heads", "speculators")
+SIDES = (
+    "spectrain, fitted start",
+    "spectrain, fitted start, frozen output layer",
+    "spectrain",
+    "spectrain, random heads",
+    "speculators",
+)
 
 
 def describe_length(runs: list[Run], tree: str) -> str:
