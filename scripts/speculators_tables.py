@@ -114,17 +114,23 @@ def fill_text(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 128, break_long_words=False, break_on_hyphens=False))
 
 
-def fitted_table(fitted: dict[str, Any]) -> str:
-    """Return what drafters of SmolLM2 draft right on held-out text, by their start and training."""
-    rows = [
+def held_out_table(rows: list[dict[str, Any]]) -> str:
+    """Return what drafters draft right on held-out text, by their start and training."""
+    cells = [
         [
             row["start"],
             f"{row['chain']:.3f}",
             f"{row['top3']:.3f}",
             *(" ".join(f"{x:.2f}" for x in row[key]) for key in ("agreement", "kl")),
         ]
-        for row in fitted["rows"]
+        for row in rows
     ]
+    return format_table(["start and training", "chain of 3", "any of 3", "right by step", "KL by step"], cells)
+
+
+def fitted_tables(fitted: dict[str, Any]) -> str:
+    """Return what drafters of SmolLM2 draft right on two sets of held-out text, by their start and training."""
+    later = fitted["later"]
     note = (
         "SmolLM2, 69 thousand tokens, seed 0, on 13,036 positions of 80 held-out conversations, with the true tokens as input: "
         "tokens per forward of chains of three, the same where any of the three likeliest tokens of each step counts, and by "
@@ -132,8 +138,15 @@ def fitted_table(fitted: dict[str, Any]) -> str:
         "were run when the feed-forward block was fitted over two draft steps, which changes an untrained drafter by less than "
         "1 %. A script that is not part of the project measured them."
     )
-    table = format_table(["start and training", "chain of 3", "any of 3", "right by step", "KL by step"], rows)
-    return f"## Fitted initial weights\n\n{describe_setting(fitted)}\n\n{fill_text(note)}\n\n{table}"
+    note_later = (
+        f"Later changes, on {later['positions']:,} positions of 80 held-out conversations, which are chosen otherwise, so only "
+        "rows of this table can be compared. Trained rows have `drafter.step_decay=1`, `schedule=linear` and `trainer.clip=1`."
+    )
+    tables = [held_out_table(part["rows"]) for part in (fitted, later)]
+    settings = [describe_setting(part) for part in (fitted, later)]
+    return "\n\n".join(
+        ["## Fitted initial weights", settings[0], fill_text(note), tables[0], fill_text(note_later), settings[1], tables[1]]
+    )
 
 
 def speculators_tables(result: dict[str, Any], fitted: dict[str, Any], trials: dict[str, Any], pace: dict[str, Any]) -> str:
@@ -152,11 +165,11 @@ def speculators_tables(result: dict[str, Any], fitted: dict[str, Any], trials: d
         "All but `start=random` start as `drafter.start=target`. One run each, seed 0. A row holds tokens per forward and the "
         "ratio to the heading row above it, over the same prompts; other seeds differ by up to 4 %. The three norms are "
         "`norm_before_fc`, `norm_before_residual` and `norm_output` of `drafter.architecture`, which the library has by "
-        "default. `--changes` of the benchmark gives these settings. No setting freezes the output layer: its "
-        "`requires_grad` was switched off by hand."
+        "default. `--changes` of the benchmark gives these settings. The output layer was frozen by hand, before "
+        "`drafter.freeze_output` did that."
     )
     changes = f"## Changes of spectrain's training\n\n{describe_setting(trials)}\n\n{fill_text(note)}\n\n{trials_table(trials)}"
-    return "\n\n".join([*parts, fitted_table(fitted), changes, pace_table(pace)])
+    return "\n\n".join([*parts, fitted_tables(fitted), changes, pace_table(pace)])
 
 
 def pace_table(pace: dict[str, Any]) -> str:

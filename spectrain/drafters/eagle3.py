@@ -75,7 +75,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         fit_tokens: Count = 65536,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
         head_rank: Count | None = None,
-        # Whether the output layer keeps the target's weights and is not trained, which helps while texts are few.
+        # Whether the output layer keeps the target's weights and is not trained.
         freeze_output: bool = False,
         # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
         architecture: dict[str, Any] | None = None,
