@@ -287,7 +287,7 @@ llama.cpp with two threads was not measured.""",
 answers of 64 tokens to 6, 12 or 20 prompts of the demo and to 60 questions of Spec-Bench (90 turns). A cell of a
 drafter holds the speedup over plain decoding with its 95 % interval, and the tokens per forward. Beside a process
 that takes a core all the time, plain decoding keeps 0.65 to 0.80 of its idle pace, and drafting with retrieval
-gains at least as much as on an idle machine.""",
+gains about as much as on an idle machine, or more.""",
         ("neighbours.json",),
         "python -m benchmarks.neighbours",
         neighbours_table,
