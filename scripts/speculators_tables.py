@@ -140,7 +140,7 @@ def fitted_tables(fitted: dict[str, Any]) -> str:
     )
     note_later = (
         f"Later changes, on {later['positions']:,} positions of 80 held-out conversations, which are chosen otherwise, so only "
-        "rows of this table can be compared. Rows with Muon have `drafter.step_decay=1`, `schedule=linear` and `trainer.clip=1`."
+        "rows of this table can be compared. Those with Muon have `drafter.step_decay=1`, `schedule=linear`, `trainer.clip=1`."
     )
     tables = [held_out_table(part["rows"]) for part in (fitted, later)]
     settings = [describe_setting(part) for part in (fitted, later)]
