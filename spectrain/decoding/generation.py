@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from spectrain.models.device import choose_work_clock, synchronize_device
@@ -118,27 +119,26 @@ class PartTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.clocks = time.perf_counter, choose_work_clock(device)
-        # Seconds of each part by either clock.
-        self.parts: list[dict[str, float]] = [{}, {}]
-        self.start = [clock() for clock in self.clocks]
+        # Seconds of each part by both clocks.
+        self.parts: dict[str, np.ndarray] = {}
+        self.start = self._read_clocks()
+
+    def _read_clocks(self) -> np.ndarray:
+        return np.array([clock() for clock in self.clocks])
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        start = [clock() for clock in self.clocks]
+        start = self._read_clocks()
         yield
         synchronize_device(self.device)
-        for clock, begin, seconds in zip(self.clocks, start, self.parts):
-            seconds[part] = clock() - begin
+        self.parts[part] = self._read_clocks() - start
 
     def finish_round(self) -> tuple[dict[str, float], dict[str, float]]:
         """End the round and return its seconds by part, those of the wall clock and those of its work."""
-        wall, work = map(self._finish_clock, self.clocks, self.start, self.parts)
+        seconds = {part: self.parts.get(part, np.zeros(2)) for part in ROUND_PARTS[:-1]}
+        seconds[ROUND_PARTS[-1]] = self._read_clocks() - self.start - sum(seconds.values())
+        wall, work = ({part: float(both[clock]) for part, both in seconds.items()} for clock in range(2))
         return wall, work
-
-    def _finish_clock(self, clock: Callable[[], float], start: float, parts: dict[str, float]) -> dict[str, float]:
-        """Return the seconds by part of one clock, with those of no part as the last one."""
-        other = clock() - start - sum(parts.values())
-        return {**{part: parts.get(part, 0.0) for part in ROUND_PARTS[:-1]}, ROUND_PARTS[-1]: other}
 
 
 def record_seconds(generations: list[Generation], prefill_seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.models.device import choose_work_clock, synchronize_device
+from spectrain.models.device import measure_work
 from spectrain.models.target import Target
 from spectrain.trees.base import Prefix, RoundResult, TreeBuilder
 from spectrain.trees.measurements import LARGEST_FACTOR, NUM_TIMED, Latency, list_timed_sizes
@@ -66,14 +67,10 @@ def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5)
     cache = target.new_cache(1, len(prompt) + depth + 1)
     lengths = torch.tensor([len(prompt)], device=target.device)
     target.prefill(torch.tensor([prompt], device=target.device), lengths, cache, ())
-    seconds, clock = list[list[float]]([[], []]), choose_work_clock(target.device)
+    seconds: list[list[float]] = [[], []]
     for _ in range(repeats):
         for tree, times in zip(trees, seconds):
-            synchronize_device(target.device)
-            start = clock()
-            target.verify(tree, cache)
-            synchronize_device(target.device)
-            times.append(clock() - start)
+            times.append(measure_work(partial(target.verify, tree, cache), target.device))
             cache.roll_back()
     chain_seconds, star_seconds = (float(np.median(times)) for times in seconds)
     return max(0.0, chain_seconds - star_seconds) / (depth - 1)
@@ -84,23 +81,25 @@ def time_verification(context: Context, sizes: list[int]) -> dict[int, float]:
 
     Sizes are timed in turn. The cache is left as it was.
     """
-    times, clock = dict[int, list[float]](), choose_work_clock(context.root.device)
+    times: dict[int, list[float]] = {}
     for repeat in range(1 + NUM_TIMED):
         for size in sizes if repeat == 0 else list(times):
             tokens = torch.randint(context.target.head.vocab_size, (len(context.root), size), device=context.root.device)
             parents = torch.zeros_like(tokens)
             parents[:, 0] = -1
-            synchronize_device(tokens.device)
-            start = clock()
-            features = context.target.verify(TokenTree.from_parents(tokens, parents), context.cache, context.layers)
-            assert features.logits is not None
-            features.logits.argmax(-1)
-            synchronize_device(tokens.device)
-            times.setdefault(size, []).append(clock() - start)
+            seconds = measure_work(partial(verify_greedily, context, tokens, parents), tokens.device)
+            times.setdefault(size, []).append(seconds)
             context.cache.roll_back()
             if repeat == 0 and times[size][0] > LARGEST_FACTOR * times[sizes[0]][0]:
                 break
-    return {size: float(np.median(seconds[1:])) for size, seconds in times.items()}
+    return {size: float(np.median(each[1:])) for size, each in times.items()}
+
+
+def verify_greedily(context: Context, tokens: Tensor, parents: Tensor) -> Tensor:
+    """Verify the tree of these tokens and parents [B, N], and return the target's likeliest token [B, N] after each node."""
+    features = context.target.verify(TokenTree.from_parents(tokens, parents), context.cache, context.layers)
+    assert features.logits is not None
+    return features.logits.argmax(-1)
 
 
 class LatencyProbe(TreeBuilder):
@@ -126,12 +125,8 @@ class LatencyProbe(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         tokens = rollout.to_target_ids(self._random_tokens(prefix, rollout.start().shape[-1]))
-        synchronize_device(tokens.device)
-        clock = choose_work_clock(tokens.device)
-        start = clock()
-        rollout.extend(tokens, torch.zeros_like(tokens))
-        synchronize_device(tokens.device)
-        self.extend_seconds = clock() - start
+        extend = partial(rollout.extend, tokens, torch.zeros_like(tokens))
+        self.extend_seconds = measure_work(extend, tokens.device)
         self.step_seconds[self.tree_size].append(self.extend_seconds)
         self.was_expanded = True
         return self._make_tree(prefix, tokens)

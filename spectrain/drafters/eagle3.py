@@ -89,9 +89,9 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         self.fc_lr_scale = 1.0
         if freeze_output and start == "random":
             raise UserError("drafter.freeze_output=true: a random output layer must learn; use drafter.start=target or fitted")
-        for frozen in (self.embed_tokens, *((self.lm_down, self.lm_head) if freeze_output else ())):
-            if frozen is not None:
-                frozen.requires_grad_(False)
+        frozen = [self.embed_tokens, self.lm_down, self.lm_head] if freeze_output else [self.embed_tokens]
+        for module in filter(None, frozen):
+            module.requires_grad_(False)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and initialise the layers, with heads that attend to their own position."""

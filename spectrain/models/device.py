@@ -31,6 +31,16 @@ def choose_work_clock(device: torch.device) -> Callable[[], float]:
     return time.thread_time if is_alone else time.perf_counter
 
 
+def measure_work(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of `work` by the clock that `choose_work_clock` gives."""
+    clock = choose_work_clock(device)
+    synchronize_device(device)
+    start = clock()
+    work()
+    synchronize_device(device)
+    return clock() - start
+
+
 @contextmanager
 def capture_graph(graph: Any, pool: Any = None) -> Iterator[None]:
     """Capture with `torch.cuda.graph`, and restore the current stream where the capture fails."""

@@ -1,8 +1,5 @@
 """Drafted decoding gives the very tokens of autoregressive decoding, and counts them right."""
 
-import time
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,11 +14,10 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.identity import first_difference, logit_gap
 from spectrain.features.batch import Batch
-from spectrain.models.features import Features
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
-from spectrain.trees.base import Prefix, RoundResult, WrappedBuilder
+from spectrain.trees.base import Prefix
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from spectrain.trees.trie import Trie
@@ -359,42 +355,3 @@ def test_prompt_longer_than_the_context_is_refused(shallow: Target, new_tokens: 
     prompt = [5] * (shallow.max_length - new_tokens + 1)
     with pytest.raises(UserError, match=rf"prompt of {len(prompt)} tokens.*{shallow.max_length} tokens"):
         decode(shallow, [prompt], Greedy(), new_tokens)
-
-
-class Observer(WrappedBuilder):
-    """Keeps the seconds of every observed round."""
-
-    def __init__(self, builder: TreeBuilder) -> None:
-        super().__init__(builder)
-        self.seconds: list[dict[str, float]] = []
-
-    def observe(self, round: RoundResult) -> None:
-        self.seconds.append(round.seconds)
-        super().observe(round)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_builders_see_work_and_results_see_time(
-    shallow: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
-    """Time in which a single thread on a CPU does not run counts in results, not for builders; with two threads, for both."""
-    verify, pause = shallow.verify, 0.02
-
-    def verify_later(*arguments: Any) -> Features:
-        time.sleep(pause)
-        return verify(*arguments)
-
-    monkeypatch.setattr(shallow, "verify", verify_later)
-    usual, builder = torch.get_num_threads(), Observer(Chain(3))
-    torch.set_num_threads(threads)
-    try:
-        generation = decode(shallow, prompts[:1], Greedy(), 8, Ngram(shallow), builder)[0]
-    finally:
-        torch.set_num_threads(usual)
-    assert len(builder.seconds) == len(generation.round_seconds) > 1
-    for work, seconds in zip(builder.seconds, generation.round_seconds):
-        assert work.keys() == seconds.keys() and seconds["verify"] > pause
-        if threads > 1:
-            assert work["verify"] > pause
-        else:
-            assert sum(seconds.values()) - sum(work.values()) > pause
