@@ -19,6 +19,7 @@ from spectrain.trees.token_tree import TokenTree
 
 from .architectures.probe import explain_incompatibility
 from .architectures.recurrent_states import PathPolicy
+from .cache_arguments import read_cache
 from .cache_layer import attention_dtype
 from .features import Layer
 from .forward_plan import ForwardPlan
@@ -152,7 +153,7 @@ def _stepwise_logits(model: Any, tokens: Tensor, target: Target) -> Tensor:
         positions = torch.arange(done, done := done + part.shape[1], device=part.device)[None]
         arguments: dict[str, Any] = {"position_ids": positions} if has_positions else {}
         output = model(input_ids=part, use_cache=True, **({} if cache is None else {name: cache}), **arguments)
-        cache = output[name]
+        cache = read_cache(output)
         parts.append(output.logits.float())
     return torch.cat(parts, dim=1)
 

@@ -1,6 +1,5 @@
 """The parts of a Hugging Face causal LM: its decoder, the decoder's layers, embedding and output layer."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ LAYER_LIST_NAMES = ("layers", "h", "blocks")
 """The attributes by which decoders name their layers."""
 LAYER_INPUT_NAMES = ("per_layer_model_projection", "per_layer_projection_norm")
 """Modules of decoders that only feed the layers."""
-CACHE_ARGUMENTS = ("cache_params", "past_key_values")
-"""The arguments by which decoders take their cache."""
 SUBLAYER_NAMES: dict[SublayerKind, str] = {"attention": "self_attn", "mlp": "mlp"}
 
 
@@ -117,16 +114,3 @@ def layer_list_name(decoder: nn.Module) -> str | None:
 def find_layers(decoder: nn.Module) -> nn.ModuleList | None:
     name = layer_list_name(decoder)
     return None if name is None else getattr(decoder, name)
-
-
-def cache_argument(decoder: nn.Module) -> str:
-    """Return the name of the decoder argument for the cache, as far as the signature shows it.
-
-    The name that a target uses is `Architecture.cache_argument`: an architecture can correct this one.
-    """
-    return next((name for name in CACHE_ARGUMENTS if accepts_argument(decoder, name)), CACHE_ARGUMENTS[-1])
-
-
-def accepts_argument(decoder: nn.Module, name: str) -> bool:
-    """Return whether the forward of a decoder has an argument of this name."""
-    return name in inspect.signature(decoder.forward).parameters

@@ -25,6 +25,7 @@ from spectrain.export.layouts import select_layout
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.export.uno import UNO_CLASS
+from spectrain.models.cache_arguments import cache_argument, read_cache
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
@@ -340,9 +341,10 @@ def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> Non
         model: Any = PeftModel.from_pretrained(plain_tiny(tiny), out).eval()
         with model.disable_adapter():
             cached = model(text, use_cache=True)
-        cache_copy = copy.deepcopy(cached.past_key_values)
-        adapted = model(noise, past_key_values=cached.past_key_values).logits
-        merged = model.merge_and_unload()(noise, past_key_values=cache_copy).logits
+        cache_copy = copy.deepcopy(read_cache(cached))
+        name = cache_argument(plain_tiny(tiny))
+        adapted = model(noise, **{name: read_cache(cached)}).logits
+        merged = model.merge_and_unload()(noise, **{name: cache_copy}).logits
     torch.testing.assert_close(cached.logits, ours[:, :9], rtol=1e-4, atol=1e-3)
     for logits in (adapted, merged):
         torch.testing.assert_close(logits, ours[:, 9:], rtol=1e-4, atol=1e-3)

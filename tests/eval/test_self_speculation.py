@@ -32,6 +32,7 @@ from spectrain.eval.run import Evaluation
 from spectrain.eval.system_numbers import SystemNumbers
 from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.experimental.layer_skip.drafter import LayerSkipping, search_layers
+from spectrain.models.cache_arguments import cache_argument, read_cache
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.reference_model import generate
 from spectrain.models.target import Target
@@ -263,8 +264,8 @@ def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name:
         """The most likely token after `tokens`, and the cache with them."""
         model.model.layers, model.config.num_hidden_layers = layers, len(layers)
         with torch.inference_mode():
-            output = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-        return int(output.logits[0, -1].argmax()), output.past_key_values
+            output = model(torch.tensor([tokens]), **{cache_argument(model): cache}, use_cache=True)
+        return int(output.logits[0, -1].argmax()), read_cache(output)
 
     for line in read_samples(tmp_path, "out"):
         prompt, output, accepted = line["prompt_tokens"], line["output_tokens"], []

@@ -21,6 +21,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.models.bundled import TINY_DIRECTORY
+from spectrain.models.cache_arguments import cache_argument, read_cache
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tokenizer
@@ -69,8 +70,8 @@ def stepped_after(plain: Any, sequences: list[list[int]], read: int) -> Tensor:
     for sequence in sequences:
         tokens, cache = torch.tensor([sequence]), None
         for part in (tokens[:, :read], *tokens[:, read:].split(1, dim=1)):
-            output = plain(part, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = plain(part, **{cache_argument(plain): cache}, use_cache=True)
+            cache = read_cache(output)
         results.append(output.logits[0, -1].float())
     return torch.stack(results)
 

@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "doge": (hf.DogeConfig(**SIZE, keep_window_size=4), "features differ"),
     "openai-gpt": (
         hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4),
-        "no argument named past_key_values or cache_params",
+        "no argument named past_key_values, cache_params or cache, so it takes no cache",
     ),
 }
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spectrain.errors import UserError, first_line
 from spectrain.models.architectures.mtp import mtp_layer_types
 from spectrain.models.attention import ATTENTION_NAME, causal_attention
+from spectrain.models.cache_arguments import cache_argument
 from spectrain.models.cache_types import AttentionOptions
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.model_parts import layer_list_name
@@ -77,7 +78,7 @@ class TargetLayer(nn.Module):
         if self.rope_switch is not None:
             positions = positions.clamp(max=self.rope_switch - 1)
         # With use_cache and no cache, transformers' masks would synchronise the device.
-        cache_arguments = {"past_key_values": cache, "use_cache": cache is not None}
+        cache_arguments = {cache_argument(self.decoder): cache, "use_cache": cache is not None}
         output = self.decoder(inputs_embeds=inputs, position_ids=positions, **cache_arguments, attends=attends)
         states: Tensor = output.last_hidden_state
         return states

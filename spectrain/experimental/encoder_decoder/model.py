@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import CausalLMOutput
 
 from spectrain.errors import UserError
+from spectrain.models.cache_arguments import cache_argument
 
 from .sources import Boundary, SourceReader, TokenReader, split_rows
 
@@ -109,7 +110,8 @@ def generate_plainly(model: Any, inputs: dict[str, Tensor], given: Tensor, optio
 
     # Without one, transformers makes a cache of as many layers as the encoder has.
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    output: Tensor = GenerationMixin.generate(model, **inputs, decoder_input_ids=given, past_key_values=cache, **options)
+    options = {**options, cache_argument(model): cache}
+    output: Tensor = GenerationMixin.generate(model, **inputs, decoder_input_ids=given, **options)
     return output
 
 

@@ -19,11 +19,12 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from spectrain.errors import UserError
 from spectrain.models.architectures.standard import Standard
+from spectrain.models.cache_arguments import accepts_argument, cache_argument
 from spectrain.models.features import Features, Layer
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.forward_plan import ALL_LAYERS, DEFAULT_PLAN, ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.model_parts import ModelParts, accepts_argument
+from spectrain.models.model_parts import ModelParts
 from spectrain.models.target import SmallModelOrigin, Target
 
 from .attention import ENCODER_DECODER, DecoderCall, run_decoder_call
@@ -187,7 +188,7 @@ class EncoderDecoderTarget(Target):
         if plan.cache is not None:
             # The tree cache stores the decoder's own keys; here they only pass through.
             both = EncoderDecoderCache(DynamicCache(config=self.config), encoded.cross_cache)
-            arguments |= {"past_key_values": both, "use_cache": True}
+            arguments |= {cache_argument(decoder): both, "use_cache": True}
         layers: tuple[Layer, ...] = (*(layer for layer in plan.layers if layer != "final"), "final")
         with (
             self.capture_layers(layers) as captured,

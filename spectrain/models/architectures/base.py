@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.models.attention import AttentionRange
+from spectrain.models.cache_arguments import CACHE_ARGUMENTS
 from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.model_parts import ModelParts
@@ -65,9 +66,9 @@ class Architecture(ABC):
 
     output_tuple_size: int = 0  # size of the tuple that a layer returns; 0 is a tensor
     has_single_stream: bool = True  # one residual stream enters each layer
-    # Argument of the decoder for its cache: `cache_params` or `past_key_values`, whichever its signature has. Where it has
-    # another name, an architecture overrides `from_probe`: return super().from_probe(replace(probe, cache_argument="memory")).
-    cache_argument: str = "past_key_values"
+    # Argument of the decoder for its cache: that of `CACHE_ARGUMENTS` which its signature has. Where it has another name, an
+    # architecture overrides `from_probe`: return super().from_probe(replace(probe, cache_argument="memory")).
+    cache_argument: str = CACHE_ARGUMENTS[1]
     accepts_use_cache: bool = True  # False: with it, only a cache of its own class would do
     attention_indices: tuple[tuple[int, ...], ...] | None = None  # cache indices by layer; None: one each
     kv_shapes: dict[int, KeyValueShape] | None = None  # by attention layer, where shapes differ or not all layers attend

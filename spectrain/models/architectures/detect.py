@@ -1,6 +1,7 @@
 """The choice of a target's architecture, made once when it is loaded."""
 
-from spectrain.models.model_parts import ModelParts, cache_argument
+from spectrain.models.cache_arguments import cache_argument
+from spectrain.models.model_parts import ModelParts
 
 from .base import Architecture
 from .masked import MASKED, Masked
@@ -16,7 +17,7 @@ def detect_architecture(parts: ModelParts) -> Architecture:
     """Return the architecture of a target; raise UserError where trees cannot be verified with it."""
     # A model on the meta device has only shapes, so nothing can run.
     if parts.device.type == "meta":
-        return Standard()
+        return Standard(cache_argument=cache_argument(parts.decoder))
     # Models that were loaded without the attention interface accept no arguments for it.
     goes_past_interface = parts.config._attn_implementation == MASKED
     probe = Probe(parts, cache_argument(parts.decoder)) if goes_past_interface else probe_target(parts)

@@ -25,9 +25,10 @@ from spectrain.errors import UserError
 from spectrain.kernels.fused_attention import fused_attention
 from spectrain.kernels.tree_attention import Visibility
 from spectrain.models.attention import AttentionRange
+from spectrain.models.cache_arguments import accepts_argument
 from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.masks import make_mask, record_masks
-from spectrain.models.model_parts import ModelParts, accepts_argument
+from spectrain.models.model_parts import ModelParts
 
 from .base import ForwardCall, LayerAttention
 from .probe import Probe, are_causal, explain_incompatibility

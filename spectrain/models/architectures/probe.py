@@ -15,8 +15,9 @@ from torch import Tensor
 
 from spectrain.errors import UserError, describe_error
 from spectrain.models.attention import AttentionCall, AttentionRange
+from spectrain.models.cache_arguments import CACHE_ARGUMENTS, accepts_argument, cache_argument
 from spectrain.models.masks import RequestedMask, record_masks
-from spectrain.models.model_parts import CACHE_ARGUMENTS, ModelParts, accepts_argument, cache_argument
+from spectrain.models.model_parts import ModelParts
 
 from .recurrent_calls import RecurrentModule, StateRecorder
 
@@ -29,7 +30,7 @@ class Probe:
     """What one forward over two tokens showed."""
 
     parts: ModelParts
-    cache_argument: str  # argument of the decoder for its cache, by `model_parts.cache_argument`
+    cache_argument: str  # argument of the decoder for its cache, by `cache_arguments.cache_argument`
     calls: list[AttentionCall] = field(default_factory=list)
     first_call: list[int] = field(default_factory=list)  # by layer, index of the first call in it
     recurrent_modules: dict[int, RecurrentModule] = field(default_factory=dict)  # by layer
@@ -94,8 +95,9 @@ def _run_decoder(parts: ModelParts, arguments: dict[str, Any]) -> bool:
 def check_cache_argument(parts: ModelParts, name: str) -> None:
     """Raise UserError where the decoder has no argument of this name for its cache."""
     if not accepts_argument(parts.decoder, name):
-        names = " or ".join(dict.fromkeys((name, *CACHE_ARGUMENTS)))
-        raise UserError(f"target {parts.name}: its decoder has no argument named {names}, so it takes no cache; {ADVICE}")
+        *names, last = dict.fromkeys((name, *CACHE_ARGUMENTS))
+        shown = f"{', '.join(names)} or {last}"
+        raise UserError(f"target {parts.name}: its decoder has no argument named {shown}, so it takes no cache; {ADVICE}")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spectrain.errors import UserError
+from spectrain.models.cache_arguments import CACHE_ARGUMENTS
 from spectrain.models.forward_override import override_forwards
 from spectrain.models.images import ModelInputs, get_images
 from spectrain.models.masks import RequestedMask, record_masks
@@ -27,8 +28,8 @@ from spectrain.models.positions import TokenVisibility, uncached_visibility
 from .base import ForwardCall
 
 STANDARD_ARGUMENTS = {
-    "input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict",
-    "cache_position", "output_attentions", "output_hidden_states",
+    "input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache", "return_dict",
+    "cache_position", "output_attentions", "output_hidden_states", *CACHE_ARGUMENTS,
 }  # fmt: skip
 """Arguments of a decoder that are not about images, or that a forward of the target sets itself."""
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.models.cache_arguments import drop_cache
+
 from .compile_blockers import AttentionFunction
 from .packed_linears import SharedInput, packed_product, shared_input
 
@@ -62,14 +64,14 @@ class FusedLayer:
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Run the layer, [B, N, D] -> [B, N, D], with the arguments of its own forward."""
         assert position_embeddings is not None
-        return self.run(hidden_states, attention_mask, position_embeddings, kwargs)
+        # The cache among them is for the layer's own attention.
+        return self.run(hidden_states, attention_mask, position_embeddings, drop_cache(kwargs))
 
     def run(self, hidden_states: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
         """Run the layer with the cosines and sines of the positions; `kwargs` are the arguments of its attention."""
