@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from scripts.tiny_training import take_step
 from spectrain.files import write_text
 from spectrain.models.fast import pack_linears, unpack_linears
+from spectrain.models.pretrained import load_pretrained
 from spectrain.provenance import collect_provenance
 
 from .command import run_benchmark
@@ -87,7 +88,7 @@ class LongTarget:
         folder = Path(self.folder)
         if not (folder / "config.json").exists():
             train_target(folder)
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = load_pretrained(LlamaForCausalLM, folder, "folder", dtype=torch.float32)
         documents = write_documents(1, MAX_LENGTH, self.documents)
         results = {**measure_target(model, documents), "training": json.loads((folder / "training.json").read_text())}
         print(json.dumps(results, indent=1))

@@ -7,6 +7,7 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
+from spectrain.models.pretrained import load_pretrained
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 
@@ -61,16 +62,17 @@ def _load_assistant(target: Target, path: str) -> dict[str, Any]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=target.dtype, trust_remote_code=False, use_safetensors=True
-        )
+        options = {"dtype": target.dtype, "trust_remote_code": False, "use_safetensors": True}
+        model = load_pretrained(AutoModelForCausalLM, path, "eval.assistant", **options)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a model's name") from error
-    options = {"assistant_model": model.to(target.device).eval()}
+    decoding = {"assistant_model": model.to(target.device).eval()}
     if tokenizer.get_vocab() != target.tokenizer.get_vocab():
-        options |= {"tokenizer": target.tokenizer, "assistant_tokenizer": tokenizer}
-    return options
+        decoding |= {"tokenizer": target.tokenizer, "assistant_tokenizer": tokenizer}
+    return decoding
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from spectrain.models.fast import pack_linears
+from spectrain.models.pretrained import load_pretrained
 
 PROMPTS = Path(__file__).parents[1] / "data" / "embedded_prompts"
 
@@ -97,7 +98,7 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval().to(device)
+    model = load_pretrained(AutoModelForCausalLM, args.target, "target", dtype=torch.float32).eval().to(device)
     pack_linears(model)
     args.work.mkdir(parents=True, exist_ok=True)
     batches = read_batches(args.batch_size)

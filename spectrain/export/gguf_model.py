@@ -180,6 +180,12 @@ def write_model(
     unknown = sorted(tensors.keys() - names.keys())
     if unknown:
         raise UserError(f"{unknown[0]}: llama.cpp's {kind} has no such tensor; use a model without it")
+    absent = sorted(names.keys() - tensors.keys() - ({HEAD} if config["tie_word_embeddings"] else set()))
+    if absent:
+        more = f" ({len(absent) - 1} more are missing too)" if absent[1:] else ""
+        raise UserError(
+            f"{absent[0]}: it is not among the weights of the model{more}; save the model again with all its weights"
+        )
     if config["tie_word_embeddings"]:
         tensors = {name: source for name, source in tensors.items() if name != HEAD}
     sources = {names[name]: convert_source(name, tensors[name], config) for name in sorted(tensors, key=names.__getitem__)}

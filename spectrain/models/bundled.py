@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spectrain.errors import UserError
 
 from .load_errors import explain_load_failure
+from .pretrained import load_pretrained
 
 TINY_DIRECTORY = Path(__file__).parents[1] / "data" / "tiny"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -88,7 +89,7 @@ def save_gguf(gguf: Path, directory: Path, name: str) -> None:
     # Older versions of transformers have no such class and always dequantize.
     except ImportError:
         pass
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+    model = load_pretrained(AutoModelForCausalLM, gguf.parent, "target.model", dtype=torch.float32, **options)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config._name_or_path = name

@@ -11,9 +11,24 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor
 
+from spectrain.errors import UserError, first_line
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 Files = TypeVar("Files", bound="CheckpointFiles")
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of each tensor from the index of a checkpoint in several files; raise UserError where it is none."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: it cannot be read ({first_line(error)}); copy the file again") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    is_map = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+    if not is_map or not all(Path(file).name == file for file in weight_map.values()):
+        raise UserError(f"{path}: weight_map names no file beside it for each tensor; copy the file again")
+    return dict(weight_map)
 
 
 class CheckpointFiles:
@@ -25,7 +40,7 @@ class CheckpointFiles:
         index = directory / INDEX_FILE
         self.tensor_files: dict[str, str] = {}  # tensor name -> file name
         if index.exists():
-            self.tensor_files = dict(json.loads(index.read_text())["weight_map"])
+            self.tensor_files = read_index(index)
         else:
             for path in sorted(directory.glob("*.safetensors")):
                 with safe_open(path, "pt") as file:

@@ -60,12 +60,13 @@ def load_head(target: Target, files: CheckpointFiles, device: str) -> None:
                 setattr(module, name, read_tensor(target.name, files, stored_name, empty))
     if is_tied and head.output.weight.is_meta:
         head.output.weight = head.embedding.weight  # type: ignore[assignment]
+    full_names = {id(parameter): name for name, parameter in target.model.named_parameters()}
     for part in (head.embedding, head.output, *parts):
-        missing = next((name for name, parameter in part.named_parameters() if parameter.is_meta), None)
+        missing = next((parameter for parameter in part.parameters() if parameter.is_meta), None)
         if missing is not None:
             raise UserError(
-                f"target.parts=head: {target.name} has no tensor for {missing} of {type(part).__name__} in its files, or it is "
-                "quantized; use target.parts=all"
+                f"target.parts=head: {target.name} has no tensor {full_names[id(missing)]} in its files, or it is quantized; "
+                "use target.parts=all"
             )
         part.to(device)
 

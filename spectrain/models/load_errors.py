@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from safetensors import SafetensorError
+
 from spectrain.errors import UserError, first_line
 
 from .architectures.quantized import Quantization, required_package
@@ -16,7 +18,7 @@ def explain_load_failure(model: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"target.model={model}: it could not be loaded ({first_line(error)}); check the name or the directory"
         ) from error

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from spectrain.errors import RunError, UserError
 
 from .model_parts import find_decoder, find_layers
+from .pretrained import load_pretrained
 
 Sharding = Literal["none", "fsdp2", "tensor"]
 
@@ -35,7 +36,7 @@ def load_network(model: str, config: Any, device: str, sharding: Sharding, **opt
     # Nothing is unpickled.
     options["use_safetensors"] = True
     if sharding == "none":
-        network: nn.Module = select_auto_class(config).from_pretrained(model, config=config, **options)
+        network: nn.Module = load_pretrained(select_auto_class(config), model, "target.model", config=config, **options)
         return network if "device_map" in options or device == "cpu" else network.to(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
@@ -57,7 +58,9 @@ def _load_tensor_parallel(model: str, config: Any, device: str, options: dict[st
     count = dist.get_world_size()
     try:
         plan = DistributedConfig(tp_size=count)
-        network: nn.Module = headless.from_pretrained(model, config=config, distributed_config=plan, **options)
+        network: nn.Module = load_pretrained(headless, model, "target.model", config=config, distributed_config=plan, **options)
+    except UserError:
+        raise
     except (ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
@@ -75,11 +78,10 @@ def _load_tensor_parallel(model: str, config: Any, device: str, options: dict[st
 def _load_fsdp2(model: str, config: Any, device: str, options: dict[str, Any]) -> nn.Module:
     """Load with FSDP2 over the decoder layers. Only the first process reads the weights; it sends the others their shards."""
     first = dist.get_rank() == 0
-    complete: Any = select_auto_class(config).from_pretrained(model, config=config, **options) if first else None
+    kind = select_auto_class(config)
+    complete: Any = load_pretrained(kind, model, "target.model", config=config, **options) if first else None
     with torch.device("meta"):
-        network: Any = select_auto_class(config).from_config(
-            config, dtype=options["dtype"], attn_implementation=options["attn_implementation"]
-        )
+        network: Any = kind.from_config(config, dtype=options["dtype"], attn_implementation=options["attn_implementation"])
     network.tie_weights()
     mesh = dist.device_mesh.init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     for layer in find_layers(find_decoder(network)) or ():

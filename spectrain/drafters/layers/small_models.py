@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.model_parts import find_decoder, layer_list_name
+from spectrain.models.pretrained import load_pretrained
 from spectrain.models.target import SmallModelOrigin, Target
 
 # A larger drafter could not pay: it may have this multiple of the target's parameters, plus a constant.
@@ -145,9 +146,10 @@ def load_model_files(path: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a model in float32 and its tokenizer, from a directory or the hub."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-        )
+        options = {"dtype": torch.float32, "trust_remote_code": False, "use_safetensors": True}
+        model: nn.Module = load_pretrained(AutoModelForCausalLM, path, "drafter.model", **options)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(
             f"drafter.model={path}: it cannot be loaded ({str(error).strip().splitlines()[0]}); use a directory or a hub name"

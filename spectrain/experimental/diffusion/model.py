@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,6 +20,8 @@ from spectrain.drafters.layers.layers import Attention, Mlp, make_rotary
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
 from spectrain.kernels.fused_attention import fused_attention
+from spectrain.runs.drafters import load_safetensors
+from spectrain.training.checkpoints import find_mismatches
 
 KEEP, REPLACE, DELETE, INSERT = range(4)
 """What the edit head says of a token: keep it, replace it, delete it, or insert another one after it."""
@@ -148,5 +150,8 @@ class MaskedLM(nn.Module):
                 f"eval.model={folder}: there is no masked language model; train one with python -m scripts.make_masked_model"
             )
         model = cls(MaskedConfig(**read_json_object(path / "config.json")))
-        model.load_state_dict(load_file(path / "model.safetensors"))
+        weights = load_safetensors(path / "model.safetensors")
+        for _, fault in find_mismatches(model, weights):
+            raise UserError(f"eval.model={folder}: its weights do not fit its config.json: {fault}; copy the folder again")
+        model.load_state_dict(weights)
         return model.eval()

@@ -11,6 +11,7 @@ from spectrain.errors import UserError
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.load_errors import explain_load_failure
 from spectrain.models.loading import check_device, resolve_device
+from spectrain.models.pretrained import load_pretrained
 from spectrain.trees.token_tree import TokenTree
 
 from .model import SourcePrefixLM, make_reader
@@ -45,7 +46,7 @@ def load_encoder_decoder(
         config = AutoConfig.from_pretrained(model)
         is_speech = type(config) in AutoModelForSpeechSeq2Seq._model_mapping
         auto: Any = AutoModelForSpeechSeq2Seq if is_speech else AutoModelForSeq2SeqLM
-        network = auto.from_pretrained(model, dtype=getattr(torch, dtype), use_safetensors=True).to(resolved)
+        network = load_pretrained(auto, model, "target.model", dtype=getattr(torch, dtype), use_safetensors=True).to(resolved)
         tokenizer = AutoTokenizer.from_pretrained(model)
     target = make_target(network, tokenizer, name or model.rstrip("/").rsplit("/", 1)[-1], model, template)
     check_encoder_decoder(target)

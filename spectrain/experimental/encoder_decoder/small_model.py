@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from spectrain.drafters.layers.small_models import check_tokenizer
 from spectrain.errors import UserError, first_line
+from spectrain.models.pretrained import load_pretrained
 from spectrain.models.target import SmallModelOrigin, Target
 
 DECODER_LAYERS = ("num_decoder_layers", "decoder_layers")
@@ -31,7 +32,9 @@ def load_network(path: str, target: Target) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         kind: Any = type(target.model.model)
-        network = kind.from_pretrained(path, dtype=torch.float32, use_safetensors=True)
+        network = load_pretrained(kind, path, "drafter.model", dtype=torch.float32, use_safetensors=True)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"drafter.model={path}: it cannot be loaded ({first_line(error)}); use a directory") from error
     check_tokenizer(tokenizer, target.tokenizer, path)

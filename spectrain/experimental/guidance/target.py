@@ -23,6 +23,7 @@ from spectrain.models.forward_plan import ALL_LAYERS, DEFAULT_PLAN, ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.load_errors import explain_load_failure
 from spectrain.models.loading import load_hf, resolve_device, resolve_dtype
+from spectrain.models.pretrained import load_pretrained
 from spectrain.models.target import SmallModelOrigin, Target
 
 from .janus import convert_janus
@@ -148,7 +149,8 @@ def load_janus(model: str, dtype: str, device: str) -> Target:
     with explain_load_failure(model):
         config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
         weight_dtype = resolve_dtype(resolved, config, dtype)
-        network = JanusForConditionalGeneration.from_pretrained(model, dtype=weight_dtype, use_safetensors=True)
+        kind = JanusForConditionalGeneration
+        network = load_pretrained(kind, model, "target.model", dtype=weight_dtype, use_safetensors=True)
     return wrap_janus(network.to(resolved), tokenizer, model)
 
 

@@ -1,0 +1,206 @@
+"""Weights that are not in a checkpoint: every load of every kind of model names the first one, and nothing is invented."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+
+from spectrain.drafters.layers.small_models import load_matching_model
+from spectrain.errors import UserError
+from spectrain.eval.transformers_baselines import _load_assistant
+from spectrain.experimental.encoder_decoder.loading import load_encoder_decoder
+from spectrain.export.gguf_model import write_target
+from spectrain.export.targets import TargetFiles
+from spectrain.models.bundled import save_gguf
+from spectrain.models.checkpoint_files import INDEX_FILE
+from spectrain.models.loading import load_hf
+from spectrain.models.pretrained import load_pretrained
+from spectrain.models.target import Target
+from tests.experimental.encoder_models import save_model
+from tests.models.checkpoints import save_gguf_file, save_unquantized
+
+Weights = dict[str, Tensor]
+UP, HEAD, NORM = "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that copies a small saved model with changed weights; each kind is made once."""
+    made: dict[str, Path] = {}
+
+    def copy(folder: Path, change: Callable[[Weights], Any], kind: str = "llama", **settings: Any) -> Path:
+        key = f"{kind}{sorted(settings)}"
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("saved")
+            save_unquantized(made[key], kind, **settings)
+        shutil.copytree(made[key], folder)
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return copy
+
+
+def remove(*parts: str) -> Callable[[Weights], None]:
+    """Remove the weights whose names contain one of these parts."""
+
+    def change(weights: Weights) -> None:
+        for name in [name for name in weights if any(part in name for part in parts)]:
+            del weights[name]
+
+    return change
+
+
+def lengthen(name: str) -> Callable[[Weights], None]:
+    """Add a row to a weight."""
+    return lambda weights: weights.update({name: torch.cat([weights[name], weights[name][:1]])})
+
+
+REFUSED: dict[str, tuple[Callable[[Weights], Any], str, dict[str, Any]]] = {
+    "a matrix": (remove(UP), f"{UP} is not among its weights, and", {}),
+    "an untied output layer": (remove(HEAD), f"{HEAD} is not among", {}),
+    "both of two tied": (remove("embed_tokens", HEAD), "1 more are missing too", {"tie_word_embeddings": True}),
+    "a layer": (remove("layers.1."), r"model.layers.1.input_layernorm.weight is not among its weights \(8 more", {}),
+    "a norm": (remove(NORM), f"{NORM} is not among", {}),
+    "a shape": (lengthen(UP), rf"{UP} has the shape \[129, 64\] in its files and \[128, 64\] by its config.json;", {}),
+    "an expert": (remove("experts.3."), r"experts.down_proj has the shape \[3, ", {"kind": "qwen3_moe", **EXPERTS}),
+    "a matrix of an expert": (
+        remove("experts.0.w1"),
+        "mlp.experts.gate_up_proj cannot be made",
+        {"kind": "mixtral", **EXPERTS},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_target_without_a_weight_is_refused(
+    case: str, saved: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The report of transformers is not printed in addition to the sentence."""
+    change, sentence, settings = REFUSED[case]
+    folder = saved(tmp_path / "target", change, **settings)
+    capfd.readouterr()
+    with pytest.raises(UserError, match=f"^target.model={folder}: .*{sentence}") as raised:
+        load_hf(str(folder), device="cpu")
+    assert "\n" not in str(raised.value) and "REPORT" not in capfd.readouterr().err
+
+
+ACCEPTED: dict[str, tuple[Callable[[Weights], Any], dict[str, Any]]] = {
+    "a tied output layer is absent": (remove(HEAD), {"tie_word_embeddings": True}),
+    "others are there": (
+        lambda weights: weights.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16), "visual.x": torch.ones(2), "mtp.y": torch.ones(2)}
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_tied_and_unknown_weights_are_no_fault(case: str, saved: Callable[..., Path], tmp_path: Path) -> None:
+    change, settings = ACCEPTED[case]
+    assert load_hf(str(saved(tmp_path / "target", change, **settings)), device="cpu").num_layers == 2
+
+
+def test_every_other_model_is_checked_too(saved: Callable[..., Path], tiny: Target, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "small", remove(UP))
+    with pytest.raises(UserError, match=f"^drafter.model={folder}: {UP} is not"):
+        load_matching_model(str(folder), tiny)
+    with pytest.raises(UserError, match=f"^eval.assistant={folder}: {UP} is not"):
+        _load_assistant(tiny, str(folder))
+    with pytest.raises(UserError, match=f"^{UP}: it is not among the weights"):
+        write_target(TargetFiles(str(folder)), tmp_path, None)
+    with pytest.raises(UserError, match="^target.parts=head: .* has no tensor model.norm.weight"):
+        load_hf(str(saved(tmp_path / "head", remove(NORM))), parts="head", device="cpu")
+    encoder_decoder = save_model("t5", tmp_path / "t5")
+    weights = load_file(encoder_decoder / "model.safetensors")
+    remove("encoder.block.0.layer.0.SelfAttention.q")(weights)
+    save_file(weights, encoder_decoder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"^target.model={encoder_decoder}: encoder.block.0.*SelfAttention.q.weight is not"):
+        load_encoder_decoder(str(encoder_decoder), device="cpu")
+    with pytest.raises(UserError, match="^drafter.model="):
+        load_pretrained(AutoModelForSeq2SeqLM, encoder_decoder, "drafter.model")
+
+
+def test_a_gguf_file_without_a_tensor_is_not_converted(tmp_path: Path) -> None:
+    """The file names another tensor in place of the one of a layer."""
+    path, _ = save_gguf_file(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight"))
+    with pytest.raises(UserError, match=f"^target.model={tmp_path}: {UP} is not among"):
+        save_gguf(path, tmp_path / "converted", "small")
+    assert not (tmp_path / "converted").exists()
+
+
+DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no JSON": (lambda index: "{", "it cannot be read"),
+    "a list": (lambda index: "[]", "weight_map names no file"),
+    "no map": (lambda index: "{}", "weight_map names no file"),
+    "numbers": (lambda index: json.dumps({"weight_map": {UP: 1}}), "weight_map names no file"),
+    "another folder": (lambda index: json.dumps({"weight_map": {UP: "../model.safetensors"}}), "weight_map names no file"),
+}
+
+
+@pytest.mark.parametrize("parts", ["all", "head"])
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_index_is_named(case: str, parts: Any, saved: Callable[..., Path], tmp_path: Path) -> None:
+    change, sentence = DAMAGED[case]
+    folder = saved(tmp_path / "target", lambda weights: None)
+    (folder / INDEX_FILE).write_text(change({}))
+    with pytest.raises(UserError, match=f"^{folder / INDEX_FILE}: {sentence}"):
+        load_hf(str(folder), parts=parts, device="cpu")
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_a_cut_file_is_named(size: int, saved: Callable[..., Path], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "target", lambda weights: None)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(UserError, match=f"^target.model={folder}: its weights cannot be read .*; copy its files again"):
+        load_hf(str(folder), device="cpu")
+
+
+def test_a_report_is_found_where_transformers_is_silent(saved: Callable[..., Path], tmp_path: Path) -> None:
+    """Weights that others are made of, as those of experts are, stand in its report alone, which a user may have silenced."""
+    folder = saved(tmp_path / "target", remove("experts.0.w1"), "mixtral", **EXPERTS)
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with pytest.raises(UserError, match="experts.gate_up_proj cannot be made of the weights in its files"):
+            load_pretrained(AutoModelForCausalLM, folder, "target.model")
+    finally:
+        logger.setLevel(level)
+
+
+WITHOUT_WEIGHTS = {
+    "AutoConfig", "AutoTokenizer", "AutoProcessor", "AutoFeatureExtractor", GenerationConfig.__name__, "Target", "Drafter",
+}  # fmt: skip
+"""Classes whose `from_pretrained` loads no weights of a model, and those of this project, which go through the door."""
+DOOR = "spectrain/models/pretrained.py"
+
+
+@pytest.mark.parametrize("folder", ["spectrain", "eval", "kernels", "scripts", "benchmarks"])
+def test_no_other_code_loads_a_model_of_transformers(folder: str) -> None:
+    root = Path(__file__).parents[2]
+    for path in sorted((root / folder).rglob("*.py")):
+        text = path.read_text()
+        if "from_pretrained" not in text or path.relative_to(root).as_posix() == DOOR:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and node.attr == "from_pretrained":
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "an expression")
+                assert name in WITHOUT_WEIGHTS, f"{path}:{node.lineno}: {name} must be loaded by load_pretrained"
