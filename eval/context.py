@@ -153,7 +153,9 @@ class ContextFiller:
         first, documents = STRIDE * number, self._documents
         for step in count():
             text = documents[(first + (0 if self.method == "repeated" else step)) % len(documents)]
-            yield from target.tokenizer(f"{text}\n\n", add_special_tokens=False)["input_ids"]
+            tokens: list[int] = target.tokenizer(f"{text}\n\n", add_special_tokens=False)["input_ids"]
+            target.template.check_embedded(tokens)
+            yield from tokens
 
 
 def propose_cuts(room: int, limit: int) -> Iterator[int]:

@@ -102,7 +102,7 @@ def audit_source(
         audit.prompts |= overlap
         try:
             if isinstance(conversation, Example):
-                check_vocabulary(conversation, len(template.tokenizer), f"{source.name}: sequence {number}")
+                check_vocabulary(conversation, template.vocab_size, f"{source.name}: sequence {number}")
             examples, num_cut, num_dropped = make_examples(
                 template, conversation, reader.max_length, vision, reader.train_on, audit.unread
             )

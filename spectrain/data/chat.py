@@ -109,9 +109,15 @@ def tokenize_prompt(
 ) -> list[int]:
     """Return the token ids after which the assistant's turn begins; `vision` processes the images of the conversation.
 
-    Answers with generated token ids keep these ids, so that nothing is tokenized twice.
+    Answers with generated token ids keep these ids, so that nothing is tokenized twice. A UserError is raised for a token that
+    the target cannot read.
     """
-    conversation = Conversation.wrap(messages)
+    tokens = _tokenize_prompt(template, Conversation.wrap(messages), vision)
+    template.check_embedded(tokens)
+    return tokens
+
+
+def _tokenize_prompt(template: ChatTemplate, conversation: Conversation, vision: ImageProcessor | None) -> list[int]:
     if conversation.text is not None:
         return tokenize_text_prompt(template.tokenizer, conversation.text)
     require_template(template)
@@ -126,7 +132,7 @@ def tokenize_question(template: ChatTemplate, conversation: Conversation) -> lis
     """Return the prompt of a conversation's first message; plain text where the target has no chat template."""
     if template.exists:
         return tokenize_prompt(template, conversation.up_to(1))
-    return tokenize_text_prompt(template.tokenizer, content_text(conversation.messages[0]["content"]))
+    return tokenize_prompt(template, Conversation([], text=content_text(conversation.messages[0]["content"])))
 
 
 def require_template(template: ChatTemplate) -> None:
@@ -217,11 +223,23 @@ def tokenize_conversation(
 
     An `Example`, which another project has tokenized, is returned unchanged. `vision` processes the images. Only the kinds in
     `train_on` carry loss. `unread` counts what the chat template does not render. A UserError is raised if an answer has no
-    token, or if every token is an answer.
+    token, if every token is an answer, or for a token that the target cannot read.
     """
     if isinstance(messages, Example):
         return [messages]
-    conversation = Conversation.wrap(messages)
+    examples = _tokenize_conversation(template, Conversation.wrap(messages), vision, train_on, unread)
+    for example in examples:
+        template.check_embedded(example.tokens)
+    return examples
+
+
+def _tokenize_conversation(
+    template: ChatTemplate,
+    conversation: Conversation,
+    vision: ImageProcessor | None,
+    train_on: Sequence[Kind],
+    unread: Counter[str] | None,
+) -> list[Example]:
     if not template.tokenizer.is_fast:
         raise UserError("target: its tokenizer cannot tell where tokens lie in the text; save it as a fast tokenizer")
     if conversation.text is not None:

@@ -137,7 +137,7 @@ class StreamReader(ConversationReader):
             return None
         try:
             if isinstance(conversation, Example):
-                check_vocabulary(conversation, len(template.tokenizer), "the row")
+                check_vocabulary(conversation, template.vocab_size, "the row")
             result = make_examples(template, conversation, self.max_length, None, self.train_on)
         except UserError as error:
             self._report_first(error)

@@ -28,7 +28,7 @@ class TokensReader(FileReader):
         yield from self.parse_rows(rows, lambda row: parse_tokens(row.content, row.location))
 
     def make_dataset(self, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
-        size = len(template.tokenizer)
+        size = template.vocab_size
         examples: list[Any] = self.load_conversations()
         for number, example in enumerate(examples, 1):
             check_vocabulary(example, size, f"data.path={self.path}: sequence {number}")
@@ -47,7 +47,7 @@ def check_vocabulary(example: Example, size: int, location: str) -> None:
     """Raise a UserError if a token id is not below the size of the target's vocabulary."""
     if (largest := max(example.tokens)) >= size:
         raise UserError(
-            f"{location} holds the token id {largest}, and the target's tokenizer has {size} tokens; tokenize the data with "
+            f"{location} holds the token id {largest}, and the target has {size} tokens; tokenize the data with "
             "the target's own tokenizer"
         )
 

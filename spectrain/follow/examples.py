@@ -21,7 +21,7 @@ def make_example(conversation: RecordedConversation, target: Target) -> Example 
         prompt, answer = tokenize_conversation(conversation, target)
     except (UserError, ValueError, KeyError, TypeError):
         return None
-    tokens, vocabulary = prompt + answer, target.head.vocab_size
+    tokens, vocabulary = prompt + answer, target.head.num_embeddings
     if not prompt or len(answer) < 2 or max(tokens) >= vocabulary or len(tokens) > target.max_length:
         return None
     return Example(tokens, [False] * len(prompt) + [True] * len(answer))

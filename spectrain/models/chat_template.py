@@ -91,11 +91,20 @@ class Markers:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer with the arguments that it is always rendered with, such as enable_thinking."""
+    """The chat template of a tokenizer with the arguments that it is always rendered with, such as enable_thinking.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] | None = None) -> None:
+    `num_embeddings` is the number of rows of the target's embedding, where a target is loaded: token ids must be below it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        arguments: Mapping[str, Any] | None = None,
+        num_embeddings: int | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
+        self.num_embeddings = num_embeddings
 
     @property
     def exists(self) -> bool:
@@ -115,7 +124,24 @@ class ChatTemplate:
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
         """Return the template with these arguments added."""
-        return ChatTemplate(self.tokenizer, {**self.arguments, **arguments}) if arguments else self
+        if not arguments:
+            return self
+        return ChatTemplate(self.tokenizer, {**self.arguments, **arguments}, self.num_embeddings)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number that token ids must be below: the rows of the embedding, or without a target the tokenizer's tokens."""
+        return len(self.tokenizer) if self.num_embeddings is None else self.num_embeddings
+
+    def check_embedded(self, tokens: Sequence[int]) -> None:
+        """Raise a UserError for a text with a token that has no row in the target's embedding."""
+        largest = max(tokens, default=0)
+        if self.num_embeddings is not None and largest >= self.num_embeddings:
+            raise UserError(
+                f"data: a text holds {self.tokenizer.convert_ids_to_tokens(largest)!r}, the token {largest} of the target's "
+                f"tokenizer, and the target's embedding has {self.num_embeddings} rows; leave such texts out, or resize the "
+                "embedding and train it"
+            )
 
     def reads(self, name: str) -> bool:
         """Tell whether the template names this field, role or variable."""

@@ -46,6 +46,11 @@ class Head:
         return self.output.weight.shape[0]
 
     @property
+    def num_embeddings(self) -> int:
+        """The number of tokens that the target can read; those of an embedding of another kind are its outputs."""
+        return self.embedding.num_embeddings if isinstance(self.embedding, nn.Embedding) else self.vocab_size
+
+    @property
     def width(self) -> int:
         return self.output.weight.shape[1]
 

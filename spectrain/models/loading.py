@@ -1,6 +1,7 @@
 """Loading targets: from the hub or a directory, from the package that ships SmolLM2, or the tiny model of this project."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from .architectures.quantized import (
 )
 from .attention import ATTENTION_NAME, attn_implementation_for
 from .bundled import TINY_DIRECTORY, convert_gguf, convert_smollm2, load_tiny_tokenizer
-from .chat_template import ChatTemplate
 from .check import check_exact, check_vision
 from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
@@ -154,7 +154,8 @@ def load_hf(
     location = str(path.resolve()) if is_local else model
     target = Target(built, tokenizer, name or (path.name if is_local else model), location, sharding)
     target.vision.trust_remote_code = trust_remote_code
-    target.template = ChatTemplate(tokenizer, template_kwargs)
+    target.template = target.template.with_arguments(template_kwargs or {})
+    warn_of_tokens_beyond(target)
     target.has_layers = parts == "all"
     if reads_weights and parts == "head":
         with explain_load_failure(model):
@@ -167,6 +168,19 @@ def load_hf(
         check_exact(target)
         target.image_check = check_vision
     return target
+
+
+def warn_of_tokens_beyond(target: Target) -> None:
+    """Warn of tokens of the tokenizer without a row in the embedding; texts that hold one are refused."""
+    rows = target.head.num_embeddings
+    count = sum(token >= rows for token in target.tokenizer.get_vocab().values())
+    if count:
+        print(
+            f"spectrain: target {target.name}: {count} tokens of its tokenizer have no embedding, which has {rows} rows; texts "
+            "that hold one are refused",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def check_path(model: str, path: Path, needs_weights: bool) -> None:

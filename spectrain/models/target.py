@@ -62,7 +62,7 @@ class Target(ModelParts):
     ) -> None:
         super().__init__(model, name)
         self.tokenizer, self.path = tokenizer, path
-        self.template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer, num_embeddings=self.head.num_embeddings)
         # Whether the layers were loaded; without them nothing runs but embedding, final norm and output layer.
         self.has_layers = True
         # How the processes of the launch hold the model together.

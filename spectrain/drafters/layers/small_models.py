@@ -41,11 +41,11 @@ def make_small_model(target: Target, num_layers: int | None, model: str | None, 
         inner = init_model(architecture, target)
     else:
         inner = cut_model(target, max(1, target.num_layers // 4) if num_layers is None else num_layers)
-    vocab_size, rows = len(target.tokenizer), inner.get_input_embeddings().weight.shape[0]
+    vocab_size, rows = min(len(target.tokenizer), target.head.num_embeddings), inner.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
         key = "model" if model is not None else "architecture"
         raise UserError(
-            f"drafter.{key}: its vocab_size is {rows}, below the {vocab_size} tokens of the tokenizer; use {vocab_size} or more"
+            f"drafter.{key}: its vocab_size is {rows}, below the {vocab_size} tokens of the target; use {vocab_size} or more"
         )
     small_model = wrap_model(inner, target.tokenizer, model or "")
     small_model.requires_grad_(True)

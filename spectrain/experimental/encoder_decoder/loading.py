@@ -8,9 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoTokenizer, GenerationConfig
 
 from spectrain.errors import UserError
-from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.load_errors import explain_load_failure
-from spectrain.models.loading import check_device, resolve_device
+from spectrain.models.loading import check_device, resolve_device, warn_of_tokens_beyond
 from spectrain.models.pretrained import load_pretrained
 from spectrain.trees.token_tree import TokenTree
 
@@ -67,7 +66,7 @@ def make_target(network: Any, tokenizer: Any, name: str, path: str, template: st
     end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     tokenizer.chat_template = template or make_template(*tokenizer.convert_ids_to_tokens([end, start]))
     target = EncoderDecoderTarget(SourcePrefixLM(network, reader, end), tokenizer, name, path)
-    target.template = ChatTemplate(tokenizer)
+    warn_of_tokens_beyond(target)
     return target
 
 
