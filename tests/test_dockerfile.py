@@ -44,7 +44,7 @@ def test_the_linter_finds_faults(tmp_path: Path, was: str, becomes: str, rule: s
 def test_versions_are_pinned() -> None:
     """The base has a tag of numbers, its torch suits, and the rest comes from constraints.txt."""
     (tag,) = re.findall(r"^ARG PYTORCH=(\d+\.\d+)\.\d+-cuda\d+\.\d+-cudnn\d+-runtime$", TEXT, re.MULTILINE)
-    (least,) = re.findall(r'"torch>=(\d+\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    (least,) = re.findall(r'"torch>=(\d+\.\d+)[,"]', (ROOT / "pyproject.toml").read_text())
     assert tuple(map(int, tag.split("."))) >= tuple(map(int, least.split(".")))
     constraints = (ROOT / "constraints.txt").read_text()
     assert re.search("^torch==", constraints, re.MULTILINE) and re.search("^triton==", constraints, re.MULTILINE)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.layers.losses import LossName, head_loss
-from spectrain.drafters.layers.small_models import describe_model, make_small_model
+from spectrain.drafters.layers.small_models import describe_model, make_small_model, to_known_tokens
 from spectrain.drafters.layers.stop_head import StopHead
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -129,6 +129,7 @@ class Causal(Drafter, RewindableDrafter):
         steps = torch.arange(context.new_features.tokens.shape[1] + 1, device=num_unread.device)
         positions = self.cache.lengths[:, None] + steps
         tokens = context.tokens.gather(1, positions.clamp(max=context.tokens.shape[1] - 1))
+        tokens = to_known_tokens(tokens, self.model)
         features = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at_layer("final")
         self.cache.commit(None, num_unread + 1)
         root = features.gather(1, num_unread[:, None, None].expand(-1, 1, features.shape[-1]))
@@ -168,8 +169,9 @@ class _Nodes(Rollout):
     def run(self, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
         """Return log q [B, F, V] after new nodes at depths [B, F], which attend to nodes by the mask `visible`."""
         positions = self.cache.lengths[:, None] - 1 + depth
-        features = self.drafter.model.run(
-            tokens, ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
+        model = self.drafter.model
+        features = model.run(
+            to_known_tokens(tokens, model), ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
         )
         return self.log_q_and_stop(features.at_layer("final"))
 

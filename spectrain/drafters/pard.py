@@ -24,7 +24,7 @@ from spectrain.drafters.layers.masks import (
     init_mask_vectors,
     replace_embeddings,
 )
-from spectrain.drafters.layers.small_models import describe_model, make_small_model
+from spectrain.drafters.layers.small_models import describe_model, make_small_model, to_known_tokens
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.linear_divergence import HeadTarget, Projection, argmax_and_log_z, split_rows
@@ -237,6 +237,7 @@ class Pard(Drafter):
         index = (self.cache.lengths[:, None] + offsets).clamp(max=context.tokens.shape[1] - 1)
         tokens = torch.where(offsets <= num_unread[:, None], context.tokens.gather(1, index), 0)
         with self.insert_embeddings(mask_index, self.decoding_features(context, num_unread, offsets)):
+            tokens = to_known_tokens(tokens, self.model)
             features_out = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache))
         self.cache.commit(None, num_unread)
         is_judged = num_unread[:, None] + torch.arange(self.num_drafts, device=device)

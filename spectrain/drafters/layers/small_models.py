@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError, first_line
@@ -50,6 +50,12 @@ def make_small_model(target: Target, num_layers: int | None, model: str | None, 
     small_model = wrap_model(inner, target.tokenizer, model or "")
     small_model.requires_grad_(True)
     return small_model
+
+
+def to_known_tokens(tokens: Tensor, model: Target) -> Tensor:
+    """Return the tokens that a small model reads. A target whose vocabulary is padded further may write a token that the small
+    model has no embedding of, which is then read as its last one."""
+    return tokens.clamp(max=model.head.num_embeddings - 1)
 
 
 def describe_model(model: Target) -> dict[str, Any]:
