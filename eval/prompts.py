@@ -27,6 +27,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.eval.tasks import Reference, reference_of
 from spectrain.models.chat_template import Message
 from spectrain.models.target import Target
+from spectrain.models.template_arguments import check_template_arguments
 
 # Name -> data set, subset, split.
 HUB: dict[str, tuple[str, str | None, str]] = {
@@ -285,9 +286,7 @@ def _parse_row(row: Any, name: str, category: str, where: str, folder: Path | No
 
 def _parse_context(row: dict[str, Any], where: str) -> Conversation:
     """Return what the chat template reads beside the messages of a row."""
-    arguments = row.get("chat_template_kwargs", {})
-    if not isinstance(arguments, dict):
-        raise UserError(f'{where}: chat_template_kwargs is no object; write {{"enable_thinking": true}}')
+    arguments = check_template_arguments(row.get("chat_template_kwargs", {}), where)
     tools = parse_tools(row.get("tools", row.get("functions")), where)
     return Conversation([], tools, parse_documents(row.get("documents"), where), arguments)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.models.chat_template import REASONING_NAMES, Message
+from spectrain.models.template_arguments import check_template_arguments
 
 from .images import RowImages, content_text, image_paths
 
@@ -114,9 +115,7 @@ def parse_conversation(
     check_tool_calls(messages, location)
     tools = parse_tools(row.get("tools", row.get("functions")), location)
     documents = parse_documents(row.get("documents"), location)
-    arguments = row.get("chat_template_kwargs") or {}
-    if not isinstance(arguments, dict):
-        raise UserError(f'{location}: chat_template_kwargs is no object; write {{"enable_thinking": true}}')
+    arguments = check_template_arguments(row.get("chat_template_kwargs") or {}, location)
     answer_ids = parse_answer_ids(row.get("answer_ids"), messages, location)
     conversation = Conversation(messages, tools, documents, arguments, answer_ids)
     return complete_turns(conversation, location, allows_unanswered, unread)

@@ -11,6 +11,7 @@ from spectrain.data.messages import Conversation
 from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.models.target import Target
+from spectrain.models.template_arguments import check_template_arguments
 
 from .traffic import RecordedConversation
 
@@ -31,7 +32,7 @@ def tokenize_conversation(conversation: RecordedConversation, target: Target) ->
     """Return the token ids of a prompt and of its answer."""
     request, prompt = conversation.request, conversation.prompt_ids
     if prompt is None and "messages" in request:
-        arguments = request.get("chat_template_kwargs") or {}
+        arguments = check_template_arguments(request.get("chat_template_kwargs"), "recorded request")
         prompt = tokenize_prompt(target.template, Conversation(request["messages"], request.get("tools"), None, arguments))
     elif prompt is None:
         text = request["prompt"]

@@ -31,6 +31,7 @@ from spectrain.decoding.loop import EagerRunner, decode_steps, make_request
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
+from spectrain.models.template_arguments import check_template_arguments
 from spectrain.runs.drafters import load_description, load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.trees import Chain
@@ -181,7 +182,8 @@ class OwnEngine:
     def tokenize(self, body: dict[str, Any], is_chat: bool) -> list[int]:
         """Return the token ids of a prompt."""
         if is_chat:
-            conversation = Conversation(body["messages"], body.get("tools"), None, body.get("chat_template_kwargs") or {})
+            arguments = check_template_arguments(body.get("chat_template_kwargs"), "request")
+            conversation = Conversation(body["messages"], body.get("tools"), None, arguments)
             return tokenize_prompt(self.thread.target.template, conversation)
         prompt = body["prompt"]
         if isinstance(prompt, str):

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
+from spectrain.errors import UserError
+from spectrain.models.template_arguments import check_template_arguments
 from spectrain.servers.base import DraftedRounds
 from spectrain.servers.openai import join_parts
 
@@ -63,6 +65,8 @@ def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: Rounds
     response = parse_response(exchange.response, is_chat)
     if response is None or len(response["choices"]) != 1 or body.get("n", 1) != 1:
         return None
+    if brings_template(body):
+        return None
     choice = response["choices"][0]
     answer = (choice.get("message") or {}).get("content") if is_chat else choice.get("text")
     if not isinstance(answer, str) or (is_chat and (choice.get("message") or {}).get("tool_calls")):
@@ -82,6 +86,15 @@ def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: Rounds
         drafted=rounds.drafted,
         num_tokens=num_tokens,
     )
+
+
+def brings_template(body: dict[str, Any]) -> bool:
+    """Tell whether a request chose how its prompt is rendered, which the target's own chat template cannot repeat."""
+    try:
+        check_template_arguments(body.get("chat_template_kwargs"), "request")
+    except UserError:
+        return True
+    return body.get("chat_template") is not None or bool(body.get("continue_final_message"))
 
 
 def count_answer_tokens(response: dict[str, Any], choice: dict[str, Any]) -> int | None:

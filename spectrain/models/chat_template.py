@@ -21,6 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError, first_line
 
+from .template_arguments import check_template_arguments
+from .template_limits import TemplateLimitError
+
 Message = dict[str, Any]
 """A message in the form of `apply_chat_template`: role, content (text, null or parts), tool_calls, reasoning_content .."""
 
@@ -103,7 +106,7 @@ class ChatTemplate:
         num_embeddings: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.arguments = dict(arguments or {})
+        self.arguments = check_template_arguments(arguments, "template_kwargs")
         self.num_embeddings = num_embeddings
 
     @property
@@ -162,10 +165,13 @@ class ChatTemplate:
     ) -> str:
         """Render messages as text; with `for_generation` the text ends where the assistant's next turn begins.
 
-        A template that refuses the conversation raises a UserError.
+        A template that refuses the conversation, or that needs more than its limits, raises a UserError.
         """
+        own = check_template_arguments(arguments, "data")
         try:
-            return self._render(self.adapt(messages), tools, documents, arguments, for_generation)
+            return self._render(self.adapt(messages), tools, documents, own, for_generation)
+        except TemplateLimitError:
+            raise
         except Exception as error:  # templates raise whatever their author chose
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(
@@ -189,7 +195,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         present = [{key: value for key, value in message.items() if value is not None} for message in self.adapt(messages)]
-        options = {**self.tokenizer.special_tokens_map, **self.arguments, **(arguments or {})}
+        options = {**self.tokenizer.special_tokens_map, **self.arguments, **check_template_arguments(arguments, "data")}
         _, spans = render_jinja_template(
             [present],
             tools,
@@ -251,6 +257,8 @@ class ChatTemplate:
         """Render a probe without adapting it; empty text where the template refuses it."""
         try:
             return self._render(messages, tools)
+        except TemplateLimitError:
+            raise
         except Exception:  # templates raise whatever their author chose
             return ""
 

@@ -31,6 +31,7 @@ from .head_parts import Parts, build_empty_network, check_head_settings, load_he
 from .load_errors import explain_load_failure, suggest_package
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
+from .template_limits import TemplateLimitError
 
 
 def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
@@ -220,8 +221,10 @@ def apply_chat_template(tokenizer: Any, file: str | None) -> None:
         raise UserError(f"target.chat_template={file}: it cannot be read ({first_line(error)}); give a Jinja file") from error
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"target.chat_template={file}: line {error.lineno} is no Jinja ({error.message}); mend it") from error
-    except jinja2.TemplateError:
-        # The template refuses a question alone, which is its right.
+    except TemplateLimitError:
+        raise
+    except Exception:
+        # Templates raise whatever their author chose, and may refuse a question alone.
         pass
 
 
