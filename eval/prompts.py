@@ -266,7 +266,7 @@ def _parse_row(row: Any, name: str, category: str, where: str, folder: Path | No
         if isinstance(turns, str) and "text" in row:
             if context != Conversation([]):
                 raise UserError(f"{where}: a plain text takes no tools, documents or chat_template_kwargs; write messages")
-            context, turns = Conversation([], text=turns), []
+            context, turns = Conversation([], text=turns, origin=where), []
         elif not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             turns = None
     if turns is None:
@@ -289,7 +289,7 @@ def _parse_context(row: dict[str, Any], where: str) -> Conversation:
     if not isinstance(arguments, dict):
         raise UserError(f'{where}: chat_template_kwargs is no object; write {{"enable_thinking": true}}')
     tools = parse_tools(row.get("tools", row.get("functions")), where)
-    return Conversation([], tools, parse_documents(row.get("documents"), where), arguments)
+    return Conversation([], tools, parse_documents(row.get("documents"), where), arguments, origin=where)
 
 
 def _split_conversation(listed: Any, where: str, pictures: RowImages) -> tuple[list[Message], list[MessageContent] | None]:

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from spectrain.errors import UserError, first_line
+from spectrain.files import read_text
 
 from .architectures.masked import MASKED
 from .architectures.quantized import (
@@ -200,7 +201,7 @@ def apply_chat_template(tokenizer: Any, file: str | None) -> None:
     if file is None:
         return
     try:
-        tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(Path(file).expanduser())
         tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"target.chat_template={file}: it cannot be read ({first_line(error)}); give a Jinja file") from error

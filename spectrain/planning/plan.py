@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from spectrain.config.spec import RunSpec
+from spectrain.data.dataset import Dataset
 from spectrain.drafters.capabilities import ContextParallelDrafter, adapts_layers
 from spectrain.errors import UserError
 from spectrain.export.targets import TargetFiles
@@ -289,11 +291,10 @@ def list_changes(
         for key, value in settings.items():
             group, _, name = key.partition(".")
             changed = changed.with_settings(group, **{name: value})
-        dataset = work.dataset if changed.data == spec.data else None
-        other_work = read_workload(changed, models.target, options.tokens, options.devices, dataset)
-        target = None if models.changes_target else models.target
-        other = Models.from_spec(changed, options.torch_device, other_work.num_steps, options.devices, target)
-        peaks[" ".join(map(format_setting, settings.items()))] = sum(plan_memory(changed, options, other, other_work).values())
+        # A family may refuse it beside the other settings of the run.
+        with suppress(UserError):
+            dataset = work.dataset if changed.data == spec.data else None
+            peaks[" ".join(map(format_setting, settings.items()))] = peak_of_change(changed, options, models, dataset)
     room = (options.limit() or math.inf) * (1 - RESERVE)
     changes = [
         {"change": change, "peak_bytes": size, "saves_bytes": peak - size, "fits": size <= room}
@@ -301,6 +302,14 @@ def list_changes(
         if size < peak
     ]
     return sorted(changes, key=lambda change: change["peak_bytes"])
+
+
+def peak_of_change(changed: RunSpec, options: Plan, models: Models, dataset: Dataset | None) -> int:
+    """Return the peak bytes of a run with changed settings; a `dataset` that did not change is not read again."""
+    work = read_workload(changed, models.target, options.tokens, options.devices, dataset)
+    target = None if models.changes_target else models.target
+    other = Models.from_spec(changed, options.torch_device, work.num_steps, options.devices, target)
+    return sum(plan_memory(changed, options, other, work).values())
 
 
 def format_setting(setting: tuple[str, Any]) -> str:
