@@ -28,10 +28,18 @@ def format_number(value: float) -> str:
 
 def format_interval(interval: Sequence[float] | None) -> str:
     """Format a 95 % interval: "" if there were too few prompts for one, "unknown" if it is too wide to mean anything."""
+    ends = known_interval(interval)
+    if ends is not None:
+        return f"{ends[0]:.2f} to {ends[1]:.2f}"
+    return "unknown" if interval else ""
+
+
+def known_interval(interval: Sequence[float] | None) -> tuple[float, float] | None:
+    """Return the ends of a 95 % interval; None if there were too few prompts for one, or if it is too wide to mean anything."""
     if not interval:
-        return ""
+        return None
     low, high = interval
-    return f"{low:.2f} to {high:.2f}" if high < WIDE * low else "unknown"
+    return (low, high) if high < WIDE * low else None
 
 
 def format_speedup(speedup: Entry, unit: str = "") -> str:

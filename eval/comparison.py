@@ -105,7 +105,7 @@ class ScoredRun:
     @property
     def is_noisy(self) -> bool:
         """Whether its speedup is not to be quoted."""
-        return not (self.summary["speedup"] or {}).get("quotable", True)
+        return not (self.summary.get("speedup") or {}).get("quotable", True)
 
     @property
     def forwards(self) -> int:
@@ -288,11 +288,15 @@ def summarize_batched(summary: Entry) -> Entry:
     entries = list(list_same_drafter(summary).values())
     entries = [entry for entry in entries if entry["speedup"] is not None]
     possible = [entry for entry in entries if is_possible(entry["speedup"])]
-    best = max(possible or entries, key=lambda entry: entry["speedup"]["ratio"])
+    quotable = [entry for entry in possible if entry["speedup"].get("quotable", True)]
+    best = max(quotable or possible or entries, key=lambda entry: entry["speedup"]["ratio"])
     return {
         "batch_size": summary["setting"]["batch_size"],
         "label": best["label"],
         # No interval: the prompts of a batch share its time.
-        "speedup": {key: best["speedup"][key] for key in ("ratio", "predicted")},
+        "speedup": {
+            **{key: best["speedup"][key] for key in ("ratio", "predicted")},
+            "quotable": bool(is_possible(best["speedup"]) and best["speedup"].get("quotable", True)),
+        },
         "tokens_per_second": best["tokens_per_second"],
     }

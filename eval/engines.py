@@ -17,8 +17,7 @@ import numpy as np
 from spectrain.errors import UserError
 from spectrain.eval.comparison import ScoredRun, describe_setting, make_row
 from spectrain.eval.intervals import interval
-from spectrain.eval.noise import is_possible
-from spectrain.eval.recommendations import Variant, format_ends, make_advice
+from spectrain.eval.recommendations import Variant, format_ends, make_advice, refuse_noisy
 from spectrain.models.threads import format_threads
 from spectrain.runs.folder import find_results_folder
 from spectrain.servers.engines import ENGINES
@@ -143,7 +142,10 @@ def list_engine_caveats(scores: Sequence[ScoredRun], rows: Sequence[dict[str, An
 
 def recommend_engine(variants: Sequence[Variant]) -> list[dict[str, str]]:
     """Say which engine and setting is fastest for this drafter on this machine, and in which engines the drafter pays."""
-    ranked = [each for each in variants if is_ranked(each.row) and each.entry["speedup"] and is_possible(each.entry["speedup"])]
+    measured = [each for each in variants if is_ranked(each.row) and each.entry["speedup"]]
+    ranked = [each for each in measured if each.is_quotable]
+    if measured and not ranked:
+        return [make_advice("fastest", refuse_noisy(measured))]
     if not ranked:
         return [make_advice("fastest", ("unknown", "No ranked row has a speedup over its own plain decoding."))]
     return [make_advice("fastest", choose_engine(ranked)), make_advice("where the drafter pays", list_paying_engines(ranked))]

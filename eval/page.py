@@ -24,6 +24,7 @@ from spectrain.eval.columns import (
     format_speedup,
     format_speedup_interval,
     get_value,
+    known_interval,
     list_groups,
     list_serving_rows,
     list_systems,
@@ -221,7 +222,7 @@ def speedup_chart(speedups: list[dict[str, Any]], id: str) -> Markup | None:
         axes = figure.add_subplot()
         points = sorted(speedups, key=lambda point: int(point["concurrency"]))
         levels, ratios = [point["concurrency"] for point in points], [point["ratio"] for point in points]
-        ends = [point["ci95"] or [point["ratio"]] * 2 for point in points]
+        ends = [known_interval(point["ci95"]) or [point["ratio"]] * 2 for point in points]
         below = [ratio - low for ratio, (low, _) in zip(ratios, ends)]
         above = [high - ratio for ratio, (_, high) in zip(ratios, ends)]
         axes.errorbar(levels, ratios, yerr=[below, above], fmt="o-", capsize=3, color=COLORS[0])
@@ -245,7 +246,7 @@ def comparison_chart(rows: list[dict[str, Any]]) -> Markup | None:
         ticks: dict[str, float] = {}
         for number, (label, index, system) in enumerate(bars):
             length = system["acceptance_length"]
-            low, high = length.get("ci95") or [length["pooled"]] * 2
+            low, high = known_interval(length.get("ci95")) or [length["pooled"]] * 2
             error = [[length["pooled"] - low], [high - length["pooled"]]]
             axes.errorbar(length["pooled"], -number, xerr=error, fmt="os^Dv"[index % 5], capsize=3, color=COLORS[index % 6])
             words = f"{length['pooled']:.2f}  {system.get('label', '')}"

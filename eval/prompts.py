@@ -267,7 +267,7 @@ def _parse_row(row: Any, name: str, category: str, where: str, folder: Path | No
         if isinstance(turns, str) and "text" in row:
             if context != Conversation([]):
                 raise UserError(f"{where}: a plain text takes no tools, documents or chat_template_kwargs; write messages")
-            context, turns = Conversation([], text=turns), []
+            context, turns = Conversation([], text=turns, origin=where), []
         elif not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             turns = None
     if turns is None:
@@ -288,7 +288,7 @@ def _parse_context(row: dict[str, Any], where: str) -> Conversation:
     """Return what the chat template reads beside the messages of a row."""
     arguments = check_template_arguments(row.get("chat_template_kwargs", {}), where)
     tools = parse_tools(row.get("tools", row.get("functions")), where)
-    return Conversation([], tools, parse_documents(row.get("documents"), where), arguments)
+    return Conversation([], tools, parse_documents(row.get("documents"), where), arguments, origin=where)
 
 
 def _split_conversation(listed: Any, where: str, pictures: RowImages) -> tuple[list[Message], list[MessageContent] | None]:

@@ -47,6 +47,12 @@ class Variant:
         """Tokens per forward of the target, with the forwards that draft counted too."""
         return float(self.entry["acceptance_length"]["pooled"]) / self.run.forwards
 
+    @property
+    def is_quotable(self) -> bool:
+        """Whether its speedup may be quoted: the machine was quiet, and it is within its tokens per forward."""
+        speedup = self.entry["speedup"]
+        return bool(is_possible(speedup) and speedup.get("quotable", True)) and not self.run.is_noisy
+
     def equals(self, other: "Variant") -> bool | None:
         """Tell whether the 95 % interval of the ratio of the two speedups holds 1; None where there is no interval."""
         ends = ratio_interval(self, other)
@@ -94,21 +100,32 @@ def recommend(variants: Sequence[Variant]) -> list[dict[str, str]]:
     variants, exact = ([each for each in part if each.entry["speedup"]] for part in (variants, exact))
     if not exact:
         return [make_advice("any", ("none", "No drafter leaves the target's output unchanged under this rule."))]
-    advice = [make_advice("one user", advise_latency(exact, variants))]
+    quotable = [variant for variant in exact if variant.is_quotable]
+    if not quotable:
+        return [make_advice("one user", refuse_noisy(exact)), make_advice("tokens per forward", advise_length(exact))]
+    advice = [make_advice("one user", advise_latency(quotable, [variant for variant in variants if variant.is_quotable]))]
     if any(variant.row["batched"] for variant in exact):
         advice.append(make_advice("many users", advise_throughput(exact)))
     if any(variant.row["extra_memory"] is not None for variant in exact):
-        advice.append(make_advice("little memory", advise_memory(exact)))
+        advice.append(make_advice("little memory", advise_memory(quotable)))
     if untrained and any(variant.row["trained"] for variant in exact):
-        advice.append(make_advice("no training", advise_latency(untrained, untrained)))
+        without = [variant for variant in untrained if variant.entry["speedup"] and variant.is_quotable]
+        advice.append(make_advice("no training", advise_latency(without, without) if without else refuse_noisy(untrained)))
     return advice
+
+
+def refuse_noisy(variants: Sequence[Variant]) -> tuple[str, str]:
+    """Recommend none of drafters whose speedups may not be quoted, and say why they may not."""
+    reasons = [(variant.run.summary.get("speedup") or variant.entry["speedup"] or {}).get("reason") for variant in variants]
+    reason = next(filter(None, reasons), "none was measured")
+    return "none", f"No speedup of them may be quoted: {reason}."
 
 
 def complete_scenarios(
     advice: list[dict[str, str]], variants: Sequence[Variant], axes: dict[str, list[dict[str, Any]]]
 ) -> list[dict[str, str]]:
     """Add the scenarios that sweeps and categories decide, and name those that nothing was measured for."""
-    exact = {variant.run.name for variant in variants if variant.row["lossless_to"] == "target"}
+    exact = {variant.run.name for variant in variants if variant.row["lossless_to"] == "target" and not variant.run.is_noisy}
     swept = {}
     for over, scenario in SCENARIOS.items():
         if lines := [axis for axis in axes.get(over, []) if axis["name"] in exact]:
@@ -131,7 +148,8 @@ def advise_domains(exact: Sequence[Variant]) -> tuple[str, str] | None:
 
     # With eval.context, categories are lengths.
     exact = [variant for variant in exact if not variant.run.eval_setting.get("context")]
-    judged = [variant for variant in exact if len(variant.entry.get("by_category") or {}) > 1 and variant.entry["speedup"]]
+    measured = [variant for variant in exact if variant.entry["speedup"] and variant.is_quotable]
+    judged = [variant for variant in measured if len(variant.entry.get("by_category") or {}) > 1]
     if not judged:
         return None
     best = max(judged, key=lambda variant: worst(variant)[1])
@@ -164,9 +182,7 @@ def advise_sampling(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:
 
 def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tuple[str, str]:
     """Choose the fastest of the variants whose output is the target's, or none if none is faster."""
-    best = max(
-        [variant for variant in exact if is_possible(variant.entry["speedup"])] or exact, key=lambda variant: variant.speedup
-    )
+    best = max(exact, key=lambda variant: variant.speedup)
     if best.speedup <= 1:
         longest = max(exact, key=lambda variant: variant.length)
         return "no drafter", (
@@ -194,14 +210,24 @@ def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tup
 
 
 def advise_length(exact: Sequence[Variant]) -> tuple[str, str]:
-    """Choose the drafter with most tokens per forward, where no speedup was measured."""
+    """Choose the drafter with most tokens per forward, where no speedup was measured or none may be quoted."""
     longest = max(exact, key=lambda variant: variant.length)
-    return longest.name, f"{longest.length:.2f} tokens per forward; nothing was measured without a drafter."
+    was_measured = any(variant.entry["speedup"] for variant in exact)
+    missing = "no speedup may be quoted" if was_measured else "nothing was measured without a drafter"
+    return longest.name, f"{longest.length:.2f} tokens per forward; {missing}."
 
 
 def advise_throughput(exact: Sequence[Variant]) -> tuple[str, str]:
     """Choose the fastest drafter for several prompts at once."""
-    rows = {variant.run.name: variant.row for variant in exact if variant.row["batched"]}
+    batches = [variant for variant in exact if variant.row["batched"]]
+    rows = {
+        variant.run.name: variant.row
+        for variant in batches
+        if not variant.run.is_noisy and variant.row["batched"]["speedup"].get("quotable", True)
+    }
+    if not rows:
+        size = batches[0].row["batched"]["batch_size"]
+        return "none", f"No speedup with {size} prompts at once may be quoted: the machine was not quiet."
     name, row = max(rows.items(), key=lambda item: item[1]["batched"]["speedup"]["ratio"])
     batched = row["batched"]
     ratio, size, label = batched["speedup"]["ratio"], batched["batch_size"], batched["label"]
@@ -214,9 +240,13 @@ def advise_throughput(exact: Sequence[Variant]) -> tuple[str, str]:
 
 
 def advise_memory(exact: Sequence[Variant]) -> tuple[str, str]:
-    """Choose the drafter that adds least memory of those with at least half of the longest's gain in tokens per forward."""
-    longest = max(variant.length for variant in exact)
-    good = [variant for variant in exact if variant.length - 1 >= (longest - 1) / 2 and variant.row["extra_memory"] is not None]
+    """Choose the drafter that adds least memory of those that are faster than decoding without one, and have at least half
+    of the longest's gain in tokens per forward."""
+    faster = [variant for variant in exact if variant.speedup > 1]
+    if not faster:
+        return "none", "No drafter is faster than decoding without one, so none is worth its memory."
+    longest = max(variant.length for variant in faster)
+    good = [variant for variant in faster if variant.length - 1 >= (longest - 1) / 2 and variant.row["extra_memory"] is not None]
     if not good:
         return "unknown", "The drafters with the most tokens per forward were scored without their memory."
     best = min(good, key=lambda variant: (variant.row["extra_memory"], -variant.length))

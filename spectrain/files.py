@@ -1,16 +1,29 @@
-"""Atomic writes: a file or folder is complete or absent, after a kill, a full disk or a power failure."""
+"""Text files that users wrote, and atomic writes: a file or folder is complete or absent, after a kill, a full disk or a
+power failure."""
 
+import codecs
 import errno
+import gzip
+import io
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, TextIO
 
 from .errors import UserError
 
 REPEAT_COMMAND = "give the same command again"
+# The mark of UTF-32 begins with that of UTF-16.
+FOREIGN_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""The encodings that a byte-order mark names, besides UTF-8."""
 # Weight files that can run code when they are read.
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -47,6 +60,34 @@ def write_text(destination: Path, text: str, remedy: str = REPEAT_COMMAND) -> No
     """Write or replace a text file atomically."""
     with atomic_write(destination, remedy=remedy) as scratch:
         scratch.write_text(text, encoding="utf-8")
+
+
+def open_text(path: Path, is_compressed: bool = False) -> TextIO:
+    """Open a text file that a user wrote: UTF-8, with or without a byte-order mark, compressed by gzip or not.
+
+    A UserError says what to do with a file in another encoding that a byte-order mark names.
+    """
+    file: IO[bytes] = gzip.open(path) if is_compressed else path.open("rb")
+    try:
+        check_encoding(file.read(4), path)
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return io.TextIOWrapper(file, encoding="utf-8-sig")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file that a user wrote, without a byte-order mark."""
+    with open_text(path) as file:
+        return file.read()
+
+
+def check_encoding(start: bytes, path: Path) -> None:
+    """Raise a UserError where the first bytes of a file are the byte-order mark of another encoding than UTF-8."""
+    encoding = next((name for mark, name in FOREIGN_MARKS.items() if start.startswith(mark)), None)
+    if encoding is not None:
+        raise UserError(f"{path}: it is {encoding} text; save it as UTF-8")
 
 
 @contextmanager

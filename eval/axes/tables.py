@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spectrain.eval.axes.points import AXIS_LABELS
-from spectrain.eval.columns import format_interval, format_milliseconds
+from spectrain.eval.columns import format_interval, format_milliseconds, known_interval
 from spectrain.eval.context import format_length
 from spectrain.eval.figures import COLORS, render_svg
 
@@ -197,7 +197,7 @@ def render_axis(named: NamedAxes, id: str) -> Markup:
 def draw_points(axes: Any, points: Sequence[dict[str, Any]], name: str, color: str) -> None:
     """Draw the speedups of a drafter, with a bar where there is an interval, and its target efficiency."""
     values, speedups = [point["value"] for point in points], [point["speedup"] for point in points]
-    ends = [point["ci95"] or [float("nan")] * 2 for point in points]
+    ends = [known_interval(point["ci95"]) or [float("nan")] * 2 for point in points]
     errors = [[abs(speedup - pair[side]) for speedup, pair in zip(speedups, ends)] for side in (0, 1)]
     axes.errorbar(values, speedups, yerr=errors, fmt="o-", capsize=3, color=color, label=name or None)
     axes.plot(values, [point["target_efficiency"] for point in points], "--", color=color, linewidth=0.9)

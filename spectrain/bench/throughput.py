@@ -5,9 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from spectrain.models.threads import format_threads
 from spectrain.provenance import processor_name
 from spectrain.runs.drafters import init_drafter
 from spectrain.training.trainer import Trainer
+from spectrain.training.trial import trial_folder
 from spectrain.trees.token_tree import TokenTree
 
 ROW_COUNTS = (1, 2, 4, 8, 12, 16, 32)
@@ -133,9 +132,9 @@ def training_throughput(spec: RunSpec, steps: int = 12) -> None:
     data.limit = min(data.limit or 200, 200)
     dataset = data.make_dataset(target.template, target.vision)
     drafter = init_drafter(spec, target, dataset)
-    with TemporaryDirectory() as folder:
-        trainer.fit(drafter, target, dataset, spec.source.build(), Path(folder))
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    with trial_folder("bench train") as folder:
+        trainer.fit(drafter, target, dataset, spec.source.build(), folder)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
     share = ", ".join(f"{part} {value:.0%}" for part, value in last["time_share"].items())
     Console().print(

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from spectrain.errors import UserError
+from spectrain.files import read_text
 
 from .build import find_directives
 from .choices import resolve_choice
@@ -53,7 +54,7 @@ def _read_file(path: Path, parse: Callable[[str], Any], kind: str) -> Any:
             raise UserError(
                 f"{path}: it has more than {MAX_FILE_BYTES // 1_000_000} MB, which no settings need; copy the file again"
             )
-        return parse(path.read_text(encoding="utf-8"))
+        return parse(read_text(path))
     except OSError as error:
         raise UserError(f"{path}: it cannot be read ({error.strerror}); see that it is there and yours") from error
     except UserError:

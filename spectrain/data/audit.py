@@ -102,12 +102,12 @@ def audit_source(
         audit.prompts |= overlap
         try:
             if isinstance(conversation, Example):
-                check_vocabulary(conversation, template.vocab_size, f"{source.name}: sequence {number}")
+                check_vocabulary(conversation, template.vocab_size)
             examples, num_cut, num_dropped = make_examples(
                 template, conversation, reader.max_length, vision, reader.train_on, audit.unread
             )
         except UserError as error:
-            audit.reasons.append(f"conversation {number}: {error}")
+            audit.reasons.append(str(error) if conversation.origin else f"conversation {number}: {error}")
             continue
         audit.counts.update(cut=num_cut, dropped=num_dropped, short=is_too_short(examples, reader.min_length))
         for example in examples:

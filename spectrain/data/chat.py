@@ -11,7 +11,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -23,11 +23,14 @@ from spectrain.models.chat_template import KINDS, REASONING_NAMES, ChatTemplate,
 from spectrain.models.images import ImageProcessor, get_images
 
 from .images import content_text, image_paths, tokenize_with_images
-from .messages import Conversation
+from .messages import Conversation, name_row
 from .plain_text import tokenize_text, tokenize_text_prompt
 
 KIND_CODES: dict[Kind, int] = {kind: code for code, kind in enumerate(KINDS, 1)}
 """The code of each kind in `Example.kinds`; 0 stands for context."""
+
+SHOWN_CHARACTERS = 400
+"""Characters of a conversation that an error shows."""
 
 INLINE_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*(.*)", re.DOTALL)
 
@@ -40,6 +43,8 @@ class Example:
     mask: list[bool]
     # The code of each token's kind; empty where the source does not tell kinds apart.
     kinds: bytes = b""
+    # File and line of the row that holds the tokens, for errors; empty where a conversation was tokenized.
+    origin: str = field(default="", compare=False)
 
     @cached_property
     def content_hash(self) -> str:
@@ -121,11 +126,12 @@ def _tokenize_prompt(template: ChatTemplate, conversation: Conversation, vision:
     if conversation.text is not None:
         return tokenize_text_prompt(template.tokenizer, conversation.text)
     require_template(template)
-    text, paths = render_chat(template, conversation, for_generation=True), image_paths(conversation.messages)
-    if paths:
-        return _require_vision(vision).tokenize_text(text, paths)
-    spans = [] if not conversation.answer_ids else _shared_spans(template, conversation, text)
-    return encode(template, text, spans, conversation.answer_ids)[0]
+    with name_row(conversation.origin):
+        text, paths = render_chat(template, conversation, for_generation=True), image_paths(conversation.messages)
+        if paths:
+            return _require_vision(vision).tokenize_text(text, paths)
+        spans = [] if not conversation.answer_ids else _shared_spans(template, conversation, text)
+        return encode(template, text, spans, conversation.answer_ids)[0]
 
 
 def tokenize_question(template: ChatTemplate, conversation: Conversation) -> list[int]:
@@ -246,6 +252,18 @@ def _tokenize_conversation(
         written = tokenize_text(template.tokenizer, conversation.text, conversation.completion, conversation.infill_seed)
         return [Example(written.tokens, written.mask)]
     require_template(template)
+    with name_row(conversation.origin):
+        return _tokenize_messages(template, conversation, vision, train_on, unread)
+
+
+def _tokenize_messages(
+    template: ChatTemplate,
+    conversation: Conversation,
+    vision: ImageProcessor | None,
+    train_on: Sequence[Kind],
+    unread: Counter[str] | None,
+) -> list[Example]:
+    """Return the examples of a conversation of messages."""
     texts, paths = render_answers(template, conversation), image_paths(conversation.messages)
     if unread is not None:
         unread.update(list_unrendered(template, conversation, [text.text for text in texts]))
@@ -254,8 +272,9 @@ def _tokenize_conversation(
     for text in texts:
         tokens, kinds = encode(template, text.text, text.answers, conversation.answer_ids)
         if not any(kinds) or all(kinds):
+            start = text.text if len(text.text) <= SHOWN_CHARACTERS else f"{text.text[:SHOWN_CHARACTERS]} .."
             problem = "no token is the assistant's" if not any(kinds) else "every token is the assistant's"
-            raise UserError(f"data: in this conversation {problem}, so its chat template or its roles are wrong: {text.text!r}")
+            raise UserError(f"data: in this conversation {problem}, so its chat template or its roles are wrong: {start!r}")
         if paths:
             tokens, kinds = tokenize_with_images(template.tokenizer, _require_vision(vision), text.text, kinds, paths)
         examples.append(Example(tokens, [kind in codes for kind in kinds], bytes(kinds)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -12,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.errors import UserError, first_line
+from spectrain.files import check_encoding, open_text
 
 from .shards import MANIFEST, ShardSet
 
 LINE_SUFFIXES = (".jsonl", ".jsonl.gz")
 TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".csv": "csv"}
 """The name that `datasets` has for each format, by the suffix of a file."""
+
+
+TEXT_FORMATS = ("json", "csv")
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,16 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
     """Yield the rows of one file; `on_error` takes the error of a line that is no JSON."""
     if path.suffix in TABLE_FORMATS:
         form = TABLE_FORMATS[path.suffix]
+        if form in TEXT_FORMATS:
+            with path.open("rb") as file:
+                check_encoding(file.read(4), path)
         yield from _number_rows(
             path, lambda datasets: datasets.load_dataset(form, data_files=str(path), split="train", streaming=True)
         )
         return
-    opener = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
+        with open_text(path, is_compressed=path.suffix == ".gz") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
@@ -94,9 +99,9 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
 
 
 def parse_line(line: str, location: str) -> Any:
-    """Parse a line of JSON."""
+    """Parse a line of JSON; a file that another library opened may begin with a byte-order mark."""
     try:
-        return json.loads(line)
+        return json.loads(line.removeprefix("\ufeff"))
     except RecursionError as error:
         raise UserError(f"{location}: its values are nested too deeply; write one object a line") from error
     except json.JSONDecodeError as error:

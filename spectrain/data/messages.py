@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Conversation:
     completion: str | None = None
     # Seed of the cuts of fill-in-the-middle; None for text in its order.
     infill_seed: int | None = None
+    # File and line of the row, for errors; empty for a conversation that no file holds.
+    origin: str = field(default="", compare=False)
 
     @property
     def is_document(self) -> bool:
@@ -62,7 +65,7 @@ class Conversation:
     def up_to(self, count: int) -> Conversation:
         """Return the conversation of the first `count` messages."""
         ids = {index: tokens for index, tokens in self.answer_ids.items() if index < count}
-        return Conversation(self.messages[:count], self.tools, self.documents, self.template_arguments, ids)
+        return replace(self, messages=self.messages[:count], answer_ids=ids)
 
     def to_row(self) -> dict[str, Any]:
         """Return the conversation as a row that `parse_conversation` reads."""
@@ -76,6 +79,18 @@ class Conversation:
             answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
             row["answer_ids"] = [self.answer_ids.get(index) for index in answers]
         return row
+
+
+@contextmanager
+def name_row(origin: str) -> Iterator[None]:
+    """Name file and line in errors about a conversation, which begin with "data: "; without an origin they stay."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        if not origin or not text.startswith("data: "):
+            raise
+        raise UserError(f"{origin}: {text.removeprefix('data: ')}") from error
 
 
 def parse_conversation(
@@ -117,7 +132,7 @@ def parse_conversation(
     documents = parse_documents(row.get("documents"), location)
     arguments = check_template_arguments(row.get("chat_template_kwargs") or {}, location)
     answer_ids = parse_answer_ids(row.get("answer_ids"), messages, location)
-    conversation = Conversation(messages, tools, documents, arguments, answer_ids)
+    conversation = Conversation(messages, tools, documents, arguments, answer_ids, origin=location)
     return complete_turns(conversation, location, allows_unanswered, unread)
 
 
@@ -271,7 +286,7 @@ def complete_turns(conversation: Conversation, location: str, allows_unanswered:
     if not allows_unanswered and not ids and not any(has_answer(message) for message in answers):
         empty = "its answers are empty" if answers else "the conversation has no assistant turn to learn from"
         raise UserError(f"{location}: {empty}; add one or drop the line")
-    return Conversation(messages, conversation.tools, conversation.documents, conversation.template_arguments, ids)
+    return replace(conversation, messages=messages, answer_ids=ids)
 
 
 def has_answer(message: Message) -> bool:

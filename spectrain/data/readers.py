@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.config.values import Below1, Number, Share
 from spectrain.errors import UserError, first_line
+from spectrain.files import open_text
 from spectrain.models.chat_template import ChatTemplate, Kind
 from spectrain.models.images import ImageProcessor
 
@@ -311,20 +312,25 @@ class ShareGptReader(ConversationReader):
 
 
 def iterate_json_array(path: Path) -> Iterator[Any]:
-    """Yield the complete elements of a JSON array up to its end or its truncation, without loading the whole file."""
+    """Yield the complete elements of a file's JSON array, without loading the whole file."""
+    with open_text(path) as file:
+        yield from iterate_elements(file)
+
+
+def iterate_elements(file: TextIO) -> Iterator[Any]:
+    """Yield the complete elements of a JSON array up to its end or its truncation, from reads of some characters."""
     decoder = json.JSONDecoder()
     buffer, at, begun = "", 0, False
-    with path.open(encoding="utf-8") as file:
-        while chunk := file.read(1 << 22):
-            buffer, at = buffer[at:] + chunk, 0
-            while True:
-                while at < len(buffer) and buffer[at] in " \t\r\n,":
-                    at += 1
-                if not begun and at < len(buffer):
-                    begun, at = True, at + 1  # the opening bracket
-                    continue
-                try:
-                    element, at = decoder.raw_decode(buffer, at)
-                except json.JSONDecodeError:
-                    break  # the element goes on in the next chunk, or the file stops inside it
-                yield element
+    while chunk := file.read(1 << 22):
+        buffer, at = buffer[at:] + chunk, 0
+        while True:
+            while at < len(buffer) and buffer[at] in " \t\r\n,":
+                at += 1
+            if not begun and at < len(buffer):
+                begun, at = True, at + 1  # the opening bracket
+                continue
+            try:
+                element, at = decoder.raw_decode(buffer, at)
+            except json.JSONDecodeError:
+                break  # the element goes on in the next chunk, or the file stops inside it
+            yield element

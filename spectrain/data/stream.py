@@ -121,10 +121,14 @@ class StreamReader(ConversationReader):
                 f"data.path={self.path}: it cannot be read ({reason}); check path, split and subset{mend}"
             ) from error
 
-    def try_parse(self, row: dict[str, Any]) -> Conversation | Example | None:
-        """Return the conversation, the document or the tokens of a row, which may be a line of JSON; None if it has none."""
+    def try_parse(self, row: dict[str, Any], number: int) -> Conversation | Example | None:
+        """Return the conversation, the document or the tokens of a row, which may be a line of JSON; None if it has none.
+
+        `number` is that of the row in an epoch, from 0 on.
+        """
+        location = f"row {number + 1}"
         try:
-            return parse_row(parse_line(row["text"], "the row") if self.reads_lines else row, self.unread)
+            return parse_row(parse_line(row["text"], location) if self.reads_lines else row, location, self.unread)
         except (UserError, ValueError) as error:
             self._report_first(error)
             return None
@@ -137,7 +141,7 @@ class StreamReader(ConversationReader):
             return None
         try:
             if isinstance(conversation, Example):
-                check_vocabulary(conversation, template.vocab_size, "the row")
+                check_vocabulary(conversation, template.vocab_size)
             result = make_examples(template, conversation, self.max_length, None, self.train_on)
         except UserError as error:
             self._report_first(error)
@@ -155,8 +159,8 @@ class StreamReader(ConversationReader):
     def read_conversations(self) -> Iterator[Any]:
         """Yield the usable conversations among the first `sample` rows."""
         for table in islice(self.iterate_tables(self.sample), 1):
-            for row in table.to_pylist():
-                conversation = self.try_parse(row)
+            for number, row in enumerate(table.to_pylist()):
+                conversation = self.try_parse(row, number)
                 if conversation is not None:
                     yield conversation
                 else:
@@ -186,15 +190,15 @@ class StreamReader(ConversationReader):
         return StreamedDataset(examples, len(usable), cut, dropped, self, template, held_out=apart, unread=self.unread)
 
 
-def parse_row(row: Any, unread: Counter[str]) -> Conversation | Example:
+def parse_row(row: Any, location: str, unread: Counter[str]) -> Conversation | Example:
     """Return what a row holds: a conversation, plain text, or tokens."""
     row = drop_nulls(row)
     if isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
         if "input_ids" in row:
-            return parse_tokens(row, "the row")
+            return parse_tokens(row, location, unread)
         if "text" in row or {"prompt", "completion"} <= row.keys():
-            return parse_document(row, "the row")
-    return parse_conversation(row, "the row", unread=unread)
+            return parse_document(row, location)
+    return parse_conversation(row, location, unread=unread)
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,10 @@ class WindowReader:
         self.epoch_window = start % per_epoch if per_epoch else start
         self.table_iterator = data.iterate_tables(data.window, self.epoch_window * data.window)
         self.buffered_tables: dict[int, pyarrow.Table] = {}
+
+    def first_row(self, window: int) -> int:
+        """Return the number of a window's first row in its epoch, from 0 on."""
+        return (window % self.per_epoch if self.per_epoch else window) * self.data.window
 
     def take_rows(self, window: int) -> list[dict[str, Any]]:
         while window not in self.buffered_tables:
@@ -336,7 +344,9 @@ class ShardBatchStream(BatchStream):
             rows = self.windows.take_rows(shard.window)
         except UserError as error:
             raise RunError(f"{error}, and go on with trainer.resume=auto") from error
-        results = [self.data.try_tokenize(self.dataset.template, self.data.try_parse(row)) for row in rows]
+        first = self.windows.first_row(shard.window)
+        parsed = [self.data.try_parse(row, number) for number, row in enumerate(rows, first)]
+        results = [self.data.try_tokenize(self.dataset.template, conversation) for conversation in parsed]
         shard.num_unusable = sum(item is None for item in results)
         examples = [
             example for item in results if item is not None for example in item[0] if example.content_hash not in self.held_out

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from spectrain.config.values import Share
 from spectrain.errors import UserError
+from spectrain.files import read_text
 
 from .files import LINE_SUFFIXES, TABLE_FORMATS, read_rows
 from .messages import Conversation, check_text
@@ -38,7 +39,7 @@ class TextReader(FileReader):
         is_texts = folder.is_dir() and (self.suffixes is not None or not has_data_files(folder))
         for number, document in enumerate(self._read_folder(folder) if is_texts else self._read_rows()):
             if self.infill and document.completion is None and Random(f"{self.seed}/{number}").random() < self.infill:
-                document = Conversation([], text=document.text, infill_seed=self.seed * 1_000_003 + number)
+                document = replace(document, infill_seed=self.seed * 1_000_003 + number)
             yield document
 
     def _read_folder(self, folder: Path) -> Iterator[Conversation]:
@@ -54,8 +55,8 @@ class TextReader(FileReader):
             raise UserError(f"data.path={self.path}: it holds no file to read; name another folder or other data.suffixes")
         for path in files:
             try:
-                text = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
+                text = read_text(path)
+            except (UnicodeDecodeError, UserError):
                 self.unread["file that is no UTF-8 text"] += 1
                 continue
             if not text.strip():
@@ -66,7 +67,7 @@ class TextReader(FileReader):
             except UserError as error:
                 self.handle_row_error(error)
                 continue
-            yield Conversation([], text=text)
+            yield Conversation([], text=text, origin=str(path))
 
     def _read_rows(self) -> Iterator[Conversation]:
         rows = read_rows(self.path, self.handle_row_error)
@@ -88,11 +89,11 @@ def parse_document(row: Any, location: str, column: str = "text", allows_unanswe
             raise UserError(f"{location}: its prompt has no completion; write a text")
         check_text(prompt, location)
         check_text(completion, location)
-        return Conversation([], text=prompt, completion=completion)
+        return Conversation([], text=prompt, completion=completion, origin=location)
     text = row.get(column) if isinstance(row, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise UserError(
             f'{location}: it holds no text in {column!r}; write {{"{column}": ".."}} or {{"prompt": "..", "completion": ".."}}'
         )
     check_text(text, location)
-    return Conversation([], text=text)
+    return Conversation([], text=text, origin=location)

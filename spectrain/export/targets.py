@@ -16,7 +16,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from spectrain.config.choices import choice_name
 from spectrain.errors import UserError
 from spectrain.models.attention import ATTENTION_NAME, attn_implementation_for
-from spectrain.models.bundled import convert_gguf, convert_smollm2, find_smollm2
+from spectrain.models.bundled import (
+    SMOLLM2_NAME,
+    cache_directory,
+    convert_gguf,
+    convert_smollm2,
+    converted_directory,
+    find_smollm2,
+)
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
 
@@ -26,8 +33,10 @@ LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.m
 class TargetFiles:
     """The files of a target: `tiny`, `smollm2`, a directory in transformers format, a .gguf file or a name on the hub."""
 
-    def __init__(self, reference: str) -> None:
+    def __init__(self, reference: str, with_weights: bool = True) -> None:
         self.reference = reference
+        # Whether the directory needs the weights of a GGUF file, which the first use converts.
+        self.with_weights = with_weights
         self.settings: dict[str, Any] = {"_target_": "spectrain.models.loading.load_hf", "model": reference}
         if reference in LOADERS:
             self.settings = {"_target_": LOADERS[reference]}
@@ -35,13 +44,13 @@ class TargetFiles:
             self.settings["model"] = str(Path(reference).expanduser().resolve())
 
     @staticmethod
-    def from_settings(settings: dict[str, Any]) -> TargetFiles:
-        """Return the files of a configuration's group `target`."""
+    def from_settings(settings: dict[str, Any], with_weights: bool = True) -> TargetFiles:
+        """Return the files of a configuration's group `target`; a plan needs no weights."""
         choice = choice_name("target", settings)
         reference = settings.get("path") or (choice if choice in LOADERS else settings.get("model"))
         if not isinstance(reference, str) or not reference:
             raise UserError(f"target.model={reference}: it does not name a target; give a model directory or a name on the hub")
-        files = TargetFiles(reference)
+        files = TargetFiles(reference, with_weights)
         # The path becomes an absolute one.
         files.settings = {**settings, **({"model": files.settings["model"]} if "model" in settings else {})}
         return files
@@ -52,10 +61,10 @@ class TargetFiles:
         if self.reference == "tiny":
             return Path(__file__).parent.parent / "data" / "tiny"
         if self.reference == "smollm2":
-            return convert_smollm2()
+            return convert_smollm2(self.with_weights)
         path = Path(self.reference).expanduser()
         if path.suffix == ".gguf":
-            return convert_gguf(path)
+            return convert_gguf(path, self.with_weights)
         if path.is_dir():
             return path.resolve()
         if path.is_absolute() or self.reference.startswith("."):
@@ -78,6 +87,14 @@ class TargetFiles:
         return find_smollm2() if self.reference == "smollm2" else None
 
     @property
+    def converted_directory(self) -> Path | None:
+        """The directory to which a GGUF file is converted, which may not be written yet; None for a target that needs none."""
+        gguf = self.gguf_file
+        if self.reference == "smollm2":
+            return cache_directory() / SMOLLM2_NAME
+        return None if gguf is None else converted_directory(gguf)
+
+    @property
     def name(self) -> str:
         """The name on a model card; the default target's weights differ from the hub's."""
         return "smollm2-135m-q4_1" if self.reference == "smollm2" else self.reference
@@ -91,7 +108,9 @@ class TargetFiles:
     def engine_path(self) -> str:
         """The name or path by which an engine loads it."""
         is_name = self.settings.get("model") == self.reference and self.gguf_file is None
-        return self.reference if is_name else str(self.directory)
+        if is_name:
+            return self.reference
+        return str(self.directory if self.with_weights else self.converted_directory or self.directory)
 
     @cached_property
     def full_config(self) -> Any:

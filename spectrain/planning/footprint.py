@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter, Stage, stage_at
+from spectrain.drafters.capabilities import adapts_layers
 from spectrain.models.fast.packed_linears import SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import SHARED_INPUT_NAMES
-from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost, row_cost
+from spectrain.models.step_cost import BatchShape, Judged, RowCost, Run, StepCost, row_cost
 from spectrain.models.target import Target
 from spectrain.runs.drafters import adapt_drafter, build_without_weights
 from spectrain.training.adapters import select_stage_groups
@@ -47,9 +48,11 @@ class Models:
     num_devices: int = 1
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, device: torch.device, num_steps: int, num_devices: int = 1) -> "Models":
-        """Build target and drafter as a training begins with them."""
-        target, drafter = build_without_weights(spec, str(device))
+    def from_spec(
+        cls, spec: RunSpec, device: torch.device, num_steps: int, num_devices: int = 1, target: Target | None = None
+    ) -> "Models":
+        """Build target and drafter as a training begins with them, or the drafter alone for a `target` that is built."""
+        target, drafter = build_without_weights(spec, str(device), target)
         if (training := drafter.capabilities.target_training) is not None:
             with torch.device("meta"):
                 training.start_training(target)
@@ -73,6 +76,11 @@ class Models:
     @property
     def last_stage(self) -> Stage:
         return self.stages[max(self.stage_shares)]
+
+    @property
+    def changes_target(self) -> bool:
+        """Whether the drafter trains the target or adds to its layers."""
+        return self.drafter.capabilities.target_training is not None or adapts_layers(self.drafter)
 
     @property
     def is_cpu(self) -> bool:
@@ -101,7 +109,8 @@ class Models:
 
     @property
     def target_parameters(self) -> list[Tensor]:
-        return [p for p in self.target.parameters() if id(p) not in self.own_ids]
+        own = self.own_ids
+        return [p for p in self.target.parameters() if id(p) not in own]
 
     @property
     def loaded_parameters(self) -> list[Tensor]:
@@ -112,6 +121,19 @@ class Models:
     def features(self) -> tuple[Any, ...]:
         """The layers whose states are captured of every token."""
         return tuple(self.stages[0].layers)
+
+    @cached_property
+    def row_costs(self) -> dict[tuple[nn.Module, int | None], RowCost]:
+        """The costs of rows that `row_cost` has counted, by module and stage."""
+        return {}
+
+    def row_cost(self, module: nn.Module, stage: int | None = None) -> RowCost:
+        """Return the cost of a row in a module, with the weights that the stage of this index trains; each is counted once."""
+        key = (module, stage)
+        if key not in self.row_costs:
+            trained = () if stage is None else {id(parameter) for parameter in trained_parameters(self.stages[stage])}
+            self.row_costs[key] = row_cost(module, trained)
+        return self.row_costs[key]
 
 
 def count_parameters(models: Models) -> dict[str, int]:
@@ -179,7 +201,7 @@ def stage_cost(models: Models, stage: Stage, batch: BatchShape) -> StepCost:
 
 def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
     """Return the bytes that a stage holds all the time."""
-    trained = trained_parameters(stage)
+    trained, own = trained_parameters(stage), models.own_ids
     training = models.drafter.capabilities.target_training
     original = training.original if training is not None else None
     frozen = models.target if original is None else original
@@ -189,7 +211,7 @@ def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
         "drafter weights": bytes_of([*models.drafter.parameters(), *models.drafter.buffers(), *copy]),
         "packed copies of weights": packed_bytes(frozen, {id(p) for p in trained}) if models.is_cpu else 0,
         "optimiser state": 2 * bytes_of(trained),
-        "gradient buckets": bytes_of(p for p in trained if id(p) in models.own_ids) if models.has_gradient_buckets else 0,
+        "gradient buckets": bytes_of(p for p in trained if id(p) in own) if models.has_gradient_buckets else 0,
     }
 
 
@@ -210,7 +232,7 @@ def feature_bytes(models: Models, stage: Stage, batch: BatchShape) -> int:
 
 def stored_bytes(models: Models, run: Run) -> float:
     """Return the bytes that the backward pass reads of a run; gradient checkpointing keeps the inputs of its calls only."""
-    cost = row_cost(run.module)
+    cost = models.row_cost(run.module)
     values = run.rows * (cost.products + run.extra) + cost.num_attentions * run.mask
     stored = values * models.product_bytes + run.rows * cost.states * models.state_bytes
     if models.trainer.gradient_checkpointing:
@@ -241,7 +263,7 @@ def logits_bytes(models: Models, judged: Judged) -> float:
 
 def forward_bytes(models: Models, rows: float) -> float:
     """Return the bytes of one layer's results while the target runs without gradients."""
-    cost = row_cost(models.target.layers[-1])
+    cost = models.row_cost(models.target.layers[-1])
     return rows * (cost.products + cost.states) * models.target.dtype.itemsize
 
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from spectrain.drafters.base import Stage
-from spectrain.models.step_cost import BatchShape, row_cost
+from spectrain.models.step_cost import BatchShape
 from spectrain.models.target import Target
 
-from .footprint import Models, stage_cost, trained_parameters
+from .footprint import Models, stage_cost
 
 
 def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> tuple[float, float]:
@@ -16,17 +15,16 @@ def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> tuple[floa
     sampled = batches[:: max(1, len(batches) // 64)]
     features = steps = 0.0
     for number, share in models.stage_shares.items():
-        stage = models.stages[number]
-        features += share * sum(feature_flops(models, stage, batch) for batch in sampled)
-        steps += share * sum(step_flops(models, stage, batch) for batch in sampled)
+        features += share * sum(feature_flops(models, number, batch) for batch in sampled)
+        steps += share * sum(step_flops(models, number, batch) for batch in sampled)
     tokens = sum(batch.tokens for batch in sampled)
     return features / tokens, steps / tokens
 
 
-def feature_flops(models: Models, stage: Stage, batch: BatchShape) -> float:
-    """Return the operations of the target's forward that computes the features of a batch."""
-    cost = row_cost(models.target.layers)
-    depth = max((models.target.num_layers if layer == "final" else int(layer) for layer in stage.layers), default=0)
+def feature_flops(models: Models, stage: int, batch: BatchShape) -> float:
+    """Return the operations of the target's forward that computes the features of a batch in the stage of this index."""
+    cost, layers = models.row_cost(models.target.layers), models.stages[stage].layers
+    depth = max((models.target.num_layers if layer == "final" else int(layer) for layer in layers), default=0)
     products = 2 * cost.weights + 4 * cost.attention * mean_keys(models.target, batch.length)
     return batch.tokens * products * depth / models.target.num_layers
 
@@ -40,20 +38,19 @@ def mean_keys(target: Target, length: float) -> float:
     return share * min(length, window) + (1 - share) * length
 
 
-def step_flops(models: Models, stage: Stage, batch: BatchShape) -> float:
-    """Return the operations of a training step on a batch: two for every product of the forward, its inputs' gradients and the
-    gradients of trained weights, and seven halves of the forward for attention.
+def step_flops(models: Models, stage: int, batch: BatchShape) -> float:
+    """Return the operations of a training step on a batch in the stage of this index: two for every product of the forward,
+    its inputs' gradients and the gradients of trained weights, and seven halves of the forward for attention.
     """
-    trained = {id(p) for p in trained_parameters(stage)}
-    cost = stage_cost(models, stage, batch)
+    cost = stage_cost(models, models.stages[stage], batch)
     total = 0.0
     for run in cost.runs:
-        row = row_cost(run.module, trained)
+        row = models.row_cost(run.module, stage)
         total += run.calls * run.rows * (2 * (2 * row.weights + row.trained) + 14 * row.attention * run.keys)
     judged = cost.judged
     total += 6 * (judged.width or models.target.width) * judged.vocab_size * judged.rows * judged.layers
     total += 2 * models.target.width * judged.vocab_size * (judged.label_rows + judged.other_rows)
-    layers = row_cost(models.target.layers)
+    layers = models.row_cost(models.target.layers)
     return total + cost.forward_rows * (2 * layers.weights + 4 * layers.attention * mean_keys(models.target, batch.length))
 
 
@@ -61,4 +58,4 @@ def drafting_weights(models: Models) -> tuple[float, float, float]:
     """Return the weights that a row is multiplied with: of the target's layers, its output layer, and the drafter."""
     target = models.target
     drafter = sum(p.numel() for p in models.drafter.parameters())
-    return row_cost(target.layers).weights, target.head.output.weight.numel(), drafter
+    return models.row_cost(target.layers).weights, target.head.output.weight.numel(), drafter

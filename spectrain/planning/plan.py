@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +17,13 @@ from typing import Any, Literal
 import torch
 
 from spectrain.config.spec import RunSpec
+from spectrain.data.dataset import Dataset
 from spectrain.drafters.capabilities import ContextParallelDrafter, adapts_layers
 from spectrain.errors import UserError
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
 from spectrain.provenance import collect_provenance
+from spectrain.runs.drafters import build_target_without_weights
 from spectrain.runs.serve import describe_launches
 from spectrain.servers.commands import is_decreasing, round_rates
 from spectrain.servers.engines import ENGINES, simulate_acceptance
@@ -29,9 +32,9 @@ from spectrain.training.parallel import check_context
 
 from .footprint import DiskSizes, Models, bytes_of, count_parameters, largest_piece_bytes, lent_parameters, peak_memory
 from .hours import Rate, estimate_hours
-from .table import RESERVE, print_plan
+from .table import RESERVE, format_bytes, print_plan
 from .weights import FORMATS, is_kept_quantized
-from .workload import Workload, cached_features, count_operations, read_tokenizer, read_workload, reads_features
+from .workload import Workload, cached_features, count_operations, read_workload, reads_features
 
 SHARDING_SETTINGS = {
     "drafter": "trainer.sharding=fsdp2",
@@ -125,8 +128,9 @@ class Plan:
 
 def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
     """Return everything that is known of a run before it starts, as plain numbers."""
-    work = read_workload(spec, options.tokens, options.devices)
-    models = Models.from_spec(spec, options.torch_device, work.num_steps, options.devices)
+    target = build_target_without_weights(spec, str(options.torch_device))
+    work = read_workload(spec, target, options.tokens, options.devices)
+    models = Models.from_spec(spec, options.torch_device, work.num_steps, options.devices, target)
     check_context(models.trainer.context_parallel, models.drafter, spec.source.build(), models.target, options.devices)
     memory = plan_memory(spec, options, models, work)
     operations = count_operations(spec, models, work)
@@ -153,7 +157,7 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
     }  # fmt: skip
     if limit is not None:
         summary["fits"] = peak <= limit * (1 - RESERVE)
-        summary["changes"] = [] if summary["fits"] else list_changes(spec, options, models, memory)
+        summary["changes"] = [] if summary["fits"] else list_changes(spec, options, models, work, memory)
     return {**summary, "setting": {**spec.to_nodes(), "plan": asdict(options)}, "provenance": collect_provenance()}
 
 
@@ -167,9 +171,10 @@ def plan_memory(spec: RunSpec, options: Plan, models: Models, work: Workload) ->
 def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> list[str]:
     """Return what the numbers leave out or assume."""
     notes = []
-    if work.is_counted and read_tokenizer(spec) is None:
+    if work.is_counted and not models.target.template.exists:
         notes.append("the target has no tokenizer with a chat template here; tokens are counted with that of target=tiny")
     notes += list_weight_notes(models)
+    notes += list_conversion_notes(spec, models)
     if (size := models.trainer.context_parallel) > 1:
         repeated = "" if reads_features(spec) else "; each of them runs the target over the complete text"
         notes.append(f"{size} devices share a text, and memory is that of the one with most supervised tokens{repeated}")
@@ -196,6 +201,16 @@ def list_weight_notes(models: Models) -> list[str]:
     if name not in FORMATS:
         return [f"the target's weights are quantized ({name}); they are counted as {models.target.dtype} and take less"]
     return [f"the target's weights are counted as they are stored ({name}), which takes kernels for this type"]
+
+
+def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
+    """Return how large the converted weights of a GGUF file are, where no command has written them yet."""
+    files = TargetFiles.from_settings(spec.target.node, with_weights=False)
+    converted = files.converted_directory
+    if converted is None or (converted / "config.json").exists():
+        return []
+    size = 4 * count_parameters(models)["target"]
+    return [f"the first command that loads {files.gguf_file} writes its weights in float32, {format_bytes(size)}, to {converted}"]
 
 
 def advise_engine_gain(spec: RunSpec, rates: list[float] | None) -> list[str]:
@@ -260,7 +275,9 @@ def sharded_memory(models: Models, memory: dict[str, int], devices: int) -> dict
     return {"drafter": drafter, "drafter and target": drafter - weights + 2 * largest_piece_bytes(models)}
 
 
-def list_changes(spec: RunSpec, options: Plan, models: Models, memory: dict[str, int]) -> list[dict[str, Any]]:
+def list_changes(
+    spec: RunSpec, options: Plan, models: Models, work: Workload, memory: dict[str, int]
+) -> list[dict[str, Any]]:
     """Return the changes that take less memory, each planned itself, the best one first."""
     peak = sum(memory.values())
     sharded = sharded_memory(models, memory, options.devices)
@@ -274,9 +291,10 @@ def list_changes(spec: RunSpec, options: Plan, models: Models, memory: dict[str,
         for key, value in settings.items():
             group, _, name = key.partition(".")
             changed = changed.with_settings(group, **{name: value})
-        work = read_workload(changed, options.tokens, options.devices)
-        other = Models.from_spec(changed, options.torch_device, work.num_steps, options.devices)
-        peaks[" ".join(map(format_setting, settings.items()))] = sum(plan_memory(changed, options, other, work).values())
+        # A family may refuse it beside the other settings of the run.
+        with suppress(UserError):
+            dataset = work.dataset if changed.data == spec.data else None
+            peaks[" ".join(map(format_setting, settings.items()))] = peak_of_change(changed, options, models, dataset)
     room = (options.limit() or math.inf) * (1 - RESERVE)
     changes = [
         {"change": change, "peak_bytes": size, "saves_bytes": peak - size, "fits": size <= room}
@@ -284,6 +302,14 @@ def list_changes(spec: RunSpec, options: Plan, models: Models, memory: dict[str,
         if size < peak
     ]
     return sorted(changes, key=lambda change: change["peak_bytes"])
+
+
+def peak_of_change(changed: RunSpec, options: Plan, models: Models, dataset: Dataset | None) -> int:
+    """Return the peak bytes of a run with changed settings; a `dataset` that did not change is not read again."""
+    work = read_workload(changed, models.target, options.tokens, options.devices, dataset)
+    target = None if models.changes_target else models.target
+    other = Models.from_spec(changed, options.torch_device, work.num_steps, options.devices, target)
+    return sum(plan_memory(changed, options, other, work).values())
 
 
 def format_setting(setting: tuple[str, Any]) -> str:

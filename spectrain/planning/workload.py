@@ -10,8 +10,8 @@ from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
 from spectrain.models.bundled import load_tiny_tokenizer
 from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.loading import build_meta_network, load_tokenizer
 from spectrain.models.step_cost import BatchShape
+from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import count_validation_rows, select_prompts
 
@@ -44,10 +44,18 @@ class Workload:
         return self.padded * self.epochs
 
 
-def read_workload(spec: RunSpec, num_tokens: int | None, num_devices: int) -> Workload:
-    """Return the workload of the data, or of full batches of `num_tokens` tokens that are all supervised."""
+def read_workload(
+    spec: RunSpec, target: Target, num_tokens: int | None, num_devices: int, dataset: Dataset | None = None
+) -> Workload:
+    """Return the workload of the data, or of full batches of `num_tokens` tokens that are all supervised.
+
+    A `dataset` that was read with the same settings is not read again.
+    """
     trainer, data = Trainer.from_spec(spec), spec.data.build()
-    dataset = count_data(spec, data) if num_tokens is None else full_batch(min(data.max_length, trainer.batch_tokens), trainer)
+    if num_tokens is not None:
+        dataset = full_batch(min(data.max_length, trainer.batch_tokens), trainer)
+    elif dataset is None:
+        dataset = count_data(data, target)
     indices = dataset.make_batches(0, trainer.batch_settings)
     batches = [batch_shape(dataset[numbers], trainer.packing, trainer.loss_tokens) for numbers in indices]
     epoch = float(sum(batch.tokens for batch in batches))
@@ -58,21 +66,13 @@ def read_workload(spec: RunSpec, num_tokens: int | None, num_devices: int) -> Wo
     return Workload(dataset, batches, num_steps, num_steps * per_step / padded, padded, tokens, num_tokens is None)
 
 
-def count_data(spec: RunSpec, data: Any) -> Dataset:
+def count_data(data: Any, target: Target) -> Dataset:
     """Read the data with the target's tokenizer, or with that of target=tiny if it has none or no chat template."""
     if data.num_bytes() > QUICK_BYTES:
         raise UserError("plan.tokens: this data is too large to be read for a plan; write its size, as in plan.tokens=4e8")
-    tokenizer = read_tokenizer(spec)
-    dataset: Dataset = data.make_dataset(ChatTemplate(load_tiny_tokenizer() if tokenizer is None else tokenizer))
+    template = target.template if target.template.exists else ChatTemplate(load_tiny_tokenizer())
+    dataset: Dataset = data.make_dataset(template, target.vision)
     return dataset
-
-
-def read_tokenizer(spec: RunSpec) -> Any:
-    """Return the target's tokenizer, or None if it has none or no chat template."""
-    if spec.target.get("model"):
-        tokenizer = load_tokenizer(spec.target.get("model"), bool(spec.target.get("trust_remote_code", False)), required=False)
-        return tokenizer if tokenizer.chat_template else None
-    return spec.target.build(network=build_meta_network, device="cpu").tokenizer
 
 
 def full_batch(length: int, trainer: Trainer) -> Dataset:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spectrain.data.messages import Conversation
@@ -20,7 +20,9 @@ class AnswerError(Exception):
         self.kind = kind
 
     def to_failed_row(self, pending: PendingRow) -> FailedRow:
-        return FailedRow(pending.id, pending.messages, self.kind, str(self))
+        origin, reason = pending.conversation.origin, str(self)
+        located = reason if not origin or reason.startswith(origin) else f"{origin}: {reason}"
+        return FailedRow(pending.id, pending.messages, self.kind, located)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class ChatProgress:
     def conversation(self) -> Conversation:
         """The conversation so far."""
         source = self.pending.conversation
-        return Conversation(self.messages, source.tools, source.documents, source.template_arguments, self.answer_ids)
+        return replace(source, messages=self.messages, answer_ids=self.answer_ids)
 
     def next_prompt(self) -> Conversation | None:
         """Return the conversation before the next answer; None if all answers are given."""

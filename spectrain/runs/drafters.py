@@ -94,15 +94,24 @@ def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
     return drafter
 
 
-def build_without_weights(spec: RunSpec, device: str = "cpu") -> tuple[Target, Drafter]:
-    """Return target and drafter on torch's device "meta": only the target's config.json is read. `device` is where they are
-    to run."""
+def build_without_weights(spec: RunSpec, device: str = "cpu", target: Target | None = None) -> tuple[Target, Drafter]:
+    """Return target and drafter on torch's device "meta": only the target's configuration is read, unless `target` is given.
+    `device` is where they are to run."""
+    target = target or build_target_without_weights(spec, device)
+    with warnings.catch_warnings(), torch.device("meta"):
+        # A training prints them.
+        warnings.simplefilter("ignore")
+        drafter: Drafter = spec.drafter.build(target=target)
+    return target, drafter
+
+
+def build_target_without_weights(spec: RunSpec, device: str = "cpu") -> Target:
+    """Return the target on torch's device "meta", with its tokenizer; `device` is where it is to run."""
     with warnings.catch_warnings(), torch.device("meta"):
         # A training prints them.
         warnings.simplefilter("ignore")
         target: Target = spec.target.build(network=build_meta_network, device=device)
-        drafter: Drafter = spec.drafter.build(target=target)
-    return target, drafter
+    return target
 
 
 def _find_inner_directory(key: str, value: str) -> Path:

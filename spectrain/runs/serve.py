@@ -212,7 +212,7 @@ def find_engine_layout(checkpoint: DrafterCheckpoint, target: TargetFiles, engin
 
 def describe_launches(spec: RunSpec, drafter: Drafter, folder: str) -> dict[str, EngineLaunch]:
     """Return, by engine, its launch with a recipe's drafter, which exists without weights, in a folder that is to be."""
-    target = TargetFiles.from_settings(spec.target.node)
+    target = TargetFiles.from_settings(spec.target.node, with_weights=False)
     settings = {"_target_": spec.drafter.path, **spec.drafter.with_defaults(), **drafter.saved.settings}
     checkpoint = DrafterCheckpoint(settings, dict(drafter.state_dict()))
     layouts = {name: find_engine_layout(checkpoint, target, name) for name in ENGINES}

@@ -66,7 +66,7 @@ def test_the_counts_are_those_that_were_planted(tmp_path: Path) -> None:
     assert counts["unusable"] == len(source.reasons) == 4
     for line, reason in zip((25, 26, 27), source.reasons):
         assert f"line {line}:" in reason and "\n" not in reason
-    assert source.reasons[3].startswith("conversation 25: data: a conversation has tool calls")
+    assert source.reasons[3].startswith(f"{path}, line 28: a conversation has tool calls")
 
 
 def test_tokens_are_those_of_a_training(tmp_path: Path) -> None:

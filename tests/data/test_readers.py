@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from spectrain.data.messages import Conversation, parse_conversation
-from spectrain.data.readers import EmbeddedReader, HubReader, JsonlReader, iterate_json_array
+from spectrain.data.readers import EmbeddedReader, HubReader, JsonlReader, iterate_elements, iterate_json_array
 from spectrain.errors import UserError
 
 MESSAGES = [
@@ -157,20 +157,15 @@ def test_embedded_conversations_are_well_formed_and_ordered() -> None:
     assert EmbeddedReader(limit=5).load_conversations() == conversations[:5]
 
 
-class SlowPath:
-    """A path whose file gives at most `size` characters a read."""
+class SlowFile(io.StringIO):
+    """A file that gives at most `size` characters a read."""
 
     def __init__(self, text: str, size: int) -> None:
-        self.text, self.size = text, size
+        super().__init__(text)
+        self.size = size
 
-    def open(self, encoding: str) -> io.StringIO:
-        size = self.size
-
-        class SlowFile(io.StringIO):
-            def read(self, _: int | None = -1) -> str:
-                return super().read(size)
-
-        return SlowFile(self.text)
+    def read(self, _: int | None = -1) -> str:
+        return super().read(self.size)
 
 
 ELEMENTS = [{"id": "a", "x": [1, 2.5, "]},{"]}, {"text": 'quote \\" and \u00e9\n'}, [], "word, comma", {"deep": {"er": None}}]
@@ -180,8 +175,8 @@ ELEMENTS = [{"id": "a", "x": [1, 2.5, "]},{"]}, {"text": 'quote \\" and \u00e9\n
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_stream_array_equals_json(size: int, indent: int | None) -> None:
     """Whatever the chunks, the elements are those of json.loads; escaped quotes and brackets in strings included."""
-    text: Any = SlowPath("\n" + json.dumps(ELEMENTS, indent=indent) + "\n", size)
-    assert list(iterate_json_array(text)) == ELEMENTS
+    text = SlowFile("\n" + json.dumps(ELEMENTS, indent=indent) + "\n", size)
+    assert list(iterate_elements(text)) == ELEMENTS
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -190,8 +185,8 @@ def test_stream_array_stops_where_the_file_breaks_off(cut: str, size: int) -> No
     """The elements before the break are all given, the broken one is not."""
     text = json.dumps(ELEMENTS[:3])[:-1]
     tail = {"in a string": ', {"text": "and th', "after a comma": ", ", "in an escape": ', {"t": "\\', "at the end": ""}
-    trickle: Any = SlowPath(text + tail[cut], size)
-    assert list(iterate_json_array(trickle)) == ELEMENTS[:3]
+    trickle = SlowFile(text + tail[cut], size)
+    assert list(iterate_elements(trickle)) == ELEMENTS[:3]
 
 
 def test_stream_array_reads_files(tmp_path: Path) -> None:

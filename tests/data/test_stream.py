@@ -293,7 +293,7 @@ def test_a_small_set_has_one_order_on_more_processes_than_windows(tokenizer: Pre
 def test_token_ids_beyond_the_vocabulary_are_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
     dataset = make_dataset(tokenizer, [make_chat(0), {"input_ids": [1, 10**6], "loss_mask": [0, 1]}])
     assert dataset.data.num_left_out == 1 and max(dataset.examples[0].tokens) < len(tokenizer)
-    assert "the row holds the token id 1000000" in dataset.data.first_skip_reason
+    assert "row 2: it holds the token id 1000000" in dataset.data.first_skip_reason
 
 
 def test_a_line_that_is_nested_too_deeply_is_left_out(tmp_path: Path) -> None:

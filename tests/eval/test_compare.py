@@ -290,6 +290,30 @@ def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
     assert recommend([slowed, good])[0]["choice"].startswith("good")
 
 
+def test_no_goal_is_met_by_a_slower_drafter(tmp_path: Path) -> None:
+    """A drafter that adds little memory and no speed is not advised, whatever its tokens per forward are."""
+    slow = make_variant(tmp_path, "slow", [3.3] * 10, 5.5, extra_memory=500_000)
+    advice = {item["goal"]: item for item in recommend([slow])}
+    assert advice["little memory"]["choice"] == "none" and "faster" in advice["little memory"]["because"]
+    quick = make_variant(tmp_path, "quick", [0.8] * 10, 1.5)
+    choices = {item["goal"]: item["choice"] for item in recommend([slow, quick])}
+    assert choices["little memory"].startswith("quick") and choices["one user"].startswith("quick")
+
+
+def test_a_speedup_that_may_not_be_quoted_is_not_advised(tmp_path: Path) -> None:
+    """Neither for one user nor for many: the quiet run is named, or none with the reason."""
+    batched = {"batch_size": 3, "label": "chain of 3", "speedup": {"ratio": 1.08, "predicted": None, "quotable": True}}
+    noisy = make_variant(tmp_path, "noisy", [0.3] * 10, 2.6, batched=batched)
+    noisy.run.summary["speedup"] = {"ratio": 3.3, "quotable": False, "reason": "the machine was busy"}
+    (one, length) = recommend([noisy])
+    assert one == {"goal": "one user", "choice": "none", "because": "No speedup of them may be quoted: the machine was busy."}
+    assert length["goal"] == "tokens per forward" and length["choice"].startswith("noisy")
+    quiet = make_variant(tmp_path, "quiet", [0.9] * 10, 1.2)
+    choices = {item["goal"]: item["choice"] for item in recommend([noisy, quiet])}
+    assert choices["one user"].startswith("quiet") and choices["many users"] == "none"
+    assert choices["little memory"].startswith("quiet")
+
+
 def test_forwards_that_draft_count(tmp_path: Path) -> None:
     """The tokens of a round that drafts with the target itself are divided by all forwards of the round."""
     doubled, single = make_variant(tmp_path, "two", [1.5] * 10, 2.4), make_variant(tmp_path, "one", [1.2] * 10, 1.6)

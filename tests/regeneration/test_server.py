@@ -276,7 +276,8 @@ def test_the_server_says_how_long_to_wait(tmp_path: Path, server: EchoStandIn, c
     server.answer_question = refuse
     rows = regenerate(tmp_path / "out", server, chats, max_failed=0.5)
     assert pauses == [90.0] and 2 in rows and 4 not in rows
-    assert read_failures(tmp_path / "out")[4] == ("failed", "1 attempts, the last: status 429: busy")
+    failure = ("failed", f"{tmp_path / 'chats.jsonl'}, line 5: 1 attempts, the last: status 429: busy")
+    assert read_failures(tmp_path / "out")[4] == failure
 
 
 def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:
@@ -285,7 +286,7 @@ def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: E
         GARBAGE["no choices" if attempt % 2 else "500"] if question == "question 2" else None
     )
     regenerate(tmp_path / "out", server, chats, retries=4, max_failed=0.5)
-    assert server.attempts["question 2"] == 5 and read_failures(tmp_path / "out")[2][1].startswith("5 attempts, the last: ")
+    assert server.attempts["question 2"] == 5 and "line 3: 5 attempts, the last: " in read_failures(tmp_path / "out")[2][1]
 
 
 def test_what_the_server_alone_knows_is_recorded(tmp_path: Path, server: EchoStandIn, chats: JsonlReader) -> None:

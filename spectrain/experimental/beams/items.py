@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.errors import UserError
+from spectrain.files import read_text
 
 
 class ItemTrie:
@@ -39,7 +40,7 @@ def read_items(path: str, stop_ids: Iterable[int]) -> ItemTrie:
     if not file.is_file():
         raise UserError(f"eval.items={path}: there is no such file; give a file of one JSON list of token ids per line")
     items = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(read_text(file).splitlines(), 1):
         try:
             item = json.loads(line)
         except json.JSONDecodeError:
