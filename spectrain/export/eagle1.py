@@ -17,7 +17,7 @@ from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
 from .eagle3 import LAYER_PARTS
-from .fused import EMBEDDING, HEAD, SIZE_KEYS, FusedConfig, FusedLayout, flat_rope, require_keys
+from .fused import EMBEDDING, HEAD, SIZE_KEYS, FusedConfig, FusedLayout, flat_rope, layer_rope, require_keys
 from .layout import (
     CHAIN_TOKENS,
     DrafterCheckpoint,
@@ -104,14 +104,14 @@ class OriginalEagle1(FusedLayout):
         write_json(directory / "config.json", self._make_config(drafter, target.vocab_size, FC_BIAS in tensors))
 
     def _make_config(self, drafter: DrafterCheckpoint, vocab: int, bias: bool) -> dict[str, Any]:
-        layer = dict(drafter.drafter["architecture"])
-        rope = layer.pop("rope_parameters")
+        architecture = drafter.drafter["architecture"]
+        layer = {key: value for key, value in architecture.items() if key != "rope_parameters"}
         return {
             "architectures": [self.architectures[0]],
             "model_type": "llama",
             "hidden_size": drafter.tensors["fc.weight"].shape[0],
             **layer,
-            **flat_rope(rope),
+            **flat_rope(layer_rope(architecture)),
             "num_hidden_layers": 1,
             "vocab_size": vocab,
             "hidden_act": "silu",

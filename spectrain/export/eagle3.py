@@ -15,7 +15,7 @@ from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
 from spectrain.errors import UserError
 
-from .fused import HEAD, FusedConfig, FusedLayout, read_rope
+from .fused import HEAD, FusedConfig, FusedLayout, layer_rope
 from .layout import DrafterCheckpoint, DrafterFiles
 from .targets import TargetFiles
 
@@ -73,6 +73,7 @@ def drafter_layer_config(drafter: DrafterCheckpoint) -> dict[str, Any]:
         "model_type": "qwen3" if architecture.get("qk_norm") else "llama",
         "hidden_size": drafter.tensors["fc.weight"].shape[0],
         **{key: architecture[key] for key in LAYER_KEYS if key in architecture},
+        "rope_parameters": layer_rope(architecture),
         "num_hidden_layers": count,
         **({} if window is None else sliding_config(window, count)),
         "vocab_size": len(drafter.tensors["t2d"]),
@@ -102,6 +103,5 @@ def complete_settings(drafter: dict[str, Any], target: TargetFiles) -> dict[str,
 
 def complete_layer(architecture: dict[str, Any] | None, target: TargetFiles) -> dict[str, Any]:
     """Return an `architecture` with the values of the target's layer filled in."""
-    layer = {key: value for key, value in llama_layer_settings(target.config).items() if key in LAYER_KEYS}
-    layer["rope_parameters"] = read_rope(layer)
-    return {**layer, **(architecture or {})}
+    layer = llama_layer_settings(target.config, architecture)
+    return {key: value for key, value in layer.items() if key in LAYER_KEYS or key in (architecture or {})}

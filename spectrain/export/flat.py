@@ -93,7 +93,7 @@ class FlatEagle3(Eagle3Layout):
         self.check_writable(drafter, target)
         variants, tensors = variant_flags(drafter), self.file_tensors(drafter)
         layer = drafter_layer_config(drafter)
-        rope = layer.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+        rope = layer.pop("rope_parameters")
         config = {
             "architectures": [self.architectures[2 if variants["qk_norm"] else 0]],
             **layer,

@@ -19,6 +19,7 @@ from spectrain.config.build import build
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.layers.layers import LAYER_KEYS
 from spectrain.errors import UserError, first_line
+from spectrain.models.rope import PARTIAL, RopeError, depends_on_length, fit_to_head, read_rope
 from spectrain.models.target import Target
 
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, Shape
@@ -31,13 +32,15 @@ IGNORED_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_em
 SIZE_KEYS: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
-def read_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration's rotary embedding in the form of `rope_parameters`."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = rope.pop("type", None)
-    rope.setdefault("rope_type", kind or "default")
-    theta = config.get("rope_theta")
-    rope.setdefault("rope_theta", 10000.0 if theta is None else theta)
+def layer_rope(architecture: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary embedding of a drafter's layers as configurations hold it; raise UserError where it cannot be read."""
+    try:
+        rope = fit_to_head(read_rope(architecture), architecture["head_dim"])
+    except RopeError as error:
+        raise UserError(f"drafter.architecture.rope_parameters: {error}") from error
+    if rope["rope_type"] == "longrope" and "attention_factor" in rope:
+        # vLLM and SGLang read these keys, transformers the other.
+        rope |= dict.fromkeys(("short_mscale", "long_mscale"), rope["attention_factor"])
     return rope
 
 
@@ -98,7 +101,7 @@ class FusedConfig:
         values = {"head_dim": self.width // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6, **self.layer_config}
         values["head_dim"] = values["head_dim"] or self.width // heads
         values["num_key_value_heads"] = values["num_key_value_heads"] or heads
-        values["rope_parameters"] = read_rope(self.layer_config)
+        values["rope_parameters"] = fit_to_head(read_rope(self.layer_config), values["head_dim"])
         variants = {name: True for name, is_on in self.variants.items() if is_on}
         return {key: values[key] for key in LAYER_KEYS if key in values} | variants
 
@@ -201,6 +204,7 @@ class FusedLayout(Layout):
                 "not-representable", "warning", problem, "spectrain cannot score or fine-tune it", "nothing, to serve it"
             )
         config, tensors = self.parse_config(files), self.native_tensors(files)
+        yield from check_rope(config.layer_config)
         yield from check_vocabulary(config.vocab_size, tensors)
         yield from check_layers_and_norms(config, tensors)
         if len(tensors.get("d2t", ())) == config.vocab_size:
@@ -286,6 +290,23 @@ def equal_when_rounded(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and torch.equal(first, second.to(first.dtype))
 
 
+def check_rope(layer_config: dict[str, Any]) -> Iterator[Finding]:
+    """Yield the keys of a rotary embedding that engines and spectrain interpret differently."""
+    rope = read_rope(layer_config)
+    kind, share = rope["rope_type"], rope.get(PARTIAL)
+    if share is not None and kind != "proportional":
+        yield Finding(
+            "partial-rotary", "warning", f"{PARTIAL}={share}: spectrain, SpecForge and Llama's class rotate whole heads",
+            "vLLM and SGLang rotate that part of each head, which costs acceptance where it was not trained so",
+            "leave the key out, as spectrain convert does, if whole heads were rotated in training",
+        )  # fmt: skip
+    if depends_on_length(rope):
+        yield Finding(
+            "rope-by-length", "warning", f"rope_type={kind} scales in transformers only when a text reaches its length",
+            "vLLM and SGLang scale every position, or choose by the served length", "serve texts below that length",
+        )  # fmt: skip
+
+
 def check_layers_and_norms(config: FusedConfig, tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Yield the faults of the fused layers' ids and of norms whose flags and tensors disagree."""
     layers = config.layers
@@ -325,14 +346,15 @@ def check_against_target(config: FusedConfig, target: TargetFiles) -> Iterator[F
             "layer-ids-range", "error", f"layers {layers} are not all in the target's range 0 to {target.num_layers}",
             "engines stop, or never fill the features", "write the layers that it was trained on",
         )  # fmt: skip
-    rope, target_rope = config.architecture["rope_parameters"], read_rope(target_config.to_dict())
+    rope = config.architecture["rope_parameters"]
+    target_rope = target.drafter_rope(config.architecture["head_dim"])
     differing = sorted(key for key in {*rope, *target_rope} if rope.get(key) != target_rope.get(key))
     if differing:
         shown = ", ".join(f"{key} {rope.get(key)} against {target_rope.get(key)}" for key in differing[:3])
         yield Finding(
             "rope", "warning", f"the rotary embedding is not the target's: {shown}",
             "correct only if it was trained so; often it is a default that was never replaced",
-            "write the target's rope_parameters",
+            f"write the target's, which for whole heads is {target_rope}",
         )  # fmt: skip
     max_positions = config.layer_config.get("max_position_embeddings")
     if max_positions is not None and max_positions < target_config.max_position_embeddings:

@@ -14,7 +14,7 @@ from .fused import EMBEDDING, HEAD, FusedConfig
 from .gguf_layout import (
     LAYER_NAMES,
     GgufFusedLayout,
-    find_unnamed_scaling,
+    find_foreign_rope,
     layer_config,
     rope_tensors,
     size_keys,
@@ -102,7 +102,7 @@ class GgufDFlash(GgufFusedLayout, DFlashLayout):
         for key in ("logit_scale", "final_logit_softcapping", "embedding_scale"):
             if f"dflash.{key}" in files.config:
                 return f"dflash.{key}={files.config[f'dflash.{key}']}: {self.choice} has no such scale"
-        return super().find_unsupported(files) or find_unnamed_scaling(files)
+        return super().find_unsupported(files) or find_foreign_rope(files)
 
     def interpretations(self, drafter: DrafterCheckpoint) -> Iterator[Interpretation]:
         remedy = "write their rows as in transformers, because llama.cpp's DFlash rotates those"

@@ -17,7 +17,7 @@ from .gguf_layout import (
     LAYER_NAMES,
     GgufFusedLayout,
     convert_heads,
-    find_unnamed_scaling,
+    find_foreign_rope,
     layer_config,
     rope_tensors,
     size_keys,
@@ -64,7 +64,7 @@ class GgufEagle3(GgufFusedLayout, Eagle3Layout):
         width, target_width = keys["eagle3.embedding_length"], keys.get("eagle3.target_hidden_size")
         if target_width not in (None, width):
             return f"eagle3.target_hidden_size={target_width}: {self.choice} has its target's width, not {width}"
-        return super().find_unsupported(files) or find_unnamed_scaling(files)
+        return super().find_unsupported(files) or find_foreign_rope(files)
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         ids = files.tensors.get("d2t")

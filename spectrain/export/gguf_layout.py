@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.models.rope import read_rope
 from spectrain.servers.llamacpp_command import DRAFTER_FILE
 
-from .fused import FusedLayout, read_rope
+from .fused import FusedLayout
 from .gguf_file import WEIGHT_TYPES, TensorSource, find_gguf, open_gguf, read_keys, read_tensors, write_gguf
 from .gguf_tokenizer import tokenizer_keys
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Interpretation, Layout
@@ -122,13 +123,14 @@ def scaling_keys(architecture: str, rope: dict[str, Any], max_positions: int) ->
     if kind == "default":
         return keys
     known = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
-    if kind not in ("linear", "yarn", "llama3") or rope.keys() - known:
+    has_one_list = kind == "longrope" and rope.get("attention_factor") == 1 and rope["short_factor"] == rope["long_factor"]
+    if not has_one_list and (kind not in ("linear", "yarn", "llama3") or rope.keys() - known):
         raise UserError(
             f"rope_parameters={rope}: it cannot be written as GGUF; llama.cpp gets default, linear, yarn and llama3 with their "
-            "usual settings"
+            "usual settings, and longrope with one list of factors"
         )
     keys[ROPE_KEY] = json.dumps(rope)
-    if kind != "llama3":
+    if kind in ("linear", "yarn"):
         prefix = f"{architecture}.rope.scaling"
         keys |= {f"{prefix}.type": kind, f"{prefix}.factor": float(rope["factor"])}
     if kind == "yarn":
@@ -137,8 +139,10 @@ def scaling_keys(architecture: str, rope: dict[str, Any], max_positions: int) ->
 
 
 def rope_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the divisors of Llama 3's frequencies, one for each pair of dimensions; nothing for other rotary embeddings."""
+    """Return the divisors of Llama 3's and longrope's frequencies, one for each pair of dimensions; nothing for other forms."""
     rope = read_rope(config)
+    if rope["rope_type"] == "longrope":
+        return {ROPE_FACTORS: torch.tensor(rope["short_factor"], dtype=torch.float32)}
     if rope["rope_type"] != "llama3":
         return {}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -175,8 +179,12 @@ def rope_parameters(keys: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def find_unnamed_scaling(files: DrafterFiles) -> str | None:
-    """Describe a rotary embedding whose settings the file lacks; return None where there is none."""
+def find_foreign_rope(files: DrafterFiles) -> str | None:
+    """Describe a rotary embedding whose settings the file lacks, or that rotates a part of a head; return None for others."""
+    prefix = files.config["general.architecture"]
+    rotated, size = (files.config.get(f"{prefix}.{name}") for name in ("rope.dimension_count", "attention.key_length"))
+    if None not in (rotated, size) and rotated != size:
+        return f"{prefix}.rope.dimension_count={rotated} rotates a part of a head of {size}, and our layers rotate whole heads"
     if ROPE_FACTORS in files.tensors and ROPE_KEY not in files.config:
         return f"{ROPE_FACTORS} scales the rotary embedding, and the file lacks its settings"
     return None

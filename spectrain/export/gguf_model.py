@@ -28,7 +28,7 @@ from .gguf_layout import (
     ROPE_FACTORS,
     GgufLayout,
     convert_heads,
-    find_unnamed_scaling,
+    find_foreign_rope,
     layer_config,
     rope_tensors,
     size_keys,
@@ -63,14 +63,14 @@ class GgufModel(GgufLayout):
         return ExpectedTensors({names[name]: shape for name, shape in shapes.items()}, optional, (ROPE_FACTORS,))
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        problem = find_unnamed_scaling(files)
+        problem = find_foreign_rope(files)
         if problem is not None:
             yield Finding(
                 "not-representable", "warning", problem, "spectrain cannot score or fine-tune it", "nothing, to serve it"
             )
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        if (problem := find_unnamed_scaling(files)) is not None:
+        if (problem := find_foreign_rope(files)) is not None:
             raise UserError(f"{files.directory}: {problem}")
         metadata, config = files.read_metadata(), model_config(files)
         own_names = {name: ours for ours, name in map_names(config).items()}

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError
+from spectrain.models.load_errors import explain_load_error
 from spectrain.servers.commands import DrafterLaunch
 
 from .layout import (
@@ -50,8 +51,8 @@ class HuggingFaceLayout(Layout):
                 state = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
         except Exception as error:  # unknown settings may raise anything
             raise UserError(
-                f"{files.directory / 'config.json'}: transformers cannot build this model ({first_line(error)}); copy the file "
-                "again"
+                f"{files.directory / 'config.json'}: transformers cannot build this model "
+                f"({explain_load_error(files.directory, error)}); copy the file again"
             ) from error
         optional = {"lm_head.weight"} if config.get_text_config().tie_word_embeddings else set()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}

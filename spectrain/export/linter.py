@@ -15,6 +15,7 @@ import torch
 from spectrain.config.saved import parse_groups, read_yaml
 from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
+from spectrain.models.rope import RopeError
 
 from .layout import MALFORMED_ERRORS, DrafterFiles, ExpectedTensors, Finding, Layout
 from .layouts import detect_layout, read_files
@@ -62,6 +63,11 @@ def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None)
     except KeyError as error:
         yield Finding(
             "missing-key", "error", f"config.json lacks {error}", "engines stop or use a default that may be wrong",
+            "write it as it was when the drafter was trained",
+        )  # fmt: skip
+    except RopeError as error:
+        yield Finding(
+            "rope-unreadable", "error", f"config.json: {error}", "engines stop, or rotate by other angles than it was trained with",
             "write it as it was when the drafter was trained",
         )  # fmt: skip
     except UserError:

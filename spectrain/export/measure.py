@@ -29,7 +29,6 @@ from spectrain.models.target import Target
 from spectrain.training.checkpoints import find_mismatches, load_tensors
 from spectrain.trees import Chain
 
-from .fused import read_rope
 from .layout import DrafterCheckpoint, Finding, Interpretation, Layout
 from .targets import TargetFiles
 
@@ -126,8 +125,9 @@ def fused_interpretations(drafter: DrafterCheckpoint, target: TargetFiles) -> It
         if min(shifted) >= 0 and max(shifted) <= target.num_layers:
             changed = with_changes(drafter, {"layers": shifted}, {})
             yield Interpretation("layer-ids-off-by-one", f"layers one {word}, {shifted},", f"write {shifted} instead", changed)
-    rope = read_rope(target.config.to_dict())
-    if rope != drafter.drafter["architecture"]["rope_parameters"]:
+    architecture = drafter.drafter["architecture"]
+    rope = target.drafter_rope(architecture["head_dim"])
+    if rope != architecture["rope_parameters"]:
         changed = with_changes(drafter, {"architecture": {"rope_parameters": rope}}, {})
         yield Interpretation("rope", "the target's rotary embedding", "write the target's rope_parameters", changed)
     yield from transposed_interpretations(

@@ -34,7 +34,9 @@ from .peft import adapter_shape
 from .targets import TargetFiles
 from .vocabulary import check_vocabulary
 
-ARCHITECTURE_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+ARCHITECTURE_SIZES = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
+)  # fmt: skip
 """Keys of an `architecture` that needs no target."""
 CHAIN_TOKENS = 3
 """Tokens that this project's engine drafts in a round when it serves (`server=spectrain`)."""

@@ -24,6 +24,8 @@ from spectrain.models.bundled import (
     converted_directory,
     find_smollm2,
 )
+from spectrain.models.load_errors import explain_load_error
+from spectrain.models.rope import RopeError, drafter_rope
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
 
@@ -118,8 +120,8 @@ class TargetFiles:
         is_on_hub = not self.is_local and not Path(self.reference).is_absolute() and not self.reference.startswith(".")
         try:
             return AutoConfig.from_pretrained(self.reference if is_on_hub else self.directory, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # a foreign config.json may raise anything
+            reason = explain_load_error(self.directory, error)
             raise UserError(
                 f"target {self.reference}: its config.json cannot be read ({reason}); give a model directory"
             ) from error
@@ -128,6 +130,13 @@ class TargetFiles:
     def config(self) -> Any:
         """The configuration of the language model, which may be a part of the model."""
         return self.full_config.get_text_config()
+
+    def drafter_rope(self, head_dim: int) -> dict[str, Any]:
+        """Return the rotary embedding of a drafter's layers with heads of this size."""
+        try:
+            return drafter_rope(self.config.to_dict(), head_dim)
+        except RopeError as error:
+            raise UserError(f"target {self.reference}: its config.json cannot be read ({error}); give another target") from error
 
     @property
     def num_layers(self) -> int:

@@ -1,14 +1,15 @@
 """Errors of loading a target, turned into one sentence that names the model, the cause and the remedy."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from spectrain.errors import UserError, first_line
+from spectrain.errors import RunError, UserError, describe_error, first_line
 
 from .architectures.quantized import Quantization, required_package
+from .rope import RopeError, read_rope
 
 
 @contextmanager
@@ -16,12 +17,29 @@ def explain_load_failure(model: str) -> Iterator[None]:
     """Turn an error of loading into a UserError that names the model and the cause."""
     try:
         yield
-    except UserError:
+    except (UserError, RunError):
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    # The settings of a foreign config.json may raise anything.
+    except Exception as error:
         raise UserError(
-            f"target.model={model}: it could not be loaded ({first_line(error)}); check the name or the directory"
+            f"target.model={model}: it could not be loaded ({explain_load_error(model, error)}); check the name or the directory"
         ) from error
+
+
+def explain_load_error(model: str | Path, error: Exception) -> str:
+    """Describe the cause of an error of loading: a rotary embedding in config.json that cannot be read, or the error."""
+    path = Path(model).expanduser() / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        for group in (config, config.get("text_config")):
+            if isinstance(group, dict):
+                read_rope(group)
+    except RopeError as fault:
+        return f"config.json: {fault}"
+    except (OSError, ValueError, AttributeError):
+        pass
+    is_described = isinstance(error, (OSError, ValueError, ImportError, RuntimeError))
+    return first_line(error) if is_described else describe_error(error)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from spectrain.errors import UserError
 from spectrain.models.fast import FeatureLinear
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.limits import has_dynamic_rope
+from spectrain.models.rope import depends_on_length
 
 from . import fused_cpu_eagle
 from .compiled_cpu_eagle import MAX_READ, find_compiled
@@ -117,7 +117,7 @@ class EagleDrafter(VocabularyDrafter):
         self.post_attention_layernorm, self.mlp, self.norm = make_norm(), Mlp(config), make_norm()
         self.later = nn.ModuleList(LaterLayer(config, attention, settings.window) for _ in range(settings.num_layers - 1))
         self.lm_down, self.lm_head = make_output_layer(width, vocab_size, settings.head_rank)
-        self.rotary, self.has_dynamic_rope = make_rotary(config), has_dynamic_rope(config)
+        self.rotary, self.has_dynamic_rope = make_rotary(config), depends_on_length(config.rope_parameters)
         self.add_vocabulary(vocab_size, rows)
         self.cache: TreeCache | None = None
 

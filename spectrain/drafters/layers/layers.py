@@ -16,6 +16,7 @@ from spectrain.models.attention import causal_attention
 from spectrain.models.cache_types import DEFAULT_OPTIONS, AttentionOptions
 from spectrain.models.compiled_layers import attend_with_cache
 from spectrain.models.limits import max_text_length
+from spectrain.models.rope import RopeError, drafter_rope, fit_to_head, read_rope
 
 if TYPE_CHECKING:
     from spectrain.models.kv_cache import TreeCache
@@ -28,14 +29,11 @@ LAYER_KEYS = (
 )  # fmt: skip
 
 
-def llama_layer_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a Llama layer with the width, heads and rotary embedding of a model's (text) configuration."""
-    heads = num_heads(config)
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Models with several kinds of layers have an entry for each; take that of full attention.
-    if "rope_theta" not in rope and "rope_type" not in rope:
-        rope = rope.get("full_attention", {})
-    return {
+def llama_layer_settings(config: Any, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings of a Llama layer with the width, heads and rotary embedding of a model's (text) configuration, and
+    with changes; raise RopeError for a rotary embedding that the layer cannot have."""
+    heads, changes = num_heads(config), changes or {}
+    layer = {
         "hidden_size": config.hidden_size,
         "intermediate_size": ffn_size(config),
         "num_attention_heads": heads,
@@ -43,8 +41,11 @@ def llama_layer_settings(config: Any) -> dict[str, Any]:
         "head_dim": head_size(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "max_position_embeddings": max_text_length(config),
-        **({"rope_parameters": dict(rope)} if rope else {}),
+        **changes,
     }
+    if "rope_parameters" in changes:
+        return {**layer, "rope_parameters": fit_to_head(read_rope(layer), layer["head_dim"])}
+    return {**layer, "rope_parameters": drafter_rope(config.to_dict(), layer["head_dim"])}
 
 
 def num_heads(config: Any) -> int:
@@ -76,7 +77,11 @@ def check_layer_keys(architecture: Iterable[str], variants: tuple[str, ...] = ()
 def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:
     """Return the configuration of one Llama layer with the target's width, heads and rotary embedding, which engines expect
     of a drafter."""
-    layer = {**llama_layer_settings(target.config), **(changes or {})}
+    try:
+        layer = llama_layer_settings(target.config, changes)
+    except RopeError as error:
+        where = "drafter.architecture.rope_parameters" if "rope_parameters" in (changes or {}) else f"target {target.name}"
+        raise UserError(f"{where}: {error}") from error
     return LlamaConfig(num_hidden_layers=1, vocab_size=target.head.vocab_size, **layer)
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION_NAME
+from spectrain.models.load_errors import explain_load_error
 from spectrain.models.model_parts import find_decoder, layer_list_name
 from spectrain.models.pretrained import load_pretrained
 from spectrain.models.target import SmallModelOrigin, Target
@@ -156,9 +157,9 @@ def load_model_files(path: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
         model: nn.Module = load_pretrained(AutoModelForCausalLM, path, "drafter.model", **options)
     except UserError:
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a foreign config.json may raise anything
         raise UserError(
-            f"drafter.model={path}: it cannot be loaded ({str(error).strip().splitlines()[0]}); use a directory or a hub name"
+            f"drafter.model={path}: it cannot be loaded ({explain_load_error(path, error)}); use a directory or a hub name"
         ) from error
     return model, tokenizer
 
