@@ -3,8 +3,6 @@
 import hashlib
 import importlib.util
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError
+from spectrain.files import make_folder_once
 
 from .load_errors import explain_load_failure
 
@@ -63,17 +62,7 @@ def convert_gguf(gguf: Path) -> Path:
 
 def _write_converted(gguf: Path, directory: Path, name: str) -> Path:
     """Write the model of a GGUF file to a new directory, which appears complete or not at all."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
-    try:
-        save_gguf(gguf, scratch, name)
-        scratch.rename(directory)
-    except OSError:
-        # Another process may have finished the same work.
-        if not (directory / "config.json").exists():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    make_folder_once(directory, "config.json", lambda scratch: save_gguf(gguf, scratch, name))
     return directory
 
 
