@@ -123,7 +123,7 @@ def choose_folder(spec: RunSpec, reads_runs: bool) -> Path:
         candidates = [base, *(base.with_name(f"{base.name}-{number}") for number in range(1, 10_000))]
         return next(path for path in candidates if not path.exists())
     folder = Path(spec.run)
-    if (folder / "comparison.json").exists() and not reads_runs and spec.trainer.get("resume") != "auto":
+    if (folder / "comparison.json").exists() and not reads_runs and spec.trainer.get("resume") is None:
         raise UserError(f"run={folder}: it holds a comparison already; choose another, or go on with trainer.resume=auto")
     return folder
 
@@ -221,7 +221,8 @@ class Contest:
         if not is_scored(spec):
             with log_to_file(Path(str(spec.run))):
                 dataset = self.load_dataset(spec)
-                spec = spec.with_settings("trainer", **self.budget_settings(spec, dataset), resume="auto")
+                resume = spec.trainer.get("resume") or "auto"
+                spec = spec.with_settings("trainer", **self.budget_settings(spec, dataset), resume=resume)
                 train_and_score(spec, self.select_target(spec), dataset)
             free_memory()
         run = self.score_batch(spec)

@@ -8,12 +8,14 @@ import io
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TextIO
 
 from .errors import UserError
+from .locks import is_open_file, try_lock
 
 REPEAT_COMMAND = "give the same command again"
 # The mark of UTF-32 begins with that of UTF-16.
@@ -26,34 +28,81 @@ FOREIGN_MARKS = {
 """The encodings that a byte-order mark names, besides UTF-8."""
 # Weight files that can run code when they are read.
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+# Attempts to lock a scratch folder that other processes move away meanwhile.
+LOCK_ATTEMPTS = 100
 
 
 @contextmanager
-def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_COMMAND) -> Iterator[Path]:
+def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_COMMAND, is_new: bool = False) -> Iterator[Path]:
     """Yield a scratch path next to `destination`, which replaces it once it is complete and on disk.
 
     The path is that of a file or, with `folder`, of an empty folder. After any failure nothing of it is left, and the
-    earlier content is unchanged. For a file, every process has its own scratch path. A folder is written by one process, so
-    what a kill has left of it is removed first.
+    earlier content is unchanged. For a file, every process has its own scratch path. A folder is written by one process at a
+    time, so what a kill has left of it is removed first; a second process raises `FolderBusy`. With `is_new` a folder is never
+    replaced by another one: what a second process has written meanwhile raises a UserError.
     """
     scratch = destination.with_name(f"{destination.name}.part" if folder else f"{destination.name}.{secrets.token_hex(4)}.part")
     made = [above for above in scratch.parents if not above.exists()] if folder else []  # the innermost first
-    _remove_path(scratch)
+    handle: int | None = None
     try:
         with explain_full_disk(destination, remedy):
             if folder:
-                scratch.mkdir(parents=True)
+                handle = _lock_scratch(scratch, destination)
             yield scratch
             # Sync before the rename, or a power failure would leave an empty file.
             for path in [*scratch.rglob("*"), scratch]:
                 _sync_to_disk(path)
+            if is_new and destination.is_dir() and any(destination.iterdir()):
+                raise UserError(f"{destination}: another process has written it meanwhile; choose another folder")
             _replace_path(scratch, destination)
             _sync_to_disk(destination.parent)
     finally:
-        _remove_path(scratch)
+        if not folder or (handle is not None and is_open_file(handle, scratch)):
+            _remove_path(scratch)
+        if handle is not None:
+            os.close(handle)
         for above in made:
             with suppress(OSError):  # it holds something
                 above.rmdir()
+
+
+class FolderBusy(UserError):
+    """Another process writes the same folder."""
+
+
+def _lock_scratch(scratch: Path, destination: Path) -> int:
+    """Create the scratch folder, empty and locked, and return its open handle."""
+    if scratch.is_symlink() or scratch.is_file():
+        scratch.unlink()
+    for _ in range(LOCK_ATTEMPTS):
+        scratch.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            handle = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
+            if try_lock(handle) is not None and is_open_file(handle, scratch):
+                for left in scratch.iterdir():
+                    _remove_path(left)
+                return handle
+            is_moved = not is_open_file(handle, scratch)
+            os.close(handle)
+            if not is_moved:
+                break
+    raise FolderBusy(f"{destination}: another process is writing it; let that finish, or name another folder")
+
+
+def make_folder_once(folder: Path, marker: str, write_content: Callable[[Path], object]) -> None:
+    """Write a folder of a cache unless it holds the file `marker`; while another process writes it, wait for that."""
+    is_told = False
+    while not (folder / marker).exists():
+        try:
+            with atomic_write(folder, folder=True) as scratch:
+                if (folder / marker).exists():
+                    raise FolderBusy(f"{folder}: another process has just written it")
+                write_content(scratch)
+        except FolderBusy:
+            if not is_told and not (folder / marker).exists():
+                print(f"{folder}: another process is writing it; waiting for that", flush=True)
+            is_told = True
+            time.sleep(0.5)
 
 
 def write_text(destination: Path, text: str, remedy: str = REPEAT_COMMAND) -> None:

@@ -2,13 +2,15 @@
 
 import errno
 import os
+import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.files import atomic_write, explain_full_disk, write_text
+from spectrain.files import FolderBusy, atomic_write, explain_full_disk, make_folder_once, write_text
 
 
 class ProcessKilled(BaseException):
@@ -100,3 +102,57 @@ def test_folders_made_for_what_failed_are_gone(tmp_path: Path) -> None:
         (tmp_path / "run" / "log.txt").touch()
         raise ValueError
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["log.txt", "run", "there"]
+
+
+def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
+    """A second writer is refused and leaves the first one's files alone; afterwards it may replace what was written."""
+    path = tmp_path / "place"
+    with atomic_write(path, folder=True) as scratch:
+        write_content(scratch, True, "first")
+        with pytest.raises(FolderBusy, match="place: another process is writing it"), atomic_write(path, folder=True):
+            raise AssertionError
+    assert read_content(path, True) == "first" and list_names(tmp_path) == ["place"]
+    with atomic_write(path, folder=True) as scratch:
+        write_content(scratch, True, "second")
+    assert read_content(path, True) == "second" and list_names(tmp_path) == ["place"]
+
+
+def test_a_new_folder_replaces_nothing(tmp_path: Path) -> None:
+    """What another process has written after the check that there is nothing is kept."""
+    path = tmp_path / "place"
+    with pytest.raises(UserError, match="meanwhile"), atomic_write(path, folder=True, is_new=True) as scratch:
+        write_content(scratch, True, "mine")
+        path.mkdir()
+        write_content(path, True, "other")
+    assert read_content(path, True) == "other" and list_names(tmp_path) == ["place"]
+
+
+def test_what_a_kill_has_left_is_removed(tmp_path: Path) -> None:
+    """Files of a killed writer, or a link in the place of its folder, are no part of the new content."""
+    path, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    (tmp_path / "place.part").mkdir()
+    write_content(tmp_path / "place.part", True, "half")
+    with atomic_write(path, folder=True) as scratch:
+        assert not list_names(scratch)
+    elsewhere.mkdir()
+    (tmp_path / "place.part").symlink_to(elsewhere)
+    with atomic_write(path, folder=True) as scratch:
+        write_content(scratch, True, "new")
+    assert read_content(path, True) == "new" and not list_names(elsewhere)
+
+
+def test_a_cache_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Processes that need the same folder of a cache wait for the first of them, and write nothing again."""
+    calls: list[int] = []
+
+    def write_slowly(scratch: Path) -> None:
+        calls.append(1)
+        time.sleep(0.1)
+        write_content(scratch, True, "content")
+
+    threads = [Thread(target=make_folder_once, args=(tmp_path / "place", "inside", write_slowly)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [1] and read_content(tmp_path / "place", True) == "content" and list_names(tmp_path) == ["place"]

@@ -50,7 +50,9 @@ async def check_template(server: Server, prompts: Sequence[Prompt], target: Targ
     pairs = [(chat, answer.prompt_ids) for chat, answer in zip(conversations, completions) if answer.prompt_ids is not None]
     if not pairs:
         return None
-    own = [tokenize_prompt(target.template, chat) for chat, _ in pairs]
+    # The server prints the real date.
+    template = target.template.with_clock()
+    own = [tokenize_prompt(template, chat) for chat, _ in pairs]
     differences = [first_difference(ids, served) for ids, (_, served) in zip(own, pairs) if served is not None]
     differing = [position for position in differences if position is not None]
     arguments = dict(target.template.arguments)
@@ -70,7 +72,7 @@ def find_arguments(target: Target, pairs: Sequence[tuple[Conversation, list[int]
     candidates: list[dict[str, Any]] = [{}]
     candidates += [{name: value} for name in names for value in values.get(name, (True, False))]
     for arguments in candidates:
-        template = ChatTemplate(target.tokenizer, arguments)
+        template = ChatTemplate(target.tokenizer, arguments, reads_clock=True)
         if all(tokenize_prompt(template, chat) == ids for chat, ids in pairs):
             return arguments
     return None

@@ -79,6 +79,7 @@ class Chat:
         """Load what `spec` names, then answer line by line, or only the message of `once`."""
         target = load_target(spec, folder)
         target.require_layers("chat")
+        target.template = target.template.with_clock()
         if not self.raw and not target.template.exists:
             raise UserError(
                 "target: its tokenizer has no chat template; continue plain text with --raw, use an instruction-tuned model, "

@@ -50,7 +50,7 @@ def export_command(
     layout = layout if engine_python is None else layout.with_engine(engine_python)
     files_of_target = requested or resolve_target(drafter)
     refuse_nonempty(folder)
-    with atomic_write(folder, folder=True) as scratch:
+    with atomic_write(folder, folder=True, is_new=True) as scratch:
         write_checked(drafter, layout, files_of_target, scratch)
         if drafter.trained_target is not None and not drafter.is_target:
             shutil.copytree(drafter.trained_target, scratch / "target")
@@ -67,7 +67,7 @@ def export_target(
     """Write a target in an engine's format into a new folder; return the folder."""
     folder = Path(out)
     refuse_nonempty(folder)
-    with atomic_write(folder, folder=True) as scratch:
+    with atomic_write(folder, folder=True, is_new=True) as scratch:
         if format_name == "gguf":
             from spectrain.export.gguf_model import write_target
 

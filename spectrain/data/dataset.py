@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
-from spectrain.models.images import ImageProcessor, has_complete_images
+from spectrain.models.images import ImageProcessor, get_images, has_complete_images
 
 from .chat import Example, tokenize_conversation
 from .messages import Conversation
@@ -78,11 +78,8 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all tokens and masks."""
-        digest = hashlib.sha256()
-        for example in self.examples:
-            digest.update(repr((example.tokens, example.mask)).encode())
-        return digest.hexdigest()[:16]
+        """A hash of all tokens, masks and images."""
+        return hash_examples(self.examples)
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """Count how often each token occurs in assistant turns, those of `extra_texts` included: [V]."""
@@ -153,7 +150,18 @@ class Dataset:
 
     def provenance_facts(self) -> dict[str, Any]:
         """Return the facts about the data that provenance.json holds."""
-        return {"fingerprint": self.fingerprint, "tokens": self.num_tokens}
+        held_out = {"held_out": hash_examples(self.held_out)} if self.held_out else {}
+        return {"fingerprint": self.fingerprint, "tokens": self.num_tokens, **held_out}
+
+
+def hash_examples(examples: Sequence[Example]) -> str:
+    """Hash the tokens, masks and images of examples, in their order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(repr((example.tokens, example.mask)).encode())
+        images = get_images(example.tokens)
+        digest.update(b"" if images is None else images.digest)
+    return digest.hexdigest()[:16]
 
 
 def make_examples(

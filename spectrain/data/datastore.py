@@ -161,15 +161,22 @@ def hash_vocabulary(tokenizer: Any) -> str:
 def write_store(
     folder: Path, texts: Iterable[list[int]], questions: Iterable[str], answers: Iterable[str], facts: dict[str, Any]
 ) -> int:
-    """Write a store atomically and return the number of its tokens."""
+    """Write a store atomically into a new folder and return the number of its tokens."""
+    with atomic_write(folder, folder=True, is_new=True) as scratch:
+        return write_store_files(scratch, texts, questions, answers, facts)
+
+
+def write_store_files(
+    folder: Path, texts: Iterable[list[int]], questions: Iterable[str], answers: Iterable[str], facts: dict[str, Any]
+) -> int:
+    """Write the files of a store into an empty folder and return the number of its tokens."""
     tokens = np.fromiter((token for text in texts for token in (*text, TEXT_END)), dtype=np.int32)
     questions = list(questions)
     phrases = sorted(set().union(*map(hash_phrases, questions)))
     hashes = {"questions": sorted(set(map(hash_text, questions))), "answers": sorted(set(map(hash_text, answers)))}
     arrays = {"tokens": tokens, "suffixes": build_suffix_array(tokens), "phrases": phrases, **hashes}
-    with atomic_write(folder, folder=True) as scratch:
-        for name, kind in ARRAY_DTYPES.items():
-            np.save(scratch / f"{name}.npy", np.asarray(arrays[name], dtype=kind))
-        facts = {**facts, "tokens": len(tokens), "tokens_sha256": sha256(tokens.tobytes()).hexdigest()}
-        (scratch / INDEX_FILE).write_text(json.dumps(facts, indent=2) + "\n")
+    for name, kind in ARRAY_DTYPES.items():
+        np.save(folder / f"{name}.npy", np.asarray(arrays[name], dtype=kind))
+    facts = {**facts, "tokens": len(tokens), "tokens_sha256": sha256(tokens.tobytes()).hexdigest()}
+    (folder / INDEX_FILE).write_text(json.dumps(facts, indent=2) + "\n")
     return len(tokens)

@@ -7,12 +7,13 @@ from typing import Any
 
 from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
+from spectrain.files import atomic_write
 from spectrain.kernels.stored_texts import MAX_MATCH
 from spectrain.provenance import collect_provenance
 
 from .chat import Example
 from .dataset import Dataset
-from .datastore import hash_vocabulary, write_store
+from .datastore import hash_vocabulary, write_store_files
 from .images import content_text
 from .messages import Conversation
 from .readers import ConversationReader
@@ -28,12 +29,13 @@ def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
     reader.require_all("a store")
     model: Any = target.build()
     dataset = reader.make_dataset(model.template, model.vision)
-    size = index_dataset(reader, dataset, model.tokenizer, Path(out))
+    with atomic_write(Path(out), folder=True, is_new=True) as scratch:
+        size = index_dataset(reader, dataset, model.tokenizer, scratch)
     print(f"{size} tokens of {len(reader.load_conversations())} conversations, {reader.name}, written to {out}")
 
 
 def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, folder: Path) -> int:
-    """Write the answers of `data`, tokenized in `dataset`, as a store, and return the number of its tokens."""
+    """Write the answers of `data`, tokenized in `dataset`, as a store into an empty folder; return the number of its tokens."""
     texts = [example.tokens[max(0, example.mask.index(True) - MAX_MATCH) :] for example in dataset.examples]
     texts_by_role: dict[str, list[str]] = {"user": [], "assistant": []}
     conversations: Sequence[Conversation | Example] = data.load_conversations()
@@ -51,4 +53,4 @@ def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, fo
         "tokenizer": hash_vocabulary(tokenizer),
         **collect_provenance(),
     }
-    return write_store(folder, texts, texts_by_role["user"], texts_by_role["assistant"], facts)
+    return write_store_files(folder, texts, texts_by_role["user"], texts_by_role["assistant"], facts)

@@ -96,7 +96,7 @@ class StreamReader(ConversationReader):
         self.reads_lines = False
         if local.is_dir() and (local / "dataset_info.json").exists():
             return datasets.load_from_disk(str(local)).to_iterable_dataset()
-        files = sorted(glob(str(local), recursive=True)) if has_magic(self.path) else [str(local)] * local.is_file()
+        files = [] if local.is_dir() else list(map(str, self.local_files()))
         if not files:
             if has_magic(self.path) or local.suffix in (".jsonl", ".gz", ".parquet"):
                 raise FileNotFoundError("there is no such file")
@@ -106,6 +106,14 @@ class StreamReader(ConversationReader):
             raise ValueError("files are read that end in .jsonl or .jsonl.gz, or all of them in .parquet")
         self.reads_lines = kinds == {"text"}
         return datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=True)
+
+    def local_files(self) -> list[Path]:
+        """Return the files on this machine that the path names, or those of a directory; none for a name on the hub."""
+        local = Path(self.path).expanduser()
+        if local.is_dir():
+            return sorted(path for path in local.rglob("*") if path.is_file())
+        names = sorted(glob(str(local), recursive=True)) if has_magic(self.path) else [str(local)]
+        return [path for path in map(Path, names) if path.is_file()]
 
     def iterate_tables(self, size: int, skip: int = 0) -> Iterator[pyarrow.Table]:
         """Yield the rows of an epoch from row `skip` on, `size` at a time; skipped rows are not decoded."""
@@ -230,7 +238,9 @@ class StreamedDataset(Dataset):
         )
 
     def provenance_facts(self) -> dict[str, Any]:
-        return {**super().provenance_facts(), "sampled_conversations": self.num_conversations}
+        sizes = [path.stat().st_size for path in self.data.local_files()]
+        files = {"files": len(sizes), "bytes": sum(sizes)} if sizes else {}
+        return {**super().provenance_facts(), "sampled_conversations": self.num_conversations, **files}
 
 
 class WindowReader:

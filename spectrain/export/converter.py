@@ -107,7 +107,7 @@ def convert(source: Path, out: Path, format_name: str, target: TargetFiles | Non
         target = TargetFiles(drafter.target)
     layout = select_layout(drafter.family, format_name, dtype)
     refuse_nonempty(out)
-    with atomic_write(out, folder=True) as scratch:
+    with atomic_write(out, folder=True, is_new=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
     return out
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spectrain.errors import UserError, first_line
-from spectrain.files import atomic_write
+from spectrain.files import make_folder_once
 from spectrain.models.bundled import cache_directory
 from spectrain.servers.commands import DrafterLaunch
 from spectrain.servers.llamacpp_command import DRAFTER_FILE, TARGET_FILE
@@ -134,9 +134,7 @@ def find_target_file(target: TargetFiles, dtype: str, requested: str | None) -> 
     state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(json.dumps([state, chosen]).encode()).hexdigest()[:16]
     folder = cache_directory() / f"target-gguf-{digest}"
-    if not (folder / TARGET_FILE).exists():
-        with atomic_write(folder, folder=True) as scratch:
-            write_target(target, scratch, chosen)
+    make_folder_once(folder, TARGET_FILE, lambda scratch: write_target(target, scratch, chosen))
     return folder / TARGET_FILE
 
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -123,6 +124,10 @@ class Source(ABC):
     def writable_store(self) -> FeatureCache | None:
         """Return the prepared store that batches add to; None if the source writes nothing to disk."""
         return None
+
+    def provenance_facts(self) -> dict[str, Any]:
+        """Return what the prepared source reads and no setting says; a resumed training compares it."""
+        return {}
 
     def flush(self) -> None:
         """Write pending features to disk. The trainer calls this before every checkpoint and at the end."""

@@ -105,6 +105,9 @@ class ServerSource(FeatureSource):
         self.waited_seconds = self.reported_seconds = 0.0
         self.start_time: float | None = None
 
+    def provenance_facts(self) -> dict[str, Any]:
+        return {} if self.kept is None else self.kept.provenance_facts()
+
     def use_server(self, server: Server) -> None:
         self.server = server
 

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError
-from spectrain.files import atomic_write, write_text
+from spectrain.files import REPEAT_COMMAND, atomic_write, write_text
+from spectrain.locks import lock_file
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
@@ -40,6 +41,8 @@ from .store_contents import FORMAT_VERSION, SCALED_DTYPES, StoreContents, read_m
 
 HEADER_BYTES = 600
 """Upper bound of the bytes that a sequence takes in the header of its shard and in the index, in addition to its tensors."""
+MANIFEST_SECONDS = 60.0
+"""Seconds to wait for another process that writes the manifest."""
 STALE_SECONDS = 600.0
 """Seconds after which an unfinished file is taken for a killed process's: writing one takes far less."""
 
@@ -166,14 +169,7 @@ class FeatureStore(FeatureCache):
         if self.num_bytes + self.pending_bytes > self.max_bytes:
             raise UserError(f"source.max_gb={self.max_bytes / 1e9:g}: the store in {self.path} is full; raise it")
         manifest = self.path / "manifest.json"
-        if manifest.exists():
-            if read_manifest(manifest) != self.contents:
-                raise UserError(
-                    f"source.path={self.path}: another process has begun to store other features there; choose another folder"
-                )
-        else:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_text(manifest, json.dumps({"format": FORMAT_VERSION, **asdict(self.contents)}, indent=2) + "\n")
+        self._begin_manifest(manifest)
         name = f"features-{secrets.token_hex(5)}"
         file = self.path / f"{name}.safetensors"
         tensors = {f"{key}/{part}": tensor for key, parts in self.pending.items() for part, tensor in parts.items()}
@@ -187,6 +183,18 @@ class FeatureStore(FeatureCache):
         write_text(file.with_suffix(".json"), json.dumps(asdict(shard)) + "\n")
         self._add_shard(shard)
         self.verified_keys |= set(self.pending)
+
+    def _begin_manifest(self, manifest: Path) -> None:
+        """Write the manifest, or raise a UserError if another process has written that of other features."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        taken = f"source.path={self.path}: another process begins this store"
+        with lock_file(self.path / ".lock", taken, REPEAT_COMMAND, MANIFEST_SECONDS, is_temporary=True):
+            if not manifest.exists():
+                write_text(manifest, json.dumps({"format": FORMAT_VERSION, **asdict(self.contents)}, indent=2) + "\n")
+            elif read_manifest(manifest) != self.contents:
+                raise UserError(
+                    f"source.path={self.path}: another process has begun to store other features there; choose another folder"
+                )
 
     def verify_shards(self) -> None:
         """Hash every shard, and drop those that differ from what was written."""

@@ -92,6 +92,12 @@ class StoredSource(FeatureSource):
     def writable_store(self) -> FeatureStore | None:
         return self.own_store
 
+    def provenance_facts(self) -> dict[str, Any]:
+        if self.own_store is None:
+            return {} if self.store is None else {"layers": list(self.store.layers)}
+        contents = self.own_store.contents
+        return {"dtype": contents.dtype, "final_reach": contents.final_reach, "head": contents.head, "engine": contents.engine}
+
     def _open_store(self, target: Target, layers: tuple[Layer, ...], final_reach: int | None) -> FeatureCache:
         if self.store is not None:
             return self.store

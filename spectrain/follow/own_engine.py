@@ -64,6 +64,7 @@ class DecodingThread:
         self.folder = str(require_drafter_directory("run", run))
         description = load_description(Path(self.folder), None)
         self.target: Target = GroupSpec.from_node("target", description["target"]).build()
+        self.target.template = self.target.template.with_clock()
         self.target.pack_weights()
         self.drafter = self.load(self.folder)
         self.builder = Chain(num_tokens)

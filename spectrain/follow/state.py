@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.files import write_text
-from spectrain.runs.lock import lock_file
+from spectrain.locks import lock_file
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 import hashlib
 import importlib.util
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError
+from spectrain.files import make_folder_once
 
 from .load_errors import explain_load_failure
 from .pretrained import load_pretrained
@@ -78,24 +77,12 @@ def converted_directory(gguf: Path) -> Path:
 def _write_configuration(gguf: Path, directory: Path, name: str) -> Path:
     """Write configuration and tokenizer of a GGUF file beside the directory of its converted weights."""
     beside = directory.with_name(f"{directory.name}.config")
-    if (beside / "config.json").exists():
-        return beside
     return _write_converted(gguf, beside, name, save_gguf_configuration)
 
 
 def _write_converted(gguf: Path, directory: Path, name: str, save: Callable[[Path, Path, str], None]) -> Path:
     """Write what `save` takes from a GGUF file to a new directory, which appears complete or not at all."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
-    try:
-        save(gguf, scratch, name)
-        scratch.rename(directory)
-    except OSError:
-        # Another process may have finished the same work.
-        if not (directory / "config.json").exists():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    make_folder_once(directory, "config.json", lambda scratch: save(gguf, scratch, name))
     return directory
 
 

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from hashlib import sha256
 from itertools import product
@@ -44,6 +45,15 @@ PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "A key."}}},
     },
 }
+
+
+# What transformers calls the function by which a template asks for the date or the time.
+CLOCK_NAME = "strftime_now"
+CLOCK_CALL = re.compile(rf"""\b{CLOCK_NAME}\s*\(\s*(?P<quote>["'])(?P<format>[^"'\\]*)(?P=quote)\s*\)""")
+CLOCK_USE = re.compile(rf"\b{CLOCK_NAME}\b(?!\s+is\s+(?:not\s+)?defined)")
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+# The date that Llama 3's template prints where nothing tells it the date.
+FIXED_DATE = datetime(2024, 7, 26)
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,8 @@ class ChatTemplate:
     """The chat template of a tokenizer with the arguments that it is always rendered with, such as enable_thinking.
 
     `num_embeddings` is the number of rows of the target's embedding, where a target is loaded: token ids must be below it.
+    A template that prints today's date prints `FIXED_DATE` instead, so that data, stores and resumed trainings have the same
+    tokens on every day. With `reads_clock` it prints today's, for answers to somebody who asks now.
     """
 
     def __init__(
@@ -104,10 +116,12 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         arguments: Mapping[str, Any] | None = None,
         num_embeddings: int | None = None,
+        reads_clock: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.arguments = check_template_arguments(arguments, "template_kwargs")
         self.num_embeddings = num_embeddings
+        self.reads_clock = reads_clock
 
     @property
     def exists(self) -> bool:
@@ -123,13 +137,23 @@ class ChatTemplate:
     def facts(self) -> dict[str, Any]:
         """Return what identifies the rendering: a hash of the template, and its arguments."""
         digest = sha256(self.source.encode()).hexdigest()[:16] if self.exists else None
-        return {"sha256": digest, "arguments": self.arguments}
+        date = {"date": FIXED_DATE.date().isoformat()} if self.prints_date and not self.reads_clock else {}
+        return {"sha256": digest, "arguments": self.arguments, **date}
+
+    @property
+    def prints_date(self) -> bool:
+        """Whether the template asks for the date or the time."""
+        return CLOCK_NAME in self.source
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> ChatTemplate:
         """Return the template with these arguments added."""
         if not arguments:
             return self
-        return ChatTemplate(self.tokenizer, {**self.arguments, **arguments}, self.num_embeddings)
+        return ChatTemplate(self.tokenizer, {**self.arguments, **arguments}, self.num_embeddings, self.reads_clock)
+
+    def with_clock(self) -> ChatTemplate:
+        """Return the template as it prints the real date."""
+        return ChatTemplate(self.tokenizer, self.arguments, self.num_embeddings, reads_clock=True)
 
     @property
     def vocab_size(self) -> int:
@@ -182,6 +206,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Any = None, documents: Any = None, arguments: Any = None, opens: bool = False
     ) -> str:
         options = {**self.arguments, **(arguments or {})}
+        if self.prints_date and not self.reads_clock:
+            options = {"chat_template": self._select_source(tools), **options}
         return str(
             self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, documents=documents, tokenize=False, add_generation_prompt=opens, **options
@@ -200,11 +226,16 @@ class ChatTemplate:
             [present],
             tools,
             documents,
-            self.tokenizer.get_chat_template(None, tools),
+            self._select_source(tools),
             return_assistant_tokens_mask=True,
             **options,
         )
         return [(begin, end) for begin, end in spans[0]]
+
+    def _select_source(self, tools: Any) -> str:
+        """Return the text of the template that renders a conversation, with the fixed date unless it reads the clock."""
+        source: str = self.tokenizer.get_chat_template(None, tools)
+        return source if self.reads_clock else fix_date(source)
 
     # The forms that a template accepts
 
@@ -303,6 +334,20 @@ class ChatTemplate:
         """What ends an assistant turn, such as <|im_end|>."""
         text = self._probe([{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}])
         return text.rpartition(ANSWER)[2].rstrip()
+
+
+def fix_date(source: str) -> str:
+    """Return a template in which `FIXED_DATE` stands in place of today's date; a UserError if that cannot be done.
+
+    Templates call strftime_now("%d %b %Y"), which transformers and engines provide.
+    """
+    fixed = CLOCK_CALL.sub(lambda call: json.dumps(FIXED_DATE.strftime(call["format"])), source)
+    if CLOCK_USE.search(COMMENT.sub("", fixed)):
+        raise UserError(
+            f"target: its chat template calls {CLOCK_NAME} with a format that it computes, so its text differs from day to "
+            "day; give a template without that by target.chat_template=FILE"
+        )
+    return fixed
 
 
 def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,8 @@ def save_drafter(
         description["training"] = {"steps": result.num_steps, "tokens": result.num_tokens, "seconds": round(result.seconds, 2),
                                    "parameters": result.num_parameters, "taken": result.result_step,
                                    "max_length": result.max_text_length}  # fmt: skip
+        if result.start_forecast is not None:
+            description["training"] |= {"forecast_at_start": result.start_forecast, "forecast": result.end_forecast}
     files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
     layout = drafter.saved.layout
     for name, tensor in collect_tensors(drafter).items():
@@ -73,15 +75,7 @@ def save_drafter(
 
 def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
     """Build the drafter that settings describe; inner drafters that are directories are loaded with their weights."""
-    constructor: Any = spec.load_constructor()
-    keys = constructor.saved.inner if hasattr(constructor, "saved") else ()
-    # Inner drafters in directories: setting, index in its list, directory.
-    directories: list[tuple[str, int | None, Path]] = []
-    for key in keys:
-        value = spec.get(key)
-        for index, name in enumerate(value) if isinstance(value, list) else [(None, value)]:
-            if isinstance(name, str) and name not in list_constructors("drafter"):
-                directories.append((key, index, _find_inner_directory(key, name)))
+    directories = list_inner_directories(spec)
     for key, index, directory in directories:
         description: Any = GroupSpec.from_node("drafter", load_description(directory, None)["drafter"]).save()
         if index is not None:
@@ -92,6 +86,19 @@ def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
         inner = getattr(drafter, key)
         load_weights(inner if index is None else inner[index], directory, target)
     return drafter
+
+
+def list_inner_directories(spec: GroupSpec) -> list[tuple[str, int | None, Path]]:
+    """Return the inner drafters in directories: setting, index in its list, directory."""
+    constructor: Any = spec.load_constructor()
+    keys = constructor.saved.inner if hasattr(constructor, "saved") else ()
+    directories: list[tuple[str, int | None, Path]] = []
+    for key in keys:
+        value = spec.get(key)
+        for index, name in enumerate(value) if isinstance(value, list) else [(None, value)]:
+            if isinstance(name, str) and name not in list_constructors("drafter"):
+                directories.append((key, index, _find_inner_directory(key, name)))
+    return directories
 
 
 def build_without_weights(spec: RunSpec, device: str = "cpu", target: Target | None = None) -> tuple[Target, Drafter]:

@@ -13,11 +13,11 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.saved import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
-from spectrain.data.datastore import Datastore
+from spectrain.data.datastore import INDEX_FILE, Datastore
 from spectrain.data.index import index_dataset
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
-from spectrain.files import atomic_write
+from spectrain.files import atomic_write, make_folder_once
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance, processor_name
 from spectrain.training.metrics import Tracker, track_run
@@ -111,9 +111,10 @@ def load_template_facts(run: Path) -> dict[str, Any] | None:
 
 
 def describe_template(facts: dict[str, Any]) -> str:
-    """Format the hash of a chat template and its arguments."""
+    """Format the hash of a chat template, the date that it prints, and its arguments."""
     arguments = ", ".join(f"{key}={value}" for key, value in facts["arguments"].items())
-    return f"template {facts['sha256']} and {arguments or 'no arguments'}"
+    date = f", dated {facts['date']}," if "date" in facts else ""
+    return f"template {facts['sha256']}{date} and {arguments or 'no arguments'}"
 
 
 def make_candidate(
@@ -166,5 +167,6 @@ def open_answer_store(spec: RunSpec, run: Path, target: Target, dataset: Dataset
         fits = dataset is not None and not dataset.is_sample and dataset.num_tokens <= MAX_INDEXED_TOKENS
         if dataset is None or not fits or not (run / "config.yaml").exists():
             return None
-        index_dataset(spec.data.build(), dataset, target.tokenizer, folder)
+        data, texts, tokenizer = spec.data.build(), dataset, target.tokenizer
+        make_folder_once(folder, INDEX_FILE, lambda scratch: index_dataset(data, texts, tokenizer, scratch))
     return Datastore(str(folder), target.tokenizer)

@@ -1,9 +1,11 @@
 """Training and scoring of the drafter that a configuration names, in its run folder."""
 
 import json
+import os
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.files import atomic_write, write_text
+from spectrain.models.fingerprint import hash_target
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.training.adapters import describe_adapters
@@ -24,15 +27,9 @@ from spectrain.training.parallel import disconnect_processes, wait_for_loading
 from spectrain.training.trainer import Trainer
 
 from .drafters import apply_init_shape, init_drafter, save_drafter
-from .lock import lock_run
+from .lock import LOCK_SECONDS, claim_folder, claim_new_folder
+from .resume import InputFacts, check_inputs, check_settings, collect_facts, delete_unfinished
 from .score import evaluate, score
-
-# Settings that a resumed run may change, because they change nothing that is learnt.
-CHANGEABLE_KEYS = {
-    "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "timeout", "max_skipped",
-                "gradient_checkpointing", "sharding", "accumulate", "context_parallel", "context_method"),
-    "target": ("device", "parts", "sharding", "trust_remote_code"),
-}  # fmt: skip
 
 
 @dataclass
@@ -45,6 +42,8 @@ class TrainingInputs:
     drafter: Drafter
     source: Source
     evaluation: Any
+    # What the training reads and no setting says.
+    facts: InputFacts
     # Lines that describe the data and the source.
     report_lines: list[str]
 
@@ -73,6 +72,10 @@ def train_and_score(spec: RunSpec, target: Target | None = None, dataset: Datase
             score_finished(spec, trained)
         elif trained.inputs.evaluation is not None:
             score_trained(spec, trained)
+        if trained.result is not None and trained.accelerator.is_main_process:
+            warning = trained.result.describe_loss()
+            if warning is not None:
+                print(f"{trained.folder}: {warning}", flush=True)
     disconnect_processes()
     return trained.folder
 
@@ -84,15 +87,16 @@ def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Datas
     """
     trainer = Trainer.from_spec(spec)
     accelerator = trainer.make_accelerator()
-    run = choose_folder(spec, accelerator)
+    run = claim_run(spec, accelerator, stack)
     if (run / "drafter" / "config.json").exists():
+        if accelerator.is_main_process and (run / "config.yaml").exists():
+            check_settings(run, spec)
         return TrainedRun(run, accelerator)
     tracker: Tracker | None = spec.tracker.build() if accelerator.is_main_process else None
     inputs = load_inputs(spec, trainer, target, dataset)
     checkpoint = latest_checkpoint(run)
     if accelerator.is_main_process:
-        open_run(run, spec, inputs.dataset, inputs.target, has_checkpoint=checkpoint is not None)
-        stack.enter_context(lock_run(run))
+        open_run(run, spec, inputs.facts, checkpoint)
         print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
     wait_for_loading(accelerator, run)
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
@@ -117,6 +121,8 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     evaluation = spec.eval.build()
     target = target or spec.target.build()
     assert target is not None
+    # Some drafters change the target's layers.
+    weights = hash_target(target)
     if evaluation is not None:
         evaluation.check_prompts(target)
     dataset = dataset or data.make_dataset(target.template, target.vision)
@@ -134,8 +140,9 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     report_lines = [summary, *dataset.source_lines, *dataset.unread_lines(), *filter(None, [report, adapted])]
     if dataset.held_out and not target.has_layers:
         report_lines.append("validation on held-out conversations is left out: it decodes with the target (target.parts=head)")
+    facts = collect_facts(spec, target, weights, dataset, source)
     target.pack_weights()
-    return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, report_lines)
+    return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, facts, report_lines)
 
 
 def make_source(spec: RunSpec) -> Source:
@@ -155,71 +162,69 @@ def make_source(spec: RunSpec) -> Source:
     return source
 
 
-def choose_folder(spec: RunSpec, accelerator: Any) -> Path:
-    """Return the run folder, the same on every process. A folder with a run in it is accepted only with
-    trainer.resume=auto."""
-    resume = spec.trainer.get("resume") == "auto"
-    if spec.run is None and resume:
-        raise UserError("trainer.resume=auto: say which run to go on with, as in run=runs/NAME")
-    if spec.run is not None:
-        run = Path(spec.run)
-        taken = [(run / "config.yaml").exists()]
-        if accelerator.num_processes > 1:
-            # The first process may write it before another process checks.
-            broadcast_object_list(taken)
-        if not resume and taken[0]:
-            raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
-        if run.exists() and not run.is_dir():
-            raise UserError(f"run={run}: this is a file; choose a folder")
+def claim_run(spec: RunSpec, accelerator: Any, stack: ExitStack) -> Path:
+    """Return the run folder, the same on every process; the first process holds its lock until `stack` is closed."""
+    if spec.run is None and spec.trainer.get("resume") is not None:
+        raise UserError("trainer.resume: say which run to go on with, as in run=runs/NAME")
+    # The folder, or why there is none: all processes of a launch end alike.
+    outcome: list[Path | UserError | None] = [None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = choose_folder(spec, stack)
+        except UserError as error:
+            outcome[0] = error
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome)
+    if isinstance(outcome[0], UserError):
+        raise outcome[0]
+    assert outcome[0] is not None
+    return outcome[0]
+
+
+def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
+    """Choose and lock the run folder. A folder with a run in it is accepted only with trainer.resume."""
+    if spec.run is None:
+        base = Path("runs") / f"{spec.name}-{spec.target_name}"
+        names = chain([base], (base.with_name(f"{base.name}-{number}") for number in count(2)))
+        return stack.enter_context(claim_new_folder(names))
+    run, resumes = Path(spec.run), spec.trainer.get("resume") is not None
+    is_finished = (run / "drafter" / "config.json").exists()
+    if resumes and is_finished and not os.access(run, os.W_OK):
+        # A finished run may lie where nothing can be written.
         return run
-    base = Path("runs") / f"{spec.name}-{spec.target_name}"
-    chosen = [base]
-    number = 1
-    while chosen[0].exists():
-        number += 1
-        chosen = [base.with_name(f"{base.name}-{number}")]
-    return broadcast_object_list(chosen)[0] if accelerator.num_processes > 1 else chosen[0]
+    stack.enter_context(claim_folder(run, LOCK_SECONDS if resumes else 0.0))
+    if not resumes and (run / "config.yaml").exists():
+        raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
+    return run
 
 
-def open_run(run: Path, spec: RunSpec, dataset: Dataset, target: Target, has_checkpoint: bool = False) -> None:
-    """Create the folder with its configuration and provenance; a resumed run keeps its own."""
+def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | None = None) -> None:
+    """Write the configuration and the provenance of a run that begins; one with a checkpoint keeps its own.
+
+    A run that was killed before its first checkpoint begins anew, with the settings of this launch.
+    """
     made = not run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
-            check_resumable(run, spec, has_checkpoint)
-            return
-        facts = {
-            "data": dataset.provenance_facts(),
-            "target": target.path,
-            "target_name": target.name,
-            **collect_provenance(),
-        }
-        write_text(run / "provenance.json", json.dumps(facts, indent=2) + "\n")
+            if checkpoint is not None:
+                check_settings(run, spec)
+                check_inputs(run, facts, checkpoint, accepts_changes=spec.trainer.get("resume") == "changed")
+                return
+            # What cannot be read is not replaced.
+            RunSpec.load(run / "config.yaml")
+            delete_unfinished(run)
+        provenance = {**facts.to_provenance(), **collect_provenance()}
+        write_text(run / "provenance.json", json.dumps(provenance, indent=2) + "\n")
         write_text(run / "config.yaml", spec.to_yaml())
     except OSError as error:
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
     finally:
-        if made and not (run / "config.yaml").exists():
+        if not (run / "config.yaml").exists():
             # A full disk leaves an incomplete folder.
-            shutil.rmtree(run, ignore_errors=True)
-
-
-def check_resumable(run: Path, spec: RunSpec, has_checkpoint: bool = True) -> None:
-    """Raise a UserError if a run with a checkpoint began with other settings, or if its config.yaml cannot be read."""
-    before, now = RunSpec.load(run / "config.yaml").save(), spec.save()
-    if not has_checkpoint:
-        return
-    for group in ("target", "drafter", "data", "trainer", "optimizer", "schedule", "adapter"):
-        free = CHANGEABLE_KEYS.get(group, ())
-        old = {k: v for k, v in before[group].items() if k not in free}
-        new = {k: v for k, v in now[group].items() if k not in free}
-        for key in sorted({*old, *new}):
-            if old.get(key) != new.get(key):
-                name = group if key == "choice" else f"{group}.{key}"
-                raise UserError(
-                    f"{name}={new.get(key)}: the run in {run} began with {old.get(key)}; use that, or another run folder"
-                )
+            (run / "provenance.json").unlink(missing_ok=True)
+            if made:
+                shutil.rmtree(run, ignore_errors=True)
 
 
 def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: TrainingResult) -> None:

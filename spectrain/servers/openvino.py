@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from spectrain.errors import UserError
-from spectrain.files import atomic_write
+from spectrain.files import make_folder_once
 from spectrain.models.bundled import cache_directory
 from spectrain.trees import Eagle2
 from spectrain.trees.base import TreeBuilder
@@ -57,9 +57,8 @@ class OpenVinoServer(OpenAIServer):
         folder = self._target_folder(launch)
         if not (folder / f"{IR_NAME}.xml").exists():
             print(f"{launch.target} is converted to OpenVINO's format, into {folder}", flush=True)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(folder, folder=True) as scratch:
-                IrConverter(self.settings.python, self.settings.weights, "server.python").convert(launch.target, scratch)
+            converter = IrConverter(self.settings.python, self.settings.weights, "server.python")
+            make_folder_once(folder, f"{IR_NAME}.xml", lambda scratch: converter.convert(launch.target, scratch))
 
     def _target_folder(self, launch: EngineLaunch) -> Path:
         """Return the folder of the target's IR: its own folder if it holds one, or else one in the cache."""

@@ -28,6 +28,7 @@ class RunProgress:
         self.budget = Budget(num_steps, trainer.max_minutes)
         self.batches_per_step = trainer.accumulate * parallel.num_data_ranks
         self.step = 0  # steps done
+        self.first_step = 0  # of this launch
         self.stage = self.stage_start = 0  # the stage of the optimiser, and its first step
         self.lr = 0.0  # of the newest step
         # Factors of the learning rates of the stage's parameter groups, as they were when it began.
@@ -73,7 +74,8 @@ class RunProgress:
         self.budget.resume_from(TimeSpent(**progress["spent"]))
         self.validation_history = ValidationHistory(**progress["looks"])
         if self.trainer.keep_best and not best_weights_path(self.run, self.validation_history.best_step).exists():
-            self.validation_history = ValidationHistory()  # its weights are gone
+            # Its weights are gone.
+            self.validation_history = ValidationHistory(start=self.validation_history.start)
         self.saved_best_step = self.validation_history.best_step
         if shared.is_main:
             delete_best_except(self.run, {self.saved_best_step})
@@ -84,6 +86,7 @@ class RunProgress:
         copies = shared.num_copies / progress.get("copies", 1)
         self.tally = Tally.from_saved(progress["tallies"], shared.rank, shared.num_processes).scale_sums(copies)
         self.saved_step, self.tokens, self.seconds = self.step, progress["tokens"], progress["seconds"]
+        self.first_step = self.step
         drawn = {name for name in tensors if name.startswith("rng.")}
         set_random_state({name: tensors[name] for name in drawn}, shared.rank)
         averaged = {name for name in tensors if name.startswith("ema.")}

@@ -322,15 +322,26 @@ class TrainingRun(RunProgress):
             "; lower trainer.lr or trainer.clip"
         )
 
+    def require_changes(self) -> None:
+        """Raise a RunError if every step was left out, or every step of a resumed training of two steps or more."""
+        num_steps = self.step - self.first_step
+        if self.skipped_in_a_row == num_steps > 0 and (num_steps > 1 or self.first_step == 0):
+            rest = f" after step {self.first_step}" if self.first_step else ""
+            raise RunError(
+                f"training: none of {num_steps} steps{rest} had a finite gradient, so nothing was learned and no drafter is "
+                "saved; lower trainer.lr or trainer.clip, or check data and target"
+            )
+
     def finish(self) -> TrainingResult:
         """Restore the full drafter on the main process and the target as an ordinary model; return the result."""
         parameters = self.named_parameters()
         if self.averages is not None:
             self.averages.copy_to(parameters)
         self.parallel.restore_tensors()
-        best = self.validation_history.best_step if self.trainer.keep_best else 0
-        if best and (self.parallel.is_reusable or self.parallel.is_main):
-            load_trained_weights(self.drafter, self.target, load_best(self.run, best))
+        history = self.validation_history
+        takes_best = self.trainer.keep_best and history.best > 0
+        if takes_best and (self.parallel.is_reusable or self.parallel.is_main):
+            load_trained_weights(self.drafter, self.target, load_best(self.run, history.best_step))
         changes = self.drafter.capabilities.target_training
         if self.parallel.is_reusable or self.parallel.is_main:
             merge_adapters(self.drafter)
@@ -342,6 +353,8 @@ class TrainingRun(RunProgress):
             self.seconds,
             self.num_trained,
             self.parallel.is_reusable,
-            best or self.step,
+            history.best_step if takes_best else self.step,
             self.max_text_length,
+            history.start,
+            history.best if takes_best else history.newest,
         )

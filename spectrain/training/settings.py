@@ -237,7 +237,8 @@ class TrainerSettings:
     patience: float = 60.0
     # Minutes that processes wait for one another at the start, while data and models load, before the run fails.
     timeout: Positive = 30.0
-    # Use auto to start the run in run=DIR or to continue it from its newest checkpoint; null refuses a folder that holds a run.
+    # Use auto to start the run in run=DIR or to continue it from its newest checkpoint, and changed to continue it although
+    # data, target or template have changed since it began; null refuses a folder that holds a run.
     resume: str | None = None
     # Optimizer that updates the weights.
     optimizer: UpdateRule = field(default_factory=AdamW)
@@ -252,8 +253,8 @@ class TrainerSettings:
             raise UserError(f"trainer.max_steps={self.max_steps}: use 1 or more, or null")
         if self.mixed_precision not in ("auto", "no", "bf16"):
             raise UserError(f"trainer.mixed_precision={self.mixed_precision}: use auto, no or bf16")
-        if self.resume not in (None, "auto"):
-            raise UserError(f"trainer.resume={self.resume}: use auto, or leave it out")
+        if self.resume not in (None, "auto", "changed"):
+            raise UserError(f"trainer.resume={self.resume}: use auto or changed, or leave it out")
 
     def make_trial(self: SettingsT, steps: int) -> SettingsT:
         """Return these settings for a few steps of a measurement, on one process, without checkpoints and validation."""

@@ -77,9 +77,10 @@ class Trainer(TrainerSettings):
             print(how + self._describe_batches(dataset) if begun is None else f"going on from {begun}", flush=True)
         with TrainingReport(job, tracker) as report, StopSignals() as stop, job.monitor:
             try:
+                at_start = self._measure_start(job, dataset)
                 while not job.is_done:
                     self._run_step(job, stop)
-                    report.record_step(self._step_metrics(job, dataset))
+                    report.record_step(self._step_metrics(job, dataset, at_start))
                     if self._is_save_due(job) and not job.is_done:
                         job.save()
                         report.record_checkpoint(checkpoint_path(run, job.step))
@@ -87,6 +88,7 @@ class Trainer(TrainerSettings):
                         on_step(job.step)
             except RuntimeError as error:
                 raise job.monitor.explain_failure(error, run) from error
+        job.require_changes()
         return job.finish()
 
     def _share_drafter(self, accelerator: Accelerator, drafter: Drafter, target: Target, source: Source) -> ParallelStrategy:
@@ -102,17 +104,29 @@ class Trainer(TrainerSettings):
             source.leave_writing()
         return shared
 
-    def _step_metrics(self, job: TrainingRun, dataset: Dataset) -> dict[str, Any] | None:
-        """Return the metrics of the last step where they are due, with a validation where one is due."""
+    def _measure_start(self, job: TrainingRun, dataset: Dataset) -> dict[str, Any] | None:
+        """Return a validation before the first step, which shows whether training makes the drafter better; None without."""
+        if job.step or job.is_done or not can_validate(job, dataset):
+            return None
+        return job.validate(dataset.held_out, dataset.held_out_sources)
+
+    def _step_metrics(
+        self, job: TrainingRun, dataset: Dataset, at_start: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        """Return the metrics of the last step where they are due, with a validation where one is due, and after the first step
+        with that before it."""
         is_end = job.is_done
         due = self._is_save_due(job) if self.eval_every is None else job.step % self.eval_every == 0
-        # Drafting takes the whole drafter and the target's layers.
-        measures = (due or is_end) and bool(dataset.held_out) and job.parallel.unsharded and job.target.has_layers
+        measures = (due or is_end) and can_validate(job, dataset)
         if not (is_end or job.step == 1 or job.step % self.log_every == 0 or measures):
             return None
         metrics = job.collect_metrics()
+        if job.step == 1 and at_start is not None:
+            metrics["held_out_at_start"] = at_start
         if measures:
             metrics["held_out"] = job.validate(dataset.held_out, dataset.held_out_sources)
+            if job.validation_history.start is not None:
+                metrics["forecast_at_start"] = job.validation_history.start
         return metrics
 
     def _is_save_due(self, job: TrainingRun) -> bool:
@@ -185,6 +199,11 @@ class Trainer(TrainerSettings):
             for way in (self.packing, not self.packing)
         )
         return f"batches of up to {self.batch_tokens} tokens: {used} ({other})"
+
+
+def can_validate(job: TrainingRun, dataset: Dataset) -> bool:
+    """Tell whether there is held-out data, and a whole drafter and the target's layers to draft with."""
+    return bool(dataset.held_out) and job.parallel.unsharded and job.target.has_layers
 
 
 class TrainingReport:

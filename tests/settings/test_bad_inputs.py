@@ -32,6 +32,7 @@ from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.drafters import load_drafter, save_drafter
+from spectrain.runs.resume import InputFacts
 from spectrain.runs.train import open_run
 from spectrain.training.checkpoints import resume_advice
 
@@ -280,9 +281,9 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise UserError(f"{path}: the disk is full")
 
     monkeypatch.setattr("spectrain.runs.train.write_text", fail_on_full_disk)
-    either: Any = SimpleNamespace(path="", name="", provenance_facts=dict)  # data and target
+    facts = InputFacts("", "", data={}, inputs={})
     with pytest.raises(UserError, match="the disk is full"):
-        open_run(tmp_path / "run", RunSpec(), either, either)
+        open_run(tmp_path / "run", RunSpec(), facts)
     assert not list(tmp_path.iterdir())
 
 

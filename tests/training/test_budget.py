@@ -166,7 +166,7 @@ def test_a_slow_first_step_plans_nothing() -> None:
 
 def test_the_best_validation_is_the_result(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result has the weights of the highest forecast, and of these checkpoints only the best one is on disk."""
-    set_forecasts(monkeypatch, [1.1, 1.4, 1.3, 1.4])
+    set_forecasts(monkeypatch, [1.0, 1.1, 1.4, 1.3, 1.4])
     history: list[dict[str, torch.Tensor]] = []
     record_weights = lambda drafter: history.append({name: v.clone() for name, v in drafter.state_dict().items()})  # noqa: E731
     weights, lines, result = fit_drafter(shallow, tmp_path, on_step=record_weights, held_out=1, eval_every=2, keep_best=True)
@@ -178,7 +178,7 @@ def test_the_best_validation_is_the_result(shallow: Target, tmp_path: Path, monk
 
 def test_a_training_that_gains_nothing_stops(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training stops after `stop_after` validations in a row without a gain."""
-    set_forecasts(monkeypatch, [1.2, 1.1, 1.3, 1.3, 1.2, 1.4])
+    set_forecasts(monkeypatch, [1.0, 1.2, 1.1, 1.3, 1.3, 1.2, 1.4])
     _, lines, result = fit_drafter(shallow, tmp_path, held_out=1, eval_every=1, stop_after=2)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and result.num_steps == result.result_step == 5
 

@@ -17,7 +17,7 @@ from spectrain.config.values import Count
 from spectrain.data.datastore import hash_vocabulary
 from spectrain.drafters.layers.copies import CopySource
 from spectrain.errors import UserError
-from spectrain.files import atomic_write
+from spectrain.files import make_folder_once
 
 from .proposals import TableDrafter, TableTree
 
@@ -54,13 +54,14 @@ class BigramTable:
         if folder is None:
             return cls.from_target(target, top)
         path, facts = Path(folder).expanduser(), describe_target(target, top)
-        if not (path / FACTS_FILE).is_file():
+
+        def write_table(scratch: Path) -> None:
             table = cls.from_target(target, top)
-            with atomic_write(path, folder=True) as scratch:
-                np.save(scratch / "tokens.npy", table.tokens)
-                np.save(scratch / "probs.npy", table.probs)
-                (scratch / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n")
-            return table
+            np.save(scratch / "tokens.npy", table.tokens)
+            np.save(scratch / "probs.npy", table.probs)
+            (scratch / FACTS_FILE).write_text(json.dumps(facts, indent=2) + "\n")
+
+        make_folder_once(path, FACTS_FILE, write_table)
         if read_json_object(path / FACTS_FILE) != facts:
             raise UserError(f"drafter.table={folder}: it was made with another target or drafter.top; name another folder")
         arrays = (np.load(path / name, allow_pickle=False) for name in ("tokens.npy", "probs.npy"))
