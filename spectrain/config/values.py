@@ -4,10 +4,14 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Interval, Predicate
 
+# File systems take 255; a scratch folder has a longer name than what it becomes.
+MAX_NAME_BYTES = 200
+
 
 def is_folder_name(value: str) -> bool:
-    """the name of one folder, without slashes"""
-    return bool(value) and value not in (".", "..") and not any(sign in value for sign in "/\\\0")
+    """the name of one folder, without slashes and of at most 200 bytes"""
+    is_short = len(value.encode()) <= MAX_NAME_BYTES
+    return bool(value) and value not in (".", "..") and is_short and not any(sign in value for sign in "/\\\0")
 
 
 Count = Annotated[int, Ge(1)]

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.files import write_text
 from spectrain.models.chat_template import Message
 
 from .messages import Conversation
 
 MANIFEST = "manifest.json"
+MAX_SHARDS = 1_000_000
 FailureKind = Literal["failed", "too_long", "cut"]
 
 
@@ -127,14 +129,13 @@ class ShardSet:
         path = self.folder / MANIFEST
         try:
             manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if not all(key in manifest for key in ("settings", "conversations", "shard_size", "shards")):
-                raise ValueError("keys are missing")
+            check_manifest(manifest)
             return manifest
         except FileNotFoundError as error:
             raise UserError(f"out={self.folder}: there is no {MANIFEST}, so no regenerated set; give its directory") from error
         except (ValueError, TypeError, OSError) as error:
             raise UserError(
-                f"{path}: it cannot be read ({error!r}); put back a copy, or make the set anew in another folder"
+                f"{path}: it cannot be read ({first_line(error)}); put back a copy, or make the set anew in another folder"
             ) from error
 
     @property
@@ -251,6 +252,39 @@ class ShardSet:
         """Lock the manifest while this process reads and writes it."""
         with FileLock(self.folder / ".locks" / "manifest.lock"):
             yield
+
+
+class ShardRecord(BaseModel):
+    """What manifest.json holds of a finished shard; tallies of its rows are optional."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    rows: NonNegativeInt
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What manifest.json of a set has to hold; it also says where the conversations came from."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    settings: dict[str, Any]
+    conversations: NonNegativeInt
+    shard_size: PositiveInt
+    shards: dict[str, ShardRecord]
+
+
+def check_manifest(content: Any) -> None:
+    """Raise a ValueError in one line where the content of manifest.json is not that of a set that can be read."""
+    try:
+        manifest = Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where or 'its content'}: {first['msg'].lower()}") from error
+    if manifest.conversations > MAX_SHARDS * manifest.shard_size:
+        raise ValueError(f"conversations: {manifest.conversations} in shards of {manifest.shard_size} are more shards than "
+                         f"{MAX_SHARDS}")  # fmt: skip
 
 
 def shard_name(number: int) -> str:

@@ -7,6 +7,7 @@ float32, which llama.cpp expects of norms, and integers are int64.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError, first_line
+from spectrain.models.gguf_header import check_gguf_header
 
 TensorType = gguf.GGMLQuantizationType
 ValueType = gguf.GGUFValueType
@@ -111,9 +113,10 @@ def find_gguf(directory: Path) -> Path:
 
 def open_gguf(path: Path) -> Any:
     """Open a file for reading; raise UserError where it is no GGUF file or is cut off."""
+    check_gguf_header(path)
     try:
         return gguf.GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, IndexError, KeyError, TypeError, struct.error) as error:
         raise UserError(f"{path}: it cannot be read ({first_line(error)}); copy the file again") from error
 
 

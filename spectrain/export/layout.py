@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
+from spectrain.checked_tensors import read_tensors, save_tensors
 from spectrain.config.choices import choice_name
 from spectrain.config.saved import check_no_directives, parse_groups, read_json_object
-from spectrain.errors import UserError, first_line
+from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.servers.commands import DrafterLaunch
 
@@ -27,7 +27,15 @@ from .targets import TargetFiles
 
 DESCRIPTION_KEYS = ("tree", "acceptance", "recipe")
 """Groups of a saved description that every layout keeps."""
-MALFORMED_ERRORS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, ArithmeticError)
+MALFORMED_ERRORS = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    ArithmeticError,
+    StrictDataclassError,
+)
 """Exceptions that settings of a wrong type raise."""
 
 
@@ -60,10 +68,7 @@ class DrafterFiles:
             raise UserError(f"{directory}: there are no weights (*.safetensors) in it; give the directory of a drafter")
         tensors: dict[str, Tensor] = {}
         for path in weight_files:
-            try:
-                tensors |= load_file(path)
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{path}: it cannot be read ({first_line(error)}); copy the file again") from error
+            tensors |= read_tensors(path, "copy the file again")
         return DrafterFiles(directory, config, tensors)
 
     def read_sidecar(self, name: str) -> dict[str, Any]:
@@ -267,4 +272,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors sorted by name, so that equal drafters give equal files."""
-    save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, path, metadata={"format": "pt"})
+    save_tensors({name: tensors[name] for name in sorted(tensors)}, path)

@@ -27,6 +27,8 @@ MISSING_TENSOR_FAULTS = {
     "lm_head.weight": "missing-lm-head",
     "token_map": "missing-token-map",
 }
+MAX_UNKNOWN = 20
+"""Unknown tensors that are named one by one."""
 NOT_DATA = "not-data"
 """The fault of settings that are more than data."""
 NONZERO_TENSORS = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
@@ -35,7 +37,12 @@ NONZERO_TENSORS = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.w
 def lint(directory: Path, target: TargetFiles | None) -> list[Finding]:
     """Return every fault of a drafter's directory, errors first."""
     files = read_files(directory)
-    layout = detect_layout(files)
+    try:
+        layout = detect_layout(files)
+    except UserError:
+        raise
+    except MALFORMED_ERRORS as error:
+        return [malformed_finding(f"a value of a wrong type ({first_line(error)})")]
     findings = list(check_files(files, layout, target))
     is_sound = all(finding.level == "warning" and finding.name != "not-representable" for finding in findings)
     if target is not None and is_sound:
@@ -73,10 +80,15 @@ def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None)
     except UserError:
         raise
     except MALFORMED_ERRORS as error:
-        yield Finding(
-            "malformed", "error", f"config.json holds a value of a wrong type ({first_line(error)})",
-            "engines stop, or read something else", "write it as it was when the drafter was trained",
-        )  # fmt: skip
+        yield malformed_finding(f"a value of a wrong type ({first_line(error)})")
+
+
+def malformed_finding(problem: str) -> Finding:
+    """Return the fault of a config.json that holds what nothing can use."""
+    return Finding(
+        "malformed", "error", f"config.json holds {problem}", "engines stop, or read something else",
+        "write it as it was when the drafter was trained",
+    )  # fmt: skip
 
 
 def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
@@ -151,13 +163,14 @@ def check_shapes(files: DrafterFiles, expected: ExpectedTensors) -> Iterator[Fin
         elif len(tensor.shape) != len(shape) or any(size not in (None, actual) for size, actual in zip(shape, tensor.shape)):
             yield shape_finding(name, tuple(tensor.shape), shape)
     names = {*expected.required, *expected.optional}
-    for name in files.tensors:
-        if name not in names and not name.endswith(expected.ignored or ("\0",)):
-            yield Finding(
-                "unknown-tensor", "error", f"no reader of this layout uses {name}",
-                "SGLang and the Medusa loaders silently drop it, vLLM may stop",
-                "rename it to what the layout says, or delete it",
-            )  # fmt: skip
+    unknown = [name for name in files.tensors if name not in names and not name.endswith(expected.ignored or ("\0",))]
+    for number, name in enumerate(unknown[:MAX_UNKNOWN], 1):
+        more = f", nor {len(unknown) - number} more" if number == MAX_UNKNOWN < len(unknown) else ""
+        yield Finding(
+            "unknown-tensor", "error", f"no reader of this layout uses {name}{more}",
+            "SGLang and the Medusa loaders silently drop it, vLLM may stop",
+            "rename it to what the layout says, or delete it",
+        )  # fmt: skip
 
 
 def explain_missing(name: str) -> str:

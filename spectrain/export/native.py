@@ -10,9 +10,10 @@ from typing import Any
 from spectrain.config.build import GroupSpec, check_node
 from spectrain.config.choices import by_choice_name, choice_name
 from spectrain.config.saved import parse_description, parse_groups
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.drafters.peagle import NUM_DRAFTS
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.provenance import package_versions
 from spectrain.servers.commands import DrafterLaunch
 
@@ -60,12 +61,11 @@ class NativeLayout(Layout):
         Where it cannot be built, which other findings report, or its target would have to be downloaded, any tensor will do.
         """
         present = ExpectedTensors({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
-        target = self._target_files(files)
-        if target is None or not target.is_local:
-            return present
         try:
-            drafter = build_meta_drafter(self._resolve_settings(files), target.build_meta_target())
+            drafter = self._build_drafter(files)
         except (UserError, *MALFORMED_ERRORS, KeyError):
+            return present
+        if drafter is None:
             return present
         shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
         file_names = {name: drafter.saved.layout.get(name, ("", name))[1] for name in shapes}
@@ -75,6 +75,13 @@ class NativeLayout(Layout):
             {file_names[name]: shape for name, shape in shapes.items() if name in required},
             {file_names[name]: shape for name, shape in shapes.items() if name not in required},
         )
+
+    def _build_drafter(self, files: DrafterFiles) -> Drafter | None:
+        """Build the drafter that config.json describes on the device "meta"; None where its target is not at hand."""
+        target = self._target_files(files)
+        if target is None or not target.is_local:
+            return None
+        return build_meta_drafter(self._resolve_settings(files), target.build_meta_target())
 
     def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         return {"spectrain": DrafterLaunch("chain", path, CHAIN_TOKENS)}
@@ -97,15 +104,24 @@ class NativeLayout(Layout):
         if {"d2t", "t2d"} <= files.tensors.keys():
             yield from check_vocabulary(len(files.tensors["t2d"]), files.tensors)
         for group in ("drafter", "tree", "acceptance"):
-            node = files.read_group(group)
             try:
-                if node is not None:
-                    check_node(group, node)
-            except UserError as error:
+                self._check_group(files, group)
+            except (UserError, *MALFORMED_ERRORS) as error:
                 yield Finding(
-                    "malformed", "error", f"config.json: {error}", "no command can use it",
+                    "malformed", "error", f"config.json: {first_line(error)}", "no command can use it",
                     "write it as it was when the drafter was trained",
                 )  # fmt: skip
+
+    def _check_group(self, files: DrafterFiles, group: str) -> None:
+        """Raise a UserError where eval would refuse a group: its settings one by one, and what its constructor refuses."""
+        node = files.read_group(group)
+        if node is None:
+            return
+        check_node(group, node)
+        if group == "drafter":
+            self._build_drafter(files)
+        else:
+            GroupSpec.from_node(group, node).build()
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         target_files = self._target_files(files)

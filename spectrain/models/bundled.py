@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from spectrain.errors import UserError
 from spectrain.files import make_folder_once
 
+from .gguf_header import check_gguf_header
 from .load_errors import explain_load_failure
 from .pretrained import load_pretrained
 
@@ -69,6 +70,7 @@ def converted_directory(gguf: Path) -> Path:
     """Return the directory of a GGUF model in transformers format, which may not be written yet."""
     if not gguf.is_file():
         raise UserError(f"target.model={gguf}: there is no such file; download it first")
+    check_gguf_header(gguf)
     status = gguf.stat()
     digest = hashlib.sha256(f"{gguf.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     return cache_directory() / f"gguf-{gguf.stem}-{digest}"

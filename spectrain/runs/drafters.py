@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from spectrain.checked_tensors import read_tensors, save_tensors
 from spectrain.config.build import GroupSpec
 from spectrain.config.choices import list_constructors
 from spectrain.config.saved import parse_description, read_json, read_json_object
@@ -20,7 +19,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.drafters.capabilities import FittedDrafter, adapts_layers
-from spectrain.errors import RunError, UserError, first_line
+from spectrain.errors import RunError, UserError
 from spectrain.export.converter import read_drafter
 from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.targets import TargetFiles
@@ -67,7 +66,7 @@ def save_drafter(
         files.setdefault(file, {})[there] = tensor
     with atomic_write(directory, folder=True, remedy=remedy) as scratch:
         for file, tensors in files.items():
-            save_file(tensors, scratch / file, metadata={"format": "pt"})
+            save_tensors(tensors, scratch / file)
         for file, text in drafter.saved.sidecars.items():
             (scratch / file).write_text(text)
         (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
@@ -160,7 +159,8 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
     if is_native(directory):
         names = {location: name for name, location in layout.items()}
         for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
-            tensors = {names.get((file, there), there): tensor for there, tensor in load_safetensors(directory / file).items()}
+            stored = read_tensors(directory / file, "copy the file again")
+            tensors = {names.get((file, there), there): tensor for there, tensor in stored.items()}
             weights, home = weights | tensors, home | dict.fromkeys(tensors, file)
     else:
         ours = {there: name for name, (_, there) in layout.items()}
@@ -174,14 +174,6 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
             path = directory / home.get(name, "model.safetensors")
             raise RunError(f"{path}: {name} holds NaN or infinity, so its training diverged; take an earlier checkpoint")
     load_tensors(drafter, weights)
-
-
-def load_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: the drafter's weights cannot be read ({first_line(error)}); copy the file again") from error
-    return tensors
 
 
 def is_native(directory: Path) -> bool:

@@ -21,7 +21,7 @@ from spectrain.models.fingerprint import hash_target
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.training.adapters import describe_adapters
-from spectrain.training.checkpoints import TrainingResult, checkpoint_step, latest_checkpoint, resume_advice
+from spectrain.training.checkpoints import TrainingResult, checkpoint_step, latest_checkpoint, resume_advice, set_aside_damaged
 from spectrain.training.metrics import Tracker, read_last_step, track_run
 from spectrain.training.parallel import disconnect_processes, wait_for_loading
 from spectrain.training.trainer import Trainer
@@ -195,6 +195,8 @@ def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
     stack.enter_context(claim_folder(run, LOCK_SECONDS if resumes else 0.0))
     if not resumes and (run / "config.yaml").exists():
         raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
+    if not is_finished:
+        set_aside_damaged(run)
     return run
 
 

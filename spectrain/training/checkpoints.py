@@ -5,25 +5,30 @@ Checkpoints are safetensors and JSON only, written to a scratch folder and renam
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from spectrain.checked_tensors import DamagedFile, read_tensors, save_tensors
 from spectrain.drafters.base import Drafter
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.files import atomic_write
 from spectrain.models.target import Target
 
 from .adapters import select_stage_groups
+
+CHECKSUM_KEY = "sha256"
+DELETE_ADVICE = "delete the checkpoint to go on from the one before"
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -55,9 +60,9 @@ def save_checkpoint(
 ) -> None:
     """Write weights, optimiser state and `progress`, then drop all but the newest `keep` checkpoints."""
     with atomic_write(path, folder=True, remedy=resume_advice(path.parent.parent)) as scratch:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, scratch / "model.safetensors")
-        save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, scratch / "optimizer.safetensors")
-        (scratch / "progress.json").write_text(json.dumps(progress))
+        save_tensors(weights, scratch / "model.safetensors")
+        save_tensors(optimizer, scratch / "optimizer.safetensors")
+        (scratch / "progress.json").write_text(json.dumps(progress | {CHECKSUM_KEY: hash_progress(progress)}))
     for old in _list_checkpoints(path.parent)[:-keep]:
         shutil.rmtree(old.rename(old.with_name(old.name + ".part")))  # renamed first: what is half deleted is no checkpoint
     for rest in path.parent.glob("*.part"):
@@ -69,14 +74,89 @@ def resume_advice(run: Path) -> str:
     return f"{'start anew' if latest_checkpoint(run) is None else 'go on'} with trainer.resume=auto"
 
 
-def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Load weights, optimizer state and progress of a checkpoint."""
+class SavedProgress(BaseModel):
+    """What progress.json of a checkpoint has to hold; a run adds more."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    step: PositiveInt
+    stage: NonNegativeInt
+    stage_began: NonNegativeInt
+    skipped: NonNegativeInt
+    tokens: NonNegativeInt
+    seconds: NonNegativeFloat
+    num_steps: NonNegativeFloat
+    batches_a_step: PositiveInt
+    stream: dict[str, Any]
+    optimizer: dict[str, float]
+    spent: dict[str, Any]
+    looks: dict[str, Any]
+    tallies: list[dict[str, Any]]
+
+
+def hash_progress(progress: dict[str, Any]) -> str:
+    """Return the checksum of the content of progress.json."""
+    content = {key: value for key, value in progress.items() if key != CHECKSUM_KEY}
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """Read progress.json of a checkpoint; raise `DamagedFile` if it cannot be read.
+
+    Where it can be read and is not what the training saved, somebody has changed it. What else was changed is not known, so
+    that is a UserError, and no reason to go on silently from elsewhere.
+    """
+    path = checkpoint / "progress.json"
     try:
-        progress = json.loads((path / "progress.json").read_text())
-        weights = load_file(path / "model.safetensors")
-        return weights, load_file(path / "optimizer.safetensors"), progress
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{path}: this checkpoint cannot be read ({error}); delete it to go on from the one before") from error
+        progress: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        saved = SavedProgress.model_validate(progress)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "its content"
+        raise UserError(f"{path}: it was changed: {where}: {first['msg'].lower()}; {DELETE_ADVICE}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path}: it cannot be read ({first_line(error)}); {DELETE_ADVICE}") from error
+    if saved.step != checkpoint_step(checkpoint) or not saved.tallies:
+        raise UserError(f"{path}: it was changed: it is not of step {checkpoint_step(checkpoint)}; {DELETE_ADVICE}")
+    # Checkpoints of earlier versions have no checksum.
+    if progress.get(CHECKSUM_KEY, hash_progress(progress)) != hash_progress(progress):
+        raise UserError(f"{path}: it was changed: it does not have the checksum that it was saved with; {DELETE_ADVICE}")
+    return progress
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Load weights, optimizer state and progress of a checkpoint; raise a UserError if one is not what was saved."""
+    progress = read_progress(path)
+    weights = read_tensors(path / "model.safetensors", DELETE_ADVICE)
+    return weights, read_tensors(path / "optimizer.safetensors", DELETE_ADVICE), progress
+
+
+def set_aside_damaged(run: Path) -> None:
+    """Rename the newest checkpoints of a run that are damaged, so that it goes on from the newest intact one; print each.
+
+    Raise `DamagedFile` if there are checkpoints and none is intact. Only the process that holds the lock of the run may call
+    this.
+    """
+    damages: list[DamagedFile] = []
+    for checkpoint in reversed(_list_checkpoints(run / "checkpoints")):
+        try:
+            load_checkpoint(checkpoint)
+            break
+        except DamagedFile as error:
+            damages.append(error)
+    else:
+        if damages:
+            raise DamagedFile(
+                f"{damages[0].args[0].partition('; ')[0]}, and no other checkpoint of {run} is intact; delete "
+                f"{run / 'checkpoints'} and go on with trainer.resume=auto, which trains anew"
+            )
+        return
+    for damage, damaged in zip(damages, reversed(_list_checkpoints(run / "checkpoints"))):
+        aside = damaged.with_name(f"{damaged.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        damaged.rename(aside)
+        problem = damage.args[0].partition("; ")[0]
+        print(f"spectrain: {problem}; it is now {aside.name}, and the run goes on from {checkpoint}", file=sys.stderr)
 
 
 def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -302,11 +382,13 @@ def best_weights_path(run: Path, step: int) -> Path:
 def save_best(run: Path, step: int, weights: dict[str, Tensor]) -> None:
     """Save the weights of the best validation in the folder of the checkpoints."""
     with atomic_write(best_weights_path(run, step), folder=True, remedy=resume_advice(run)) as scratch:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, scratch / "model.safetensors")
+        save_tensors(weights, scratch / "model.safetensors")
 
 
 def load_best(run: Path, step: int) -> dict[str, Tensor]:
-    return load_file(best_weights_path(run, step) / "model.safetensors")
+    """Load the weights of the best validation; raise `DamagedFile` if they are not what was saved."""
+    remedy = "go on with trainer.keep_best=false in another run folder, or train anew"
+    return read_tensors(best_weights_path(run, step) / "model.safetensors", remedy)
 
 
 def delete_best_except(run: Path, steps: set[int]) -> None:

@@ -102,7 +102,7 @@ def test_cached_features_equal_live_features(shallow: Target, tmp_path: Path) ->
 
 def test_full_disk_keeps_the_previous_checkpoint(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fills while saving is one sentence, leaves no partial checkpoint, and the run resumes later."""
-    save = checkpoints.save_file
+    save = checkpoints.save_tensors
 
     def fill_disk(tensors: Any, path: Path, *args: Any) -> None:
         if "step-000006" in str(path) and "optimizer" in str(path):
@@ -110,11 +110,11 @@ def test_full_disk_keeps_the_previous_checkpoint(shallow: Target, tmp_path: Path
             raise OSError(28, "No space left on device")
         save(tensors, path, *args)
 
-    monkeypatch.setattr(checkpoints, "save_file", fill_disk)
+    monkeypatch.setattr(checkpoints, "save_tensors", fill_disk)
     with pytest.raises(UserError, match=r"step-000006.*disk is full.*resume=auto"):
         make_trainer().fit(make_drafter(shallow), shallow, make_dataset(), LiveSource(), tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
-    monkeypatch.setattr(checkpoints, "save_file", save)
+    monkeypatch.setattr(checkpoints, "save_tensors", save)
     make_trainer().fit(make_drafter(shallow), shallow, make_dataset(), LiveSource(), tmp_path)
     assert [m["step"] for m in read_metrics(tmp_path)] == list(range(1, 10))
 
@@ -130,7 +130,7 @@ def test_broken_checkpoint_is_named(shallow: Target, tmp_path: Path) -> None:
     make_trainer(max_steps=4).fit(make_drafter(shallow), shallow, make_dataset(), LiveSource(), tmp_path)
     weights = tmp_path / "checkpoints" / "step-000003" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"step-000003.*cannot be read.*delete it"):
+    with pytest.raises(UserError, match=r"step-000003.*cannot be read.*delete the checkpoint"):
         make_trainer().fit(make_drafter(shallow), shallow, make_dataset(), LiveSource(), tmp_path)
 
 

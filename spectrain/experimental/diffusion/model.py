@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from spectrain.checked_tensors import read_tensors
 from spectrain.config.saved import read_json_object
 from spectrain.drafters.layers.layers import Attention, Mlp, make_rotary
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
 from spectrain.kernels.fused_attention import fused_attention
-from spectrain.runs.drafters import load_safetensors
 from spectrain.training.checkpoints import find_mismatches
 
 KEEP, REPLACE, DELETE, INSERT = range(4)
@@ -150,7 +150,7 @@ class MaskedLM(nn.Module):
                 f"eval.model={folder}: there is no masked language model; train one with python -m scripts.make_masked_model"
             )
         model = cls(MaskedConfig(**read_json_object(path / "config.json")))
-        weights = load_safetensors(path / "model.safetensors")
+        weights = read_tensors(path / "model.safetensors", "copy the file again")
         for _, fault in find_mismatches(model, weights):
             raise UserError(f"eval.model={folder}: its weights do not fit its config.json: {fault}; copy the folder again")
         model.load_state_dict(weights)
