@@ -175,6 +175,8 @@ def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> 
         notes.append("the target has no tokenizer with a chat template here; tokens are counted with that of target=tiny")
     notes += list_weight_notes(models)
     notes += list_conversion_notes(spec, models)
+    if (minutes := models.trainer.max_minutes) is not None and models.trainer.max_steps is None:
+        notes.append(f"trainer.max_minutes={minutes:g} ends the run at that time; steps and hours are those of trainer.epochs")
     if (size := models.trainer.context_parallel) > 1:
         repeated = "" if reads_features(spec) else "; each of them runs the target over the complete text"
         notes.append(f"{size} devices share a text, and memory is that of the one with most supervised tokens{repeated}")
