@@ -50,8 +50,8 @@ def check_vocabulary(example: Example, size: int) -> None:
     """Raise a UserError if a token id is not below the size of the target's vocabulary."""
     if (largest := max(example.tokens)) >= size:
         raise UserError(
-            f"{example.origin}: it holds the token id {largest}, and the target's tokenizer has {size} tokens; tokenize the data with "
-            "the target's own tokenizer"
+            f"{example.origin}: it holds the token id {largest}, and the target's tokenizer has {size} tokens; tokenize the "
+            "data with the target's own tokenizer"
         )
 
 

@@ -125,7 +125,12 @@ def test_a_byte_order_mark_loses_no_row(make: Callable[[str], ConversationReader
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """In source files, settings, descriptions and templates."""
-    for name, text in (("a.py", "x = 1\n"), ("a.yaml", "x: 1\n"), ("a.json", '{"x": 1}'), ("a.jinja", "{{ messages[0].content }}")):
+    for name, text in (
+        ("a.py", "x = 1\n"),
+        ("a.yaml", "x: 1\n"),
+        ("a.json", '{"x": 1}'),
+        ("a.jinja", "{{ messages[0].content }}"),
+    ):
         (tmp_path / name).write_bytes(codecs.BOM_UTF8 + text.encode())
     (document,) = TextReader(str(tmp_path), suffixes=[".py"]).load_conversations()
     assert document.text == "x = 1\n" and document.origin.endswith("a.py")
