@@ -246,7 +246,9 @@ def advise_memory(exact: Sequence[Variant]) -> tuple[str, str]:
     if not faster:
         return "none", "No drafter is faster than decoding without one, so none is worth its memory."
     longest = max(variant.length for variant in faster)
-    good = [variant for variant in faster if variant.length - 1 >= (longest - 1) / 2 and variant.row["extra_memory"] is not None]
+    good = [
+        variant for variant in faster if variant.length - 1 >= (longest - 1) / 2 and variant.row["extra_memory"] is not None
+    ]
     if not good:
         return "unknown", "The drafters with the most tokens per forward were scored without their memory."
     best = min(good, key=lambda variant: (variant.row["extra_memory"], -variant.length))

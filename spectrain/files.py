@@ -4,7 +4,6 @@ power failure."""
 import codecs
 import errno
 import gzip
-import io
 import os
 import secrets
 import shutil
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TextIO
+from typing import TextIO
 
 from .errors import UserError
 from .locks import is_open_file, try_lock
@@ -116,14 +115,10 @@ def open_text(path: Path, is_compressed: bool = False) -> TextIO:
 
     A UserError says what to do with a file in another encoding that a byte-order mark names.
     """
-    file: IO[bytes] = gzip.open(path) if is_compressed else path.open("rb")
-    try:
+    opened = gzip.open if is_compressed else open
+    with opened(path, "rb") as file:
         check_encoding(file.read(4), path)
-        file.seek(0)
-    except BaseException:
-        file.close()
-        raise
-    return io.TextIOWrapper(file, encoding="utf-8-sig")
+    return opened(path, "rt", encoding="utf-8-sig")
 
 
 def read_text(path: Path) -> str:

@@ -27,11 +27,10 @@ from spectrain.export.gguf_model import has_own_file
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.models.bundled import TINY_DIRECTORY
-from spectrain.models.loading import build_meta_network
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.defaults import complete_evaluation, resolve_eval_spec
-from spectrain.runs.drafters import load_drafter
+from spectrain.runs.drafters import build_target_without_weights, load_drafter
 from spectrain.runs.folder import archive_earlier, find_drafter_directory, find_results_folder
 from spectrain.runs.score import describe_run, load_target
 from spectrain.runs.serve import ServedDrafter, find_served_drafter, interrupt_on_signals
@@ -199,7 +198,7 @@ def describe_server(spec: RunSpec, groups: list[ServerGroup]) -> ServedSubject:
 
 def load_tokenizing_target(spec: RunSpec) -> Target:
     """Return the target without its weights, which renders prompts."""
-    target: Target = spec.target.build(network=build_meta_network)
+    target = build_target_without_weights(spec)
     is_substitute = Path(str(target.tokenizer.name_or_path)).resolve() == TINY_DIRECTORY.resolve()
     if is_substitute and Path(target.path).resolve() != TINY_DIRECTORY.resolve():
         raise UserError(f"target {target.name}: it has no tokenizer, which renders prompts; leave out target")

@@ -34,15 +34,24 @@ class TextReader(FileReader):
     # Seed that chooses these documents and where they are cut.
     seed: int = field(default=0, kw_only=True)
 
-    def read_conversations(self) -> Iterator[Conversation]:
+    @property
+    def text_folder(self) -> Path | None:
+        """The folder whose files are documents; None where the path names files of rows."""
         folder = Path(self.path).expanduser()
-        is_texts = folder.is_dir() and (self.suffixes is not None or not has_data_files(folder))
-        for number, document in enumerate(self._read_folder(folder) if is_texts else self._read_rows()):
+        return folder if folder.is_dir() and (self.suffixes is not None or not has_data_files(folder)) else None
+
+    def num_bytes(self) -> float:
+        folder = self.text_folder
+        return super().num_bytes() if folder is None else float(sum(path.stat().st_size for path in self._list_texts(folder)))
+
+    def read_conversations(self) -> Iterator[Conversation]:
+        folder = self.text_folder
+        for number, document in enumerate(self._read_rows() if folder is None else self._read_folder(folder)):
             if self.infill and document.completion is None and Random(f"{self.seed}/{number}").random() < self.infill:
                 document = replace(document, infill_seed=self.seed * 1_000_003 + number)
             yield document
 
-    def _read_folder(self, folder: Path) -> Iterator[Conversation]:
+    def _list_texts(self, folder: Path) -> list[Path]:
         suffixes = None if self.suffixes is None else tuple(self.suffixes)
         files = [
             path
@@ -53,7 +62,10 @@ class TextReader(FileReader):
         ]
         if not files:
             raise UserError(f"data.path={self.path}: it holds no file to read; name another folder or other data.suffixes")
-        for path in files:
+        return files
+
+    def _read_folder(self, folder: Path) -> Iterator[Conversation]:
+        for path in self._list_texts(folder):
             try:
                 text = read_text(path)
             except (UnicodeDecodeError, UserError):

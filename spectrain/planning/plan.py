@@ -175,6 +175,8 @@ def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> 
         notes.append("the target has no tokenizer with a chat template here; tokens are counted with that of target=tiny")
     notes += list_weight_notes(models)
     notes += list_conversion_notes(spec, models)
+    if (minutes := models.trainer.max_minutes) is not None and models.trainer.max_steps is None:
+        notes.append(f"trainer.max_minutes={minutes:g} ends the run at that time; steps and hours are those of trainer.epochs")
     if (size := models.trainer.context_parallel) > 1:
         repeated = "" if reads_features(spec) else "; each of them runs the target over the complete text"
         notes.append(f"{size} devices share a text, and memory is that of the one with most supervised tokens{repeated}")
@@ -210,7 +212,9 @@ def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
     if converted is None or (converted / "config.json").exists():
         return []
     size = 4 * count_parameters(models)["target"]
-    return [f"the first command that loads {files.gguf_file} writes its weights in float32, {format_bytes(size)}, to {converted}"]
+    return [
+        f"the first command that loads {files.gguf_file} writes its weights in float32, {format_bytes(size)}, to {converted}"
+    ]
 
 
 def advise_engine_gain(spec: RunSpec, rates: list[float] | None) -> list[str]:
@@ -275,9 +279,7 @@ def sharded_memory(models: Models, memory: dict[str, int], devices: int) -> dict
     return {"drafter": drafter, "drafter and target": drafter - weights + 2 * largest_piece_bytes(models)}
 
 
-def list_changes(
-    spec: RunSpec, options: Plan, models: Models, work: Workload, memory: dict[str, int]
-) -> list[dict[str, Any]]:
+def list_changes(spec: RunSpec, options: Plan, models: Models, work: Workload, memory: dict[str, int]) -> list[dict[str, Any]]:
     """Return the changes that take less memory, each planned itself, the best one first."""
     peak = sum(memory.values())
     sharded = sharded_memory(models, memory, options.devices)

@@ -1,5 +1,6 @@
 """The drafters of runs: built from settings, started for training, saved, and loaded from files of any layout."""
 
+import inspect
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -112,7 +113,15 @@ def build_without_weights(spec: RunSpec, device: str = "cpu", target: Target | N
 
 
 def build_target_without_weights(spec: RunSpec, device: str = "cpu") -> Target:
-    """Return the target on torch's device "meta", with its tokenizer; `device` is where it is to run."""
+    """Return the target on torch's device "meta", with its tokenizer; `device` is where it is to run.
+
+    A UserError is raised for a kind of target that only exists with its weights.
+    """
+    if "network" not in inspect.signature(spec.target.load_constructor()).parameters:
+        raise UserError(
+            f"target={spec.target.choice}: it is built with its weights alone, and none are read here; name a target of "
+            "transformers, as in target=hf target.model=DIR"
+        )
     with warnings.catch_warnings(), torch.device("meta"):
         # A training prints them.
         warnings.simplefilter("ignore")

@@ -19,7 +19,8 @@ def trial_folder(name: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
             yield Path(folder)
     except RunInterrupted as stopped:
-        raise RunInterrupted(f"{name}: stopped while it timed steps; nothing is kept, use the same command again", stopped.status)
+        sentence = f"{name}: stopped while it timed steps; nothing is kept, use the same command again"
+        raise RunInterrupted(sentence, stopped.status) from stopped
     except RunError as error:
         cause, advice, _ = str(error).partition("; go on with the same command")
         raise (RunError(f"{name}: {cause}; use the same command again") if advice else error) from error

@@ -115,6 +115,69 @@ def test_the_check_refuses_mistakes(command: str, monkeypatch: pytest.MonkeyPatc
         check_command(command, monkeypatch)
 
 
+# Programs that a line of a shell block may begin with, besides spectrain, make and python.
+PROGRAMS = {".", "accelerate", "bash", "docker", "export", "kubectl", "pip", "sbatch", "torchrun", "vllm"}
+ENDS_COMMAND = {"&&", "||", ";", "|", "&"}
+
+
+def find_line_fault(line: str) -> str | None:
+    """Say what is wrong with a line of a shell block; None for a line of commands that exist, one after another."""
+    comment = " ".join(line.partition(" # ")[2].split())
+    hidden = re.search(r"\bspectrain (\S+)|\bpython -m \S+", comment)
+    if hidden and (hidden[1] is None or hidden[1] in {name.split()[0] for name in help.COMMANDS}):
+        return f"a command behind #: {hidden[0]}"
+    words = shlex.split(line, comments=True)
+    while words:
+        end = next((at for at, word in enumerate(words) if word in ENDS_COMMAND), len(words))
+        if (fault := find_command_fault(words[:end])) is not None:
+            return fault
+        words = words[end + 1 :]
+    return None
+
+
+def find_command_fault(words: list[str]) -> str | None:
+    """Say what is wrong with the words of one command."""
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if not words:
+        return None
+    first, rest = words[0], words[1:]
+    if first not in {"spectrain", "make", "python", *PROGRAMS}:
+        return f"no known command: {first}"
+    if "spectrain" in rest and "-m" not in rest and first != "docker":
+        return f"two commands in a line: {shlex.join(words)}"
+    if first == "." and len(rest) != 1:
+        return f"one file is read: {shlex.join(words)}"
+    if first == "python" and rest[:1] == ["-m"] and rest[1].split(".")[0] in {"benchmarks", "examples", "scripts", "tests"}:
+        path = ROOT.joinpath(*rest[1].split("."))
+        return None if path.with_suffix(".py").is_file() or (path / "__main__.py").is_file() else f"no module: {rest[1]}"
+    return None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_line_of_a_shell_block_is_a_command(document: str) -> None:
+    """A block that was wrapped as prose begins lines with what is no command, and hides commands behind a #."""
+    fenced = "".join(body for language, body in FENCE.findall(DOCUMENTS[document]) if language == "sh")
+    lines = fenced.replace("\\\n", " ").splitlines()
+    assert not [(line, fault) for line in lines if (fault := find_line_fault(line)) is not None]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ". .venv/bin/activate spectrain doctor",
+        "spectrain doctor   # checks this machine spectrain plan",
+        "recipe=eagle3    # memory and disk",
+        "scores a drafter that needs no training",
+        "spectrain bench decode spectrain chat",
+        "python -m benchmarks.nothing",
+        "spectrain doctor && spectrum plan",
+    ],
+)
+def test_wrapped_lines_are_found(line: str) -> None:
+    assert find_line_fault(line) is not None
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_has_the_targets(document: str) -> None:
     """Every target of make that a document names exists."""
