@@ -53,12 +53,20 @@ def export_command(
     with atomic_write(folder, folder=True) as scratch:
         write_checked(drafter, layout, files_of_target, scratch)
         if drafter.trained_target is not None and not drafter.is_target:
+            refuse_links(drafter.trained_target)
             shutil.copytree(drafter.trained_target, scratch / "target")
         (scratch / "README.md").write_text(render_card(drafter, layout, files_of_target, push or str(folder), Path(str(run))))
     print(f"{layout.title}: written to {folder}; README.md says how to serve it")
     if push:
         print(f"uploaded to {upload(folder, push, private)}")
     return folder
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise a UserError for a link in a folder that is copied: it may lead to any file of this user."""
+    link = next((path for path in (folder, *folder.rglob("*")) if path.is_symlink()), None)
+    if link is not None:
+        raise UserError(f"{link}: this is a link, and only files are exported; put the file there")
 
 
 def export_target(

@@ -26,8 +26,9 @@ LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.m
 class TargetFiles:
     """The files of a target: `tiny`, `smollm2`, a directory in transformers format, a .gguf file or a name on the hub."""
 
-    def __init__(self, reference: str) -> None:
-        self.reference = reference
+    def __init__(self, reference: str, may_download: bool = True) -> None:
+        # What a drafter's own files name is read from this machine alone.
+        self.reference, self.may_download = reference, may_download
         self.settings: dict[str, Any] = {"_target_": "spectrain.models.loading.load_hf", "model": reference}
         if reference in LOADERS:
             self.settings = {"_target_": LOADERS[reference]}
@@ -35,13 +36,13 @@ class TargetFiles:
             self.settings["model"] = str(Path(reference).expanduser().resolve())
 
     @staticmethod
-    def from_settings(settings: dict[str, Any]) -> TargetFiles:
-        """Return the files of a configuration's group `target`."""
+    def from_settings(settings: dict[str, Any], may_download: bool = True) -> TargetFiles:
+        """Return the files of a configuration's group `target`; those of a file of settings may not be downloaded."""
         choice = choice_name("target", settings)
         reference = settings.get("path") or (choice if choice in LOADERS else settings.get("model"))
         if not isinstance(reference, str) or not reference:
             raise UserError(f"target.model={reference}: it does not name a target; give a model directory or a name on the hub")
-        files = TargetFiles(reference)
+        files = TargetFiles(reference, may_download)
         # The path becomes an absolute one.
         files.settings = {**settings, **({"model": files.settings["model"]} if "model" in settings else {})}
         return files
@@ -64,10 +65,23 @@ class TargetFiles:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
         try:
-            return Path(snapshot_download(self.reference, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-        except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, ValueError, OSError) as error:
+            patterns = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+            local = not self.may_download
+            return Path(snapshot_download(self.reference, allow_patterns=patterns, local_files_only=local))
+        except LocalEntryNotFoundError as error:
+            raise UserError(self._explain_absence()) from error
+        except (HfHubHTTPError, RepositoryNotFoundError, ValueError, OSError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"target {self.reference}: it cannot be found ({reason}); give a model directory") from error
+
+    def _explain_absence(self) -> str:
+        """Return the sentence for a target on the hub that is not on this machine."""
+        if self.may_download:
+            return f"target {self.reference}: it cannot be found on the hub or on this machine; give a model directory"
+        return (
+            f"target {self.reference}: a file names it, and what a file names is not downloaded; name it in the command, as in "
+            f"target=hf target.model={self.reference}"
+        )
 
     @property
     def gguf_file(self) -> Path | None:
@@ -98,8 +112,14 @@ class TargetFiles:
         """The configuration of the whole model; of a model on the hub, no weights are downloaded for it."""
         is_on_hub = not self.is_local and not Path(self.reference).is_absolute() and not self.reference.startswith(".")
         try:
-            return AutoConfig.from_pretrained(self.reference if is_on_hub else self.directory, trust_remote_code=False)
+            return AutoConfig.from_pretrained(
+                self.reference if is_on_hub else self.directory,
+                trust_remote_code=False,
+                local_files_only=not self.may_download,
+            )
         except (OSError, ValueError) as error:
+            if is_on_hub and not self.may_download:
+                raise UserError(self._explain_absence()) from error
             reason = str(error).strip().splitlines()[0]
             raise UserError(
                 f"target {self.reference}: its config.json cannot be read ({reason}); give a model directory"

@@ -11,6 +11,8 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor
 
+from spectrain.errors import UserError
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 Files = TypeVar("Files", bound="CheckpointFiles")
@@ -26,6 +28,9 @@ class CheckpointFiles:
         self.tensor_files: dict[str, str] = {}  # tensor name -> file name
         if index.exists():
             self.tensor_files = dict(json.loads(index.read_text())["weight_map"])
+            for name in set(self.tensor_files.values()):
+                if not isinstance(name, str) or Path(name).name != name:
+                    raise UserError(f"{index}: it names a file outside of its folder ({name}); download the model again")
         else:
             for path in sorted(directory.glob("*.safetensors")):
                 with safe_open(path, "pt") as file:
