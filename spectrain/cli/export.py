@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from spectrain.config.build import GroupSpec
+from spectrain.console import make_console
 from spectrain.errors import RunError, UserError
 from spectrain.export.card import render_card
 from spectrain.export.converter import convert, read_drafter, refuse_nonempty, resolve_target, write_checked
@@ -109,7 +108,7 @@ def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
         raise UserError("run: say which drafter, as in spectrain lint DIR, or run=DIR")
     directory = resolve_directory(run)
     results = lint(directory, requested_target(target))
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console(highlight=False, soft_wrap=True)
     for finding in results:
         console.print(f"{finding.level} {finding.name}: {finding.problem}", markup=False)
         console.print(f"    why: {finding.consequence}", markup=False)

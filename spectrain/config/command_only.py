@@ -1,9 +1,9 @@
 """Settings that only a command sets: everything that runs code, starts a process, listens, sends, downloads, or writes outside
 of the run folder.
 
-A file can come from somebody else: config.yaml of a run folder, a drafter's config.json, an export, another project's files. What
-stands in the table below is never saved, and where a file holds it, it is ignored with one line; `spectrain lint` calls it an
-error. What a file names on the hub is read from this machine alone.
+A file can come from somebody else: config.yaml of a run folder, a drafter's config.json, an export, another project's files.
+What stands in the table below is never saved, and where a file holds it, it is ignored with one line; `spectrain lint` calls it
+an error. What a file names on the hub is read from this machine alone.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def without(content: dict[str, Any]) -> bool:
 def test_no_file_sets_it_and_lint_reports_it(
     setting: CommandOnlySetting, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run folder, description of a drafter, metadata of an export and saved nodes: ignored with one line, and an error of lint."""
+    """Run folder, drafter's description, metadata of an export and saved nodes: ignored with one line, and an error of lint."""
     monkeypatch.setattr(command_only, "_reported", set())
     run, node = tmp_path / "run", node_of(setting)
     (run / "drafter").mkdir(parents=True)
