@@ -5,9 +5,10 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from spectrain.console import make_console
 from spectrain.eval.axes.tables import axis_markdown, print_axis
 from spectrain.eval.columns import (
     RUN_COLUMNS,
@@ -29,7 +30,7 @@ MARKS = {"target": "", "trained target": "*", "nothing": "!"}  # after a run's n
 
 def open_console() -> Console:
     """Return a console of at most `WIDTH` characters."""
-    return Console(width=min(WIDTH, Console().width) if Console().is_terminal else WIDTH)
+    return make_console(width=min(WIDTH, make_console().width) if make_console().is_terminal else WIDTH)
 
 
 # One evaluation
@@ -106,7 +107,7 @@ def print_comparison(comparison: dict[str, Any]) -> None:
         table.add_column(lines, justify=justify, overflow="fold", no_wrap=not folds)  # type: ignore[arg-type]
     for row in comparison["rows"]:
         for cells in comparison_cells(row, "terminal", "{}\n{}".format):
-            table.add_row(*map(escape, cells))
+            table.add_row(*cells)
     console.print(table)
     if (positions := position_table(comparison["rows"])) is not None:
         console.print(positions)
@@ -120,7 +121,7 @@ def print_comparison(comparison: dict[str, Any]) -> None:
 def print_advice(console: Console, comparison: dict[str, Any]) -> None:
     """Print the recommendations of a comparison."""
     for advice in comparison["recommendations"]:
-        console.print(f"[bold]{advice['goal']}[/]: {escape(advice['choice'])}. {escape(advice['because'])}")
+        console.print(Text().append(advice["goal"], "bold").append(f": {advice['choice']}. {advice['because']}"))
 
 
 def print_engines(comparison: dict[str, Any]) -> None:
@@ -136,7 +137,7 @@ def print_engines(comparison: dict[str, Any]) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     for row in comparison["rows"]:
         for cells in engine_cells(row):
-            table.add_row(*map(escape, cells))
+            table.add_row(*cells)
     console.print(table)
     for sentence in comparison["caveats"]:
         console.print(sentence, markup=False)
@@ -178,7 +179,7 @@ def position_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     for row in rows:
         for number, entry in enumerate(row["systems"]):
             cells = [f"{column.cell(entry)}\n{column.interval_cell(entry)}" for column in columns]
-            table.add_row(*map(escape, ["" if number else row["label"], entry["label"], *cells]))
+            table.add_row("" if number else row["label"], entry["label"], *cells)
     return table
 
 

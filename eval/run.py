@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from spectrain.console import make_console
 from spectrain.data.chat import tokenize_question
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.session import check_compatibility, choose_threads, prepare_for_decoding, tune_drafter
@@ -199,7 +199,7 @@ class Evaluation(PromptedEvaluation):
         if reason is None:
             return decoder
         if decoder.prefers_capture:
-            Console(stderr=True).print(f"The drafter and all baselines run in the eager loop: {reason}.")
+            make_console(stderr=True).print(f"The drafter and all baselines run in the eager loop: {reason}.")
         return Decoder(target, rule)
 
     def _measure(self, candidate: Candidate, decoding: Interleaving, folder: Path) -> Results:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.progress import track
 
+from spectrain.console import make_console
 from spectrain.decoding.generation import Generation
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.kinds import opening_kind
@@ -72,7 +72,7 @@ class Interleaving:
         self.turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         self.batches: list[list[TurnRequest]] = []
         self.left_out = Counter[str]()
-        self.console, self.pace = Console(stderr=True), Pace(0)
+        self.console, self.pace = make_console(stderr=True), Pace(0)
         # Joules and tokens of the autoregressive run and of every system, where the device counts energy.
         self.read_energy = find_energy_reader(decoder.target.device)
         self.joules, self.num_tokens = defaultdict[str, float](float), Counter[str]()

@@ -3,13 +3,21 @@
 import difflib
 from collections.abc import Iterable
 
+from spectrain.text import mask_secrets
+
 
 class UserError(ValueError):
     """A mistake that the user can correct. The message is one sentence: what, where and how; the exit status is 2."""
 
+    def __str__(self) -> str:
+        return mask_secrets(super().__str__())
+
 
 class RunError(RuntimeError):
     """A run that failed although its settings are valid. The message is one sentence; the exit status is 1."""
+
+    def __str__(self) -> str:
+        return mask_secrets(super().__str__())
 
 
 class RunInterrupted(Exception):

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from spectrain.text import mask_secrets
+
 LAUNCHERS = ("torchrun", "accelerate")
 REPORTED_PACKAGES = (
     "spectrain",
@@ -41,7 +43,7 @@ def collect_provenance() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **package_versions()},
         "hardware": {"machine": platform.machine(), "processor": processor_name(), "cores": os.cpu_count(),
                      "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
-        "command": describe_command(read_launch()),
+        "command": mask_secrets(describe_command(read_launch())),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
 

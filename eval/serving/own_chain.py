@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from spectrain.console import make_console
 from spectrain.decoding.generation import Generation
 from spectrain.drafters.base import Drafter
 from spectrain.eval.metrics import Turn
@@ -37,7 +37,7 @@ class OwnChain:
     ) -> None:
         self.target, self.drafter, self.causes, self.make_builder = target, drafter, causes, make_builder
         self.server_dtype = server_dtype
-        self.console = Console(stderr=True)
+        self.console = make_console(stderr=True)
 
     @property
     def dtype(self) -> str:

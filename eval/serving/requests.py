@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
-
+from spectrain.console import make_console
 from spectrain.data.messages import Conversation
 from spectrain.eval.kinds import opening_kind
 from spectrain.eval.prompts import Prompt, TurnAnswer
@@ -133,7 +132,7 @@ class LoadGenerator:
 
     def __init__(self, servers: Mapping[str, Server], requests: Sequence[ServedRequest], max_new_tokens: int) -> None:
         self.servers, self.requests, self.max_new_tokens = servers, list(requests), max_new_tokens
-        self.console = Console(stderr=True)
+        self.console = make_console(stderr=True)
 
     async def run(self, levels: Sequence[int]) -> dict[str, Levels]:
         """Return the results of each server by its name."""

@@ -31,6 +31,7 @@ from spectrain.files import write_text
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
 from spectrain.servers.base import DraftCounters, ServedModel, Server
+from spectrain.text import mask_secrets
 
 DRAFTED, PLAIN = "with the drafter", "without"
 """Names of the two servers of a score."""
@@ -107,7 +108,7 @@ class ServerEvaluation(PromptedEvaluation):
         """Request the answers of servers that run at the same time, level by level."""
         for name, server in servers.items():
             measured.models[name] = await asyncio.to_thread(server.check_ready)
-            measured.urls[name] = server.settings.urls
+            measured.urls[name] = [mask_secrets(url) for url in server.settings.urls]
         async with AllOpen(servers):
             if DRAFTED in servers:
                 measured.engine = servers[DRAFTED].name

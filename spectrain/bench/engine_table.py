@@ -1,8 +1,8 @@
 """The times of an engine as a table, with the acceptance that a drafter needs there."""
 
-from rich.console import Console
 from rich.table import Table
 
+from spectrain.console import make_console
 from spectrain.servers.row_times import SPEEDUPS, EngineTimes, Spread, advise_engine, predict_speedups, required_rate
 
 WIDTH = 120
@@ -10,7 +10,7 @@ WIDTH = 120
 
 def print_times(times: EngineTimes) -> None:
     """Print a table for each length of the text, and what it means."""
-    console = Console(soft_wrap=True)
+    console = make_console(soft_wrap=True)
     console.width = max(console.width, WIDTH)
     for length in times.lengths:
         console.print(make_table(times, length))

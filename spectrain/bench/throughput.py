@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from spectrain.config.spec import RunSpec
+from spectrain.console import make_console
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
@@ -35,7 +35,7 @@ def decode_table(spec: RunSpec, repeats: int = 12) -> None:
     evaluation = spec.eval.build()
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
-    console = Console()
+    console = make_console()
     prompts = [prompt.tokenize_for(target) for prompt in evaluation.chosen[:8]]
     target.pack_weights()
     console.print(make_forward_table(target, [token for prompt in prompts for token in prompt], repeats))
@@ -137,7 +137,7 @@ def training_throughput(spec: RunSpec, steps: int = 12) -> None:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
     share = ", ".join(f"{part} {value:.0%}" for part, value in last["time_share"].items())
-    Console().print(
+    make_console().print(
         f"{last['tokens_per_second']:.0f} tokens/s, {last['supervised_per_second']:.0f} supervised, over the last "
         f"{steps // 3} of {steps} steps, features computed live\n"
         f"time: {share} (target: its forward; drafter: loss, backward and optimiser)"

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from spectrain.config.spec import RunSpec
+from spectrain.console import make_console
 from spectrain.data.chat import tokenize_prompt, tokenize_question
 from spectrain.data.messages import Conversation, check_text
 from spectrain.data.readers import EmbeddedReader
@@ -92,7 +92,7 @@ class Chat:
                 f"chat.max_new_tokens={self.max_new_tokens}: the context of {target.name} has {target.max_length}; use less"
             )
         session = self.prepare_session(spec, folder, target)
-        console = Console(highlight=False)
+        console = make_console(highlight=False)
         screen = TerminalOutput(console) if console.is_terminal and not console.is_dumb_terminal else PlainOutput()
         talk = TerminalChat(self, session, screen)
         if not session.rule.lossless:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
 
+from spectrain.console import make_console
 from spectrain.decoding.generation import Generation
 from spectrain.models.target import Target
 
@@ -95,7 +96,7 @@ class PlainOutput:
     """Output without a terminal: the answer goes to stdout as it arrives, everything else to stderr."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = make_console(stderr=True, highlight=False, soft_wrap=True)
 
     @contextmanager
     def open_answer(self) -> Iterator[PlainOutput]:

@@ -14,13 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.text import Text
+
+from spectrain.console import make_console
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.runs.wandb_account import logged_in
 
 from .kernel_trials import KERNEL_TRIALS, TOLERANCE
 
 CheckStatus = Literal["ok", "missing", "slow"]
-STATUS_COLOURS = {"ok": "32", "missing": "31", "slow": "33"}
+STATUS_COLOURS = {"ok": "green", "missing": "red", "slow": "yellow"}
 # For recipe=eagle3 on the default target: spectrain plan counts 1.9 GB of tensors, and the libraries need 1 GB.
 MEMORY_GB = 3
 # For the same run: spectrain plan counts 0.3 GB.
@@ -50,9 +53,9 @@ def run_doctor(words: list[str]) -> int:
         entries = {check.name: {key: value for key, value in asdict(check).items() if key != "name"} for check in checks}
         print(json.dumps({"ok": not lacking, "missing": lacking, "findings": entries}, indent=2))
     else:
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        console = make_console(highlight=False, soft_wrap=True)
         for finding in checks:
-            print(format_line(finding, max(len(check.name) for check in checks), colour))
+            console.print(format_line(finding, max(len(check.name) for check in checks)))
         print(
             f"missing for spectrain train recipe=eagle3: {', '.join(lacking)}"
             if lacking
@@ -61,10 +64,9 @@ def run_doctor(words: list[str]) -> int:
     return 1 if lacking else 0
 
 
-def format_line(finding: Diagnosis, width: int, colour: bool) -> str:
-    status = f"{finding.status:7}"
-    status = f"\x1b[{STATUS_COLOURS[finding.status]}m{status}\x1b[0m" if colour else status
-    return f"{finding.name:{width}}  {status}  {finding.text}" + (f"; {finding.mend}" if finding.mend else "")
+def format_line(finding: Diagnosis, width: int) -> Text:
+    line = Text(f"{finding.name:{width}}  ").append(f"{finding.status:7}", STATUS_COLOURS[finding.status])
+    return line.append(f"  {finding.text}" + (f"; {finding.mend}" if finding.mend else ""))
 
 
 def run_checks() -> Iterator[Diagnosis]:

@@ -6,9 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from spectrain.config.build import GroupSpec
+from spectrain.console import make_console
 from spectrain.errors import RunError, UserError
 from spectrain.export.card import render_card
 from spectrain.export.converter import convert, read_drafter, refuse_nonempty, resolve_target, write_checked
@@ -53,12 +52,20 @@ def export_command(
     with atomic_write(folder, folder=True, is_new=True) as scratch:
         write_checked(drafter, layout, files_of_target, scratch)
         if drafter.trained_target is not None and not drafter.is_target:
+            refuse_links(drafter.trained_target)
             shutil.copytree(drafter.trained_target, scratch / "target")
         (scratch / "README.md").write_text(render_card(drafter, layout, files_of_target, push or str(folder), Path(str(run))))
     print(f"{layout.title}: written to {folder}; README.md says how to serve it")
     if push:
         print(f"uploaded to {upload(folder, push, private)}")
     return folder
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise a UserError for a link in a folder that is copied: it may lead to any file of this user."""
+    link = next((path for path in (folder, *folder.rglob("*")) if path.is_symlink()), None)
+    if link is not None:
+        raise UserError(f"{link}: this is a link, and only files are exported; put the file there")
 
 
 def export_target(
@@ -101,7 +108,7 @@ def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
         raise UserError("run: say which drafter, as in spectrain lint DIR, or run=DIR")
     directory = resolve_directory(run)
     results = lint(directory, requested_target(target))
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console(highlight=False, soft_wrap=True)
     for finding in results:
         console.print(f"{finding.level} {finding.name}: {finding.problem}", markup=False)
         console.print(f"    why: {finding.consequence}", markup=False)

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from spectrain.console import clean_output
+
 from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
 
 Task = Callable[[Any], Any]
@@ -23,6 +25,12 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = sys.argv[1:]
+    with clean_output():
+        run_command(arguments)
+
+
+def run_command(arguments: list[str]) -> None:
+    """Run the command of these words, and exit with its status."""
     try:
         with_exit_codes(dispatch_command)(arguments)
     except KeyboardInterrupt:

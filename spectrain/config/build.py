@@ -12,7 +12,9 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -33,6 +35,7 @@ from .choices import (
     load_yaml,
     select_choices,
 )
+from .command_only import drop_command_only, names_download, without_downloads
 from .signatures import SettingKey, has_source, list_keys
 
 # Messages for numbers out of bounds, by pydantic's name of the error.
@@ -64,6 +67,8 @@ class GroupSpec:
     choice: str | None = None
     # The values that the configuration sets; everything else is the constructor's default.
     settings: Mapping[str, Any] = field(default_factory=dict)
+    # The file that names what the group may load from the hub; None where the command names it.
+    origin: str | None = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
         return self.choice is not None
@@ -99,14 +104,24 @@ class GroupSpec:
         return replace(self, settings={name: value for name, value in self.settings.items() if name != key})
 
     def save(self) -> dict[str, Any]:
-        """Return the group in its saved form. No file grants permission to run a target's code."""
-        settings = {key: value for key, value in self.settings.items() if key != "trust_remote_code"}
-        return {"choice": self.choice, **settings} if self else settings
+        """Return the group in its saved form, without what only a command sets."""
+        saved = drop_command_only({self.group: self.settings})
+        settings = saved.get(self.group, {})
+        return {"choice": self.choice, **settings} if self and saved else settings
 
     def with_defaults(self) -> dict[str, Any]:
         """Return all settings, the constructor's defaults included."""
         defaults = {key.name: key.value for key in list_keys(self.path) if key.default is not None}
         return {**defaults, **self.settings}
+
+    def named_by(self, origin: str | Path, requested: Any = None) -> GroupSpec:
+        """Return the group as one that a file names, unless a command's own settings of it name all that is downloaded."""
+        own = requested if isinstance(requested, Mapping) else {}
+        return replace(self, origin=str(origin)) if names_download(self.group, self.settings, own) else self
+
+    def without_downloads(self) -> AbstractContextManager[None]:
+        """Read what a file names from this machine alone; what the command names may be downloaded."""
+        return without_downloads(self.origin)
 
     def load_constructor(self) -> Any:
         """Import the class or the function that the choice constructs; a yaml must name it."""
@@ -128,7 +143,8 @@ class GroupSpec:
         settings = {key: value for key, value in checked.items() if key not in ("_target_", "init")}
         constructor = self.load_constructor()
         config_type = find_config_type(constructor)
-        return constructor(**{**(settings if config_type is None else {"config": config_type(**settings)}), **runtime})
+        with self.without_downloads():
+            return constructor(**{**(settings if config_type is None else {"config": config_type(**settings)}), **runtime})
 
 
 def build(node: Any, **runtime: Any) -> Any:

@@ -16,6 +16,7 @@ import yaml
 
 from spectrain.errors import UserError, suggest_nearest
 
+from .command_only import drop_command_only
 from .signatures import PACKAGE_ROOT, SettingKey, format_literal, list_keys
 
 _choice_folders: list[Path] = [PACKAGE_ROOT / "conf"]
@@ -106,16 +107,12 @@ def choice_name(group: str, node: Mapping[str, Any]) -> str:
 
 
 def by_choice_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in their saved form, every group by its choice. No file grants permission to run a target's code."""
-    unsaid = ("_target_", "trust_remote_code")
+    """Return settings in their saved form, every group by its choice, without what only a command sets."""
     return {
-        str(group): {
-            "choice": choice_name(str(group), node),
-            **{key: value for key, value in node.items() if key not in unsaid},
-        }
+        group: {"choice": choice_name(group, node), **{key: value for key, value in node.items() if key != "_target_"}}
         if isinstance(node, Mapping) and "_target_" in node
         else node
-        for group, node in config.items()
+        for group, node in drop_command_only(config).items()
     }
 
 

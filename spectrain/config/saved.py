@@ -14,6 +14,7 @@ from spectrain.files import read_text
 
 from .build import find_directives
 from .choices import resolve_choice
+from .command_only import drop_command_only
 
 # Bytes; the settings of a model take a few thousand.
 MAX_FILE_BYTES = 16_000_000
@@ -87,7 +88,8 @@ def parse_description(content: Any, path: Path) -> dict[str, Any]:
 def parse_groups(content: Any, path: Path) -> dict[str, Any]:
     """Return saved settings as nodes to construct; a group without a choice is returned unchanged.
 
-    The import path of a constructor may stand for its choice; it is looked up and used for nothing else.
+    The import path of a constructor may stand for its choice; it is looked up and used for nothing else. Settings that only a
+    command sets are left out, with a line for each.
     """
     if not isinstance(content, dict):
         raise UserError(f"{path}: it holds no settings; copy the file again")
@@ -99,7 +101,7 @@ def parse_groups(content: Any, path: Path) -> dict[str, Any]:
         for group, node in content.items()
     }
     check_no_directives(bare, path)
-    for group, node in content.items():
+    for group, node in drop_command_only(content, path).items():
         is_choice = isinstance(node, dict) and ("choice" in node or "_target_" in node)
         current = _split_mask_drafters(node) if is_choice else node
         groups[str(group)] = resolve_choice(str(group), current, str(path)) if is_choice else current

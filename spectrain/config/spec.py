@@ -62,8 +62,14 @@ class RunSpec:
 
     @classmethod
     def load(cls, path: Path) -> RunSpec:
-        """Load config.yaml of a run folder."""
-        return cls.from_nodes(parse_groups(read_yaml(path), path))
+        """Load config.yaml of a run folder. The name of the run in it is a record that nothing takes over."""
+        groups = {key: value for key, value in parse_groups(read_yaml(path), path).items() if key != "run"}
+        return cls.from_nodes(groups).named_by(path)
+
+    def named_by(self, origin: Path, requested: Mapping[str, Any] | None = None) -> RunSpec:
+        """Return the spec of a file; what a command's own settings do not name is read from this machine alone."""
+        own = requested or {}
+        return replace(self, **{group: getattr(self, group).named_by(origin, own.get(group)) for group in GROUPS})
 
     def to_yaml(self) -> str:
         """Return the text of config.yaml."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from spectrain.console import make_console
 from spectrain.errors import UserError
 from spectrain.models.chat_template import KINDS, ChatTemplate
 from spectrain.models.images import ImageProcessor
@@ -148,7 +148,7 @@ def print_audit(audits: list[SourceAudit], num_prompts: int) -> None:
         table.add_row("times seen in an epoch", *(f"{audit.weight:g}" for audit in audits), "")
     for key, label in ROWS.items():
         table.add_row(label, *(format_count(counts, key) for _, counts in columns))
-    console = Console(highlight=False)
+    console = make_console(highlight=False)
     if not console.is_terminal:
         # A file or a pipe has no width to fit.
         console.width = 40 + 24 * len(columns)

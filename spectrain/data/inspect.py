@@ -3,10 +3,10 @@
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from spectrain.config.build import GroupSpec
+from spectrain.console import make_console
 from spectrain.errors import UserError
 
 from .chat import Example, tokenize_conversation
@@ -22,13 +22,13 @@ def inspect_command(target: GroupSpec, data: GroupSpec, index: int) -> None:
     source, conversation = select_conversation(reader, index)
     model: Any = target.build()
     template = source.apply_arguments(model.template)
-    console = Console(highlight=False)
+    console = make_console(highlight=False)
     console.print(format_legend())
     for number, example in enumerate(tokenize_conversation(template, conversation, model.vision, source.train_on)):
         if number:
             console.rule("the next assistant turn is an example of its own")
         console.print(format_example(example, model.tokenizer))
-        console.print(f"[bold]{sum(example.mask)} supervised[/] of {len(example.tokens)} tokens")
+        console.print(Text().append(f"{sum(example.mask)} supervised", "bold").append(f" of {len(example.tokens)} tokens"))
     dataset = reader.make_dataset(model.template, model.vision)
     console.rule(f"{reader.name}")
     console.print(

@@ -86,10 +86,10 @@ def resolve_target(drafter: DrafterCheckpoint) -> TargetFiles:
         return TargetFiles(str(drafter.trained_target))
     settings = drafter.description.get("target")
     if settings:
-        return TargetFiles.from_settings(settings)
+        return TargetFiles.from_settings(settings, may_download=False)
     if drafter.target is None:
         raise UserError("target: the drafter's files do not say which target it is for; say it, as in target=tiny")
-    return TargetFiles(drafter.target)
+    return TargetFiles(drafter.target, may_download=False)
 
 
 def read_exits(drafter: DrafterCheckpoint) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def convert(source: Path, out: Path, format_name: str, target: TargetFiles | Non
     out."""
     drafter = read_drafter(source, target)
     if target is None and drafter.target is not None:
-        target = TargetFiles(drafter.target)
+        target = TargetFiles(drafter.target, may_download=False)
     layout = select_layout(drafter.family, format_name, dtype)
     refuse_nonempty(out)
     with atomic_write(out, folder=True, is_new=True) as scratch:

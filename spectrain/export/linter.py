@@ -17,6 +17,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.rope import RopeError
 
+from .command_only_findings import check_command_only
 from .layout import MALFORMED_ERRORS, DrafterFiles, ExpectedTensors, Finding, Layout
 from .layouts import detect_layout, read_files
 from .targets import TargetFiles, tokenizer_hash
@@ -58,6 +59,7 @@ def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None)
     """Yield the faults that the files show, and with a target those that a comparison with its files shows."""
     directives = list(check_data_only(files, layout))
     yield from directives
+    yield from check_command_only(files.directory)
     if directives:
         return
     yield from check_values(files, layout)

@@ -88,7 +88,7 @@ class NativeLayout(Layout):
 
     def _target_files(self, files: DrafterFiles) -> TargetFiles | None:
         settings = files.read_group("target")
-        return TargetFiles.from_settings(settings) if settings else None
+        return TargetFiles.from_settings(settings, may_download=False) if settings else None
 
     def _resolve_settings(self, files: DrafterFiles) -> dict[str, Any]:
         """Return the drafter's settings with everything filled in that shapes its weights."""

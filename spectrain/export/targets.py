@@ -35,10 +35,12 @@ LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.m
 class TargetFiles:
     """The files of a target: `tiny`, `smollm2`, a directory in transformers format, a .gguf file or a name on the hub."""
 
-    def __init__(self, reference: str, with_weights: bool = True) -> None:
+    def __init__(self, reference: str, with_weights: bool = True, may_download: bool = True) -> None:
         self.reference = reference
         # Whether the directory needs the weights of a GGUF file, which the first use converts.
         self.with_weights = with_weights
+        # What a drafter's own files name is read from this machine alone.
+        self.may_download = may_download
         self.settings: dict[str, Any] = {"_target_": "spectrain.models.loading.load_hf", "model": reference}
         if reference in LOADERS:
             self.settings = {"_target_": LOADERS[reference]}
@@ -46,13 +48,14 @@ class TargetFiles:
             self.settings["model"] = str(Path(reference).expanduser().resolve())
 
     @staticmethod
-    def from_settings(settings: dict[str, Any], with_weights: bool = True) -> TargetFiles:
-        """Return the files of a configuration's group `target`; a plan needs no weights."""
+    def from_settings(settings: dict[str, Any], with_weights: bool = True, may_download: bool = True) -> TargetFiles:
+        """Return the files of a configuration's group `target`; a plan needs no weights, and those of a file of settings may
+        not be downloaded."""
         choice = choice_name("target", settings)
         reference = settings.get("path") or (choice if choice in LOADERS else settings.get("model"))
         if not isinstance(reference, str) or not reference:
             raise UserError(f"target.model={reference}: it does not name a target; give a model directory or a name on the hub")
-        files = TargetFiles(reference, with_weights)
+        files = TargetFiles(reference, with_weights, may_download)
         # The path becomes an absolute one.
         files.settings = {**settings, **({"model": files.settings["model"]} if "model" in settings else {})}
         return files
@@ -75,10 +78,23 @@ class TargetFiles:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
         try:
-            return Path(snapshot_download(self.reference, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-        except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, ValueError, OSError) as error:
+            patterns = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+            local = not self.may_download
+            return Path(snapshot_download(self.reference, allow_patterns=patterns, local_files_only=local))
+        except LocalEntryNotFoundError as error:
+            raise UserError(self._explain_absence()) from error
+        except (HfHubHTTPError, RepositoryNotFoundError, ValueError, OSError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"target {self.reference}: it cannot be found ({reason}); give a model directory") from error
+
+    def _explain_absence(self) -> str:
+        """Return the sentence for a target on the hub that is not on this machine."""
+        if self.may_download:
+            return f"target {self.reference}: it cannot be found on the hub or on this machine; give a model directory"
+        return (
+            f"target {self.reference}: a file names it, and what a file names is not downloaded; name it in the command, as in "
+            f"target=hf target.model={self.reference}"
+        )
 
     @property
     def gguf_file(self) -> Path | None:
@@ -119,8 +135,14 @@ class TargetFiles:
         """The configuration of the whole model; of a model on the hub, no weights are downloaded for it."""
         is_on_hub = not self.is_local and not Path(self.reference).is_absolute() and not self.reference.startswith(".")
         try:
-            return AutoConfig.from_pretrained(self.reference if is_on_hub else self.directory, trust_remote_code=False)
+            return AutoConfig.from_pretrained(
+                self.reference if is_on_hub else self.directory,
+                trust_remote_code=False,
+                local_files_only=not self.may_download,
+            )
         except Exception as error:  # a foreign config.json may raise anything
+            if is_on_hub and not self.may_download:
+                raise UserError(self._explain_absence()) from error
             reason = explain_load_error(self.directory, error)
             raise UserError(
                 f"target {self.reference}: its config.json cannot be read ({reason}); give a model directory"

@@ -258,6 +258,8 @@ class FeatureStore(FeatureCache):
             self.read_indices.add(index.name)
             try:
                 shard = StoreShard(**json.loads(index.read_text()))
+                if shard.name != index.stem:
+                    raise ValueError("it names another file")
             except FileNotFoundError:  # another process has just dropped the shard
                 continue
             except (OSError, ValueError, TypeError) as error:

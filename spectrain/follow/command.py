@@ -121,7 +121,7 @@ def resolve_follow_spec(config: Mapping[str, Any]) -> tuple[RunSpec, FollowSetti
             groups[group] = to_containers(OmegaConf.merge(groups[group], requested[group]))
     settings: FollowSettings = GroupSpec.from_node("follow", follow).build()
     spec = RunSpec.from_config({**groups, "server": requested["server"], "run": str(folder)})
-    return spec, settings
+    return spec.named_by(folder, requested), settings
 
 
 def status_command(run: str | None, rollback: bool) -> None:

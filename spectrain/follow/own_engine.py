@@ -63,7 +63,7 @@ class DecodingThread:
     def __init__(self, run: str, num_tokens: int) -> None:
         self.folder = str(require_drafter_directory("run", run))
         description = load_description(Path(self.folder), None)
-        self.target: Target = GroupSpec.from_node("target", description["target"]).build()
+        self.target: Target = GroupSpec.from_node("target", description["target"]).named_by(self.folder).build()
         self.target.template = self.target.template.with_clock()
         self.target.pack_weights()
         self.drafter = self.load(self.folder)

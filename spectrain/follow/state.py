@@ -69,9 +69,15 @@ class FollowFolder:
         saved = read_json_or_none(self.serving)
         if saved is not None:
             active = ActiveDrafter(**saved)
-            if hash_weights(Path(active.path)) == active.digest:
+            if self.holds_drafter(active, first) and hash_weights(Path(active.path)) == active.digest:
                 return active
         return ActiveDrafter(str(first), hash_weights(first) or "", time.time())
+
+    def holds_drafter(self, active: ActiveDrafter, first: Path) -> bool:
+        """Tell whether a saved drafter and the one before it are the run's own or its candidates; a file may name no others."""
+        folders = (self.candidates.resolve(), first.resolve())
+        paths = [Path(path).resolve() for path in (active.path, active.previous) if path is not None]
+        return all(any(path.is_relative_to(folder) for folder in folders) for path in paths)
 
     def write_active(self, active: ActiveDrafter) -> None:
         """Save which drafter serves."""

@@ -5,13 +5,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from spectrain.console import make_console
+
 WIDTH = 120  # however narrow the terminal says it is
 RESERVE = 0.08  # of a device, for what is no tensor: its context, workspaces, holes between blocks
 
 
 def print_plan(summary: dict[str, Any]) -> None:
     """The plan as tables."""
-    console = Console(soft_wrap=True)
+    console = make_console(soft_wrap=True)
     console.width = max(console.width, WIDTH)
     tokens, memory, disk_, flops, hours_ = (summary[key] for key in ("tokens", "memory", "disk", "flops", "hours"))
     table = Table(title="spectrain plan", show_header=False)

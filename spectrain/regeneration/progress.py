@@ -4,10 +4,10 @@ lines."""
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from spectrain.console import make_console
 from spectrain.data.shards import FailedRow, Row, Shard, ShardSet
 from spectrain.training.metrics import Pace
 
@@ -23,7 +23,7 @@ class WritingProgress:
         # Conversations in unfinished shards of this process.
         self.num_open = 0
         self.num_finished = self._count_finished()
-        self.console = Console()
+        self.console = make_console()
         self.is_live = enabled and self.console.is_terminal
         self.bar = Bar(
             TextColumn("regenerating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"),

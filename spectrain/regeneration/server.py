@@ -10,6 +10,7 @@ from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
 from spectrain.servers.base import Completion, CompletionRequest, Server
 from spectrain.servers.errors import ServerError
 from spectrain.servers.workers import run_workers
+from spectrain.text import mask_settings
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .sampling import Sampling
@@ -25,7 +26,8 @@ class ServerWriter(AnswerWriter):
     def recorded_settings(self) -> dict[str, Any]:
         if self.server.model is None:
             self.check_ready()
-        return {"writer": "server", "server.model": self.server.model, "server.extra": self.server.settings.extra or {}}
+        extra = mask_settings(self.server.settings.extra or {})
+        return {"writer": "server", "server.model": self.server.model, "server.extra": extra}
 
     def check_ready(self) -> None:
         """Raise a UserError if the address, the key or the model is wrong."""

@@ -47,7 +47,8 @@ def resolve_eval_spec(config: Mapping[str, Any]) -> tuple[RunSpec, Path]:
     complete_evaluation(groups["eval"], requested.get("eval") or {}, has_tree=bool(requested.get("tree")))
     # The check reports any key that is left and unknown.
     others = {key: value for key, value in requested.items() if key not in groups}
-    return RunSpec.from_config({**groups, **others, "run": str(folder)}), folder
+    spec = RunSpec.from_config({**groups, **others, "run": str(folder)})
+    return spec if requested["run"] is None else spec.named_by(folder, requested), folder
 
 
 def read_template_arguments(data: Mapping[str, Any]) -> dict[str, Any]:

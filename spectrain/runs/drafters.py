@@ -80,7 +80,7 @@ def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
         description: Any = GroupSpec.from_node("drafter", load_description(directory, None)["drafter"]).save()
         if index is not None:
             description = [*spec.get(key)[:index], description, *spec.get(key)[index + 1 :]]
-        spec = spec.with_settings(**{key: description})
+        spec = spec.with_settings(**{key: description}).named_by(directory)
     drafter: Drafter = spec.build(target=target)
     for key, index, directory in directories:
         inner = getattr(drafter, key)
@@ -152,7 +152,7 @@ def load_drafter(spec: RunSpec, run: Path, target: Target) -> Drafter:
 def load_for_decoding(directory: Path, target: Target) -> Drafter:
     """Return the drafter of a drafter directory, with its own settings, as it decodes."""
     node = load_description(directory, None)["drafter"]
-    spec = RunSpec(drafter=GroupSpec.from_node("drafter", node))
+    spec = RunSpec(drafter=GroupSpec.from_node("drafter", node).named_by(directory))
     return prepare_for_decoding(load_drafter(spec, directory, target), target)
 
 
@@ -205,7 +205,7 @@ def load_description(directory: Path, target: GroupSpec | None) -> dict[str, Any
     foreign: DrafterCheckpoint = read_drafter(directory, TargetFiles.from_settings(settings) if settings else None)
     if settings is None and foreign.target is not None:
         settings = TargetFiles(foreign.target).settings
-        foreign = read_drafter(directory, TargetFiles(foreign.target))
+        foreign = read_drafter(directory, TargetFiles(foreign.target, may_download=False))
     if settings is None:
         raise UserError(f"target: the files in {directory} do not say which target they are for; say it, as in target=tiny")
     return {"drafter": foreign.drafter, "target": settings, **foreign.description}

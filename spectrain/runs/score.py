@@ -50,10 +50,12 @@ def evaluate(spec: RunSpec, run: Path, target: Target | None = None, tracker: Tr
             f"target.sharding={target.sharding}: processes must draft the same trees, so no tree or guard can go by the clock; "
             "use tree=eagle2 and no eval.guard"
         )
-    evaluation.check_prompts(target)
+    with spec.eval.without_downloads():
+        evaluation.check_prompts(target)
     dataset = None
     if evaluation.reads_data and spec.data:
-        dataset = spec.data.build().make_dataset(target.template, target.vision)
+        with spec.data.without_downloads():
+            dataset = spec.data.build().make_dataset(target.template, target.vision)
     drafter = load_drafter(spec, run, target)
     if state.is_main_process:
         with nullcontext(tracker) if tracker is not None else track_run(own, run, spec.to_nodes(), "eval") as tracker:
@@ -95,7 +97,7 @@ def score(
             f"{describe_template(target.template.facts())}"
         )
     # A folder that cannot be written raises an error before anything is decoded.
-    with atomic_write(folder, folder=True) as scratch:
+    with atomic_write(folder, folder=True) as scratch, spec.eval.without_downloads():
         summary: dict[str, Any] = evaluation.score(make_candidate(spec, run, target, drafter, dataset, scratch), scratch)
         archive_earlier(folder)
     print(f"written to {folder}")

@@ -130,6 +130,19 @@ class VllmServer(OpenAIServer):
         completion = self.parse_response(response, isinstance(request.prompt, Conversation), times)
         return await self._add_states(completion, response) if request.captures_states else completion
 
+    def find_states_file(self, named: str) -> Path:
+        """Return the file of states that a server names; it is deleted once it is read, so that it must be a temporary one."""
+        path = Path(named)
+        if self.settings.states_folder is not None:
+            return Path(self.settings.states_folder).expanduser() / path.name
+        if path.suffix != ".safetensors" or not path.resolve().is_relative_to(Path(tempfile.gettempdir()).resolve()):
+            raise ServerError(
+                "failed",
+                f"{named}: the server names a file of states outside of {tempfile.gettempdir()}; give its folder with "
+                "server.states_folder=FOLDER",
+            )
+        return path
+
     async def _add_states(self, completion: Completion, response: dict[str, Any]) -> Completion:
         """Add the states that the server wrote to a file, and delete the file."""
         named = (response.get("kv_transfer_params") or {}).get("hidden_states_path")
@@ -137,9 +150,7 @@ class VllmServer(OpenAIServer):
             raise ServerError(
                 "failed", "the server captured no states; start it with spectrain serve server=vllm capture=true recipe=NAME"
             )
-        path = Path(named)
-        if self.settings.states_folder is not None:
-            path = Path(self.settings.states_folder).expanduser() / path.name
+        path = self.find_states_file(str(named))
         try:
             await wait_for_writer(path, self.settings.write_seconds)
             states, tokens, layers = await asyncio.to_thread(read_states_file, path)

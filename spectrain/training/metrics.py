@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from spectrain.console import make_console
 from spectrain.files import explain_full_disk, write_text
+from spectrain.text import mask_settings
 
 RunKind = Literal["train", "eval", "compare"]
 Rows = list[dict[str, Any]]
@@ -53,7 +54,7 @@ def track_run(
     """Start a tracker and finish it at the end; an exception marks the run as failed."""
     tracker = tracker or Tracker()
     try:
-        tracker.start_run(run, config, kind, step)
+        tracker.start_run(run, mask_settings(config), kind, step)
         yield tracker
     except BaseException:
         tracker.finish_run(failed=True)
@@ -129,7 +130,7 @@ class TrainingProgress:
 
     def __init__(self, num_steps: int, step: int, enabled: bool) -> None:
         self.num_steps, self.first_step, self.is_enabled = num_steps, step, enabled
-        self.console = Console()
+        self.console = make_console()
         self.is_live = enabled and self.console.is_terminal
         self.bar = Bar(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"), TimeRemainingColumn(),

@@ -42,7 +42,8 @@ HOSTILE = {
     "doubled join": "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "doubled block": "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}"
     "{% set ns.s = x %}{% endfor %}",
-    "shared lists": "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
+    "shared lists": "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
+    "{{ ns.s }}",
     "shared dicts": "{% set ns = namespace(s=1) %}{% for i in range(60) %}{% set ns.s = {1: ns.s, 2: ns.s} %}{% endfor %}"
     "{{ ns.s|tojson }}",
     "shared varargs": "{% macro f(n) %}{% if n %}{{ f(n-1, varargs, varargs) }}{% else %}{{ {varargs: 1} }}{% endif %}"

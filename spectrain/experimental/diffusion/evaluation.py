@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from spectrain.config.values import Count
+from spectrain.console import make_console
 from spectrain.errors import UserError
 from spectrain.eval.intervals import interval
 from spectrain.eval.run import Evaluation
@@ -159,4 +159,4 @@ def print_ways(rows: dict[str, dict[str, Any]]) -> None:
         exact = "" if check is None else f"{check['identical']} of {check['checked']} as {check['to']}"
         values = tokens, f"{speed}x", f"{row['rows_per_forward']:.2f}", f"{row['agreement']:.2f}", f"{row['log_p']:.2f}", exact
         table.add_row(name, *values)
-    Console().print(table)
+    make_console().print(table)

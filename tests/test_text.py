@@ -1,0 +1,181 @@
+"""What leaves the process holds no secrets and no control sequences, and no text from outside is read as markup."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.table import Table
+from rich.text import Text
+from safetensors.torch import save_file
+
+from spectrain.cli import main as command_line
+from spectrain.console import CleanStream, clean_output, make_console
+from spectrain.errors import RunError, UserError
+from spectrain.regeneration.sampling import Sampling
+from spectrain.regeneration.server import ServerWriter
+from spectrain.servers.openai import OpenAIServer
+from spectrain.servers.settings import ClientSettings
+from spectrain.text import clean_text, escape_controls, mask_secrets, mask_settings
+from spectrain.training.metrics import Tracker, track_run
+
+HOSTILE = {
+    "colours": "a\x1b[31mb",
+    "cleared screen": "a\x1b[2J\x1b[Hb",
+    "window title": "a\x1b]0;title\x07b",
+    "link": "a\x1b]8;;http://x\x1b\\b",
+    "clipboard": "a\x1b]52;c;AAAA\x07b",
+    "eight bits": "a\x9b31mb\x9d0;t\x9c",
+    "carriage return": "harmful\rharmless",
+    "backspaces": "bad\b\b\bgood",
+    "reversed": "a\u202egpj.exe",
+    "isolated": "a\u2066b\u2069",
+    "separators": "a\u2028b\u2029c",
+    "markup": "m[/b].jsonl",
+    "bold": "a[bold]b",
+    "link markup": "a[link=http://x]b[/link]",
+    "emoji": "a:smile:b",
+}
+CONTROLS = "\x1b\x9b\x9d\x07\x08\r\u202e\u2066\u2028"
+SECRETS = {
+    "address": ("http://user:Pa55word@host:8000/v1", "http://***@host:8000/v1"),
+    "address without a user": ("https://:Pa55word@host/v1", "https://***@host/v1"),
+    "assignment": ("server.extra={api_key: Pa55word}", "server.extra={api_key: ***}"),
+    "json": ('{"X-Api-Key": "Pa55word"}', '{"X-Api-Key": "***"}'),
+    "option": ("vllm serve m --api-key Pa55word --port 1", "vllm serve m --api-key *** --port 1"),
+    "list of words": ("['--api-key', 'Pa55word']", "['--api-key', '***']"),
+    "bearer": ("authorization: Bearer Pa55word", None),
+    "hub": ("token hf_abcdefghijklmnopPa55word", "token ***"),
+    "provider": ("key sk-proj-abcdefghijPa55word is wrong", "key *** is wrong"),
+    "environment": ("the value is in-the-environment-Pa55word", "the value is ***"),
+}
+HARMLESS = (
+    "max_tokens=64, num_tokens: 3, tokens/s",
+    "server.api_key_variable: http://host refuses the key",
+    "a@b.c, http://host/a@b",
+    "mask_token: <m>, key=3",
+    "the password is wrong",
+)
+
+
+@pytest.fixture(autouse=True)
+def secret_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "in-the-environment-Pa55word")
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_secrets_are_masked_everywhere(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text, expected = SECRETS[name]
+    assert "Pa55word" not in mask_secrets(text) and (expected is None or mask_secrets(text) == expected)
+    assert mask_secrets(mask_secrets(text)) == mask_secrets(text)
+    for error in (UserError(f"server.url={text}: no"), RunError(text)):
+        assert "Pa55word" not in f"{error}"
+    with clean_output():
+        print(text)
+        print(text, file=sys.stderr)
+    printed = capsys.readouterr()
+    assert "Pa55word" not in printed.out + printed.err
+    assert "Pa55word" not in json.dumps(mask_settings({"a": [{"b": text}]}))
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_ordinary_text_stays(text: str) -> None:
+    assert clean_text(text) == text
+
+
+def test_settings_keep_what_is_no_secret() -> None:
+    kept = {"max_tokens": 3, "mask_token": "<m>", "n": None, "api_key_variable": "MY_KEY"}
+    settings = {**kept, "api_key": "x", "headers": {"Authorization": "y", "X-Org": "z"}}
+    assert mask_settings(settings) == {**kept, "api_key": "***", "headers": {"Authorization": "***", "X-Org": "z"}}
+
+
+def test_manifests_and_trackers_hold_no_keys(tmp_path: Path) -> None:
+    extra = {"api_key": "Pa55word", "top_k": 3}
+    server = OpenAIServer(ClientSettings(url="http://u:Pa55word@127.0.0.1:1/v1", model="m", extra=extra))
+    settings = ServerWriter(Sampling(), server).recorded_settings()
+    assert settings["server.extra"] == {"api_key": "***", "top_k": 3}
+    seen: list[Mapping[str, Any]] = []
+
+    class Recording(Tracker):
+        def start_run(self, run: Path, config: dict[str, Any], kind: Any = "train", step: int = 0) -> None:
+            seen.append(config)
+
+    with track_run(Recording(), tmp_path, {"server": {"extra": extra, "url": "http://u:Pa55word@h"}}):
+        pass
+    assert seen == [{"server": {"extra": {"api_key": "***", "top_k": 3}, "url": "http://***@h"}}]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_control_sequence_and_no_markup_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By print, by a console, in tables, rules, titles and styled texts; what is printed still shows every character."""
+    text = HOSTILE[name]
+    shown = escape_controls(text)
+    assert not set(CONTROLS) & set(shown)
+    table = Table("column", title=text)
+    table.add_row(text)
+    with clean_output():
+        print(text)
+        print(text, file=sys.stderr)
+        console = make_console(width=200)
+        console.print(text)
+        console.print(Text(text, style="bold"))
+        console.print(table)
+        console.rule(text)
+    printed = capsys.readouterr()
+    assert not set(CONTROLS) & set(printed.out + printed.err)
+    # A styled text of rich loses some control characters, and the five others show them.
+    assert printed.out.count(shown) >= 5 and printed.err == f"{shown}\n"
+
+
+def test_progress_bars_of_a_terminal_still_move() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for keeps_bars, expected in ((True, "\r 3% \x1b[A\\x1b[2J"), (False, "\\x0d 3% \\x1b[A\\x1b[2J")):
+        stream = Terminal()
+        CleanStream(stream, keeps_bars).write("\r 3% \x1b[A\x1b[2J")
+        assert stream.getvalue() == expected
+
+
+@contextmanager
+def captured_command(*words: str) -> Iterator[tuple[io.StringIO, list[int]]]:
+    """Run the command line with these words; yield what it prints and its exit status."""
+    output, status = io.StringIO(), [0]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
+        patch.setattr(sys, "argv", ["spectrain", *words])
+        try:
+            command_line.main()
+        except SystemExit as ended:
+            status[0] = int(ended.code or 0)
+        yield output, status
+
+
+def test_commands_print_names_and_contents_of_files_as_they_are(tmp_path: Path) -> None:
+    """Row, file name, name of a choice, and an error that quotes a file."""
+    text = " ".join(HOSTILE.values())
+    rows, drafter = tmp_path / text.replace("/", "-"), tmp_path / "drafter"
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": f"{text} it is"}]
+    rows.write_text(json.dumps({"messages": messages, text: 1}) + "\n")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(json.dumps({"messages": [{"role": text, "content": "x"}]}) + "\n")
+    drafter.mkdir()
+    save_file({text: torch.full((2,), float("nan"))}, drafter / "model.safetensors")
+    (drafter / "config.json").write_text(json.dumps({"drafter": {"choice": text}, "target": {"choice": "tiny"}}))
+    for words in (
+        ("data", "inspect", "target=tiny", "data=jsonl", f"data.path={json.dumps(str(rows), ensure_ascii=False)}"),
+        ("data", "inspect", "target=tiny", "data=jsonl", f"data.path={broken}"),
+        ("lint", str(drafter)),
+    ):
+        with captured_command(*words) as (output, status):
+            printed = output.getvalue()
+        assert not set(CONTROLS) & set(printed), words
+        assert "Traceback" not in printed and status[0] in (0, 1, 2)
+    assert escape_controls(text) in printed
