@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import UserError
+from .errors import RunError, UserError
 
 REPEAT_COMMAND = "give the same command again"
 # Weight files that can run code when they are read.
@@ -19,9 +19,9 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_COMMAND) -> Iterator[Path]:
     """Yield a scratch path next to `destination`, which replaces it once it is complete and on disk.
 
-    The path is that of a file or, with `folder`, of an empty folder. After any failure nothing of it is left, and the
-    earlier content is unchanged. For a file, every process has its own scratch path. A folder is written by one process, so
-    what a kill has left of it is removed first.
+    The path is that of a file or, with `folder`, of an empty folder. After any failure nothing of it is left, the earlier
+    content is unchanged, and a UserError or RunError names the destination. For a file, every process has its own scratch
+    path. A folder is written by one process, so what a kill has left of it is removed first.
     """
     scratch = destination.with_name(f"{destination.name}.part" if folder else f"{destination.name}.{secrets.token_hex(4)}.part")
     made = [above for above in scratch.parents if not above.exists()] if folder else []  # the innermost first
@@ -36,6 +36,10 @@ def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_C
                 _sync_to_disk(path)
             _replace_path(scratch, destination)
             _sync_to_disk(destination.parent)
+    except (UserError, RunError) as error:
+        if str(scratch) not in str(error):
+            raise
+        raise type(error)(str(error).replace(str(scratch), str(destination))) from error
     finally:
         _remove_path(scratch)
         for above in made:

@@ -21,9 +21,8 @@ def explain_load_failure(model: str) -> Iterator[None]:
         raise
     # The settings of a foreign config.json may raise anything.
     except Exception as error:
-        raise UserError(
-            f"target.model={model}: it could not be loaded ({explain_load_error(model, error)}); check the name or the directory"
-        ) from error
+        reason = explain_load_error(model, error)
+        raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
 
 
 def explain_load_error(model: str | Path, error: Exception) -> str:
