@@ -7,6 +7,7 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
+from spectrain.models.load_errors import explain_load_error
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 
@@ -64,8 +65,10 @@ def _load_assistant(target: Target, path: str) -> dict[str, Any]:
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=target.dtype, trust_remote_code=False, use_safetensors=True
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except UserError:
+        raise
+    except Exception as error:  # a foreign config.json may raise anything
+        reason = explain_load_error(path, error)
         raise UserError(f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a model's name") from error
     options = {"assistant_model": model.to(target.device).eval()}
     if tokenizer.get_vocab() != target.tokenizer.get_vocab():

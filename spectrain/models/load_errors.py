@@ -26,7 +26,9 @@ def explain_load_failure(model: str) -> Iterator[None]:
 
 
 def explain_load_error(model: str | Path, error: Exception) -> str:
-    """Describe the cause of an error of loading: a rotary embedding in config.json that cannot be read, or the error."""
+    """Describe the cause of an error of loading: an adapter in place of a model, an unreadable rotary embedding, or the error."""
+    if (adapter := describe_adapter(Path(model).expanduser())) is not None:
+        return adapter
     path = Path(model).expanduser() / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -39,6 +41,23 @@ def explain_load_error(model: str | Path, error: Exception) -> str:
         pass
     is_described = isinstance(error, (OSError, ValueError, ImportError, RuntimeError))
     return first_line(error) if is_described else describe_error(error)
+
+
+def describe_adapter(directory: Path) -> str | None:
+    """Describe a directory that holds a LoRA adapter and no model, with the remedy; return None for any other."""
+    path = directory / "adapter_config.json"
+    if not path.is_file() or (directory / "config.json").exists():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    base = name if isinstance(name, str) and name else "a model that it does not name"
+    return (
+        f"it holds a LoRA adapter for {base} and no model; merge it, as with peft's merge_and_unload and save_pretrained, and "
+        "give the merged model's directory as target.model"
+    )
 
 
 @contextmanager
