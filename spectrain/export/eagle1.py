@@ -40,7 +40,7 @@ class OriginalEagle1(FusedLayout):
     constructor = "spectrain.drafters.eagle1.Eagle1"
     architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
     holds_embedding: ClassVar[bool] = True
-    replaced_tensors = (EMBEDDING,)
+    replaced_tensors: ClassVar[tuple[str, ...]] = (EMBEDDING,)
     own_parts: tuple[str, ...] = (FC_BIAS, "post_attention_layernorm")
     foreign_parts: ClassVar[dict[str, str]] = {
         "norm": "a norm before or after the layer, which our layer lacks",

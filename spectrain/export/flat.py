@@ -35,7 +35,7 @@ class FlatEagle3(Eagle3Layout):
     prefix = "midlayer."
     architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
     layer_id_offset: ClassVar[int] = 1  # spectrain's layer ids minus the layout's
-    replaced_tensors = (EMBEDDING,)
+    replaced_tensors: ClassVar[tuple[str, ...]] = (EMBEDDING,)
     keeps_full_maps: ClassVar[bool] = False  # whether d2t and t2d are written for a full draft vocabulary, too
 
     def matches_files(self, files: DrafterFiles) -> bool:

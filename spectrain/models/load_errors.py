@@ -26,7 +26,7 @@ def explain_load_failure(model: str) -> Iterator[None]:
 
 
 def explain_load_error(model: str | Path, error: Exception) -> str:
-    """Describe the cause of an error of loading: an adapter in place of a model, an unreadable rotary embedding, or the error."""
+    """Describe the cause of an error of loading: an adapter, a rotary embedding that cannot be read, or the error."""
     if (adapter := describe_adapter(Path(model).expanduser())) is not None:
         return adapter
     path = Path(model).expanduser() / "config.json"

@@ -121,26 +121,22 @@ def test_students_quantiles() -> None:
 
 @pytest.mark.slow
 def test_untrained_drafters_are_not_reported(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of drafters with random matrices, several interpretations are closer to the target by chance, and none is reported.
+    """Of drafters with random matrices, other interpretations are closer to the target by chance, and none is reported.
 
-    Of 160 such drafters in four kinds, the thresholds alone reported 8 of the first 20; see docs/serving.md.
+    The thresholds without the comparison with shuffled copies reported 12 of 28 such drafters.
     """
     architecture = {key: value for key, value in llama_layer_settings(tiny.config).items() if key in LAYER_KEYS}
     settings = {"layers": [2, 4, 5], "num_layers": 1, "vocab_size": 256, "start": "random", "architecture": architecture}
     counts = torch.arange(tiny.head.vocab_size, 0, -1)
-    compared = []
-    monkeypatch.setattr(measure, "is_trained", lambda *arguments: compared.append(real(*arguments)) or compared[-1])
+    monkeypatch.setattr(measure, "NUM_PROMPTS", 6)
     for seed in range(6):
         torch.manual_seed(seed)
         node = {"_target_": f"{Eagle3.__module__}.Eagle3", **settings}
         module: Eagle3 = build(node, target=tiny)
         module.prepare(tiny, counts)
-        ids = module.lm_head.weight
         with torch.no_grad():
-            ids.copy_(tiny.head.output.weight[: len(ids)])
+            for name, parameter in module.named_parameters():
+                if parameter.dim() == 2 and name != "lm_head.weight":
+                    parameter.copy_(0.05 * torch.randn_like(parameter))
         checkpoint = DrafterCheckpoint(node, {name: tensor.clone() for name, tensor in module.state_dict().items()})
         assert not [finding for finding in find_misinterpretation(checkpoint, TINY, NativeLayout()) if finding.level == "error"]
-    assert True not in compared
-
-
-real = measure.is_trained
