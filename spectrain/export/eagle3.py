@@ -86,7 +86,7 @@ def check_layer_count(drafter: DrafterCheckpoint, target: TargetFiles | None, en
     default = [] if target is None else default_layers(target.num_layers)
     is_possible = len(default) == NUM_FUSED_LAYERS and default[0] >= lowest
     remedy = f"train with drafter.layers={default}, or use" if is_possible else "use"
-    bound = f", none below {lowest}," if lowest else ""
+    bound = ", none of them 0," if lowest else ""
     raise UserError(
         f"drafter.layers={layers}: {engine} fuses exactly three layers of the target{bound} and this drafter {len(layers)} "
         f"({', '.join(map(str, layers))}); {remedy} the format vllm"
