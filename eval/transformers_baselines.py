@@ -7,6 +7,7 @@ from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
+from spectrain.models.load_errors import explain_load_error
 from spectrain.models.pretrained import load_pretrained
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
@@ -63,11 +64,11 @@ def _load_assistant(target: Target, path: str) -> dict[str, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         options = {"dtype": target.dtype, "trust_remote_code": False, "use_safetensors": True}
-        model = load_pretrained(AutoModelForCausalLM, path, "eval.assistant", **options)
+        model: Any = load_pretrained(AutoModelForCausalLM, path, "eval.assistant", **options)
     except UserError:
         raise
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # a foreign config.json may raise anything
+        reason = explain_load_error(path, error)
         raise UserError(f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a model's name") from error
     decoding = {"assistant_model": model.to(target.device).eval()}
     sizes = {part.config.get_text_config().vocab_size for part in (model, target.model)}

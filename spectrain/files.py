@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from .errors import UserError
+from .errors import RunError, UserError
 from .locks import is_open_file, try_lock
 
 REPEAT_COMMAND = "give the same command again"
@@ -35,10 +35,11 @@ LOCK_ATTEMPTS = 100
 def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_COMMAND, is_new: bool = False) -> Iterator[Path]:
     """Yield a scratch path next to `destination`, which replaces it once it is complete and on disk.
 
-    The path is that of a file or, with `folder`, of an empty folder. After any failure nothing of it is left, and the
-    earlier content is unchanged. For a file, every process has its own scratch path. A folder is written by one process at a
-    time, so what a kill has left of it is removed first; a second process raises `FolderBusy`. With `is_new` a folder is never
-    replaced by another one: what a second process has written meanwhile raises a UserError.
+    The path is that of a file or, with `folder`, of an empty folder. After any failure nothing of it is left, the earlier
+    content is unchanged, and a UserError or RunError names the destination. For a file, every process has its own scratch
+    path. A folder is written by one process at a time, so what a kill has left of it is removed first; a second process raises
+    `FolderBusy`. With `is_new` a folder is never replaced by another one: what a second process has written meanwhile raises a
+    UserError.
     """
     scratch = destination.with_name(f"{destination.name}.part" if folder else f"{destination.name}.{secrets.token_hex(4)}.part")
     made = [above for above in scratch.parents if not above.exists()] if folder else []  # the innermost first
@@ -55,6 +56,10 @@ def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_C
                 raise UserError(f"{destination}: another process has written it meanwhile; choose another folder")
             _replace_path(scratch, destination)
             _sync_to_disk(destination.parent)
+    except (UserError, RunError) as error:
+        if str(scratch) not in str(error):
+            raise
+        raise type(error)(str(error).replace(str(scratch), str(destination))) from error
     finally:
         if not folder or (handle is not None and is_open_file(handle, scratch)):
             _remove_path(scratch)

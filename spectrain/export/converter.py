@@ -12,7 +12,7 @@ from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import atomic_write
 from spectrain.provenance import package_versions
 
-from .layout import DESCRIPTION_KEYS, MALFORMED_ERRORS, DrafterCheckpoint, Layout, write_json
+from .layout import DESCRIPTION_KEYS, MALFORMED_ERRORS, METADATA_FILE, DrafterCheckpoint, Layout, write_json
 from .layouts import detect_layout, read_files, select_layout
 from .linter import NOT_DATA, check_files
 from .targets import TargetFiles
@@ -64,7 +64,7 @@ def write_drafter(drafter: DrafterCheckpoint, layout: Layout, target: TargetFile
         metadata["target"] = {"said": target.reference, "name": target.name, "tokenizer": target.template_hash()}
     if drafter.is_target:
         metadata["exits"] = read_exits(drafter)
-    write_json(directory / "spectrain.json", metadata)
+    write_json(directory / METADATA_FILE, metadata)
 
 
 def write_checked(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, directory: Path) -> None:

@@ -167,6 +167,7 @@ class FlatDSpark(FlatDFlash):
     title = "DSpark, flat layout"
     family = DSPARK
     architectures = (DEEPSPEC_ARCHITECTURE,)
+    replaced_tensors = (EMBEDDING, HEAD)
 
     def matches_files(self, files: DrafterFiles) -> bool:
         has_architecture = self.architectures[0] in (files.config.get("architectures") or [])

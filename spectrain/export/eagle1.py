@@ -17,7 +17,7 @@ from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
 from .eagle3 import LAYER_PARTS
-from .fused import EMBEDDING, HEAD, SIZE_KEYS, FusedConfig, FusedLayout, flat_rope, layer_rope, require_keys
+from .fused import EMBEDDING, HEAD, SIZE_KEYS, FusedConfig, FusedLayout, flat_rope, is_close_to, layer_rope, require_keys
 from .layout import (
     CHAIN_TOKENS,
     DrafterCheckpoint,
@@ -40,6 +40,7 @@ class OriginalEagle1(FusedLayout):
     constructor = "spectrain.drafters.eagle1.Eagle1"
     architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM",)
     holds_embedding: ClassVar[bool] = True
+    replaced_tensors: ClassVar[tuple[str, ...]] = (EMBEDDING,)
     own_parts: tuple[str, ...] = (FC_BIAS, "post_attention_layernorm")
     foreign_parts: ClassVar[dict[str, str]] = {
         "norm": "a norm before or after the layer, which our layer lacks",
@@ -171,6 +172,60 @@ class VllmEagle1(OriginalEagle1):
 
     def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         return {"vllm": DrafterLaunch("eagle", path, CHAIN_TOKENS)}
+
+
+class NestedEagle1(VllmEagle1):
+    """The layout of vLLM's first EAGLE conversion: a Llama configuration below `model`, and the target's output layer.
+
+    It is read only; `fc` has a bias where config.json has eagle_fc_bias or bias.
+    """
+
+    title = "EAGLE, vLLM's nested layout"
+
+    def matches_files(self, files: DrafterFiles) -> bool:
+        return files.config.get("model_type") == "eagle" and isinstance(files.config.get("model"), dict)
+
+    def parse_config(self, files: DrafterFiles) -> FusedConfig:
+        return super().parse_config(unnest_config(files))
+
+    def native_name(self, name: str) -> str:
+        return super().native_name(name.removeprefix("model."))
+
+    def needs_bias(self, files: DrafterFiles) -> bool:
+        return bool(files.config.get("eagle_fc_bias") or files.config.get("bias"))
+
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        expected, config = super().expected_tensors(files), self.parse_config(files)
+        names = [name for name in files.tensors if self.native_name(name) == HEAD]
+        expected.optional.update(dict.fromkeys(names, (config.vocab_size, config.width)))
+        return expected
+
+    def find_unsupported(self, files: DrafterFiles) -> str | None:
+        if "token_map" in files.tensors:
+            return "token_map is a map of a part of the vocabulary, which drafter=eagle1 lacks"
+        return super().find_unsupported(unnest_config(files))
+
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        # Unlike today's, the class of this layout has a bias.
+        yield from OriginalEagle1.findings(self, files)
+        yield Finding(
+            "nested-config", "warning", "config.json holds the layer's configuration below model, as vLLM's first EAGLE did",
+            "other engines look for it at the top level", "spectrain convert DIR OUT --to vllm --target TARGET",
+        )  # fmt: skip
+
+    def read_head(
+        self, files: DrafterFiles, config: FusedConfig, tensors: dict[str, Tensor], target: TargetFiles | None
+    ) -> None:
+        if HEAD in tensors:
+            target = require_target(target, f"{HEAD} should be the target's own")
+            if not is_close_to(tensors.pop(HEAD), target.load_head()):
+                raise UserError(f"{files.directory}: {HEAD} is not the target's, and {self.choice} uses the target's")
+        super().read_head(files, config, tensors, target)
+
+
+def unnest_config(files: DrafterFiles) -> DrafterFiles:
+    """Return the files with the configuration below `model` moved to the top level."""
+    return replace(files, config={**files.config, **files.config["model"]})
 
 
 class FlatViSpec(OriginalEagle1):

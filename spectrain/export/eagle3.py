@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from spectrain.drafters.eagle3 import VARIANTS
-from spectrain.drafters.layers.eagle_layers import default_layers
+from spectrain.drafters.layers.eagle_layers import default_layers, engine_layers
 from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
 from spectrain.errors import UserError
 
@@ -19,6 +19,8 @@ from .fused import HEAD, FusedConfig, FusedLayout, layer_rope
 from .layout import DrafterCheckpoint, DrafterFiles
 from .targets import TargetFiles
 
+NUM_FUSED_LAYERS = 3
+"""Layers of the target that SGLang's, llama.cpp's and OpenVINO's EAGLE-3 fuse."""
 LAYER_PARTS = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn", "mlp")
 
 
@@ -61,8 +63,34 @@ class Eagle3Layout(FusedLayout):
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         drafter = super().read(files, target)
         if drafter.drafter["layers"] is None and target is not None:
-            drafter.drafter["layers"] = default_layers(target.num_layers)
+            drafter.drafter["layers"] = unnamed_layers(target)
         return drafter
+
+
+def unnamed_layers(target: TargetFiles) -> list[int]:
+    """Return the layers that engines fuse where config.json names none; raise UserError for a target that is too small."""
+    layers = engine_layers(target.num_layers)
+    if layers is None:
+        raise UserError(
+            "config.json names no fused layers, and the engines' default, 2, the middle and three before the end, is not three "
+            f"different ones of the {target.num_layers} layers of {target.reference}; write those that it was trained on"
+        )
+    return layers
+
+
+def check_layer_count(drafter: DrafterCheckpoint, target: TargetFiles | None, engine: str, lowest: int = 0) -> None:
+    """Raise UserError where an engine that fuses exactly three layers, none below the lowest, cannot serve a drafter."""
+    layers = drafter.drafter.get("layers")
+    if layers is None or (len(layers) == NUM_FUSED_LAYERS and min(layers) >= lowest):
+        return
+    default = [] if target is None else default_layers(target.num_layers)
+    is_possible = len(default) == NUM_FUSED_LAYERS and default[0] >= lowest
+    remedy = f"train with drafter.layers={default}, or use" if is_possible else "use"
+    bound = ", none of them 0," if lowest else ""
+    raise UserError(
+        f"drafter.layers={layers}: {engine} fuses exactly three layers of the target{bound} and this drafter {len(layers)} "
+        f"({', '.join(map(str, layers))}); {remedy} the format vllm"
+    )
 
 
 def drafter_layer_config(drafter: DrafterCheckpoint) -> dict[str, Any]:

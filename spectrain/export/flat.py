@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from spectrain.drafters.layers.eagle_layers import default_layers
+from spectrain.drafters.layers.eagle_layers import engine_layers
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
-from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
+from .eagle3 import NUM_FUSED_LAYERS, Eagle3Layout, check_layer_count, drafter_layer_config, variant_flags
 from .fused import EMBEDDING, SIZE_KEYS, FusedConfig, equal_when_rounded, flat_rope, require_keys
 from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, Finding, write_json, write_tensors
 from .targets import TargetFiles
@@ -35,6 +35,7 @@ class FlatEagle3(Eagle3Layout):
     prefix = "midlayer."
     architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
     layer_id_offset: ClassVar[int] = 1  # spectrain's layer ids minus the layout's
+    replaced_tensors: ClassVar[tuple[str, ...]] = (EMBEDDING,)
     keeps_full_maps: ClassVar[bool] = False  # whether d2t and t2d are written for a full draft vocabulary, too
 
     def matches_files(self, files: DrafterFiles) -> bool:
@@ -72,18 +73,23 @@ class FlatEagle3(Eagle3Layout):
     def numbering_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         """Yield the faults that the ids of the fused layers show without a target."""
         ids = self._layer_ids(files.config)
-        if ids is not None and ids == default_layers(max(ids) + 3):
+        if ids is not None and ids == engine_layers(max(ids) + 3):
             yield Finding(
                 "layer-ids-numbering", "warning",
                 f"eagle_aux_hidden_state_layer_ids={ids} look like vLLM's numbers: 2, the middle, three before the end",
                 "SGLang adds one to them, so it would fuse the layers after those; vLLM uses them unchanged",
                 "leave them out, because they are the default of both",
             )  # fmt: skip
+        if ids is not None and len(ids) != NUM_FUSED_LAYERS:
+            yield Finding(
+                "layer-ids-count", "warning", f"eagle_aux_hidden_state_layer_ids={ids} names {len(ids)} layers",
+                "SGLang fuses three", "serve it with vLLM: spectrain convert DIR OUT --to vllm --target TARGET",
+            )  # fmt: skip
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
         yield from super().findings_with_target(files, target)
-        default = default_layers(target.num_layers)
-        if self._layer_ids(files.config) == default:
+        default = engine_layers(target.num_layers)
+        if default is not None and self._layer_ids(files.config) == default:
             yield Finding(
                 "layer-ids-numbering", "error", f"layer ids are {default}, the default in vLLM's numbers",
                 "SGLang adds one to them and fuses the layers after those", "leave them out: it is the default of both",
@@ -116,7 +122,7 @@ class FlatEagle3(Eagle3Layout):
     def extra_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
         """Return further entries of config.json: here the fused layers where they are not the default."""
         layers = drafter.drafter.get("layers")
-        if layers is None or (target is not None and layers == default_layers(target.num_layers)):
+        if layers is None or (target is not None and layers == engine_layers(target.num_layers)):
             return {}
         ids = [layer - self.layer_id_offset for layer in layers]
         return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
@@ -135,6 +141,7 @@ class FlatEagle3(Eagle3Layout):
                 raise UserError(
                     f"drafter.{key}: {self.engine}'s EAGLE-3 is one full-attention layer without head norms; use --to vllm"
                 )
+        check_layer_count(drafter, target, self.engine)
         embedding = drafter.tensors.get(EMBEDDING)
         if embedding is not None and (target is None or not equal_when_rounded(embedding, target.load_embedding())):
             raise UserError(
@@ -142,11 +149,11 @@ class FlatEagle3(Eagle3Layout):
                 + ("; if they are equal, give --target" if target is None else "; use --to vllm")
             )
         if min(drafter.drafter.get("layers") or [1]) < 1 and self.extra_config(drafter, target):
-            raise UserError(f"layers: {self.engine} cannot fuse the stream that enters layer 0; use --to vllm")
+            raise UserError(f"layers: {self.engine} cannot fuse the stream that enters layer 0; use the format vllm")
 
     def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         launches = {"sglang": DrafterLaunch("EAGLE3", path, CHAIN_TOKENS)}
         # vLLM's numbers of other layers are one higher.
-        if drafter.drafter.get("layers") in (None, default_layers(files.num_layers)):
+        if drafter.drafter.get("layers") in (None, engine_layers(files.num_layers)):
             launches["vllm"] = DrafterLaunch("eagle3", path, CHAIN_TOKENS)
         return launches

@@ -115,6 +115,8 @@ class FusedLayout(Layout):
     # Part of a tensor's name -> what the tensor is: tensors that the family's class lacks, unless `own_parts` is in the name.
     foreign_parts: ClassVar[dict[str, str]] = {".bias": "a bias, which our linears lack"}
     own_parts: tuple[str, ...] = ()
+    # Tensors in place of which engines use the target's, whatever the files hold.
+    replaced_tensors: ClassVar[tuple[str, ...]] = ()
     # Key of config.json -> the only value that the family's class can represent.
     fixed_values: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
 
@@ -216,6 +218,17 @@ class FusedLayout(Layout):
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
         yield from check_against_target(self.parse_config(files), target)
+        for name in self.replaced_tensors:
+            tensor, load = (
+                self.native_tensors(files).get(name),
+                {EMBEDDING: target.load_embedding, HEAD: target.load_head}[name],
+            )
+            if tensor is not None and not is_close_to(tensor, load()):
+                yield Finding(
+                    "ignored-tensor", "warning", f"the files hold {name}, and it is not the target's",
+                    "SGLang uses the target's instead, so the drafter reads other numbers than it was trained with",
+                    "serve it with vLLM: spectrain convert DIR OUT --to vllm --target TARGET; or train without one of its own",
+                )  # fmt: skip
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         config, tensors = self.parse_config(files), self.native_tensors(files)
@@ -288,6 +301,11 @@ def build_meta_drafter(settings: dict[str, Any], target: Target) -> Drafter:
 def equal_when_rounded(first: Tensor, second: Tensor) -> bool:
     """Tell whether two tensors are equal after rounding the second to the first one's dtype."""
     return first.shape == second.shape and torch.equal(first, second.to(first.dtype))
+
+
+def is_close_to(first: Tensor, second: Tensor) -> bool:
+    """Tell whether two tensors are equal up to rounding to bfloat16."""
+    return first.shape == second.shape and torch.allclose(first.float(), second.float(), rtol=2**-7, atol=1e-6)
 
 
 def check_rope(layer_config: dict[str, Any]) -> Iterator[Finding]:

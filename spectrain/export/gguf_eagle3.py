@@ -11,7 +11,7 @@ from spectrain.drafters.layers.eagle_layers import default_layers
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
-from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
+from .eagle3 import NUM_FUSED_LAYERS, Eagle3Layout, check_layer_count, drafter_layer_config, unnamed_layers, variant_flags
 from .fused import EMBEDDING, HEAD, FusedConfig
 from .gguf_layout import (
     LAYER_NAMES,
@@ -33,7 +33,6 @@ TENSOR_NAMES = {
     **{f"{ours}.weight": f"blk.0.{name}.weight" for ours, name in LAYER_NAMES.items()},
 }  # fmt: skip
 NATIVE_NAMES = {name: ours for ours, name in TENSOR_NAMES.items()}
-NUM_FUSED_LAYERS = 3
 
 
 class GgufEagle3(GgufFusedLayout, Eagle3Layout):
@@ -98,7 +97,7 @@ class GgufEagle3(GgufFusedLayout, Eagle3Layout):
         yield unpermuted_interpretation(drafter, "llama.cpp rotates neighbours: write their rows in pairs")
 
     def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        variants, layers = variant_flags(drafter), drafter.drafter["layers"]
+        variants = variant_flags(drafter)
         for flag in ("norm_output", "fc_norm", "qk_norm"):
             if variants.get(flag):
                 raise UserError(f"{flag}: llama.cpp's EAGLE-3 has no such norm; train with drafter.architecture.{flag}=false")
@@ -112,11 +111,7 @@ class GgufEagle3(GgufFusedLayout, Eagle3Layout):
                 f"drafter.window={drafter.drafter['window']}: llama.cpp's EAGLE-3 attends to all positions; train with "
                 "drafter.window=null"
             )
-        if layers is not None and len(layers) != NUM_FUSED_LAYERS:
-            raise UserError(
-                f"drafter.layers={layers}: llama.cpp's EAGLE-3 fuses exactly {NUM_FUSED_LAYERS} layers of the target; train "
-                "with drafter.layers=null"
-            )
+        check_layer_count(drafter, target, "llama.cpp's EAGLE-3")
         unknown = sorted(name for name in drafter.tensors if name not in TENSOR_NAMES and name not in ("d2t", "t2d"))
         if unknown:
             raise UserError(f"{unknown[0]}: llama.cpp's EAGLE-3 has no such tensor; train without it, or use --to vllm")
@@ -129,7 +124,7 @@ class GgufEagle3(GgufFusedLayout, Eagle3Layout):
         keys = {
             "general.name": f"EAGLE-3 for {target.name}",
             **size_keys("eagle3", config),
-            "eagle3.target_layers": default_layers(target.num_layers) if layers is None else list(layers),
+            "eagle3.target_layers": unnamed_layers(target) if layers is None else list(layers),
             "eagle3.target_hidden_size": config["hidden_size"],
             "eagle3.norm_before_residual": variants["norm_before_residual"],
             "eagle3.norm_before_fc": variants["norm_before_fc"],

@@ -89,6 +89,8 @@ class GgufFusedLayout(GgufLayout, FusedLayout):
 
     def native_tensors(self, files: DrafterFiles) -> dict[str, Tensor]:
         tensors = super().native_tensors(files)
+        # The settings of the rotary embedding, which the file holds too, determine these.
+        tensors.pop(ROPE_FACTORS, None)
         if "d2t" in tensors:
             tensors["d2t"] = tensors["d2t"].long() - torch.arange(len(tensors["d2t"]))
         return tensors

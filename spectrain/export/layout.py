@@ -27,6 +27,8 @@ from .targets import TargetFiles
 
 DESCRIPTION_KEYS = ("tree", "acceptance", "recipe")
 """Groups of a saved description that every layout keeps."""
+METADATA_FILE = "spectrain.json"
+"""File beside an export with all that its layout has no key for."""
 MALFORMED_ERRORS = (
     TypeError,
     ValueError,
@@ -78,7 +80,7 @@ class DrafterFiles:
 
     def read_metadata(self) -> ExportMetadata:
         """Read spectrain.json; every field is empty where the file does not exist."""
-        path = self.directory / "spectrain.json"
+        path = self.directory / METADATA_FILE
         content = read_json_object(path) if path.exists() else {}
         description = parse_groups(content.pop("description", {}), path)
         check_no_directives(content, path)

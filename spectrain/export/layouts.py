@@ -24,7 +24,7 @@ class TableRow:
     """A layout of the table."""
 
     class_path: str  # module of this package and class
-    formats: str  # the values of `format` that write it, separated by spaces
+    formats: str  # the values of `format` that write it, separated by spaces; empty for a layout that is only read
     families: str  # the choices of `drafter` that it can hold, separated by spaces
     suffix: str = ".safetensors"  # of its weights; a layout with another one has its own `read_files`
 
@@ -49,6 +49,7 @@ LAYOUTS = (
     TableRow("dflash_speculators.SpeculatorsDSpark", "vllm", "dspark"),
     TableRow("dflash_research.SpeculatorsXPress", "speculators", "xpress"),
     TableRow("medusa.VllmMedusa", "vllm", "medusa"),
+    TableRow("eagle1.NestedEagle1", "", ""),
     TableRow("eagle1.VllmEagle1", "vllm", "eagle1"),
     TableRow("dflash_flat.FlatDFlash2", "sglang flat", "dflash2"),
     TableRow("dflash_flat.FlatLiLiCorr", "vllm sglang flat", "lilicorr"),
@@ -111,6 +112,12 @@ def detect_layout(files: DrafterFiles) -> Layout:
     for layout in map(load_layout, LAYOUTS):
         if layout.matches_files(files):
             return layout
+    from spectrain.models.load_errors import describe_adapter
+
+    if (adapter := describe_adapter(files.directory)) is not None:
+        raise UserError(
+            f"{files.directory}: {adapter}; if it is an Uno drafter, say so by a file spectrain.json that holds {{}}"
+        )
     titles = ", ".join(load_layout(row).title for row in LAYOUTS)
     raise UserError(f"{files.directory}: its config.json has no supported layout; supported are {titles}")
 

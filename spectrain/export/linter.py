@@ -76,7 +76,7 @@ def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None)
         )  # fmt: skip
     except RopeError as error:
         yield Finding(
-            "rope-unreadable", "error", f"config.json: {error}", "engines stop, or rotate by other angles than it was trained with",
+            "rope-unreadable", "error", f"config.json: {error}", "engines stop, or rotate by other angles than in training",
             "write it as it was when the drafter was trained",
         )  # fmt: skip
     except UserError:

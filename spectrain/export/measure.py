@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ NUM_PROMPTS, NUM_TOKENS, DEPTH = 16, 64, 3
 MIN_RELATIVE_GAIN, MIN_STANDARD_ERRORS = 0.02, 3.0
 """How much lower a divergence must be, relatively and in standard errors over prompts. After 40 training steps
 wrong ones were up to 1.7 % lower; right ones were at least 5 % and 4 standard errors lower."""
+NUM_SHUFFLES, FALSE_ALARMS = 16, 0.01
+"""Number of shuffled copies with which a better interpretation is compared, and the share of untrained drafters that may be
+reported, whatever the number of interpretations."""
+SHUFFLED = ("_proj.weight", "linear.weight")
+"""Names of the matrices that are shuffled."""
 
 
 def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles, layout: Layout) -> list[Finding]:
@@ -50,7 +56,8 @@ def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles, layou
     generations = decode(target, opening_prompts(target), Greedy(), NUM_TOKENS)
     divergence = measure_divergence(drafter, target, generations)
     better = []
-    for candidate in (*INTERPRETATIONS[drafter.family](drafter, files), *layout.interpretations(drafter)):
+    candidates = [*INTERPRETATIONS[drafter.family](drafter, files), *layout.interpretations(drafter)]
+    for candidate in candidates:
         candidate_divergence = measure_divergence(candidate.drafter, target, generations)
         gain = divergence - candidate_divergence
         standard_error = gain.std() / len(gain) ** 0.5
@@ -58,13 +65,50 @@ def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles, layou
             better.append((candidate_divergence.mean().item(), candidate))
     if not better:
         return findings
-    _, best = min(better, key=lambda pair: pair[0])
+    lowest, best = min(better, key=lambda pair: pair[0])
+    if not is_trained(best.drafter, lowest, target, generations, FALSE_ALARMS / len(candidates)):
+        return findings
     accepted, best_accepted = (measure_acceptance(checkpoint, target, generations) for checkpoint in (drafter, best.drafter))
     problem = (
         f"with {best.description} it would accept {best_accepted:.2f} tokens per forward instead of {accepted:.2f} "
         f"({NUM_PROMPTS} prompts, chain of {DEPTH}, greedy), and it is closer to its target"
     )
     return [*findings, Finding(best.finding_name, "error", problem, "engines read what the files say", best.remedy)]
+
+
+def is_trained(
+    drafter: DrafterCheckpoint, divergence: float, target: Target, generations: list[Generation], chance: float
+) -> bool:
+    """Tell whether a drafter agrees better with its target than copies of it whose matrices are shuffled.
+
+    Of a drafter with random matrices, each interpretation is another random drafter, and the best of many may be several
+    percent closer to the target, on every prompt: no standard error over prompts shows that. Its copies are as good as itself,
+    so it passes with the given chance, by Student's t over the copies.
+    """
+    generator = torch.Generator().manual_seed(0)
+    copies = [shuffle_matrices(drafter, generator) for _ in range(NUM_SHUFFLES)]
+    divergences = torch.stack([measure_divergence(copy, target, generations).mean() for copy in copies])
+    deviation = divergences.std().item() * (1 + 1 / NUM_SHUFFLES) ** 0.5
+    return divergences.mean().item() - divergence > student_quantile(1 - chance, NUM_SHUFFLES - 1) * deviation
+
+
+def shuffle_matrices(drafter: DrafterCheckpoint, generator: torch.Generator) -> DrafterCheckpoint:
+    """Return a copy of a drafter with the rows and the columns of its layers' matrices in random order."""
+    shuffled = {}
+    for name, tensor in drafter.tensors.items():
+        if tensor.dim() == 2 and name.endswith(SHUFFLED):
+            rows, columns = (torch.randperm(size, generator=generator) for size in tensor.shape)
+            shuffled[name] = tensor[rows][:, columns].contiguous()
+    return with_changes(drafter, {}, shuffled)
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """Return a quantile of Student's t, by its expansion around the normal one (Abramowitz and Stegun, 26.7.5)."""
+    z = NormalDist().inv_cdf(probability)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 def opening_prompts(target: Target) -> list[list[int]]:

@@ -19,14 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spectrain.drafters.layers.eagle_layers import default_layers
+from spectrain.drafters.layers.eagle_layers import engine_layers
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 from spectrain.servers.openvino_ir import IR_NAME, IrConverter
 
 from .dflash import num_drafts
 from .dflash_flat import FlatDFlash
-from .eagle3 import variant_flags
+from .eagle3 import check_layer_count, unnamed_layers, variant_flags
 from .flat import FlatEagle3
 from .huggingface import HuggingFaceLayout
 from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, Finding
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LAYERS_KEY = "hidden_layers_list"
-NUM_FUSED = 3
 # For drafters that read the target's states. optimum-intel's own classes of them are loaded as if they came with the files, and
 # the tokenizer is the target's.
 HEAD_OPTIONS = ("--trust-remote-code", "--disable-convert-tokenizer")
@@ -146,7 +145,7 @@ class OpenVinoEagle3(IrLayout, FlatEagle3):
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
         yield from super().findings_with_target(files, target)
-        named, default = read_fused_layers(files.directory), default_layers(target.num_layers)
+        named, default = read_fused_layers(files.directory), engine_layers(target.num_layers)
         if self._layer_ids(files.config) is None and named not in (None, default):
             yield layers_finding(
                 f"{IR_NAME}.xml names the stream entering layers {named}, and config.json means {default}",
@@ -160,12 +159,7 @@ class OpenVinoEagle3(IrLayout, FlatEagle3):
                     f"drafter.architecture.{flag}=true: OpenVINO's EAGLE-3 has no such norm and ignores the flag; train with "
                     f"drafter.architecture.{flag}=false"
                 )
-        layers = drafter.drafter.get("layers")
-        if layers is not None and (len(layers) != NUM_FUSED or min(layers) < 1):
-            raise UserError(
-                f"drafter.layers={layers}: OpenVINO's EAGLE-3 fuses exactly three layers, none of them 0; train with three, as "
-                "in drafter.layers=null"
-            )
+        check_layer_count(drafter, target, "OpenVINO's EAGLE-3", lowest=1)
         super().check_writable(drafter, target)
 
     def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
@@ -173,7 +167,7 @@ class OpenVinoEagle3(IrLayout, FlatEagle3):
         if layers is None:
             if target is None:
                 raise UserError("--target: the default of the fused layers depends on the target; say which one it is")
-            layers = default_layers(target.num_layers)
+            layers = unnamed_layers(target)
         super().write(drafter, target, directory)
         add_ir(self.converter, directory, layers, HEAD_OPTIONS)
 

@@ -96,6 +96,7 @@ class FlatPEagle(PEagleLayout, FlatEagle3):
 
     title = "P-EAGLE, flat layout"
     layer_id_offset = 0
+    replaced_tensors = ()
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return super().matches_files(files) and (

@@ -158,7 +158,9 @@ class TargetFiles:
         try:
             return drafter_rope(self.config.to_dict(), head_dim)
         except RopeError as error:
-            raise UserError(f"target {self.reference}: its config.json cannot be read ({error}); give another target") from error
+            raise UserError(
+                f"target {self.reference}: its config.json cannot be read ({error}); give another target"
+            ) from error
 
     @property
     def num_layers(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
+from .layout import METADATA_FILE, DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
 from .targets import TargetFiles
 
 LINEAR_MODULES = {
@@ -30,13 +30,16 @@ NUM_MASKS = 7
 
 
 class UnoLayout(Layout):
-    """adapter_config.json and adapter_model.safetensors, without mask vectors: SGLang puts random tokens into mask slots."""
+    """adapter_config.json and adapter_model.safetensors, without mask vectors: SGLang puts random tokens into mask slots.
+
+    Any LoRA adapter has these files; spectrain.json beside them says that it drafts.
+    """
 
     title = "Uno, PEFT adapter"
 
     def matches_files(self, files: DrafterFiles) -> bool:
         is_plain = not files.config and not (files.directory / "gated_lora.json").exists()
-        return is_plain and (files.directory / "adapter_config.json").exists()
+        return is_plain and all((files.directory / name).exists() for name in ("adapter_config.json", METADATA_FILE))
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         """Return both factors of every linear that adapter_config.json names, in every layer up to the last adapted one."""

@@ -21,13 +21,14 @@ def explain_load_failure(model: str) -> Iterator[None]:
         raise
     # The settings of a foreign config.json may raise anything.
     except Exception as error:
-        raise UserError(
-            f"target.model={model}: it could not be loaded ({explain_load_error(model, error)}); check the name or the directory"
-        ) from error
+        reason = explain_load_error(model, error)
+        raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
 
 
 def explain_load_error(model: str | Path, error: Exception) -> str:
-    """Describe the cause of an error of loading: a rotary embedding in config.json that cannot be read, or the error."""
+    """Describe the cause of an error of loading: an adapter, a rotary embedding that cannot be read, or the error."""
+    if (adapter := describe_adapter(Path(model).expanduser())) is not None:
+        return adapter
     path = Path(model).expanduser() / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -40,6 +41,23 @@ def explain_load_error(model: str | Path, error: Exception) -> str:
         pass
     is_described = isinstance(error, (OSError, ValueError, ImportError, RuntimeError))
     return first_line(error) if is_described else describe_error(error)
+
+
+def describe_adapter(directory: Path) -> str | None:
+    """Describe a directory that holds a LoRA adapter and no model, with the remedy; return None for any other."""
+    path = directory / "adapter_config.json"
+    if not path.is_file() or (directory / "config.json").exists():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    base = name if isinstance(name, str) and name else "a model that it does not name"
+    return (
+        f"it holds a LoRA adapter for {base} and no model; merge it, as with peft's merge_and_unload and save_pretrained, and "
+        "give the merged model's directory as target.model"
+    )
 
 
 @contextmanager

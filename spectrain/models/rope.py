@@ -96,7 +96,9 @@ def _select_group(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of one rotary embedding; of a model with one for each kind of layer, that of full attention."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
-        raise RopeError(f"rope_parameters={given}: it is no group of settings; write {{rope_type: default, rope_theta: 10000.0}}")
+        raise RopeError(
+            f"rope_parameters={given}: it is no group of settings; write {{rope_type: default, rope_theta: 10000.0}}"
+        )
     by_kind = {kind: group for kind, group in given.items() if isinstance(group, Mapping)}
     if not by_kind:
         return dict(given)
@@ -154,7 +156,7 @@ def _drop_unused(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_to_head(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return a rotary embedding, as `read_rope` does, for layers that rotate whole heads; raise RopeError where it cannot be."""
+    """Return a rotary embedding of `read_rope` for layers that rotate whole heads; raise RopeError where lists do not fit."""
     if rope["rope_type"] != "proportional":
         rope = {key: value for key, value in rope.items() if key != PARTIAL}
     count = len(rope.get("short_factor", ()))

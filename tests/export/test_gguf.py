@@ -162,7 +162,7 @@ def test_rows_that_are_no_multiple_of_a_block_are_float16(tmp_path: Path) -> Non
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "two layers": ("eagle3", {"num_layers": 2}, "drafter.num_layers=1"),
     "a window": ("eagle3", {"window": 8}, "drafter.window=null"),
-    "two fused layers": ("eagle3", {"layers": [2, 5]}, "exactly 3 layers"),
+    "two fused layers": ("eagle3", {"layers": [2, 5]}, "exactly three layers"),
     "norms of the fused layers": ("eagle3", {"architecture": {"fc_norm": True}}, "fc_norm=false"),
     "normed feedback": ("eagle3", {"architecture": {"norm_output": True}}, "norm_output=false"),
     "head norms": ("eagle3", {"architecture": {"qk_norm": True}}, "qk_norm=false"),

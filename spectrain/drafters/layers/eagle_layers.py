@@ -36,9 +36,20 @@ EagleAttentionFn = Callable[[int, Attention, Tensor], Tensor]
 """(index of the layer, its attention, its inputs [B, T, ..]) -> the outputs of attention [B, T, D]."""
 
 
+def engine_layers(num_layers: int) -> list[int] | None:
+    """Return the layers that engines fuse where config.json names none: the residual streams that enter these. None for a
+    target of so few layers that these are not three different ones."""
+    layers = sorted({2, num_layers // 2, num_layers - 3})
+    return layers if len(layers) == 3 and layers[0] >= 0 else None
+
+
 def default_layers(num_layers: int) -> list[int]:
-    """Return the layers that engines fuse by default: the residual streams that enter these."""
-    return sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
+    """Return the layers that a drafter fuses by default: the engines' default, or up to three different ones."""
+    layers = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
+    # With 4 to 6 layers, some of the engines' coincide; the next ones take their places.
+    while len(layers) < 3 and layers[-1] < num_layers - 1:
+        layers.append(layers[-1] + 1)
+    return layers
 
 
 def check_architecture(architecture: dict[str, Any], variants: tuple[str, ...]) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""Files of other projects that are easily taken for something else, and what lint says of untrained drafters."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spectrain.config.build import build
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
+from spectrain.errors import UserError
+from spectrain.export import measure
+from spectrain.export.converter import convert, read_drafter
+from spectrain.export.layout import DrafterCheckpoint
+from spectrain.export.layouts import detect_layout, read_files
+from spectrain.export.linter import check_files, lint
+from spectrain.export.measure import find_misinterpretation, student_quantile
+from spectrain.export.native import NativeLayout
+from spectrain.export.targets import TargetFiles
+from spectrain.models.loading import load_hf
+from spectrain.models.target import Target
+
+from . import foreign
+from .test_converter import ours
+
+TINY = TargetFiles("tiny")
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    """Change a folder's tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def names_of(folder: Path) -> set[str]:
+    """Return the names of a folder's findings with the target, without decoding."""
+    files = read_files(folder)
+    return {finding.name for finding in check_files(files, detect_layout(files), TINY)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_that_sglang_ignores_is_reported(dtype: torch.dtype, tiny: Target, tmp_path: Path) -> None:
+    """Only one that differs from the target's by more than rounding is reported, in EAGLE-3's flat layout and in EAGLE's."""
+    embedding = TINY.load_embedding().float()
+    for number, write in enumerate((foreign.write_specforge, foreign.write_eagle1)):
+        folder = write(tmp_path / str(number), tiny)
+        change_tensors(folder, lambda tensors: tensors.update({"embed_tokens.weight": embedding.to(dtype).float()}))
+        assert "ignored-tensor" not in names_of(folder)
+        change_tensors(folder, lambda tensors: tensors.update({"embed_tokens.weight": embedding + 0.1}))
+        assert "ignored-tensor" in names_of(folder)
+
+
+def nest_config(folder: Path, tiny: Target, with_head: bool) -> None:
+    """Write the configuration of an EAGLE drafter as vLLM's first conversion did, which also copied the target's head."""
+    path = folder / "config.json"
+    inner = json.loads(path.read_text())
+    has_bias = inner.pop("bias")
+    inner |= {"model_type": "eagle", "architectures": ["LlamaForCausalLM"]}
+    path.write_text(json.dumps({"model_type": "eagle", "model": inner, **({"eagle_fc_bias": True} if has_bias else {})}))
+    if with_head:
+        change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": TINY.load_head().float()}))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_nested_configuration_of_vllms_eagle_is_read(bias: bool, tiny: Target, tmp_path: Path) -> None:
+    """It is the same drafter as in the flat layout, whether the files hold the target's head or not."""
+    convert(ours(tmp_path / "run", tiny, "eagle1", bias=bias), tmp_path / "flat", "eagle", TINY)
+    expected = read_drafter(tmp_path / "flat", TINY)
+    (tmp_path / "flat" / "spectrain.json").unlink()
+    nest_config(tmp_path / "flat", tiny, with_head=bias)
+    assert names_of(tmp_path / "flat") == {"nested-config"}
+    drafter = read_drafter(tmp_path / "flat", TINY)
+    assert drafter.family == "eagle1" and drafter.drafter["bias"] == bias
+    assert drafter.drafter["architecture"] == expected.drafter["architecture"]
+    assert drafter.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(drafter.tensors[name], expected.tensors[name]) for name in drafter.tensors)
+    convert(tmp_path / "flat", tmp_path / "again", "sglang", TINY)
+    assert not lint(tmp_path / "again", TINY)
+    if bias:
+        change_tensors(tmp_path / "flat", lambda tensors: tensors["lm_head.weight"].add_(1.0))
+        with pytest.raises(UserError, match="lm_head.weight is not the target's"):
+            read_drafter(tmp_path / "flat", TINY)
+
+
+def test_an_adapter_alone_says_that_it_is_one(tmp_path: Path) -> None:
+    """As a drafter and as a target, a LoRA adapter is named with its base model and the remedy."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "r": 2, "lora_alpha": 4}))
+    save_file(
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 8)},
+        folder / "adapter_model.safetensors",
+    )
+    message = "it holds a LoRA adapter for org/base and no model; merge it"
+    readers: tuple[Callable[[], Any], ...] = (
+        lambda: lint(folder, None), lambda: read_drafter(folder), lambda: load_hf(str(folder)),
+        lambda: TargetFiles(str(folder)).config,
+    )  # fmt: skip
+    for read in readers:
+        with pytest.raises(UserError, match=message):
+            read()
+    (folder / "adapter_config.json").write_text("[]")
+    with pytest.raises(UserError, match="a LoRA adapter for a model that it does not name"):
+        lint(folder, None)
+
+
+def test_students_quantiles() -> None:
+    """Values of a table of Student's t with 15 degrees of freedom, and the normal one with many."""
+    for probability, value in ((0.975, 2.1314), (0.99, 2.6025), (0.995, 2.9467), (0.999, 3.7328)):
+        assert student_quantile(probability, 15) == pytest.approx(value, abs=2e-3)
+    assert student_quantile(0.99, 10**6) == pytest.approx(NormalDist().inv_cdf(0.99), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_untrained_drafters_are_not_reported(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of drafters with random matrices, other interpretations are closer to the target by chance, and none is reported.
+
+    The thresholds without the comparison with shuffled copies reported 12 of 28 such drafters.
+    """
+    architecture = {key: value for key, value in llama_layer_settings(tiny.config).items() if key in LAYER_KEYS}
+    settings = {"layers": [2, 4, 5], "num_layers": 1, "vocab_size": 256, "start": "random", "architecture": architecture}
+    counts = torch.arange(tiny.head.vocab_size, 0, -1)
+    monkeypatch.setattr(measure, "NUM_PROMPTS", 6)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        node = {"_target_": f"{Eagle3.__module__}.Eagle3", **settings}
+        module: Eagle3 = build(node, target=tiny)
+        module.prepare(tiny, counts)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if parameter.dim() == 2 and name != "lm_head.weight":
+                    parameter.copy_(0.05 * torch.randn_like(parameter))
+        checkpoint = DrafterCheckpoint(node, {name: tensor.clone() for name, tensor in module.state_dict().items()})
+        assert not [finding for finding in find_misinterpretation(checkpoint, TINY, NativeLayout()) if finding.level == "error"]
