@@ -212,7 +212,8 @@ class Contest:
         config.tree = {key: value for key, value in {**builder.node, **own}.items() if key in keys}
         config.run, config.recipe_name = str(self.folder / name), name
         spec = RunSpec.from_config(config, self.spec.overrides).with_default_tree()
-        if "limit" in spec.data.settings and not spec.overrides_key("data.limit"):
+        own = self.comparison.data_limit is not None or "limit" in spec.data.settings
+        if own and not spec.overrides_key("data.limit"):
             spec = spec.with_settings("data", limit=self.comparison.data_limit)
         return replace(spec, overrides=tuple(self.passed))
 

@@ -41,6 +41,10 @@ class TextReader(FileReader):
                 document = Conversation([], text=document.text, infill_seed=self.seed * 1_000_003 + number)
             yield document
 
+    def count_conversations(self) -> int | None:
+        # A folder of texts has no lines that are rows.
+        return None if Path(self.path).expanduser().is_dir() else super().count_conversations()
+
     def _read_folder(self, folder: Path) -> Iterator[Conversation]:
         suffixes = None if self.suffixes is None else tuple(self.suffixes)
         files = [
