@@ -10,8 +10,9 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from spectrain.eval.report import print_comparison, print_engines
 from spectrain.eval.settings import refuse_unknown
 from spectrain.files import write_text
 from spectrain.models.target import Target
+from spectrain.runs.lock import LOCK_SECONDS, claim_folder, claim_new_folder
 from spectrain.runs.score import evaluate
 from spectrain.runs.train import train_and_score
 from spectrain.training.metrics import track_run
@@ -94,7 +96,15 @@ def compare(spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str]
         raise UserError("eval=none: a comparison is made of scores; leave it out")
     if comparison.scores is not None and len(runs or ()) != 1:
         raise UserError("compare.scores: it compares the scores of one run; name that run, as in spectrain compare runs/NAME")
-    folder = choose_folder(spec, bool(runs))
+    with ExitStack() as stack:
+        return compare_in_folder(choose_folder(spec, bool(runs), stack), spec, compare, recipes, runs)
+
+
+def compare_in_folder(
+    folder: Path, spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str] | None
+) -> dict[str, Any]:
+    """Compare in a folder that no other process writes to."""
+    comparison: Comparison = compare.build()
     if runs and comparison.scores is not None:
         scored = read_scores(Path(runs[0]), comparison.scores)
     elif runs:
@@ -116,15 +126,18 @@ def compare(spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str]
     return result
 
 
-def choose_folder(spec: RunSpec, reads_runs: bool) -> Path:
-    """Return the comparison's folder; one that holds a comparison is allowed only to continue it."""
+def choose_folder(spec: RunSpec, reads_runs: bool, stack: ExitStack) -> Path:
+    """Return the comparison's folder, locked until `stack` is closed; one that holds a comparison is allowed only to continue
+    it."""
     if spec.run is None:
         base = Path("runs") / ("compare" if reads_runs else f"compare-{spec.target_name}")
-        candidates = [base, *(base.with_name(f"{base.name}-{number}") for number in range(1, 10_000))]
-        return next(path for path in candidates if not path.exists())
+        return stack.enter_context(
+            claim_new_folder(chain([base], (base.with_name(f"{base.name}-{number}") for number in count(1))))
+        )
     folder = Path(spec.run)
     if (folder / "comparison.json").exists() and not reads_runs and spec.trainer.get("resume") is None:
         raise UserError(f"run={folder}: it holds a comparison already; choose another, or go on with trainer.resume=auto")
+    stack.enter_context(claim_folder(folder, LOCK_SECONDS if spec.trainer.get("resume") is not None else 0.0))
     return folder
 
 
@@ -212,7 +225,8 @@ class Contest:
         config.tree = {key: value for key, value in {**builder.node, **own}.items() if key in keys}
         config.run, config.recipe_name = str(self.folder / name), name
         spec = RunSpec.from_config(config, self.spec.overrides).with_default_tree()
-        if "limit" in spec.data.settings and not spec.overrides_key("data.limit"):
+        is_limited = self.comparison.data_limit is not None or "limit" in spec.data.settings
+        if is_limited and not spec.overrides_key("data.limit"):
             spec = spec.with_settings("data", limit=self.comparison.data_limit)
         return replace(spec, overrides=tuple(self.passed))
 

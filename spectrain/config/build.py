@@ -51,11 +51,18 @@ MAX_NESTING = 64
 
 
 def register_resolvers(device: str = "auto") -> None:
-    """Register `${cpu_gpu:A,B}`: A on a machine without a GPU and B on one with a GPU, or according to `device`."""
+    """Register `${cpu_gpu:A,B}`: A on a machine without a GPU and B on one with a GPU, or according to `device`; and
+    `${embedded:A}`: A of the embedded conversations, and null of data that the user names."""
     import torch
 
     has_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True)
+    OmegaConf.register_new_resolver("embedded", _resolve_embedded, replace=True)
+
+
+def _resolve_embedded(value: Any, *, _parent_: Any) -> Any:
+    """Return the value where the group that holds it chooses the embedded conversations."""
+    return value if choice_name("data", _parent_) == "embedded" else None
 
 
 @dataclass(frozen=True)

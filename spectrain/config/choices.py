@@ -126,6 +126,8 @@ class CommandSchema:
     nodes: dict[str, str] = field(default_factory=dict)
     # The settings that are in no group.
     keys: list[SettingKey] = field(default_factory=list)
+    # Group -> the settings that the command itself gives it.
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def conf_folders(words: Iterable[str] = ()) -> list[Path]:
@@ -177,6 +179,8 @@ def load_schema(config: str) -> CommandSchema:
             continue
         if isinstance(value, dict) and "_target_" in value:
             result.nodes[name] = value["_target_"]
+        elif name in result.groups:
+            result.values[name] = value
         else:
             result.keys.append(
                 SettingKey(name, "", format_literal(value), ("true", "false") * isinstance(value, bool), comments.get(name, ""))
@@ -220,7 +224,9 @@ def settings_by_group(schema: CommandSchema, words: list[str]) -> dict[str, list
         path = choice_files(group, folders).get(choice)
         if path is None or group == "recipe" or not (node := load_yaml(path)).get("_target_"):
             continue
-        changed = {**node, **values.get(group, {})}
+        given = values.get(group, {})
+        unused = [key for key, value in given.items() if is_for_embedded(value) and choice != "embedded"]
+        changed = {**node, **schema.values.get(group, {}), **given, **dict.fromkeys(unused)}
         result[group] = [
             replace(key, default=format_default(changed[key.name])) if key.name in changed else key
             for key in list_keys(node["_target_"])
@@ -234,6 +240,11 @@ def find_owners(group: str, name: str, words: Iterable[str] = ()) -> list[str]:
         return []
     nodes = {choice: load_yaml(path).get("_target_") for choice, path in choice_files(group, conf_folders(words)).items()}
     return [choice for choice, target in nodes.items() if target and any(key.name == name for key in list_keys(target))]
+
+
+def is_for_embedded(value: Any) -> bool:
+    """Tell whether a value of a recipe is for the embedded conversations only."""
+    return isinstance(value, str) and value.startswith("${embedded:")
 
 
 def format_default(value: Any) -> str | None:

@@ -45,6 +45,8 @@ class SettingKey:
 
 def format_literal(value: Any) -> str:
     """Format a value as the command line writes it; a value that depends on the machine shows its CPU and its GPU form."""
+    if isinstance(value, str) and (embedded := re.fullmatch(r"\$\{embedded:(.*)\}", value)):
+        return format_literal(embedded[1])
     if isinstance(value, str) and (both := re.fullmatch(r"\$\{cpu_gpu:(\[[^]]*\]|[^,]*),(.*)\}", value)):
         return f"{both[1]} (GPU: {both[2]})" if both[1] != both[2] else both[1]
     if value is None or isinstance(value, bool):

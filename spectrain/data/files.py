@@ -98,6 +98,13 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
         ) from error
 
 
+def count_lines(path: Path) -> int:
+    """Count the lines of a file of rows that are not blank."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as lines:
+        return sum(bool(line.strip()) for line in lines)
+
+
 def parse_line(line: str, location: str) -> Any:
     """Parse a line of JSON; a file that another library opened may begin with a byte-order mark."""
     try:

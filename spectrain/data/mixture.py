@@ -80,6 +80,9 @@ class MixReader(ConversationReader):
     def list_sources(self) -> list[DataSource]:
         return list(map(DataSource, self.source_names, self.weights, self.readers))
 
+    def limit_lines(self) -> list[str]:
+        return [line for reader in self.readers for line in reader.limit_lines()]
+
     def num_bytes(self) -> float:
         return sum(reader.num_bytes() for reader in self.readers)
 

@@ -24,11 +24,13 @@ from spectrain.models.chat_template import ChatTemplate, Kind
 from spectrain.models.images import ImageProcessor
 
 from .dataset import Dataset, is_too_short, make_examples, split_held_out
-from .files import FileRow, list_files, read_rows
+from .files import LINE_SUFFIXES, FileRow, count_lines, list_files, read_rows
 from .hygiene import DuplicateIndex, DuplicateMode
 from .messages import Conversation, parse_conversation
 
 DATA_FOLDER = Path(__file__).parent
+# Bytes of files up to which their lines are counted.
+MAX_COUNTED_BYTES = 1e9
 
 
 @dataclass
@@ -135,6 +137,20 @@ class ConversationReader(ABC):
         """Return the sources with their readers: this one, or those of a mixture."""
         return [DataSource(self.name, 1.0, self)]
 
+    def count_conversations(self) -> int | None:
+        """Count the conversations of the source, usable or not; None where that would take long."""
+        return None
+
+    def limit_lines(self) -> list[str]:
+        """Return a line that says what `limit` leaves out; none where it leaves out nothing."""
+        if self.limit is None or len(self.load_conversations()) < self.limit:
+            return []
+        total = self.count_conversations()
+        if total is not None and total <= self.limit:
+            return []
+        share = f"{self.limit} of {total} conversations" if total is not None else f"the first {self.limit} conversations"
+        return [f"{self.name}: {share} (data.limit={self.limit}; data.limit=null takes all)"]
+
     def describe_omissions(self) -> str:
         """Describe how many rows and duplicates were left out; empty where there are none."""
         duplicates = [f", {count} {kind} duplicates left out" for kind, count in sorted(self.num_duplicates.items())]
@@ -195,6 +211,9 @@ class EmbeddedReader(ConversationReader):
     def read_conversations(self) -> Iterator[Conversation]:
         yield from load_embedded()
 
+    def count_conversations(self) -> int:
+        return len(load_embedded())
+
     def extra_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         first = len(self.load_conversations()) + self.num_duplicates.total()
         return tokenize_embedded_answers(tokenizer.backend_tokenizer.to_str())[first:] if first < len(load_embedded()) else []
@@ -233,6 +252,13 @@ class FileReader(ConversationReader):
 
     def num_bytes(self) -> float:
         return float(sum(path.stat().st_size for path in list_files(self.path)))
+
+    def count_conversations(self) -> int | None:
+        folder = Path(self.path).expanduser()
+        files = [] if (folder / "dataset_info.json").is_file() else list_files(self.path)
+        if not files or self.num_bytes() > MAX_COUNTED_BYTES or not all(file.name.endswith(LINE_SUFFIXES) for file in files):
+            return None
+        return sum(map(count_lines, files))
 
 
 @dataclass

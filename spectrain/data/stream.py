@@ -85,6 +85,9 @@ class StreamReader(ConversationReader):
     def num_bytes(self) -> float:
         return math.inf
 
+    def limit_lines(self) -> list[str]:
+        return [] if self.limit is None else [f"{self.name}: {self.limit} rows at most (data.limit; data.limit=null takes all)"]
+
     def require_all(self, purpose: str) -> None:
         raise UserError(f"data: {purpose} needs all conversations, a stream reads data.sample rows; use data=jsonl or data=hub")
 

@@ -51,6 +51,10 @@ class TextReader(FileReader):
                 document = replace(document, infill_seed=self.seed * 1_000_003 + number)
             yield document
 
+    def count_conversations(self) -> int | None:
+        # A folder of texts has no lines that are rows.
+        return None if Path(self.path).expanduser().is_dir() else super().count_conversations()
+
     def _list_texts(self, folder: Path) -> list[Path]:
         suffixes = None if self.suffixes is None else tuple(self.suffixes)
         files = [

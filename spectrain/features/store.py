@@ -31,8 +31,7 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError
-from spectrain.files import REPEAT_COMMAND, atomic_write, write_text
-from spectrain.locks import lock_file
+from spectrain.files import REPEAT_COMMAND, atomic_write, lock_file, write_text
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 

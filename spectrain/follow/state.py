@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spectrain.files import write_text
-from spectrain.locks import lock_file
+from spectrain.files import lock_file, write_text
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spectrain.errors import UserError, first_line
-from spectrain.locks import LockTaken, lock_file
+from spectrain.files import LockTaken, lock_file
 
 # Seconds to wait for a launch that is about to end: one whose network is cut ends itself within 30 s.
 LOCK_SECONDS = 45.0

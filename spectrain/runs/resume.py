@@ -75,14 +75,13 @@ class InputFacts:
         return {"data": self.data, "target": self.target, "target_name": self.target_name, "inputs": self.inputs}
 
 
-def collect_facts(spec: RunSpec, target: Target, weights: str, dataset: Dataset, source: Source) -> InputFacts:
+def collect_facts(spec: RunSpec, target: Target, weights: str | None, dataset: Dataset, source: Source) -> InputFacts:
     """Collect the facts of a training's inputs; `weights` is the hash of the target before a drafter changed its layers."""
     init = spec.drafter.get("init")
     folders = [require_drafter_directory("drafter.init", init)] if init else []
     folders += [directory for _, _, directory in list_inner_directories(spec.drafter)]
     inputs = {
-        # A target without its layers has another hash.
-        **({"target_weights": weights} if target.has_layers else {}),
+        **({} if weights is None else {"target_weights": weights}),
         "tokenizer": hash_tokenizer(target),
         "chat_template": target.template.facts()["sha256"],
         **({"drafters": {str(number): hash_folder(folder) for number, folder in enumerate(folders)}} if folders else {}),

@@ -137,7 +137,8 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     summary = dataset.summary_line() + data.describe_omissions()
     adapted = describe_adapters(drafter) if spec.adapter else None
-    report_lines = [summary, *dataset.source_lines, *dataset.unread_lines(), *filter(None, [report, adapted])]
+    report_lines = [summary, *data.limit_lines(), *dataset.source_lines, *dataset.unread_lines()]
+    report_lines += filter(None, [report, adapted])
     if dataset.held_out and not target.has_layers:
         report_lines.append("validation on held-out conversations is left out: it decodes with the target (target.parts=head)")
     facts = collect_facts(spec, target, weights, dataset, source)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import spectrain
 from spectrain.bench.engine import EngineBench
-from spectrain.config.build import GroupSpec
+from spectrain.config.build import GroupSpec, register_resolvers
 from spectrain.config.spec import RUN_KEYS, RunSpec, read_run, read_settings
 from spectrain.data.readers import ConversationReader
 from spectrain.decoding.acceptance import AcceptanceRule
@@ -177,6 +177,27 @@ def test_recipe_composes_for_every_target(recipe: str, target: str) -> None:
     config = compose_settings("train", f"recipe={recipe}", *target.split())
     expected = "load_" + target.split()[0].removeprefix("target=")
     assert RunSpec.from_config(config).target.path.endswith(expected)
+
+
+@pytest.mark.parametrize("recipe", ["eagle3", "medusa2", "judge"])
+def test_own_data_is_read_whole(recipe: str) -> None:
+    """A CPU limits the embedded conversations only; a command's own limit holds for any data."""
+    try:
+        for device, embedded in (("cpu", 320 if recipe == "eagle3" else 160), ("cuda", None)):
+            register_resolvers(device)
+            for words, limit in (("", embedded), ("data=jsonl data.path=x", None), ("data=text data.path=x", None),
+                                 ("data=stream data.path=x", None), ("data=jsonl data.path=x ++data.limit=7", 7)):  # fmt: skip
+                config = compose_settings("train", f"recipe={recipe}", "target=tiny", *words.split())
+                assert RunSpec.from_config(config).data.get("limit") == limit
+    finally:
+        register_resolvers()
+
+
+def test_no_recipe_limits_own_data() -> None:
+    """A number in a recipe is for the embedded conversations."""
+    for recipe in RECIPES:
+        limit = (OmegaConf.to_container(OmegaConf.load(ROOT / "recipes" / f"{recipe}.yaml")).get("data") or {}).get("limit")
+        assert limit is None or str(limit).startswith("${embedded:"), recipe
 
 
 def test_inspect_composes() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from spectrain.data.messages import Conversation, parse_conversation
 from spectrain.data.readers import EmbeddedReader, HubReader, JsonlReader, iterate_elements, iterate_json_array
+from spectrain.data.text import TextReader
 from spectrain.errors import UserError
 
 MESSAGES = [
@@ -244,3 +245,17 @@ def test_null_columns_hide_no_other(row: dict[str, Any]) -> None:
 def test_a_null_conversation_hides_no_prompt() -> None:
     row = {"messages": None, "turns": None, "prompt": "Hi"}
     assert parse_conversation(row, "here", allows_unanswered=True).messages[0] == MESSAGES[1]
+
+
+def test_what_a_limit_leaves_out_is_said(tmp_path: Path) -> None:
+    """The line counts the rows of files; where nothing is left out there is none."""
+    path = str(write_lines(tmp_path / "own.jsonl", *[GOOD] * 5, ""))
+    line = f"{path}: 3 of 5 conversations (data.limit=3; data.limit=null takes all)"
+    assert JsonlReader(path, limit=3).limit_lines() == [line]
+    for limit in (5, 9, None):
+        assert not JsonlReader(path, limit=limit).limit_lines()
+    assert "320 of 2201 conversations (data.limit=320;" in EmbeddedReader(limit=320).limit_lines()[0]
+    (tmp_path / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "texts" / name).write_text("Some text.")
+    assert "the first 1 conversations (data.limit=1;" in TextReader(str(tmp_path / "texts"), limit=1).limit_lines()[0]

@@ -243,3 +243,32 @@ def test_generated_ids_stand_once_where_a_template_marks_parts() -> None:
     row = {"messages": [ASK, {"role": "assistant", "content": "Hello there"}], "answer_ids": [ids]}
     (example,) = tokenize_conversation(template, parse_conversation(row, "the row"))
     assert template.marks_generation and [token for token, counts in zip(example.tokens, example.mask) if counts] == ids
+
+
+DATED = """{%- if not date_string is defined %}{%- if strftime_now is defined %}
+{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}{%- endif %}
+{{- strftime_now('%H:%M:%S') + ' ' + date_string }}
+{%- for message in messages %}{{ '<' + message.role + '>' + message.content }}{% endfor %}"""
+
+
+def make_dated_template(source: str) -> ChatTemplate:
+    tokenizer = copy.copy(make_template("qwen2.5").tokenizer)
+    tokenizer.chat_template = source
+    return ChatTemplate(tokenizer)
+
+
+def test_a_template_with_a_clock_renders_one_date() -> None:
+    """Data has the same text on every day, unless an argument sets the date; answers to somebody who asks now have today's."""
+    template = make_dated_template(DATED)
+    assert template.render([ASK]) == f"00:00:00 26 Jul 2024<user>{ASK['content']}"
+    assert template.with_arguments({"date_string": "then"}).render([ASK]).startswith("00:00:00 then<user>")
+    assert "26 Jul 2024" not in template.with_clock().render([ASK])
+    assert template.facts()["date"] == "2024-07-26" and "date" not in template.with_clock().facts()
+
+
+def test_a_template_with_a_hidden_clock_is_refused() -> None:
+    """A format that the template computes cannot be fixed; a comment and a test of the name can stay."""
+    for source in ('{% set form = "%d" %}{{ strftime_now(form) }}', '{% set now = strftime_now %}{{ now("%d") }}'):
+        with pytest.raises(UserError, match="differs from day to day"):
+            make_dated_template(source).render([ASK])
+    assert make_dated_template("{# strftime_now #}{% if strftime_now is defined %}yes{% endif %}").render([ASK]) == "yes"

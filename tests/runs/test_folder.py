@@ -17,7 +17,7 @@ from spectrain.config.choices import list_constructors
 from spectrain.config.signatures import list_keys
 from spectrain.config.spec import GROUPS, RunSpec
 from spectrain.errors import UserError
-from spectrain.locks import LockTaken
+from spectrain.files import LockTaken
 from spectrain.provenance import describe_command, read_launch
 from spectrain.runs.folder import find_results_folder
 from spectrain.runs.lock import claim_folder, claim_new_folder, lock_run
@@ -184,7 +184,7 @@ def test_without_locks_a_launch_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a file system without locks a run can begin and go on, and names that another launch has created are left alone."""
-    monkeypatch.setattr("spectrain.locks.fcntl.flock", raise_no_locks)
+    monkeypatch.setattr("spectrain.files.fcntl.flock", raise_no_locks)
     with claim_folder(tmp_path / "run"):
         (tmp_path / "run" / "config.yaml").touch()
     assert "this file system has no locks" in capsys.readouterr().out

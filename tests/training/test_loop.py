@@ -172,6 +172,23 @@ def test_many_steps_that_are_not_finite_stop(shallow: Target, tmp_path: Path) ->
     assert all(value.float().isfinite().all() for value in weights.values())
 
 
+def test_a_training_that_learned_nothing_fails(shallow: Target, tmp_path: Path) -> None:
+    """Where every step is left out, or every one of a resumed training, there is no result."""
+    with pytest.raises(RunError, match="none of 4 steps had a finite gradient, so nothing was learned"):
+        make_trainer(max_steps=4).fit(make_drafter(shallow), shallow, make_dataset(), Poisoned({*range(4)}), tmp_path / "a")
+
+    def kill_after_step(step: int) -> None:
+        if step == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        make_trainer(max_steps=6).fit(
+            make_drafter(shallow), shallow, make_dataset(), LiveSource(), tmp_path / "b", on_step=kill_after_step
+        )
+    with pytest.raises(RunError, match="none of 3 steps after step 3 had a finite gradient"):
+        make_trainer(max_steps=6).fit(make_drafter(shallow), shallow, make_dataset(), Poisoned({*range(9)}), tmp_path / "b")
+
+
 @pytest.mark.parametrize("family", ["eagle3", "causal"])
 def test_gradient_checkpointing_changes_no_bit(shallow: Target, tmp_path: Path, family: str) -> None:
     """Modules run twice as often, and the weights are the same bit by bit."""
