@@ -13,7 +13,7 @@ ENGINES_RUNS ?= runs
 # Dozens of test processes share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo follow-demo test test-full test-engines llama-cpp openvino lint docs clean
+.PHONY: help install demo follow-demo test test-full test-newest test-oldest test-engines llama-cpp openvino lint docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,8 +29,14 @@ follow-demo: install  ## simulate a day of changing traffic: notice it, train, p
 test: install lint  ## run the linters, the type checker and every quick test
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-test-full: install lint  ## also run the slow proofs
+test-full: install lint test-newest test-oldest  ## also run the slow proofs, and the newest and oldest dependencies
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
+
+test-newest: install  ## test with the newest allowed release of every dependency, in a fresh environment
+	$(BIN)/python -m scripts.check_versions newest
+
+test-oldest: install  ## test with the oldest allowed release of every dependency, in a fresh environment
+	$(BIN)/python -m scripts.check_versions oldest
 
 ENGINES_DRAFTERS := eagle3 medusa1 gkd tiny-dflash tiny-peagle tiny-eagle3 tiny-gkd tiny-dflash2 tiny-dspark
 

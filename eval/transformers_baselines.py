@@ -71,7 +71,7 @@ def _load_assistant(target: Target, path: str) -> dict[str, Any]:
         reason = explain_load_error(path, error)
         raise UserError(f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a model's name") from error
     decoding = {"assistant_model": model.to(target.device).eval()}
-    sizes = {part.config.get_text_config().vocab_size for part in (model, target.model)}
+    sizes = {model.config.get_text_config().vocab_size, target.config.vocab_size}
     # Of models with the same tokens, transformers refuses those whose embeddings are padded differently.
     if tokenizer.get_vocab() != target.tokenizer.get_vocab() or len(sizes) > 1:
         decoding |= {"tokenizer": target.tokenizer, "assistant_tokenizer": tokenizer}

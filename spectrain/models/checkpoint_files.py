@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -24,9 +24,9 @@ def read_index(path: Path) -> dict[str, str]:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: it cannot be read ({first_line(error)}); copy the file again") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    is_map = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
-    if not is_map or not all(Path(file).name == file for file in weight_map.values()):
+    weight_map: Any = index.get("weight_map") if isinstance(index, dict) else None
+    files = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(file, str) and Path(file).name == file for file in files):
         raise UserError(f"{path}: weight_map names no file beside it for each tensor; copy the file again")
     return dict(weight_map)
 
