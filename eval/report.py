@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spectrain.console import make_console
 from spectrain.eval.axes.tables import axis_markdown, print_axis
 from spectrain.eval.columns import (
     RUN_COLUMNS,
@@ -23,6 +22,7 @@ from spectrain.eval.columns import (
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.notes import explain_numbers, list_caveats, recommend_system
 from spectrain.models.threads import format_threads
+from spectrain.output.console import make_console
 
 WIDTH = 100  # characters of a printed line
 MARKS = {"target": "", "trained target": "*", "nothing": "!"}  # after a run's name: lossless to what

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from spectrain.console import make_console
 from spectrain.data.chat import tokenize_question
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.session import check_compatibility, choose_threads, prepare_for_decoding, tune_drafter
@@ -51,6 +50,7 @@ from spectrain.eval.user_times import compare_user_times
 from spectrain.files import write_text
 from spectrain.models.fast import lowest_precision
 from spectrain.models.target import Target
+from spectrain.output.console import make_console
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto
 from spectrain.trees.measurements import Calibration, RuleForecast

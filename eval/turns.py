@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from rich.progress import track
 
-from spectrain.console import make_console
 from spectrain.decoding.generation import Generation
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.kinds import opening_kind
@@ -21,6 +20,7 @@ from spectrain.eval.systems import Decoder, System
 from spectrain.eval.time_limit import MIN_PROMPTS, TimeLimit
 from spectrain.models.chat_template import Kind
 from spectrain.models.energy import find_energy_reader
+from spectrain.output.console import make_console
 from spectrain.training.metrics import Pace, format_duration
 
 AUTOREGRESSIVE, ORACLE = "autoregressive", "oracle"

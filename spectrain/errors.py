@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from spectrain.text import mask_secrets
+from spectrain.output.text import mask_secrets
 
 
 class UserError(ValueError):

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from spectrain.text import mask_secrets
+from spectrain.output.text import mask_secrets
 
 LAUNCHERS = ("torchrun", "accelerate")
 REPORTED_PACKAGES = (

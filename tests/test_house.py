@@ -14,7 +14,7 @@ CODE = ("spectrain", "eval", "kernels")
 
 ROOMS = (
     ("kernels",),
-    ("errors", "files", "randomness", "provenance"),
+    ("output", "errors", "files", "randomness", "provenance"),
     ("config",),
     ("trees",),
     ("models",),

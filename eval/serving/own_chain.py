@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from spectrain.console import make_console
 from spectrain.decoding.generation import Generation
 from spectrain.drafters.base import Drafter
 from spectrain.eval.metrics import Turn
@@ -20,6 +19,7 @@ from spectrain.eval.serving.search import MAX_SECONDS, CauseLister, CauseSearch
 from spectrain.eval.serving.ties import MAX_PAIRS, measure_gap
 from spectrain.models.fast import lowest_precision
 from spectrain.models.target import Target
+from spectrain.output.console import make_console
 from spectrain.trees import Chain
 from spectrain.trees.base import TreeBuilder
 

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spectrain.console import make_console
 from spectrain.data.messages import Conversation
 from spectrain.eval.kinds import opening_kind
 from spectrain.eval.prompts import Prompt, TurnAnswer
 from spectrain.models.chat_template import Kind
 from spectrain.models.images import have_images
 from spectrain.models.target import Target
+from spectrain.output.console import make_console
 from spectrain.servers.base import Completion, CompletionRequest, DraftCounters, Server
 from spectrain.servers.errors import ServerError
 from spectrain.servers.workers import run_workers

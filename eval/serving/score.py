@@ -30,8 +30,8 @@ from spectrain.eval.system_numbers import SystemSummary
 from spectrain.files import write_text
 from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.target import Target
+from spectrain.output.text import mask_secrets
 from spectrain.servers.base import DraftCounters, ServedModel, Server
-from spectrain.text import mask_secrets
 
 DRAFTED, PLAIN = "with the drafter", "without"
 """Names of the two servers of a score."""

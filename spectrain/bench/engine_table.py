@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from spectrain.console import make_console
+from spectrain.output.console import make_console
 from spectrain.servers.row_times import SPEEDUPS, EngineTimes, Spread, advise_engine, predict_speedups, required_rate
 
 WIDTH = 120

@@ -12,13 +12,13 @@ import torch
 from rich.table import Table
 
 from spectrain.config.spec import RunSpec
-from spectrain.console import make_console
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.models.threads import format_threads
+from spectrain.output.console import make_console
 from spectrain.provenance import processor_name
 from spectrain.runs.drafters import init_drafter
 from spectrain.training.trainer import Trainer

@@ -12,7 +12,6 @@ from typing import Any
 from rich.table import Table
 
 from spectrain.config.spec import RunSpec
-from spectrain.console import make_console
 from spectrain.data.chat import tokenize_prompt, tokenize_question
 from spectrain.data.messages import Conversation, check_text
 from spectrain.data.readers import EmbeddedReader
@@ -26,6 +25,7 @@ from spectrain.errors import UserError, suggest_nearest
 from spectrain.eval.baselines import supports_auto_tree
 from spectrain.eval.systems import describe_tree
 from spectrain.models.target import Target
+from spectrain.output.console import make_console
 from spectrain.runs.drafters import load_drafter
 from spectrain.runs.score import load_target, open_answer_store
 from spectrain.trees import Auto

@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
 
-from spectrain.console import make_console
 from spectrain.decoding.generation import Generation
 from spectrain.models.target import Target
+from spectrain.output.console import make_console
 
 # The colours of successive rounds.
 ROUND_COLOURS = ("green", "cyan", "magenta", "yellow", "blue")

@@ -16,8 +16,8 @@ from typing import Literal
 
 from rich.text import Text
 
-from spectrain.console import make_console
 from spectrain.errors import UserError, suggest_nearest
+from spectrain.output.console import make_console
 from spectrain.runs.wandb_account import logged_in
 
 from .kernel_trials import KERNEL_TRIALS, TOLERANCE

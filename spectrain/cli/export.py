@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.build import GroupSpec
-from spectrain.console import make_console
 from spectrain.errors import RunError, UserError
 from spectrain.export.card import render_card
 from spectrain.export.converter import convert, read_drafter, refuse_nonempty, resolve_target, write_checked
@@ -16,6 +15,7 @@ from spectrain.export.layouts import detect_layout, read_files, select_layout
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
+from spectrain.output.console import make_console
 from spectrain.runs.folder import find_drafter_directory, require_drafter_directory
 from spectrain.servers.openvino_ir import IR_NAME, IrConverter
 

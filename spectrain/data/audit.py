@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from spectrain.console import make_console
 from spectrain.errors import UserError
 from spectrain.models.chat_template import KINDS, ChatTemplate
 from spectrain.models.images import ImageProcessor
+from spectrain.output.console import make_console
 
 from .chat import Example
 from .dataset import is_too_short, make_examples

@@ -6,8 +6,8 @@ from typing import Any
 from rich.text import Text
 
 from spectrain.config.build import GroupSpec
-from spectrain.console import make_console
 from spectrain.errors import UserError
+from spectrain.output.console import make_console
 
 from .chat import Example, tokenize_conversation
 from .messages import Conversation

@@ -73,8 +73,8 @@ class FollowFolder:
         return ActiveDrafter(str(first), hash_weights(first) or "", time.time())
 
     def holds_drafter(self, active: ActiveDrafter, first: Path) -> bool:
-        """Tell whether a saved drafter and the one before it are the run's own or its candidates; a file may name no others."""
-        folders = (self.candidates.resolve(), first.resolve())
+        """Tell whether a saved drafter and the one before it are the run's own; a file may name no others."""
+        folders = (self.run.resolve(), first.resolve())
         paths = [Path(path).resolve() for path in (active.path, active.previous) if path is not None]
         return all(any(path.is_relative_to(folder) for folder in folders) for path in paths)
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, wraps
 from types import BuiltinMethodType
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, Template, nodes
 from jinja2.compiler import CodeGenerator, Frame, operators
@@ -125,7 +125,7 @@ def measure(value: Any) -> int:
             size += len(entry)
             waiting += entry if size <= limit else ()
         elif isinstance(entry, Namespace):
-            waiting += entry._Namespace__attrs.values()  # type: ignore[attr-defined]
+            waiting += entry._Namespace__attrs.values()
     return size
 
 
@@ -328,7 +328,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         )
         self.globals.update(sandbox.globals)
         self.filters = {name: _with_limits(name, function) for name, function in sandbox.filters.items()}
-        self.tests = {name: _with_limits(name, function) for name, function in sandbox.tests.items()}
+        self.tests = {name: _with_limits(name, cast(Callable[..., Any], function)) for name, function in sandbox.tests.items()}
 
     @staticmethod
     def check_value(value: Any) -> Any:

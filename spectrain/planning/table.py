@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from spectrain.console import make_console
+from spectrain.output.console import make_console
 
 WIDTH = 120  # however narrow the terminal says it is
 RESERVE = 0.08  # of a device, for what is no tensor: its context, workspaces, holes between blocks

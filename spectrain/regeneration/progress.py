@@ -7,8 +7,8 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from spectrain.console import make_console
 from spectrain.data.shards import FailedRow, Row, Shard, ShardSet
+from spectrain.output.console import make_console
 from spectrain.training.metrics import Pace
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from spectrain.data.messages import Conversation
 from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
+from spectrain.output.text import mask_settings
 from spectrain.servers.base import Completion, CompletionRequest, Server
 from spectrain.servers.errors import ServerError
 from spectrain.servers.workers import run_workers
-from spectrain.text import mask_settings
 
 from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
 from .sampling import Sampling

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from spectrain.console import make_console
 from spectrain.files import explain_full_disk, write_text
-from spectrain.text import mask_settings
+from spectrain.output.console import make_console
+from spectrain.output.text import mask_settings
 
 RunKind = Literal["train", "eval", "compare"]
 Rows = list[dict[str, Any]]

@@ -13,12 +13,12 @@ import torch
 from rich.table import Table
 
 from spectrain.config.values import Count
-from spectrain.console import make_console
 from spectrain.errors import UserError
 from spectrain.eval.intervals import interval
 from spectrain.eval.run import Evaluation
 from spectrain.files import write_text
 from spectrain.models.target import Target
+from spectrain.output.console import make_console
 from spectrain.provenance import collect_provenance
 from spectrain.runs.candidate import Candidate
 

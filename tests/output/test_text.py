@@ -17,13 +17,13 @@ from rich.text import Text
 from safetensors.torch import save_file
 
 from spectrain.cli import main as command_line
-from spectrain.console import CleanStream, clean_output, make_console
 from spectrain.errors import RunError, UserError
+from spectrain.output.console import CleanStream, clean_output, make_console
+from spectrain.output.text import clean_text, escape_controls, mask_secrets, mask_settings
 from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.server import ServerWriter
 from spectrain.servers.openai import OpenAIServer
 from spectrain.servers.settings import ClientSettings
-from spectrain.text import clean_text, escape_controls, mask_secrets, mask_settings
 from spectrain.training.metrics import Tracker, track_run
 
 HOSTILE = {

@@ -62,7 +62,7 @@ class CleanStream:
 def clean_output() -> Iterator[None]:
     """Clean what is printed by `print` and by libraries, until the end of the block."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = CleanStream(streams[0]), CleanStream(streams[1], keeps_bars=True)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = CleanStream(streams[0]), CleanStream(streams[1], keeps_bars=True)
     try:
         yield
     finally:
