@@ -82,10 +82,13 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     import hydra
 
     from spectrain.config.build import register_resolvers
-    from spectrain.config.choices import conf_folders, set_choice_folders
+    from spectrain.config.choices import check_encodings, conf_folders, set_choice_folders
 
     register_resolvers()
-    set_choice_folders(conf_folders(words))
+    folders = conf_folders(words)
+    # The first one is the package's own.
+    check_encodings(folders[1:])
+    set_choice_folders(folders)
     disable_progress_bars()
     groups = list_config_groups(words)
     sys.argv = ["spectrain", *(allow_new_keys(word, groups) for word in words)]

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from spectrain.errors import UserError, suggest_nearest
+from spectrain.files import read_text
 
 from .command_only import drop_command_only
 from .signatures import PACKAGE_ROOT, SettingKey, format_literal, list_keys
@@ -140,6 +141,15 @@ def conf_folders(words: Iterable[str] = ()) -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
+def check_encodings(folders: Iterable[Path]) -> None:
+    """Raise a UserError for a yaml of these folders that is no UTF-8 text, which hydra would not name."""
+    for path in (path for folder in folders for path in folder.rglob("*.yaml")):
+        try:
+            read_text(path)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: it is no text ({error.reason}); save it as UTF-8") from error
+
+
 def choice_files(group: str, folders: Iterable[Path]) -> dict[str, Path]:
     """Return every choice of a group: name -> file."""
     files = {}
@@ -152,7 +162,7 @@ def choice_files(group: str, folders: Iterable[Path]) -> dict[str, Path]:
 def read_header(path: Path) -> str:
     """Return the comment at the top of a yaml."""
     lines = []
-    for line in path.read_text().splitlines():
+    for line in read_text(path).splitlines():
         if not line.startswith("#"):
             break
         lines += [] if line.startswith("# @package") else [line[1:].strip()]
@@ -161,7 +171,7 @@ def read_header(path: Path) -> str:
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """Load a yaml without resolving its references."""
-    return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+    return yaml.load(read_text(path), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
 
 
 def load_schema(config: str) -> CommandSchema:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from spectrain.config.choices import check_encodings, load_yaml, read_header
 from spectrain.config.saved import read_json, read_yaml
 from spectrain.data.audit import audit_sources
 from spectrain.data.chat import tokenize_prompt
@@ -148,6 +149,19 @@ def test_other_encodings_are_refused_in_one_sentence(name: str, encoding: str, t
         JsonlReader(str(tmp_path / name)).load_conversations()
     with pytest.raises(UserError, match="save it as UTF-8"):
         read_text(tmp_path / name)
+
+
+def test_settings_of_a_user_are_text(tmp_path: Path) -> None:
+    """A yaml of --config-dir may begin with a byte-order mark; another encoding is named before hydra reads it."""
+    (tmp_path / "target").mkdir()
+    file = tmp_path / "target" / "mine.yaml"
+    file.write_bytes(codecs.BOM_UTF8 + b"# Mine.\n_target_: a.b\n")
+    check_encodings([tmp_path])
+    assert read_header(file) == "Mine." and load_yaml(file) == {"_target_": "a.b"}
+    for content, words in (("x: 1\n".encode("utf-16"), "UTF-16 text"), (b"x: \xff\n", "it is no text")):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=f"mine.yaml: .*{words}"):
+            check_encodings([tmp_path])
 
 
 # Rows of tokens
