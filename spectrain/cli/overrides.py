@@ -114,7 +114,9 @@ def check_words(command: str, words: list[str]) -> None:
         setting = SETTING_PATTERN.fullmatch(word)
         if setting is None or not setting[1]:
             if word.startswith("~") and word[1:] in schema.groups:
-                raise UserError(f"{word}: a group cannot be left out; choose another by {word[1:]}=NAME, or leave out this word")
+                raise UserError(
+                    f"{word}: a group cannot be left out; choose another by {word[1:]}=NAME, or leave out this word"
+                )
             if not word.startswith("~"):
                 raise UserError(f"{word}: settings are KEY=VALUE without spaces{suggest_word(command, word, allowed, folders)}")
             continue
