@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Literal
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 
-from spectrain.checked_tensors import read_tensors, save_tensors
 from spectrain.config.choices import choice_name
 from spectrain.config.saved import check_no_directives, parse_groups, read_json_object
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
+from spectrain.models.checked_tensors import read_tensors, save_tensors
 from spectrain.servers.commands import DrafterLaunch
 
 from .targets import TargetFiles

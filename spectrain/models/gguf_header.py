@@ -7,6 +7,7 @@ over or allocated, so that a file of a few bytes cannot keep a process busy or f
 import mmap
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 
@@ -93,7 +94,7 @@ class HeaderReader:
         self.check_count(size, 1, "bytes of text")
         self.position += size
 
-    def read_type(self) -> ValueType:
+    def read_type(self) -> Any:
         """Read the type of a value."""
         number = self.read_number("<I")
         try:
@@ -101,7 +102,7 @@ class HeaderReader:
         except ValueError as error:
             raise MalformedHeader(f"a value has the type {number}, which there is not") from error
 
-    def skip_value(self, kind: ValueType, depth: int) -> None:
+    def skip_value(self, kind: Any, depth: int) -> None:
         """Skip a value; arrays may be nested `depth` times."""
         if kind in SCALAR_BYTES:
             self.skip_numbers(1, kind)
@@ -120,7 +121,7 @@ class HeaderReader:
             for _ in range(count):
                 self.skip_value(item_kind, depth - 1)
 
-    def skip_numbers(self, count: int, kind: ValueType) -> None:
+    def skip_numbers(self, count: int, kind: Any) -> None:
         """Skip numbers of one type."""
         self.check_count(count, SCALAR_BYTES[kind], "numbers")
         self.position += count * SCALAR_BYTES[kind]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.checked_tensors import read_tensors, save_tensors
 from spectrain.config.build import GroupSpec
 from spectrain.config.choices import list_constructors
 from spectrain.config.saved import parse_description, read_json, read_json_object
@@ -26,6 +25,7 @@ from spectrain.export.layout import DrafterCheckpoint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import REPEAT_COMMAND, atomic_write
 from spectrain.models.chat_template import ChatTemplate
+from spectrain.models.checked_tensors import read_tensors, save_tensors
 from spectrain.models.loading import build_meta_network
 from spectrain.models.target import Target
 from spectrain.provenance import package_versions

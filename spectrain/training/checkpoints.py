@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, Po
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spectrain.checked_tensors import DamagedFile, read_tensors, save_tensors
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError, first_line
 from spectrain.files import atomic_write
+from spectrain.models.checked_tensors import DamagedFile, read_tensors, save_tensors
 from spectrain.models.target import Target
 
 from .adapters import select_stage_groups

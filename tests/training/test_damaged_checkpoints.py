@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.checked_tensors import DamagedFile
 from spectrain.errors import UserError
+from spectrain.models.checked_tensors import DamagedFile
 from spectrain.training.checkpoints import (
     checkpoint_path,
     latest_checkpoint,

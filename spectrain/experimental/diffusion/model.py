@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectrain.checked_tensors import read_tensors
 from spectrain.config.saved import read_json_object
 from spectrain.drafters.layers.layers import Attention, Mlp, make_rotary
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
 from spectrain.kernels.fused_attention import fused_attention
+from spectrain.models.checked_tensors import read_tensors
 from spectrain.training.checkpoints import find_mismatches
 
 KEEP, REPLACE, DELETE, INSERT = range(4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from spectrain.checked_tensors import DamagedFile, read_tensors, save_tensors
+from spectrain.models.checked_tensors import DamagedFile, read_tensors, save_tensors
 
 TENSORS = {
     "matrix": torch.arange(12.0).reshape(3, 4),
