@@ -8,6 +8,7 @@ second for a gigabyte or two, where the processor has instructions for it.
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +30,8 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].detach().contiguous()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        digest.update(content)
     return digest.hexdigest()
 
 

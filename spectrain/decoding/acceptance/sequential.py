@@ -90,16 +90,24 @@ class SequentialRule(SamplingRule):
 
 
 class _KeyedRandomSource:
-    """The random source of decoding: each outcome has its own number, keyed by the position of its node."""
+    """The random source of decoding: each outcome has its own number, keyed by the round and by the position of its node.
+
+    A rule that weighs whole paths, such as block verification, flips coins at positions that it then rejects. The next round
+    comes to these positions again. What was decided depends on the coins of this round, so those of the next must be others:
+    the key holds the position of the root, which no two rounds of a text share.
+    """
 
     def __init__(self, key: Tensor, positions: list[int]) -> None:
-        self.key, self.positions = key, positions
+        # The root is the first node.
+        self.key = fold_key(key, positions[0])
+        self.positions = positions
 
     def flip_coin(self, chance: Any, node: int, number: int = 0) -> bool:
         return float(uniform_noise(fold_key(self.key, self.positions[node]), torch.tensor(number))) < float(chance)
 
     def draw_token(self, weights: Vector, node: int) -> int:
-        return int((weights.log() + gumbel_noise(fold_key(fold_key(self.key, self.positions[node]), 1), len(weights))).argmax())
+        noise = gumbel_noise(fold_key(fold_key(self.key, self.positions[node]), 1), len(weights))
+        return int((torch.as_tensor(weights).log() + noise).argmax())
 
 
 def acceptance_ratio(p: Any, q: Any) -> Any:
