@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain.config.choices import choice_name
 from spectrain.config.saved import check_no_directives, parse_groups, read_json_object
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
-from spectrain.models.checked_tensors import read_tensors, save_tensors
+from spectrain.models.checked_tensors import read_tensors
 from spectrain.servers.commands import DrafterLaunch
 
 from .targets import TargetFiles
@@ -274,4 +275,5 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors sorted by name, so that equal drafters give equal files."""
-    save_tensors({name: tensors[name] for name in sorted(tensors)}, path)
+    # Readers of other projects want this entry.
+    save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, path, metadata={"format": "pt"})

@@ -36,9 +36,13 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors and their checksum to a safetensors file."""
+    """Write tensors and their checksum to a safetensors file.
+
+    The checksum is the only entry of the metadata, because safetensors writes several in any order, and equal tensors are to
+    give equal files.
+    """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={"format": "pt", CHECKSUM_KEY: hash_tensors(contiguous)})
+    save_file(contiguous, path, metadata={CHECKSUM_KEY: hash_tensors(contiguous)})
 
 
 def read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ def check_gguf_header(path: Path) -> None:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             HeaderReader(content).read_header()
     except (MalformedHeader, OSError, ValueError) as error:
-        raise UserError(f"{path}: it is no GGUF file that can be read ({error}); copy the file again") from error
+        raise UserError(f"{path}: it cannot be read as a GGUF file ({error}); copy the file again") from error
 
 
 class HeaderReader:

@@ -81,7 +81,7 @@ def test_files_that_the_library_writes_pass(tmp_path: Path) -> None:
 def test_malformed_headers_are_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(MALFORMED[name])
-    with pytest.raises(UserError, match=r"model\.gguf: it is no GGUF file that can be read .*; copy the file again"):
+    with pytest.raises(UserError, match=r"model\.gguf: it cannot be read as a GGUF file .*; copy the file again"):
         check_gguf_header(path)
 
 
