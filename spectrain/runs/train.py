@@ -166,7 +166,8 @@ def make_source(spec: RunSpec) -> Source:
 def claim_run(spec: RunSpec, accelerator: Any, stack: ExitStack) -> Path:
     """Return the run folder, the same on every process; the first process holds its lock until `stack` is closed."""
     if spec.run is None and spec.trainer.get("resume") is not None:
-        raise UserError("trainer.resume: say which run to go on with, as in run=runs/NAME")
+        resume = spec.trainer.get("resume")
+        raise UserError(f"trainer.resume={resume}: say which run to go on with, as in run=runs/NAME")
     # The folder, or why there is none: all processes of a launch end alike.
     outcome: list[Path | UserError | None] = [None]
     if accelerator.is_main_process:
@@ -193,12 +194,22 @@ def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
     if resumes and is_finished and not os.access(run, os.W_OK):
         # A finished run may lie where nothing can be written.
         return run
+    if not resumes:
+        # A folder that is refused stays as it is.
+        check_is_new(run)
     stack.enter_context(claim_folder(run, LOCK_SECONDS if resumes else 0.0))
-    if not resumes and (run / "config.yaml").exists():
-        raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
+    if not resumes:
+        # Another launch may have begun a run before this one had the lock.
+        check_is_new(run)
     if not is_finished:
         set_aside_damaged(run)
     return run
+
+
+def check_is_new(run: Path) -> None:
+    """Raise a UserError if a folder holds a run."""
+    if (run / "config.yaml").exists():
+        raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
 
 
 def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | None = None) -> None:
