@@ -14,9 +14,9 @@ from .known_target import CASES, Case, make_known_target, outputs_of, test_fit
 LEVEL = 1e-4
 QUICK = {
     "chain, chain of 3": 2_000,
-    "block, chain of 3": 3_000,
+    "block, chain of 3": 2_000,
     "recursive, sampled tree": 2_000,
-    "traversal, sampled tree": 600,
+    "traversal, sampled tree": 300,
     "match, sampled tree": 2_000,
 }
 """Cases that every run of the tests decodes, and their numbers of texts."""

@@ -34,6 +34,8 @@ class RecursiveRejection(SequentialRule):
     lossless = True
     children = DRAWN_CHILDREN
     on_device = True
+    # Coins are flipped on the path that is kept alone, and a node whose children are all rejected gets its token at once.
+    revisits_positions = False
 
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
         """Decide for all sequences at once what `select_path` decides for one, with the same random numbers."""

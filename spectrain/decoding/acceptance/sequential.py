@@ -48,6 +48,9 @@ class VerifiedTree:
 class SequentialRule(SamplingRule):
     """A rule that decides node by node, for one sequence at a time."""
 
+    # Whether what a round decides may depend on coins at positions that the next round comes to again.
+    revisits_positions = True
+
     @abstractmethod
     def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
         """Return the accepted nodes, the root first, and the token that follows them."""
@@ -57,7 +60,10 @@ class SequentialRule(SamplingRule):
             self.check_children(tree.children, not self.chains_only or tree.is_chain)
         decisions = []
         for b, key in enumerate(sequence_ids.tolist()):
-            random = _KeyedRandomSource(fold_key(host_key(ACCEPT, self.seed), key), positions[b].tolist())
+            text_key, own_positions = fold_key(host_key(ACCEPT, self.seed), key), positions[b].tolist()
+            # No two rounds of a text share the position of the root, which is the first node.
+            round_key = fold_key(text_key, own_positions[0]) if self.revisits_positions else text_key
+            random = _KeyedRandomSource(round_key, own_positions)
             decisions.append(self.select_path(self._make_verified_tree(tree, logits, b), random))
         width = max(len(path) for path, _ in decisions)
         device = logits.device
@@ -90,17 +96,15 @@ class SequentialRule(SamplingRule):
 
 
 class _KeyedRandomSource:
-    """The random source of decoding: each outcome has its own number, keyed by the round and by the position of its node.
+    """The random source of decoding: each outcome has its own number, keyed by the position of its node.
 
     A rule that weighs whole paths, such as block verification, flips coins at positions that it then rejects. The next round
     comes to these positions again. What was decided depends on the coins of this round, so those of the next must be others:
-    the key holds the position of the root, which no two rounds of a text share.
+    `key` is then the round's.
     """
 
     def __init__(self, key: Tensor, positions: list[int]) -> None:
-        # The root is the first node.
-        self.key = fold_key(key, positions[0])
-        self.positions = positions
+        self.key, self.positions = key, positions
 
     def flip_coin(self, chance: Any, node: int, number: int = 0) -> bool:
         return float(uniform_noise(fold_key(self.key, self.positions[node]), torch.tensor(number))) < float(chance)
