@@ -17,6 +17,7 @@ from spectrain.models.fast import unpack_linears
 from spectrain.models.fast.batch_invariance import packable_dtypes
 from spectrain.models.fast.compiled_cpu_decoder import find_compiled
 from spectrain.models.fast.compiled_cpu_layers import fuse_cpu_layers
+from spectrain.models.fast.packed_product import PackedProduct
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
@@ -137,7 +138,11 @@ def test_compiled_decoder_is_made_anew_after_changes(target: Target) -> None:
 
     first = find_forward()
     has_kernels = has_cpu_kernels(target.dtype, target.device) and norm_lanes() is not None
-    assert (first is not None) == (target.name in COMPILED and has_kernels)
+    layer: Any = target.layers[0]
+    widths = {linear.in_features for linear in (layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.gate_proj)}
+    # On some processors a single row of some widths has other bits than several.
+    is_paired = any(PackedProduct.is_paired(width, target.dtype) for width in widths)
+    assert (first is not None) == (target.name in COMPILED and has_kernels and not is_paired)
     if first is None:
         return
     assert find_forward() is first
