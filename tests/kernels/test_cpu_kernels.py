@@ -142,6 +142,8 @@ def test_panels_have_the_bits_of_onednn(width: int) -> None:
     weight, rows = weight[:, order].bfloat16(), rows[:, order].bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     chunk = cpu_kernels.find_chunk(*weight.shape)
+    if chunk is None and torch.cpu._is_amx_tile_supported():
+        pytest.skip("oneDNN multiplies tiles here and adds in an order that no panels have; linears are then oneDNN's")
     assert chunk is not None
     panels = cpu_kernels.WeightPanels(weight, chunk)
     for count in range(2, 33):
