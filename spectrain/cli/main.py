@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spectrain.output.console import clean_output
+from spectrain.output.streams import clean_output
 
 from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
 

