@@ -117,8 +117,10 @@ def tokenize_prompt(
     Answers with generated token ids keep these ids, so that nothing is tokenized twice. A UserError is raised for a token that
     the target cannot read.
     """
-    tokens = _tokenize_prompt(template, Conversation.wrap(messages), vision)
-    template.check_embedded(tokens)
+    conversation = Conversation.wrap(messages)
+    with name_row(conversation.origin):
+        tokens = _tokenize_prompt(template, conversation, vision)
+        template.check_embedded(tokens)
     return tokens
 
 
@@ -126,12 +128,11 @@ def _tokenize_prompt(template: ChatTemplate, conversation: Conversation, vision:
     if conversation.text is not None:
         return tokenize_text_prompt(template.tokenizer, conversation.text)
     require_template(template)
-    with name_row(conversation.origin):
-        text, paths = render_chat(template, conversation, for_generation=True), image_paths(conversation.messages)
-        if paths:
-            return _require_vision(vision).tokenize_text(text, paths)
-        spans = [] if not conversation.answer_ids else _shared_spans(template, conversation, text)
-        return encode(template, text, spans, conversation.answer_ids)[0]
+    text, paths = render_chat(template, conversation, for_generation=True), image_paths(conversation.messages)
+    if paths:
+        return _require_vision(vision).tokenize_text(text, paths)
+    spans = [] if not conversation.answer_ids else _shared_spans(template, conversation, text)
+    return encode(template, text, spans, conversation.answer_ids)[0]
 
 
 def tokenize_question(template: ChatTemplate, conversation: Conversation) -> list[int]:
@@ -233,9 +234,11 @@ def tokenize_conversation(
     """
     if isinstance(messages, Example):
         return [messages]
-    examples = _tokenize_conversation(template, Conversation.wrap(messages), vision, train_on, unread)
-    for example in examples:
-        template.check_embedded(example.tokens)
+    conversation = Conversation.wrap(messages)
+    with name_row(conversation.origin):
+        examples = _tokenize_conversation(template, conversation, vision, train_on, unread)
+        for example in examples:
+            template.check_embedded(example.tokens)
     return examples
 
 
@@ -252,18 +255,6 @@ def _tokenize_conversation(
         written = tokenize_text(template.tokenizer, conversation.text, conversation.completion, conversation.infill_seed)
         return [Example(written.tokens, written.mask)]
     require_template(template)
-    with name_row(conversation.origin):
-        return _tokenize_messages(template, conversation, vision, train_on, unread)
-
-
-def _tokenize_messages(
-    template: ChatTemplate,
-    conversation: Conversation,
-    vision: ImageProcessor | None,
-    train_on: Sequence[Kind],
-    unread: Counter[str] | None,
-) -> list[Example]:
-    """Return the examples of a conversation of messages."""
     texts, paths = render_answers(template, conversation), image_paths(conversation.messages)
     if unread is not None:
         unread.update(list_unrendered(template, conversation, [text.text for text in texts]))

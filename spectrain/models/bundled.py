@@ -60,6 +60,7 @@ def convert_gguf(gguf: Path, with_weights: bool = True) -> Path:
     directory = converted_directory(gguf)
     if (directory / "config.json").exists():
         return directory
+    check_gguf_header(gguf)
     with explain_load_failure(str(gguf)):
         if not with_weights:
             return _write_configuration(gguf, directory, gguf.stem)
@@ -70,7 +71,6 @@ def converted_directory(gguf: Path) -> Path:
     """Return the directory of a GGUF model in transformers format, which may not be written yet."""
     if not gguf.is_file():
         raise UserError(f"target.model={gguf}: there is no such file; download it first")
-    check_gguf_header(gguf)
     status = gguf.stat()
     digest = hashlib.sha256(f"{gguf.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
     return cache_directory() / f"gguf-{gguf.stem}-{digest}"

@@ -104,6 +104,13 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path, template: ChatTempl
     assert audit.counts["unusable"] == 1 and "line 2: it holds the token id" in audit.reasons[0]
 
 
+def test_a_text_with_a_token_that_has_no_embedding_is_named(tmp_path: Path, template: ChatTemplate) -> None:
+    small = ChatTemplate(template.tokenizer, num_embeddings=10)
+    path = write_rows(tmp_path / "rows.jsonl", CHAT)
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: a text holds .* embedding has 10 rows"):
+        JsonlReader(path).make_dataset(small)
+
+
 def test_the_first_row_that_a_stream_leaves_out_is_numbered(tmp_path: Path, template: ChatTemplate) -> None:
     path = write_rows(tmp_path / "rows.jsonl", CHAT, CHAT, SYSTEM, CHAT)
     reader = StreamReader(path)

@@ -42,6 +42,7 @@ from spectrain.trees.token_tree import TokenTree
 # where block verification uses a coin twice: after four tokens a distance of 0.066 from the target's distribution.
 P = torch.tensor([[0.29, 0.34, 0.37], [0.45, 0.43, 0.12], [0.31, 0.28, 0.41]])
 Q = torch.tensor([[0.05, 0.58, 0.37], [0.81, 0.05, 0.14], [0.87, 0.08, 0.05]])
+LOG_Q = Q.log()
 OTHER_Q = torch.tensor([[0.50, 0.10, 0.40], [0.20, 0.30, 0.50], [0.30, 0.60, 0.10]])
 # The first token, which the prefill yields, and three more: 81 outcomes.
 LENGTH = 4
@@ -73,9 +74,9 @@ def make_known_target(p: Tensor = P) -> Target:
 class Table(Drafter):
     """Drafts from the last token alone, by a table [V, V]."""
 
-    def __init__(self, q: Tensor = Q) -> None:
+    def __init__(self, log_q: Tensor = LOG_Q) -> None:
         super().__init__()
-        self.log_q = q.log()
+        self.log_q = log_q
 
     def draft(self, context: Context) -> Draft:
         return Draft(Lookup(self.log_q, context.root))
@@ -99,7 +100,7 @@ class UnionOfTables(UnionDrafter):
 
     def __init__(self) -> None:
         Drafter.__init__(self)
-        self.inner = nn.ModuleList([Table(), Table(OTHER_Q)])
+        self.inner = nn.ModuleList([Table(), Table(OTHER_Q.log())])
         self.layers = ()
 
 

@@ -15,7 +15,6 @@ from spectrain.decoding.acceptance.typical import TypicalAcceptance
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.context import Context
 from spectrain.drafters.dflash import DFlash, DFlashConfig
 from spectrain.drafters.dflash2 import DFlash2, DFlash2Config
 from spectrain.drafters.dspark import DSpark, DSparkConfig
@@ -30,11 +29,12 @@ from spectrain.experimental.traversal.rule import Traversal
 from spectrain.experimental.xpress.drafter import XPress, XPressConfig
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
-from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.factories import add_noise
+
+from .known_target import Table
 
 FEW = 16  # tokens that a random drafter knows
 LENGTH, TOP_K = 4, 3  # 81 outcomes: the first token, which the prefill yields, and three more
@@ -43,28 +43,6 @@ PATHS = [[0], [1], [0, 0], [1, 0]]
 SEED = 11
 
 Path = tuple[int, ...]
-
-
-class Table(Drafter):
-    """Drafts from the last token alone."""
-
-    def __init__(self, log_q: Tensor) -> None:
-        super().__init__()
-        self.log_q = log_q  # [V, V]
-
-    def draft(self, context: Context) -> Draft:
-        return Draft(_Lookup(self.log_q, context.root))
-
-
-class _Lookup(Rollout):
-    def __init__(self, log_q: Tensor, root: Tensor) -> None:
-        self.log_q, self.root = log_q, root
-
-    def start(self) -> Tensor:
-        return self.log_q[self.root[:, None]]
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self.log_q[tokens]
 
 
 @dataclass(frozen=True)
