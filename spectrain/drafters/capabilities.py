@@ -99,10 +99,6 @@ class FittedDrafter(ABC):
     def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
         """Set the initial weights from batches that hold the features of the first stage."""
 
-    @abstractmethod
-    def scale_rates(self) -> None:
-        """Set the factors of the learning rates of `stages` from the initial weights, whether they are fitted or loaded."""
-
 
 class DrafterWithExits(ABC):
     """A drafter that can draft from any layer of the target."""

@@ -139,7 +139,6 @@ def time_fit(trainer: Trainer, drafter: Any, target: Target, dataset: Dataset) -
     synchronize_device(target.device)
     seconds = time.perf_counter() - start
     drafter.fit_tokens = 0
-    drafter.scale_rates()
     return seconds / sum(len(example.tokens) for examples in texts for example in examples)
 
 

@@ -63,7 +63,6 @@ def fit_initial_weights(
         raise RunError(f"{error}; {how}") from error
     drafter.fit_start([*fitted.batches.values()], target)
     parallel.copy_from_first(drafter)
-    drafter.scale_rates()
     if parallel.is_main:
         seconds = time.monotonic() - start_time
         print(f"initial weights fitted to {fitted.num_tokens} tokens in {seconds:.0f} s", flush=True)

@@ -24,7 +24,7 @@ from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
 from spectrain.models.threads import make_tuner
 
-from .adapters import merge_adapters
+from .adapters import merge_adapters, select_stage_groups
 from .checkpoints import (
     Tally,
     TrainingResult,
@@ -42,6 +42,7 @@ from .checkpoints import (
 from .initial_fit import BatchKey, batch_key, fit_initial_weights
 from .parallel import WAITING, ParallelStrategy, ProcessMonitor
 from .progress import RunProgress
+from .rates import choose_rates, describe_rates, split_by_rate
 from .settings import TrainerSettings
 from .stop_signals import StopSignals
 from .validation import measure_acceptance
@@ -92,6 +93,8 @@ class TrainingRun(RunProgress):
             tensors, numbers = self.restore_progress(progress, tensors), progress["optimizer"]
         else:
             self.fit_start(dataset.stream_batches(self.trainer.batch_settings, batches_per_step=self.trainer.accumulate))
+            if self.trainer.lr == "auto":
+                self.choose_rates()
         self.start_training()
         self.max_text_length = dataset.max_text_length
         if checkpoint is not None:
@@ -107,6 +110,20 @@ class TrainingRun(RunProgress):
     def fit_start(self, stream: Iterable[list[Example]]) -> None:
         """Fit the drafter's initial weights to the first batches of a stream, where the family and its settings do that."""
         self.fitted_batches = fit_initial_weights(self, self.drafter, self.target, stream)
+
+    def choose_rates(self) -> None:
+        """Choose the learning rate of every parameter that a stage trains, by its size before the first step."""
+        groups = [group for stage in self.drafter.stages for group in select_stage_groups(self.drafter, stage)]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        named = {name: p for name, p in self.named_parameters().items() if id(p) in trained}
+        self.rates = choose_rates(named, {name for name in named if self._is_trained_before(name)})
+        if self.rates and self.parallel.is_main:
+            print(describe_rates(self.rates), flush=True)
+
+    def _is_trained_before(self, name: str) -> bool:
+        """Tell whether a parameter had a meaning before this training: the target's, and those of a drafter that drafts."""
+        is_adapter = ".lora_" in name
+        return not is_adapter and (name.startswith("target.") or self.drafter.starts_trained)
 
     @property
     def num_own_batches(self) -> int:
@@ -175,6 +192,9 @@ class TrainingRun(RunProgress):
         """Make an optimizer of the parameters that a stage trains; all others are frozen."""
         self.stage, self.stage_start = stage, first_step
         groups = select_trained_groups(self.drafter, self.target, stage)
+        if self.rates:
+            named = self.named_parameters()
+            groups = split_by_rate(groups, {id(named[name]): rate for name, rate in self.rates.items()})
         # They are there where the stage is resumed.
         for group, lr_scale in zip(groups, self.lr_scales):
             group["lr_scale"] = lr_scale
@@ -193,6 +213,8 @@ class TrainingRun(RunProgress):
         self.lr = self.trainer.lr_at(self.step, self.num_steps, self.stage_start)
         for group in self.parallel.optimizer.param_groups:
             group["lr"] = self.lr * group["lr_scale"]
+        if self.rates:
+            self.lr *= max(self.lr_scales)
 
     def _make_batches(self, example_batches: list[list[Example]]) -> list[Batch]:
         """Return the batches of a step; none where the source fails, which stops the training on all processes."""

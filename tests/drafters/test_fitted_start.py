@@ -146,7 +146,7 @@ def test_a_start_without_supervised_rows_is_that_of_the_target(shallow: Target) 
     drafter.fit_start([make_batch(shallow, drafter, silent)], shallow)
     for name, value in untouched.state_dict().items():
         assert torch.equal(value, drafter.state_dict()[name]), name
-    assert drafter.fc_lr_scale == 1
+    assert not drafter.starts_trained
 
 
 class CountingSource(LiveSource):
@@ -166,17 +166,18 @@ class Killed(Exception):
 def test_a_training_resumes_from_a_fitted_start_and_runs_the_target_once(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resumed equals uninterrupted, rates of fc included, and the steps take the features that the fit has read."""
+    """Resumed equals uninterrupted, rates by fitted sizes included, and the steps take the features that the fit has read."""
 
-    def fit_small(drafter: Any, *arguments: Any) -> None:
-        fit_eagle(drafter, *arguments)
+    def fit_small(drafter: Any, *arguments: Any) -> bool:
+        is_fitted = fit_eagle(drafter, *arguments)
         drafter.fc.weight.data *= 0.01
+        return is_fitted
 
     monkeypatch.setattr(eagle3, "fit_eagle", fit_small)
-    settings: dict[str, Any] = {"lr": 1e-3, "max_steps": 6, "batch_tokens": 60, "save_every": 2}
+    settings: dict[str, Any] = {"lr": "auto", "max_steps": 6, "batch_tokens": 60, "save_every": 2}
     whole, source = make_drafter(shallow), CountingSource()
     Trainer(**settings).fit(whole, shallow, make_dataset(), source, tmp_path / "whole")
-    assert source.num_batches == 6 and 0 < whole.fc_lr_scale < 1
+    assert source.num_batches == 6 and whole.starts_trained
 
     def kill(step: int) -> None:
         if step == 3:
