@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 class ServerCapabilities:
     """What an engine can do beyond answering messages."""
 
-    # Answers prompts that are token ids, and gives the token ids of its answers.
-    takes_tokens: bool = False
     # Returns the hidden states of requests, if it was started for that.
     captures_states: bool = False
     # Counts drafted and accepted tokens.

@@ -20,7 +20,7 @@ class OwnServer(OpenAIServer):
     """A server of this project's engine. It answers one request at a time, so it is for tests and demonstrations."""
 
     name = "spectrain"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True, starts_quickly=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(counts_drafts=True, starts_quickly=True)
     settings: EngineSettings
     active_drafter_request = ("/drafter", None)
 
