@@ -6,13 +6,18 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
+from pydantic import TypeAdapter, ValidationError
+
+from spectrain.config.checked_json import describe_violation
 from spectrain.errors import UserError
 from spectrain.models.template_arguments import check_template_arguments
 from spectrain.servers.base import DraftedRounds
 from spectrain.servers.openai import join_parts
 
+from .clock import LATEST
 from .exchange import Exchange
 from .kinds import KindRegistry
 
@@ -20,22 +25,27 @@ RoundsParser = Callable[[dict[str, Any]], DraftedRounds | None]
 STORED_REQUEST_KEYS = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "temperature", "add_special_tokens")
 
 
+TokenId = Annotated[int, Ge(0), Le(2**31)]
+NumTokens = Annotated[int, Ge(0), Le(2**31)]
+
+
 @dataclass(frozen=True)
 class RecordedConversation:
     """A prompt with its answer. Token ids are the server's own, where the answer holds them."""
 
     kind: str
-    time: float
+    # By the clock of follow (`clock.py`).
+    time: Annotated[float, Ge(0), Le(LATEST)]
     # What the request said: messages or prompt, tools, arguments of the template, and the temperature.
     request: dict[str, Any]
     answer: str
-    prompt_ids: list[int] | None = None
-    answer_ids: list[int] | None = None
+    prompt_ids: list[TokenId] | None = None
+    answer_ids: list[TokenId] | None = None
     # Accepted and drafted tokens of each round; () where the server does not tell.
-    accepted: tuple[int, ...] = ()
-    drafted: tuple[int, ...] = ()
+    accepted: tuple[NumTokens, ...] = ()
+    drafted: tuple[NumTokens, ...] = ()
     # Tokens of the answer by the server's own count; None where it does not tell, as in a stream without usage.
-    num_tokens: int | None = None
+    num_tokens: NumTokens | None = None
 
     @property
     def digest(self) -> str:
@@ -53,10 +63,19 @@ class RecordedConversation:
         """Return the conversation as a row of a JSON Lines file."""
         return asdict(self)
 
-    @classmethod
-    def from_row(cls, row: dict[str, Any]) -> RecordedConversation:
-        """Return the conversation of a row."""
-        return cls(**{**row, "accepted": tuple(row["accepted"]), "drafted": tuple(row["drafted"])})
+
+RECORDED_ROW = TypeAdapter(RecordedConversation)
+
+
+def parse_recorded(line: bytes) -> RecordedConversation:
+    """Return the conversation of a line of a JSON Lines file; a UserError says what is wrong with it."""
+    try:
+        conversation = RECORDED_ROW.validate_json(line, strict=True)
+    except ValidationError as error:
+        raise UserError(describe_violation(error)) from error
+    if not isinstance(conversation.request.get("messages") or conversation.request.get("prompt"), (str, list)):
+        raise UserError("request holds neither messages nor a prompt")
+    return conversation
 
 
 def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: RoundsParser) -> RecordedConversation | None:

@@ -1,0 +1,125 @@
+"""Requests that do not go on are refused with 408, whatever part they stop in, and keep no others out."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from spectrain.follow import http_server
+from spectrain.follow.bodies import BoundedApplication, send_error
+from spectrain.follow.http_server import serve_in_thread
+from spectrain.servers.ports import find_free_port
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+COMPLETE = HEAD + b"Content-Length: 2\r\n\r\n{}"
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    names = [name.decode() for name, _ in scope["headers"]]
+    await send_error(send, 200, " ".join(names))
+
+
+@asynccontextmanager
+async def no_connections() -> Any:
+    yield
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[str, int]]:
+    """A server with short limits."""
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
+        limits = {"HEAD_SECONDS": 0.2, "PAUSE_SECONDS": 0.2, "BODY_SECONDS": 0.5, "LOOK_SECONDS": 0.02, "MAX_INCOMPLETE": 8}
+        for name, value in limits.items():
+            patched.setattr(http_server, name, value)
+        port = find_free_port()
+        stack.enter_context(serve_in_thread(BoundedApplication(answer, 1000, 1500, 2), "127.0.0.1", port, no_connections))
+        yield "127.0.0.1", port
+
+
+def receive_all(connection: socket.socket, drip: bytes = b"") -> bytes:
+    """Return what the server sends until it closes the connection, while bytes are sent one after the other."""
+    received = b""
+    connection.settimeout(0.02 if drip else 20)
+    while True:
+        try:
+            part = connection.recv(1000)
+        except TimeoutError:
+            connection.sendall(drip)
+            continue
+        except ConnectionError:
+            return received
+        if not part:
+            return received
+        received += part
+
+
+@pytest.mark.parametrize(
+    ("first", "drip", "message"),
+    [
+        (b"", b"", "the headers did not end"),
+        (b"", b"\r\n", "the headers did not end"),
+        (b"POST /v1/comp", b"", "the headers did not end"),
+        (HEAD, b"", "the headers did not end"),
+        (HEAD + b"x-a: ", b"a", "the headers did not end"),
+        (HEAD + b"Content-Length: 900\r\n\r\n{", b"", "the body did not go on"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", b"", "the body did not go on"),
+        (HEAD + b"Content-Length: 900\r\n\r\n{", b" ", "the body did not end"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", "the body did not end"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"x: y\r\n", "the body did not end"),
+    ],
+)
+def test_a_request_that_does_not_go_on_is_refused(address: tuple[str, int], first: bytes, drip: bytes, message: str) -> None:
+    with socket.create_connection(address) as connection:
+        connection.sendall(first)
+        received = receive_all(connection, drip)
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head
+    assert json.loads(body)["error"]["message"].startswith(message)
+
+
+def test_half_of_a_second_request_is_refused_too(address: tuple[str, int]) -> None:
+    with socket.create_connection(address) as connection:
+        connection.sendall(COMPLETE.replace(b"POST", b"GET"))
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"POST /v1")
+        assert b"HTTP/1.1 408 " in receive_all(connection)
+
+
+def test_half_requests_keep_nobody_out(address: tuple[str, int]) -> None:
+    """Ten times as many as may wait: the one that has waited longest is closed, and a complete request is answered."""
+    with ExitStack() as stack:
+        halves = [stack.enter_context(socket.create_connection(address)) for _ in range(80)]
+        for half in halves:
+            half.sendall(HEAD + b"Content-Length: 900\r\n\r\n{")
+        with socket.create_connection(address) as honest:
+            honest.sendall(COMPLETE)
+            assert honest.recv(1000).startswith(b"HTTP/1.1 200 ")
+        assert b" 408 " in receive_all(halves[0])
+
+
+def test_fields_after_a_body_are_no_headers(address: tuple[str, int]) -> None:
+    """They come after the headers were checked, and a proxy must not pass them on."""
+    with socket.create_connection(address) as connection:
+        connection.sendall(
+            HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx-smuggled: y\r\n\r\n"
+        )
+        received = receive_all(connection)
+    assert received.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" in received and b"x-smuggled" not in received
+
+
+def test_endless_trailers_and_bodies_beyond_the_limits_end(address: tuple[str, int]) -> None:
+    with socket.create_connection(address) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
+        try:
+            for _ in range(40):
+                connection.sendall(b"x: " + b"y" * 2**15 + b"\r\n")
+            answer = connection.recv(1000)
+        except ConnectionError:
+            answer = b""
+        assert not answer or b" 400 " in answer
+    with socket.create_connection(address) as connection:
+        connection.sendall(HEAD + b"Content-Length: 1001\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
