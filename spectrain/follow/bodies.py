@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from .requests import Refusal, check_headers
+from .limits import MAX_DROPPED_BYTES
+from .requests import Refusal, check_encoding, check_headers
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -47,6 +48,27 @@ class HeldBytes:
         return True
 
 
+class RequestReceiver:
+    """Receives the parts of a request, and knows whether there are more."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.receive, self.is_complete = receive, False
+
+    async def __call__(self) -> Message:
+        message = await self.receive()
+        self.is_complete = message["type"] != "http.request" or not message.get("more_body")
+        return message
+
+    async def drop_rest(self) -> None:
+        """Read what else comes of the request, within the limits of time and of a number of bytes, and forget it.
+
+        A connection that is closed while bytes of it are unread is reset, and then its client may lose the answer.
+        """
+        num_dropped = 0
+        while not self.is_complete and num_dropped <= MAX_DROPPED_BYTES:
+            num_dropped += len((await self()).get("body", b""))
+
+
 async def read_body(scope: Scope, receive: Receive, limit: int, held: HeldBytes) -> bytes:
     """Return the body of a request; raise a Refusal for one that is too large, before it is read where its length is given."""
     declared = dict(scope["headers"]).get(b"content-length")
@@ -74,13 +96,10 @@ async def send_response(
     status: int,
     content: bytes,
     content_type: str,
-    closes: bool = False,
     headers: tuple[tuple[bytes, bytes], ...] = (),
 ) -> None:
-    """Send a whole response; `closes` ends the connection, of which the rest of the request is not read."""
+    """Send a whole response."""
     sent = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode()), *headers]
-    if closes:
-        sent.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": sent})
     await send({"type": "http.response.body", "body": content, "more_body": False})
 
@@ -90,14 +109,26 @@ def format_error(status: int, message: str) -> bytes:
     return json.dumps({"error": {"message": message[:500], "type": "spectrain_follow", "code": status}}).encode()
 
 
-async def send_error(send: Send, status: int, message: str, closes: bool = False) -> None:
+async def send_error(send: Send, status: int, message: str) -> None:
     """Send an error in OpenAI's form."""
-    await send_response(send, status, format_error(status, message), "application/json", closes)
+    await send_response(send, status, format_error(status, message), "application/json")
 
 
-async def send_refusal(scope: Scope, send: Send, refusal: Refusal) -> None:
-    """Send a refusal. The body of the request may be unread, so that its connection ends."""
-    await send_error(send, refusal.status, str(refusal), closes=scope["method"] == "POST")
+async def send_refusal(scope: Scope, receiver: RequestReceiver, send: Send, refusal: Refusal) -> None:
+    """Send a refusal. Where the body of the request is not read to its end, the connection ends after that."""
+    content = format_error(refusal.status, str(refusal))
+    if receiver.is_complete or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        await send_response(send, refusal.status, content, "application/json")
+        return
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": content, "more_body": True})
+    await receiver.drop_rest()
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class BoundedApplication:
@@ -112,14 +143,16 @@ class BoundedApplication:
         if scope["type"] != "http":
             await send({"type": "websocket.close"})
             return
+        receiver = RequestReceiver(receive)
         try:
             check_headers(scope["headers"])
+            check_encoding(scope["headers"])
             with self.budget.open() as held:
-                body = await read_body(scope, receive, self.max_body_bytes, held)
+                body = await read_body(scope, receiver, self.max_body_bytes, held)
                 with self.count_open(scope):
-                    await self.application(scope, replay_body(body, receive), send)
+                    await self.application(scope, replay_body(body, receiver), send)
         except Refusal as refusal:
-            await send_refusal(scope, send, refusal)
+            await send_refusal(scope, receiver, send, refusal)
 
     @contextmanager
     def count_open(self, scope: Scope) -> Iterator[None]:

@@ -26,6 +26,8 @@ MAX_HEAD_BYTES = 2**16
 """Bytes of a request beside its body from which a connection is closed, beyond what one read holds (256 KiB)."""
 BYTES_PER_BODY_BYTE = 8
 """Bytes on the wire per byte of a body: chunks of one byte take six."""
+MAX_DROPPED_BYTES = 64 * 2**20
+"""Bytes of a refused body that are read, so that its client gets the answer."""
 MAX_PATH_BYTES = 2048
 MAX_MODEL_CHARACTERS = 512
 
@@ -99,6 +101,8 @@ def list_limits() -> list[Limit]:
         Limit("bytes of a path", f"{MAX_PATH_BYTES}", "404"),
         Limit("characters of the name of a model", f"{MAX_MODEL_CHARACTERS}", "400"),
         Limit("body of a request", f"`follow.max_body_bytes`, {format_bytes(settings.max_body_bytes)}", "413"),
+        Limit("rest of a body that is refused, which is read and dropped", format_bytes(MAX_DROPPED_BYTES),
+              "the connection is closed"),
         Limit("bodies and recorded answers of all open requests",
               f"`follow.max_total_bytes`, {format_bytes(settings.max_total_bytes)}", "503; an answer is not recorded"),
         Limit("complete requests that are open", f"`follow.max_requests`, {settings.max_requests}", "503"),

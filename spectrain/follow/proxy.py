@@ -19,7 +19,18 @@ from dataclasses import dataclass, field
 import aiohttp
 from yarl import URL
 
-from .bodies import ByteBudget, HeldBytes, Receive, Scope, Send, read_body, send_error, send_refusal, send_response
+from .bodies import (
+    ByteBudget,
+    HeldBytes,
+    Receive,
+    RequestReceiver,
+    Scope,
+    Send,
+    read_body,
+    send_error,
+    send_refusal,
+    send_response,
+)
 from .control import check_control_request
 from .exchange import Exchange
 from .limits import (
@@ -30,7 +41,17 @@ from .limits import (
     MAX_WAITING_BYTES,
     MAX_WAITING_EXCHANGES,
 )
-from .requests import KIND_HEADER, SWITCH_HEADER, Refusal, Route, check_headers, find_route, parse_body, select_passed_headers
+from .requests import (
+    KIND_HEADER,
+    SWITCH_HEADER,
+    Refusal,
+    Route,
+    check_encoding,
+    check_headers,
+    find_route,
+    parse_body,
+    select_passed_headers,
+)
 from .settings import ListenSettings
 from .upstream import Upstream, UpstreamSwitch
 
@@ -42,6 +63,7 @@ BIG_BODY = 2**16
 KEEP_SECONDS = 4.0
 """Seconds that an idle connection to a server is kept; servers with uvicorn close theirs after 5."""
 PAGE_HEADERS = ((b"cache-control", b"no-store"), (b"referrer-policy", b"no-referrer"), (b"x-content-type-options", b"nosniff"))
+FINAL_STATUSES = range(200, 600)
 # Headers that the client library would add by itself.
 SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type", "Connection")
 
@@ -128,6 +150,7 @@ class Proxy:
             # A connection of another kind, such as a web socket, is closed.
             await send({"type": "websocket.close"})
             return
+        receiver = RequestReceiver(receive)
         try:
             if scope["method"] == "GET" and (page := self.pages.get(scope["path"])) is not None:
                 check_control_request(scope, self.key)
@@ -135,16 +158,17 @@ class Proxy:
                 await send_response(send, 200, content, content_type, headers=PAGE_HEADERS)
                 return
             self.counters.requests += 1
-            await self._handle(scope, receive, send)
+            await self._handle(scope, receiver, send)
         except Refusal as refusal:
             self.counters.refused += 1
-            await send_refusal(scope, send, refusal)
+            await send_refusal(scope, receiver, send, refusal)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.settings.requests is not None:
             raise Refusal(404, "follow reads request logs, so it passes no requests on")
         route = find_route(scope["method"], scope["path"], scope.get("raw_path") or scope["path"].encode())
         check_headers(scope["headers"])
+        check_encoding(scope["headers"])
         is_post = scope["method"] == "POST"
         with self.budget.open() as held:
             body = await read_body(scope, receive, self.settings.max_body_bytes if is_post else 0, held)
@@ -185,7 +209,7 @@ class Proxy:
         self.counters.skipped += self.recorder.add(exchange)
 
     async def _pass_on(self, scope: Scope, route: Route, body: bytes, channel: AnswerChannel) -> int | None:
-        """Pass a request on and its answer back; return the status, or None where the client has gone."""
+        """Pass a request on and its answer back; return the status, or None where client or server broke off."""
         request, is_gone = asyncio.current_task(), False
 
         async def watch_client() -> None:
@@ -207,9 +231,10 @@ class Proxy:
         finally:
             watcher.cancel()
 
-    async def _answer(self, scope: Scope, route: Route, body: bytes, channel: AnswerChannel) -> int:
-        """Return the status of the answer that was passed back. A server that cannot be reached is waited for, and a request
-        that it drops is sent again some times, if its route may be repeated and its answer has not begun."""
+    async def _answer(self, scope: Scope, route: Route, body: bytes, channel: AnswerChannel) -> int | None:
+        """Return the status of the answer that was passed back, or None where the server broke it off. A server that cannot be
+        reached is waited for, and a request that it drops is sent again some times, if its route may be repeated and its answer
+        has not begun."""
         sends = SendAttempts(self.settings.wait_seconds, MAX_SENDS if route.is_repeatable else 1)
         while True:
             upstream = self.servers.active
@@ -218,9 +243,9 @@ class Proxy:
                 return await self._request(upstream, scope, body, channel)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 if channel.has_begun:
-                    # The client sees a broken answer, as it would without the proxy.
+                    # The answer is not ended, so that the client sees a broken one, as it would without the proxy.
                     self.counters.failed += 1
-                    raise ConnectionAbortedError("the server broke off its answer") from error
+                    return None
                 problem = sends.note_failure(was_sent=not isinstance(error, UNSENT))
                 if problem is not None:
                     self.counters.failed += 1
@@ -241,6 +266,8 @@ class Proxy:
         async with self._session.request(
             scope["method"], url, data=body or None, headers=headers, allow_redirects=False
         ) as response:
+            if response.status not in FINAL_STATUSES:
+                raise aiohttp.ClientPayloadError(f"the server answered status {response.status}")
             raw = [*select_passed_headers((name.lower(), value) for name, value in response.raw_headers)]
             async for chunk in response.content.iter_any():
                 # Headers wait for the first part, because a request whose answer has not begun can be repeated.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,10 @@ HOP_HEADERS = {
 }
 """Headers of one connection (RFC 9110, section 7.6.1), which a proxy does not pass on."""
 HEADER_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+CHARSET = re.compile(rb";\s*charset\s*=\s*[\"']?([^\"';\s]*)")
 HEADER_VALUE = re.compile(rb"[^\x00-\x08\x0a-\x1f\x7f]*")
+HALF_CHARACTER = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+"""An escape that is half of a character, unless its other half is beside it."""
 Headers = Iterable[tuple[bytes, bytes]]
 
 
@@ -97,6 +101,16 @@ def check_headers(headers: Headers) -> None:
         raise Refusal(400, "the headers name several lengths")
 
 
+def check_encoding(headers: Headers) -> None:
+    """Raise a Refusal for a body that its headers declare to be compressed or of another encoding than UTF-8."""
+    for name, value in headers:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise Refusal(400, "Content-Encoding: send the body without compression")
+        charset = CHARSET.search(value.lower()) if name == b"content-type" else None
+        if charset is not None and charset[1] not in (b"utf-8", b"utf8", b"us-ascii"):
+            raise Refusal(400, "Content-Type: send the body in UTF-8")
+
+
 def select_passed_headers(headers: Headers) -> Iterator[tuple[bytes, bytes]]:
     """Yield the headers that are passed on, in order."""
     headers = [*headers]
@@ -110,8 +124,16 @@ def select_passed_headers(headers: Headers) -> Iterator[tuple[bytes, bytes]]:
 def parse_body(content: bytes) -> dict[str, Any]:
     """Return the JSON object of a body; raise a Refusal for anything else, and for the name of a model that leads elsewhere."""
     try:
-        body = json.loads(content, object_pairs_hook=make_object, parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as error:
+        # By itself, Python's parser would guess other encodings, and take halves of characters in UTF-8.
+        text = content.decode("utf-8")
+        body = json.loads(text, object_pairs_hook=make_object, parse_constant=refuse_constant, parse_float=parse_float)
+        if HALF_CHARACTER.search(text):
+            json.dumps(body, ensure_ascii=False).encode("utf-8")
+    except UnicodeError as error:
+        raise Refusal(400, "the body is not UTF-8 text; send it in UTF-8, without half characters") from error
+    except RecursionError as error:
+        raise Refusal(400, "the body is not valid JSON: it is nested too deeply") from error
+    except ValueError as error:
         reason = f": {error}" if isinstance(error, MalformedJson) else ""
         raise Refusal(400, f"the body is not valid JSON{reason}") from error
     if not isinstance(body, dict):
@@ -138,6 +160,14 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def refuse_constant(name: str) -> None:
     """Refuse NaN and Infinity."""
     raise MalformedJson(f"{name} is no number")
+
+
+def parse_float(digits: str) -> float:
+    """Return a number; a MalformedJson says that it is too large to be one."""
+    number = float(digits)
+    if not math.isfinite(number):
+        raise MalformedJson(f"{digits[:40]} is too large")
+    return number
 
 
 def is_model_name(model: Any) -> bool:

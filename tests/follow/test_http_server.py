@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spectrain.follow import http_server
+from spectrain.follow import bodies, http_server
 from spectrain.follow.bodies import BoundedApplication, send_error
 from spectrain.follow.http_server import serve_in_thread
 from spectrain.servers.ports import find_free_port
@@ -120,6 +120,20 @@ def test_endless_trailers_and_bodies_beyond_the_limits_end(address: tuple[str, i
         except ConnectionError:
             answer = b""
         assert not answer or b" 400 " in answer
+
+
+@pytest.mark.parametrize("header", [b"", b"Connection: close\r\n"])
+def test_a_client_that_first_sends_all_gets_the_refusal_of_a_large_body(address: tuple[str, int], header: bytes) -> None:
+    """A connection that is closed before all is read would be reset, and the answer lost."""
     with socket.create_connection(address) as connection:
-        connection.sendall(HEAD + b"Content-Length: 1001\r\n\r\n")
-        assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
+        connection.sendall(HEAD + header + b"Content-Length: 8000000\r\n\r\n" + b"x" * 8_000_000)
+        received = receive_all(connection)
+    assert received.startswith(b"HTTP/1.1 413 ") and received.endswith(b"}")
+
+
+def test_a_refused_body_is_read_up_to_a_limit(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "MAX_DROPPED_BYTES", 10_000)
+    with socket.create_connection(address) as connection, pytest.raises(ConnectionError):
+        connection.sendall(HEAD + b"Content-Length: 900000000\r\n\r\n")
+        for _ in range(900):
+            connection.sendall(b"x" * 1_000_000)
