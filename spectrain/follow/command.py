@@ -158,4 +158,5 @@ def format_status(folder: FollowFolder) -> list[str]:
     lines.append("last decisions")
     for decision in [*read_ledger(folder.ledger, report_damage)][-NUM_SHOWN:]:
         lines.append(f"  {format_time(decision['time'])}  {decision['event']}: {describe_entry(decision)}")
-    return lines
+    # A line break in a file would look like another line.
+    return [line.replace("\n", " ") for line in lines]

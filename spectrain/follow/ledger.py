@@ -42,7 +42,8 @@ class Ledger:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file; after a failure, as of a full disk, the file is as it was before."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    # Opening a pipe would wait for somebody who reads it.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
     try:
         size = os.fstat(handle).st_size
         # A power failure may have cut the last line.

@@ -71,7 +71,8 @@ class RequestLogs:
     def take_all(self) -> list[Exchange]:
         """Return the requests of lines that are new, at most some megabytes of each file."""
         exchanges, present = list[Exchange](), set[int]()
-        for path in sorted(self.folder.glob("*.jsonl")):
+        # Opening a pipe would wait for somebody who writes to it.
+        for path in sorted(path for path in self.folder.glob("*.jsonl") if path.is_file()):
             with suppress(OSError), path.open("rb") as file:
                 number = path.stat().st_ino
                 present.add(number)

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -305,21 +305,45 @@ def error_response(status: int, message: str) -> Response:
     return Response(format_error(status, message), status_code=status, media_type="application/json")
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """The words of the command."""
+
+    run: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    # Tokens of a draft.
+    tokens: int = 3
+    name: str = "spectrain"
+
+    @classmethod
+    def parse(cls, words: list[str]) -> EngineOptions:
+        """Return the options of a command line; a UserError names the word that is wrong."""
+        given: dict[str, Any] = {key: value for key, _, value in (word.partition("=") for word in words)}
+        known = [entry.name for entry in fields(cls)]
+        if unknown := [key for key in given if key not in known]:
+            raise UserError(f"{unknown[0]}: there is no such option; use {', '.join(f'{name}=' for name in known)}")
+        if not given.get("run"):
+            raise UserError("run: say whose drafter is served, as in run=runs/NAME")
+        for key, largest in (("port", 65535), ("tokens", 64)):
+            if key in given:
+                if not (given[key].isdecimal() and 1 <= int(given[key][:9]) <= largest):
+                    raise UserError(f"{key}={given[key]}: use 1 to {largest}")
+                given[key] = int(given[key])
+        return cls(**given)
+
+
 def main(words: list[str]) -> None:
     """Serve until a signal ends the process; open requests are answered first."""
-    options = {"host": "127.0.0.1", "port": "8000", "tokens": "3", "name": "spectrain"} | dict(
-        word.split("=", 1) for word in words
-    )
-    if "run" not in options:
-        sys.exit("run: say whose drafter is served, as in run=runs/NAME")
     register_resolvers()
     try:
-        thread, key = DecodingThread(options["run"], int(options["tokens"])), read_control_key()
-    except UserError as error:
+        options = EngineOptions.parse(words)
+        thread, key = DecodingThread(options.run, options.tokens), read_control_key()
+    except (UserError, RunError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     allow_open_files()
-    make_http_server(OwnEngine(thread, options["name"], key).make_application(), options["host"], int(options["port"])).run()
+    make_http_server(OwnEngine(thread, options.name, key).make_application(), options.host, options.port).run()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from spectrain.config.checked_json import read_json_as
+from spectrain.config.saved import require_regular_file
+from spectrain.errors import UserError
 from spectrain.files import lock_file, write_text
 
 from .clock import LATEST, FollowClock, read_date
@@ -81,25 +83,37 @@ class FollowFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the lock of the run; a UserError says that another process follows it."""
-        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with lock_file(self.root / "lock", f"run={self.run}: another process follows this run", "stop it first"):
+        lock = self.root / "lock"
+        require_regular_file(lock, "delete it")
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock.touch()
+        except OSError as error:
+            raise UserError(f"{self.root}: it cannot be written ({error.strerror}); follow needs this folder") from error
+        with lock_file(lock, f"run={self.run}: another process follows this run", "stop it first"):
             yield
 
     def next_candidate(self) -> Path:
         """Return the folder of the next candidate."""
-        numbers = [int(path.name) for path in self.candidates.glob("[0-9]*") if path.name.isdigit()]
+        numbers = [int(path.name) for path in self.candidates.glob("[0-9]*") if path.name.isdecimal()]
         return self.candidates / f"{max(numbers, default=0) + 1:04d}"
 
     def delete_conversations(self, seconds: float) -> None:
         """Delete the conversations in folders of candidates that are older; drafters and proofs stay.
 
-        When a folder was first seen is written into it, because the dates of files come from a clock that may jump.
+        When a folder was first seen is written into it, because the dates of files come from a clock that may jump. Where that
+        cannot be read, the folder counts as seen now.
         """
+        now = self.clock.now()
         for folder in {path.parent for path in self.candidates.glob("*/*.jsonl")}:
-            seen, now = folder / "seen.json", self.clock.now()
-            if not seen.exists():
+            seen = folder / "seen.json"
+            try:
+                # One that is dated ahead would never expire.
+                first_seen = min(now, read_json_as(seen, Date))
+            except UserError:
+                first_seen = now
                 write_text(seen, json.dumps(now) + "\n")
-            if now - read_json_as(seen, Date, "delete it; then the conversations beside it count as new") > seconds:
+            if now - first_seen > seconds:
                 for path in folder.glob("*.jsonl"):
                     path.unlink()
 
@@ -125,7 +139,10 @@ class FollowFolder:
     def holds_drafter(self, active: ActiveDrafter, first: Path) -> bool:
         """Tell whether a saved drafter and the one before it are the run's own; a file may name no others."""
         folders = (self.run.resolve(), first.resolve())
-        paths = [Path(path).resolve() for path in (active.path, active.previous) if path is not None]
+        named = [path for path in (active.path, active.previous) if path is not None]
+        if any("\0" in path for path in named):
+            return False
+        paths = [Path(path).resolve() for path in named]
         return all(any(path.is_relative_to(folder) for folder in folders) for path in paths)
 
     def write_active(self, active: ActiveDrafter) -> None:
@@ -140,6 +157,7 @@ def hash_weights(folder: Path) -> str | None:
         return None
     digest = hashlib.sha256()
     for path in files:
+        require_regular_file(path)
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
