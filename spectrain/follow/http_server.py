@@ -25,6 +25,8 @@ from .limits import (
     BYTES_PER_BODY_BYTE,
     DRAIN_SECONDS,
     HEAD_SECONDS,
+    IDLE_SECONDS,
+    MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
     MAX_INCOMPLETE,
     PAUSE_SECONDS,
@@ -68,9 +70,9 @@ class IncompleteRequests:
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Uvicorn's fast parser, which by itself would collect headers and wait for the rest of a request without end."""
 
-    def __init__(self, *arguments: Any, incomplete: IncompleteRequests, **options: Any) -> None:
+    def __init__(self, *arguments: Any, incomplete: IncompleteRequests, max_connections: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.incomplete = incomplete
+        self.incomplete, self.max_connections = incomplete, max_connections
         self.phase: Literal["head", "body", "complete"] = "complete"
         # When the phase began, and when the last bytes came.
         self.began = self.last_read = time.monotonic()
@@ -80,6 +82,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
+        if len(self.connections) > self.max_connections:
+            self.write_error(503, "Service Unavailable", f"{self.max_connections} connections are open; try again later")
+            self.transport.close()
+            return
         self.begin_phase("head")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -150,10 +156,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if not self.answers_earlier and not (self.phase == "body" and self.cycle.response_started):
-            content = format_error(408, message)
-            head = "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            self.transport.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            self.write_error(408, "Request Timeout", message)
         self.transport.close()
+
+    def write_error(self, status: int, name: str, message: str) -> None:
+        """Write the answer to a request that has not reached the application."""
+        content = format_error(status, message)
+        head = f"HTTP/1.1 {status} {name}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
 
     # Answers
 
@@ -174,7 +184,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 def make_http_server(application: Any, host: str, port: int) -> uvicorn.Server:
     """Return a server for an ASGI application. Its parser bounds the size of headers and the time of a request."""
-    protocol: Any = partial(BoundedHttpProtocol, incomplete=IncompleteRequests())
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = MAX_CONNECTIONS if open_files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, open_files // 2)
+    protocol: Any = partial(BoundedHttpProtocol, incomplete=IncompleteRequests(), max_connections=most)
     config = uvicorn.Config(
         application,
         host=host,
@@ -187,6 +199,7 @@ def make_http_server(application: Any, host: str, port: int) -> uvicorn.Server:
         server_header=False,
         date_header=False,
         proxy_headers=False,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
     return uvicorn.Server(config)

@@ -17,6 +17,9 @@ PAUSE_SECONDS = 10.0
 """Longest pause between two parts of a body."""
 BODY_SECONDS = 60.0
 """Seconds for a whole body."""
+IDLE_SECONDS = 5
+"""Seconds that a connection without a request is kept after an answer."""
+MAX_CONNECTIONS = 8192
 UNREAD_SECONDS = 600.0
 """Seconds that a client may leave an answer unread once the buffers are full."""
 MAX_INCOMPLETE = 256
@@ -95,6 +98,8 @@ def list_limits() -> list[Limit]:
         Limit("pause within a body", f"{PAUSE_SECONDS:g} s", "408"),
         Limit("a whole body", f"{BODY_SECONDS:g} s", "408"),
         Limit("connections whose request is not complete", f"{MAX_INCOMPLETE}", "408 for the one that has waited longest"),
+        Limit("all connections", f"{MAX_CONNECTIONS:,}, and half of the files that this process may open", "503"),
+        Limit("a connection without a request, after an answer", f"{IDLE_SECONDS} s", "the connection is closed"),
         Limit("an answer that its client does not read", f"{UNREAD_SECONDS:g} s", "the connection is closed"),
         Limit("number of headers", f"{MAX_HEADERS}", "431"),
         Limit("bytes of headers", format_bytes(MAX_HEADER_BYTES), f"431, from {format_bytes(MAX_HEAD_BYTES)} on 400"),

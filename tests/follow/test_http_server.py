@@ -1,15 +1,18 @@
 """Requests that do not go on are refused with 408, whatever part they stop in, and keep no others out."""
 
+import asyncio
 import json
 import socket
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
 
 from spectrain.follow import bodies, http_server
-from spectrain.follow.bodies import BoundedApplication, send_error
+from spectrain.follow.bodies import Application, BoundedApplication, send_error
 from spectrain.follow.http_server import serve_in_thread
 from spectrain.servers.ports import find_free_port
 
@@ -27,16 +30,23 @@ async def no_connections() -> Any:
     yield
 
 
+@contextmanager
+def serve(application: Application, max_requests: int = 2, **limits: float) -> Iterator[tuple[str, int]]:
+    """Serve an application with limits of bytes, and with other limits by their names in `http_server`."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in limits.items():
+            patched.setattr(http_server, name, value)
+        port, bounded = find_free_port(), BoundedApplication(application, 1000, 1500, max_requests)
+        with serve_in_thread(bounded, "127.0.0.1", port, no_connections):
+            yield "127.0.0.1", port
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     """A server with short limits."""
-    with pytest.MonkeyPatch.context() as patched, ExitStack() as stack:
-        limits = {"HEAD_SECONDS": 0.2, "PAUSE_SECONDS": 0.2, "BODY_SECONDS": 0.5, "LOOK_SECONDS": 0.02, "MAX_INCOMPLETE": 8}
-        for name, value in limits.items():
-            patched.setattr(http_server, name, value)
-        port = find_free_port()
-        stack.enter_context(serve_in_thread(BoundedApplication(answer, 1000, 1500, 2), "127.0.0.1", port, no_connections))
-        yield "127.0.0.1", port
+    limits = {"HEAD_SECONDS": 0.2, "PAUSE_SECONDS": 0.2, "BODY_SECONDS": 0.5, "LOOK_SECONDS": 0.02, "MAX_INCOMPLETE": 8}
+    with serve(answer, **limits) as address:
+        yield address
 
 
 def receive_all(connection: socket.socket, drip: bytes = b"") -> bytes:
@@ -137,3 +147,57 @@ def test_a_refused_body_is_read_up_to_a_limit(address: tuple[str, int], monkeypa
         connection.sendall(HEAD + b"Content-Length: 900000000\r\n\r\n")
         for _ in range(900):
             connection.sendall(b"x" * 1_000_000)
+
+
+def test_the_number_of_connections_is_bounded() -> None:
+    """Also of those that send nothing; a place is free again once one of them has gone."""
+    with serve(answer, MAX_CONNECTIONS=4) as address, ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(4)]
+        with socket.create_connection(address) as refused:
+            received = receive_all(refused)
+        assert received.startswith(b"HTTP/1.1 503 ") and b"4 connections are open" in received
+        idle[0].close()
+        time.sleep(0.05)
+        with socket.create_connection(address) as honest:
+            honest.sendall(COMPLETE)
+            assert honest.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_connection_without_a_request_is_closed_after_an_answer() -> None:
+    with serve(answer, IDLE_SECONDS=0.1) as address, socket.create_connection(address) as connection:
+        connection.sendall(COMPLETE)
+        assert receive_all(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_answer_that_nobody_reads_ends() -> None:
+    ended = threading.Event()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        part = {"type": "http.response.body", "body": b"x" * 2**18, "more_body": True}
+        watcher = asyncio.ensure_future(receive())
+        while not watcher.done():
+            await send(part)
+            await asyncio.sleep(0)
+        ended.set()
+
+    with serve(stream, UNREAD_SECONDS=0.1) as address, socket.create_connection(address) as connection:
+        connection.sendall(COMPLETE)
+        assert ended.wait(10)
+
+
+def test_complete_requests_that_are_open_are_bounded() -> None:
+    release = threading.Event()
+
+    async def wait(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.to_thread(release.wait, 10)
+        await send_error(send, 200, "done")
+
+    with serve(wait) as address, ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
+        for connection in connections:
+            connection.sendall(COMPLETE)
+            time.sleep(0.02)
+        assert connections[2].recv(1000).startswith(b"HTTP/1.1 503 ")
+        release.set()
+        assert all(connection.recv(1000).startswith(b"HTTP/1.1 200 ") for connection in connections[:2])

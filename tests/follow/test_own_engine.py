@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.follow.own_engine import OwnEngine
+from spectrain.follow.own_engine import EngineOptions, OwnEngine
 
 KEY = "a-key-of-the-tests-0123"
 CONTROL = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -125,3 +125,16 @@ def test_who_may_swap(status: int, body: bytes, headers: dict[str, str]) -> None
 def test_the_key_is_not_taken_from_the_address_of_a_swap() -> None:
     (reply,), thread = send((f"/swap_drafter?key={KEY}", b'{"path": "second"}', {"Content-Type": "application/json"}))
     assert reply.status_code == 401 and not thread.swaps
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["run"], ["run=a", "port=x"], ["run=a", "port=0"], ["run=a", "port=70000"], ["run=a", "tokens=-1"],
+              ["run=a", "other=1"], ["run=a", "--help"]],
+)  # fmt: skip
+def test_a_wrong_word_of_the_command_is_named(words: list[str]) -> None:
+    with pytest.raises(UserError, match=f"^{words[-1].split('=')[0] if words else 'run'}"):
+        EngineOptions.parse(words)
+
+
+def test_the_words_of_the_command() -> None:
+    assert EngineOptions.parse(["run=a", "port=8001"]) == EngineOptions("a", port=8001)

@@ -16,9 +16,17 @@ from spectrain.follow import proxy as proxy_module
 from spectrain.follow.bodies import ByteBudget
 from spectrain.follow.exchange import Exchange
 from spectrain.follow.http_server import serve_in_thread
-from spectrain.follow.limits import MAX_HEAD_BYTES, MAX_SENDS, MAX_WAITING_EXCHANGES
+from spectrain.follow.limits import (
+    MAX_HEAD_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    MAX_MODEL_CHARACTERS,
+    MAX_PATH_BYTES,
+    MAX_SENDS,
+    MAX_WAITING_EXCHANGES,
+)
 from spectrain.follow.proxy import AnswerTap, Proxy, Recorder
-from spectrain.follow.requests import Refusal, find_route, parse_body
+from spectrain.follow.requests import Refusal, check_headers, find_route, parse_body
 from spectrain.follow.settings import ListenSettings
 from spectrain.follow.upstream import UpstreamSwitch
 from spectrain.servers.ports import find_free_port
@@ -229,6 +237,34 @@ def test_bodies_of_every_path_are_checked(server: EchoServer, path: str) -> None
     replies, _ = run(server, work)
     assert [reply.status_code for reply in replies] == [400] * len(replies) and not server.bodies
     assert all("\n" not in reply.json()["error"]["message"] for reply in replies)
+
+
+def test_lengths_of_paths_headers_and_names_are_bounded(server: EchoServer) -> None:
+    """Each at its limit passes, and one more is refused."""
+    path, name = "/v1/models/" + "a" * (MAX_PATH_BYTES - len("/v1/models/")), "a" * MAX_MODEL_CHARACTERS
+    assert find_route("GET", path, path.encode())
+    with pytest.raises(Refusal, match="not passed on"):
+        find_route("GET", path + "a", path.encode() + b"a")
+    assert parse_body(json.dumps({"model": name}).encode())
+    with pytest.raises(Refusal, match="not the name of a model"):
+        parse_body(json.dumps({"model": name + "a"}).encode())
+    check_headers([(b"a", b"")] * MAX_HEADERS)
+    check_headers([(b"a", b"b" * (MAX_HEADER_BYTES - 1))])
+    for headers in ([(b"a", b"")] * (MAX_HEADERS + 1), [(b"a", b"b" * MAX_HEADER_BYTES)]):
+        with pytest.raises(Refusal) as refusal:
+            check_headers(headers)
+        assert refusal.value.status == 431
+
+
+def test_open_requests_are_bounded(server: EchoServer) -> None:
+    async def work(client: httpx.AsyncClient, proxy: Proxy) -> Any:
+        proxy.counters.num_open = 1
+        refused = await client.post("/v1/completions", json={"prompt": "a"})
+        proxy.counters.num_open = 0
+        return refused, await client.post("/v1/completions", json={"prompt": "a"})
+
+    (refused, later), _ = run(server, work, max_requests=1)
+    assert refused.status_code == 503 and "1 requests are open" in refused.text and later.status_code == 200
 
 
 def test_text_of_every_script_passes() -> None:
