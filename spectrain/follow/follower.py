@@ -126,7 +126,7 @@ class TrafficFollower:
         for exchange in self.recorder.take_all():
             try:
                 conversation = parse_exchange(exchange, self.kinds, self.server.parse_rounds)
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            except (UserError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
                 continue
             if conversation is not None:
                 self.add_conversation(conversation)

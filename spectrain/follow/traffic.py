@@ -79,7 +79,10 @@ def parse_recorded(line: bytes) -> RecordedConversation:
 
 
 def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: RoundsParser) -> RecordedConversation | None:
-    """Return the conversation of a request and its answer; None for one that holds no single complete answer."""
+    """Return the conversation of a request and its answer; None for one that holds no single complete answer.
+
+    A UserError says that it holds values which could not be read again, such as half of a character.
+    """
     body, is_chat = json.loads(exchange.request), exchange.route.endswith("chat/completions")
     response = parse_response(exchange.response, is_chat)
     if response is None or len(response["choices"]) != 1 or body.get("n", 1) != 1:
@@ -94,7 +97,7 @@ def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: Rounds
     rounds = parse_rounds(response)
     if rounds is None or not are_consistent(rounds, num_tokens):
         rounds = DraftedRounds((), ())
-    return RecordedConversation(
+    conversation = RecordedConversation(
         kinds.classify(body, exchange.kind_header),
         exchange.time,
         {key: body[key] for key in STORED_REQUEST_KEYS if body.get(key) is not None},
@@ -105,6 +108,7 @@ def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: Rounds
         drafted=rounds.drafted,
         num_tokens=num_tokens,
     )
+    return parse_recorded(json.dumps(conversation.to_row()).encode())
 
 
 def brings_template(body: dict[str, Any]) -> bool:
