@@ -209,8 +209,11 @@ class OwnEngine:
         if isinstance(body, ChatBody):
             messages = [message.to_message() for message in body.messages]
             arguments = check_template_arguments(body.chat_template_kwargs, "request")
-            conversation = Conversation(messages, None, body.documents, arguments)
-            return tokenize_prompt(self.thread.target.template, conversation)
+            template = self.thread.target.template
+            prompt_ids = tokenize_prompt(template, Conversation(messages, None, body.documents, arguments))
+            if body.documents and prompt_ids == tokenize_prompt(template, Conversation(messages, None, None, arguments)):
+                raise UserError("documents: the chat template of this model does not show them; leave them out")
+            return prompt_ids
         prompt: Any = body.prompt
         if isinstance(prompt, str):
             prompt = self.thread.target.tokenizer(prompt, add_special_tokens=body.add_special_tokens)["input_ids"]

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from spectrain.errors import UserError
+from spectrain.follow import own_engine
 from spectrain.follow.own_engine import EngineOptions, OwnEngine
 
 KEY = "a-key-of-the-tests-0123"
@@ -92,6 +93,16 @@ def test_prompts_that_do_not_fit(fields: dict[str, Any]) -> None:
     assert reply.status_code == 400 and reply.json()["error"]["message"].count("\n") == 0
     # A text that cannot fit is not even tokenized.
     assert len(fields.get("prompt", "")) < 500 or not thread.tokenizing
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_documents_that_the_template_does_not_show_are_refused(shows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        own_engine, "tokenize_prompt", lambda template, conversation: [1] * (5 if conversation.documents and shows else 4)
+    )
+    body = {"messages": [{"role": "user", "content": "Hi"}], "documents": [{"text": "a"}]}
+    (reply,), _ = send(("/v1/chat/completions", json.dumps(body).encode(), {}))
+    assert reply.status_code == (200 if shows else 400) and ("documents: " in reply.text) != shows
 
 
 def test_another_model_is_not_served() -> None:
