@@ -278,6 +278,10 @@ class Server(ABC):
         """Return the folder of the active drafter from the answer to `active_drafter_request`; None for an unknown one."""
         return None
 
+    def control_headers(self) -> dict[str, str]:
+        """Return the headers of requests that load another drafter or name the active one."""
+        return {}
+
     def allow_swaps(self) -> Server:
         """Return this server with the settings by which engines that it starts take other drafters, as far as they can."""
         return self
