@@ -6,7 +6,7 @@ size. The rate rms(w) / sqrt(I) therefore changes outputs by a fixed share of wh
 have the size 1 / sqrt(I), that is the rule 1 / I of the maximal update parametrization (Yang et al., 2022). For a weight with a
 meaning, fitted or trained, it keeps large inputs, such as those of massive activations, from undoing it.
 
-Weights with a meaning take a sixteenth of the share of new ones: the noise of the first small batches moves them away from
+Weights with a meaning take an eighth of the share of new ones: the noise of the first small batches moves them away from
 where they are good, and new ones from where they are not.
 """
 
@@ -20,7 +20,7 @@ from .parallel import ParameterGroups
 
 NEW_SHARE = 0.8
 """The largest share of its outputs by which a step changes a new weight, at the peak of the schedule."""
-KEPT_SHARE = 0.05
+KEPT_SHARE = 0.1
 """The same for a weight that was fitted or trained before."""
 STEPS_PER_DOUBLING = 2
 """Rates are rounded to this many values in a factor of two, so that weights of similar size share a group."""
