@@ -48,6 +48,8 @@ HYDRA_DIRECTIVES = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
 # Of a value in a message.
 MAX_SHOWN_CHARACTERS = 300
+# Values of a list or a group in a file; the longest are the nodes of a fixed tree, 4096.
+MAX_VALUES = 10_000
 # Levels of nested settings.
 MAX_NESTING = 64
 
@@ -359,6 +361,8 @@ def find_directives(content: Any, key_path: str = "") -> Iterator[str]:
     """Yield each directive (an instruction instead of data) in a file's content, as a sentence without its end."""
     if key_path.count(".") > MAX_NESTING:
         yield f"{key_path.split('.')[0]} is nested too deeply"
+    elif isinstance(content, (dict, list)) and len(content) > MAX_VALUES:
+        yield f"{key_path or 'the file'} has {len(content)} values, and no setting has more than {MAX_VALUES}"
     elif isinstance(content, dict):
         for key, value in content.items():
             yield from _check_key(str(key), value, f"{key_path}.{key}" if key_path else str(key))

@@ -20,9 +20,9 @@ from .command_only import drop_command_only
 MAX_FILE_BYTES = 16_000_000
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; a UserError says why it cannot be read."""
-    return _read_file(path, json.loads, "JSON")
+def read_json(path: Path, max_bytes: int = MAX_FILE_BYTES) -> Any:
+    """Read a JSON file of at most so many bytes; a UserError says why it cannot be read."""
+    return _read_file(path, json.loads, "JSON", max_bytes)
 
 
 def read_yaml(path: Path) -> Any:
@@ -30,9 +30,9 @@ def read_yaml(path: Path) -> Any:
     return _read_file(path, lambda text: yaml.load(text, _PlainLoader), "YAML")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, max_bytes: int = MAX_FILE_BYTES) -> dict[str, Any]:
     """Read a JSON file that holds settings by name."""
-    content = read_json(path)
+    content = read_json(path, max_bytes)
     if not isinstance(content, dict):
         raise UserError(f"{path}: it holds no settings; copy the file again")
     return content
@@ -47,13 +47,13 @@ class _PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _read_file(path: Path, parse: Callable[[str], Any], kind: str) -> Any:
+def _read_file(path: Path, parse: Callable[[str], Any], kind: str, max_bytes: int = MAX_FILE_BYTES) -> Any:
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path}: this is no file; copy it again")
-        if path.stat().st_size > MAX_FILE_BYTES:
+        if path.stat().st_size > max_bytes:
             raise UserError(
-                f"{path}: it has more than {MAX_FILE_BYTES // 1_000_000} MB, which no settings need; copy the file again"
+                f"{path}: it has more than {max_bytes // 1_000_000} MB, which no settings need; copy the file again"
             )
         return parse(read_text(path))
     except OSError as error:
