@@ -31,9 +31,9 @@ def read_yaml(path: Path) -> Any:
     return parse_file(path, lambda text: yaml.load(text, _PlainLoader), "YAML")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds settings by name."""
-    content = read_json(path)
+def read_json_object(path: Path, limit: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """Read a JSON file of at most `limit` bytes that holds settings by name."""
+    content = read_json(path, limit=limit)
     if not isinstance(content, dict):
         raise UserError(f"{path}: it holds no settings; copy the file again")
     return content

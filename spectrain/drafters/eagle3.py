@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Count, Share, Steps, VocabularySize
+from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularySize, Width
 from spectrain.drafters.layers.compiled_cpu_eagle import find_compiled
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
@@ -61,7 +61,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         # Layers of the target whose hidden states are fused; null uses the family's default layers.
         layers: list[int] | None = None,
         # Number of decoder layers of the drafter.
-        num_layers: Count = 1,
+        num_layers: LayerCount = 1,
         # Number of preceding positions that a token attends to; null attends to all of them.
         window: Count | None = None,
         # Divergence between the target's and the drafter's token distributions.
@@ -74,7 +74,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         # Number of tokens, of the first batches of the training, that start=fitted reads.
         fit_tokens: Count = 65536,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
         # Whether the output layer keeps the target's weights and is not trained.
         freeze_output: bool = False,
         # Configuration keys and variants of the layers that differ from the target's; null copies the target's.

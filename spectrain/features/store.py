@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spectrain.config.saved import read_json_object
 from spectrain.data.chat import Example
-from spectrain.errors import RunError, UserError
+from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import REPEAT_COMMAND, atomic_write, lock_file, write_text
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
@@ -55,6 +57,11 @@ class StoreShard:
     bytes: int
     sha256: str
     sequences: dict[str, int]  # sequence key -> checksum of its tensors
+
+
+SHARD = TypeAdapter(StoreShard)
+MAX_INDEX_BYTES = 200_000_000
+"""Of an index, which has a line for every sequence of a shard."""
 
 
 class FeatureStore(FeatureCache):
@@ -257,14 +264,15 @@ class FeatureStore(FeatureCache):
             if index.name in self.read_indices:
                 continue
             self.read_indices.add(index.name)
+            if not index.exists():  # another process has just dropped the shard
+                continue
             try:
-                shard = StoreShard(**json.loads(index.read_text()))
+                shard = SHARD.validate_python(read_json_object(index, MAX_INDEX_BYTES))
                 if shard.name != index.stem:
                     raise ValueError("it names another file")
-            except FileNotFoundError:  # another process has just dropped the shard
-                continue
-            except (OSError, ValueError, TypeError) as error:
-                self._drop_shard(index.name, f"this index cannot be read ({error})")
+            except ValueError as error:
+                reason = first_line(error).removeprefix(f"{index}: ").removesuffix("; copy the file again")
+                self._drop_shard(index.name, f"this index cannot be read ({reason})")
                 continue
             self._add_shard(shard)
             file = index.with_suffix(".safetensors")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Count, NotNegative, Positive, Seed, Steps
+from spectrain.config.values import Count, NotNegative, Positive, Seed, Steps, Width
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
@@ -76,7 +76,7 @@ class Jacobi(Drafter):
         # How the target is trained: all weights (full) or LoRA adapters (lora).
         adapt: Literal["full", "lora"] = "full",
         # Rank of the LoRA adapters, used with adapt=lora.
-        rank: Count = 32,
+        rank: Width = 32,
         # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         alpha: Positive = 32.0,
         # Seed of the random blocks and states.
