@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -192,7 +193,8 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def sample(self, count: int, seed: int, batch_size: int | None = None) -> Outputs:
-        """Continue the prompt `count` times."""
+        """Continue the prompt `count` times. Cases share no draws, so that their p-values are independent."""
+        seed += 1000 * (crc32(self.name.encode()) % 100_000)
         target = make_known_target(self.dtype)
         rule, size = speed_up(self.rule)(seed=seed, **self.settings), batch_size or self.batch_size
         outputs: list[tuple[int, ...]] = []

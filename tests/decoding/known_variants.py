@@ -161,7 +161,7 @@ def timed_auto(seed: int) -> TreeBuilder:
     """Make an automatic builder with known costs."""
     times = {size: 1 + 0.2 * (size - 1) for size in SIZES}
     builder = TimedAuto(depth=3, budget=8, top_k=2)
-    builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(SIZES, 0.1)}, 0.1, batch=20)))
+    builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(SIZES, 0.1)}, 0.1, batch=100)))
     builder.costs.timing_seconds = 1e9  # nothing is timed anew
     return builder
 
@@ -210,12 +210,12 @@ SHAPED = [
 LONG = [Case(f"{name}; six tokens", rule, builder, length=6) for name, rule, builder in CORE]
 LEFT_OUT = [
     *(
-        Case(f"{name}; rounds left out", rule, builder, lambda target: LeavesRoundsOut(), batch_size=20)
+        Case(f"{name}; rounds left out", rule, builder, lambda target: LeavesRoundsOut(), batch_size=100)
         for name, rule, builder in CORE
     ),
-    Case("match, auto; rounds left out", Match, timed_auto, decode=decode_selectively, batch_size=20),
-    Case("chain, chain of a learned length", SpeculativeSampling, thompson, batch_size=20),
-    Case("block, chain of a learned length", Block, thompson, batch_size=20),
+    Case("match, auto; rounds left out", Match, timed_auto, decode=decode_selectively, batch_size=100),
+    Case("chain, chain of a learned length", SpeculativeSampling, thompson, batch_size=100),
+    Case("block, chain of a learned length", Block, thompson, batch_size=100),
 ]
 COPIES = [
     Case(
