@@ -42,3 +42,17 @@ def test_many_texts_have_the_targets_distribution(case: Case, seed: int) -> None
 def test_texts_do_not_depend_on_the_batch(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     assert case.sample(60, seed=0, batch_size=3) == case.sample(60, seed=0, batch_size=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["chain, chain of 3", "recursive, sampled tree", "recursive, tree without replacement", "match, most likely tree"],
+)
+def test_rules_on_the_device_decode_the_same_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a GPU, interpreted, draw what the references draw, so that the texts have the same distribution."""
+    pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
+    case = next(case for case in CASES if case.name == name)
+    expected = case.sample(20, seed=0)
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    assert case.sample(20, seed=0) == expected
