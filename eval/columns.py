@@ -55,10 +55,10 @@ def format_speedup_interval(speedup: Entry) -> str:
 
 
 def format_identical(lossless: Entry) -> str:
-    """Format how many answers equal their reference; "by rule" if the rule is lossless in distribution alone."""
+    """Format how many answers equal their reference; "not checked" if the rule is lossless in distribution alone."""
     if lossless["checked"]:
         return f"{lossless['identical']} of {lossless['checked']}"
-    return "by rule" if lossless["lossless"] else ""
+    return "not checked" if lossless.get("lossless", True) else "lossy"
 
 
 def format_milliseconds(value: float) -> str:
@@ -154,7 +154,7 @@ SYSTEM_COLUMNS = (
         "lossless",
         "identical",
         format_identical,
-        "Answers that equal the target's own, token by token.",
+        "Answers that equal the target's own, token by token; a rule that is lossless in distribution alone is not checked.",
         logged={"identical": "lossless.identical", "checked": "lossless.checked"},
         shown_in=("terminal", "markdown"),
     ),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from spectrain.decoding.acceptance.base import describe_construction
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.eval.columns import (
     GROUP_COLUMNS,
@@ -189,7 +190,7 @@ def list_caveats(summary: Summary) -> Iterator[str]:
     if setting.get("skipped"):
         yield "Left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()) + "."
     if summary["lossless"] is not None:
-        yield _describe_identity(summary["lossless"])
+        yield describe_identity(summary["lossless"])
 
 
 def describe_noise(summary: Summary) -> Iterator[str]:
@@ -242,7 +243,7 @@ def _describe_trained_target(summary: Summary) -> Iterator[str]:
         yield f"The output is that of the trained target in {summary['setting']['target_path']}."
 
 
-def _describe_identity(lossless: Summary) -> str:
+def describe_identity(lossless: Summary) -> str:
     """Say whether the outputs are the target's."""
     if lossless["differences"]:
         return f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}."
@@ -251,7 +252,7 @@ def _describe_identity(lossless: Summary) -> str:
     if lossless["checked"]:
         ties = len(lossless["near_ties"])
         return f"The output is identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}."
-    return f"Rule {lossless['rule']}: the output follows {lossless['reference']}."
+    return f"{describe_construction(lossless['rule'])}."
 
 
 def format_rates(rates: list[float]) -> str:

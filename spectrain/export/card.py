@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.saved import read_json_object
+from spectrain.decoding.acceptance.base import describe_construction
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
@@ -82,8 +83,8 @@ def measured_section(run: Path) -> list[str]:
         "## Measured",
         "",
         "Tokens per forward of the target, the bonus token included, and speedup over autoregressive decoding, both measured "
-        "by decoding in spectrain's own engine, with 95 % intervals over prompts. Identical: answers equal to those of "
-        "transformers' generate.",
+        "by decoding in spectrain's own engine, with 95 % intervals over prompts. Identical: greedy answers equal to those of "
+        "transformers' generate, or sampled ones equal to those drawn without the drafter with the same seed.",
         "",
         "| evaluation | decoding | tokens per forward | speedup | identical |",
         "| --- | --- | --- | --- | --- |",
@@ -99,6 +100,8 @@ def measured_section(run: Path) -> list[str]:
         lossless = summary.get("lossless") or {}
         if not lossless.get("lossless", True):
             lines.append(f"{lossy_warning(lossless['rule'])}.")
+        elif lossless.get("rule") and not lossless["checked"]:
+            lines.append(f"{describe_construction(lossless['rule'])}.")
         reason = summary["speedup"].get("reason")
         if reason:
             lines.append(f"Its speedup is not to be quoted: {reason}.")
@@ -190,7 +193,8 @@ def format_block(title: str, code: str) -> list[str]:
 
 def format_row(entry: dict[str, Any]) -> str:
     length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
-    identical = f"{lossless['identical']} of {lossless['checked']}" if lossless.get("checked") else "not checked"
+    unchecked = "not checked" if lossless.get("lossless", True) else "lossy"
+    identical = f"{lossless['identical']} of {lossless['checked']}" if lossless.get("checked") else unchecked
     tokens, speedup = (
         f"{value:.2f}{format_interval(entry.get('ci95'))}"
         for value, entry in ((length["pooled"], length), (speed["ratio"], speed))

@@ -283,8 +283,9 @@ def test_every_rule_is_scored(
     candidate = Candidate(shallow, eagle3, builder, rule, SETTING)
     summary = make_evaluation(tmp_path, ("chain", "ngram", "lookahead")).score(candidate, tmp_path / "one")
     assert summary["lossless"]["checked"] == 0 and summary["lossless"]["lossless"] is rule.lossless
+    assert summary["lossless"]["evidence"] == ("by construction" if rule.lossless else "none")
     copied = summary["compared"]["ngram"]["lossless"]  # nothing is drawn there: matched with the same p
-    assert copied["rule"] == "match" and copied["identical"] == copied["checked"] == 4
+    assert copied["rule"] == "match" and copied["identical"] == copied["checked"] == 4 and copied["evidence"] == "checked"
     make_evaluation(tmp_path, check=False).score(candidate, tmp_path / "two")
     outputs = [[line["output_tokens"] for line in read_samples(tmp_path / name)] for name in ("one", "two")]
     assert outputs[0] == outputs[1]
