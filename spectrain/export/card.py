@@ -90,13 +90,13 @@ def measured_section(run: Path) -> list[str]:
         "| --- | --- | --- | --- | --- |",
     ]
     for name, summary in summaries.items():
+        compared = summary.get("compared", {})
         entries = {describe_tree(summary): summary}
-        chain = summary.get("compared", {}).get("chain")
-        if chain:
-            entries[describe_tree(chain)] = chain
+        entries |= {describe_tree(compared[key]): compared[key] for key in ("chain", "own", "auto") if key in compared}
         lines += [f"| {name} | {tree} | {format_row(entry)} |" for tree, entry in entries.items()]
     for name, summary in summaries.items():
         lines += ["", f"{name}: {setting_line(summary['setting'])}"]
+        lines += [*fastest_line(summary), *acceptance_lines(summary)]
         lossless = summary.get("lossless") or {}
         if not lossless.get("lossless", True):
             lines.append(f"{lossy_warning(lossless['rule'])}.")
@@ -106,6 +106,26 @@ def measured_section(run: Path) -> list[str]:
         if reason:
             lines.append(f"Its speedup is not to be quoted: {reason}.")
     return [*lines, *warn_of_long_texts(summaries)]
+
+
+def fastest_line(summary: Mapping[str, Any]) -> list[str]:
+    """Return what the evaluation recommends: its fastest system, or plain decoding; [] where it recommends nothing."""
+    name, compared = summary.get("recommended"), summary.get("compared", {})
+    if name == "autoregressive":
+        return ["Plain decoding was fastest there: use no drafter."]
+    entry = compared.get(name) or (summary if name == "drafter" else {})
+    ratio = (entry.get("speedup") or {}).get("ratio", 0.0)
+    return [f"Fastest there: {entry['label']}, {ratio:.2f} times as fast as plain decoding."] if ratio > 1 else []
+
+
+def acceptance_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return the drafter's tokens per forward in every fixed tree, with those before training."""
+    lines = []
+    for entry in (summary.get("acceptance") or {}).values():
+        drafters = {name: f"{part['pooled']:.2f}{format_interval(part['ci95'])}" for name, part in entry["drafters"].items()}
+        before = f"; before training {drafters['untrained']}" if "untrained" in drafters else ""
+        lines.append(f"Tokens per forward in a fixed tree, {entry['label']}: {drafters['drafter']}{before}.")
+    return lines
 
 
 def warn_of_long_texts(summaries: dict[str, dict[str, Any]]) -> list[str]:
@@ -167,9 +187,9 @@ def measured_rates(run: Path) -> tuple[str, list[float]] | None:
 
 def chain_rates(summary: Mapping[str, Any]) -> list[float]:
     """Return the share of a chain's rounds that accept all draft tokens up to each position; [] if no chain was measured."""
-    chain = summary.get("compared", {}).get("chain") or {}
-    if (summary.get("tree") or {}).get("name") == "chain":
-        chain = summary
+    entries = [summary, *(summary.get("compared", {}).get(key) or {} for key in ("chain", "own"))]
+    chains = [entry for entry in entries if (entry.get("tree") or {}).get("name") == "chain"]
+    chain = max(chains, key=lambda entry: len(entry.get("acceptance_by_depth") or ()), default={})
     # An evaluation has the shares of the rounds that accepted all tokens before.
     return [*accumulate(chain.get("acceptance_by_depth") or (), mul)]
 
