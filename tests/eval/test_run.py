@@ -450,8 +450,9 @@ def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp
         replace(evaluation, engine="fast")  # type: ignore[arg-type]
 
 
-def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Path) -> None:
-    """A requested tree, a sweep, captured rounds, sampled children and copies each keep the measured tree from coming first."""
+def test_a_chain_of_3_comes_first_without_a_requested_tree(shallow: Target, tmp_path: Path) -> None:
+    """A requested tree, a sweep and a drafter with that chain keep it from coming first; tree=auto, which may draft
+    nothing, does not."""
     for overrides, measured in (
         (["recipe=eagle3", "trainer.lr=1"], True),
         (["tree=chain"], False),
@@ -463,10 +464,13 @@ def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Pat
     for drafter, builder, settings, first in (
         (eagle3, Eagle2(3, 6), {}, True),
         (eagle3, Eagle2(3, 6), {"measured": False}, False),
-        (eagle3, Eagle2(3, 6), {"engine": "captured"}, False),
+        (eagle3, Eagle2(3, 6), {"engine": "captured"}, True),
         (eagle3, Eagle2(3, 6), {"sweep": "tree"}, False),
+        (eagle3, Chain(2), {}, True),
         (eagle3, Chain(3, "sampled"), {}, False),
+        (eagle3, Auto(3, 8, 2), {"measured": False, "baselines": ("own",)}, True),
+        (eagle3, Auto(3, 8, 2), {"measured": False, "baselines": ()}, False),
         (ngram, Chain(3), {}, False),
     ):
         candidate = Candidate(shallow, drafter, builder, Greedy(), SETTING)
-        assert make_evaluation(tmp_path, **{"measured": True, **settings}).uses_auto_tree(candidate) == first
+        assert make_evaluation(tmp_path, **{"measured": True, **settings}).puts_chain_first(candidate) == first
