@@ -4,7 +4,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +38,7 @@ from .checkpoints import (
     save_checkpoint,
     select_trained_groups,
 )  # fmt: skip
-from .initial_fit import BatchKey, batch_key, fit_initial_weights
+from .initial_fit import fit_initial_weights
 from .parallel import WAITING, ParallelStrategy, ProcessMonitor
 from .progress import RunProgress
 from .rates import choose_rates, describe_rates, split_by_rate
@@ -71,8 +70,6 @@ class TrainingRun(RunProgress):
         self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
-        # Batches of the fitted start, until the training takes them.
-        self.fitted_batches: dict[BatchKey, Batch] = {}
 
     # Beginning
 
@@ -92,7 +89,8 @@ class TrainingRun(RunProgress):
             load_trained_weights(self.drafter, self.target, weights)
             tensors, numbers = self.restore_progress(progress, tensors), progress["optimizer"]
         else:
-            self.fit_start(dataset.stream_batches(self.trainer.batch_settings, batches_per_step=self.trainer.accumulate))
+            stream = dataset.stream_batches(self.trainer.batch_settings, batches_per_step=self.trainer.accumulate)
+            self.data_position = fit_initial_weights(self, self.drafter, self.target, stream)
             if self.trainer.lr == "auto":
                 self.choose_rates()
         self.start_training()
@@ -106,10 +104,6 @@ class TrainingRun(RunProgress):
         self.batches = BatchQueue(self.stream, self.source.num_ahead, self.source.request_ahead)
         self.data_position = self.batches.state_dict()
         return checkpoint
-
-    def fit_start(self, stream: Iterable[list[Example]]) -> None:
-        """Fit the drafter's initial weights to the first batches of a stream, where the family and its settings do that."""
-        self.fitted_batches = fit_initial_weights(self, self.drafter, self.target, stream)
 
     def choose_rates(self) -> None:
         """Choose the learning rate of every parameter that a stage trains, by its size before the first step."""
@@ -226,12 +220,8 @@ class TrainingRun(RunProgress):
 
     def _make_batch(self, examples: list[Example]) -> Batch:
         layers = self.drafter.stages[self.stage].layers
-        fitted = self.fitted_batches.pop(batch_key(examples), None) if self.fitted_batches else None
-        if fitted is not None:
-            batch = fitted.to(self.parallel.device)
-        else:
-            request = BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
-            batch = self.source.make_batch(request)
+        request = BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
+        batch = self.source.make_batch(request)
         num_tokens, context = self.trainer.loss_tokens, self.parallel.context
         if num_tokens is not None:
             batch = sample_loss_windows(batch, num_tokens, self.trainer.seed, self.step)
