@@ -156,8 +156,9 @@ def list_rows(summary: Entry) -> dict[str, Entry]:
     A comparison thus recommends what the evaluation's own table does.
     """
     systems, fastest = list_same_drafter(summary), choose_fastest(summary)
-    others = summary["compared"]
-    return systems | ({fastest: others[fastest]} if fastest in others and fastest not in systems else {})
+    if fastest is None or fastest in systems or fastest not in summary["compared"]:
+        return systems
+    return {**systems, fastest: summary["compared"][fastest]}
 
 
 def list_same_drafter(summary: Entry) -> dict[str, Entry]:

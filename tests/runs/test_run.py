@@ -62,8 +62,10 @@ def test_a_run_leaves_what_the_readme_says(finished_run: Path) -> None:
     for key in ("acceptance_length", "acceptance_by_depth", "tokens_per_second", "speedup", "time_share", "lossless",
                 "by_category", "setting"):  # fmt: skip
         assert key in summary
-    assert set(summary["compared"]) == {"own", "copies", "retrieval", "chain", "untrained", "ngram"}
-    assert summary["setting"]["tree"]["name"] == "auto" and summary["compared"]["own"]["tree"]["name"] == "eagle2"
+    assert set(summary["compared"]) == {"own", "auto", "copies", "retrieval", "untrained", "ngram"}
+    assert summary["setting"]["tree"]["name"] == "chain" and summary["compared"]["own"]["tree"]["name"] == "eagle2"
+    assert summary["acceptance"]["chain"]["drafters"]["drafter"]["pooled"] == summary["acceptance_length"]["pooled"]
+    assert summary["acceptance"]["tree"]["drafters"].keys() == {"drafter", "untrained"}
     for system in (summary, *summary["compared"].values()):
         assert system["lossless"]["identical"] == system["lossless"]["checked"] == 2
     assert summary["setting"]["target"] == "tiny" and summary["setting"]["recipe"] == "eagle3"
