@@ -68,7 +68,8 @@ class Baselines(EvalExtension):
         """Return the same drafter with other trees."""
         drafter, rule, capabilities = candidate.drafter, candidate.rule, candidate.drafter.capabilities
         own, systems = candidate.default_builder or candidate.builder, []
-        if "own" in self.names and candidate.default_builder is not None:
+        # A requested tree that may draft nothing is always scored, although a chain stands at the top in its place.
+        if candidate.default_builder is not None and ("own" in self.names or own.decides_to_draft):
             systems.append(System("own", f"drafter, {describe_tree(own)}", drafter, own, rule))
         if "auto" in self.names and supports_auto_tree(candidate.target, drafter, own):
             systems.append(System("auto", f"drafter, {describe_tree(Auto())}", drafter, Auto(), rule))

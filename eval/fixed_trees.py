@@ -1,7 +1,7 @@
 """Acceptance in fixed trees: the quality of every drafter in the same trees, apart from whether drafting pays here.
 
 A tree that goes by measured times may draft nothing, so its tokens per forward say how often it drafted, not how good the
-drafter is. The drafter, its state before training and the shipped one are therefore decoded in the same fixed trees too.
+drafter is. The drafter, an untrained one and the shipped one are therefore decoded in the same fixed trees too.
 """
 
 from collections.abc import Mapping, Sequence

@@ -59,7 +59,7 @@ def recommend_system(summary: Summary) -> Iterator[str]:
 
 
 def describe_acceptance(summary: Summary) -> Iterator[str]:
-    """Say how good the drafter is in each fixed tree, beside the shipped one, and what training added to it."""
+    """Say how good the drafter is in each fixed tree, beside the untrained one, without any fit, and the shipped one."""
     for entry in (summary.get("acceptance") or {}).values():
         drafters, gain = entry["drafters"], entry["gain"]
         text = f"Tokens per forward in a fixed tree ({entry['label']}): "
@@ -68,7 +68,7 @@ def describe_acceptance(summary: Summary) -> Iterator[str]:
         else:
             before, after = (format_length_with_ends(drafters[name]) for name in (gain["over"], DRAFTER))
             ends = format_interval(gain["ci95"])
-            text += f"{before} before training, {after} after: {gain['ratio']:.2f} times{f' (95 % {ends})' if ends else ''}"
+            text += f"untrained {before}, this drafter {after}: {gain['ratio']:.2f} times{f' (95 % {ends})' if ends else ''}"
         if "shipped" in drafters:
             text += f"; shipped drafter {format_length_with_ends(drafters['shipped'])}"
         yield text + "."

@@ -171,13 +171,12 @@ class Evaluation(PromptedEvaluation):
     def puts_chain_first(self, candidate: Candidate) -> bool:
         """Tell whether the numbers at the top are those of a chain of 3, in place of the drafter's own tree.
 
-        They are if no tree was requested, or one that may draft nothing: its tokens per forward would not be the drafter's. The
-        tree itself is then a system of its own, unless `baselines` leave it out.
+        They are if no tree was requested, or one that may draft nothing: its tokens per forward would not be the drafter's.
         """
         own = candidate.builder
         if self.varies_trees or (own.is_chain and own.depth == 3 and own.is_fixed):
             return False
-        return self.measured or (own.decides_to_draft and "own" in self.baselines)
+        return self.measured or own.decides_to_draft
 
     def _make_systems(self, candidate: Candidate, extensions: list[EvalExtension]) -> tuple[list[System], Calibration | None]:
         """Return the systems to decode, the drafter with its tree first, all of them prepared."""

@@ -119,11 +119,11 @@ def fastest_line(summary: Mapping[str, Any]) -> list[str]:
 
 
 def acceptance_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return the drafter's tokens per forward in every fixed tree, with those before training."""
+    """Return the drafter's tokens per forward in every fixed tree, with those of the untrained drafter."""
     lines = []
     for entry in (summary.get("acceptance") or {}).values():
         drafters = {name: f"{part['pooled']:.2f}{format_interval(part['ci95'])}" for name, part in entry["drafters"].items()}
-        before = f"; before training {drafters['untrained']}" if "untrained" in drafters else ""
+        before = f"; untrained {drafters['untrained']}" if "untrained" in drafters else ""
         lines.append(f"Tokens per forward in a fixed tree, {entry['label']}: {drafters['drafter']}{before}.")
     return lines
 
