@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.drafters.capabilities import Capabilities
 from spectrain.errors import UserError
 from spectrain.eval.columns import DRAFTER
 from spectrain.eval.intervals import interval
@@ -38,15 +39,18 @@ def make_chain(own: TreeBuilder) -> Chain:
     return Chain(3, own.children, own.temperature, own.seed)
 
 
-def choose_trees(own: TreeBuilder, rule: AcceptanceRule, is_copier: bool = False) -> dict[str, TreeBuilder]:
+def choose_trees(own: TreeBuilder, rule: AcceptanceRule, capabilities: Capabilities) -> dict[str, TreeBuilder]:
     """Return the fixed trees: a chain of 3, and EAGLE-2's tree of 16 nodes or the nearest valid one.
 
-    The nearest tree is the drafter's own, if that branches and does not go by measured times; without one it is left out.
+    The nearest tree is the drafter's own, if that branches and does not go by measured times; without one it is left out, as
+    for a drafter of chains.
     """
     trees: dict[str, TreeBuilder] = {CHAIN: make_chain(own)}
+    if capabilities.chains_only:
+        return trees
     is_usable = not own.is_chain and not own.decides_to_draft and not own.uses_latency
     for builder in (Eagle2(), *([own] if is_usable else [])):
-        if is_copier or allows_tree(rule, builder):
+        if capabilities.is_copier or allows_tree(rule, builder):
             trees[TREE] = builder
             break
     return trees
@@ -81,8 +85,7 @@ class FixedTrees:
 
     def systems(self, own: TreeBuilder, systems: Sequence[System]) -> list[System]:
         """Return the systems to decode without timing them; a timed system that drafts the same is not decoded again."""
-        rule, is_copier = systems[0].rule, systems[0].drafter.capabilities.is_copier
-        self.trees = choose_trees(own, rule, is_copier)
+        self.trees = choose_trees(own, systems[0].rule, systems[0].drafter.capabilities)
         self.names = {key: {} for key in self.trees}
         untimed = []
         for key, builder in self.trees.items():

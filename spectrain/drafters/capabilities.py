@@ -54,6 +54,8 @@ class Capabilities:
 
     # Another drafter can contain it: it leaves verification to the target and adds no nodes to the tree.
     nestable: bool = True
+    # It drafts chains, and refuses a tree that branches.
+    chains_only: bool = False
     # It looks drafts up and computes no distribution, so nothing is drawn.
     is_copier: bool = False
     # Its trees hold copies without a draft probability q, so rules that weigh p against q are refused.

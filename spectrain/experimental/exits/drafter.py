@@ -5,6 +5,7 @@ Shapes: B batch, N nodes, E exits, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -72,6 +73,8 @@ class Exits(Drafter):
         if estimate and measure == "entropy":
             raise UserError("drafter.estimate=true: a Beta distribution is of probabilities; use drafter.measure=probability")
         self.measure, self.threshold, self.estimate, self.level = measure, threshold, estimate, level
+        if estimate:
+            self.capabilities = replace(self.capabilities, chains_only=True)
         self.head = target.head
         self.ladder: ExitLadder | None = None
         self.estimator = ThresholdEstimator()

@@ -87,7 +87,12 @@ class Jacobi(Drafter):
         self.language_model_weight, self.self_distillation = language_model_weight, self_distillation
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=True)
         is_copier = method != "speculative"
-        self.capabilities = replace(self.capabilities, is_copier=is_copier, target_training=self.target_training)
+        self.capabilities = replace(
+            self.capabilities,
+            is_copier=is_copier,
+            chains_only=method == "speculative",
+            target_training=self.target_training,
+        )
         self.trajectories = Trajectories(block, num_blocks, seed)
         self.guesses: list[list[int]] = []  # the guesses of each text that were verified last
         self.answers: list[list[int]] = []  # the target's predictions after the root and after each guess
