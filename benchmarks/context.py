@@ -24,13 +24,13 @@ from spectrain.decoding.loop import EagerRunner, make_request, prefill_context
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.experimental.less_cache.bytes_read import BytesRead
-from spectrain.experimental.less_cache.evaluation import measure_traffic
 from spectrain.files import write_text
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, TreeBuilder
 from spectrain.trees.base import RootOnlyBuilder
+from spectrain_research.less_cache.bytes_read import BytesRead
+from spectrain_research.less_cache.evaluation import measure_traffic
 
 from .command import run_benchmark
 from .measure import describe_setting

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spectrain.config.choices import find_choice, find_constructor
+from spectrain.config.choices import find_choice, load_constructor
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import DrafterWithExits
@@ -17,6 +17,7 @@ from spectrain.errors import UserError
 from spectrain.eval.columns import DRAFTER, RECOMMENDED
 from spectrain.eval.extensions import EvalExtension, Results
 from spectrain.eval.fixed_trees import FixedTrees, drafts_alike, make_chain
+from spectrain.eval.installed_baselines import list_installed_baselines
 from spectrain.eval.leaks import check_no_leak
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.systems import System, describe_tree
@@ -26,13 +27,14 @@ from spectrain.runs.candidate import Candidate
 from spectrain.runs.drafters import find_shipped_drafter, load_shipped_drafter
 from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
-TRAINING_FREE = ("ngram", "lookahead", "retrieval")  # choices of `drafter`
 FIXED = "fixed"  # acceptance of the drafter, the untrained and the shipped one in the same fixed trees
-OURS = ("own", "auto", RECOMMENDED, "chain", "shipped", "untrained", FIXED, *TRAINING_FREE)
 DEFAULT_BASELINES = ("own", "auto", RECOMMENDED, "retrieval", "chain", "shipped", "untrained", FIXED, "ngram")
 COPYING = {RECOMMENDED, "retrieval"}  # baselines that may copy from a store
 OWN_STORE = "own"  # the answers that a run was trained on
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
+INSTALLED = tuple(baseline.name for baseline in list_installed_baselines() if baseline.is_baseline)
+TRAINING_FREE = ("ngram", *INSTALLED, "retrieval")  # choices of `drafter`
+OURS = ("own", "auto", RECOMMENDED, "chain", "shipped", "untrained", FIXED, *TRAINING_FREE)
 
 
 @dataclass
@@ -104,9 +106,9 @@ class Baselines(EvalExtension):
             systems.append(System("retrieval", f"retrieval alone{suffix}", retrieval, retrieval_tree(candidate), rule))
         if "ngram" in names:
             systems.append(System("ngram", f"n-gram lookup{suffix}", Ngram(target), Chain(min(3, own.depth)), rule))
-        if "lookahead" in names and (lookahead := find_constructor("drafter", "lookahead")) is not None:
-            tree = Eagle2(own.depth, own.budget)
-            systems.append(System("lookahead", f"lookahead{suffix}", lookahead(target), tree, rule))
+        for name in (name for name in INSTALLED if name in names):
+            tree, drafter = Eagle2(own.depth, own.budget), load_constructor("drafter", name)(target)
+            systems.append(System(name, f"{name}{suffix}", drafter, tree, rule))
         return systems
 
     def _open_store(self, candidate: Candidate) -> Datastore | None:

@@ -23,6 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from spectrain.config.build import GroupSpec
+from spectrain.config.missing import explain_missing
 from spectrain.config.signatures import list_keys
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
@@ -32,6 +33,7 @@ from spectrain.eval.axes.points import AXIS_LABELS
 from spectrain.eval.columns import DRAFTER, tracked_comparison
 from spectrain.eval.comparison import ScoredRun
 from spectrain.eval.engines import compare_engines, read_scores
+from spectrain.eval.installed_baselines import list_installed_baselines
 from spectrain.eval.page import write_report
 from spectrain.eval.recommendations import compare_runs
 from spectrain.eval.report import print_comparison, print_engines
@@ -56,8 +58,9 @@ class Comparison:
     seconds: float = 45.0
     # Training budget of each recipe in tokens; null trains for compare.seconds instead.
     tokens: int | None = None
-    # Drafters that need no training and are scored next to the recipes.
-    training_free: tuple[str, ...] = ("ngram", "retrieval", "lookahead", "layer_skip")
+    # Drafters that need no training and are scored next to the recipes; null takes ngram, retrieval and those that installed
+    # packages name.
+    training_free: tuple[str, ...] | None = None
     # Number of prompts that are decoded together to measure throughput; null does not measure it.
     batch: int | None = 8
     # Number of conversations that every recipe trains on; null uses all of them.
@@ -74,6 +77,12 @@ class Comparison:
         for key, value in (("seconds", self.seconds), ("tokens", self.tokens), ("batch", self.batch)):
             if value is not None and not value > 0:
                 raise UserError(f"compare.{key}={value}: use more than 0")
+
+    def list_untrained(self) -> tuple[str, ...]:
+        """Return the drafters that need no training."""
+        if self.training_free is not None:
+            return self.training_free
+        return ("ngram", "retrieval", *(drafter.name for drafter in list_installed_baselines() if drafter.is_compared))
 
     @property
     def budget(self) -> str:
@@ -169,7 +178,7 @@ class Contest:
 
     def run(self, recipes: Any) -> list[ScoredRun]:
         """Train and score every drafter that is not finished yet."""
-        names, untrained = select_recipes(recipes), self.comparison.training_free
+        names, untrained = select_recipes(recipes), self.comparison.list_untrained()
         if not names and not untrained:
             raise UserError("recipes: there is nothing to compare; name a recipe, a run or a drafter in compare.training_free")
         self.passed = [override for override in self.spec.overrides if override_key(override) not in COMMAND_KEYS]
@@ -319,6 +328,8 @@ def select_recipes(names: Any) -> list[str]:
         return [name for name in choices if trains_drafter(name)]
     selected = [str(name) for name in names] if isinstance(names, list) else str(names).split(",")
     for name in selected:
+        if name not in choices and (missing := explain_missing("recipe", name)) is not None:
+            raise UserError(missing)
         if name not in choices:
             raise UserError(f"recipes={name}: there is no such recipe; {suggest_nearest(name, choices)}")
         if not trains_drafter(name):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from spectrain.config.missing import explain_missing
 from spectrain.config.values import FolderName
 from spectrain.decoding.session import EngineChoice
 from spectrain.errors import UserError
@@ -44,9 +45,10 @@ class EvalSettings:
     max_new_tokens: int = 128
     # Number of prompts that are decoded together.
     batch_size: int = 1
-    # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped, untrained, ngram,
-    # lookahead and retrieval; transformers decodes generate, prompt_lookup, assistant and early_exit. With fixed, the drafter,
-    # the untrained and the shipped one are also decoded in the same fixed trees, a chain of 3 and 16 nodes, without times.
+    # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped, untrained, ngram, retrieval
+    # and those of installed packages; transformers decodes generate, prompt_lookup, assistant and early_exit. With fixed, the
+    # drafter, the untrained and the shipped one are also decoded in the same fixed trees, a chain of 3 and 16 nodes, without
+    # times.
     baselines: tuple[str, ...] = DEFAULT_BASELINES
     # Score a chain of 3 first, and the drafter's own tree and tree=auto as further systems. Default of train, eval and compare:
     # true if no tree= is given.
@@ -112,6 +114,9 @@ class EvalSettings:
             raise UserError(f"eval.serve_in={self.serve_in}: choose from {', '.join(get_args(ServingEngine))}")
         if self.drafter_dtype not in get_args(DrafterDtype):
             raise UserError(f"eval.drafter_dtype={self.drafter_dtype}: choose from {', '.join(get_args(DrafterDtype))}")
+        for name in self.baselines:
+            if name not in (*OURS, *TRANSFORMERS) and (missing := explain_missing("drafter", name)) is not None:
+                raise UserError(f"eval.baselines: {missing}")
         refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
         self.context_filler = ContextFiller.parse(self.context, self.context_method, self.documents)
         if "assistant" in self.baselines and self.assistant is None:
@@ -135,6 +140,12 @@ class EvalSettings:
     def reads_data(self) -> bool:
         """Whether the evaluation needs the data that a run was trained on."""
         return bool({"untrained", *(COPYING if self.store == OWN_STORE else ())} & {*self.baselines})
+
+
+def refuse_empty(key: str, numbers: tuple[int, ...] | None) -> None:
+    """Refuse a list of numbers that is empty or has one below 1; null is allowed."""
+    if numbers is not None and (not numbers or any(number < 1 for number in numbers)):
+        raise UserError(f"eval.{key}={list(numbers)}: give numbers from 1 on")
 
 
 def refuse_below(key: str, value: Any, least: int) -> None:

@@ -35,6 +35,7 @@ from spectrain.runs.drafters import save_drafter
 from spectrain.runs.score import evaluate
 from spectrain.runs.train import train_and_score
 
+ROOT = Path(__file__).parents[1]
 TRAINING = [
     "target=tiny",
     "trainer.max_steps=6",
@@ -49,7 +50,7 @@ SCORING = ["target=tiny", "eval.limit=2", "eval.max_new_tokens=24", "eval.baseli
 # Parts of a summary that time, memory, the machine or the moment decides.
 UNSTABLE_KEYS = re.compile(
     "second|speed|time|noise|memory|bytes|date|commit|version|thread|machine|hardware|device|price|cost|predicted|traffic|load"
-    "|recommended|bound|latency|path|provenance|jitter|energy|joule"
+    "|recommended|bound|latency|command|path|provenance|jitter|energy|joule"
 )
 DFLASH = {"block_size": 5, "num_layers": 2}
 SMALL: dict[str, dict[str, Any]] = {
@@ -99,7 +100,7 @@ def hash_tensors(path: Path) -> dict[str, str]:
 
 
 def attempt(measure: Callable[[], Any], scratch: Path) -> Any:
-    """Return what was measured, or the error as text; both without the path of the scratch folder."""
+    """Return what was measured, or the error as text; both without the paths of the folders."""
     try:
         with redirect_stdout(StringIO()):
             measured = measure()
@@ -107,7 +108,7 @@ def attempt(measure: Callable[[], Any], scratch: Path) -> Any:
         measured = {"error": str(error)}
     except Exception as error:
         measured = {"exception": f"{type(error).__name__}: {error}"[:300]}
-    return json.loads(json.dumps(measured).replace(str(scratch), "DIR"))
+    return json.loads(json.dumps(measured).replace(str(scratch), "DIR").replace(str(ROOT), "ROOT"))
 
 
 def train_recipe(recipe: str, folder: Path, target: Target) -> dict[str, Any]:

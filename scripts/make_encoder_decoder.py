@@ -28,8 +28,8 @@ from transformers import (
 
 from scripts.tiny_training import minimize_loss
 from spectrain.data.readers import EmbeddedReader
-from spectrain.experimental.encoder_decoder.sources import read_sound
 from spectrain.models.bundled import load_tiny_tokenizer
+from spectrain_research.encoder_decoder.sources import read_sound
 
 PAD, BEGIN, END = 0, 1, 2  # special tokens of the tiny tokenizer
 NOTES = ("do", "re", "mi", "fa", "sol", "la", "ti")

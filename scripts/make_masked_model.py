@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from scripts.tiny_training import take_step
 from spectrain.data.chat import Example, tokenize_conversation
 from spectrain.data.readers import EmbeddedReader
-from spectrain.experimental.diffusion.model import MaskedLM
-from spectrain.experimental.diffusion.training import MaskedBatch, collect_indications, edit_loss, masked_loss
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
+from spectrain_research.diffusion.model import MaskedLM
+from spectrain_research.diffusion.training import MaskedBatch, collect_indications, edit_loss, masked_loss
 
 BATCH = 16
 PROMPT = 64  # tokens of a prompt at most

@@ -24,11 +24,11 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from spectrain.experimental.beams.items import ItemTrie
-from spectrain.experimental.beams.search import SearchSettings
-from spectrain.experimental.beams.session import BeamSession
 from spectrain.files import write_text
 from spectrain.models.target import Target
+from spectrain_research.beams.items import ItemTrie
+from spectrain_research.beams.search import SearchSettings
+from spectrain_research.beams.session import BeamSession
 
 GROUPS, KINDS, NUMBERS = 16, 8, 8
 NUM_ITEMS, HISTORY = 400, 12

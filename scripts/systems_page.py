@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.systems import read_systems
 from scripts.results_tables import describe_setting, format_interval, format_length, format_speed, format_table
+from spectrain.config.choices import conf_folders
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "eval" / "results"
@@ -81,7 +82,7 @@ def describe_names(names: dict[str, list[str]]) -> list[str]:
     """Return the sentence and the table of all names, in alphabetical order."""
     rows = []
     for name, (state, text, *choices) in sorted(names.items(), key=lambda item: item[0].casefold()):
-        is_here = all((ROOT / "conf" / f"{choice}.yaml").exists() for choice in choices)
+        is_here = all(any((folder / f"{choice}.yaml").exists() for folder in conf_folders()) for choice in choices)
         rows.append([name, STATES[state] if is_here else "not in this version", text])
     counts = {state: sum(row[1] == label for row in rows) for state, label in STATES.items()}
     waiting = len(rows) - sum(counts.values())

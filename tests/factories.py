@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from spectrain.config.build import find_config_type
+from spectrain.config.parts import add_parts
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
+from spectrain.eval.default import DefaultEvaluation
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
@@ -48,3 +50,8 @@ def dataset_with_spans(count: int) -> Dataset:
     rows = torch.randint(3, 2000, (count, 26)).tolist()
     masks = [[i in (4, 5, 6) or i >= 11 for i in range(26 - 3 * n)] for n in range(count)]
     return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], count, 0, 0)
+
+
+def build_evaluation(**settings: Any) -> DefaultEvaluation:
+    """Build the evaluation of these settings of `eval`, with the parts of installed packages, as eval=default does."""
+    return DefaultEvaluation(**add_parts(DefaultEvaluation, settings))

@@ -68,5 +68,16 @@ def test_what_is_made_here_stays_here() -> None:
     hidden = {line.removeprefix("**/").rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line}
     assert ignored | {".git"} <= hidden
-    needed = {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "spectrain", "conf", "eval", "kernels", "recipes"}
+    needed = {
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "LICENSE",
+        "spectrain",
+        "conf",
+        "eval",
+        "kernels",
+        "recipes",
+        "packages",
+    }
     assert not needed & hidden

@@ -1,6 +1,7 @@
 """Rules of the code base: imports point to lower levels, class names are unique, and functions fit on a screen."""
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -9,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from spectrain.config.missing import read_package_names
+
 ROOT = Path(__file__).parents[1]
 CODE = ("spectrain", "eval", "kernels")
+PACKAGES = tuple(path.parent.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("packages/*/spectrain_*/__init__.py")))
+"""The folders of code of the packages beside the core, which import it and which it finds by their entry points."""
 
 ROOMS = (
     ("kernels",),
@@ -28,12 +33,12 @@ ROOMS = (
     ("runs", "regeneration", "planning", "bench"),
     ("eval",),
     ("follow",),
-    ("experimental",),
     ("cli",),
     ("__init__", "__main__"),
 )
 """The rooms, and the modules beside them, each of which imports from those of its line and the lines before it."""
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+LEVEL |= {Path(package).name: LEVEL["follow"] for package in PACKAGES}
 PLAIN = {"base", "capabilities", "context", "__init__"}  # modules in drafters/ that are no family
 
 SINGLE_PROGRAM = {
@@ -48,23 +53,14 @@ IMPOSED = {
     "models/compiled_layers.py:_attend_with_cache",  # an operation that torch traces takes no objects
 }
 CONFIGURED = {
-    "experimental/amphista/drafter.py:Amphista",
     "drafters/eagle1.py:Eagle1",
     "drafters/eagle3.py:Eagle3",
     "drafters/early_exit.py:EarlyExit",
-    "experimental/gumiho/drafter.py:Gumiho",
-    "experimental/jacobi/drafter.py:Jacobi",
     "drafters/medusa.py:Medusa",
     "drafters/pard.py:Pard",
     "drafters/peagle.py:PEagle",
-    "experimental/less_cache/drafter.py:SelfDraft",
-    "experimental/transformer_heads/drafter.py:TransformerHeads",
-    "experimental/on_policy/source.py:GeneratedSource",
-    "experimental/adaptive_stop/builder.py:AdaptiveStopChain",
-    "experimental/layer_skip/drafter.py:LayerSkipping",
-    "experimental/space/drafter.py:Space",
 }
-"""Classes whose constructors mirror a yaml of more than eight settings."""
+"""Classes whose constructors mirror a yaml of more than eight settings; packages name theirs beside their tests."""
 
 
 @cache
@@ -77,14 +73,19 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def code() -> list[Path]:
+def core_code() -> list[Path]:
     return [path for folder in CODE for path in list_sources(folder)]
 
 
+def code() -> list[Path]:
+    """Return the files of the core and of the packages."""
+    return [*core_code(), *(path for folder in PACKAGES for path in list_sources(folder))]
+
+
 def inside(path: Path) -> str:
-    """Return a file's path in the package, such as models/target.py."""
+    """Return a file's path in the core, such as models/target.py, or in the packages, such as spectrain_NAME/saved.py."""
     parts = path.relative_to(ROOT).parts
-    return "/".join(parts[1:] if parts[0] == "spectrain" else parts)
+    return "/".join(parts[{"spectrain": 1, "packages": 2}.get(parts[0], 0) :])
 
 
 def room_of(path: Path) -> str:
@@ -94,7 +95,8 @@ def room_of(path: Path) -> str:
 @cache
 def imports(path: Path) -> set[str]:
     """Return the modules of ours that a file imports, local and type-only imports too, without the `spectrain.`."""
-    package = ["spectrain", *inside(path).split("/")[:-1]]
+    folders = inside(path).split("/")[:-1]
+    package = folders if path.is_relative_to(ROOT / "packages") else ["spectrain", *folders]
     modules: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -103,7 +105,8 @@ def imports(path: Path) -> set[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             modules |= {f"{module}.{alias.name}" for alias in node.names}
-    return {name.removeprefix("spectrain.") for name in modules if name.startswith("spectrain.")}
+    names = tuple(f"{Path(folder).name}." for folder in PACKAGES)
+    return {name.removeprefix("spectrain.") for name in modules if name.startswith(("spectrain.", *names))}
 
 
 def list_edges() -> Iterator[tuple[Path, str]]:
@@ -118,6 +121,7 @@ def list_edges() -> Iterator[tuple[Path, str]]:
 def test_every_room_has_a_level() -> None:
     """A new room needs a line in ROOMS; few modules stand beside the rooms."""
     assert {room_of(path) for path in code()} <= LEVEL.keys()
+    assert PACKAGES
     assert len([path for path in (ROOT / "spectrain").glob("*.py")]) <= 6
 
 
@@ -137,6 +141,59 @@ def test_rooms_have_no_cycles() -> None:
         TopologicalSorter(rooms).prepare()
     except CycleError as error:
         pytest.fail(f"rooms import each other: {error.args[1]}")
+
+
+def test_the_core_imports_no_package() -> None:
+    """The core finds packages by entry points, and packages do not import each other."""
+    names = {Path(folder).name for folder in PACKAGES}
+    for path in code():
+        assert not {name.split(".")[0] for name in imports(path)} & (names - {room_of(path)}), inside(path)
+
+
+def test_the_tests_of_the_core_import_no_package() -> None:
+    """They pass without the packages, whose tests may import them."""
+    pattern = re.compile(
+        rf"^\s*(?:from|import) (?:packages|{'|'.join(Path(folder).name for folder in PACKAGES)})\b", re.MULTILINE
+    )
+    assert not [path for path in (ROOT / "tests").rglob("*.py") if pattern.search(path.read_text())]
+
+
+HOMONYMS = {
+    "adaptive", "beam", "beams", "bounded", "cast", "chosen", "codes", "controllers", "default", "devices",
+    "diffusion", "entropy", "exits", "falcon", "generated", "graph", "guidance", "hydra", "importance",
+    "int4", "joint", "judge", "loose", "mixture", "near", "nearby", "on_policy", "online", "opt", "other_device",
+    "overlap", "pipelines", "policy", "pruning", "rank", "router", "self", "shared", "sigmoid", "space",
+    "sweeps", "transport", "traversal", "union", "universal",
+}  # fmt: skip
+"""Names of ideas that are other things too: words, terms (on-policy), a library (hydra), a model (falcon), a type (int4)."""
+
+
+def list_idea_names() -> dict[str, set[str]]:
+    """Return group -> names: the choices that packages add, and under "" the folders of their ideas."""
+    groups: dict[str, set[str]] = defaultdict(set)
+    for package in read_package_names().values():
+        for group, names in package.items():
+            if "." not in group and group != "format":
+                groups[group] |= {*names}
+    groups[""] = {path.parent.name for folder in PACKAGES for path in (ROOT / folder).glob("*/__init__.py")} - {"conf"}
+    return groups
+
+
+def test_no_idea_is_named_in_the_core() -> None:
+    """Neither code nor configuration has a name of an idea, as a word or as GROUP=NAME; packages.json alone lists them."""
+    groups = list_idea_names()
+    plain = {name for names in groups.values() for name in names} - HOMONYMS
+    patterns = [rf"(?<![\w.-])(?:{'|'.join(sorted(plain))})(?![\w-])"]
+    patterns += [rf"\b{group}=(?:{'|'.join(sorted(names))})(?![\w-]|\.\w)" for group, names in groups.items() if group]
+    pattern = re.compile("|".join(patterns))
+    files = [
+        *core_code(),
+        *(ROOT / "conf").rglob("*.yaml"),
+        *(ROOT / "recipes").glob("*.yaml"),
+        *(ROOT / "spectrain").rglob("*.yaml"),
+    ]
+    found = {f"{path.relative_to(ROOT)}: {match[0]}" for path in files for match in pattern.finditer(path.read_text())}
+    assert not found, sorted(found)
 
 
 def test_kernels_stand_alone() -> None:
@@ -182,6 +239,10 @@ def list_functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionD
         yield from walk_functions(tree(path), f"{inside(path)}:")
 
 
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
 def test_functions_take_few_parameters() -> None:
     """Eight at most, outside of kernels: past that, a type is missing."""
     long = set()
@@ -191,7 +252,9 @@ def test_functions_take_few_parameters() -> None:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         if sum(argument.arg not in ("self", "cls") for argument in arguments) > 8:
             long.add(name)
-    allowed = IMPOSED | {"models/loading.py:load_hf"} | {f"{name}.__init__" for name in CONFIGURED}
+    lists = [ROOT / folder / ".." / "tests" / "configured.txt" for folder in PACKAGES]
+    configured = CONFIGURED.union(*map(read_lines, lists))
+    allowed = IMPOSED | {"models/loading.py:load_hf"} | {f"{name}.__init__" for name in configured}
     assert long == allowed, sorted(long ^ allowed)
 
 

@@ -1,4 +1,4 @@
-"""Ratchets: plain names, described settings, no import circles, no import of experimental code from the core.
+"""Ratchets: plain names, described settings, no import circles.
 
 The ceilings may only fall.
 """
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from spectrain.config.choices import list_constructors
+from spectrain.config.choices import conf_folders, list_constructors
 from spectrain.config.signatures import list_keys
 from tests.language import dialect_per_thousand, function_names, is_bare, is_sentence, is_single_word
 from tests.test_house import ROOT, code, imports, inside
@@ -44,12 +44,12 @@ def test_dialect_words_fall() -> None:
 
 
 def test_dialect_words_stay_out_of_tests_and_scripts() -> None:
-    for folder in ("tests", "benchmarks", "scripts"):
+    for folder in ("tests", "benchmarks", "scripts", "packages"):
         assert dialect_per_thousand((ROOT / folder).rglob("*.py")) <= MAX_DIALECT, folder
 
 
 def test_settings_are_described_by_sentences() -> None:
-    groups = sorted(folder.name for folder in (ROOT / "conf").iterdir() if folder.is_dir())
+    groups = sorted({entry.name for folder in conf_folders() for entry in folder.iterdir() if entry.is_dir()})
     targets = {target for group in groups for target in list_constructors(group).values()}
     missing = {f"{target}.{key.name}" for target in targets for key in list_keys(target) if not is_sentence(key.description)}
     assert not missing, sorted(missing)
@@ -58,8 +58,3 @@ def test_settings_are_described_by_sentences() -> None:
 def test_no_file_imports_in_a_circle() -> None:
     """Imports inside functions and for types count too."""
     TopologicalSorter(map_imports()).prepare()
-
-
-def test_core_never_imports_experimental() -> None:
-    core = [path for path in code() if "experimental" not in path.parts]
-    assert not [inside(path) for path in core if any(name.startswith("experimental") for name in imports(path))]

@@ -12,9 +12,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts.travelling_wheels import find_requirements, is_pure, read_names
-from tests.test_house import code, tree
+from tests.test_house import PACKAGES, code, tree
 
 ROOT = Path(__file__).parents[1]
+OURS = {"spectrain", *(Path(folder).name for folder in PACKAGES)}
 
 
 def test_linked_folders_are_folders() -> None:
@@ -42,7 +43,7 @@ def test_every_import_is_declared() -> None:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
                 modules = [node.module]
-            for name in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"spectrain"}:
+            for name in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - OURS:
                 if not declared & set(map(canonicalize_name, installed.get(name, [name]))):
                     missing.add(name)
     assert not missing, f"add to pyproject.toml what ships {sorted(missing)}"

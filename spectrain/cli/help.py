@@ -20,12 +20,13 @@ from spectrain.config.choices import (
     select_choices,
     settings_by_group,
 )
+from spectrain.config.installed import list_conf_folders
 from spectrain.config.signatures import SettingKey, format_literal
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
 
 # Groups with choices that no serving engine supports.
-EXPERIMENTAL_GROUPS = ("drafter", "acceptance", "tree")
+EXPERIMENTAL_GROUPS = ("recipe", "drafter", "acceptance", "tree")
 HELP_WORDS = ("-h", "--help", "help")
 
 
@@ -118,22 +119,10 @@ def format_choices(group: str, folders: list[Path]) -> str:
 
 
 def list_experimental(group: str, files: Mapping[str, Path]) -> set[str]:
-    """Return the choices whose constructor, or whose recipe's drafter or rule, lies in spectrain.experimental."""
-    if group not in ("recipe", *EXPERIMENTAL_GROUPS):
+    """Return the choices and recipes that installed packages add."""
+    if group not in EXPERIMENTAL_GROUPS:
         return set()
-    nodes = {name: load_yaml(path) for name, path in files.items()}
-    if group != "recipe":
-        return {name for name, node in nodes.items() if str(node.get("_target_", "")).startswith("spectrain.experimental.")}
-    shelf = {
-        f"override /{kind}: {name}"
-        for kind in EXPERIMENTAL_GROUPS
-        for name in list_experimental(kind, choice_files(kind, conf_folders()))
-    }
-    return {
-        name
-        for name, node in nodes.items()
-        if any(f"{key}: {choice}" in shelf for entry in node.get("defaults", ()) for key, choice in entry.items())
-    }
+    return {name for name, path in files.items() if any(path.is_relative_to(folder) for folder in list_conf_folders())}
 
 
 def resolve_reference(default: str | None, values: Mapping[str, list[SettingKey]]) -> str | None:

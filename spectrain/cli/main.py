@@ -84,13 +84,12 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     from spectrain.config.build import register_resolvers
-    from spectrain.config.choices import check_encodings, conf_folders, set_choice_folders
+    from spectrain.config.choices import check_encodings, named_folders, set_choice_folders
     from spectrain.errors import UserError, first_line
 
     register_resolvers()
-    folders = conf_folders(words)
-    # The first one is the package's own.
-    check_encodings(folders[1:])
+    folders = named_folders(words)
+    check_encodings(folders)
     set_choice_folders(folders)
     disable_progress_bars()
     groups = list_config_groups(words)

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from spectrain.config.choices import CommandSchema, choice_files, conf_folders, find_owners, load_schema
+from spectrain.config.missing import explain_missing
 from spectrain.config.signatures import list_keys
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.runs.folder import require_drafter_directory
@@ -197,6 +198,8 @@ def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> N
     unknown = next((entry.strip() for entry in chosen if entry.strip() not in files), None)
     if unknown is None or re.match(r"(choice|range|glob|sort|shuffle|tag|interval)\(|\*$", value):  # hydra's forms of a sweep
         return
+    if (missing := explain_missing(group, unknown)) is not None:
+        raise UserError(missing)
     if group in ("target", "data") and re.search(r"[./]", unknown):
         choice, key = ("hf", "model") if group == "target" else ("jsonl", "path")
         raise UserError(f"{group}={unknown}: there is no such choice; write {group}={choice} {group}.{key}={unknown}")

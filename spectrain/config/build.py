@@ -36,6 +36,8 @@ from .choices import (
     select_choices,
 )
 from .command_only import drop_command_only, names_download, without_downloads
+from .missing import explain_missing
+from .parts import add_parts
 from .signatures import SettingKey, has_source, list_keys
 
 # Messages for numbers out of bounds, by pydantic's name of the error.
@@ -55,10 +57,14 @@ MAX_NESTING = 64
 
 
 def register_resolvers(device: str = "auto") -> None:
-    """Register `${cpu_gpu:A,B}`: A on a machine without a GPU and B on one with a GPU, or according to `device`; and
-    `${embedded:A}`: A of the embedded conversations, and null of data that the user names."""
+    """Let hydra find the choices of installed packages and what `${cpu_gpu:A,B}` and `${embedded:A}` stand for: A on a machine
+    without a GPU and B on one with a GPU, or according to `device`; A of the embedded conversations, and null of data that the
+    user names."""
     import torch
 
+    from .search_path import register_search_path
+
+    register_search_path()
     has_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True)
     OmegaConf.register_new_resolver("embedded", _resolve_embedded, replace=True)
@@ -155,7 +161,8 @@ class GroupSpec:
         constructor = self.load_constructor()
         config_type = find_config_type(constructor)
         with self.without_downloads():
-            return constructor(**{**(settings if config_type is None else {"config": config_type(**settings)}), **runtime})
+            arguments = add_parts(constructor, settings) if config_type is None else {"config": config_type(**settings)}
+            return constructor(**{**arguments, **runtime})
 
 
 def build(node: Any, **runtime: Any) -> Any:
@@ -233,6 +240,8 @@ def settings_by_name(target: str) -> dict[str, SettingKey]:
 def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, SettingKey]) -> Any:
     """Return a setting's value in its declared type; directives and numbers that are not finite raise a UserError."""
     full = f"{group}.{name}"
+    if name not in allowed_keys and (missing := explain_missing(f"{group}.", name, full)) is not None:
+        raise UserError(missing)
     if name not in allowed_keys:
         raise UserError(f"{full}: there is no such key; {suggest_owner(group, name) or suggest_nearest(name, allowed_keys)}")
     if value == "" and allowed_keys[name].default != "":
@@ -246,6 +255,8 @@ def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, Se
     try:
         checked = TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
+        if (missing := explain_missing(full, str(value))) is not None:
+            raise UserError(missing) from error
         raise UserError(f"{full}={shorten(value)}: {violation_text(error, hint)}{suggest_remedy(value, hint)}") from error
     if (remedy := find_converted_truth(value, checked)) is not None:
         raise UserError(f"{full}={shorten(value)}: {remedy} ({describe_type(hint)})")

@@ -18,19 +18,26 @@ from spectrain.errors import UserError, suggest_nearest
 from spectrain.files import read_text
 
 from .command_only import drop_command_only
+from .installed import list_conf_folders
+from .missing import explain_missing
 from .signatures import PACKAGE_ROOT, SettingKey, format_literal, list_keys
 
-_choice_folders: list[Path] = [PACKAGE_ROOT / "conf"]
+# Folders of choices that a command names with --config-dir.
+_named_folders: list[Path] = []
 
 
 def set_choice_folders(folders: Iterable[Path]) -> None:
-    """Set the folders of choices: conf/ and those that the command names with --config-dir."""
-    _choice_folders[:] = [folder.resolve() for folder in folders]
+    """Set the folders of choices that the command names with --config-dir, beside conf/ and those of installed packages."""
+    _named_folders[:] = [folder.resolve() for folder in folders]
+
+
+def _list_folders() -> tuple[Path, ...]:
+    return (PACKAGE_ROOT / "conf", *list_conf_folders(), *_named_folders)
 
 
 def list_constructors(group: str) -> dict[str, str]:
     """Return choice -> import path of its constructor, those of conf/ first; empty choices are left out."""
-    return _read_constructors(tuple(_choice_folders)).get(group, {})
+    return _read_constructors(_list_folders()).get(group, {})
 
 
 @cache
@@ -54,20 +61,13 @@ def _load_mapping(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def find_constructor(group: str, name: str) -> Any | None:
-    """Import the constructor that a choice of a group names, such as a rule that lives outside of the core; None where no yaml
-    has this choice."""
+def load_constructor(group: str, name: str) -> Any:
+    """Import the constructor of a choice that ships with this package or an installed one."""
     from hydra.utils import get_object
 
     path = list_constructors(group).get(name)
-    return None if path is None else get_object(path)
-
-
-def load_constructor(group: str, name: str) -> Any:
-    """Import the constructor of a choice that ships with the project."""
-    constructor = find_constructor(group, name)
-    assert constructor is not None, f"conf/{group}/{name}.yaml names no constructor"
-    return constructor
+    assert path is not None, f"no {group}/{name}.yaml names a constructor"
+    return get_object(path)
 
 
 def find_choice(group: str, target: str) -> str | None:
@@ -77,7 +77,7 @@ def find_choice(group: str, target: str) -> str | None:
 
 def find_group(target: str) -> str:
     """Return the group that has a choice with this constructor; raise a UserError if no yaml names it."""
-    for group, paths in _read_constructors(tuple(_choice_folders)).items():
+    for group, paths in _read_constructors(_list_folders()).items():
         if target in paths.values():
             return group
     raise UserError(f"_target_={target}: no choice of conf/ names it; what is constructed has a yaml, there or in --config-dir")
@@ -90,6 +90,8 @@ def resolve_choice(group: str, saved: Mapping[str, Any], location: str) -> dict[
     if not paths:
         raise UserError(f"{location}: {group} names a choice and is no group of settings; delete it")
     name = choice_name(group, saved)
+    if name not in paths and (missing := explain_missing(group, name)) is not None:
+        raise UserError(f"{location}: {missing}")
     if name not in paths:
         raise UserError(
             f"{location}: {group}={name}: there is no such choice; {suggest_nearest(name, paths)}, and what is "
@@ -132,8 +134,14 @@ class CommandSchema:
 
 
 def conf_folders(words: Iterable[str] = ()) -> list[Path]:
-    """Return the folders of configurations: conf/, and those that --config-dir names among the words of a command."""
-    words, folders = list(words), [PACKAGE_ROOT / "conf"]
+    """Return the folders of configurations: conf/, those of installed packages, and those that --config-dir names among the
+    words of a command."""
+    return [PACKAGE_ROOT / "conf", *list_conf_folders(), *named_folders(words)]
+
+
+def named_folders(words: Iterable[str]) -> list[Path]:
+    """Return the folders of configurations that --config-dir names among the words of a command."""
+    words, folders = list(words), list[Path]()
     for flag in ("--config-dir", "-cd"):
         if flag in words[:-1]:
             folders.append(Path(words[words.index(flag) + 1]))

@@ -9,13 +9,15 @@ an error. What a file names on the hub is read from this machine alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from spectrain.errors import UserError
+
+from .installed import load_entry_points
 
 Effect = Literal["runs code", "starts a process", "sends", "writes"]
 ALL = "*"
@@ -61,24 +63,50 @@ COMMAND_ONLY = (
     CommandOnlySetting("chat", ALL, "sends", "chooses how a chat begins"),
     CommandOnlySetting("hydra", ALL, "starts a process", "chooses launchers, sweepers and folders"),
     CommandOnlySetting("accelerate", ALL, "starts a process", "starts processes on other machines"),
-    CommandOnlySetting("tree", "policy", "writes", "writes a file"),
-    CommandOnlySetting("drafter", "table", "writes", "writes a folder"),
 )
-"""Every setting that acts on something beyond the run folder. docs/security.md shows this table."""
+"""Every setting of this package that acts on something beyond the run folder. docs/security.md shows this table."""
 
 DOWNLOADED = {
     "target": ("model", "revision"),
     "drafter": ("model",),
     "data": ("path", "sources"),
-    "eval": ("prompts", "calibration", "assistant", "model"),
+    "eval": ("prompts", "calibration", "assistant"),
 }
 """Settings that may name something on the hub. A command downloads it; where a file names it, it must be on this machine."""
+
+
+@dataclass(frozen=True)
+class SavedSettings:
+    """What an installed package says about the settings that files hold. Its entry point is in `spectrain.saved`."""
+
+    command_only: tuple[CommandOnlySetting, ...] = ()
+    # Group -> settings that may name something on the hub.
+    downloaded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Import path of a constructor, or the beginning of several, in older files -> its path today.
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    # Returns a group's saved settings, with a choice, as they are written today.
+    update: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+
+
+def list_saved_settings() -> list[SavedSettings]:
+    """Return what installed packages say about saved settings."""
+    return [*load_entry_points("saved")]
+
+
+def list_command_only() -> list[CommandOnlySetting]:
+    """Return the command-only settings of this package and of installed ones."""
+    return [*COMMAND_ONLY, *(setting for saved in list_saved_settings() for setting in saved.command_only)]
+
+
+def list_downloaded(group: str) -> tuple[str, ...]:
+    """Return the settings of a group that may name something on the hub, those of installed packages too."""
+    return (*DOWNLOADED.get(group, ()), *(key for saved in list_saved_settings() for key in saved.downloaded.get(group, ())))
 
 
 def find_command_only(content: Any) -> Iterator[tuple[str, CommandOnlySetting]]:
     """Yield each command-only setting that saved groups set, with its full key."""
     for group, node in content.items() if isinstance(content, Mapping) else ():
-        for setting in COMMAND_ONLY:
+        for setting in list_command_only():
             if setting.group == group and setting.key == ALL and is_set(node):
                 yield str(group), setting
             elif setting.group == group and setting.key != ALL:
@@ -104,9 +132,9 @@ def drop_command_only(content: Mapping[str, Any], path: Path | None = None) -> d
     """Return saved groups without command-only settings; with the `path` of their file, print a line for each."""
     for key, setting in find_command_only(content) if path is not None else ():
         report_ignored(path, key, setting)
-    whole = {setting.group for setting in COMMAND_ONLY if setting.key == ALL}
+    whole = {setting.group for setting in list_command_only() if setting.key == ALL}
     return {
-        str(group): _drop_keys(node, {entry.key for entry in COMMAND_ONLY if entry.group == group})
+        str(group): _drop_keys(node, {entry.key for entry in list_command_only() if entry.group == group})
         for group, node in content.items()
         if group not in whole
     }
@@ -135,7 +163,7 @@ def report_ignored(path: Path | None, key: str, setting: CommandOnlySetting) -> 
 
 def names_download(group: str, settings: Mapping[str, Any], requested: Mapping[str, Any]) -> bool:
     """Tell whether a group names something that may lie on the hub, and that the command itself did not name."""
-    return any(settings.get(key) is not None and requested.get(key) is None for key in DOWNLOADED.get(group, ()))
+    return any(settings.get(key) is not None and requested.get(key) is None for key in list_downloaded(group))
 
 
 OFFLINE_ERRORS = ("OfflineModeIsEnabled", "LocalEntryNotFoundError")

@@ -14,7 +14,7 @@ from spectrain.files import read_text
 
 from .build import find_directives
 from .choices import resolve_choice
-from .command_only import drop_command_only
+from .command_only import drop_command_only, list_saved_settings
 
 # Bytes; the settings of a model take a few thousand.
 MAX_FILE_BYTES = 16_000_000
@@ -110,21 +110,17 @@ def parse_groups(content: Any, path: Path) -> dict[str, Any]:
     check_no_directives(bare, path)
     for group, node in drop_command_only(content, path).items():
         is_choice = isinstance(node, dict) and ("choice" in node or "_target_" in node)
-        current = _split_mask_drafters(node) if is_choice else node
+        current = _update_node(node) if is_choice else node
         groups[str(group)] = resolve_choice(str(group), current, str(path)) if is_choice else current
     return groups
 
 
-def _split_mask_drafters(node: dict[str, Any]) -> dict[str, Any]:
-    """Return the choice of a family that was a setting of gated_lora when its drafter was saved."""
-    if node.get("choice") != "gated_lora":
-        return node
-    settings = {key: value for key, value in node.items() if key not in ("noise", "ensembles", "transfer_layer")}
-    if node.get("noise") in ("transfer", "streams"):
-        choice = "hidden_transfer" if node["noise"] == "transfer" else "speculative_streaming"
-        return {**settings, "choice": choice, "transfer_layer": node.get("transfer_layer")}
-    if node.get("ensembles", 1) > 1:
-        return {**settings, "choice": "ppd", "ensembles": node["ensembles"]}
-    if node.get("noise") == "uniform":
-        return {"strategy": "quadratic", "sampler": True, **settings, "choice": "uno"}
-    return {**settings, "noise": node["noise"]} if "noise" in node else settings
+def _update_node(node: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's saved settings as they are written today, by the rules of installed packages."""
+    for saved in list_saved_settings():
+        path = str(node.get("_target_", ""))
+        old = next((old for old in saved.renamed if path == old or (old.endswith(".") and path.startswith(old))), None)
+        if old is not None:
+            node = {**node, "_target_": saved.renamed[old] + path.removeprefix(old)}
+        node = node if saved.update is None else saved.update(node)
+    return node

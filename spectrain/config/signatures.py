@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import values
+from .installed import list_entry_points, list_package_roots
 
 PACKAGE_ROOT = Path(__file__).parents[1]
 PLAIN_TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "tuple": tuple, "dict": dict, "Any": Any}
@@ -67,10 +68,31 @@ def has_source(target: str) -> bool:
 
 @cache
 def _read_keys(target: str) -> list[SettingKey]:
+    keys = {key.name: key for key in list_own_keys(target)}
+    for path in _list_parts(target):
+        # A setting that a part declares too is the part's.
+        keys |= {key.name: key for key in _read_keys(path)}
+    return list(keys.values())
+
+
+@cache
+def list_own_keys(target: str) -> list[SettingKey]:
+    """Return the settings of a constructor that exists, without those of parts that installed packages add."""
     module, _, name = target.rpartition(".")
     definition = _find_definition(module, name)
     assert definition is not None, "what is not found may be later, so it is not remembered"
     return _constructor_keys(*definition)
+
+
+def _list_parts(target: str) -> list[str]:
+    """Return the import paths of the parts whose settings join those of a class, which names their entry points."""
+    module, _, class_name = target.rpartition(".")
+    definition = _find_definition(module, class_name)
+    body = getattr(definition[1], "body", ()) if definition is not None else ()
+    assigned = [item for item in body if isinstance(item, ast.AnnAssign)]
+    groups = [item.value for item in assigned if isinstance(item.target, ast.Name) and item.target.id == "part_group"]
+    names = [group.value for group in groups if isinstance(group, ast.Constant)]
+    return [entry.value.replace(":", ".") for name in names for entry in list_entry_points(str(name))]
 
 
 @dataclass(frozen=True)
@@ -85,7 +107,7 @@ class ParsedModule:
 
 def _find_module(module: str) -> ParsedModule | None:
     parts = module.split(".")
-    for base in [PACKAGE_ROOT.parent, Path.cwd(), *map(Path, sys.path)]:
+    for base in [PACKAGE_ROOT.parent, *list_package_roots(), Path.cwd(), *map(Path, sys.path)]:
         for path in (base.joinpath(*parts).with_suffix(".py"), base.joinpath(*parts, "__init__.py")):
             if path.is_file():
                 return _parse_module(module, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spectrain.config.choices import find_constructor
+from spectrain.config.installed import load_entry_points
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
@@ -17,7 +17,6 @@ from .loop import decode
 from .teacher_forcing import run_teacher_forced
 
 LONG_TEXT_TOKENS = 512  # length of the longest text that trees are timed after, where the texts are not known
-REJECTION_RULES = ("recursive", "transport")  # choices of `acceptance` that weigh p against q, in order of preference
 RULE_TRIAL_PROMPTS, RULE_TRIAL_TOKENS = 6, 32  # prompts and tokens of each by which a rule is chosen
 
 
@@ -65,7 +64,8 @@ def resolve_rule(
     if not rule.is_unresolved:
         return rule, builder, None
     assert rule.sampling_settings is not None, "an unresolved rule samples"
-    for rule_class in filter(None, (find_constructor("acceptance", name) for name in REJECTION_RULES)):
+    # Rules that weigh p against q, in order of preference; installed packages may add some for other kinds of children.
+    for rule_class in (RecursiveRejection, *load_entry_points("rules")):
         if builder.children in rule_class.children:
             return rule_class(*rule.sampling_settings), builder, None
     sampled = builder.sampled_variant(rule.sampling_settings[0])

@@ -39,7 +39,7 @@ class Causal(Drafter, RewindableDrafter):
 
     The loss is the divergence `loss` between the target's and the drafter's distributions, both at `loss_temperature`, at every
     token of the assistant. jensen_shannon is the generalised one with `beta`, scaled by 1 / (beta (1 - beta)), so that the
-    learning rates of KL fit it too. The source sets the sequences: source=live those of the data, source=generated others.
+    learning rates of KL fit it too. The source sets the sequences: source=live those of the data.
 
     With `stop_head` a second head learns the acceptance probability of the drafter's tokens (SpecDec++), with which
     tree=chain tree.stop=0.3 ends a chain.

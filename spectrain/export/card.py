@@ -18,15 +18,15 @@ from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
 from spectrain.servers.row_times import advise_target
 
 from .layout import DrafterCheckpoint, Layout
+from .table import list_packages
 from .targets import LOADERS, TargetFiles
 from .trained_length import describe_trained_length
 
 FAMILY_TITLES = {
     "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD",
-    "gated_lora": "gated LoRA", "uno": "Uno", "early_exit": "LayerSkip", "dflash": "DFlash", "dspark": "DSpark",
-    "dflash2": "DFlash2", "mtp": "MTP", "amphista": "Amphista", "ctc": "CTC drafting", "gumiho": "Gumiho",
-    "transformer_heads": "transformer heads", "eagle1": "EAGLE", "redrafter": "ReDrafter", "domino": "Domino",
-    "xpress": "XPress", "lilicorr": "LiLiCorr", "vispec": "ViSpec",
+    "uno": "Uno", "early_exit": "LayerSkip", "dflash": "DFlash", "dspark": "DSpark",
+    "dflash2": "DFlash2", "mtp": "MTP", "eagle1": "EAGLE", "lilicorr": "LiLiCorr",
+    **{family: title for package in list_packages() for family, title in package.titles.items()},
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from spectrain.errors import UserError
 from .eagle3 import drafter_layer_config
 from .fused import HEAD, SIZE_KEYS, FusedConfig, FusedLayout, equal_when_rounded, flatten_config, require_keys
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding
+from .table import list_packages
 from .targets import TargetFiles
 
 
@@ -65,15 +66,6 @@ DFLASH2 = BlockFamily(
     "DFlash2", {key: key for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")},
     ("candidate_selector", "attention_conv", "mlp_conv"), allows_draft_vocabulary=False,
 )  # fmt: skip
-DOMINO = BlockFamily(
-    "Domino", {"rank": "emb_dim", "gru_width": "gru_hidden_dim", "uncorrected": "pure_draft_prefix_len"},
-    ("prefix_gru", "embed_proj"), {"projector_type": "domino"}, is_shifted=True, allows_draft_vocabulary=False,
-    module="spectrain.experimental.domino.drafter",
-)  # fmt: skip
-XPRESS = BlockFamily(
-    "XPress", {"rank": "xpress_rank", "mlp_ratio": "xpress_mlp_ratio", "num_passes": "num_jacobi_passes"},
-    ("refiner_head", "xpress_head"), module="spectrain.experimental.xpress.drafter",
-)  # fmt: skip
 LILICORR = BlockFamily(
     "LiLiCorr",
     {
@@ -84,7 +76,7 @@ LILICORR = BlockFamily(
     },
     ("lilicorr",), {"lilicorr_enabled": True}, allows_draft_vocabulary=False,
 )  # fmt: skip
-FAMILIES = {family.name: family for family in (DFLASH, DSPARK, DFLASH2, DOMINO, XPRESS, LILICORR)}
+FAMILIES = {family.name: family for family in (DFLASH, DSPARK, DFLASH2, LILICORR)}
 
 BLOCK_SETTINGS = (
     "block_size", "num_layers", "layers", "vocab_size", "sample_from_anchor", "causal", "window", "mask_token_id",
@@ -111,13 +103,10 @@ class DFlashLayout(FusedLayout):
         "mlp_conv": "a convolution over the block, which DFlash2 has",
         "markov_head": "a Markov head, which DSpark has",
         "confidence_head": "a confidence head, which DSpark has",
-        "prefix_gru": "a recurrent cell over the block, which Domino has",
-        "embed_proj": "a correction by earlier tokens, which Domino has",
         "lilicorr.": "a correction by a lattice of candidates, which LiLiCorr has",
-        "refiner_head": "a refiner of the block, which XPress has",
-        "xpress_head": "a refiner of the block, which XPress has",
         "mask_hidden": "a hidden state for masks, which P-EAGLE has",
         "attention_sink": "an attention sink, which our layers lack",
+        **{part: meaning for package in list_packages() for part, meaning in package.foreign_parts.items()},
         **FusedLayout.foreign_parts,
     }
     fixed_values: ClassVar[dict[str, Any]] = {

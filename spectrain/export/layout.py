@@ -196,6 +196,8 @@ class Layout(ABC):
     title: ClassVar[str]
     # Whether config.json holds every setting of the drafter and its description, so that no spectrain.json is written.
     covers_all: ClassVar[bool] = False
+    # Its own files of settings, which the linter reads.
+    sidecars: ClassVar[tuple[str, ...]] = ()
     holds_target: ClassVar[bool] = False  # its directory is a target that contains the drafter
     needs_engine: ClassVar[bool] = False  # its files are written in the environment of its engine
     pickled_names: ClassVar[tuple[str, ...]] = ()  # pickled copies of its weights for readers that know no other files

@@ -7,11 +7,13 @@ The table names classes as text, so that listing the formats imports no layout.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from spectrain.config.missing import explain_missing
 from spectrain.errors import UserError, suggest_nearest
+
+from .table import SCORE_WITHOUT_ENGINE, TableRow, insert_rows, list_packages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,21 +21,11 @@ if TYPE_CHECKING:
     from .layout import DrafterFiles, Layout
 
 
-@dataclass(frozen=True)
-class TableRow:
-    """A layout of the table."""
-
-    class_path: str  # module of this package and class
-    formats: str  # the values of `format` that write it, separated by spaces; empty for a layout that is only read
-    families: str  # the choices of `drafter` that it can hold, separated by spaces
-    suffix: str = ".safetensors"  # of its weights; a layout with another one has its own `read_files`
-
-
 NATIVE_FAMILIES = (
-    "eagle3 peagle medusa hydra kangaroo causal pard gated_lora uno early_exit dflash dspark dflash2 mtp amphista ctc eagle1 "
-    "gumiho redrafter transformer_heads domino xpress lilicorr vispec"
+    "eagle3 peagle medusa causal pard uno early_exit dflash dspark dflash2 mtp eagle1 lilicorr",
+    *(package.native_families for package in list_packages()),
 )
-LAYOUTS = (
+CORE_LAYOUTS = (
     TableRow("gguf_eagle3.GgufEagle3", "gguf", "eagle3", ".gguf"),
     TableRow("gguf_dflash.GgufDFlash2", "gguf", "dflash2", ".gguf"),
     TableRow("gguf_dflash.GgufDSpark", "gguf", "dspark", ".gguf"),
@@ -47,42 +39,35 @@ LAYOUTS = (
     TableRow("dflash_speculators.SpeculatorsDFlash", "vllm", "dflash"),
     TableRow("dflash_speculators.SpeculatorsDFlash2", "vllm", "dflash2"),
     TableRow("dflash_speculators.SpeculatorsDSpark", "vllm", "dspark"),
-    TableRow("dflash_research.SpeculatorsXPress", "speculators", "xpress"),
     TableRow("medusa.VllmMedusa", "vllm", "medusa"),
     TableRow("eagle1.NestedEagle1", "", ""),
     TableRow("eagle1.VllmEagle1", "vllm", "eagle1"),
     TableRow("dflash_flat.FlatDFlash2", "sglang flat", "dflash2"),
     TableRow("dflash_flat.FlatLiLiCorr", "vllm sglang flat", "lilicorr"),
     TableRow("dflash_flat.FlatDSpark", "sglang flat", "dspark"),
-    TableRow("dflash_research.FlatDomino", "flat", "domino"),
-    TableRow("dflash_research.FlatXPress", "flat", "xpress"),
-    TableRow("dflash_research.FlatJetSpec", "jetspec", "dflash"),
     TableRow("dflash_flat.FlatDFlash", "sglang flat", "dflash"),
     TableRow("eagle1.SglangEagle1", "sglang", "eagle1"),
     TableRow("eagle1.OriginalEagle1", "eagle", "eagle1"),
     TableRow("medusa.OriginalMedusa", "medusa", "medusa"),
-    TableRow("eagle1.FlatViSpec", "flat", "vispec"),
     TableRow("dflash_flat.TransformersDFlash", "hf", "dflash"),
     TableRow("peagle.FlatPEagle", "flat", "peagle"),
     TableRow("flat.FlatEagle3", "sglang flat tensorrt", "eagle3"),
     TableRow("tensorrt.TensorRtMedusa", "tensorrt", "medusa"),
-    TableRow("tensorrt.TensorRtRedrafter", "tensorrt", "redrafter"),
     TableRow("mtp.MtpTargetLayout", "mtp", "mtp"),
     TableRow("huggingface.HuggingFaceLayout", "vllm sglang hf", "causal pard early_exit"),
-    TableRow("peft.PeftLayout", "peft", "gated_lora"),
     TableRow("uno.UnoLayout", "uno", "uno"),
-    TableRow("native.NativeLayout", "spectrain", NATIVE_FAMILIES),
+    TableRow("native.NativeLayout", "spectrain", " ".join(NATIVE_FAMILIES)),
 )
+LAYOUTS = insert_rows(CORE_LAYOUTS, (row for package in list_packages() for row in package.rows))
 """Every layout; the first one whose `matches_files` is true wins. A format has at most one layout for each family."""
 FORMATS = tuple(dict.fromkeys(name for row in LAYOUTS for name in row.formats.split()))
 OWN_SUFFIXES = {row.suffix for row in LAYOUTS} - {".safetensors"}
 """Suffixes of files that hold settings and weights together, so that their directory needs no config.json."""
 EXPORT_FORMATS = tuple(name for name in FORMATS if name != "spectrain")
-SCORE_WITHOUT_ENGINE = "score it with spectrain eval, which needs no engine"
 SERVING_HINTS = {
-    **dict.fromkeys(("cascade", "chosen", "hybrid"), f"no engine has it; {SCORE_WITHOUT_ENGINE}, or export its inner drafter"),
-    "jacobi": "it has no weights of its own; the target that CLLM trained is RUN/target, in transformers format",
+    "hybrid": f"no engine has it; {SCORE_WITHOUT_ENGINE}, or export its inner drafter",
     "ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    **{family: hint for package in list_packages() for family, hint in package.serving_hints.items()},
 }
 """Family that no engine can serve from an export -> why, and what to do instead."""
 
@@ -90,8 +75,9 @@ SERVING_HINTS = {
 @cache
 def load_layout(row: TableRow) -> Layout:
     """Import the file of a row and return its layout."""
-    module, class_name = row.class_path.split(".")
-    layout: Layout = getattr(importlib.import_module(f"{__package__}.{module}"), class_name)()
+    module, _, class_name = row.class_path.rpartition(".")
+    path = module if "." in module else f"{__package__}.{module}"
+    layout: Layout = getattr(importlib.import_module(path), class_name)()
     return layout
 
 
@@ -127,6 +113,8 @@ def select_layout(family: str, format_name: str, dtype: str | None = None) -> La
 
     With `dtype`, its matrices have that type in place of the drafter's own.
     """
+    if format_name not in FORMATS and (missing := explain_missing("format", format_name)) is not None:
+        raise UserError(missing)
     if format_name not in FORMATS:
         raise UserError(f"format={format_name}: there is no such format; {suggest_nearest(format_name, FORMATS)}")
     rows = [row for row in LAYOUTS if family in row.families.split()]

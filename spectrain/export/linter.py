@@ -97,7 +97,7 @@ def malformed_finding(problem: str) -> Finding:
 def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
     """Yield a fault for every file whose settings would construct something, or name a choice that does not exist."""
     readers: list[Callable[[], Any]] = [partial(layout.check_data, files), files.read_metadata]
-    readers += [partial(files.read_sidecar, name) for name in ("adapter_config.json", "gated_lora.json")]
+    readers += [partial(files.read_sidecar, name) for name in ("adapter_config.json", *layout.sidecars)]
     run = files.directory.parent / "config.yaml"
     if files.directory.name == "drafter" and run.exists():
         readers.append(lambda: parse_groups(read_yaml(run), run))

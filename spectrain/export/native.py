@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from spectrain.errors import UserError, first_line
 from spectrain.provenance import package_versions
 from spectrain.servers.commands import DrafterLaunch
 
-from .dflash import BLOCK_SETTINGS, FAMILIES
+from .adapters import adapter_shape
+from .dflash import BLOCK_SETTINGS, FAMILIES, BlockFamily
 from .eagle3 import complete_layer, complete_settings
 from .fused import build_meta_drafter
 from .layout import (
@@ -31,7 +33,7 @@ from .layout import (
     write_json,
     write_tensors,
 )
-from .peft import adapter_shape
+from .table import list_packages
 from .targets import TargetFiles
 from .vocabulary import check_vocabulary
 
@@ -93,7 +95,7 @@ class NativeLayout(Layout):
     def _resolve_settings(self, files: DrafterFiles) -> dict[str, Any]:
         """Return the drafter's settings with everything filled in that shapes its weights."""
         drafter: dict[str, Any] = copy.deepcopy(files.read_group("drafter") or {})
-        read_shape = SHAPE_READERS.get(choice_name("drafter", drafter))
+        read_shape = find_shape_reader(choice_name("drafter", drafter))
         if read_shape is not None:
             drafter |= read_shape(drafter, files, self._target_files(files))
         if "d2t" in files.tensors:
@@ -180,26 +182,23 @@ def shape_of_eagle1(drafter: dict[str, Any], files: DrafterFiles, target: Target
     return {"architecture": architecture, "bias": "fc.bias" in files.tensors}
 
 
-def shape_of_vispec(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
-    """Return what EAGLE has, and the number of an image's vectors."""
-    settings = GroupSpec.from_node("drafter", drafter).with_defaults()
-    return {"num_queries": settings["num_queries"], **shape_of_eagle1(drafter, files, target)}
-
-
 def shape_of_peagle(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
     """Fill in what EAGLE-3 has, the number of drafts, and whether the weights hold an embedding."""
     peagle_settings = {"num_drafts": NUM_DRAFTS, "own_embedding": "embed_tokens.weight" in files.tensors}
     return {**peagle_settings, **shape_of_eagle3(drafter, files, target)}
 
 
-def shape_of_block(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+def shape_of_block(
+    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None, family: BlockFamily | None = None
+) -> dict[str, Any]:
     """Return every setting that other layouts hold, too, with the layer and the fused features filled in."""
     settings = GroupSpec.from_node("drafter", drafter).with_defaults()
     if not settings["layers"] or not settings["architecture"]:
         target = require_named_target(target, files)
         layers = settings["layers"] or default_layers(target.num_layers, settings["num_layers"])
         settings |= {"layers": sorted(set(layers)), "architecture": complete_layer(settings["architecture"], target)}
-    keys = (*BLOCK_SETTINGS, *FAMILIES[choice_name("drafter", drafter)].config_keys)
+    family = family or FAMILIES[choice_name("drafter", drafter)]
+    keys = (*BLOCK_SETTINGS, *family.config_keys)
     return {key: settings[key] for key in keys if key not in ("vocab_size", "mask_token_id")}
 
 
@@ -223,12 +222,22 @@ def shape_of_adapter(drafter: dict[str, Any], files: DrafterFiles, target: Targe
 
 SHAPE_READERS = {
     "eagle1": shape_of_eagle1,
-    "vispec": shape_of_vispec,
     "eagle3": shape_of_eagle3,
     "peagle": shape_of_peagle,
     "medusa": shape_of_medusa,
-    "gated_lora": shape_of_adapter,
     "uno": shape_of_adapter,
     **dict.fromkeys(FAMILIES, shape_of_block),
 }
 """Family -> the settings that a description may omit because weights or target determine them."""
+
+
+def find_shape_reader(family: str) -> Callable[..., dict[str, Any]] | None:
+    """Return the function that completes a family's description, from this table or an installed package; None if there is
+    none."""
+    paths = (package.shape_readers.get(family) for package in list_packages())
+    path = next((path for path in paths if path is not None), None)
+    if path is None:
+        return SHAPE_READERS.get(family)
+    module, _, name = path.rpartition(".")
+    reader: Callable[..., dict[str, Any]] = getattr(import_module(module), name)
+    return reader

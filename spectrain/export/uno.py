@@ -38,7 +38,7 @@ class UnoLayout(Layout):
     title = "Uno, PEFT adapter"
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        is_plain = not files.config and not (files.directory / "gated_lora.json").exists()
+        is_plain = not files.config and not (files.directory / "masks.safetensors").exists()
         return is_plain and all((files.directory / name).exists() for name in ("adapter_config.json", METADATA_FILE))
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
@@ -85,7 +85,7 @@ class UnoLayout(Layout):
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         adapter, metadata = files.read_sidecar("adapter_config.json"), files.read_metadata()
         settings = {"num_masks": NUM_MASKS, **metadata.drafter}
-        # In exports of earlier versions Uno was a setting of gated_lora.
+        # Exports of earlier versions name the noise that this family is trained with.
         settings.pop("noise", None)
         shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": False}
         description = {**metadata.description, "adapter_config": adapter}

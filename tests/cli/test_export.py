@@ -32,6 +32,7 @@ from spectrain.models.target import Target
 from spectrain.runs.defaults import load_saved_settings
 from spectrain.runs.drafters import load_weights, save_drafter
 from tests.export.test_converter import ours, settings_for
+from tests.installed import load_cases
 
 SUMMARY: dict[str, Any] = {
     "acceptance_length": {"pooled": 2.3456, "ci95": [2.1, 2.6]},
@@ -116,14 +117,16 @@ def test_card_without_a_score_says_so(tiny: Target, tmp_path: Path) -> None:
     assert "not scored" in (export_run(run, "sglang", tmp_path / "out") / "README.md").read_text()
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
 SERVED = {
     "eagle3 vllm": {"vLLM", "spectrain"}, "eagle3 sglang": {"SGLang", "vLLM", "spectrain"}, "medusa medusa": {"spectrain"},
     "medusa vllm": {"vLLM", "spectrain"}, "causal hf": {"vLLM", "SGLang", "transformers", "spectrain"},
     "uno uno": {"SGLang", "spectrain"},
-    "pard hf": {"vLLM", "spectrain"}, "gated_lora peft": {"spectrain"}, "dflash vllm": {"vLLM", "spectrain"},
+    "pard hf": {"vLLM", "spectrain"}, "dflash vllm": {"vLLM", "spectrain"},
     "dflash sglang": {"SGLang", "vLLM", "spectrain"}, "dflash hf": {"transformers", "spectrain"},
     "dspark vllm": {"vLLM", "spectrain"}, "dspark sglang": {"SGLang", "vLLM", "spectrain"},
-    "dflash2 sglang": {"SGLang", "vLLM", "spectrain"}, "peagle flat": {"vLLM", "spectrain"},
+    "dflash2 sglang": {"SGLang", "vLLM", "spectrain"}, "peagle flat": {"vLLM", "spectrain"}, **CASES.get("SERVED", {}),
 }  # fmt: skip
 
 
@@ -152,7 +155,7 @@ def test_flat_layout_is_not_for_vllm_where_it_numbers_layers_otherwise(tiny: Tar
 MISTAKES = {
     "no format": ({}, "format"),
     "an unknown format": ({"format": "vlm"}, "vllm"),
-    "a family without an engine": ({"format": "peft"}, "vllm"),
+    "a family without an engine": ({"format": "mtp"}, "vllm"),
     "nothing there": ({"format": "vllm", "run": "nowhere"}, "nowhere"),
     "a folder in use": ({"format": "vllm", "out": "."}, "another folder"),
 }
@@ -234,9 +237,7 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {"vocab_size": 2048, "num_heads": 1}),
     "causal": ("hf", {"num_layers": 1}),
     "pard": ("hf", {"num_layers": 1}),
-    "gated_lora": ("peft", {"num_masks": 2, "rank": 4}),
-    "hydra": ("spectrain", {"vocab_size": 64, "num_heads": 1}),
-    "kangaroo": ("spectrain", {}),
+    **CASES.get("WIDE", {}),
 }
 
 
@@ -310,19 +311,6 @@ def test_medusa_2_brings_its_target(tmp_path: Path) -> None:
         target.layers[0].mlp.down_proj.weight,  # type: ignore[union-attr]
     )
     assert f"vllm serve {out / 'target'}" in (out / "README.md").read_text()
-
-
-def test_peft_reads_the_exported_adapter(tiny: Target, tmp_path: Path) -> None:
-    """peft loads the adapter into the target; masks and sampler lie beside it, where peft does not look."""
-    from peft import PeftModel
-
-    out = export_run(make_run(tmp_path / "run", tiny, "gated_lora", num_masks=2, rank=4), "peft", tmp_path / "out")
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny.path), out)
-    written = load_file(out / "adapter_model.safetensors")
-    loaded = dict(model.named_parameters())
-    for name, tensor in written.items():
-        assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor)
-    assert json.loads((out / "gated_lora.json").read_text())["num_masks"] == 2
 
 
 UNO: dict[str, Any] = {"num_masks": 3, "rank": 4, "alpha": 8.0}

@@ -161,21 +161,7 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(line) <= 80 or "spectrain train" in line, line
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (PACKAGE_ROOT / "conf" / "recipe").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(choice_files("recipe", conf_folders())))
 def test_a_recipe_is_described_by_values(name: str) -> None:
     """Values are shown as a user writes them, not as references to the machine or to other keys."""
     assert "${" not in help.describe_recipes([name])
-
-
-def test_experimental_choices_are_listed_apart() -> None:
-    """Drafters, rules, trees and recipes that only spectrain's own engine decodes follow the others under a heading."""
-    lines = help.explain_command("train", []).splitlines()
-    for group, core, experimental in (
-        ("drafter", "eagle3", "universal"),
-        ("acceptance", "greedy", "kseq"),
-        ("tree", "chain", "policy"),
-        ("recipe", "medusa1", "kangaroo"),
-    ):
-        start = next(number for number, line in enumerate(lines) if line.startswith(f"  {group}="))
-        names = [line.split()[0] for line in lines[start:] if line.startswith("    ") and line[4] != " "]
-        assert names.index(core) < names.index("experimental:") < names.index(experimental)

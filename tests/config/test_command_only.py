@@ -16,8 +16,14 @@ from torch import ones
 from spectrain.cli.interface import compose_config, hydra_context
 from spectrain.config import command_only
 from spectrain.config.build import GroupSpec
-from spectrain.config.choices import PACKAGE_ROOT, by_choice_name, list_constructors, load_yaml
-from spectrain.config.command_only import ALL, COMMAND_ONLY, DOWNLOADED, CommandOnlySetting, find_command_only
+from spectrain.config.choices import by_choice_name, choice_files, conf_folders, list_constructors, load_yaml
+from spectrain.config.command_only import (
+    ALL,
+    CommandOnlySetting,
+    find_command_only,
+    list_command_only,
+    list_downloaded,
+)
 from spectrain.config.saved import parse_groups
 from spectrain.config.signatures import list_keys
 from spectrain.config.spec import RunSpec
@@ -65,7 +71,7 @@ def node_of(setting: CommandOnlySetting) -> dict[str, Any]:
 
 def settings_of_files() -> list[CommandOnlySetting]:
     """Return the table without what the check of directives refuses before."""
-    return [setting for setting in COMMAND_ONLY if setting.key != "trust_remote_code"]
+    return [setting for setting in list_command_only() if setting.key != "trust_remote_code"]
 
 
 def without(content: dict[str, Any]) -> bool:
@@ -141,16 +147,16 @@ def test_a_score_takes_execute_from_its_command_alone(tmp_path: Path) -> None:
 def test_every_setting_that_may_act_is_decided() -> None:
     """A new setting with such a name stands in the table, in DOWNLOADED, or among those that only read a file."""
     undecided = []
-    whole = {setting.group for setting in COMMAND_ONLY if setting.key == ALL}
+    whole = {setting.group for setting in list_command_only() if setting.key == ALL}
     for group in RunSpec.__dataclass_fields__:
         for path in set(list_constructors(group).values()) if group not in whole | COMPARED else ():
             for key in list_keys(path):
-                decided = {setting.key for setting in COMMAND_ONLY if setting.group == group}
-                decided |= {*DOWNLOADED.get(group, ()), *READ_ONLY.get(group, ())}
+                decided = {setting.key for setting in list_command_only() if setting.group == group}
+                decided |= {*list_downloaded(group), *READ_ONLY.get(group, ())}
                 if ACTING_NAME.search(key.name) and key.name not in decided:
                     undecided.append(f"{group}.{key.name}")
     assert not undecided, sorted(set(undecided))
-    for setting in COMMAND_ONLY:
+    for setting in list_command_only():
         if setting.key != ALL:
             keys = {key.name for path in list_constructors(setting.group).values() for key in list_keys(path)}
             assert setting.key in keys, f"{setting.name} is no setting any more"
@@ -158,17 +164,10 @@ def test_every_setting_that_may_act_is_decided() -> None:
 
 def test_recipes_of_the_package_set_none_of_them() -> None:
     for folder in ("recipe", *CHOICES):
-        for path in (PACKAGE_ROOT / "conf" / folder).rglob("*.yaml"):
+        for path in choice_files(folder, conf_folders()).values():
             content = load_yaml(path)
             groups = content if folder == "recipe" else {folder: {k: v for k, v in content.items() if k != "_target_"}}
             assert without({key: value for key, value in groups.items() if key != "defaults"}), path
-
-
-def test_the_page_shows_the_table() -> None:
-    text = DOCUMENT.read_text()
-    rows = re.findall(r"^\| `([\w.]+)`(?: and all of its settings)? \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
-    assert rows == [(setting.name, setting.effect, setting.reason) for setting in COMMAND_ONLY]
-    assert all(f"`{group}.{key}`" in text for group, keys in DOWNLOADED.items() for key in keys)
 
 
 # Names of other things in files

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spectrain.decoding.acceptance import AcceptanceRule, Match, OpenSampling, SamplingRule
@@ -26,17 +26,12 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, Capture
 from spectrain.drafters.context import Context
-from spectrain.experimental.dyspec.builder import DySpec
-from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
-from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
-from spectrain.experimental.traversal.rule import Traversal
-from spectrain.experimental.union.drafter import UnionDrafter
-from spectrain.experimental.union.rule import DrawnTree, MultiStepSampling
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
+from tests.installed import load_cases
 
 # The target's and the drafter's distribution after each token. Of some hundred random tables, these show best what happens
 # where block verification uses a coin twice: after four tokens a distance of 0.066 from the target's distribution.
@@ -105,15 +100,6 @@ class Lookup(Rollout):
         return self.log_q[tokens]
 
 
-class UnionOfTables(UnionDrafter):
-    """The union of two tables' trees."""
-
-    def __init__(self) -> None:
-        Drafter.__init__(self)
-        self.inner = nn.ModuleList([Table(), Table(OTHER_Q.log())])
-        self.layers = ()
-
-
 def speed_up(rule: type[SamplingRule]) -> type[SamplingRule]:
     """Return a rule that computes each distribution once, as a numpy array; small arrays are slow in torch."""
     if not hasattr(rule, "_make_verified_tree"):
@@ -139,8 +125,7 @@ def speed_up(rule: type[SamplingRule]) -> type[SamplingRule]:
             p, q = verified.p, verified.q
             object.__setattr__(verified, "p", lambda node: lookup("p", p, node))
             object.__setattr__(verified, "q", lambda node: lookup("q", q, node))
-            if isinstance(verified, DrawnTree):
-                draws = verified.draws
+            if (draws := getattr(verified, "draws", None)) is not None:
                 as_arrays = cache(lambda node: [(child, drawn_from.numpy()) for child, drawn_from in draws(node)])
                 object.__setattr__(verified, "draws", as_arrays)
             return verified
@@ -225,25 +210,13 @@ CASES = [
     Case("recursive, chain of 3", RecursiveRejection, chain(3)),
     Case("recursive, sampled tree", RecursiveRejection, static("sampled")),
     Case("recursive, tree without replacement", RecursiveRejection, static("without_replacement")),
-    Case("recursive, dyspec", RecursiveRejection, lambda seed: DySpec(3, 5, seed=seed)),
-    Case("traversal, chain of 3", Traversal, chain(3)),
-    Case("traversal, sampled tree", Traversal, static("sampled")),
-    Case("traversal, tree without replacement", Traversal, static("without_replacement")),
-    Case("traversal, top and sampled", Traversal, static("top_and_sampled")),
-    Case("traversal, dyspec", Traversal, lambda seed: DySpec(3, 6, seed=seed)),
-    Case("kseq, sampled tree", KSeq, static("sampled")),
-    Case("importance, sampled tree", ImportanceSampling, static("sampled")),
-    Case("programme, sampled tree", TruncatedLinearProgram, static("sampled")),
-    Case("transport, top and sampled", Transport, static("top_and_sampled")),
-    Case("spechub, top and sampled", SpecHub, static("top_and_sampled")),
-    Case("specinfer, chain of 3", MultiStepSampling, chain(3)),
-    Case("specinfer, union of two", MultiStepSampling, chain(2), lambda target: UnionOfTables()),
     Case("match, most likely tree", Match, lambda seed: Eagle2(3, 6, 2)),
     Case("match, sampled tree", Match, static("sampled")),
     Case("sample, chain of 3", OpenSampling, chain(3)),
     Case("match, no drafter", Match, lambda seed: None),
     Case("recursive, no drafter", RecursiveRejection, lambda seed: None),
     Case("block, no drafter", Block, lambda seed: None),
+    *load_cases(__name__).get("CASES", ()),
 ]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
-from spectrain.decoding.calibration import calibrate_builders, resolve_rule
+from spectrain.decoding.calibration import resolve_rule
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.latency import measure_latency
 from spectrain.decoding.loop import decode
@@ -17,9 +17,6 @@ from spectrain.decoding.teacher_forcing import TeacherForcedBuilder, run_teacher
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.eval.notes import describe_rules
-from spectrain.experimental.cast.builder import Cast
-from spectrain.experimental.sequoia.builder import Sequoia
-from spectrain.experimental.traversal.rule import Traversal
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
@@ -27,6 +24,7 @@ from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency, RuleForecast, _interpolate_nodes
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_loop import stop_at
+from tests.installed import load_cases
 from tests.trees.tables import VOCAB, Table, soft_scores
 
 LIMIT = 24
@@ -197,9 +195,15 @@ def child_chances(rule: AcceptanceRule, children: Children, logits: Tensor, numb
     return [float(chance) for chance in rule.acceptance_chances(siblings)]
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
-    "rule", [SpeculativeSampling(), RecursiveRejection(), Block(), Traversal()], ids=lambda rule: rule.name
+    "rule",
+    [SpeculativeSampling(), RecursiveRejection(), Block(), *CASES.get("test_first_child_is_accepted_with_the_overlap", ())],
+    ids=lambda rule: rule.name,
 )
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 def test_first_child_is_accepted_with_the_overlap(rule: AcceptanceRule, children: Children) -> None:
@@ -291,30 +295,6 @@ def test_unresolved_rule_is_resolved_by_the_forecast(
     assert (result.name, tree) == ("recursive", other)
     assert resolve_rule(shallow, eagle3, other, greedy := Greedy(), lambda: []) == (greedy, other, None)
     assert Static(2, 4, [[0], [2]]).sampled_variant(1.0) is None
-
-
-def test_calibrate_prepares_what_needs_it(shallow: Target, prompts: list, eagle3: Eagle3) -> None:
-    """Builders that need hits share those of the deepest one and search their own trees; a chain needs nothing."""
-    builders = [Static(depth=2, budget=5), Chain(7), Sequoia(depth=3, budget=6)]
-    calibration = calibrate_builders(shallow, eagle3, builders, Greedy(), prompts, LIMIT)
-    assert calibration is not None and calibration.latency is None
-    forced = run_teacher_forced(shallow, eagle3, Chain(3), Greedy(), prompts, LIMIT)
-    assert (calibration.hits, calibration.counts) == (forced.hit_rates, forced.counts)
-    for builder, reference in ((builders[0], Static(depth=2, budget=5)), (builders[2], Sequoia(depth=3, budget=6))):
-        assert isinstance(builder, Static) and builder.paths
-        assert set(builder.paths) == set(reference.search_paths(calibration)) and len(builder.paths) < reference.budget
-    assert calibrate_builders(shallow, eagle3, [Chain(2), Static(paths=[[0], [1]])], Greedy(), prompts, LIMIT) is None
-
-
-def test_calibrate_times_what_needs_it(shallow: Target, prompts: list, eagle3: Eagle3) -> None:
-    """A builder that weighs costs gets the latency of nodes up to its budget, and then decodes greedily."""
-    builder = Cast(depth=2, budget=3, top_k=2)
-    calibration = calibrate_builders(shallow, eagle3, [builder, Chain(4)], Greedy(), prompts, LIMIT)
-    assert calibration is not None and calibration.latency is builder.latency is not None
-    assert not calibration.hits and {tuple(table) for table in builder.latency.verify_seconds.values()} == {(1, 2, 3)}
-    plain = decode(shallow, prompts, Greedy(), LIMIT)
-    result = decode(shallow, prompts, Greedy(), LIMIT, eagle3, builder)
-    assert [drafted.output for drafted in result] == [alone.output for alone in plain]
 
 
 @pytest.mark.parametrize("budget, sizes", [(2, [1, 2]), (4, [1, 2, 4]), (11, [1, 2, 4, 8, 11])])

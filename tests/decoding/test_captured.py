@@ -35,53 +35,26 @@ from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
 from spectrain.drafters.uno import Uno, UnoConfig
 from spectrain.errors import UserError
-from spectrain.experimental.amphista.drafter import Amphista
-from spectrain.experimental.ctc.drafter import Ctc
-from spectrain.experimental.entropy_tree.builder import Entropy
-from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
-from spectrain.experimental.gumiho.drafter import Gumiho
-from spectrain.experimental.hydra.drafter import Hydra
-from spectrain.experimental.kangaroo.drafter import Kangaroo
-from spectrain.experimental.layer_skip.drafter import LayerSkipping
-from spectrain.experimental.opt_tree.builder import OptTree
-from spectrain.experimental.redrafter.beam import Beam
-from spectrain.experimental.redrafter.drafter import Redrafter
-from spectrain.experimental.transformer_heads.drafter import TransformerHeads
 from spectrain.models.compiled_layers import compile_layers
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.fixed import Static
-from tests.drafters.forced import shaken
+from tests.installed import load_cases
 from tests.targets import cut_tiny
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
 
 
-def busy_gated_lora(target: Target) -> Drafter:
-    """Mask tokens whose LoRA does something."""
-    drafter = GatedLora(target, GatedLoraConfig(num_masks=3))
-    for factors in drafter.factors:
-        torch.nn.init.normal_(factors.lora_B.weight, std=0.05)  # type: ignore[arg-type,union-attr]
-    return drafter
-
+# Cases of installed packages.
+CASES = load_cases(__name__)
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "eagle3": lambda target: Eagle3(target, vocab_size=512),
     "eagle3 window": lambda target: Eagle3(target, vocab_size=512, num_layers=2, window=4, architecture={"qk_norm": True}),
     "medusa": lambda target: Medusa(target, num_heads=3, vocab_size=512),
-    "hydra": lambda target: Hydra(target, num_heads=3, vocab_size=512),
-    "hydra++": lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
-    "amphista": lambda target: Amphista(target, num_heads=3, vocab_size=512),
-    "ctc": lambda target: Ctc(target, num_drafts=3, num_slots=5, vocab_size=512),
-    "gumiho": lambda target: Gumiho(target, num_parallel=2, num_layers=1, vocab_size=512),
-    "transformer_heads": lambda target: TransformerHeads(target, num_heads=3, vocab_size=512),
     "eagle1": lambda target: Eagle1(target),
-    "redrafter": lambda target: Redrafter(target, vocab_size=512),
     "causal": lambda target: Causal(target, num_layers=2),
     "early_exit": lambda target: EarlyExit(target, exit_layer=2),
-    "layer_skip": lambda target: LayerSkipping(target, skipped=[1]),
-    "kangaroo": lambda target: Kangaroo(target, exit_layer=1),
-    "gated_lora": busy_gated_lora,
     "uno": lambda target: Uno(target, UnoConfig(num_masks=3)),
     "peagle": lambda target: PEagle(target, num_drafts=4, num_layers=2, vocab_size=512, window=6),
     "mtp": lambda target: Mtp(target),
@@ -91,12 +64,13 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "dflash causal": lambda target: DFlash(target, DFlashConfig(block_size=4, num_layers=1, causal=True, window=6)),
     "dspark": lambda target: DSpark(target, DSparkConfig(block_size=3, num_layers=1, rank=8, markov_head="rnn")),
     "dflash2": lambda target: DFlash2(target, DFlash2Config(block_size=4, num_layers=1, selector_rank=8)),
+    **CASES.get("DRAFTERS", {}),
 }
 BUILDERS: dict[str, Callable[[], TreeBuilder]] = {
     "chain": lambda: Chain(3),
     "eagle2": lambda: Eagle2(3, 10, 3),
-    "entropy": lambda: Entropy(3, 8, 3),
     "static": lambda: Static(paths=[[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
+    **CASES.get("BUILDERS", {}),
 }
 
 
@@ -120,8 +94,10 @@ def assert_same_rounds(
     return engine
 
 
-KEEPING = ("early_exit", "layer_skip", "kangaroo")  # what these have run stays in the cache
-LEAVING = ("eagle2", "entropy")  # nodes that were run
+# What these have run stays in the cache.
+KEEPING = tuple(name for name in ("early_exit", "layer_skip", "kangaroo") if name in DRAFTERS)
+# Trees that omit nodes that were run.
+LEAVING = tuple(name for name in ("eagle2", "entropy") if name in BUILDERS)
 
 
 @pytest.mark.sweep(10)
@@ -157,7 +133,7 @@ def test_tree_that_omits_run_nodes_is_refused(shallow: Target, drafter: str, bui
     ],
     ids=["match-eagle2", "match-drawn", "without-replacement", "with-replacement", "speculative-sampling"],
 )
-@pytest.mark.parametrize("drafter", ["eagle3", "causal", "gated_lora"])
+@pytest.mark.parametrize("drafter", ["eagle3", "causal", *CASES.get("drafters_with_state", ())])
 def test_drawn_tokens_equal_those_of_the_loop(
     shallow: Target, drafter: str, rule: AcceptanceRule, builder: TreeBuilder
 ) -> None:
@@ -255,7 +231,7 @@ def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -
         ("hydra++", "chain", 1),
         ("causal", "chain", 3),
         ("early_exit", "chain", 2),
-        ("kangaroo", "chain", 2),
+        *CASES.get("chains", ()),
     ],
 )
 def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None, models: int, backend: str) -> None:
@@ -307,7 +283,7 @@ def test_uncompiled_layers_do_not_shift_compiled_layers(monkeypatch: pytest.Monk
     assert list_facts(result) == list_facts(expected)
 
 
-@pytest.mark.parametrize("drafter", [None, "eagle3", "gated_lora"])
+@pytest.mark.parametrize("drafter", [None, "eagle3", *CASES.get("drafters_with_state", ())])
 def test_interrupted_decoding_leaves_no_state(shallow: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle of rounds that the host has not looked at, the next decode gives what it would have given."""
     built = None if drafter is None else DRAFTERS[drafter](shallow).eval()
@@ -362,7 +338,7 @@ def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
 
 
 @pytest.mark.sweep(2, free=("drafter", "backend"))
-@pytest.mark.parametrize("drafter", ["eagle3", "causal", "early_exit", "hydra"])
+@pytest.mark.parametrize("drafter", ["eagle3", "causal", "early_exit", *CASES.get("chain_drafters", ())])
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_preset_chain_is_accepted_completely(drafter: str, backend: str | None) -> None:
     """With every draft right a round emits as deep as the drafter reaches and one more, batch after batch."""
@@ -379,13 +355,6 @@ def test_preset_chain_is_accepted_completely(drafter: str, backend: str | None) 
         assert all(generation.round_lengths == [4] * 2 for generation in result)
 
 
-def test_captured_beams_equal_the_loop(shallow: Target) -> None:
-    """How many nodes beams share depends on the scores, and the tree's size does not. (Of a drafter that is unsure, rounding
-    decides which beams stay, so this one is not.)"""
-    drafter = shaken(Redrafter(shallow, vocab_size=512), shallow, 2.0)
-    assert_same_rounds(shallow, Greedy(), drafter, Beam(3, 8, 3))
-
-
 def test_oldest_batch_states_are_dropped(shallow: Target) -> None:
     """Of many sizes of batches the latest states stay."""
     engine = CapturedRunner(shallow, Greedy())
@@ -399,8 +368,8 @@ def test_oldest_batch_states_are_dropped(shallow: Target) -> None:
     [
         (Block(), None, None, "acceptance=block decides on the host"),
         (Greedy(), Ngram, Chain(2), "drafter=ngram reads values from the device"),
-        (Greedy(), Eagle3, OptTree(3, 8), "tree=opt decides the draft length on the host"),
         (Greedy(), Eagle3, Chain(3, stop=0.5), "tree=chain decides the draft length on the host"),
+        *CASES.get("test_rounds_that_cannot_be_captured_are_refused", ()),
     ],
 )
 def test_rounds_that_cannot_be_captured_are_refused(

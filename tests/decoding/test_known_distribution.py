@@ -6,9 +6,12 @@ keyed by position alone, block verification fails with p below 1e-6.
 
 import pytest
 
-from .known_target import CASES, Case, make_known_target
-from .known_variants import VARIANTS
+from tests.installed import load_cases
 
+from .known_target import CASES, Case, make_known_target
+
+# Cases of installed packages, in which several parts work together.
+VARIANTS: list[Case] = load_cases(__name__).get("VARIANTS", [])
 # With fixed seeds a case always has the same p-value.
 LEVEL = 1e-4
 QUICK = {
@@ -19,6 +22,7 @@ QUICK = {
     "match, sampled tree": 2_000,
 }
 """Cases that every run of the tests decodes, and their numbers of texts."""
+POOLED = {"block, chain of 3", "traversal, sampled tree", "recursive, sampled tree"}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in QUICK], ids=lambda case: case.name)
@@ -38,9 +42,8 @@ def test_many_texts_have_the_targets_distribution(case: Case, seed: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["block, chain of 3", "traversal, sampled tree", "recursive, sampled tree"])
-def test_texts_do_not_depend_on_the_batch(name: str) -> None:
-    case = next(case for case in CASES if case.name == name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in POOLED], ids=lambda case: case.name)
+def test_texts_do_not_depend_on_the_batch(case: Case) -> None:
     assert case.sample(60, seed=0, batch_size=3) == case.sample(60, seed=0, batch_size=1)
 
 

@@ -20,19 +20,13 @@ from spectrain.drafters.dflash2 import DFlash2, DFlash2Config
 from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.lilicorr import LiLiCorr, LiLiCorrConfig
 from spectrain.drafters.peagle import PEagle
-from spectrain.experimental.controllers.builders import Policy, Thompson
-from spectrain.experimental.domino.drafter import Domino, DominoConfig
-from spectrain.experimental.dyspec.builder import DySpec
-from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
-from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
-from spectrain.experimental.traversal.rule import Traversal
-from spectrain.experimental.xpress.drafter import XPress, XPressConfig
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.factories import add_noise
+from tests.installed import load_cases
 
 from .known_target import Table
 
@@ -125,12 +119,13 @@ def assume_costs(builder: TreeBuilder) -> TreeBuilder:
     return builder
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
 PAIRS = [
     pytest.param(SpeculativeSampling, Chain(2, "sampled", seed=SEED), id="chain-chain"),
     pytest.param(Block, Chain(2, "sampled", seed=SEED), id="block-chain"),
     pytest.param(Block, Chain(3, "sampled", seed=SEED, stop=0.1), id="block-chain-that-stops"),
-    pytest.param(SpeculativeSampling, assume_costs(Thompson(3, "sampled", seed=SEED)), id="chain-thompson"),
-    pytest.param(Block, assume_costs(Policy(3, "sampled", seed=SEED)), id="block-policy"),
     pytest.param(RecursiveRejection, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive-without"),
     pytest.param(RecursiveRejection, Static(paths=PATHS, children="sampled", seed=SEED), id="recursive-sampled"),
     pytest.param(
@@ -138,16 +133,8 @@ PAIRS = [
         Static(paths=PATHS, children="without_replacement", temperature=0.001, seed=SEED),
         id="recursive-nearly-one-hot-q",
     ),
-    pytest.param(Traversal, Static(paths=PATHS, children="without_replacement", seed=SEED), id="traversal-without"),
-    pytest.param(Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal-sampled"),
-    pytest.param(RecursiveRejection, DySpec(2, 5, seed=SEED), id="recursive-dyspec"),
-    pytest.param(KSeq, Static(paths=PATHS, children="sampled", seed=SEED), id="kseq"),
-    pytest.param(ImportanceSampling, Static(paths=PATHS, children="sampled", seed=SEED), id="importance"),
-    pytest.param(TruncatedLinearProgram, Static(paths=PATHS, children="sampled", seed=SEED), id="programme"),
-    pytest.param(Transport, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="transport"),
-    pytest.param(SpecHub, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="spechub"),
-    pytest.param(Traversal, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="traversal-top-and-sampled"),
     pytest.param(Match, Eagle2(2, 4, 2), id="match-eagle2"),
+    *CASES.get("PAIRS", ()),
 ]
 
 
@@ -164,7 +151,9 @@ def test_drafted_decoding_draws_from_the_target(
 
 
 @pytest.mark.sweep(1, free=("rule",))
-@pytest.mark.parametrize("rule", [SpeculativeSampling, Block, Traversal])
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling, Block, *CASES.get("test_autoregressive_decoding_draws_from_the_target", ())]
+)
 def test_autoregressive_decoding_draws_from_the_target(shallow: Target, truth: Truth, rule: type[SamplingRule]) -> None:
     """Without a drafter, as the reference and guarded rounds decode, rules for drawn trees draw from the target too."""
     assert p_value(outputs_of(decode_many(shallow, truth, make_rule(rule), None)), truth.joint) > 1e-4
@@ -179,8 +168,6 @@ FAMILIES: dict[str, Callable[[Target], Drafter]] = {
     "dflash2": lambda target: DFlash2(
         target, DFlash2Config(block_size=4, num_layers=1, vocab_size=FEW, selector_rank=8, selector_top_k=6)
     ),
-    "domino": lambda target: Domino(target, DominoConfig(block_size=4, num_layers=1, vocab_size=FEW, gru_width=8, rank=8)),
-    "xpress": lambda target: XPress(target, XPressConfig(block_size=4, num_layers=1, vocab_size=FEW, rank=8, num_passes=1)),
     "lilicorr": lambda target: LiLiCorr(
         target,
         LiLiCorrConfig(
@@ -188,14 +175,14 @@ FAMILIES: dict[str, Callable[[Target], Drafter]] = {
         ),
     ),
     "peagle": lambda target: PEagle(target, num_drafts=3, num_layers=1, vocab_size=FEW, own_embedding=False),
+    **CASES.get("FAMILIES", {}),
 }
 """Random drafters: their slots know nothing of each other, or a token's place in the draft and the tokens before it matter."""
 DRAWN = [
     pytest.param(SpeculativeSampling, Chain(3, "sampled", seed=SEED), id="chain"),
     pytest.param(Block, Chain(3, "sampled", 2.0, seed=SEED), id="block"),
     pytest.param(RecursiveRejection, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive"),
-    pytest.param(Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal"),
-    pytest.param(RecursiveRejection, DySpec(2, 5, seed=SEED), id="dyspec"),
+    *CASES.get("DRAWN", ()),
 ]
 
 

@@ -16,7 +16,7 @@ from scripts.make_results_pages import FOLDER
 from scripts.make_results_pages import PAGES as RESULTS_PAGES
 from scripts.systems_page import render_systems_page
 from spectrain.cli import help, main, overrides
-from spectrain.config.choices import find_owners, load_schema, select_choices, settings_by_group
+from spectrain.config.choices import choice_files, conf_folders, find_owners, load_schema, select_choices, settings_by_group
 from spectrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ GENERATED = {SETTINGS_PAGE, INTERFACE_PAGE}
 # Settings of all drafters that no constructor has.
 EVERY_DRAFTER = {"init"}
 REPOSITORY_PATH = re.compile(
-    r"(?:benchmarks|conf|data|docs|eval|examples|kernels|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*"
+    r"(?:benchmarks|conf|data|docs|eval|examples|kernels|packages|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*"
 )
 
 
@@ -224,7 +224,7 @@ def test_every_recipe_is_in_the_table(document: str) -> None:
     """The first column of the tables of families names each."""
     lines = [line for line in DOCUMENTS[document].splitlines() if line.startswith("| `")]
     table = {name for line in lines for name in re.findall("`([^`]+)`", line.split("|")[1])}
-    assert {path.stem for path in (ROOT / "recipes").glob("*.yaml")} <= table
+    assert {*choice_files("recipe", conf_folders())} <= table
 
 
 FAMILIES = sorted(name for name in DOCUMENTS if name.startswith("docs/families/") and not name.endswith("index.md"))
@@ -244,8 +244,7 @@ def test_settings_of_a_family_page_exist(document: str) -> None:
     keys = {name for name in re.findall(r"`drafter\.(\w+)", DOCUMENTS[document])} - EVERY_DRAFTER
     assert not [key for key in keys if not find_owners("drafter", key)]
     for group, choice in re.findall(r"\b(drafter|recipe|acceptance|tree)=([a-z][a-z0-9_-]*)\b", DOCUMENTS[document]):
-        folder = ROOT / "recipes" if group == "recipe" else ROOT / "conf" / group
-        assert (folder / f"{choice}.yaml").exists(), f"{group}={choice}"
+        assert choice in choice_files(group, conf_folders()), f"{group}={choice}"
 
 
 def test_generated_pages_of_results_are_the_committed_ones() -> None:
@@ -263,7 +262,7 @@ def test_the_reference_describes_every_setting() -> None:
     for config in ("train", "eval", "compare"):
         for group, keys in settings_by_group(load_schema(config), []).items():
             assert {f"{group}.{key.name}" for key in keys} <= names
-    assert all(f"recipe={path.stem}" in settings for path in (ROOT / "recipes").glob("*.yaml"))
+    assert all(f"recipe={name}" in settings for name in choice_files("recipe", conf_folders()))
 
 
 def load_site() -> dict[str, Any]:
@@ -285,7 +284,7 @@ def test_every_tree_and_rule_is_in_a_table(group: str) -> None:
     """The first column of a table of their page names each."""
     columns = [line.split("|")[1] for line in (ROOT / "docs" / "trees.md").read_text().splitlines() if line.startswith("| `")]
     named = {name for column in columns for name in re.findall(r"`([a-z0-9_]+)`", column)}
-    assert {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")} <= named
+    assert {*choice_files(group, conf_folders())} <= named
 
 
 def test_every_page_is_in_the_site() -> None:

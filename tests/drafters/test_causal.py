@@ -20,7 +20,6 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.layers.losses import DIVERGENCES, jensen_shannon
 from spectrain.drafters.layers.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError
-from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -32,6 +31,7 @@ from spectrain.models.target import Target
 from spectrain.training.checkpoints import collect_tensors, load_tensors
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping, watching
+from tests.installed import load_cases
 from tests.models.architectures import save_small
 from tests.targets import cut_tiny
 
@@ -117,10 +117,16 @@ def test_a_quarter_of_the_layers_by_default(tiny: Target) -> None:
 # Decoding
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
-    "builder", [Chain(4), Chain(3, "sampled", 0.7), Eagle2(3, 6, 2), DySpec(3, 6)], ids=["chain", "drawn", "eagle2", "dyspec"]
+    "builder",
+    [Chain(4), Chain(3, "sampled", 0.7), Eagle2(3, 6, 2), *CASES.get("test_what_is_drafted_is_what_is_trained", ())],
+    ids=lambda builder: f"{builder.name}-{builder.children}",
 )
 def test_what_is_drafted_is_what_is_trained(shallow: Target, builder: TreeBuilder, count: int) -> None:
     """After every node, over ragged rounds, the rollout's log q equals the training forward's over the whole text."""

@@ -11,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
+from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
@@ -35,11 +36,8 @@ from tests.targets import cut_tiny
 
 from .toys import FrozenHeads, Independent
 
-FAMILIES = sorted(
-    path.stem
-    for path in (Path(__file__).parents[2] / "conf" / "drafter").glob("*.yaml")
-    if not (SHIPPED_FOLDER / path.stem).is_dir()
-)
+FAMILIES = sorted(name for name in choice_files("drafter", conf_folders()) if not (SHIPPED_FOLDER / name).is_dir())
+MISSING = {"gated_lora"} - {*FAMILIES}
 EAGLE3 = {"vocab_size": 512, "ttt_steps": 3}
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": EAGLE3, "hybrid": {"inner": {"choice": "eagle3", **EAGLE3}}, "peagle": {"num_layers": 2},
@@ -91,6 +89,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hidden transfer": ("hidden_transfer", {"rank": 0, "sampler": False, "consistency": 0.0}),
     "speculative streaming": ("speculative_streaming", {"sampler": False, "consistency": 0.0}),
     "ppd": ("ppd", {"ensembles": 2, "num_hosts": 3, "rank": 0, "sampler": False, "step_decay": 0.8}),
+}
+# A family of a package that is not installed has no variants.
+VARIANTS = {
+    name: (family, options)
+    for name, (family, options) in VARIANTS.items()
+    if family in FAMILIES and str(options.get("inner")) not in MISSING
 }
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent}
 

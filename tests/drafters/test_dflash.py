@@ -18,7 +18,6 @@ from spectrain.drafters.layers.anchors import Anchors, block_attention, make_fle
 from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.drafters.layers.mask_token import find_unused_token
 from spectrain.errors import UserError
-from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -29,6 +28,7 @@ from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
 from tests.factories import add_noise
+from tests.installed import load_cases
 
 from .blocks import block_states, dataset
 
@@ -338,10 +338,20 @@ def test_drafts_are_the_block_of_the_text_alone(shallow: Target, variant: str, c
             assert tree.tokens[row, 1:].tolist() == best.tolist()
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
+
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("builder", [
-    Eagle2(4, 9, 3), DySpec(4, 7, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 1]]),
-], ids=["eagle2", "dyspec", "static"])  # fmt: skip
+@pytest.mark.parametrize(
+    "builder",
+    [
+        Eagle2(4, 9, 3),
+        Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 1]]),
+        *CASES.get("test_trees_are_products_of_marginals", ()),
+    ],
+    ids=lambda builder: builder.name,
+)
 @pytest.mark.parametrize("variant", ["plain", "shifted", "cropped"])
 def test_trees_are_products_of_marginals(shallow: Target, variant: str, builder: TreeBuilder) -> None:
     """A node's score is the sum of the slots' log q of the tokens on its path, and the output is greedy."""

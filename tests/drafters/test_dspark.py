@@ -16,12 +16,12 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dspark import DSpark, DSparkConfig
 from spectrain.drafters.layers.anchors import sample_anchors
 from spectrain.drafters.layers.judged_drafts import SlotStates
-from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
+from tests.installed import load_cases
 
 from .blocks import block_states, dataset
 from .test_dflash import LIMIT, PROMPTS, RoundRecorder
@@ -114,10 +114,21 @@ def test_packed_equals_padded(shallow: Target, head: str) -> None:
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
+
 @HEADS
-@pytest.mark.parametrize("builder", [
-    Chain(4), Eagle2(4, 9, 3), DySpec(4, 7, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
-], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
+@pytest.mark.parametrize(
+    "builder",
+    [
+        Chain(4),
+        Eagle2(4, 9, 3),
+        Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
+        *CASES.get("test_children_depend_on_their_parents", ()),
+    ],
+    ids=lambda builder: builder.name,
+)
 @pytest.mark.sweep(1)
 def test_children_depend_on_their_parents(shallow: Target, head: str, builder: TreeBuilder) -> None:
     """A node's score is the sum of the formulas' log q along its path, and the output is greedy."""
@@ -141,9 +152,11 @@ def test_children_depend_on_their_parents(shallow: Target, head: str, builder: T
                 assert float(tree.scores[row, node]) == pytest.approx(score, abs=1e-3)
 
 
-@pytest.mark.parametrize("builder", [
-    Chain(4), Eagle2(4, 9, 3), DySpec(4, 9, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
-], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
+@pytest.mark.parametrize(
+    "builder",
+    [Chain(4), Eagle2(4, 9, 3), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]), *CASES.get("test_confidence_cuts", ())],
+    ids=lambda builder: builder.name,
+)
 @pytest.mark.sweep(2, free=("builder",))
 def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
     """No node is below a node whose confidence is under the threshold, some nodes are cut, and the output stays greedy."""

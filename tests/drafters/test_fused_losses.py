@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.config.build import build
+from spectrain.config.choices import choice_files, conf_folders
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, Losses, TrainingState, stage_at
@@ -24,10 +24,6 @@ from spectrain.drafters.layers.losses import ACCEPTANCE_LOSSES, DIVERGENCES, spl
 from spectrain.drafters.layers.masks import add_blocks, replace_embeddings
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
-from spectrain.experimental.ctc import drafter as ctc
-from spectrain.experimental.gated_lora.drafter import GatedLora
-from spectrain.experimental.hydra.drafter import Hydra
-from spectrain.experimental.kangaroo.drafter import Kangaroo
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -39,9 +35,10 @@ from spectrain.models.lora import disable_adapters
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import select_trained_groups
 from tests.factories import make_drafter
+from tests.installed import load_cases
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
-RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted(choice_files("recipe", conf_folders()))
 VOCAB, WIDTH = 2048, 16
 CHUNK = 16
 
@@ -159,15 +156,6 @@ def compute_medusa_losses(drafter: Medusa, batch: Batch, target: Target) -> Loss
     return replace(heads, terms={"language_model": model, **{k: 0.2 * loss for k, loss in heads.terms.items()}})
 
 
-def compute_hydra_losses(drafter: Hydra, batch: Batch, target: Target) -> Losses:
-    assert batch.features is not None
-    logits, final, results = compute_logits(target, batch), batch.features.at_layer("final"), []
-    for k, head in enumerate(drafter.heads):
-        embedded = [target.head.embed(batch.tokens.roll(-1 - j, dims=1)).detach() for j in range(k + 1)]
-        results.append(compute_step_loss(drafter, batch, logits, head(torch.cat([final, *embedded], dim=-1)), k))
-    return combine_steps(results, *list_head_weights(drafter))
-
-
 def compute_next_token_losses(drafter: Any, batch: Batch, logits: Tensor, drafter_logits: Tensor) -> Losses:
     """Compute the losses of a drafter whose logits [B, T, V] at index t are for the token t + 1."""
     mask = batch.loss_mask[:, 1:]
@@ -187,15 +175,6 @@ def compute_causal_losses(drafter: Causal, batch: Batch, target: Target) -> Loss
     assert logits is not None
     # loss_temperature is 2
     return compute_next_token_losses(drafter, batch, compute_logits(target, batch) / 2, logits[..., :VOCAB] / 2)
-
-
-def compute_kangaroo_losses(drafter: Kangaroo, batch: Batch, target: Target) -> Losses:
-    assert batch.features is not None
-    x = batch.features.at_layer(drafter.exit_layer)
-    normed = drafter.input_layernorm(x)
-    q, k, v = drafter.self_attn.project_qkv(normed, drafter.rotary(normed, torch.arange(x.shape[1])[None]))
-    states = drafter.norm(x + drafter.self_attn.attend_causal(q, k, v))
-    return compute_next_token_losses(drafter, batch, compute_logits(target, batch), target.head.logits(states))
 
 
 def count_by_mask(depths: Tensor, right: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -226,26 +205,6 @@ def weigh_sequences(supervised: Tensor, batch: Batch) -> Tensor:
     return torch.stack(rows)[supervised.nonzero()[:, 0]]
 
 
-def compute_gated_lora_losses(drafter: GatedLora, batch: Batch, target: Target) -> Losses:
-    blocks = add_blocks(batch, drafter.prefixes(batch, 0))
-    with drafter.insert_masks(target, blocks.mask_index):
-        final = target.run(
-            blocks.tokens, ForwardPlan(layers=("final",), grad=True, positions=blocks.positions, mask=blocks.visible)
-        ).at_layer("final")
-    mask = blocks.supervised
-    states, positions = final[mask], blocks.positions
-    anchors = final.detach().gather(1, positions[..., None].expand_as(final))[mask]
-    log_p = target.head.logits(anchors).log_softmax(-1)
-    previous = target.head.embed(batch.tokens.gather(1, positions)[mask])
-    assert drafter.sampler is not None
-    terms, weight = {}, weigh_sequences(mask, batch)
-    for name, read in (("masks", states), ("sampler", drafter.sampler(states, previous))):
-        log_q = target.head.logits(read).log_softmax(-1)
-        terms[name] = (weight * compute_row_losses(drafter.divergence, log_p, log_q, blocks.labels[mask])).sum()
-    terms["consistency"] = (weight * (states - anchors).square().mean(-1)).sum()
-    return Losses(terms, *count_by_mask(blocks.mask_index[mask], log_q.argmax(-1) == log_p.argmax(-1), drafter.num_masks))
-
-
 def compute_early_exit_losses(drafter: EarlyExit, batch: Batch, target: Target) -> Losses:
     count, mask = target.num_layers, batch.next_is_supervised
     labels: Tensor = batch.tokens.roll(-1, dims=1)[mask]
@@ -262,14 +221,15 @@ def compute_early_exit_losses(drafter: EarlyExit, batch: Batch, target: Target) 
 
 STATE = TrainingState(progress=0.6)
 SMALL = {"vocab_size": VOCAB // 2}
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
 FAMILIES: dict[str, tuple[Any, Callable[..., Losses], dict[str, Any]]] = {
     "eagle3": (Eagle3, compute_eagle3_losses, {**SMALL, "ttt_steps": 4}),
     "medusa": (Medusa, compute_medusa_losses, SMALL),
-    "hydra": (Hydra, compute_hydra_losses, {**SMALL, "num_layers": 2}),
     "causal": (Causal, compute_causal_losses, {"loss_temperature": 2.0, "num_layers": 2}),
-    "kangaroo": (Kangaroo, compute_kangaroo_losses, {"exit_layer": 2}),
     "pard": (Pard, compute_pard_losses, {"num_drafts": 3}),
-    "gated_lora": (GatedLora, compute_gated_lora_losses, {"num_masks": 3}),
+    **CASES.get("FAMILIES", {}),
 }
 TRAINING_THE_TARGET: dict[str, tuple[Any, Callable[..., Losses], dict[str, Any]]] = {
     "medusa lora": (Medusa, compute_medusa_losses, {**SMALL, "adapt": "lora", "loss": "forward_kl"}),
@@ -328,7 +288,7 @@ def test_loss_and_gradients_equal_those_of_whole_matrices(
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "total_variation"])
-@pytest.mark.parametrize("family", ["eagle3", "medusa", "hydra", "causal", "kangaroo"])
+@pytest.mark.parametrize("family", ["eagle3", "medusa", "causal", *CASES.get("replayed", ())])
 def test_split_loss_of_replays_equals_that_of_full_matrices(
     target: Target, family: str, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +364,8 @@ def test_no_recipe_holds_the_logits_of_all_rows(target: Target, recipe: str, mon
         rows, sizes = batch.num_supervised - 3 * 8, {}  # the last of eight heads is supervised at so many positions
         for chunk in (CHUNK, 2048):
             monkeypatch.setattr(fused, "CHUNK_ROWS", chunk)
-            monkeypatch.setattr(ctc, "MAX_LOGITS", chunk * VOCAB)
+            for module in CASES.get("modules_with_chunks", ()):
+                monkeypatch.setattr(module, "MAX_LOGITS", chunk * VOCAB)
             with LargestTensor() as largest:
                 drafter(batch, target, TrainingState(progress=0.9)).total.backward()
             sizes[chunk] = largest.size

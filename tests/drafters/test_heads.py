@@ -10,9 +10,10 @@ from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
+from tests.installed import select_installed
 from tests.training.worker import dataset, make
 
-FAMILIES = ("amphista", "ctc", "gumiho", "transformer_heads", "redrafter", "eagle1")
+FAMILIES = select_installed("drafter", ("amphista", "ctc", "gumiho", "transformer_heads", "redrafter", "eagle1"))
 
 
 class Killed(Exception):

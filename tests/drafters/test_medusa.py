@@ -22,11 +22,6 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState, stage_at
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
-from spectrain.experimental.cartesian.builder import Cartesian
-from spectrain.experimental.cast.builder import Cast
-from spectrain.experimental.dyspec.builder import DySpec
-from spectrain.experimental.entropy_tree.builder import Entropy
-from spectrain.experimental.opt_tree.builder import OptTree
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -41,6 +36,7 @@ from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import begun, proposed
 from tests.factories import add_noise
+from tests.installed import load_cases
 from tests.targets import cut_tiny
 from tests.trees.tables import check_structure
 
@@ -198,11 +194,16 @@ def set_flat_costs(builder: TreeBuilder) -> TreeBuilder:
     return builder
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
 DEEP: list[TreeBuilder] = [
-    Chain(7), Eagle2(6, 16, 4), Entropy(6, 16, 4), OptTree(6, 12, 0.0), DySpec(6, 12, children="deterministic"),
-    Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0, 1]]), Cartesian((2, 1, 1, 1, 1)),
-    set_flat_costs(Auto(6, 16, 4)), set_flat_costs(Cast(6, 16, 4)),
-]  # fmt: skip
+    Chain(7),
+    Eagle2(6, 16, 4),
+    Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0, 1]]),
+    set_flat_costs(Auto(6, 16, 4)),
+    *CASES.get("DEEP", ()),
+]
 
 
 @pytest.fixture(scope="module")

@@ -16,19 +16,22 @@ from spectrain.drafters.layers.output_layer import init_output_layer, make_outpu
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.peagle import PEagle
 from spectrain.errors import UserError
-from spectrain.experimental.hydra.drafter import Hydra
 from spectrain.export.converter import convert, read_drafter
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.runs.drafters import load_weights
 from spectrain.trees import Chain
 from tests.export.test_converter import TINY, ours
+from tests.installed import load_cases
+
+# Cases of installed packages.
+CASES = load_cases(__name__)
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "eagle3": (Eagle3, {"ttt_steps": 2}),
     "peagle": (PEagle, {"num_drafts": 3, "num_layers": 1}),
     "medusa": (Medusa, {"num_heads": 2}),
-    "hydra": (Hydra, {"num_heads": 2}),
+    **CASES.get("FAMILIES", {}),
 }
 
 

@@ -17,15 +17,10 @@ from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.calibration import calibrate_builders
 from spectrain.decoding.loop import decode
-from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.layers.masks import add_blocks
 from spectrain.drafters.pard import Pard
 from spectrain.errors import UserError
-from spectrain.experimental.cast.builder import Cast
-from spectrain.experimental.dyspec.builder import DySpec
-from spectrain.experimental.sequoia.builder import Sequoia
-from spectrain.experimental.shared.guard import Guard
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -37,8 +32,8 @@ from spectrain.trees.base import Prefix
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
-from tests.decoding.test_guard import Switch
 from tests.factories import add_noise, dataset_with_spans
+from tests.installed import load_cases
 from tests.targets import cut_tiny
 
 DRAFTS, LIMIT = 4, 14
@@ -246,12 +241,15 @@ def check_log_probs(drafter: Pard, records: list[tuple[list[int], int, Tensor]])
         torch.testing.assert_close(log_q, expected, rtol=1e-4, atol=1e-3)
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
 BUILDERS: dict[str, TreeBuilder] = {
     "chain": Chain(3),
     "deep": Chain(9),
     "eagle2": Eagle2(4, 9, 3),
-    "dyspec": DySpec(4, 7, children="deterministic"),
     "static": Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 1]]),
+    **CASES.get("BUILDERS", {}),
 }
 BUILDER = pytest.mark.parametrize("builder", list(BUILDERS.values()), ids=list(BUILDERS))
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -331,20 +329,6 @@ def test_drawn_children(shallow: Target, greedy_answers: list[list[int]], count:
     check_log_probs(drafter, recorder.records)
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("pattern", [".d", "d..", "....ddd"])
-def test_rounds_without_a_draft(shallow: Target, greedy_answers: list[list[int]], pattern: str, count: int) -> None:
-    """Whichever rounds draft, the output is greedy, and the drafter has read what the rounds between them emitted."""
-    drafter, switch = make_drafter(shallow, num_layers=2), Switch(pattern)
-    recorder = RecordingBuilder(Chain(3))
-    session = Session(shallow, Greedy(), drafter, recorder, guard=cast(Guard, switch))
-    generations = session.decode(PROMPTS[:count], LIMIT, ignore_eos=True)
-    assert [row.output for row in generations] == greedy_answers[:count]
-    assert all((depth > 0) == drafted for row in generations for depth, (drafted, _) in zip(row.depths, switch.recorded))
-    check_log_probs(drafter, recorder.records)
-
-
 def test_a_round_is_a_single_forward(shallow: Target) -> None:
     """The small model runs once a round, however deep the drafts, and decoding a row alone gives the same rounds."""
     drafter, calls = make_drafter(shallow, num_layers=2), []
@@ -361,7 +345,9 @@ def test_a_round_is_a_single_forward(shallow: Target) -> None:
         )
 
 
-@pytest.mark.parametrize("builder", [Sequoia(depth=6, budget=6), Auto(6, 6, 2), Cast(6, 6, 2)], ids=lambda b: b.name)
+@pytest.mark.parametrize(
+    "builder", [Auto(6, 6, 2), *CASES.get("test_builders_that_need_calibration", ())], ids=lambda b: b.name
+)
 def test_builders_that_need_calibration(shallow: Target, greedy_answers: list[list[int]], builder: TreeBuilder) -> None:
     """After calibration every builder's output is greedy, and its trees are no deeper than the drafted positions."""
     drafter = make_drafter(shallow, num_layers=2)

@@ -22,7 +22,6 @@ from spectrain.drafters.hybrid import PATIENCE, Hybrid
 from spectrain.drafters.layers.copies import SOURCES, AcceptanceEstimator, Copies, Proposal
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
-from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.kernels.stored_texts import TEXT_END
 from spectrain.models.features import Features
 from spectrain.models.target import Target
@@ -32,6 +31,7 @@ from spectrain.trees.base import Prefix
 from spectrain.trees.trie import Trie
 from tests.decoding.rounds import Keeping
 from tests.drafters.test_contract import EAGLE3, composed
+from tests.installed import load_cases
 from tests.trees.tables import check_structure
 
 INNER = {"choice": "eagle3", **EAGLE3}
@@ -53,8 +53,14 @@ def store(shallow: Target, prompts: list[list[int]], tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
+
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("builder", [Chain(4), Eagle2(4, 10, 3), DySpec(4, 10, children="deterministic")], ids=lambda b: b.name)
+@pytest.mark.parametrize(
+    "builder", [Chain(4), Eagle2(4, 10, 3), *CASES.get("test_drafted_equals_plain", ())], ids=lambda b: b.name
+)
 @pytest.mark.parametrize("family", ["retrieval", "hybrid"])
 def test_drafted_equals_plain(shallow: Target, prompts: list[list[int]], store: str, family: str, builder: TreeBuilder) -> None:
     """Drafted output equals plain decoding, greedily and by matching; trees keep their budget, and the store is copied from."""

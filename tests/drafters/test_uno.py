@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +11,15 @@ import torch.nn.functional as F
 from scipy.stats import chisquare
 from torch import Tensor, nn
 
-from spectrain.config.build import build
-from spectrain.config.saved import parse_groups
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.captured import CapturedRunner
 from spectrain.decoding.loop import decode
-from spectrain.drafters.base import TrainingState, has_weights
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.gated_masks import GatedMasks
 from spectrain.drafters.uno import Uno, UnoConfig
 from spectrain.errors import UserError
-from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.reference_model import reference_model
@@ -31,7 +27,10 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 from tests.factories import add_noise
+from tests.installed import load_cases
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
 UNO: dict[str, Any] = {
     "num_masks": 4, "rank": 4, "alpha": 8.0, "strategy": "apart", "sampler": False,
     "loss": "total_variation", "consistency": 0.0, "tiles": [2, 3, 4],
@@ -40,13 +39,11 @@ LIMIT = 14
 
 
 def make_drafter(target: Target, size: float = 0.4, noise: str = "uniform", **options: Any) -> GatedMasks:
-    """Make a drafter with random weights that are not zero: Uno for random tokens, else gated LoRA."""
+    """Make a drafter with random weights that are not zero: Uno for random tokens, else what an installed package makes."""
     torch.manual_seed(3)
     settings: dict[str, Any] = {**UNO, **options}
     drafter: GatedMasks = (
-        Uno(target, UnoConfig(**settings))
-        if noise == "uniform"
-        else GatedLora(target, GatedLoraConfig(noise=noise, **settings))  # type: ignore[arg-type]
+        Uno(target, UnoConfig(**settings)) if noise == "uniform" else CASES["make_gated"](target, noise=noise, **settings)
     )
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
     add_noise(drafter.parameters(), size)
@@ -189,7 +186,7 @@ class RootStateRecorder:
 
 @pytest.mark.sweep(3)
 @BUILDER
-@pytest.mark.parametrize("noise", ["uniform", "masks"])
+@pytest.mark.parametrize("noise", ["uniform", *CASES.get("noises", ())])
 @pytest.mark.parametrize("strategy", ["apart", "quadratic", "linear"])
 def test_drafted_equals_greedy(shallow: Target, builder: TreeBuilder, noise: str, strategy: str) -> None:
     """Drafted output is greedy with random tokens or vectors at masks, in one or two forwards, alone and in a ragged batch."""
@@ -308,61 +305,10 @@ def continuation_probs(
 
 
 @pytest.mark.parametrize("builder", [BUILDERS["chain"], BUILDERS["static"]], ids=["chain", "static"])
-@pytest.mark.parametrize("options", [{}, {"noise": "mean", "rank": 0}], ids=["uno", "probed"])
+@pytest.mark.parametrize("options", [{}, *CASES.get("test_captured_rounds_are_the_loops", ())], ids=str)
 def test_captured_rounds_are_the_loops(shallow: Target, builder: TreeBuilder, options: dict[str, Any]) -> None:
     """The engine without host synchronization emits the same tokens in the same rounds."""
     drafter = make_drafter(shallow, **options)
     plain = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
     captured = CapturedRunner(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)
     assert [(row.output, row.round_lengths) for row in captured] == [(row.output, row.round_lengths) for row in plain]
-
-
-# Without training, and with embeddings alone
-
-
-@pytest.mark.parametrize("strategy", ["apart", "quadratic", "linear"])
-def test_probing_needs_no_training(shallow: Target, strategy: str) -> None:
-    """Masks that are the prompt's mean embedding need no weights and no training; the output is greedy."""
-    drafter = make_drafter(shallow, noise="mean", rank=0, strategy=strategy)
-    assert not has_weights(drafter) and not drafter.state_dict()
-    plain = decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)
-    generations = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(4), ignore_eos=True)
-    assert [row.output for row in generations] == [row.output for row in plain]
-    embedding = shallow.head.embedding.weight
-    expected = torch.stack([embedding[prompt].mean(0) for prompt in PROMPTS])
-    assert drafter.means is not None
-    torch.testing.assert_close(drafter.means[:, 0], expected)
-    with pytest.raises(UserError, match="nothing to train"):
-        drafter.loss(make_conversations(20), shallow, TrainingState())
-    with pytest.raises(UserError, match=r"drafter\.noise=mean: nothing is trained with it"):
-        make_drafter(shallow, noise="mean")
-
-
-@torch.no_grad()
-def test_probed_states_are_those_of_a_plain_forward(shallow: Target) -> None:
-    """States equal transformers' own over the text and the prompt's mean embedding, once for each mask."""
-    drafter = make_drafter(shallow, noise="mean", rank=0)
-    recorder = RootStateRecorder(drafter)
-    decode(shallow, PROMPTS[2:], Greedy(), LIMIT, drafter, Chain(5), ignore_eos=True)
-    mean = shallow.head.embedding.weight[PROMPTS[2]].mean(0)
-    for text, states in recorder.rounds:
-        with reference_model(shallow) as model:
-            embedded = torch.cat([model.get_input_embeddings()(torch.tensor(text)), mean.expand(4, -1)])
-            expected = model.get_decoder()(inputs_embeds=embedded[None]).last_hidden_state[0]
-        torch.testing.assert_close(states, expected[len(text) - 1 :], rtol=1e-3, atol=1e-3)
-
-
-def test_pass_learns_embeddings_alone(shallow: Target) -> None:
-    """PaSS: with rank 0 and no sampler, the look-ahead vectors are the only parameters, and all of them have gradients."""
-    drafter = make_drafter(shallow, noise="masks", rank=0, tiles=None, loss="cross_entropy")
-    assert [name for name, _ in drafter.named_parameters()] == ["masks"] and drafter.masks is not None
-    drafter.loss(make_conversations(21, 16), shallow, TrainingState()).total.backward()
-    assert drafter.masks.grad is not None and (drafter.masks.grad.abs().sum(-1) > 0).all()
-
-
-def test_a_drafter_saved_as_a_setting_of_gated_lora_loads(shallow: Target, tmp_path: Path) -> None:
-    """A saved description with noise=uniform loads as Uno with gated LoRA's defaults."""
-    saved = {"drafter": {"choice": "gated_lora", "noise": "uniform", "num_masks": 3}}
-    node = parse_groups(saved, tmp_path / "config.json")["drafter"]
-    drafter = build(node, target=shallow)
-    assert isinstance(drafter, Uno) and drafter.strategy == "quadratic" and drafter.sampler is not None

@@ -23,11 +23,9 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
+from spectrain.eval.baselines import INSTALLED
 from spectrain.eval.notes import explain_numbers
 from spectrain.eval.run import Evaluation
-from spectrain.experimental.dyspec.builder import DySpec
-from spectrain.experimental.evaluation import ExperimentalEvaluation
-from spectrain.experimental.traversal.rule import Traversal
 from spectrain.export.card import setting_line
 from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.fast import packed_linears
@@ -40,7 +38,12 @@ from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto, Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.token_tree import TokenTree
+from tests.factories import build_evaluation
+from tests.installed import load_cases
 from tests.models.architectures import save_small
+
+# Cases of installed packages.
+CASES = load_cases(__name__)
 
 LIMIT = 6
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
@@ -75,7 +78,7 @@ def make_evaluation(folder: Path, baselines: tuple[str, ...] = (), check: bool =
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     settings = {"calibration_limit": 2, "oracle": False, "report": False, "repeats": 1, **more}
-    return ExperimentalEvaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=baselines, check=check, **settings)
+    return build_evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=baselines, check=check, **settings)
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
@@ -270,9 +273,9 @@ def test_a_batch_says_what_single_prompts_say(shallow: Target, tmp_path: Path, e
     [
         (SpeculativeSampling(), Chain(2, "sampled")),
         (Block(top_k=20), Chain(3, "sampled")),
-        (RecursiveRejection(0.7), DySpec(3, 6)),
-        (Traversal(top_p=0.9), Static(2, 4, [[0], [1], [0, 0]], "without_replacement")),
+        (RecursiveRejection(0.7), Static(2, 4, [[0], [1], [0, 0]], "without_replacement")),
         (TypicalAcceptance(), Eagle2(3, 6, 2)),
+        *CASES.get("test_every_rule_is_scored", ()),
     ],
     ids=lambda part: part.name,
 )
@@ -281,7 +284,7 @@ def test_every_rule_is_scored(
 ) -> None:
     """A rule that weighs p against q claims no token identity, a lossy one says so; the same run gives the same output."""
     candidate = Candidate(shallow, eagle3, builder, rule, SETTING)
-    summary = make_evaluation(tmp_path, ("chain", "ngram", "lookahead")).score(candidate, tmp_path / "one")
+    summary = make_evaluation(tmp_path, ("chain", "ngram", *INSTALLED)).score(candidate, tmp_path / "one")
     assert summary["lossless"]["checked"] == 0 and summary["lossless"]["lossless"] is rule.lossless
     copied = summary["compared"]["ngram"]["lossless"]  # nothing is drawn there: matched with the same p
     assert copied["rule"] == "match" and copied["identical"] == copied["checked"] == 4
@@ -314,19 +317,6 @@ def test_a_tree_is_searched_and_timed_before_it_is_scored(shallow: Target, tmp_p
         assert json.loads((tmp_path / key / "calibration.json").read_text())[key]
         assert summary["lossless"]["identical"] == 4
     assert [*summary["compared"]] == ["own"] and summary["compared"]["own"]["tree"]["median_size"] >= 2
-
-
-@pytest.mark.slow
-def test_the_sweep_scores_every_builder(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
-    """eval.sweep=tree adds a row for every builder at every budget, each identical to generate."""
-    evaluation = make_evaluation(tmp_path)
-    evaluation.sweep, evaluation.budgets = "tree", (4, 6)
-    summary = evaluation.score(Candidate(shallow, eagle3, Chain(2), Greedy(), SETTING), tmp_path / "out")
-    kinds = {"static", "sequoia", "eagle2", "opt", "dyspec", "entropy", "cast", "auto"}
-    assert {name for name in summary["compared"]} >= {f"{kind}-4" for kind in kinds - {"static", "sequoia"}}
-    assert {name.rpartition("-")[0] for name in summary["compared"]} == kinds | {"chain"}
-    for entry in summary["compared"].values():
-        assert entry["lossless"]["identical"] == 4 and entry["nodes_per_round"] <= 6
 
 
 def test_rounds_and_samples_agree(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
@@ -378,15 +368,6 @@ def test_baselines_of_transformers_are_shown(shallow: Target, tmp_path: Path) ->
     assert all(entry["tokens_per_forward"] >= 1 and entry["identical"] == 4 for entry in baselines.values())
 
 
-def test_a_guard_leaves_the_output_alone(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
-    """With eval.guard the output is the same, and the rounds that drafted and did not add up."""
-    evaluation = make_evaluation(tmp_path, guard=True)
-    summary = evaluation.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / "out")
-    rounds = sum(line["rounds"] for line in read_samples(tmp_path / "out"))
-    assert summary["lossless"]["identical"] == 4
-    assert summary["guard"]["drafted_rounds"] + summary["guard"]["plain_rounds"] >= rounds  # the warm-up's too
-
-
 @pytest.mark.parametrize(
     "keywords, message",
     [
@@ -394,21 +375,16 @@ def test_a_guard_leaves_the_output_alone(shallow: Target, tmp_path: Path, eagle3
         ({"max_new_tokens": 1}, "eval.max_new_tokens=1"),
         ({"baselines": ("oracle",)}, "eval.baselines: 'oracle'"),
         ({"baselines": ("assistant",)}, "eval.assistant"),
-        ({"prune_layer": 0}, "eval.prune_layer=0"),
-        ({"prune_top": 0}, "eval.prune_top=0"),
-        ({"prune_layer": 2, "sweep": "prune"}, "eval.sweep=prune"),
-        ({"exits": ()}, "eval.exits"),
-        ({"depths": (0, 2)}, "eval.depths"),
-        ({"tops": (0,)}, "eval.tops"),
         ({"batch_size": 0}, "eval.batch_size=0"),
-        ({"budgets": (8, 0)}, "eval.budgets"),
+        ({"batches": (8, 0)}, "eval.batches"),
+        *CASES.get("test_bad_settings_are_refused", ()),
         ({"categories": ["nonsense"]}, "nonsense"),
     ],
 )
 def test_bad_settings_are_refused(keywords: dict[str, Any], message: str) -> None:
     """A setting that can't be met is refused under its own key."""
     with pytest.raises(UserError, match=message):
-        ExperimentalEvaluation(**keywords)
+        build_evaluation(**keywords)
 
 
 @pytest.mark.parametrize("batch_size", [3, pytest.param(1, marks=pytest.mark.slow)])
@@ -441,10 +417,6 @@ def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp
         UserError, match="eval.engine=captured: drafter=ngram reads values from the device.*use eval.engine=eager"
     ):
         evaluation.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
-    with pytest.raises(UserError, match="eval.engine=captured: eval.guard decides on the host"):
-        replace(evaluation, guard=True).score(
-            Candidate(shallow, Eagle3(shallow, vocab_size=64), Chain(2), Greedy(), SETTING), tmp_path / "out"
-        )
     with pytest.raises(UserError, match="eval.engine=fast: choose from auto, captured, eager"):
         replace(evaluation, engine="fast")  # type: ignore[arg-type]
 
@@ -464,7 +436,6 @@ def test_a_chain_comes_first_unless_a_tree_that_drafts_is_requested(shallow: Tar
         (eagle3, Eagle2(3, 6), {"measured": False}, False),
         (eagle3, Auto(3, 6), {"measured": False}, True),
         (eagle3, Eagle2(3, 6), {"engine": "captured"}, True),
-        (eagle3, Eagle2(3, 6), {"sweep": "tree"}, False),
         (eagle3, Chain(7, "sampled"), {}, True),
         (ngram, Chain(3), {}, False),
     ):

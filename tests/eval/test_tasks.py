@@ -19,10 +19,10 @@ from spectrain.eval.notes import list_caveats
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.run import Evaluation
 from spectrain.eval.tasks import Number, Program, check_execution, extract_program, last_number, reference_of, task_score
-from spectrain.experimental.lossy_rules.relaxed import Rollback
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
+from tests.installed import load_cases
 
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
 PROBLEM = {
@@ -133,7 +133,13 @@ def test_a_judge_that_is_missing_or_blind_is_refused(judge: Judge, monkeypatch: 
     check_execution([])
 
 
-@pytest.mark.parametrize("rule", [Greedy(), Rollback(9.0)], ids=lambda rule: rule.name)
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
+
+@pytest.mark.parametrize(
+    "rule", [Greedy(), *CASES.get("test_quality_is_shown_for_lossy_rules_or_on_request", ())], ids=lambda rule: rule.name
+)
 @pytest.mark.parametrize("quality", [False, True])
 def test_quality_is_shown_for_lossy_rules_or_on_request(tiny: Target, tmp_path: Path, rule: Any, quality: bool) -> None:
     """Perplexity, agreement and score stand next to the speed; of a lossless rule only on request, and nothing differs then."""

@@ -27,6 +27,7 @@ from spectrain.models.target import Target
 from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import load_weights, save_drafter
 from spectrain.trees import Chain
+from tests.installed import load_cases
 
 from . import foreign
 
@@ -68,12 +69,11 @@ def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
 
 DFLASH = {"block_size": 5, "num_layers": 2}
 DSPARK = {**DFLASH, "rank": 8}
-DOMINO = {**DFLASH, "gru_width": 12, "rank": 8}
 LILICORR = {**DFLASH, "top_k": 4, "correction_width": 16, "correction_layers": 1, "correction_heads": 2, "factor_width": 12}
-XPRESS = {**DFLASH, "rank": 8, "num_passes": 2}
-REDRAFTER = {"vocab_size": 2048, "num_blocks": 1, "cell": "linear"}
 DFLASH2 = {**DFLASH, "selector_rank": 8}
 UNO = {"num_masks": 3, "rank": 4}
+# Cases of installed packages.
+INSTALLED = load_cases(__name__)
 CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "eagle3": (lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256), ("vllm", "sglang", "spectrain")),
     "eagle3, other layers": (
@@ -106,15 +106,15 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "eagle1": (lambda path, tiny: ours(path, tiny, "eagle1"), ("vllm", "sglang", "eagle", "spectrain")),
     "eagle1, fc with a bias": (
         lambda path, tiny: ours(path, tiny, "eagle1", bias=True, num_steps=3), ("sglang", "eagle", "spectrain")),
-    "vispec": (lambda path, tiny: ours(path, tiny, "vispec", num_queries=3), ("flat", "spectrain")),
+    
     "EAGLE's own": (foreign.write_eagle1, ("sglang", "eagle", "spectrain")),
     "medusa": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048), ("vllm", "medusa", "spectrain")),
     "medusa, cut vocabulary": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), ("vllm", "spectrain")),
     "causal": (lambda path, tiny: ours(path, tiny, "causal", num_layers=2), ("hf", "spectrain")),
     "pard": (lambda path, tiny: ours(path, tiny, "pard", num_layers=2), ("hf", "spectrain")),
-    "gated lora": (lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), ("peft", "spectrain")),
+    
     "uno": (lambda path, tiny: ours(path, tiny, "uno", **UNO), ("uno", "spectrain")),
-    "PaSS": (lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=0, sampler=False), ("spectrain",)),
+    
     "SpecForge": (foreign.write_specforge, ("vllm", "sglang", "spectrain")),
     "ModelOpt": (lambda path, tiny: foreign.write_specforge(path, tiny, prefix="layers.0."), ("vllm", "sglang", "spectrain")),
     "speculators": (foreign.write_speculators, ("vllm", "sglang", "spectrain")),
@@ -154,23 +154,19 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
         ),
         ("vllm", "spectrain"),
     ),
-    "jetspec": (lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH), ("jetspec", "spectrain")),
+    
     "lilicorr": (lambda path, tiny: ours(path, tiny, "lilicorr", **LILICORR), ("vllm", "spectrain")),
     "lilicorr, as wide as its target": (
         lambda path, tiny: ours(path, tiny, "lilicorr", **{**LILICORR, "correction_width": 0, "correction_layers": 2}),
         ("sglang", "spectrain"),
     ),
-    "domino": (lambda path, tiny: ours(path, tiny, "domino", **DOMINO), ("flat", "spectrain")),
-    "domino, unshifted": (
-        lambda path, tiny: ours(path, tiny, "domino", sample_from_anchor=False, uncorrected=0, layers=[1, 3, 8], **DOMINO),
-        ("flat", "spectrain"),
-    ),
-    "xpress": (lambda path, tiny: ours(path, tiny, "xpress", **XPRESS), ("speculators", "flat", "spectrain")),
-    "xpress, cut vocabulary": (
-        lambda path, tiny: ours(path, tiny, "xpress", vocab_size=256, mlp_ratio=1, **XPRESS), ("speculators", "spectrain")),
+    
+    
+    
+    
     "medusa for TensorRT-LLM": (
         lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048, num_layers=2), ("tensorrt", "medusa", "spectrain")),
-    "redrafter": (lambda path, tiny: ours(path, tiny, "redrafter", **REDRAFTER), ("tensorrt", "spectrain")),
+    
     "a flat P-EAGLE": (foreign.write_peagle, ("vllm", "flat", "spectrain")),
     "DeepSpec's DSpark": (foreign.write_deepspec_dspark, ("vllm", "sglang", "spectrain")),
     "speculators' DSpark": (foreign.write_speculators_dspark, ("vllm", "spectrain")),
@@ -178,6 +174,7 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "speculators' DFlash2": (foreign.write_speculators_dflash2, ("vllm", "spectrain")),
     "z-lab": (foreign.write_zlab, ("vllm", "sglang", "spectrain")),
     "speculators' DFlash": (foreign.write_speculators_dflash, ("vllm", "spectrain")),
+    **INSTALLED.get("CASES", {}),
 }  # fmt: skip
 
 
@@ -234,16 +231,13 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("peagle", "format=vllm or format=flat")),
     "EAGLE's bias for vLLM": (foreign.write_eagle1, "vllm", ("fc.bias", "--to sglang", "drafter.bias=false")),
     "Medusa for SGLang": (foreign.write_medusa, "sglang", ("medusa", "vllm")),
-    "Hydra": (lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256), "vllm", ("hydra", "spectrain eval")),
-    "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
-    "gated LoRA for vLLM": (
-        lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "vllm", ("gated_lora", "peft")),
+    
+    
+    
     "PARD-2 with features": (
         lambda path, tiny: ours(path, tiny, "pard", num_layers=2, layers=[2, 6]), "hf", ("drafter.layers=[2, 6]", "no engine")),
-    "masks for SGLang": (
-        lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "uno",
-        ("drafter=gated_lora", "format=peft")),
-    "Uno's adapter with masks": (lambda path, tiny: ours(path, tiny, "uno", **UNO), "peft", ("drafter=uno", "format=uno")),
+    
+    
     "a window for transformers": (
         lambda path, tiny: ours(path, tiny, "dflash", causal=True, window=12, **DFLASH), "hf", ("window=12", "--to vllm")),
     "a shifted block for vLLM": (
@@ -279,6 +273,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
     "DSpark for transformers": (
         lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), "hf", ("dspark", "vllm or format=sglang or format=flat")),
     "an untrained early exit": (lambda path, tiny: ours(path, tiny, "early_exit"), "hf", ("assistant_early_exit",)),
+    **INSTALLED.get("REFUSED", {}),
 }  # fmt: skip
 
 

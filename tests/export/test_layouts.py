@@ -22,9 +22,10 @@ from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
+from tests.installed import load_cases
 
 from . import test_mtp
-from .test_converter import DFLASH, DFLASH2, DOMINO, DSPARK, LILICORR, REDRAFTER, UNO, XPRESS, ours
+from .test_converter import DFLASH, DFLASH2, DSPARK, LILICORR, UNO, ours
 
 TINY = TargetFiles("tiny")
 
@@ -75,9 +76,7 @@ def test_a_new_layout_is_a_file_and_a_line(tiny: Target, tmp_path: Path, monkeyp
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"vocab_size": 256}, "peagle": {"vocab_size": 256, "num_layers": 1}, "medusa": {"vocab_size": 2048},
     "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK, "causal": {"num_layers": 1},
-    "redrafter": REDRAFTER, "domino": DOMINO, "xpress": XPRESS, "lilicorr": LILICORR,
-    "dflash_research.FlatJetSpec": {**DFLASH, "causal": True},
-    "gated_lora": {"num_masks": 2, "rank": 4}, "uno.UnoLayout": UNO,
+    "lilicorr": LILICORR, "uno.UnoLayout": UNO, **load_cases(__name__).get("SMALL", {}),
     "gguf_dflash.GgufDFlash2": {**DFLASH2, "selector_top_k": 8},
 }  # fmt: skip
 

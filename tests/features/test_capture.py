@@ -166,9 +166,7 @@ def test_unstorable_data_is_refused(tmp_path: Path, tiny: Target) -> None:
     with pytest.raises(UserError, match="set source=store"):
         capture_features(composed(*SETTINGS))
     with pytest.raises(UserError, match="reads no features"):
-        capture_features(
-            composed("recipe=gated_lora", "target=tiny", "data.limit=2", "source=store", f"source.path={tmp_path}")
-        )
+        capture_features(composed("recipe=uno", "target=tiny", "data.limit=2", "source=store", f"source.path={tmp_path}"))
     example = EmbeddedReader(limit=1, max_length=128).make_dataset(tiny.template).examples[0]
     tokens = torch.tensor(example.tokens)
     states = tiny.features(tokens[None], (2, 4, 5, 8)).hidden[0].contiguous()

@@ -1,6 +1,5 @@
 """Packed equals padded: features, every family's loss and gradients, and documents that do not see each other."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +8,8 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.drafters.base import TrainingState
-from spectrain.experimental.on_policy.source import GeneratedSource
-from spectrain.experimental.shared.draft_replay import NOT_PAST_ERROR, Replay, collate_replays
 from spectrain.features.base import BatchRequest
-from spectrain.features.batch import Batch, collate
+from spectrain.features.batch import collate
 from spectrain.features.live_source import LiveSource
 from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.cache_types import AttentionOptions
@@ -87,39 +84,6 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_padded_ones(name: s
         assert actual.keys() == expected.keys() and len(actual)
         for key, gradient in expected.items():
             assert_near(actual[key], gradient)
-
-
-@pytest.mark.sweep(2, free=("name",))
-@pytest.mark.parametrize("name", ["eagle3", "causal", "kangaroo", "hydra"])
-def test_replays_packed_equal_replays_padded(name: str) -> None:
-    """Documents whose tails are rejected drafts have the same loss and gradients packed and padded."""
-
-    class Replays(LiveSource):
-        def make_batch(self, request: BatchRequest) -> Batch:
-            lengths = [len(example.tokens) for example in request.examples]
-            distances = [[NOT_PAST_ERROR if n < length - 3 else n % 3 for n in range(length)] for length in lengths]
-            batch = collate_replays(list(map(Replay, request.examples, distances)), request.packed)
-            return replace(batch, features=request.target.features(batch.tokens, request.layers, batch.lengths))
-
-    (padded, expected), (packed_losses, actual) = (
-        compute_gradients(name, cut_tiny(3), 0, packed, Replays()) for packed in (False, True)
-    )
-    assert_near(packed_losses.total, padded.total)
-    assert torch.equal(packed_losses.counts, padded.counts)
-    for key, gradient in expected.items():
-        assert_near(actual[key], gradient)
-
-
-@pytest.mark.sweep(2, free=("by",))
-@pytest.mark.parametrize("by", ["drafter", "target", "interleaved", "replay"])
-def test_generated_sequences_are_packed_too(by: Any) -> None:
-    """What is generated during training does not depend on packing."""
-    (padded, _), (packed_losses, _) = (
-        compute_gradients("causal", cut_tiny(3), 0, packed, GeneratedSource(fraction=0.6, by=by, max_new_tokens=6))
-        for packed in (False, True)
-    )
-    assert padded.counts.sum() > 0
-    assert_near(packed_losses.total, padded.total)
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))

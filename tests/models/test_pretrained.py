@@ -14,20 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from spectrain.drafters.layers.small_models import load_matching_model
 from spectrain.errors import UserError
-from spectrain.eval.transformers_baselines import _load_assistant
-from spectrain.experimental.encoder_decoder.loading import load_encoder_decoder
-from spectrain.export.gguf_model import write_target
-from spectrain.export.targets import TargetFiles
 from spectrain.models.bundled import save_gguf
 from spectrain.models.checkpoint_files import INDEX_FILE
 from spectrain.models.loading import load_hf
 from spectrain.models.pretrained import load_pretrained
-from spectrain.models.target import Target
-from tests.experimental.encoder_models import save_model
 from tests.models.checkpoints import save_gguf_file, save_unquantized
 
 Weights = dict[str, Tensor]
@@ -113,26 +106,6 @@ ACCEPTED: dict[str, tuple[Callable[[Weights], Any], dict[str, Any]]] = {
 def test_tied_and_unknown_weights_are_no_fault(case: str, saved: Callable[..., Path], tmp_path: Path) -> None:
     change, settings = ACCEPTED[case]
     assert load_hf(str(saved(tmp_path / "target", change, **settings)), device="cpu").num_layers == 2
-
-
-def test_every_other_model_is_checked_too(saved: Callable[..., Path], tiny: Target, tmp_path: Path) -> None:
-    folder = saved(tmp_path / "small", remove(UP))
-    with pytest.raises(UserError, match=f"^drafter.model={folder}: {UP} is not"):
-        load_matching_model(str(folder), tiny)
-    with pytest.raises(UserError, match=f"^eval.assistant={folder}: {UP} is not"):
-        _load_assistant(tiny, str(folder))
-    with pytest.raises(UserError, match=f"^{UP}: it is not among the weights"):
-        write_target(TargetFiles(str(folder)), tmp_path, None)
-    with pytest.raises(UserError, match="^target.parts=head: .* has no tensor model.norm.weight"):
-        load_hf(str(saved(tmp_path / "head", remove(NORM))), parts="head", device="cpu")
-    encoder_decoder = save_model("t5", tmp_path / "t5")
-    weights = load_file(encoder_decoder / "model.safetensors")
-    remove("encoder.block.0.layer.0.SelfAttention.q")(weights)
-    save_file(weights, encoder_decoder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=f"^target.model={encoder_decoder}: encoder.block.0.*SelfAttention.q.weight is not"):
-        load_encoder_decoder(str(encoder_decoder), device="cpu")
-    with pytest.raises(UserError, match="^drafter.model="):
-        load_pretrained(AutoModelForSeq2SeqLM, encoder_decoder, "drafter.model")
 
 
 def test_a_gguf_file_without_a_tensor_is_not_converted(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from spectrain.cli.doctor import check_targets
 from spectrain.cli.main import dispatch_command
 from spectrain.cli.overrides import allow_new_keys, list_config_groups
 from spectrain.config.build import register_resolvers
+from spectrain.config.choices import choice_files, conf_folders
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
@@ -37,7 +38,7 @@ from spectrain.training.validation import measure_acceptance
 from tests.memory_tracker import FORMULAS
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted(choice_files("recipe", conf_folders()))
 GROUPS = list_config_groups([])
 WITHIN = pytest.approx(1, abs=0.15)
 TIGHT = pytest.approx(1, abs=0.10)

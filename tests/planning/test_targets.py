@@ -15,6 +15,7 @@ from spectrain.models.fast import batch_invariance
 from spectrain.planning import footprint
 from spectrain.planning.plan import plan
 from spectrain.training.trial import trial_folder
+from tests.installed import load_cases
 from tests.models.checkpoints import save_gguf_file
 from tests.planning.test_plan import RECIPES, ROOT, compose_plan, make_plan, needs_smollm2
 
@@ -147,7 +148,7 @@ def test_changes_that_a_family_refuses_are_not_suggested(shallow_folder: Path) -
     assert changes and not any("num_masks" in change for change in changes)
 
 
-@pytest.mark.parametrize("target", ["int4", "codes target.model=x"])
+@pytest.mark.parametrize("target", load_cases(__name__).get("test_targets_that_need_their_weights_have_no_plan", ()))
 def test_targets_that_need_their_weights_have_no_plan(target: str) -> None:
     with pytest.raises(UserError, match="it is built with its weights alone"):
         make_plan("recipe=medusa1", *f"target={target}".split(), *SMALL)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from spectrain.cli.main import dispatch_command, main
 from tests import commands
+from tests.installed import load_cases
 
 QUICK = ["target=tiny", "recipe=eagle3", "drafter.vocab_size=256", "drafter.ttt_steps=3", "data.limit=12", "data.max_length=64",
          "eval.limit=2", "eval.max_new_tokens=8", "eval.calibration_limit=1", "eval.repeats=1",
@@ -40,11 +41,15 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+# Cases of installed packages.
+CASES = load_cases(__name__)
+
+
 def test_what_has_nothing_to_train_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Such a drafter is refused by the name that the command line knows, before a folder is made."""
-    for name in ("self", "universal", "chosen"):
+    for name in ("ngram", *CASES.get("test_what_has_nothing_to_train_leaves_nothing", ())):
         run = tmp_path / name
         assert run_command(monkeypatch, "train", f"drafter={name}", "target=tiny", "data.limit=4", f"run={run}") == 2
         stderr = capsys.readouterr().err

@@ -109,8 +109,8 @@ def test_a_run_is_exported_for_the_engine(
     assert title == "EAGLE-3, speculators layout"
     assert scratch.drafter is not None and not Path(str(scratch.drafter.path)).exists()
     assert launch.drafter is not None and launch.drafter.path == str(tmp_path / "out") and (tmp_path / "out").is_dir()
-    ours(tmp_path / "exits" / "drafter", tiny, "hydra")
-    with pytest.raises(AssertionError, match=r"vllm does not serve drafter=hydra"):
+    ours(tmp_path / "exits" / "drafter", tiny, "uno", num_masks=3, rank=4)
+    with pytest.raises(AssertionError, match=r"vllm does not serve drafter=uno"):
         run_serve(f"run={tmp_path / 'exits'}")
 
 

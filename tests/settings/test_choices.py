@@ -7,8 +7,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
-from spectrain.config.choices import by_choice_name, conf_folders, resolve_choice, set_choice_folders
-from spectrain.config.signatures import PACKAGE_ROOT
+from spectrain.config.choices import by_choice_name, named_folders, resolve_choice, set_choice_folders
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 
@@ -16,7 +15,7 @@ from spectrain.errors import UserError
 @pytest.fixture(autouse=True)
 def our_choices_alone() -> None:
     """Whatever folder of choices a command of another test has named."""
-    set_choice_folders([PACKAGE_ROOT / "conf"])
+    set_choice_folders([])
 
 
 def test_a_configuration_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -45,7 +44,7 @@ def test_a_choice_of_the_user_s_own_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="drafter=mine: there is no such choice; .*--config-dir"):
         resolve_choice("drafter", {"choice": "mine"}, "config.json")
     try:
-        set_choice_folders(conf_folders(["--config-dir", str(tmp_path)]))
+        set_choice_folders(named_folders(["--config-dir", str(tmp_path)]))
         node = {"_target_": "mine.Drafter", "size": 3}
         assert by_choice_name({"drafter": node})["drafter"] == {"choice": "mine", "size": 3}
         assert resolve_choice("drafter", {"choice": "mine", "size": 3}, "config.json") == node
@@ -53,4 +52,4 @@ def test_a_choice_of_the_user_s_own_folder(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="mine.Drafter is not found; PYTHONPATH"):
             build(node)
     finally:
-        set_choice_folders([PACKAGE_ROOT / "conf"])
+        set_choice_folders([])

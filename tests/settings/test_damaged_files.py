@@ -12,8 +12,6 @@ import pytest
 from spectrain.data.datastore import Datastore, write_store
 from spectrain.data.shards import ShardSet
 from spectrain.errors import UserError
-from spectrain.experimental.controllers.tree_policy import TreePolicy
-from spectrain.experimental.next_token_tables.bigrams import _load_array
 from spectrain.models import bundled
 from spectrain.models.checkpoint_files import CheckpointFiles
 from spectrain.runs.tracking import Wandb
@@ -127,35 +125,6 @@ def test_measured_times_are_left_out_aloud(
     damage(path)
     assert load_times(path) is None
     assert "times.json: it holds no measurement that this version reads" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("damage", [*TEXT, write_no_keys])
-def test_a_tree_policy(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    path = tmp_path / "policy.json"
-    path.write_text(json.dumps({"depth": 3, "top_k": 2, "weights": [[1.0], [2.0]]}))
-    damage(path)
-    with pytest.raises(UserError, match=r"policy\.json: [^\n]*; [^\n]*$"):
-        TreePolicy(depth=3, top_k=2, policy=str(path))
-
-
-@pytest.mark.parametrize("weights", ["x", [["a"]], [[[1.0]]], [[float("nan")]], 3])
-def test_the_weights_of_a_tree_policy(tmp_path: Path, weights: object) -> None:
-    path = tmp_path / "policy.json"
-    path.write_text(json.dumps({"depth": 3, "top_k": 2, "weights": weights}))
-    with pytest.raises(UserError, match=r"policy\.json: its? [^\n]*weights[^\n]*; delete it, and the next run fits one anew"):
-        TreePolicy(depth=3, top_k=2, policy=str(path))
-
-
-@pytest.mark.parametrize("damage", ODD)
-def test_a_table_of_bigrams(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    path = tmp_path / "tokens.npy"
-    np.save(path, np.arange(100))
-    assert _load_array(path, "iu")[-1] == 99
-    with pytest.raises(UserError, match=r"its numbers are of the type int64\); delete the folder"):
-        _load_array(path, "f")
-    damage(path)
-    with pytest.raises(UserError, match=r"tokens\.npy: it cannot be read [^\n]*; delete the folder"):
-        _load_array(path, "iu")
 
 
 @pytest.mark.parametrize("damage", [*TEXT, write_no_keys])

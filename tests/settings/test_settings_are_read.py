@@ -15,10 +15,10 @@ import pytest
 from hydra.utils import get_object
 
 from spectrain.config.build import find_config_type
-from spectrain.config.choices import _read_constructors
+from spectrain.config.choices import _read_constructors, conf_folders
 from spectrain.config.signatures import PACKAGE_ROOT, list_keys
 
-CONSTRUCTORS = sorted({path for group in _read_constructors((PACKAGE_ROOT / "conf",)).values() for path in group.values()})
+CONSTRUCTORS = sorted({path for group in _read_constructors(tuple(conf_folders())).values() for path in group.values()})
 STORED = re.compile(r"^ *self\.\w+(?:, self\.\w+)*(?:: [^=\n]+)? = ", re.MULTILINE)
 FOLDERS = ("eval", "kernels", ".")  # the first two are links, which the walk of the package does not follow
 

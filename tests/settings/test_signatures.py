@@ -15,11 +15,11 @@ from hydra.utils import get_object
 
 from spectrain.config import values
 from spectrain.config.build import check_node, check_overrides, describe_type, find_config_type
-from spectrain.config.choices import _read_constructors, load_schema
+from spectrain.config.choices import _read_constructors, conf_folders, load_schema
 from spectrain.config.signatures import PACKAGE_ROOT, list_choices, list_keys
 from spectrain.errors import UserError
 
-CONSTRUCTORS = sorted({path for group in _read_constructors((PACKAGE_ROOT / "conf",)).values() for path in group.values()})
+CONSTRUCTORS = sorted({path for group in _read_constructors(tuple(conf_folders())).values() for path in group.values()})
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict, Any)
 
 
@@ -116,6 +116,6 @@ def test_mistakes_are_named_before_torch_is_imported() -> None:
 def test_bounds_are_shown_as_users_write_them() -> None:
     """The error for a value out of bounds says what to write; for a wrong type it names the type without its bounds."""
     assert describe_type(values.Count | None) == "int | null" and describe_type(typing.Literal["a", "b"]) == "Literal['a', 'b']"
-    node = {"_target_": "spectrain.experimental.evaluation.ExperimentalEvaluation", "name": "a/b"}
+    node = {"_target_": "spectrain.eval.default.DefaultEvaluation", "name": "a/b"}
     with pytest.raises(UserError, match="eval.name=a/b: use the name of one folder, without slashes"):
         check_node("eval", node)

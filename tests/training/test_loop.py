@@ -15,7 +15,6 @@ from spectrain.data.dataset import Batching, Dataset
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
-from spectrain.experimental.gated_lora.drafter import GatedLora, GatedLoraConfig
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
@@ -213,14 +212,6 @@ def test_gradient_checkpointing_changes_no_bit(shallow: Target, tmp_path: Path, 
         results.append((runs, {key: value.clone() for key, value in drafter.state_dict().items()}))
     assert results[1][0] == 2 * results[0][0] > 0
     assert all(torch.equal(value, results[1][1][key]) for key, value in results[0][1].items())
-
-
-def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(shallow: Target, tmp_path: Path) -> None:
-    """Mask tokens use hooks on the target's layers, which are removed before the backward pass."""
-    with pytest.raises(UserError, match=r"trainer.gradient_checkpointing=true.*leave it out"):
-        make_trainer(gradient_checkpointing=True).fit(
-            GatedLora(shallow, GatedLoraConfig(num_masks=2)), shallow, make_dataset(), LiveSource(), tmp_path
-        )
 
 
 def test_learning_rate_warms_up_and_decays() -> None:

@@ -29,34 +29,43 @@ from spectrain.training.trainer import Trainer
 from tests.factories import make_drafter
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle3": ("drafters.eagle3.Eagle3", {"ttt_steps": 2, "vocab_size": 256}),
-    "medusa": ("drafters.medusa.Medusa", {"num_heads": 2, "vocab_size": 256}),
-    "medusa2": ("drafters.medusa.Medusa", {"num_heads": 2, "vocab_size": 256, "adapt": "lora", "rank": 4, "heads_first": 0.5}),
-    "hydra": ("experimental.hydra.drafter.Hydra", {"num_heads": 2, "vocab_size": 256, "prefix_attention": True}),
-    "amphista": ("experimental.amphista.drafter.Amphista", {"num_heads": 2, "vocab_size": 256}),
-    "ctc": ("experimental.ctc.drafter.Ctc", {"num_drafts": 2, "num_slots": 3, "vocab_size": 256}),
-    "gumiho": ("experimental.gumiho.drafter.Gumiho", {"num_parallel": 2, "num_layers": 1, "vocab_size": 256}),
-    "transformer_heads": ("experimental.transformer_heads.drafter.TransformerHeads", {"num_heads": 2, "vocab_size": 256}),
-    "eagle1": ("drafters.eagle1.Eagle1", {"num_steps": 2, "top_k_weight": 1.0}),
-    "redrafter": ("experimental.redrafter.drafter.Redrafter", {"num_steps": 2, "vocab_size": 256}),
-    "causal": ("drafters.causal.Causal", {"num_layers": 2}),
-    "pard": ("drafters.pard.Pard", {"num_layers": 2, "num_drafts": 3}),
-    "mtp": ("drafters.mtp.Mtp", {"num_steps": 2}),
-    "peagle": ("drafters.peagle.PEagle", {"num_layers": 2, "num_drafts": 3, "vocab_size": 256, "mask_token_id": 0}),
-    "kangaroo": ("experimental.kangaroo.drafter.Kangaroo", {}),
-    "gated_lora": ("experimental.gated_lora.drafter.GatedLora", {"num_masks": 2, "rank": 4}),
-    "uno": ("drafters.uno.Uno", {"num_masks": 2, "rank": 4, "strategy": "quadratic", "tiles": [2]}),
-    "streams": ("experimental.hidden_transfer.drafter.SpeculativeStreaming", {"num_masks": 2, "rank": 4, "sampler": False}),
-    "ppd": ("experimental.ppd.drafter.PromptTokens", {"num_masks": 2, "rank": 0, "ensembles": 2, "sampler": False}),
+    "eagle3": ("spectrain.drafters.eagle3.Eagle3", {"ttt_steps": 2, "vocab_size": 256}),
+    "medusa": ("spectrain.drafters.medusa.Medusa", {"num_heads": 2, "vocab_size": 256}),
+    "medusa2": (
+        "spectrain.drafters.medusa.Medusa",
+        {"num_heads": 2, "vocab_size": 256, "adapt": "lora", "rank": 4, "heads_first": 0.5},
+    ),
+    "hydra": ("spectrain_research.hydra.drafter.Hydra", {"num_heads": 2, "vocab_size": 256, "prefix_attention": True}),
+    "amphista": ("spectrain_research.amphista.drafter.Amphista", {"num_heads": 2, "vocab_size": 256}),
+    "ctc": ("spectrain_research.ctc.drafter.Ctc", {"num_drafts": 2, "num_slots": 3, "vocab_size": 256}),
+    "gumiho": ("spectrain_research.gumiho.drafter.Gumiho", {"num_parallel": 2, "num_layers": 1, "vocab_size": 256}),
+    "transformer_heads": ("spectrain_research.transformer_heads.drafter.TransformerHeads", {"num_heads": 2, "vocab_size": 256}),
+    "eagle1": ("spectrain.drafters.eagle1.Eagle1", {"num_steps": 2, "top_k_weight": 1.0}),
+    "redrafter": ("spectrain_research.redrafter.drafter.Redrafter", {"num_steps": 2, "vocab_size": 256}),
+    "causal": ("spectrain.drafters.causal.Causal", {"num_layers": 2}),
+    "pard": ("spectrain.drafters.pard.Pard", {"num_layers": 2, "num_drafts": 3}),
+    "mtp": ("spectrain.drafters.mtp.Mtp", {"num_steps": 2}),
+    "peagle": ("spectrain.drafters.peagle.PEagle", {"num_layers": 2, "num_drafts": 3, "vocab_size": 256, "mask_token_id": 0}),
+    "kangaroo": ("spectrain_research.kangaroo.drafter.Kangaroo", {}),
+    "gated_lora": ("spectrain_research.gated_lora.drafter.GatedLora", {"num_masks": 2, "rank": 4}),
+    "uno": ("spectrain.drafters.uno.Uno", {"num_masks": 2, "rank": 4, "strategy": "quadratic", "tiles": [2]}),
+    "streams": (
+        "spectrain_research.hidden_transfer.drafter.SpeculativeStreaming",
+        {"num_masks": 2, "rank": 4, "sampler": False},
+    ),
+    "ppd": ("spectrain_research.ppd.drafter.PromptTokens", {"num_masks": 2, "rank": 0, "ensembles": 2, "sampler": False}),
     "jacobi": (
-        "experimental.jacobi.drafter.Jacobi",
+        "spectrain_research.jacobi.drafter.Jacobi",
         {"block": 3, "num_blocks": 2, "adapt": "lora", "rank": 4, "self_distillation": True},
     ),
     "dflash": (
-        "drafters.dflash.DFlash",
+        "spectrain.drafters.dflash.DFlash",
         {"block_size": 3, "num_layers": 2, "num_anchors": 4, "vocab_size": 256, "mask_token_id": 0},
     ),
-    "early_exit": ("drafters.early_exit.EarlyExit", {"max_dropout": 0.5, "exit_scale": 1.0, "self_distillation": True}),
+    "early_exit": (
+        "spectrain.drafters.early_exit.EarlyExit",
+        {"max_dropout": 0.5, "exit_scale": 1.0, "self_distillation": True},
+    ),
 }
 
 
@@ -69,7 +78,7 @@ def dataset(count: int = 8, length: int = 16) -> Dataset:
 def make(family: str, target: Target) -> Drafter:
     path, options = FAMILIES[family]
     torch.manual_seed(0)
-    drafter = make_drafter(get_object(f"spectrain.{path}"), target, **options)
+    drafter = make_drafter(get_object(path), target, **options)
     drafter.prepare(target, torch.arange(target.head.vocab_size))
     return drafter
 

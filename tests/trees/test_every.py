@@ -7,11 +7,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from spectrain.config.build import build
+from spectrain.config.choices import choice_files, conf_folders
 from spectrain.trees import TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from tests.trees.tables import assert_rows_alone, grow_tree, random_scores, shared_scores
 
-FILES = sorted((Path(__file__).parents[2] / "conf" / "tree").glob("*.yaml"))
+FILES = sorted(choice_files("tree", conf_folders()).values())
 MEASURED = Calibration(  # whatever a builder may ask for: chances of children, and times at which drafting pays
     [[0.6, 0.2, 0.1], [0.5, 0.2, 0.1]], [30, 20], Latency({0: {1: 1.0, 64: 2.0}}, {0: {1: 0.1, 64: 0.2}}, 0.1)
 )

@@ -178,5 +178,5 @@ def check_tokenizer(drafter_tokenizer: PreTrainedTokenizerBase, target_tokenizer
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(
             f"drafter.model={path}: its tokenizer is not the target's ({'; '.join([*shown, *specials])}{more}); use a model of "
-            "the same family, or drafter=universal"
+            "the same family"
         )

@@ -1,0 +1,74 @@
+"""The evaluation that `eval=default` constructs: with sweeps over an axis, and with the parts of installed packages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from spectrain.errors import UserError
+from spectrain.eval.axes.sweep import CONTEXT_LENGTHS, BatchSweep, ContextSweep, TemperatureSweep, limit_lengths
+from spectrain.eval.baselines import TRANSFORMERS
+from spectrain.eval.extensions import EvalExtension
+from spectrain.eval.parts import EvalPart
+from spectrain.eval.run import Evaluation
+from spectrain.eval.settings import refuse_empty
+from spectrain.models.target import Target
+
+
+@dataclass
+class DefaultEvaluation(Evaluation):
+    """Scores drafters as the settings of `eval` say."""
+
+    # The entry points whose settings join these; see config/parts.py.
+    part_group: ClassVar[str] = "eval"
+
+    # What to vary for one drafter: the number of prompts at once (batch), the length of prompts (context) or the temperature;
+    # null varies nothing.
+    sweep: Literal["batch", "context", "temperature"] | None = None
+    # Numbers of prompts at once of eval.sweep=batch.
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    # Temperatures of eval.sweep=temperature; 0 takes the most likely token.
+    temperatures: tuple[float, ...] = (0.0, 0.3, 0.6, 1.0)
+    parts: Sequence[EvalPart] = ()
+
+    def __post_init__(self) -> None:
+        # Lengths beyond the target's context are left out where nobody named them.
+        self.takes_default_lengths = self.sweep == "context" and self.context is None
+        if self.takes_default_lengths:
+            self.context = CONTEXT_LENGTHS
+        super().__post_init__()
+        refuse_empty("batches", self.batches)
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise UserError(f"eval.temperatures={list(self.temperatures)}: give temperatures of 0 or more")
+        for part in self.parts:
+            part.check(self)
+
+    def check_prompts(self, target: Target) -> None:
+        if self.takes_default_lengths and self.context_filler is not None:
+            self.context_filler = limit_lengths(self.context_filler, target, self.max_new_tokens)
+        super().check_prompts(target)
+
+    def make_sweep(self) -> list[EvalExtension]:
+        """Return the extension that varies what eval.sweep names."""
+        shared = self.max_new_tokens, self.bound_ms, self.engine, self.batch_size
+        if self.sweep == "batch":
+            return [BatchSweep("batch", *shared, self.batches)]
+        if self.sweep == "context":
+            return [ContextSweep("context", *shared)]
+        if self.sweep == "temperature":
+            return [TemperatureSweep("temperature", *shared, self.temperatures)]
+        return []
+
+    def baseline_names(self) -> list[str]:
+        """Leave out the baselines of this engine where a sweep compares systems."""
+        return [name for name in self.baselines if self.sweep is None or name in TRANSFORMERS]
+
+    @property
+    def uses_clock(self) -> bool:
+        return any(part.uses_clock for part in self.parts)
+
+    @property
+    def varies_trees(self) -> bool:
+        return any(part.varies_trees for part in self.parts)
+
+    def extra_extensions(self) -> list[EvalExtension]:
+        return [*(extension for part in self.parts for extension in part.extensions(self)), *self.make_sweep()]

@@ -1,0 +1,60 @@
+"""The peft layout of gated LoRA: peft's own adapter files, and further files for masks, sampler head and gate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from spectrain.errors import UserError
+from spectrain.export.adapters import adapter_shape
+from spectrain.export.layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout, write_json, write_tensors
+from spectrain.export.targets import TargetFiles
+
+GATED_LORA_CLASS = "spectrain_research.gated_lora.drafter.GatedLora"
+
+
+class PeftLayout(Layout):
+    """The peft layout: adapter_config.json and adapter_model.safetensors are peft's; gated_lora.json and masks.safetensors
+    spectrain's."""
+
+    title = "gated LoRA, peft layout"
+    sidecars: ClassVar[tuple[str, ...]] = ("gated_lora.json",)
+
+    def matches_files(self, files: DrafterFiles) -> bool:
+        return (files.directory / "gated_lora.json").exists()
+
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        settings = files.read_sidecar("gated_lora.json")
+        shapes: dict[str, tuple[int | None, ...]] = {
+            name: (settings["rank"], None) if ".lora_A" in name else (None, settings["rank"])
+            for name in files.tensors if name.startswith("base_model.")
+        }  # fmt: skip
+        shapes["masks"] = (settings["num_masks"], None)
+        if settings["sampler"]:
+            for part in ("first", "first_norm", "second"):
+                kind = (None,) if part.endswith("norm") else (None, None)
+                shapes |= {f"sampler.{part}.weight": kind, f"sampler.{part}.bias": (None,)}
+        return ExpectedTensors(shapes)
+
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        settings, metadata = files.read_sidecar("gated_lora.json"), files.read_metadata()
+        shape = {key: settings[key] for key in ("num_masks", "rank", "alpha", "sampler")}
+        drafter = {"_target_": GATED_LORA_CLASS, **metadata.drafter, **shape}
+        description = {**metadata.description, "adapter_config": files.read_sidecar("adapter_config.json")}
+        return DrafterCheckpoint(drafter, dict(files.tensors), metadata.target, description=description)
+
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        adapter = drafter.description.get("adapter_config")
+        if adapter is None:
+            raise UserError("adapter_config.json: the drafter has none (as with drafter.rank=0), so peft could not read it")
+        tensors = drafter.tensors
+        settings = {
+            **adapter_shape(tensors, adapter),
+            "width": tensors["masks"].shape[1],
+            "gate": "the adapter acts on mask tokens only; elsewhere the target is unchanged, bit by bit",
+        }
+        write_json(directory / "gated_lora.json", settings)
+        write_json(directory / "adapter_config.json", adapter)
+        adapters = {name: tensor for name, tensor in tensors.items() if name.startswith("base_model.")}
+        write_tensors(directory / "adapter_model.safetensors", adapters)
+        write_tensors(directory / "masks.safetensors", {k: v for k, v in tensors.items() if k not in adapters})

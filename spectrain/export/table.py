@@ -1,0 +1,59 @@
+"""Rows of the table of layouts, and what installed packages add to it. All is text, so that nothing is imported for a list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from spectrain.config.installed import load_entry_points
+
+SCORE_WITHOUT_ENGINE = "score it with spectrain eval, which needs no engine"
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A layout of the table."""
+
+    class_path: str  # module of this package and class
+    formats: str  # the values of `format` that write it, separated by spaces; empty for a layout that is only read
+    families: str  # the choices of `drafter` that it can hold, separated by spaces
+    suffix: str = ".safetensors"  # of its weights; a layout with another one has its own `read_files`
+    # Of a row of an installed package, whose class path is absolute: the row of this table before which it stands.
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class LayoutPackage:
+    """What an installed package adds to exports, as text, so that nothing is imported to list the formats.
+
+    Its entry point is in the group `spectrain.export`.
+    """
+
+    rows: tuple[TableRow, ...] = ()
+    # Choices of `drafter` that spectrain's own layout holds, separated by spaces.
+    native_families: str = ""
+    # Choice of `drafter` -> its name in a model card.
+    titles: Mapping[str, str] = field(default_factory=dict)
+    # Choice of `drafter` -> why no engine can serve it from an export, and what to do instead.
+    serving_hints: Mapping[str, str] = field(default_factory=dict)
+    # Choice of `drafter` -> import path of the function that returns what a description may omit.
+    shape_readers: Mapping[str, str] = field(default_factory=dict)
+    # Part of a tensor's name -> what it is, for the message of a layout of block drafters that lacks it.
+    foreign_parts: Mapping[str, str] = field(default_factory=dict)
+
+
+def list_packages() -> list[LayoutPackage]:
+    """Return what installed packages add to exports."""
+    return [*load_entry_points("export")]
+
+
+def insert_rows(table: tuple[TableRow, ...], rows: Iterable[TableRow]) -> tuple[TableRow, ...]:
+    """Return the table with the rows of installed packages at their places."""
+    rows = [*rows]
+    inserted: list[TableRow] = []
+    for row in table:
+        inserted += [other for other in rows if other.before == row.class_path]
+        inserted.append(row)
+    missing = [row.class_path for row in rows if row not in inserted]
+    assert not missing, f"no row of the table is named by `before` of {missing}"
+    return tuple(inserted)

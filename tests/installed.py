@@ -1,0 +1,35 @@
+"""Cases that the tests of installed packages add to tables of these tests."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.choices import list_constructors
+from spectrain.config.installed import list_package_roots
+
+ROOT = Path(__file__).parents[1]
+
+
+def load_cases(module: str) -> dict[str, Any]:
+    """Return name of a table -> further cases, which packages in packages/ have for a test module such as
+    tests.decoding.test_captured."""
+    cases: dict[str, Any] = {}
+    folder, _, name = module.rpartition(".")
+    for root in list_package_roots():
+        if not root.is_relative_to(ROOT):
+            continue
+        package = ".".join(root.relative_to(ROOT).parts)
+        path = f"{package}.{folder}.{name.removeprefix('test_')}_cases"
+        if (root.joinpath(*folder.split("."), f"{name.removeprefix('test_')}_cases.py")).exists():
+            assert find_spec(path) is not None, f"{path} is found from the root of the repository"
+            cases |= import_module(path).CASES
+    return cases
+
+
+def select_installed(group: str, choices: Any) -> Any:
+    """Return those of a table's choices, or of a list of choices, that this package or an installed one has."""
+    installed = list_constructors(group)
+    if isinstance(choices, dict):
+        return {name: value for name, value in choices.items() if name in installed}
+    return type(choices)(name for name in choices if name in installed)

@@ -1,0 +1,83 @@
+"""The core in an environment without the packages that add to it. `make test-core` runs all of its tests in one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spectrain.config.missing import read_package_names
+
+ROOT = Path(__file__).parents[1]
+# Hides the packages: their metadata, where entry points stand, and their modules.
+HIDE = """
+import importlib.metadata, sys
+from importlib.abc import MetaPathFinder
+
+class Hidden(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+all_distributions = importlib.metadata.distributions
+importlib.metadata.distributions = lambda **options: (
+    distribution for distribution in all_distributions(**options)
+    if distribution._path.name.removesuffix(".egg-info").split("-")[0] not in HIDDEN
+)
+sys.meta_path.insert(0, Hidden())
+"""
+RUN = """
+import contextlib, io, json, logging
+from hydra import compose
+from spectrain.cli.interface import compose_spec, hydra_context
+from spectrain.cli.main import run_command
+from spectrain.config.installed import read_entry_points
+
+with hydra_context():
+    spec = compose_spec({"recipe": "eagle3", "target": "tiny"})
+target = spec.target.build()
+groups = "data", "trainer", "tree", "acceptance", "eval", "source"
+built = {group: type(getattr(spec, group).build()).__name__ for group in groups}
+built["drafter"] = type(spec.drafter.build(target=target)).__name__
+answers = []
+for words in WORDS:
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            run_command(words)
+        except SystemExit as stopped:
+            answers.append([stopped.code, err.getvalue()])
+print(json.dumps({"groups": sorted(read_entry_points()), "built": built, "answers": answers}))
+"""
+MISSING = {
+    "drafter=falcon": ["train", "drafter=falcon", "target=tiny"],
+    "recipe=hydra": ["train", "recipe=hydra", "target=tiny"],
+    "acceptance=kseq": ["eval", "drafter=ngram", "target=tiny", "acceptance=kseq"],
+    "tree=sequoia": ["train", "recipe=eagle3", "tree=sequoia"],
+    "eval.guard": ["eval", "drafter=ngram", "target=tiny", "eval.guard=true"],
+    "eval.sweep=tree": ["eval", "drafter=ngram", "target=tiny", "eval.sweep=tree"],
+}
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    """Return what a process without the packages prints."""
+    hidden = {package.replace("-", "_") for package in read_package_names()}
+    code = f"HIDDEN, WORDS = {hidden!r}, {[*MISSING.values()]!r}\n{HIDE}\n{RUN}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return printed
+
+
+def test_a_recipe_is_composed_and_built_without_packages(report: dict[str, Any]) -> None:
+    assert report["groups"] == []
+    assert report["built"]["drafter"] == "Eagle3" and report["built"]["eval"] == "DefaultEvaluation"
+
+
+def test_a_missing_idea_is_named_with_its_package(report: dict[str, Any]) -> None:
+    """One sentence says where it is, and the exit status is that of a mistake in the command."""
+    for shown, (status, err) in zip(MISSING, report["answers"], strict=True):
+        package = "pip install spectrain-research (in a checkout: pip install packages/research)"
+        assert (status, err) == (2, f"spectrain: {shown} is in spectrain-research: {package}\n")
