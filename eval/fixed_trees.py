@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.decoding.session import check_compatibility
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.errors import UserError
 from spectrain.eval.columns import DRAFTER
@@ -50,16 +51,16 @@ def choose_trees(own: TreeBuilder, rule: AcceptanceRule, capabilities: Capabilit
         return trees
     is_usable = not own.is_chain and not own.decides_to_draft and not own.uses_latency
     for builder in (Eagle2(), *([own] if is_usable else [])):
-        if capabilities.is_copier or allows_tree(rule, builder):
+        if allows_tree(rule, builder, capabilities):
             trees[TREE] = builder
             break
     return trees
 
 
-def allows_tree(rule: AcceptanceRule, builder: TreeBuilder) -> bool:
-    """Tell whether a rule is valid for the trees of a builder."""
+def allows_tree(rule: AcceptanceRule, builder: TreeBuilder, capabilities: Capabilities) -> bool:
+    """Tell whether a rule is valid for the trees of a builder and a drafter with these capabilities."""
     try:
-        rule.check_children(builder.children, builder.is_chain)
+        check_compatibility(capabilities, builder, rule)
     except UserError:
         return False
     return True
