@@ -161,13 +161,19 @@ def set_aside_damaged(run: Path) -> None:
 
 def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Collect parameters and buffers by name, on the CPU; of tied ones, which share their memory, only the first."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in select_untied(module).items()}
+
+
+def select_untied(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name where they lie; of tied ones, only the first. On the device "meta", where nothing
+    has memory, those are tied that are one object."""
     tensors: dict[str, Tensor] = {}
     storages: set[tuple[int, torch.Size]] = set()
-    for name, tensor in module.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape)
         if key not in storages or not tensor.numel():
             storages.add(key)
-            tensors[name] = tensor.detach().cpu().contiguous()
+            tensors[name] = tensor
     return tensors
 
 
@@ -181,7 +187,7 @@ def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield tensors that do not match between a drafter and its files: the first of each kind, and its fault."""
-    expected, state = collect_tensors(module), module.state_dict()
+    expected, state = select_untied(module), module.state_dict()
     kinds = {
         "has another shape": [name for name in weights if name in state and weights[name].shape != state[name].shape],
         "holds fractions": [
