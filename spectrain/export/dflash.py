@@ -18,7 +18,7 @@ from spectrain.errors import UserError
 
 from .eagle3 import drafter_layer_config
 from .fused import HEAD, SIZE_KEYS, FusedConfig, FusedLayout, equal_when_rounded, flatten_config, require_keys
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, require_target
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, MissingTarget
 from .targets import TargetFiles
 
 
@@ -226,12 +226,11 @@ class DFlashLayout(FusedLayout):
     ) -> None:
         if HEAD not in tensors or config.has_draft_vocabulary:
             return
-        target = require_target(target, f"{HEAD} has all {config.vocab_size} rows and should be the target's own")
+        problem = f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and {self.choice} then uses the target's"
+        if target is None:
+            raise MissingTarget(f"{problem}; if they are equal, give --target")
         if not equal_when_rounded(tensors[HEAD], target.load_head()):
-            raise UserError(
-                f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and with the full vocabulary {self.choice} uses "
-                "the target's"
-            )
+            raise UserError(f"{problem}; train it with a draft vocabulary")
         del tensors[HEAD]
 
     def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
