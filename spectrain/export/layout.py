@@ -22,7 +22,7 @@ from spectrain.config.saved import check_choices, check_no_directives, parse_gro
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors
-from spectrain.models.model_sizes import check_sizes, refuse_odd_files
+from spectrain.models.model_sizes import DRAFTER_SIZES, check_sizes, refuse_odd_files
 from spectrain.servers.commands import DrafterLaunch
 
 from .config_types import check_types
@@ -114,7 +114,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Read a drafter's config.json; raise UserError for sizes that no model has, and for known keys of a wrong type."""
     path = directory / "config.json"
     config = read_json_object(path)
-    check_sizes(config, path)
+    check_sizes(config, path, DRAFTER_SIZES)
     check_types(config, path)
     return config
 

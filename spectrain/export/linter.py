@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ MISSING_TENSOR_FAULTS = {
 }
 MAX_UNKNOWN = 20
 """Unknown tensors that are named one by one."""
+UNREADABLE = "unreadable"
+"""The fault of files whose layout cannot be told because of a value of a wrong type."""
 NOT_DATA = "not-data"
 """The fault of settings that are more than data."""
 NOT_DATA_CONSEQUENCE = "a file from elsewhere must not decide what runs on your machine, nor for how long"
@@ -39,13 +42,17 @@ NONZERO_TENSORS = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.w
 
 def lint(directory: Path, target: TargetFiles | None) -> list[Finding]:
     """Return every fault of a drafter's directory, errors first."""
-    files = read_files(directory)
+    return lint_files(read_files(directory), target)
+
+
+def lint_files(files: DrafterFiles, target: TargetFiles | None) -> list[Finding]:
+    """Return every fault of a drafter's files, errors first."""
     try:
         layout = detect_layout(files)
     except UserError:
         raise
     except MALFORMED_ERRORS as error:
-        return [malformed_finding(f"a value of a wrong type ({first_line(error)})")]
+        return [replace(malformed_finding(f"a value of a wrong type ({first_line(error)})"), name=UNREADABLE)]
     findings = list(check_files(files, layout, target))
     if is_sound(findings):
         findings += guard_check(partial(require_loadable, files, layout, target))

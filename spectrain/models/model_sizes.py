@@ -1,7 +1,7 @@
 """Sizes that a config.json may name: ones that no model has are refused before anything is built by them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ MAX_SIZES = {
     "medusa_num_heads": 64, "hidden_size": 1 << 20, "intermediate_size": 1 << 24, "vocab_size": 10_000_000,
     "n_routed_experts": 1 << 16, "num_heads": 1 << 16, "max_position_embeddings": 1 << 30,
 }  # fmt: skip
+# A drafter of more layers than any target would take seconds to build, even without data.
+DRAFTER_SIZES = {**MAX_SIZES, **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 256)}
 # Keys of the number that a norm adds to a variance; published models have 1e-3 at most.
 NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 MAX_EPSILON = 0.01
@@ -47,15 +49,15 @@ def refuse_odd_files(directory: Path) -> None:
             )
 
 
-def check_sizes(config: dict[str, Any], path: Path) -> None:
+def check_sizes(config: dict[str, Any], path: Path, limits: Mapping[str, int] = MAX_SIZES) -> None:
     """Raise a UserError for the first size of a configuration, or of a part of it, that no model has.
 
     Null stands for a default. A list has a value for every layer, as of models whose layers differ.
     """
     for key, value in iterate_settings(config):
         remedy = None
-        if key in MAX_SIZES:
-            remedy = find_wrong_size(value, MAX_SIZES[key])
+        if key in limits:
+            remedy = find_wrong_size(value, limits[key])
         elif key in NORM_EPSILONS and value is not None and not is_number(value, MAX_EPSILON):
             remedy = f"use a number above 0 that is {MAX_EPSILON} or less"
         if remedy is not None:
