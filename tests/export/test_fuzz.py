@@ -276,8 +276,11 @@ def make_layout(name: str, tiny: Target, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_changed_files_end_in_a_sentence(name: str, tiny: Target, tmp_path: Path) -> None:
-    """300 changes of each layout: no traceback, nothing endless, and lint passes nothing that eval refuses."""
+    """200 changes of each layout: no traceback, nothing endless, and lint passes nothing that eval refuses.
+
+    A GGUF file is changed less often, because its library takes half a second to read the vocabulary.
+    """
     folder = make_layout(name, tiny, tmp_path)
     shutil.rmtree(tmp_path / "start")
     assert classify(lambda: lint_strictly(folder)) == classify(lambda: load(folder, tiny)) == "accepted"
-    assert fuzz_layout(folder, tiny, 300, seed=7).wrong == []
+    assert fuzz_layout(folder, tiny, 40 if name == "gguf" else 200, seed=7).wrong == []

@@ -1,0 +1,228 @@
+"""The text of `--help`: examples first, then every key with its default and description, then where results go."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.choices import (
+    CommandSchema,
+    choice_files,
+    conf_folders,
+    load_schema,
+    load_yaml,
+    read_header,
+    select_choices,
+    settings_by_group,
+)
+from spectrain.config.signatures import SettingKey, format_literal
+from spectrain.errors import UserError, suggest_nearest
+from spectrain.export.layouts import EXPORT_FORMATS, FORMATS
+
+# Groups with choices that no serving engine supports.
+EXPERIMENTAL_GROUPS = ("drafter", "acceptance", "tree")
+HELP_WORDS = ("-h", "--help", "help")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its purpose in one line, examples with explanations, where its results go, and its configuration in conf/."""
+
+    about: str
+    examples: dict[str, str]
+    results: str
+    # The configuration in conf/; None passes the words unchanged.
+    config: str | None = None
+    flags: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    # Flag -> a setting, or the key whose value follows it.
+    stands: dict[str, str] = field(default_factory=dict)
+    # Keys of positional words.
+    places: list[str] = field(default_factory=list)
+    # The key of the drafter that the command reads unless drafter=CHOICE is given.
+    drafter: str | None = None
+    # Setting that is implied -> groups, any of which replaces it.
+    implied: dict[str, list[str]] = field(default_factory=dict)
+
+
+HELP_DATA = load_yaml(Path(__file__).with_suffix(".yaml"))
+# In the order of a project.
+COMMANDS = {name: Command(**entry) for name, entry in HELP_DATA["commands"].items()}
+
+
+def format_overview() -> str:
+    """List all commands, one line each."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  spectrain {name:{width}}{command.about}" for name, command in COMMANDS.items()]
+    return str(HELP_DATA["overview"]).format(commands="\n".join(lines).strip()).rstrip()
+
+
+def explain_command(name: str, words: list[str]) -> str:
+    """Return the help of one command; the choices and the recipe among `words` decide whose keys are shown."""
+    command = COMMANDS[name]
+    examples = [f"  spectrain {name} {words}".rstrip() + f"\n      {meaning}" for words, meaning in command.examples.items()]
+    parts = [f"spectrain {name}: {command.about}", format_section("Examples", "\n".join(examples))]
+    if command.config is not None:
+        parts += describe_config(name, command, words)
+    if command.flags:
+        parts.append(format_section("Flags", format_list(command.flags)))
+    parts.append(format_section("Results", wrap_text(command.results, "  ")))
+    return "\n\n".join(parts)
+
+
+def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
+    """Describe the groups with their choices, and every key with its value, from the recipe or the constructor."""
+    schema, folders, note = load_schema(command.config or ""), conf_folders(words), command.note
+    choices, parts = select_choices(schema, words), []
+    if "recipe" in schema.groups and not {"recipe", "drafter"} & choices.keys():
+        recipe = next(word for word in " ".join(command.examples).split() if word.startswith("recipe="))
+        words, note = [*words, recipe], f"values are those of {recipe}; spectrain {name} recipe=NAME --help has another's"
+    if schema.groups:
+        lines = []
+        for group in sorted(schema.groups, key=lambda group: group != "recipe"):
+            lines.append(f"  {group}={choices.get(group, '')}")
+            lines.append(format_choices(group, folders))
+        parts.append(format_section("Groups: GROUP=CHOICE (current choice shown)", "\n".join(lines)))
+    if note:
+        parts.append(wrap_text(f"{note[0].upper()}{note[1:]}.", ""))
+    if schema.keys:
+        parts.append(format_section("Keys: KEY=VALUE", format_keys({key.name: key for key in command_keys(name, schema)})))
+    choices, values = select_choices(schema, words), settings_by_group(schema, words)
+    for group, keys in values.items():
+        whose = f" ({group}={choices[group]})" if group in choices and len(choice_files(group, folders)) > 1 else ""
+        named = {f"{group}.{key.name}": replace(key, default=resolve_reference(key.default, values)) for key in keys}
+        parts += [format_section(f"{group}.KEY=VALUE{whose}", format_keys(named))] if keys else []
+    if "drafter" in schema.groups and "drafter" not in choices:
+        parts.append(f"To see the keys of a drafter, run: spectrain {name} drafter=ngram --help")
+    return parts
+
+
+def command_keys(name: str, schema: CommandSchema) -> list[SettingKey]:
+    """Return the keys of a command that are in no group; the values of `format` are those of the table of layouts."""
+    formats = EXPORT_FORMATS if name == "export" else FORMATS
+    return [replace(key, choices=formats) if key.name == "format" else key for key in schema.keys]
+
+
+def format_choices(group: str, folders: list[Path]) -> str:
+    """List the choices of a group, those that no inference engine supports under "experimental"."""
+    files = choice_files(group, folders)
+    experimental = list_experimental(group, files)
+    shelves = [[name for name in files if name not in experimental], [name for name in files if name in experimental]]
+    lists = [format_list({name: first_sentence(read_header(files[name])) for name in shelf}, "    ") for shelf in shelves]
+    return lists[0] if not experimental else f"{lists[0]}\n    experimental: no inference engine supports these\n{lists[1]}"
+
+
+def list_experimental(group: str, files: Mapping[str, Path]) -> set[str]:
+    """Return the choices whose constructor, or whose recipe's drafter or rule, lies in spectrain.experimental."""
+    if group not in ("recipe", *EXPERIMENTAL_GROUPS):
+        return set()
+    nodes = {name: load_yaml(path) for name, path in files.items()}
+    if group != "recipe":
+        return {name for name, node in nodes.items() if str(node.get("_target_", "")).startswith("spectrain.experimental.")}
+    shelf = {
+        f"override /{kind}: {name}"
+        for kind in EXPERIMENTAL_GROUPS
+        for name in list_experimental(kind, choice_files(kind, conf_folders()))
+    }
+    return {
+        name
+        for name, node in nodes.items()
+        if any(f"{key}: {choice}" in shelf for entry in node.get("defaults", ()) for key, choice in entry.items())
+    }
+
+
+def resolve_reference(default: str | None, values: Mapping[str, list[SettingKey]]) -> str | None:
+    """Return the value of a default that refers to another key."""
+    other = re.fullmatch(r"\$\{(\w+)\.(\w+)\}", default or "")
+    keys = values.get(other[1], []) if other else []
+    return next((key.default for key in keys if other and key.name == other[2]), default)
+
+
+def format_keys(keys: Mapping[str, SettingKey]) -> str:
+    """List keys, each with its value and description."""
+    entries = {}
+    for name, key in keys.items():
+        values = f"One of {' | '.join(key.choices)}." if key.choices and key.choices != ("true", "false") else ""
+        description = ("Must be given." if key.default is None else "", key.description, values)
+        entries[f"{name}={'???' if key.default is None else key.default}"] = " ".join(filter(None, description))
+    return format_list(entries)
+
+
+def format_list(entries: Mapping[str, str], indent: str = "  ") -> str:
+    """List names with their descriptions in a column; the description of a long name goes below it."""
+    column = min(30, max((len(name) for name in entries), default=0) + 2)
+    lines = []
+    for name, meaning in entries.items():
+        if len(name) + 2 > column and meaning:
+            lines += [indent + name, wrap_text(meaning, indent + " " * column)]
+        else:
+            lines.append(wrap_text(meaning, indent + " " * column, indent + name.ljust(column)))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def wrap_text(text: str, indent: str, first: str | None = None) -> str:
+    width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
+    opening = indent if first is None else first
+    return textwrap.fill(text, width, initial_indent=opening, subsequent_indent=indent, break_on_hyphens=False) or opening
+
+
+def format_section(title: str, body: str) -> str:
+    return f"{title}\n{body}"
+
+
+def first_sentence(text: str) -> str:
+    """Return a text up to its first full stop."""
+    return text.partition(". ")[0]
+
+
+def recipe_advice(text: str) -> str:
+    """Return the sentence that says when to choose a recipe."""
+    return "".join(text.partition("Choose it")[1:])
+
+
+def describe_recipes(words: list[str]) -> str:
+    """Describe every recipe in a line, or one recipe in full."""
+    files = choice_files("recipe", conf_folders(words))
+    if not words:
+        entries = {
+            name: f"{first_sentence(read_header(path))}. {recipe_advice(read_header(path))}".strip()
+            for name, path in files.items()
+        }
+        experimental = list_experimental("recipe", files)
+        shelves = {
+            "recipe": {name: text for name, text in entries.items() if name not in experimental},
+            "experimental: no inference engine supports what these train": {
+                name: entries[name] for name in sorted(experimental)
+            },
+        }
+        lists = [format_section(title, format_list(shelf)) for title, shelf in shelves.items()]
+        return "\n\n".join([*lists, "spectrain recipes NAME says more; spectrain compare measures."])
+    name = words[0].removeprefix("recipe=")
+    if name not in files:
+        raise UserError(f"recipes {words[0]}: there is no such recipe; {suggest_nearest(name, files)}")
+    values = {key: value for key, value in load_yaml(files[name]).items() if key != "defaults"}
+    lines = [f"  {group}.{key}={format_value(value, values)}" for group, node in values.items() for key, value in node.items()]
+    return f"recipe={name}\n{wrap_text(read_header(files[name]), '  ')}\n\nSettings\n" + "\n".join(lines)
+
+
+def format_value(value: Any, recipe: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format a recipe's value as the command line writes it; a reference is replaced by the value that it refers to."""
+    other = re.fullmatch(r"\$\{(\w+)\.(\w+)\}", str(value))
+    if other and other[2] in recipe.get(other[1], {}):
+        value = recipe[other[1]][other[2]]
+    return format_literal(value)
+
+
+def package_version() -> str:
+    """Return the version of spectrain."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("spectrain")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"

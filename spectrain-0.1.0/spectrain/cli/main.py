@@ -1,0 +1,303 @@
+"""The command line: it composes a configuration, checks it, and calls one function. Logic lives elsewhere.
+
+Exit status: 0 for success, 1 for a failed run, 2 for a mistake of the user, which one sentence reports.
+"""
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spectrain.output.streams import clean_output
+
+from .overrides import EXAMPLE_CHOICES, allow_new_keys, list_config_groups
+
+Task = Callable[[Any], Any]
+
+
+def main() -> None:
+    """Run the command in sys.argv; a mistake in the settings never shows a traceback."""
+    # Errors reach us; otherwise hydra would exit with 1.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    arguments = sys.argv[1:]
+    with clean_output():
+        run_command(arguments)
+
+
+def run_command(arguments: list[str]) -> None:
+    """Run the command of these words, and exit with its status."""
+    try:
+        with_exit_codes(dispatch_command)(arguments)
+    except KeyboardInterrupt:
+        again = "; go on with the same command and trainer.resume=auto run=DIR" if arguments[:1] == ["train"] else ""
+        sys.exit(print_failure(f"stopped{again}", 1))
+    except BrokenPipeError:  # whoever read has had enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+def print_failure(message: str, status: int) -> int:
+    print(f"spectrain: {message}", file=sys.stderr)
+    return status
+
+
+def dispatch_command(arguments: list[str]) -> None:
+    """Run the command that the first words name with the other words, or show help."""
+    from spectrain.errors import UserError, suggest_nearest
+
+    from .help import COMMANDS, HELP_WORDS, explain_command, format_overview, package_version
+    from .overrides import check_drafters, check_words, to_settings
+
+    if not arguments or (arguments[0] in HELP_WORDS and len(arguments) == 1):
+        print(format_overview())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        return print(f"spectrain {package_version()}")
+    if arguments[0] in HELP_WORDS:
+        arguments = [*arguments[1:], "--help"]
+    count = 2 if arguments[0] in ("data", "bench") or " ".join(arguments[:2]) in COMMANDS else 1
+    name, words = " ".join(arguments[:count]), arguments[count:]
+    if name not in COMMANDS:
+        inside = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
+        if inside and (len(arguments) == 1 or arguments[1] in HELP_WORDS):
+            raise UserError(f"{arguments[0]}: say which, as in {', '.join(f'spectrain {command}' for command in inside)}")
+        raise UserError(f"{name}: there is no such command; {suggest_nearest(name, COMMANDS)}")
+    if any(word in HELP_WORDS[:2] for word in words):
+        return print(explain_command(name, to_settings(name, [word for word in words if word not in HELP_WORDS[:2]])))
+    if (config := COMMANDS[name].config) is None:
+        return COMMAND_TASKS[name](words)
+    words = to_settings(name, words)
+    check_words(name, words)
+    check_drafters(name, words)
+    compose_and_call(config, COMMAND_TASKS[name], words)
+
+
+def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
+    """Compose the configuration with hydra and call `task` with it, once or, with -m, for every point of a sweep."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from spectrain.config.build import register_resolvers
+    from spectrain.config.choices import check_encodings, conf_folders, set_choice_folders
+    from spectrain.errors import UserError, first_line
+
+    register_resolvers()
+    folders = conf_folders(words)
+    # The first one is the package's own.
+    check_encodings(folders[1:])
+    set_choice_folders(folders)
+    disable_progress_bars()
+    groups = list_config_groups(words)
+    sys.argv = ["spectrain", *(allow_new_keys(word, groups) for word in words)]
+    is_composed = False
+
+    def call(config: Any) -> None:
+        nonlocal is_composed
+        is_composed = True
+        task(config)
+
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://spectrain.conf", config_name=config_name)(with_exit_codes(call))()
+    except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        if is_composed or isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
+            raise
+        raise UserError(f"{find_refused_word(words)}: hydra cannot read it ({first_line(error)}); leave it out") from error
+
+
+def find_refused_word(words: Sequence[str]) -> str:
+    """Return the word that hydra most likely refuses: the last one that is about hydra itself, or else all of them."""
+    return next((word for word in reversed(words) if word.lstrip("+~").startswith("hydra")), " ".join(words))
+
+
+def disable_progress_bars() -> None:
+    """Disable progress bars without a terminal, so that a mistake is one line in a log."""
+    if not sys.stderr.isatty():
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+
+
+def with_exit_codes(task: Task) -> Task:
+    """Return the task with errors turned into SystemExit; hydra would print a line of its own for any other exception."""
+
+    def run(config: Any) -> None:
+        from spectrain.errors import RunError, RunInterrupted, UserError
+
+        try:
+            task(config)
+        except RunInterrupted as stopped:
+            sys.exit(print_failure(str(stopped), stopped.status) if str(stopped) else stopped.status)
+        except (UserError, RunError) as error:
+            sys.exit(print_failure(str(error), 2 if isinstance(error, UserError) else 1))
+        except Exception as error:
+            message = explain_hydra_error(error) or explain_path_error(error)
+            if message is None:
+                raise
+            sys.exit(print_failure(message, 2))
+
+    return run
+
+
+def lazy_import(path: str) -> Any:
+    """Import a function of the package by its path, only when it is needed."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"spectrain.{module}"), name)
+
+
+def call_with_keys(path: str, *keys: str) -> Task:
+    """Return the task that calls a function with the checked settings of these keys."""
+    return lambda config: lazy_import(path)(**read_command(config, keys))
+
+
+def call_with_spec(path: str, *keys: str) -> Task:
+    """Return the task that calls a function with the checked settings of a run and, by name, those of more keys."""
+
+    def run(config: Any) -> None:
+        spec, settings = read_run(config, *keys)
+        lazy_import(path)(spec, **settings)
+
+    return run
+
+
+def plan_command(config: Any) -> None:
+    # Recipes depend on the planned device.
+    lazy_import("config.build.register_resolvers")(str(config.plan.get("device", "auto")))
+    spec, settings = read_run(config, "plan")
+    settings["plan"].build().run(lazy_import("runs.drafters.apply_init_shape")(spec))
+
+
+def train_command(config: Any) -> None:
+    spec, _ = read_run(config)
+    serve_scored(spec, lazy_import("runs.train.train_and_score")(spec))
+
+
+def evaluate_command(config: Any) -> None:
+    if "server" in config or config.serve:
+        lazy_import("eval.serving.command.score_server")(config)
+        return
+    spec, folder = lazy_import("runs.defaults.resolve_eval_spec")(config)
+    lazy_import("runs.score.evaluate")(spec, folder)
+    # A run's own setting is about its training.
+    if (config.get("eval") or {}).get("serve_in"):
+        serve_scored(spec, folder)
+
+
+def serve_scored(spec: Any, run: Path) -> None:
+    """Score the drafter also in the engine that eval.serve_in names."""
+    if spec.eval.get("serve_in"):
+        lazy_import("eval.serving.installed.score_in_engine")(spec, run)
+
+
+def audit_command(config: Any) -> None:
+    settings = read_command(config, ("target", "data", "eval", "json"))
+    evaluation = settings["eval"]
+    names = ("prompts", "limit", "categories")
+    selected = lazy_import("eval.prompts.read_prompts")(*(evaluation.get(name) for name in names)).prompts
+    texts = [lazy_import("data.images.content_text")(turn) for prompt in selected for turn in prompt.turns]
+    lazy_import("data.audit.audit_command")(settings["target"], settings["data"], settings["json"], texts)
+
+
+def chat_command(config: Any) -> None:
+    settings = lazy_import("config.build.to_containers")(config)
+    chat = read_command({"chat": settings.pop("chat")}, ("chat",))["chat"]
+    spec, folder = lazy_import("runs.defaults.resolve_eval_spec")(settings)
+    chat.with_settings(**{"measured": not settings.get("tree"), **chat.settings}).build().run(spec, folder)
+
+
+def completion_command(words: list[str]) -> None:
+    from spectrain.errors import UserError
+
+    from .completion import complete_word, read_script
+
+    if not words:
+        raise UserError("completion: say for which shell, as in spectrain completion bash")
+    print(
+        "\n".join(complete_word(words[2:])) + "\n" if words[0] == "words" else read_script(words[0]), end=""
+    )  # scripts ask for words
+
+
+COMMAND_TASKS: Mapping[str, Task] = {
+    "train": train_command,
+    "plan": plan_command,
+    "eval": evaluate_command,
+    "compare": call_with_spec("eval.compare.compare", "compare", "recipes", "runs"),
+    "chat": chat_command,
+    "data inspect": call_with_keys("data.inspect.inspect_command", "target", "data", "index"),
+    "data audit": audit_command,
+    "data index": call_with_keys("data.index.index_command", "target", "data", "out"),
+    "data regenerate": call_with_spec(
+        "regeneration.command.regenerate_command", "writer", "sampling", "regenerate", "out", "check", "capture"
+    ),
+    "data store": call_with_spec("features.capture.capture_features"),
+    "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),
+    "serve": call_with_spec("runs.serve.serve_command", "capture", "print_only", "out"),
+    "follow": lambda config: lazy_import("follow.command.follow_command")(config),
+    "follow status": call_with_keys("follow.command.status_command", "run", "rollback"),
+    "bench decode": call_with_spec("bench.throughput.decode_table"),
+    "bench train": call_with_spec("bench.throughput.training_throughput"),
+    "bench engine": call_with_spec("bench.engine.bench_engine", "bench", "out"),
+    "export": call_with_keys(
+        "cli.export.export_command", "run", "format", "out", "push", "private", "target", "dtype", "engine_python"
+    ),
+    "convert": call_with_keys("cli.export.convert_command", "run", "format", "out", "target", "dtype"),
+    "lint": call_with_keys("cli.export.lint_command", "run", "target"),
+    "recipes": lambda words: print(lazy_import("cli.help.describe_recipes")(words)),
+    "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),
+    "completion": completion_command,
+}
+"""What each command of help.yaml does, with its configuration or, where it has none, with its words."""
+
+
+def read_command(config: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the checked settings of a command by key."""
+    settings: dict[str, Any] = lazy_import("config.spec.read_settings")(config, keys)
+    return settings
+
+
+def read_run(config: Any, *keys: str) -> tuple[Any, dict[str, Any]]:
+    """Return the checked settings of a run, with its recipe's name and the command's own words, and those of more keys."""
+    from hydra.core.hydra_config import HydraConfig
+
+    spec, own = lazy_import("config.spec.read_run")(config, keys, HydraConfig.get().overrides.task)
+    return replace(spec, recipe_name=HydraConfig.get().runtime.choices.get("recipe")), own
+
+
+def explain_path_error(error: Exception) -> str | None:
+    """Return one sentence for what the system says of a full disk or a path that cannot be used; None for any other error."""
+    from spectrain.files import FULL_DISK_ERRORS, PATH_ERRORS, shorten_path
+
+    if not isinstance(error, OSError) or error.errno not in (*PATH_ERRORS, *FULL_DISK_ERRORS):
+        return None
+    path = f"{shorten_path(error.filename)}: " if error.filename else ""
+    remedy = "free some space" if error.errno in FULL_DISK_ERRORS else "check its permissions"
+    return f"{path}{error.strerror or error}; {remedy} or give another path"
+
+
+def explain_hydra_error(error: Exception) -> str | None:
+    """Return one sentence for a mistake that hydra or omegaconf reports; None for any other error."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from spectrain.errors import suggest_nearest
+
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+        return None
+    text = str(error).strip()
+    options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
+    if missing := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+        return f"{missing[1]}={missing[2]}: there is no such choice; {suggest_nearest(missing[2], options)}"
+    if (unsaid := re.search(r"You must specify '(\w+)'", text)) and unsaid[1] == "drafter":
+        recipes = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "recipe").glob("*.yaml"))
+        return f"recipe: say what to train, as in recipe={EXAMPLE_CHOICES['recipe']}; there are {', '.join(recipes)}"
+    if sweep := re.search(r"Ambiguous value for argument '\+*([^=]+)=(.*?)'\n", text):
+        return (
+            f"{sweep[1]}={sweep[2]}: comma-separated values are a sweep; add -m; a list stands in brackets, and a "
+            "fraction has a point"
+        )
+    return " ".join(text.split())

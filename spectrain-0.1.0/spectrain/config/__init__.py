@@ -1,0 +1,1 @@
+"""Composed configurations, and the constructors that they name."""

@@ -1,0 +1,139 @@
+"""The typed settings of a run, built once from the composed configuration. No hydra object is passed on from here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .build import GroupSpec, check_config, to_containers
+from .choices import list_constructors
+from .saved import parse_groups, read_yaml
+
+
+def read_settings(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> dict[str, Any]:
+    """Return a command's checked settings by key: groups as GroupSpec, and other keys as plain values."""
+    allowed_keys = list(allowed_keys)
+    checked = check_config(config, allowed_keys)
+    groups = {key: GroupSpec.from_node(key, checked.get(key)) for key in allowed_keys if list_constructors(key)}
+    return {**checked, **groups}
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What a run trains, on what, and how it is scored: one entry per group, in the order of config.yaml."""
+
+    target: GroupSpec = GroupSpec("target")
+    drafter: GroupSpec = GroupSpec("drafter")
+    source: GroupSpec = GroupSpec("source")
+    server: GroupSpec = GroupSpec("server")
+    data: GroupSpec = GroupSpec("data")
+    trainer: GroupSpec = GroupSpec("trainer")
+    optimizer: GroupSpec = GroupSpec("optimizer")
+    schedule: GroupSpec = GroupSpec("schedule")
+    adapter: GroupSpec = GroupSpec("adapter")
+    tree: GroupSpec = GroupSpec("tree")
+    acceptance: GroupSpec = GroupSpec("acceptance")
+    eval: GroupSpec = GroupSpec("eval")
+    tracker: GroupSpec = GroupSpec("tracker")
+    # The run folder that the command names.
+    run: str | None = None
+    recipe_name: str | None = None
+    # The settings of the command itself, as opposed to those of its recipe; they are not saved.
+    overrides: tuple[str, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunSpec:
+        """Check a composed configuration and return it as a spec; a UserError names the key that is wrong."""
+        return read_run(config, overrides=overrides)[0]
+
+    @classmethod
+    def from_nodes(cls, nodes: Mapping[str, Any]) -> RunSpec:
+        """Return a spec of nodes that a file or a test holds; they are checked when they are built."""
+        selected = {key: value for key, value in to_containers(nodes).items() if key in RUN_KEYS}
+        settings: dict[str, Any] = {
+            key: GroupSpec.from_node(key, value) if key in GROUPS else value for key, value in selected.items()
+        }
+        return cls(**settings)
+
+    @classmethod
+    def load(cls, path: Path) -> RunSpec:
+        """Load config.yaml of a run folder. The name of the run in it is a record that nothing takes over."""
+        groups = {key: value for key, value in parse_groups(read_yaml(path), path).items() if key != "run"}
+        return cls.from_nodes(groups).named_by(path)
+
+    def named_by(self, origin: Path, requested: Mapping[str, Any] | None = None) -> RunSpec:
+        """Return the spec of a file; what a command's own settings do not name is read from this machine alone."""
+        own = requested or {}
+        return replace(self, **{group: getattr(self, group).named_by(origin, own.get(group)) for group in GROUPS})
+
+    def to_yaml(self) -> str:
+        """Return the text of config.yaml."""
+        text: str = yaml.dump(self.save(), sort_keys=False, allow_unicode=True)
+        return text
+
+    def save(self) -> dict[str, Any]:
+        """Return all settings in their saved form: groups by choice, without a recipe's name where none was named."""
+        groups = {group: getattr(self, group).save() for group in GROUPS}
+        return {**groups, "run": self.run, **({} if self.recipe_name is None else {"recipe_name": self.recipe_name})}
+
+    def to_nodes(self) -> dict[str, Any]:
+        """Return all settings as plain containers, groups as nodes of hydra."""
+        groups = {group: getattr(self, group).node for group in GROUPS}
+        return {**groups, "run": self.run, **({} if self.recipe_name is None else {"recipe_name": self.recipe_name})}
+
+    def with_settings(self, group: str, **changes: Any) -> RunSpec:
+        """Return the spec with other settings of one group."""
+        return replace(self, **{group: getattr(self, group).with_settings(**changes)})
+
+    def with_default_tree(self) -> RunSpec:
+        """Return the spec with the fastest tree of this machine scored first, unless the command itself names a tree."""
+        if not self.eval or "measured" in self.eval.settings:
+            return self
+        return self.with_settings("eval", measured=not self.overrides_key("tree"))
+
+    def overrides_key(self, key: str) -> bool:
+        """Tell whether the command itself sets a key, as in drafter.vocab_size, or anything of a group, as in tree."""
+        names = [re.split(r"[=@]", word.lstrip("+~"), maxsplit=1)[0] for word in self.overrides]
+        return any(f"{name}.".startswith(f"{key}.") for name in names)
+
+    @property
+    def name(self) -> str:
+        """Return the recipe that the command named, or else the choice of the drafter."""
+        return str(self.recipe_name or self.drafter.choice)
+
+    @property
+    def target_name(self) -> str:
+        """Return the target's choice or, of a model on the hub or on disk, the last part of its name."""
+        choice = str(self.target.choice)
+        return Path(str(self.target.get("model", choice))).name if choice == "hf" else choice
+
+    @property
+    def evaluation_name(self) -> str:
+        """Return the folder's name below eval/."""
+        return str(self.eval.get("name", "heldout"))
+
+
+def read_run(
+    config: Mapping[str, Any], keys: Iterable[str] = (), overrides: Iterable[str] = ()
+) -> tuple[RunSpec, dict[str, Any]]:
+    """Return the checked settings of a run, and those of a command's own `keys`."""
+    settings = read_settings(config, (*RUN_KEYS, *keys))
+    own = {key: settings.pop(key, None) for key in keys}
+    return share_template_arguments(RunSpec(**settings, overrides=tuple(overrides))), own
+
+
+def share_template_arguments(spec: RunSpec) -> RunSpec:
+    """Return the spec with the arguments of data.template_kwargs in the target's, where scoring and chat find them."""
+    arguments = spec.data.get("template_kwargs") if spec.data else None
+    if not arguments or not spec.target:
+        return spec
+    return spec.with_settings("target", template_kwargs={**(spec.target.get("template_kwargs") or {}), **arguments})
+
+
+RUN_KEYS = tuple(entry.name for entry in fields(RunSpec) if entry.name != "overrides")
+GROUPS = tuple(key for key in RUN_KEYS if key not in ("run", "recipe_name"))

@@ -1,0 +1,1 @@
+"""Conversations as token batches: reading, chat templates, loss masks."""

@@ -1,0 +1,130 @@
+"""Rows of data files, in any format that `datasets` reads. JSON Lines are read here, so that an error names its line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from spectrain.errors import UserError, first_line
+from spectrain.files import check_encoding, open_text
+
+from .shards import MANIFEST, ShardSet
+
+LINE_SUFFIXES = (".jsonl", ".jsonl.gz")
+TABLE_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".csv": "csv"}
+"""The name that `datasets` has for each format, by the suffix of a file."""
+
+
+TEXT_FORMATS = ("json", "csv")
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A row of a file, and where it stands."""
+
+    content: Any
+    location: str
+    folder: Path
+
+
+def list_files(source: str) -> list[Path]:
+    """Return the data files that a path, a directory or a pattern names, in the order of their names.
+
+    A directory of regenerated conversations is read if all of its shards are complete and unchanged.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if (path / MANIFEST).is_file():
+        return ShardSet(path).complete_files()
+    pattern = str(path / "*") if path.is_dir() else str(path)
+    suffixes = (*LINE_SUFFIXES, *TABLE_FORMATS)
+    files = [Path(name) for name in sorted(glob(pattern, recursive=True)) if name.endswith(suffixes)]
+    if not files:
+        problem = "the folder holds no data file" if path.is_dir() else "there is no such file"
+        raise UserError(f"data.path={source}: {problem}; give a file that ends in {', '.join(suffixes)}")
+    return files
+
+
+def raise_error(error: UserError) -> None:
+    """Raise the error of a row."""
+    raise error
+
+
+def read_rows(source: str, on_error: Callable[[UserError], None] = raise_error) -> Iterator[FileRow]:
+    """Yield the rows of all files that a path, a directory or a pattern names; `on_error` takes those that are no JSON."""
+    folder = Path(source).expanduser()
+    if (folder / "dataset_info.json").is_file():
+        yield from _number_rows(folder, lambda datasets: datasets.load_from_disk(str(folder)).with_format(None))
+        return
+    for path in list_files(source):
+        yield from read_file(path, on_error)
+
+
+def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -> Iterator[FileRow]:
+    """Yield the rows of one file; `on_error` takes the error of a line that is no JSON."""
+    if path.suffix in TABLE_FORMATS:
+        form = TABLE_FORMATS[path.suffix]
+        if form in TEXT_FORMATS:
+            with path.open("rb") as file:
+                check_encoding(file.read(4), path)
+        yield from _number_rows(
+            path, lambda datasets: datasets.load_dataset(form, data_files=str(path), split="train", streaming=True)
+        )
+        return
+    number = 0
+    try:
+        with open_text(path, is_compressed=path.suffix == ".gz") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                location = f"{path}, line {number}"
+                try:
+                    row = FileRow(parse_line(line, location), location, path.parent)
+                except UserError as error:
+                    on_error(error)
+                    continue
+                yield row
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(
+            f"{path}, after line {number}: it cannot be read ({first_line(error)}); see that it is complete and yours"
+        ) from error
+
+
+def count_lines(path: Path) -> int:
+    """Count the lines of a file of rows that are not blank."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as lines:
+        return sum(bool(line.strip()) for line in lines)
+
+
+def parse_line(line: str, location: str) -> Any:
+    """Parse a line of JSON; a file that another library opened may begin with a byte-order mark."""
+    try:
+        return json.loads(line.removeprefix("\ufeff"))
+    except RecursionError as error:
+        raise UserError(f"{location}: its values are nested too deeply; write one object a line") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{location}: it is not JSON ({error.msg}); write one object a line") from error
+
+
+def _number_rows(path: Path, load: Callable[[Any], Iterable[Any]]) -> Iterator[FileRow]:
+    """Yield the rows that `load` opens with the library `datasets`."""
+    import datasets
+
+    folder = path if path.is_dir() else path.parent
+    try:
+        for number, content in enumerate(load(datasets), 1):
+            yield FileRow(content, f"{path}, row {number}", folder)
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow and datasets raise many kinds
+        raise UserError(f"{path}: it cannot be read ({first_line(error)}); see that it is complete and yours") from error

@@ -1,0 +1,133 @@
+"""EAGLE-3 (Li et al., 2025): decoder layers, usually one, that draft from their own hidden states.
+
+Shapes: B batch, T tokens, D target width, V draft vocabulary, R supervised rows, P new positions, F frontier nodes.
+Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularySize, Width
+from spectrain.drafters.layers.compiled_cpu_eagle import find_compiled
+from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
+from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
+from spectrain.drafters.layers.fitted_start import fit_eagle
+from spectrain.drafters.layers.layers import init_self_attention
+from spectrain.drafters.layers.losses import LossName
+from spectrain.drafters.layers.state_rollout import StateRollout
+from spectrain.drafters.layers.vocabulary import Supervision
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+from spectrain.trees.rollout import Draft
+
+from .base import Losses, TrainingState
+from .capabilities import ContextParallelDrafter, FittedDrafter, OnPolicy, SavedFiles
+from .context import Context
+
+VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")
+
+
+class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
+    """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward pass.
+
+    Three layers of the target are fused into the first hidden state; each later draft step reads the un-normed output of the
+    step before it. The drafter has its own head, over the `vocab_size` tokens that the assistant uses most. The first of its
+    `num_layers` reads the embedding and the hidden state, each later one the output of the layer before it.
+
+    `architecture` holds differences from the target's layer: keys of a Llama configuration, or variants that other projects
+    train, which are false by default. norm_before_residual: the normed state is the residual stream too; norm_before_fc: one
+    norm over the fused features; fc_norm: one norm for each layer's features; qk_norm: queries and keys are normed per head,
+    as in Qwen3; norm_output: the next step reads the normed output (EAGLE-3.1); own_embedding: the drafter has its own input
+    embedding, which is not trained.
+    """
+
+    saved = SavedFiles(shape=("vocab_size", "layers", "num_layers", "window", "head_rank", "architecture"))
+    capabilities = replace(UnrolledEagle.capabilities, on_policy=OnPolicy(learns_windows=True))
+
+    def __init__(
+        self,
+        target: Target,
+        # Number of draft steps that are unrolled in training (training-time test).
+        ttt_steps: Steps = 7,
+        # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
+        vocab_size: VocabularySize = 32000,
+        # Layers of the target whose hidden states are fused; null uses the family's default layers.
+        layers: list[int] | None = None,
+        # Number of decoder layers of the drafter.
+        num_layers: LayerCount = 1,
+        # Number of preceding positions that a token attends to; null attends to all of them.
+        window: Count | None = None,
+        # Divergence between the target's and the drafter's token distributions.
+        loss: LossName = "forward_kl",
+        # Factor from 0 to 1 between the loss weights of successive draft steps.
+        step_decay: Share = 0.8,
+        # Initial values: the target's output layer, and the layers fitted to its states by least squares (fitted) or fc that
+        # passes on a layer and heads that attend to their own position (target); or random ones (random).
+        start: Literal["target", "random", "fitted"] = "target",
+        # Number of tokens, of the first batches of the training, that start=fitted reads.
+        fit_tokens: Count = 65536,
+        # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
+        head_rank: Width | None = None,
+        # Whether the output layer keeps the target's weights and is not trained.
+        freeze_output: bool = False,
+        # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
+        architecture: dict[str, Any] | None = None,
+    ) -> None:
+        complete = check_architecture(architecture or {}, VARIANTS)
+        own = complete["own_embedding"]
+        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own, head_rank, complete))
+        self.num_steps, self.divergence, self.step_decay = ttt_steps, loss, step_decay
+        self.norm_output, self.fit_tokens = complete["norm_output"], fit_tokens if start == "fitted" else 0
+        if freeze_output and start == "random":
+            raise UserError("drafter.freeze_output=true: a random output layer must learn; use drafter.start=target or fitted")
+        frozen = [self.embed_tokens, self.lm_down, self.lm_head] if freeze_output else [self.embed_tokens]
+        for module in filter(None, frozen):
+            module.requires_grad_(False)
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary and initialise the layers, with heads that attend to their own position."""
+        super().prepare(target, token_counts)
+        if self.start != "random":
+            init_self_attention(self.self_attn)
+
+    def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
+        """Fit the initial weights to the target's states by least squares; see `fitted_start`."""
+        self.starts_trained = fit_eagle(self, batches, target)
+
+    # Training
+
+    @property
+    def label_reach(self) -> int:
+        return self.num_steps
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """Unroll the drafter over its own hidden states, with the true tokens as input; gradients flow through it all.
+
+        Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is. The sum of
+        the steps is weighted by step_decay^i.
+        """
+        supervision, count = Supervision(self, batch), max(1, min(self.num_steps, batch.max_document_length - 2))
+        return self.judge_steps(supervision, self.supervised_states(supervision, batch, count, state))
+
+    # Decoding
+
+    @torch.inference_mode()
+    def prepare_kernels(self) -> None:
+        compiled = find_compiled(self)
+        if compiled is not None:
+            compiled.warm_up()
+
+    def draft(self, context: Context) -> Draft:
+        """Read the features of the last accepted tokens, and draft from the last of them."""
+        root, cache = self.read_accepted(context)
+        compiled = find_compiled(self)
+        if compiled is not None and compiled.can_run(cache):
+            return Draft(compiled.start_rollout(cache, root, context.builder.max_drafted, self.draft_ids))
+        return Draft(StateRollout(self, cache, root, self.draft_ids))

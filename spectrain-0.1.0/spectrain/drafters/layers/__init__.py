@@ -1,0 +1,1 @@
+"""Modules, losses and rollouts that several families share."""

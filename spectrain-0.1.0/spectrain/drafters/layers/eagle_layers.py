@@ -1,0 +1,228 @@
+"""The layers of EAGLE-3, which several families share. They read fused target features and the embedding of the next token.
+
+Shapes: B batch, T tokens, D target width, V draft vocabulary, P new positions, F nodes.
+Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from spectrain.drafters.base import Stage
+from spectrain.drafters.capabilities import Capture
+from spectrain.errors import UserError
+from spectrain.models.fast import FeatureLinear
+from spectrain.models.features import Features, Layer
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.rope import depends_on_length
+
+from . import fused_cpu_eagle
+from .compiled_cpu_eagle import MAX_READ, find_compiled
+from .layers import LAYER_KEYS, Attention, Mlp, NormedAttention, check_layer_keys, init_from_target, llama_config, make_rotary
+from .output_layer import init_output_layer, make_output_layer, project_down
+from .vocabulary import VocabularyDrafter
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+NORM_VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
+EagleAttentionFn = Callable[[int, Attention, Tensor], Tensor]
+"""(index of the layer, its attention, its inputs [B, T, ..]) -> the outputs of attention [B, T, D]."""
+
+
+def engine_layers(num_layers: int) -> list[int] | None:
+    """Return the layers that engines fuse where config.json names none: the residual streams that enter these. None for a
+    target of so few layers that these are not three different ones."""
+    layers = sorted({2, num_layers // 2, num_layers - 3})
+    return layers if len(layers) == 3 and layers[0] >= 0 else None
+
+
+def default_layers(num_layers: int) -> list[int]:
+    """Return the layers that a drafter fuses by default: the engines' default, or up to three different ones."""
+    layers = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
+    # With 4 to 6 layers, some of the engines' coincide; the next ones take their places.
+    while len(layers) < 3 and layers[-1] < num_layers - 1:
+        layers.append(layers[-1] + 1)
+    return layers
+
+
+def check_architecture(architecture: dict[str, Any], variants: tuple[str, ...]) -> dict[str, Any]:
+    """Return the architecture with all variants; refuse unknown keys, and norms that exclude each other."""
+    check_layer_keys(architecture, variants)
+    complete = {**dict.fromkeys(variants, False), **architecture}
+    if complete.get("norm_before_fc") and complete.get("fc_norm"):
+        raise UserError("drafter.architecture.fc_norm: norm_before_fc already norms the fused features; use one of them")
+    return complete
+
+
+@dataclass(frozen=True)
+class EagleSettings:
+    """Settings of every drafter with these layers; Eagle3 describes each."""
+
+    num_layers: int
+    layers: list[int] | None
+    vocab_size: int
+    window: int | None
+    start: str
+    own_embedding: bool
+    head_rank: int | None
+    architecture: dict[str, Any]  # with all variants
+
+
+class LaterLayer(nn.Module):
+    """A decoder layer after the first one, which reads only the residual stream."""
+
+    def __init__(self, config: LlamaConfig, attention: type[Attention], window: int | None) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = attention(config, config.hidden_size, window)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor, number: int, attend: EagleAttentionFn) -> Tensor:
+        """Transform the residual stream [B, T, D]."""
+        x = x + attend(number, self.self_attn, self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class EagleDrafter(VocabularyDrafter):
+    """A first layer that reads the concatenated embedding and hidden state, and Llama layers after it (`later`).
+
+    The first layer's modules are attributes of the drafter, so that a drafter of one layer keeps its tensor names on disk.
+    """
+
+    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
+    # Whether the next draft step reads the normed output.
+    norm_output = False
+
+    def __init__(self, target: Target, settings: EagleSettings) -> None:
+        super().__init__()
+        architecture = settings.architecture
+        config = llama_config(target, {key: value for key, value in architecture.items() if key in LAYER_KEYS})
+        fused = default_layers(target.num_layers) if settings.layers is None else sorted(set(settings.layers))
+        if not fused:
+            raise UserError("drafter.layers=[]: name at least one layer, or leave it out")
+        target.check_layers(fused)
+        self.fused_layers: tuple[Layer, ...] = tuple(fused)
+        self.layers = (*self.fused_layers, "final")
+        self.window, self.start, self.head = settings.window, settings.start, target.head
+        self.norm_before_residual = architecture["norm_before_residual"]
+        rows, width, attention = target.head.vocab_size, target.width, NormedAttention if architecture["qk_norm"] else Attention
+        vocab_size = min(settings.vocab_size, rows)
+
+        def make_norm(size: int = width) -> nn.RMSNorm:
+            return nn.RMSNorm(size, eps=config.rms_norm_eps)
+
+        self.input_norm = make_norm(len(self.fused_layers) * width) if architecture["norm_before_fc"] else None
+        self.fc_norm = nn.ModuleList(make_norm() for _ in self.fused_layers) if architecture["fc_norm"] else None
+        self.embed_tokens = nn.Embedding(rows, width) if settings.own_embedding else None
+        self.fc = FeatureLinear(len(self.fused_layers) * width, width, bias=False)
+        self.input_layernorm, self.hidden_norm = make_norm(), make_norm()
+        self.self_attn = attention(config, 2 * width, settings.window)
+        self.post_attention_layernorm, self.mlp, self.norm = make_norm(), Mlp(config), make_norm()
+        self.later = nn.ModuleList(LaterLayer(config, attention, settings.window) for _ in range(settings.num_layers - 1))
+        self.lm_down, self.lm_head = make_output_layer(width, vocab_size, settings.head_rank)
+        self.rotary, self.has_dynamic_rope = make_rotary(config), depends_on_length(config.rope_parameters)
+        self.add_vocabulary(vocab_size, rows)
+        self.cache: TreeCache | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return self.self_attn.num_heads
+
+    @property
+    def num_layers(self) -> int:
+        return 1 + len(self.later)
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary and, unless `start` is random, initialise head, norm and `fc` from the target.
+
+        The head and its norm are the target's, and fc passes on the last fused layer, so the first logits are near the
+        target's own. The layers start at random: a copy of the target's last layer learns slower (measured on SmolLM2, 46k
+        tokens: agreement 0.24 against 0.30), because that layer predicts the token that the drafter already reads.
+        """
+        ids = self.choose_vocabulary(token_counts)
+        if self.embed_tokens is not None:
+            with torch.no_grad():
+                self.embed_tokens.weight.copy_(self.head.all_embeddings(target.device))
+        if self.start == "random":
+            return
+        init_output_layer(self.lm_down, self.lm_head, self.head.output.weight[ids])
+        init_from_target(self.fc, self.norm, target)
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage.single(self, self.layers, final_reach=0)]
+
+    def fuse_features(self, features: Features) -> Tensor:
+        """Project the target's fused layers to the first hidden state [B, T, D]."""
+        return self.project_fused(features.fuse_layers(self.fused_layers))
+
+    def project_fused(self, fused: Tensor) -> Tensor:
+        """Project concatenated states [B, T, fused layers * D] to [B, T, D]."""
+        fused = fused.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            fused = self.input_norm(fused)
+        if self.fc_norm is not None:
+            parts = fused.chunk(len(self.fc_norm), dim=-1)
+            fused = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(fused)
+
+    def embed_inputs(self, tokens: Tensor) -> Tensor:
+        """Embed tokens [B, T] to [B, T, D], with the drafter's own embedding or the target's frozen one."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens(tokens).to(self.fc.weight.dtype)
+        with torch.no_grad():
+            return self.head.embed(tokens).to(self.fc.weight.dtype)
+
+    def attention_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs of the first attention [B, T, 2 D], and the residual stream [B, T, D]."""
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(self.embed_inputs(tokens)), normed], dim=-1)
+        return x, normed if self.norm_before_residual else hidden
+
+    def run_later_layers(self, hidden: Tensor, attend: EagleAttentionFn) -> Tensor:
+        """Return the state [B, T, D] that the next draft step reads, from the residual stream after the first attention."""
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        for number, layer in enumerate(self.later, 1):
+            hidden = layer(hidden, number, attend)
+        return self.norm(hidden) if self.norm_output else hidden
+
+    def run_layers(self, tokens: Tensor, hidden: Tensor, attend: EagleAttentionFn) -> Tensor:
+        """Return the state [B, T, D] after all layers."""
+        x, residual = self.attention_inputs(tokens, hidden)
+        return self.run_later_layers(residual + attend(0, self.self_attn, x), attend)
+
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        """Return the inputs of `lm_head` from output states [.., D]."""
+        return project_down(self.lm_down, hidden if self.norm_output else self.norm(hidden))
+
+    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
+        """Run new nodes, append them to the cache, and return their output states [B, F, D]."""
+        compiled = find_compiled(self) if visible is None and tokens.shape[1] <= MAX_READ else None
+        if compiled is not None and compiled.can_run(cache):
+            return compiled.read_tokens(tokens, hidden, cache)
+        if fused_cpu_eagle.uses_fused_cpu(self):
+            return fused_cpu_eagle.run_layer(self, tokens, hidden, positions, cache, visible)
+        rope = self.rotary(self.fc.weight.detach(), positions)
+        if self.window is not None:
+            cache.set_positions(positions)
+
+        def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
+            return attention.attend_cached(*attention.project_qkv(x, rope), cache, visible, number)
+
+        output = self.run_layers(tokens, hidden, attend)
+        cache.add_uncommitted(tokens.shape[1])
+        return output
+
+    def log_q(self, hidden: Tensor) -> Tensor:
+        """Compute log q [B, F, V] from output states [B, F, D]."""
+        if fused_cpu_eagle.uses_fused_cpu(self):
+            return fused_cpu_eagle.log_q(self, hidden)
+        return self.lm_head(self.head_inputs(hidden)).float().log_softmax(-1)

@@ -1,0 +1,58 @@
+"""Drafters that contain other drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from spectrain.config.build import build
+from spectrain.config.choices import resolve_choice
+from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
+from spectrain.drafters.capabilities import DraftingCost
+from spectrain.features.batch import Batch
+from spectrain.trees.base import TreeBuilder
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+class InnerCost(DraftingCost):
+    """The cost of the drafter `inner` of another one."""
+
+    def extra_nodes(self, builder: TreeBuilder) -> int:
+        return int(self.drafter.inner.cost.extra_nodes(builder))
+
+    def num_passes(self, depth: float) -> float:
+        return float(self.drafter.inner.cost.num_passes(depth))
+
+    def weights(self, target: Target) -> nn.Module:
+        weights: nn.Module = self.drafter.inner.cost.weights(target)
+        return weights
+
+    def first_verified_layer(self) -> int:
+        return int(self.drafter.inner.cost.first_verified_layer())
+
+
+class DrafterWrapper(Drafter):
+    """A drafter around another one, `inner`, which its training trains."""
+
+    inner: Drafter
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        return self.inner.stages
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        return self.inner.loss(batch, target, state)
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        self.inner.prepare(target, token_counts)
+
+
+def build_inner(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
+    """Build the drafter that `drafter.KEY` names, a choice with or without settings, and its description for a file."""
+    settings: dict[str, Any] = {"choice": choice} if isinstance(choice, str) else choice
+    drafter: Drafter = build(resolve_choice("drafter", settings, f"drafter.{key}"), target=target)
+    return drafter, {**settings, **drafter.saved.settings}

@@ -1,0 +1,59 @@
+"""Exceptions that end a command with one sentence instead of a traceback, and suggestions of valid names."""
+
+import difflib
+from collections.abc import Iterable
+
+from spectrain.output.text import clean_line
+
+
+class UserError(ValueError):
+    """A mistake that the user can correct. The message is one sentence: what, where and how; the exit status is 2."""
+
+    def __str__(self) -> str:
+        return clean_line(super().__str__())
+
+
+class RunError(RuntimeError):
+    """A run that failed although its settings are valid. The message is one sentence; the exit status is 1."""
+
+    def __str__(self) -> str:
+        return clean_line(super().__str__())
+
+
+class RunInterrupted(Exception):
+    """A run that a signal stopped, after it saved itself; `status` is the exit status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's or the system's error, for use in a message."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an error in one line of at most about 300 characters; a longer message loses its middle."""
+    message = " ".join(str(error).split())
+    if len(message) > 300:
+        message = f"{message[:100]} ... {message[-195:]}"
+    return f"{type(error).__name__}: {message}"
+
+
+MAX_LISTED = 60  # options that a message lists
+
+
+def suggest_nearest(name: str, options: Iterable[str]) -> str:
+    """Name the valid options closest to a wrong name, for an error message."""
+    options = sorted(options)
+    if not options:
+        return "there are none at all"
+    close = difflib.get_close_matches(name.lower(), options, n=3, cutoff=0.5)
+    if len(close) == 1:
+        return f"the nearest is {close[0]}"
+    if not close and len(options) > MAX_LISTED:
+        return f"there are {len(options)}, which --help lists"
+    return f"the nearest are {', '.join(close)}" if close else f"valid are {', '.join(options)}"

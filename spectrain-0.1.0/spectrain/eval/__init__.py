@@ -1,0 +1,1 @@
+"""Measure drafters by really decoding."""

@@ -1,0 +1,223 @@
+"""Sweeps over an axis as tables, sentences and plots. All are made of the entries `axis` of summaries.
+
+Entries stand in pairs with a name, which is "" for a single drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from markupsafe import Markup
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from spectrain.eval.axes.points import AXIS_LABELS
+from spectrain.eval.columns import format_interval, format_milliseconds, known_interval
+from spectrain.eval.context import format_length
+from spectrain.eval.figures import COLORS, render_svg
+
+NamedAxes = Sequence[tuple[str, dict[str, Any]]]
+AXIS_TITLES = ("tokens per forward", "tokens/s plain", "tokens/s drafted", "speedup", "95 %", "T(1) / T(n)",
+               "draft share", "p95 ms plain", "p95 ms drafted")  # fmt: skip
+LOAD_TITLES = ("requests/s", "texts at once", "tokens/s", "goodput", "p95 ms to the first", "p95 ms between tokens")
+POLICY_LABELS = {"never": "never drafting", "always": "always drafting", "measured": "by measured time"}
+
+
+def format_axis_value(over: str, value: float) -> str:
+    """Format a value of an axis."""
+    return format_length(int(value)) if over == "context" else f"{value:g}"
+
+
+def axis_cells(named: NamedAxes) -> Iterator[list[str]]:
+    """Return a line of cells for each drafter and value of an axis: the drafter, the value, and those of `AXIS_TITLES`."""
+    for name, axis in named:
+        for number, point in enumerate(axis["points"]):
+            gaps = [point["user_times"][run]["between_tokens_ms"] for run in ("plain", "drafted")]
+            rates = point["tokens_per_second"]
+            yield [
+                "" if number else name,
+                format_axis_value(axis["over"], point["value"]),
+                f"{point['acceptance_length']:.2f}",
+                f"{rates['autoregressive']:.1f}",
+                f"{rates['drafted']:.1f}",
+                f"{point['speedup']:.2f}",
+                format_interval(point["ci95"]) or "none",
+                f"{point['target_efficiency']:.2f}",
+                f"{point['draft_share']:.2f}",
+                *("" if times is None else format_milliseconds(times["p95"]) for times in gaps),
+            ]
+
+
+def load_cells(load: dict[str, Any]) -> Iterator[list[str]]:
+    """Return a line of cells for each rate of arrivals and policy: the policy, and those of `LOAD_TITLES`."""
+    for number in range(len(load["rates"])):
+        for name, points in load["policies"].items():
+            point = points[number]
+            yield [
+                POLICY_LABELS[name],
+                f"{point['rate']:.3g}",
+                f"{point['texts']:.1f}",
+                f"{point['throughput']:.1f}",
+                f"{point['goodput']:.1f}",
+                format_milliseconds(point["first_token_ms"]),
+                format_milliseconds(point["between_tokens_ms"]),
+            ]
+
+
+def axis_headers(named: NamedAxes) -> list[str]:
+    """Return the titles of an axis's table."""
+    return ["drafter", AXIS_LABELS[named[0][1]["over"]], *AXIS_TITLES]
+
+
+def print_axis(console: Console, named: NamedAxes) -> None:
+    """Print the table of an axis, and those of simulated loads."""
+    print_cells(console, f"by {AXIS_LABELS[named[0][1]['over']]}", axis_headers(named), axis_cells(named))
+    for name, axis in named:
+        if axis["load"]:
+            title = f"{name + ': ' if name else ''}simulated load, {axis['load']['requests']} requests at each rate"
+            print_cells(console, title, ["policy", *LOAD_TITLES], load_cells(axis["load"]))
+
+
+def print_cells(console: Console, title: str, titles: Sequence[str], lines: Iterator[list[str]]) -> None:
+    """Print a table; a first column without content is left out."""
+    rows = [*lines]
+    start = 0 if any(row[0] for row in rows) else 1
+    table = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, text in enumerate(titles[start:], start):
+        table.add_column(
+            text, justify="right" if number else "left", overflow="fold", min_width=max(map(len, (row[number] for row in rows)))
+        )
+    for row in rows:
+        table.add_row(*row[start:])
+    console.print(table)
+
+
+def axis_markdown(named: NamedAxes) -> str:
+    """Return the tables of an axis as Markdown, and the sentences about each drafter."""
+    parts = [markdown_table(axis_headers(named), [*axis_cells(named)])]
+    for name, axis in named:
+        parts.append("\n".join(f"- {name + ': ' if name else ''}{sentence}" for sentence in describe_axis(axis)))
+        if axis["load"]:
+            parts.append(markdown_table(["policy", *LOAD_TITLES], [*load_cells(axis["load"])]))
+    return "\n\n".join(parts)
+
+
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown; a first column without content is left out."""
+    start = 0 if any(row[0] for row in rows) else 1
+    lines = [titles[start:], ["---:"] * (len(titles) - start), *(row[start:] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def describe_axis(axis: dict[str, Any]) -> Iterator[str]:
+    """Say where drafting stops to pay, up to where that is certain, and what was left out."""
+    yield f"{describe_crossover(axis)} ({axis['system']})."
+    checked = [point for point in axis["points"] if point["identical"] is not None]
+    if checked:
+        identical, total = (sum(point[key] for point in checked) for key in ("identical", "checked"))
+        alone = "each text alone " if axis["over"] == "batch" else ""
+        yield f"Identical to decoding {alone}without a drafter at all values: {identical} of {total} answers."
+    if unmeasured := [format_axis_value(axis["over"], point["value"]) for point in axis["points"] if not point["ci95"]]:
+        needed = "; a size needs a multiple of it as prompts, at least four times it" if axis["over"] == "batch" else ""
+        yield f"No 95 % interval at {', '.join(unmeasured)}: batches share prompts, or there are too few{needed}."
+    rules = dict.fromkeys(f"{point['value']:g} by {point['rule']}, {point['tree']}" for point in axis["points"])
+    if axis["over"] == "temperature":
+        yield f"Rules and trees: {'; '.join(rules)}."
+    if axis["load"]:
+        load = axis["load"]
+        yield (
+            "Under simulated load, always drafting takes no more time per token than never drafting "
+            f"{describe_stop(load, 'stop')}, and has no less goodput within {load['bound_ms']:g} ms "
+            f"{describe_stop(load, 'stop_goodput')}."
+        )
+    yield from axis["left_out"]
+
+
+def describe_stop(load: dict[str, Any], key: str) -> str:
+    """Say up to which rate of arrivals always drafting is no worse."""
+    return {
+        "always": f"at every simulated rate, up to {load['rates'][-1]:.3g} requests per second",
+        "never": "at no simulated rate",
+        "crosses": f"up to about {load[key]['value'] or 0:.3g} requests per second",
+    }[load[key]["kind"]]
+
+
+def describe_crossover(axis: dict[str, Any]) -> str:
+    """Say up to which value of an axis drafting pays."""
+    crossover, over = axis["crossover"], axis["over"]
+    points = [point for point in axis["points"] if point["speedup"]] or axis["points"]
+    if crossover["kind"] == "never":
+        best = max(points, key=lambda point: float(point["speedup"]))
+        return f"Drafting pays nowhere: the best is {best['speedup']:.2f}x at {name_value(over, best['value'])}"
+    if crossover["kind"] == "always":
+        text = f"Drafting pays up to {name_value(over, points[-1]['value'])}, the largest measured"
+    else:
+        value = crossover["value"]
+        text = f"Drafting pays up to about {name_value(over, round(value, 2) if over == 'temperature' else round(value))}"
+    certain = crossover["certain"]
+    return text + ("" if certain is None else f"; all intervals lie above 1 up to {format_axis_value(over, certain)}")
+
+
+def name_value(over: str, value: float) -> str:
+    """Format a value of an axis with what it counts."""
+    text = format_axis_value(over, value)
+    if over == "temperature":
+        return f"temperature {text}"
+    return "1 prompt" if over == "batch" and value == 1 else f"{text} {AXIS_LABELS[over]}"
+
+
+def render_axis(named: NamedAxes, id: str) -> Markup:
+    """Plot speedup and target efficiency over an axis and, of a simulated load, goodput over the rate of arrivals."""
+    over, load = named[0][1]["over"], named[0][1]["load"]
+
+    def draw(figure: Any) -> None:
+        left, *right = figure.subplots(1, 2 if load else 1, squeeze=False)[0]
+        for number, (name, axis) in enumerate(named):
+            draw_points(left, axis["points"], name, COLORS[number % len(COLORS)])
+        left.axhline(1, color="0.6", linewidth=0.8)
+        values = sorted({point["value"] for _, axis in named for point in axis["points"]})
+        if over != "temperature":
+            left.set_xscale("log", base=2)
+        left.set_xticks(values, [format_axis_value(over, value) for value in values])
+        left.minorticks_off()
+        left.set(xlabel=AXIS_LABELS[over], ylabel="speedup, with 95 % interval; dashed T(1) / T(n)", ylim=(0, None))
+        if len(named) > 1:
+            left.legend()
+        for axes in right:
+            for style, (name, points) in zip(("--", "-", ":"), load["policies"].items()):
+                axes.plot(load["rates"], [point["goodput"] for point in points], f"o{style}", label=POLICY_LABELS[name])
+            axes.set(xlabel="requests per second", ylabel=f"tokens/s within {load['bound_ms']:g} ms", ylim=(0, None))
+            axes.legend()
+
+    return render_svg(draw, (9 if load else 5, 3.4), f"{id}-{over}", f"Speedup by {AXIS_LABELS[over]}")
+
+
+def draw_points(axes: Any, points: Sequence[dict[str, Any]], name: str, color: str) -> None:
+    """Draw the speedups of a drafter, with a bar where there is an interval, and its target efficiency."""
+    values, speedups = [point["value"] for point in points], [point["speedup"] for point in points]
+    ends = [known_interval(point["ci95"]) or [float("nan")] * 2 for point in points]
+    errors = [[abs(speedup - pair[side]) for speedup, pair in zip(speedups, ends)] for side in (0, 1)]
+    axes.errorbar(values, speedups, yerr=errors, fmt="o-", capsize=3, color=color, label=name or None)
+    axes.plot(values, [point["target_efficiency"] for point in points], "--", color=color, linewidth=0.9)
+
+
+def section_axis(axis: dict[str, Any] | None, id: str) -> dict[str, Any] | None:
+    """Return what a page shows of one drafter's axis; None of none."""
+    return None if axis is None else section_axes([("", axis)], id)
+
+
+def section_axes(named: NamedAxes, id: str) -> dict[str, Any]:
+    """Return what a page shows of an axis: its plot, its tables as titles and rows of cells, and sentences."""
+    tables = [("", axis_headers(named), [*axis_cells(named)])]
+    tables += [(name, ["policy", *LOAD_TITLES], [*load_cells(axis["load"])]) for name, axis in named if axis["load"]]
+    return {
+        "title": f"By {AXIS_LABELS[named[0][1]['over']]}",
+        "plot": render_axis(named, id),
+        "tables": [
+            (f"Simulated load{f', {name}' if name else ''}" if number else "", titles, rows)
+            for number, (name, titles, rows) in enumerate(tables)
+        ],
+        "notes": [f"{name}: {sentence}" if name else sentence for name, axis in named for sentence in describe_axis(axis)],
+    }

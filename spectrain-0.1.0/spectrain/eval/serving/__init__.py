@@ -1,0 +1,1 @@
+"""Scoring of a running server: its answers, its counters and its times."""

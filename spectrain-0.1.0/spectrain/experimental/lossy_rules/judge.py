@@ -1,0 +1,66 @@
+"""A trained judge as acceptance rule. Shapes: B batch, N nodes, D width."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spectrain.errors import UserError, first_line
+from spectrain.experimental.shared.relaxed_rule import RelaxedRule
+from spectrain.models.features import Features, Layer
+from spectrain.trees.token_tree import TokenTree
+
+
+class Judge(RelaxedRule):
+    """Judge decoding (Bachmann et al., 2025, arXiv 2501.19309): a linear probe may accept wrong drafts. NOT lossless.
+
+    A draft is accepted where it is the most likely token or sigma(w h + b) > `threshold`, h being the target's last state at
+    the draft; of several such children the one with the largest sigma. At threshold 1 the output is the greedy one; lower
+    thresholds accept more, and 0 accepts all.
+    """
+
+    name = "judge"
+    layers: tuple[Layer, ...] = ("final",)
+
+    def __init__(
+        self,
+        # Run folder of recipe=judge, or its drafter directory, trained for this target.
+        path: str | None = None,
+        # Probability from 0 to 1 above which the judge accepts a draft; 1 gives the greedy output.
+        threshold: float = 0.5,
+    ) -> None:
+        super().__init__()
+        if path is None:
+            raise UserError("acceptance.path: name a judge, as in acceptance.path=runs/judge-tiny; recipe=judge trains one")
+        if not 0 <= threshold <= 1:
+            raise UserError(f"acceptance.threshold={threshold}: it is a probability; use 0 to 1")
+        self.path, self.threshold = path, threshold
+        self.weight, self.bias = load_probe(Path(path))  # [1, D], [1]
+
+    def forgiveness_scores(self, tree: TokenTree, features: Features, is_correct: Tensor) -> Tensor:
+        states = features.at_layer("final").float()
+        if states.shape[-1] != self.weight.shape[-1]:
+            raise UserError(
+                f"acceptance.path={self.path}: it judges states of width {self.weight.shape[-1]}, and the target's have "
+                f"{states.shape[-1]}; use a judge that was trained for this target"
+            )
+        self.weight, self.bias = self.weight.to(states.device), self.bias.to(states.device)
+        confidence = (states @ self.weight[0] + self.bias).sigmoid()
+        return confidence * (confidence > self.threshold)
+
+
+def load_probe(path: Path) -> tuple[Tensor, Tensor]:
+    """Load weight [1, D] and bias [1] of the judge in a run folder or drafter directory, in float32."""
+    file = next((file for file in (path / "drafter" / "model.safetensors", path / "model.safetensors") if file.exists()), None)
+    if file is None:
+        raise UserError(f"acceptance.path={path}: there is no judge in it; give a run folder of recipe=judge")
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: the judge's weights cannot be read ({first_line(error)}); copy the file again") from error
+    if tensors.keys() != {"probe.weight", "probe.bias"}:
+        raise UserError(f"acceptance.path={path}: it contains a drafter, not a judge; give a run folder of recipe=judge")
+    return tensors["probe.weight"].float(), tensors["probe.bias"].float()

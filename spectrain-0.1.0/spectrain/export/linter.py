@@ -1,0 +1,266 @@
+"""The linter of drafter files: it finds silent faults that cost acceptance, each under a stable name.
+
+`check_files` reads files only, the drafter's and with a target the target's. `lint` with a target also decodes (measure.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spectrain.config.saved import parse_groups, read_yaml
+from spectrain.errors import UserError, first_line
+from spectrain.files import PICKLE_SUFFIXES
+from spectrain.models.rope import RopeError
+
+from .command_only_findings import check_command_only
+from .layout import MALFORMED_ERRORS, DrafterFiles, ExpectedTensors, Finding, Layout, RefusedSettings
+from .layouts import detect_layout, read_files
+from .loading_check import check_loading
+from .targets import TargetFiles, tokenizer_hash
+
+MISSING_TENSOR_FAULTS = {
+    "d2t": "missing-d2t",
+    "fc.weight": "missing-fc",
+    "lm_head.weight": "missing-lm-head",
+    "token_map": "missing-token-map",
+}
+MAX_UNKNOWN = 20
+"""Unknown tensors that are named one by one."""
+UNREADABLE = "unreadable"
+"""The fault of files whose layout cannot be told because of a value of a wrong type."""
+NOT_DATA = "not-data"
+"""The fault of settings that are more than data."""
+NOT_DATA_CONSEQUENCE = "a file from elsewhere must not decide what runs on your machine, nor for how long"
+NONZERO_TENSORS = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
+
+
+def lint(directory: Path, target: TargetFiles | None) -> list[Finding]:
+    """Return every fault of a drafter's directory, errors first."""
+    return lint_files(read_files(directory), target)
+
+
+def lint_files(files: DrafterFiles, target: TargetFiles | None) -> list[Finding]:
+    """Return every fault of a drafter's files, errors first."""
+    try:
+        layout = detect_layout(files)
+    except UserError:
+        raise
+    except MALFORMED_ERRORS as error:
+        return [replace(malformed_finding(f"a value of a wrong type ({first_line(error)})"), name=UNREADABLE)]
+    findings = list(check_files(files, layout, target))
+    if is_sound(findings):
+        findings += guard_check(partial(require_loadable, files, layout, target))
+    if target is not None and is_sound(findings):
+        from .measure import find_misinterpretation
+
+        # The measurement shows whether the drafter was trained with another rotary embedding.
+        findings = [finding for finding in findings if finding.name != "rope"]
+        findings += find_misinterpretation(layout.read(files, target), target, layout)
+    return sorted(findings, key=lambda finding: finding.level)
+
+
+def is_sound(findings: list[Finding]) -> bool:
+    """Tell whether spectrain can read files with these findings."""
+    return all(finding.level == "warning" and finding.name != "not-representable" for finding in findings)
+
+
+def require_loadable(files: DrafterFiles, layout: Layout, target: TargetFiles | None) -> Iterator[Finding]:
+    """Yield a fault where eval would refuse the files."""
+    try:
+        check_loading(files, layout, target)
+    except UserError as error:
+        raise RefusedSettings(str(error)) from error
+    yield from ()
+
+
+def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None) -> Iterator[Finding]:
+    """Yield the faults that the files show, and with a target those that a comparison with its files shows."""
+    directives = list(check_data_only(files, layout))
+    yield from directives
+    yield from check_command_only(files.directory)
+    if directives:
+        return
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        lambda: check_values(files, layout),
+        lambda: check_shapes(files, layout.expected_tensors(files)),
+        lambda: layout.findings(files),
+    ]
+    if target is not None:
+        checks += [lambda: layout.findings_with_target(files, target), lambda: check_tokenizer(files, target)]
+    # The same key may stop several checks.
+    yield from dict.fromkeys(finding for check in checks for finding in guard_check(check))
+
+
+def guard_check(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Yield what a check finds, and a fault in place of any error that settings of a wrong type raise."""
+    try:
+        yield from check()
+    except KeyError as error:
+        yield Finding(
+            "missing-key", "error", f"config.json lacks {error}", "engines stop or use a default that may be wrong",
+            "write it as it was when the drafter was trained",
+        )  # fmt: skip
+    except RopeError as error:
+        yield Finding(
+            "rope-unreadable", "error", f"config.json: {error}", "engines stop, or rotate by other angles than in training",
+            "write it as it was when the drafter was trained",
+        )  # fmt: skip
+    except RefusedSettings as error:
+        yield Finding(
+            "malformed", "error", f"config.json: {error}", "no command can use it",
+            "write it as it was when the drafter was trained",
+        )  # fmt: skip
+    except UserError:
+        raise
+    except MALFORMED_ERRORS as error:
+        yield malformed_finding(f"a value of a wrong type ({first_line(error)})")
+
+
+def malformed_finding(problem: str) -> Finding:
+    """Return the fault of a config.json that holds what nothing can use."""
+    return Finding(
+        "malformed", "error", f"config.json holds {problem}", "engines stop, or read something else",
+        "write it as it was when the drafter was trained",
+    )  # fmt: skip
+
+
+def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
+    """Yield a fault for every file whose settings would construct something, or name a choice that does not exist."""
+    readers: list[Callable[[], Any]] = [partial(layout.check_data, files), files.read_metadata]
+    readers += [partial(files.read_sidecar, name) for name in ("adapter_config.json", "gated_lora.json")]
+    run = files.directory.parent / "config.yaml"
+    if files.directory.name == "drafter" and run.exists():
+        readers.append(lambda: parse_groups(read_yaml(run), run))
+    for read in readers:
+        try:
+            read()
+        except UserError as error:
+            problem, _, remedy = str(error).partition("; ")
+            yield Finding(NOT_DATA, "error", problem, NOT_DATA_CONSEQUENCE, remedy)
+
+
+def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
+    """Yield the faults of the tensors' values and dtypes, whatever the tensors are."""
+    names_by_dtype: dict[torch.dtype, str] = {}
+    for name, tensor in files.tensors.items():
+        if not tensor.is_floating_point():
+            continue
+        names_by_dtype.setdefault(tensor.dtype, name)
+        if not tensor.isfinite().all():
+            yield Finding(
+                "not-finite", "error", f"{name} holds NaN or infinity", "every draft is then the same wrong token",
+                "take an earlier checkpoint; training diverged, or the file was truncated",
+            )  # fmt: skip
+        elif name.endswith(NONZERO_TENSORS) and not tensor.any():
+            yield Finding(
+                "all-zero", "error", f"{name} is zero throughout", "a loader filled in a tensor that it did not find",
+                "convert again from the original files",
+            )  # fmt: skip
+    if len(names_by_dtype) > 1 and not layout.mixes_dtypes:
+        dtypes = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names_by_dtype.items())
+        yield Finding(
+            "mixed-dtype", "warning", f"weights are of several types: {dtypes}", "engines cast them to one, which rounds",
+            "save all of them in the type that you serve in",
+        )  # fmt: skip
+    if torch.float64 in names_by_dtype:
+        yield Finding(
+            "dtype",
+            "warning",
+            f"{names_by_dtype[torch.float64]} is float64",
+            "no engine computes in it",
+            "save it as float32 or bfloat16",
+        )
+    pickled = sorted(
+        path.name
+        for path in files.directory.iterdir()
+        # The .bin of an OpenVINO model holds plain numbers.
+        if path.suffix in PICKLE_SUFFIXES and path.name not in layout.pickled_names and not path.with_suffix(".xml").exists()
+    )
+    if pickled:
+        yield Finding(
+            "pickled-file", "warning", f"the directory also holds {pickled[0]}",
+            "some loaders prefer it to the safetensors, and it can run code", "delete it",
+        )  # fmt: skip
+
+
+def check_shapes(files: DrafterFiles, expected: ExpectedTensors) -> Iterator[Finding]:
+    """Yield tensors that are missing, that no engine reads, or whose shape contradicts config.json."""
+    for name, shape in {**expected.required, **expected.optional}.items():
+        tensor = files.tensors.get(name)
+        if tensor is None:
+            if name in expected.required:
+                yield Finding(
+                    MISSING_TENSOR_FAULTS.get(name, "missing-tensor"), "error", f"{name} is missing", explain_missing(name),
+                    "convert again from the original files",
+                )  # fmt: skip
+        elif len(tensor.shape) != len(shape) or any(size not in (None, actual) for size, actual in zip(shape, tensor.shape)):
+            yield shape_finding(name, tuple(tensor.shape), shape)
+    names = {*expected.required, *expected.optional}
+    unknown = [name for name in files.tensors if name not in names and not name.endswith(expected.ignored or ("\0",))]
+    for number, name in enumerate(unknown[:MAX_UNKNOWN], 1):
+        more = f", nor {len(unknown) - number} more" if number == MAX_UNKNOWN < len(unknown) else ""
+        yield Finding(
+            "unknown-tensor", "error", f"no reader of this layout uses {name}{more}",
+            "SGLang and the Medusa loaders silently drop it, vLLM may stop",
+            "rename it to what the layout says, or delete it",
+        )  # fmt: skip
+
+
+def explain_missing(name: str) -> str:
+    if name == "d2t":
+        return "engines then use the drafter's ids as the target's, and almost every draft is wrong"
+    if name == "token_map":
+        return "vLLM then uses the first ids of the vocabulary, and almost every draft is wrong"
+    return "vLLM leaves it uninitialized, and drafts are noise"
+
+
+def shape_finding(name: str, actual: tuple[int, ...], expected: tuple[int | None, ...]) -> Finding:
+    """Return the fault of a tensor whose shape contradicts config.json."""
+    problem = f"{name} is {list(actual)} and config.json implies {list(expected)}"
+    if actual == tuple(reversed(expected)) and len(actual) == 2:
+        return Finding(
+            "transposed-tensor", "error", f"{problem}: transposed", "engines stop, or read it wrongly", "save its transpose"
+        )
+    if name.endswith(("lm_head.weight", "d2t")) or ".lm_heads." in f".{name}":
+        return Finding(
+            "head-rows",
+            "error",
+            problem,
+            "rows no longer match their tokens",
+            "write draft_vocab_size as it was trained",
+        )
+    if name in ("t2d", "embed_tokens.weight"):
+        return Finding(
+            "vocab-size", "error", problem,
+            "vocab_size is the target's, draft_vocab_size the drafter's; engines allocate by them",
+            "write the target's vocab_size",
+        )  # fmt: skip
+    return Finding("wrong-shape", "error", problem, "engines stop, or read it wrongly", "write the sizes as they were trained")
+
+
+def check_tokenizer(files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
+    """Yield a fault where the drafter was made for another tokenizer or chat template."""
+    expected_hash: Any = files.read_metadata().tokenizer_hash
+    if expected_hash is not None and expected_hash != target.template_hash():
+        yield Finding(
+            "tokenizer", "error", "it was made for a target with another tokenizer or chat template",
+            "ids mean other tokens, or conversations differ from those it was trained on", "lint with the target it is for",
+        )  # fmt: skip
+    if (files.directory / "tokenizer.json").exists():
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{files.directory}: its tokenizer cannot be read ({str(error).splitlines()[0]})") from error
+        if tokenizer_hash(tokenizer) != target.template_hash():
+            yield Finding(
+                "tokenizer", "error", "its tokenizer or chat template is not the target's",
+                "engines compare ids, so drafts are other tokens", "copy the target's tokenizer files, if the ids are the same",
+            )  # fmt: skip

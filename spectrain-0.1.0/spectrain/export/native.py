@@ -1,0 +1,224 @@
+"""Spectrain's own layout: config.json names the class with its settings, model.safetensors holds the class's tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.build import GroupSpec, check_node
+from spectrain.config.choices import by_choice_name, choice_name
+from spectrain.config.saved import parse_description, parse_groups
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.layers.block_drafter import default_layers
+from spectrain.drafters.peagle import NUM_DRAFTS
+from spectrain.errors import UserError, first_line
+from spectrain.provenance import package_versions
+from spectrain.servers.commands import DrafterLaunch
+
+from .dflash import BLOCK_SETTINGS, FAMILIES
+from .eagle3 import complete_layer, complete_settings
+from .fused import build_meta_drafter
+from .layout import (
+    DESCRIPTION_KEYS,
+    MALFORMED_ERRORS,
+    DrafterCheckpoint,
+    DrafterFiles,
+    ExpectedTensors,
+    Finding,
+    Layout,
+    MissingTarget,
+    RefusedSettings,
+    write_json,
+    write_tensors,
+)
+from .peft import adapter_shape, check_adapter
+from .targets import TargetFiles
+from .vocabulary import check_vocabulary
+
+ARCHITECTURE_SIZES = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
+)  # fmt: skip
+"""Keys of an `architecture` that needs no target."""
+CHAIN_TOKENS = 3
+"""Tokens that this project's engine drafts in a round when it serves (`server=spectrain`)."""
+
+
+class NativeLayout(Layout):
+    """The layout of a run's drafter directory."""
+
+    title = "spectrain's own layout"
+    covers_all = True
+    builds_drafter = True
+
+    def matches_files(self, files: DrafterFiles) -> bool:
+        return "drafter" in files.config
+
+    def check_data(self, files: DrafterFiles) -> None:
+        parse_description(files.config, files.directory / "config.json")
+
+    def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
+        """Return the tensors of the drafter that config.json describes, built on the device "meta".
+
+        Where its target would have to be downloaded, or is not named, any tensor will do. Raise RefusedSettings where the
+        drafter cannot be built.
+        """
+        try:
+            drafter = self._build_drafter(files)
+        except MissingTarget:
+            drafter = None
+        except (UserError, *MALFORMED_ERRORS) as error:
+            raise RefusedSettings(first_line(error)) from error
+        if drafter is None:
+            return ExpectedTensors({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
+        shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        file_names = {name: drafter.saved.layout.get(name, ("", name))[1] for name in shapes}
+        # Of tied tensors, named_parameters lists the first, and only that one is saved.
+        required = dict([*drafter.named_parameters(), *drafter.named_buffers()])
+        return ExpectedTensors(
+            {file_names[name]: shape for name, shape in shapes.items() if name in required},
+            {file_names[name]: shape for name, shape in shapes.items() if name not in required},
+        )
+
+    def _build_drafter(self, files: DrafterFiles) -> Drafter | None:
+        """Build the drafter that config.json describes on the device "meta"; None where its target is not at hand."""
+        target, settings = self._target_files(files), files.read_group("drafter") or {}
+        check_node("drafter", settings)
+        if target is None or not target.is_local:
+            return None
+        # The settings as eval takes them: what weights or target determine in a conversion is not filled in here.
+        return build_meta_drafter(settings, target.build_meta_target())
+
+    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+        return {"spectrain": DrafterLaunch("chain", path, CHAIN_TOKENS)}
+
+    def _target_files(self, files: DrafterFiles) -> TargetFiles | None:
+        settings = files.read_group("target")
+        return TargetFiles.from_settings(settings, may_download=False) if settings else None
+
+    def _resolve_settings(self, files: DrafterFiles) -> dict[str, Any]:
+        """Return the drafter's settings with everything filled in that shapes its weights."""
+        drafter: dict[str, Any] = copy.deepcopy(files.read_group("drafter") or {})
+        read_shape = SHAPE_READERS.get(choice_name("drafter", drafter))
+        if read_shape is not None:
+            drafter |= read_shape(drafter, files, self._target_files(files))
+        if "d2t" in files.tensors:
+            drafter["vocab_size"] = len(files.tensors["d2t"])
+        return drafter
+
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        if {"d2t", "t2d"} <= files.tensors.keys():
+            yield from check_vocabulary(len(files.tensors["t2d"]), files.tensors)
+        if adapter := files.read_sidecar("adapter_config.json"):
+            yield from check_adapter(adapter, files.tensors)
+
+    def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
+        target_files = self._target_files(files)
+        reference = None if target_files is None else target_files.reference
+        candidates = (files.directory / "target", files.directory.parent / "target")
+        trained_target = next((path for path in candidates if path.is_dir()), None)
+        config_path = files.directory / "config.json"
+        description = parse_groups(
+            {k: files.config[k] for k in (*DESCRIPTION_KEYS, "target") if files.config.get(k)}, config_path
+        )
+        if adapter := files.read_sidecar("adapter_config.json"):
+            description["adapter_config"] = adapter
+        return DrafterCheckpoint(self._resolve_settings(files), dict(files.tensors), reference, trained_target, description)
+
+    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+        self._check_id_order(drafter)
+        settings = drafter.description.get("target") if target is None else target.settings
+        if settings is None and drafter.target is not None:
+            settings = TargetFiles(drafter.target).settings
+        description = {
+            "drafter": drafter.drafter,
+            "target": settings,
+            **{key: drafter.description.get(key) for key in DESCRIPTION_KEYS},
+            "spectrain_version": package_versions().get("spectrain"),
+        }
+        adapters = {name: tensor for name, tensor in drafter.tensors.items() if name.startswith("base_model.")}
+        rest = {name: tensor for name, tensor in drafter.tensors.items() if name not in adapters}
+        if adapters:
+            write_tensors(directory / "adapter_model.safetensors", adapters)
+            write_json(directory / "adapter_config.json", drafter.description["adapter_config"])
+        write_tensors(directory / "model.safetensors", rest)
+        write_json(directory / "config.json", by_choice_name(description))
+
+    def _check_id_order(self, drafter: DrafterCheckpoint) -> None:
+        ids = drafter.tensors.get("d2t")
+        if ids is not None and len(ids) > 1 and bool((ids[1:] < ids[:-1]).any()):
+            raise UserError(
+                "d2t: its ids do not ascend, as drafter=eagle3 and drafter=medusa require; sort the rows of lm_head"
+            )
+
+
+def shape_of_eagle3(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """Fill in the number of layers from the weights, and the layer and the fused features from the target."""
+    count = 1 + len({name.split(".")[1] for name in files.tensors if name.startswith("later.")})
+    settings = {"num_layers": count, **drafter}
+    if drafter.get("layers") and set(ARCHITECTURE_SIZES) <= set(drafter.get("architecture") or {}):
+        return settings
+    return complete_settings(settings, require_named_target(target, files))
+
+
+def shape_of_eagle1(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """Return the layer, from the target where the settings lack it, and whether fc has a bias."""
+    architecture = drafter.get("architecture")
+    if not set(ARCHITECTURE_SIZES) <= set(architecture or {}):
+        architecture = complete_layer(architecture, require_named_target(target, files))
+    return {"architecture": architecture, "bias": "fc.bias" in files.tensors}
+
+
+def shape_of_vispec(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """Return what EAGLE has, and the number of an image's vectors."""
+    settings = GroupSpec.from_node("drafter", drafter).with_defaults()
+    return {"num_queries": settings["num_queries"], **shape_of_eagle1(drafter, files, target)}
+
+
+def shape_of_peagle(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """Fill in what EAGLE-3 has, the number of drafts, and whether the weights hold an embedding."""
+    peagle_settings = {"num_drafts": NUM_DRAFTS, "own_embedding": "embed_tokens.weight" in files.tensors}
+    return {**peagle_settings, **shape_of_eagle3(drafter, files, target)}
+
+
+def shape_of_block(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    """Return every setting that other layouts hold, too, with the layer and the fused features filled in."""
+    settings = GroupSpec.from_node("drafter", drafter).with_defaults()
+    if not settings["layers"] or not settings["architecture"]:
+        target = require_named_target(target, files)
+        layers = settings["layers"] or default_layers(target.num_layers, settings["num_layers"])
+        settings |= {"layers": sorted(set(layers)), "architecture": complete_layer(settings["architecture"], target)}
+    keys = (*BLOCK_SETTINGS, *FAMILIES[choice_name("drafter", drafter)].config_keys)
+    return {key: settings[key] for key in keys if key not in ("vocab_size", "mask_token_id")}
+
+
+def require_named_target(target: TargetFiles | None, files: DrafterFiles) -> TargetFiles:
+    """Return the target that settings depend on, or raise UserError where config.json names none."""
+    if target is None:
+        raise MissingTarget(f"{files.directory / 'config.json'}: it names no target, and settings depend on it; write target")
+    return target
+
+
+def shape_of_medusa(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    heads = {name.split(".")[1] for name in files.tensors if name.startswith("heads.")}
+    blocks = {name.split(".")[3] for name in files.tensors if name.startswith("heads.0.blocks.")}
+    return {"num_heads": len(heads), "num_layers": len(blocks)}
+
+
+def shape_of_adapter(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+    adapter = files.read_sidecar("adapter_config.json")
+    return adapter_shape(files.tensors, adapter or {"r": 0, "lora_alpha": drafter.get("alpha", 32.0)})
+
+
+SHAPE_READERS = {
+    "eagle1": shape_of_eagle1,
+    "vispec": shape_of_vispec,
+    "eagle3": shape_of_eagle3,
+    "peagle": shape_of_peagle,
+    "medusa": shape_of_medusa,
+    "gated_lora": shape_of_adapter,
+    "uno": shape_of_adapter,
+    **dict.fromkeys(FAMILIES, shape_of_block),
+}
+"""Family -> the settings that a description may omit because weights or target determine them."""

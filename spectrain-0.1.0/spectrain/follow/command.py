@@ -1,0 +1,162 @@
+"""`spectrain follow` and `spectrain follow status`."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from spectrain.config.build import GroupSpec, to_containers
+from spectrain.config.spec import RunSpec
+from spectrain.errors import RunError, UserError
+from spectrain.runs.drafters import load_description
+from spectrain.runs.folder import require_drafter_directory
+from spectrain.runs.serve import interrupt_on_signals
+from spectrain.servers.control_key import VARIABLE, key_path, read_control_key
+from spectrain.servers.openai import OpenAIServer
+
+from .follower import TrafficFollower, report_damage
+from .http_server import allow_open_files, serve_in_thread
+from .ledger import read_ledger
+from .logs import RequestLogs
+from .pages import describe_entry, format_number, format_time, make_pages
+from .proxy import Proxy, Recorder
+from .settings import FollowSettings
+from .state import FollowFolder
+from .swap import DrafterSwapper
+from .upstream import UpstreamSwitch
+
+CONTINUED_GROUPS = ("target", "drafter", "source", "trainer", "optimizer", "schedule", "tree", "acceptance")
+PACKAGES = ("aiohttp", "httptools", "uvicorn")
+NUM_SHOWN = 10
+
+
+def follow_command(config: Mapping[str, Any]) -> None:
+    """Follow the traffic of a server until a signal ends it."""
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise UserError(f"follow: {' and '.join(missing)} is not installed; run pip install 'spectrain[follow]'")
+    spec, settings = resolve_follow_spec(config)
+    folder = FollowFolder(Path(str(spec.run)))
+    server: OpenAIServer = spec.server.build()
+    with folder.lock(), interrupt_on_signals():
+        first = require_drafter_directory("run", folder.run)
+        active = folder.read_active(first)
+        servers = UpstreamSwitch(server.clients[0].url)
+        swapper = DrafterSwapper(spec, server, settings, servers)
+        needs_server = settings.requests is None or settings.swap != "keep"
+        if needs_server and not settings.start:
+            server.check_ready()
+        swapper.check_settings()
+        try:
+            if settings.start or (settings.swap == "start" and active.path != str(first)):
+                swapper.start(Path(active.path), active.digest, is_first=settings.start)
+            recorder = Recorder(settings.sample, folder.clock.now)
+            traffic = recorder if settings.requests is None else read_logs(settings, folder)
+            follower = TrafficFollower(spec, settings, folder, server, traffic, swapper, active)
+            follower.load()
+            run_proxy(follower, Proxy(settings, servers, recorder))
+        finally:
+            swapper.close()
+
+
+def read_logs(settings: FollowSettings, folder: FollowFolder) -> RequestLogs:
+    """Return the request logs of a folder; a UserError says that it does not exist."""
+    logs = Path(str(settings.requests))
+    if not logs.is_dir():
+        raise UserError(f"follow.requests={settings.requests}: there is no such folder; give the one with the .jsonl files")
+    return RequestLogs(settings, logs, folder.logs, folder.clock.now)
+
+
+def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
+    """Run the proxy and the loop until a signal ends them."""
+    settings = follower.settings
+    host, port = settings.address
+    allow_open_files()
+    proxy.key = read_control_key()
+    proxy.pages = make_pages(proxy.counters, follower.describe, follower.watch, follower.folder.ledger)
+    with serve_in_thread(proxy, host, port, proxy.open_connections) as thread:
+        follower.swapper.thread = thread
+        loop = threading.Thread(target=follower.run, name="follower", daemon=True)
+        loop.start()
+        print(describe_traffic(follower), flush=True)
+        print(f"metrics are at http://{settings.listen}/metrics, and a page is at http://{settings.listen}/follow", flush=True)
+        print(f"both need the control key, which is in {VARIABLE} or in {key_path()}", flush=True)
+        try:
+            while loop.is_alive() and thread.thread.is_alive():
+                loop.join(0.5)
+            raise RunError("follow: a thread of it has ended")
+        except KeyboardInterrupt:
+            print("follow stops", flush=True)
+        finally:
+            follower.is_stopping.set()
+            loop.join(30)
+
+
+def describe_traffic(follower: TrafficFollower) -> str:
+    """Return the line that says what is followed."""
+    settings, root = follower.settings, follower.swapper.servers.active.root
+    if settings.requests is not None:
+        return f"follow reads the request logs of {settings.requests}"
+    return f"follow listens at http://{settings.listen}/v1 for {root}"
+
+
+def resolve_follow_spec(config: Mapping[str, Any]) -> tuple[RunSpec, FollowSettings]:
+    """Return the settings of candidates, those of the run with the command's own changes, and those of the command."""
+    requested = to_containers(config)
+    follow = requested.pop("follow")
+    if requested.get("run") is None:
+        raise UserError("run: say whose drafter follows the traffic, as in run=runs/NAME")
+    if not requested.get("server"):
+        raise UserError("server: name the server, as in server=vllm server.url=http://127.0.0.1:8000/v1")
+    folder = Path(requested["run"])
+    directory = require_drafter_directory("run", folder)
+    description = load_description(directory, GroupSpec.from_node("target", requested.get("target")))
+    groups: dict[str, Any] = {key: requested.get(key) for key in ("source", "trainer", "optimizer", "schedule")}
+    groups |= {key: description[key] for key in ("target", "drafter", "tree", "acceptance") if description.get(key)}
+    if (folder / "config.yaml").exists():
+        saved = RunSpec.load(folder / "config.yaml")
+        groups |= {group: getattr(saved, group).node for group in ("trainer", "optimizer", "schedule")}
+    for group in CONTINUED_GROUPS:
+        if requested.get(group) and groups.get(group):
+            groups[group] = to_containers(OmegaConf.merge(groups[group], requested[group]))
+    settings: FollowSettings = GroupSpec.from_node("follow", follow).build()
+    spec = RunSpec.from_config({**groups, "server": requested["server"], "run": str(folder)})
+    return spec.named_by(folder, requested), settings
+
+
+def status_command(run: str | None, rollback: bool) -> None:
+    """Print what follows a run, and its last decisions; or request a roll-back of the process that follows it."""
+    if run is None:
+        raise UserError("run: say which run, as in run=runs/NAME")
+    folder = FollowFolder(Path(run))
+    if not folder.ledger.exists():
+        raise UserError(f"run={run}: nothing has followed this run; start spectrain follow run={run}")
+    if rollback:
+        (folder.root / "rollback").touch()
+        print("a roll-back is requested; the process that follows this run makes it within some seconds")
+        return
+    print("\n".join(format_status(folder)))
+
+
+def format_status(folder: FollowFolder) -> list[str]:
+    """Return the lines that `spectrain follow status` prints."""
+    status, lines = folder.read_status(), list[str]()
+    if status is not None:
+        active = status.active
+        lines.append(f"active drafter  {active.path} ({active.digest[:8]}) since {format_time(active.since)}")
+        lines.append(f"now             {status.phase}, last checked {format_time(status.time)}")
+        lines.append(f"recorded        {status.conversations} conversations, {status.old} old ones")
+        for kind, entry in status.kinds.items():
+            mean, reference = format_number(entry.accepted_per_draft), format_number(entry.reference)
+            alarm = ", alarm of drift" if entry.alarm else ""
+            alarm += f", {entry.unmeasured} not measurable" if entry.unmeasured else ""
+            lines.append(f"{kind:15} {entry.requests} requests, {mean} accepted per draft, reference {reference or '-'}{alarm}")
+    lines.append("last decisions")
+    for decision in [*read_ledger(folder.ledger, report_damage)][-NUM_SHOWN:]:
+        lines.append(f"  {format_time(decision['time'])}  {decision['event']}: {describe_entry(decision)}")
+    # A line break in a file would look like another line.
+    return [line.replace("\n", " ") for line in lines]

@@ -1,0 +1,89 @@
+"""The ledger: one JSON line per decision, with its numbers. A line is complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.saved import require_regular_file
+
+from .clock import LATEST, read_date
+
+MAX_WAITING = 1000
+"""Entries that wait in memory while the disk is full; older ones are dropped."""
+
+
+class Ledger:
+    """Appends entries to a file; while the disk is full, they wait in memory."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = read_date) -> None:
+        self.path, self.clock = path, clock
+        self._waiting: deque[str] = deque(maxlen=MAX_WAITING)
+
+    def record(self, event: str, **numbers: Any) -> None:
+        """Record a decision; a failure to write it raises nothing, and it is written with the next one."""
+        self._waiting.append(json.dumps({"time": round(self.clock(), 3), "event": event, **numbers}, default=str))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Write what waits; return whether all of it is on disk."""
+        while self._waiting:
+            try:
+                append_line(self.path, self._waiting[0])
+            except OSError:
+                return False
+            self._waiting.popleft()
+        return True
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file; after a failure, as of a full disk, the file is as it was before."""
+    # Opening a pipe would wait for somebody who reads it.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+    try:
+        size = os.fstat(handle).st_size
+        # A power failure may have cut the last line.
+        is_cut = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        content = ("\n" * is_cut + line + "\n").encode()
+        try:
+            written = 0
+            while written < len(content):
+                written += os.write(handle, content[written:])
+            os.fsync(handle)
+        except OSError:
+            os.ftruncate(handle, size)
+            raise
+    finally:
+        os.close(handle)
+
+
+def read_ledger(path: Path, report: Callable[[str], None] = lambda problem: None) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a ledger. A line that a power failure or an editor has damaged is left out, and `report` is called
+    with the sentence that names it."""
+    if not path.exists():
+        return
+    require_regular_file(path)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            entry = parse_entry(line)
+            if entry is not None:
+                yield entry
+            elif line.strip():
+                report(f"{path}: line {number} is left out, because it is no decision with its time")
+
+
+def parse_entry(line: str) -> dict[str, Any] | None:
+    """Return the entry of a line, or None for a damaged line."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+        return None
+    moment = entry.get("time")
+    is_time = isinstance(moment, (int, float)) and not isinstance(moment, bool) and 0 <= moment <= LATEST
+    return entry if is_time else None

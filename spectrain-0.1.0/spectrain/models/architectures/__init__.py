@@ -1,0 +1,1 @@
+"""What differs between targets, one file per kind; `detect.py` chooses the kind when a target is loaded."""

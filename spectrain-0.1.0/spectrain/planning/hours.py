@@ -1,0 +1,158 @@
+"""The hours of a run: from steps that run on this machine, from a given rate, or from an assumed one."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.spec import RunSpec
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.capabilities import FittedDrafter
+from spectrain.errors import UserError
+from spectrain.features.base import BatchRequest, Source
+from spectrain.features.batch import Batch
+from spectrain.features.live_source import LiveSource
+from spectrain.models.bundled import converted_directory
+from spectrain.models.device import synchronize_device
+from spectrain.models.target import Target
+from spectrain.runs.drafters import init_drafter
+from spectrain.training.initial_fit import choose_batches
+from spectrain.training.trainer import Trainer
+from spectrain.training.trial import trial_folder
+
+from .footprint import Models, count_parameters
+from .workload import Operations, Workload, batch_shape, target_epochs
+
+CALIBRATION_STEPS, WARM_UP_STEPS = 20, 4
+"""Steps that run for a calibration, and those of them that pack weights and fill caches, and are not timed."""
+MAX_CALIBRATED = 300e6
+"""Parameters of the target up to which a calibration needs no request."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What the hours of a plan are computed from."""
+
+    devices: int
+    tokens_per_second: float | None
+    # True runs steps, False does not, and None runs them if the target is small and on this machine.
+    calibrate: bool | None
+    flops_per_second: float
+    assumption: str
+    is_here: bool
+
+
+def estimate_hours(spec: RunSpec, rate: Rate, models: Models, work: Workload, operations: Operations) -> dict[str, Any]:
+    """Return the hours of the run, and what they are based on."""
+    if rate.tokens_per_second is not None:
+        seconds = work.total_padded / (rate.tokens_per_second * rate.devices)
+        return {"value": seconds / 3600, "basis": f"plan.tokens_per_second={rate.tokens_per_second:g} of a device"}
+    if should_calibrate(spec, rate, models, work):
+        times = time_steps(spec)
+        epochs = target_epochs(spec, models, work)
+        seconds = work.padded * (times.target * epochs + times.step * work.epochs) / rate.devices
+        seconds += times.fit * min(times.fit_tokens, work.tokens)
+        basis = f"measured over {CALIBRATION_STEPS} steps on this machine"
+        speed = {"tokens_per_second": work.total_padded / seconds, "seconds_per_token": [times.target, times.step]}
+        return {"value": seconds / 3600, "basis": basis, **speed}
+    seconds = operations.run / (rate.flops_per_second * rate.devices)
+    speed = {"tokens_per_second": work.total_padded / seconds if seconds else None}
+    return {"value": seconds / 3600, "basis": f"assumed: {rate.assumption}, nothing was run", **speed}
+
+
+def should_calibrate(spec: RunSpec, rate: Rate, models: Models, work: Workload) -> bool:
+    """Return whether steps run on this machine: on request, or if the target is small and its weights are here."""
+    can_run = rate.is_here and work.is_counted
+    if rate.calibrate and not can_run:
+        raise UserError("plan.calibrate=true: it runs steps on this machine; leave out plan.tokens and a plan.device not here")
+    if not models.target.has_layers:
+        if rate.calibrate:
+            models.target.require_layers("plan.calibrate=true")
+        return False
+    if rate.calibrate is not None:
+        return rate.calibrate
+    return has_weights_here(spec) and can_run and count_parameters(models)["target"] <= MAX_CALIBRATED
+
+
+def has_weights_here(spec: RunSpec) -> bool:
+    """Tell whether the target's weights can be loaded without a download, and without converting a GGUF file."""
+    model = spec.target.get("model")
+    if model is None:
+        return True
+    path = Path(model).expanduser()
+    return any((converted_directory(path) if path.suffix == ".gguf" else path).glob("*.safetensors"))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The seconds that a training of this run takes on this machine."""
+
+    # Of a padded token: in the target's features, and in the rest of a step.
+    target: float
+    step: float
+    # Of a token that the initial weights are fitted to, its features included, and the largest number of these tokens.
+    fit: float
+    fit_tokens: int
+
+
+def time_steps(spec: RunSpec) -> StepTimes:
+    """Fit initial weights to the batches of a few steps, where the family does that, and run these steps."""
+    trainer = Trainer.from_spec(spec).make_trial(CALIBRATION_STEPS)
+    line = f"timing {CALIBRATION_STEPS} steps on this machine for the hours; plan.calibrate=false leaves them out"
+    print(line, file=sys.stderr, flush=True)
+    target: Target = spec.target.build()
+    dataset = spec.data.build().make_dataset(target.template, target.vision)
+    drafter = init_drafter(spec, target, dataset)
+    target.pack_weights()
+    source = _TimedSource(spec.source.build(), target)
+    ends: list[float] = []
+    marks: list[tuple[float, float]] = []
+
+    def on_step(step: int) -> None:
+        synchronize_device(target.device)
+        ends.append(time.perf_counter())
+        marks.append((source.seconds, source.tokens))
+
+    fit_tokens = drafter.fit_tokens if isinstance(drafter, FittedDrafter) else 0
+    with trial_folder("plan") as folder:
+        fit = time_fit(trainer, drafter, target, dataset) if fit_tokens else 0.0
+        trainer.fit(drafter, target, dataset, source, folder, on_step=on_step)
+    seconds, tokens = (end - start for start, end in zip(marks[WARM_UP_STEPS - 1], marks[-1]))
+    return StepTimes(seconds / tokens, (ends[-1] - ends[WARM_UP_STEPS - 1] - seconds) / tokens, fit, fit_tokens)
+
+
+def time_fit(trainer: Trainer, drafter: Any, target: Target, dataset: Dataset) -> float:
+    """Fit a drafter's initial weights to the batches of the trial; return the seconds of a token, with its features.
+
+    No step takes these features, because a training begins behind the texts of its fit. The training of the trial then leaves
+    its own fit out, so that its steps alone are timed.
+    """
+    stream = dataset.stream_batches(trainer.batch_settings, batches_per_step=trainer.accumulate)
+    texts = [chosen.examples for chosen in choose_batches(stream, drafter.fit_tokens, CALIBRATION_STEPS)]
+    layers = drafter.stages[0].layers
+    drafter.to(target.device)
+    synchronize_device(target.device)
+    start = time.perf_counter()
+    batches = [LiveSource().make_batch(BatchRequest(examples, target, layers, trainer.packing)) for examples in texts]
+    drafter.fit_start(batches, target)
+    synchronize_device(target.device)
+    seconds = time.perf_counter() - start
+    drafter.fit_tokens = 0
+    return seconds / sum(len(example.tokens) for examples in texts for example in examples)
+
+
+class _TimedSource(Source):
+    """A source that adds up its seconds and its tokens, padding included."""
+
+    def __init__(self, source: Source, target: Target) -> None:
+        self.source, self.device, self.uses_drafter = source, target.device, source.uses_drafter
+        self.seconds = self.tokens = 0.0
+
+    def make_batch(self, request: BatchRequest) -> Batch:
+        start = time.perf_counter()
+        batch = self.source.make_batch(request)
+        synchronize_device(self.device)
+        self.seconds += time.perf_counter() - start
+        self.tokens += batch_shape(request.examples, request.packed).tokens
+        return batch

@@ -1,0 +1,151 @@
+"""The data of a run: its batches, how often the run reads them, and how often the target runs over them."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from spectrain.config.spec import RunSpec
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.errors import UserError
+from spectrain.models.bundled import load_tiny_tokenizer
+from spectrain.models.chat_template import ChatTemplate
+from spectrain.models.step_cost import BatchShape
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer
+from spectrain.training.validation import count_validation_rows, select_prompts
+
+from .footprint import Models
+from .operations import drafting_weights, flops_per_token
+
+QUICK_BYTES = 256e6
+"""Bytes of data up to which its tokens are counted; for more, plan.tokens is required."""
+
+
+@dataclass
+class Workload:
+    """The data of a run."""
+
+    # Conversations, those held out from training included.
+    dataset: Dataset
+    # Batches of an epoch.
+    batches: list[BatchShape]
+    num_steps: int
+    epochs: float
+    # Tokens of an epoch with padding, and without it.
+    padded: float
+    tokens: float
+    # Whether the tokens were counted; otherwise plan.tokens says how many there are.
+    is_counted: bool
+
+    @property
+    def total_padded(self) -> float:
+        """Tokens of all epochs with padding."""
+        return self.padded * self.epochs
+
+
+def read_workload(
+    spec: RunSpec, target: Target, num_tokens: int | None, num_devices: int, dataset: Dataset | None = None
+) -> Workload:
+    """Return the workload of the data, or of full batches of `num_tokens` tokens that are all supervised.
+
+    A `dataset` that was read with the same settings is not read again.
+    """
+    trainer, data = Trainer.from_spec(spec), spec.data.build()
+    if num_tokens is not None:
+        dataset = full_batch(min(data.max_length, trainer.batch_tokens), trainer)
+    elif dataset is None:
+        dataset = count_data(data, target)
+    indices = dataset.make_batches(0, trainer.batch_settings)
+    batches = [batch_shape(dataset[numbers], trainer.packing, trainer.loss_tokens) for numbers in indices]
+    epoch = float(sum(batch.tokens for batch in batches))
+    tokens = float(dataset.num_tokens if num_tokens is None else num_tokens)
+    padded = epoch if num_tokens is None else tokens
+    per_step = trainer.accumulate * num_devices / trainer.context_parallel * epoch / len(batches)
+    num_steps = trainer.max_steps or max(1, math.ceil(trainer.epochs * padded / per_step))
+    return Workload(dataset, batches, num_steps, num_steps * per_step / padded, padded, tokens, num_tokens is None)
+
+
+def count_data(data: Any, target: Target) -> Dataset:
+    """Read the data with the target's tokenizer, or with that of target=tiny if it has none or no chat template."""
+    if data.num_bytes() > QUICK_BYTES:
+        raise UserError("plan.tokens: this data is too large to be read for a plan; write its size, as in plan.tokens=4e8")
+    template = target.template if target.template.exists else ChatTemplate(load_tiny_tokenizer())
+    dataset: Dataset = data.make_dataset(template, target.vision)
+    return dataset
+
+
+def full_batch(length: int, trainer: Trainer) -> Dataset:
+    """Return data that fills one batch with texts of `length` tokens, all supervised but the first."""
+    count = max(1, trainer.batch_tokens // length)
+    return Dataset([Example([1] * length, [False] + [True] * (length - 1))] * count, count, 0, 0)
+
+
+def batch_shape(examples: list[Example], packed: bool, loss_tokens: int | None = None) -> BatchShape:
+    """Return the sizes of a batch, of which windows of the loss, if there are any, are taken to lie at the end of each text."""
+    lengths, supervised = [len(example.tokens) for example in examples], [sum(example.mask) for example in examples]
+    if loss_tokens is not None:
+        supervised = [min(count, loss_tokens) for count in supervised]
+    num_tokens = sum(lengths) if packed else len(lengths) * max(lengths)
+    return BatchShape(len(lengths), max(lengths), num_tokens, sum(supervised), loss_tokens)
+
+
+def token_feature_bytes(models: Models) -> int:
+    """Return the bytes of one token's features."""
+    return len(models.features) * models.target.width * models.target.dtype.itemsize
+
+
+def cached_features(spec: RunSpec, models: Models, work: Workload) -> float:
+    """Return the bytes of features that the live source keeps in the host's memory."""
+    limit = spec.source.build().max_cached_bytes
+    return float(min(limit, work.tokens * token_feature_bytes(models))) if work.epochs > 0 else 0.0
+
+
+def reads_features(spec: RunSpec) -> bool:
+    """Tell whether features come from a store or a server, so that these devices do not compute them."""
+    source = spec.source.build()
+    return bool(source.stores_features or source.needs_server)
+
+
+def target_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
+    """Return how often the target runs over the data: once over batches whose features are all cached, on every device of
+    those that share a text.
+    """
+    total = work.tokens * token_feature_bytes(models)
+    cached = cached_features(spec, models, work) / total if total else 0.0
+    rows = len(work.dataset.examples) / len(work.batches) or 1.0
+    once = min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - cached**rows)
+    return once * models.trainer.context_parallel
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Floating-point operations: of a padded token's features, of the rest of its step, and of the run."""
+
+    target_per_token: float
+    step_per_token: float
+    run: float
+
+
+def count_operations(spec: RunSpec, models: Models, work: Workload) -> Operations:
+    """Return the operations of a run, those of its validations included."""
+    features, step = flops_per_token(models, work.batches)
+    epochs = 0.0 if reads_features(spec) else target_epochs(spec, models, work)
+    trained = work.padded * (features * epochs + step * work.epochs)
+    return Operations(features, step, trained + count_validations(models, work) * validation_flops(models, work))
+
+
+def count_validations(models: Models, work: Workload) -> int:
+    """Return how often the run drafts for the held-out data."""
+    trainer = models.trainer
+    every = trainer.save_every if trainer.eval_every is None else trainer.eval_every
+    return math.ceil(work.num_steps / every) if every else 1
+
+
+def validation_flops(models: Models, work: Workload) -> float:
+    """Return the operations of one validation: two for every weight that a row is multiplied with. Attention over such short
+    texts, and what a drafter does beyond drafting, are left out.
+    """
+    rows = count_validation_rows(select_prompts(work.dataset.held_out, models.target.max_length))
+    layers, output, drafter = drafting_weights(models)
+    return 2.0 * ((rows.num_prompt + rows.num_verified) * layers + rows.num_verified * output + rows.num_drafted * drafter)

@@ -1,0 +1,1 @@
+"""Data whose answers the target generates."""

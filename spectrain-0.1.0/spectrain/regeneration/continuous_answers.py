@@ -1,0 +1,149 @@
+"""Answers of our engine by continuous batching: a conversation takes the place of one whose answer is finished."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from spectrain.data.messages import Conversation
+from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
+from spectrain.decoding.continuous import ContinuousBatch, RunningText, TextPrefix
+from spectrain.decoding.generation import Generation
+from spectrain.errors import UserError
+from spectrain.models.images import have_images
+
+from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
+from .sampling import Sampling
+
+
+@dataclass(frozen=True)
+class AnswerSteps:
+    """What turns a conversation into a prompt, and generated tokens into an answer."""
+
+    make_prompt: Callable[[Conversation], list[int]]
+    parse: Callable[[ChatProgress, list[int], Generation], GeneratedAnswer]
+    # Answers a conversation by itself, also one that the batch cannot take or that failed in it.
+    answer_alone: Callable[[PendingRow], Iterable[Row | FailedRow]]
+
+
+@dataclass(frozen=True)
+class PendingAnswer:
+    """An answer to generate."""
+
+    shard: Shard
+    chat: ChatProgress
+    prompt: list[int]
+    # The conversation so far, of which the prompt is a continuation.
+    prefix: TextPrefix | None = None
+
+
+class ContinuousAnswers:
+    """Answers the conversations of shards, turn by turn, in the order in which they come."""
+
+    def __init__(
+        self,
+        batch: ContinuousBatch,
+        sampling: Sampling,
+        steps: AnswerSteps,
+        # Receives each conversation once it is answered or has failed.
+        on_outcome: Callable[[Shard, Row | FailedRow], None],
+    ) -> None:
+        self.batch, self.sampling, self.steps, self.on_outcome = batch, sampling, steps, on_outcome
+        self.waiting: deque[PendingAnswer] = deque()
+        self.running: list[tuple[RunningText, PendingAnswer]] = []
+
+    def write_answers(self, shards: Iterable[Shard]) -> None:
+        """Take shards one by one, when there is room in the batch, and answer their conversations."""
+        conversations = self._iterate_conversations(shards)
+        while True:
+            while self._wait_for_next(conversations) and self._start(self.waiting[0]):
+                self.waiting.popleft()
+            if not self.running:
+                if not self.waiting:
+                    return
+                continue
+            self._step()
+
+    def _iterate_conversations(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, ChatProgress]]:
+        for shard in shards:
+            for pending in shard.unanswered_rows:
+                yield shard, ChatProgress(pending, self.sampling)
+
+    def _wait_for_next(self, conversations: Iterator[tuple[Shard, ChatProgress]]) -> bool:
+        """Have an answer wait where any is left; return whether one waits."""
+        while not self.waiting:
+            following = next(conversations, None)
+            if following is None:
+                return False
+            self._advance(*following)
+        return True
+
+    def _advance(self, shard: Shard, chat: ChatProgress, prefix: TextPrefix | None = None) -> None:
+        """Let the next answer of a conversation wait, or pass the conversation on where it has no further one."""
+        outcome: Row | FailedRow | None = None
+        try:
+            conversation = chat.next_prompt()
+            if conversation is None:
+                outcome = chat.finished_row
+            else:
+                self.waiting.append(PendingAnswer(shard, chat, self.steps.make_prompt(conversation), prefix))
+        except AnswerError as error:
+            outcome = error.to_failed_row(chat.pending)
+        except UserError as error:
+            outcome = AnswerError("failed", str(error)).to_failed_row(chat.pending)
+        if outcome is not None:
+            self.on_outcome(shard, outcome)
+
+    def _start(self, answer: PendingAnswer) -> bool:
+        """Start an answer, or answer its conversation alone where it never fits; return False where it has to wait."""
+        if not self.batch.fits_alone(answer.prompt) or have_images([answer.prompt]):
+            self._answer_alone(answer)
+            return True
+        if not self.batch.has_room(answer.prompt):
+            return False
+        try:
+            text = self.batch.add(answer.prompt, answer.chat.pending.key, answer.prefix)
+        except Exception:  # whatever a model or a full memory can raise
+            text = None
+        if text is None:
+            self._answer_alone(answer)
+        elif text.generation.is_done:
+            self._finish(answer, text)
+        else:
+            # The text has a copy of the prefix.
+            self.running.append((text, replace(answer, prefix=None)))
+        return True
+
+    def _step(self) -> None:
+        """Decode one token of every running answer, and go on with the conversations whose answers are done."""
+        try:
+            has_failed = False
+            self.batch.step()
+        except Exception:  # whatever a model or a full memory can raise
+            has_failed = True
+        running, self.running = self.running, []
+        if has_failed:
+            self.batch.clear()
+            for _, answer in running:
+                self._answer_alone(answer)
+            return
+        self.running = [(text, answer) for text, answer in running if not text.generation.is_done]
+        for text, answer in running:
+            if text.generation.is_done:
+                self._finish(answer, text)
+
+    def _finish(self, answer: PendingAnswer, text: RunningText) -> None:
+        chat = answer.chat
+        try:
+            chat.add_answer(self.steps.parse(chat, answer.prompt, text.generation))
+        except AnswerError as error:
+            self.on_outcome(answer.shard, error.to_failed_row(chat.pending))
+        except Exception:  # whatever a tokenizer can raise
+            self._answer_alone(answer)
+        else:
+            self._advance(answer.shard, chat, text.prefix)
+
+    def _answer_alone(self, answer: PendingAnswer) -> None:
+        for outcome in self.steps.answer_alone(answer.chat.pending):
+            self.on_outcome(answer.shard, outcome)

@@ -1,0 +1,207 @@
+"""Writers of regenerated answers: the target in this process, which decodes batches. `server.py` requests answers of a
+server."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from spectrain.data.answers import parse_answer
+from spectrain.data.chat import require_template, tokenize_prompt
+from spectrain.data.images import content_text
+from spectrain.data.messages import Conversation
+from spectrain.data.shards import FailedRow, PendingRow, Row, Shard
+from spectrain.decoding.continuous import ContinuousBatch
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.session import EngineChoice, Session, require_capture
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+from spectrain.trees import TreeBuilder
+
+from .chat_progress import AnswerError, ChatProgress, GeneratedAnswer
+from .continuous_answers import AnswerSteps, ContinuousAnswers
+from .sampling import Sampling
+
+OutcomeCallback = Callable[[Shard, Row | FailedRow], None]
+
+
+class AnswerWriter(ABC):
+    """Answers the conversations of shards."""
+
+    @abstractmethod
+    def recorded_settings(self) -> dict[str, Any]:
+        """Return the settings that determine the answers, by their command-line names."""
+
+    def check_ready(self) -> None:
+        """Raise an error, before anything is on disk, if no answer can be written."""
+
+    @abstractmethod
+    def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
+        """Take shards one by one, when there is capacity, and pass on each conversation once it is answered or has failed."""
+
+
+class EngineWriter(AnswerWriter):
+    """Our own decoding, by continuous batching where the target can pool texts, else in batches of conversations of similar
+    length.
+
+    Every draw depends on the seed, the conversation and the position, and the bits of a pooled text on no other text. The
+    batches of a shard are the same in every attempt. So an answer depends on nothing else. A drafter changes the speed of the
+    answers, not their content.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        target: Target,
+        drafter: Drafter | None = None,
+        builder: TreeBuilder | None = None,
+        # Maximum number of tokens in a decoding batch, padding and answers included.
+        batch_tokens: int = 16384,
+        # Decoding engine: captured replays rounds as CUDA graphs, eager runs a loop, auto captures on a GPU.
+        engine: EngineChoice = "auto",
+    ) -> None:
+        if batch_tokens < 1:
+            raise UserError(f"writer.batch_tokens={batch_tokens}: use 1 or more")
+        require_template(target.template)
+        self.sampling, self.target, self.batch_tokens = sampling, target, batch_tokens
+        self.session = Session(target, sampling.acceptance_rule, drafter, builder, engine=engine)
+        require_capture(self.session, "writer.engine")
+
+    def recorded_settings(self) -> dict[str, Any]:
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        return {"writer": "engine", "target": self.target.name, "target.model": self.target.path, "target.dtype": dtype}
+
+    def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
+        session = self.session
+        if session.drafter is None and session.eager_reason is not None and self.target.can_pool_texts:
+            limit, threads = self.sampling.max_new_tokens, session.threads
+            batch = ContinuousBatch(self.target, session.rule, limit, self.batch_tokens, threads)
+            steps = AnswerSteps(self.make_prompt, self._parse_answer, lambda pending: self._answer_batch([pending]))
+            ContinuousAnswers(batch, self.sampling, steps, on_outcome).write_answers(shards)
+        else:
+            self._write_batches(shards, on_outcome)
+
+    def _write_batches(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
+        for shard in shards:
+            usable: list[tuple[int, PendingRow]] = []
+            for pending in shard.pending:
+                try:
+                    usable.append((self._bound_length(pending), pending))
+                except AnswerError as error:
+                    on_outcome(shard, error.to_failed_row(pending))
+                except UserError as error:
+                    on_outcome(shard, AnswerError("failed", str(error)).to_failed_row(pending))
+            for batch in self._make_batches(usable):
+                if any(pending.id not in shard.rows for pending in batch):
+                    for outcome in self._answer_batch(batch):
+                        if outcome.id not in shard.rows:
+                            on_outcome(shard, outcome)
+
+    def make_prompt(self, conversation: Conversation) -> list[int]:
+        """Return the tokens up to the next answer; raise an AnswerError if the context has no room for the answer."""
+        tokens = tokenize_prompt(self.target.template, conversation)
+        room = self.target.max_length - self.sampling.max_new_tokens
+        if len(tokens) > room:
+            raise AnswerError(
+                "too_long",
+                f"a prompt of {len(tokens)} tokens leaves no room for an answer of {self.sampling.max_new_tokens} in the "
+                f"{self.target.max_length} of {self.target.name}",
+            )
+        return tokens
+
+    def _bound_length(self, pending: PendingRow) -> int:
+        """Return an upper bound on the conversation's tokens, without the template's tokens of later turns."""
+        first = len(self.make_prompt(ChatProgress(pending, self.sampling).next_prompt() or Conversation([])))
+        answers = [at for at, message in enumerate(pending.messages) if message["role"] == "assistant"]
+        questions = [
+            content_text(message["content"]) for message in pending.messages[answers[0] :] if message["role"] != "assistant"
+        ]
+        later: Any = self.target.tokenizer(questions, add_special_tokens=False)["input_ids"] if questions else []
+        return first + sum(map(len, later)) + len(answers) * self.sampling.max_new_tokens
+
+    def _make_batches(self, usable: list[tuple[int, PendingRow]]) -> Iterator[list[PendingRow]]:
+        """Batch conversations of similar length; batch sizes are powers of two if rounds are captured per batch size."""
+        waiting = sorted(usable, key=lambda entry: (entry[0], entry[1].id))
+        while waiting:
+            count = 1
+            while count < len(waiting) and (count + 1) * waiting[count][0] <= self.batch_tokens:
+                count += 1
+            if self.session.eager_reason is None:
+                count = 1 << (count.bit_length() - 1)
+            yield [pending for _, pending in waiting[:count]]
+            waiting = waiting[count:]
+
+    def _answer_batch(self, batch: list[PendingRow]) -> Iterator[Row | FailedRow]:
+        """Answer a batch; if that fails, answer its halves, so that one conversation does not fail others."""
+        try:
+            yield from list(self._answer_turns([ChatProgress(pending, self.sampling) for pending in batch]))
+            return
+        except Exception as error:  # whatever a model, a tokenizer or a full device can raise
+            problem = f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
+        if len(batch) == 1:
+            yield AnswerError("failed", problem).to_failed_row(batch[0])
+            return
+        # Outside `except`, which would keep the memory of the failed batch on the device.
+        half = len(batch) // 2
+        yield from self._answer_batch(batch[:half])
+        yield from self._answer_batch(batch[half:])
+
+    def _answer_turns(self, chats: list[ChatProgress]) -> Iterator[Row | FailedRow]:
+        """Answer every chat turn by turn; the chats that still need an answer form one batch."""
+        while chats:
+            ready: list[tuple[ChatProgress, list[int]]] = []
+            for chat in chats:
+                try:
+                    conversation = chat.next_prompt()
+                    if conversation is None:
+                        yield chat.finished_row
+                    else:
+                        ready.append((chat, self.make_prompt(conversation)))
+                except AnswerError as error:
+                    yield error.to_failed_row(chat.pending)
+            chats = []
+            for (chat, prompt), generation in zip(ready, self._decode_prompts(ready) if ready else []):
+                try:
+                    chat.add_answer(self._parse_answer(chat, prompt, generation))
+                    chats.append(chat)
+                except AnswerError as error:
+                    yield error.to_failed_row(chat.pending)
+
+    def _parse_answer(self, chat: ChatProgress, prompt: list[int], generation: Generation) -> GeneratedAnswer:
+        return parse_generation(self.target, generation.output, prompt, chat.pending.conversation.tools)
+
+    def _decode_prompts(self, chats_with_prompts: list[tuple[ChatProgress, list[int]]]) -> list[Generation]:
+        prompts, keys = [tokens for _, tokens in chats_with_prompts], [chat.pending.key for chat, _ in chats_with_prompts]
+        return self.session.decode(prompts, self.sampling.max_new_tokens, keys)
+
+
+def parse_generation(
+    target: Target, output: list[int], prompt: list[int], tools: list[dict[str, Any]] | None
+) -> GeneratedAnswer:
+    """Return the answer with its token ids, of which the last is the stop token where the model wrote one."""
+    tokenizer, stopped = target.tokenizer, output[-1] in target.stop_ids
+    text = output[:-1] if stopped else output
+    written = tokenizer.decode(text, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    message = parse_answer(target.template, str(written), str(tokenizer.decode(prompt[-64:])), tools)
+    if message.keys() == {"role", "content"}:
+        message["content"] = tokenizer.decode(text, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return GeneratedAnswer(message, "stop" if stopped else "length", len(output), output)
+
+
+def collect_prompts(
+    make_prompt: Callable[[Conversation], list[int]], sampling: Sampling, rows: list[PendingRow], count: int = 8
+) -> list[list[int]]:
+    """Return the first prompts that can be answered, for what is calibrated or checked on prompts; raise a UserError if there
+    is none."""
+    prompts: list[list[int]] = []
+    reasons: list[str] = []
+    for pending in rows:
+        try:
+            prompts.append(make_prompt(ChatProgress(pending, sampling).next_prompt() or Conversation([])))
+        except (AnswerError, UserError) as error:
+            reasons.append(str(error))
+        if len(prompts) == count:
+            break
+    if not prompts:
+        raise UserError(f"data: none of its first {len(rows)} conversations can be answered ({reasons[0]}); use others")
+    return prompts

@@ -1,0 +1,277 @@
+"""Training and scoring of the drafter that a configuration names, in its run folder."""
+
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+
+from spectrain.config.spec import RunSpec
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.features.base import Source
+from spectrain.files import atomic_write, write_text
+from spectrain.models.fingerprint import hash_target
+from spectrain.models.target import Target
+from spectrain.provenance import collect_provenance
+from spectrain.training.adapters import describe_adapters
+from spectrain.training.checkpoints import TrainingResult, checkpoint_step, latest_checkpoint, resume_advice, set_aside_damaged
+from spectrain.training.metrics import Tracker, read_last_step, track_run
+from spectrain.training.parallel import disconnect_processes, wait_for_loading
+from spectrain.training.trainer import Trainer
+
+from .drafters import apply_init_shape, init_drafter, save_drafter
+from .lock import LOCK_SECONDS, claim_folder, claim_new_folder
+from .resume import InputFacts, check_inputs, check_settings, collect_facts, delete_unfinished
+from .score import evaluate, score
+
+
+@dataclass
+class TrainingInputs:
+    """Everything that a training run reads before it writes anything."""
+
+    trainer: Trainer
+    target: Target
+    dataset: Dataset
+    drafter: Drafter
+    source: Source
+    evaluation: Any
+    # What the training reads and no setting says.
+    facts: InputFacts
+    # Lines that describe the data and the source.
+    report_lines: list[str]
+
+
+@dataclass
+class TrainedRun:
+    """A run folder with a trained drafter."""
+
+    folder: Path
+    accelerator: Any
+    # What training used and returned; None where an earlier command trained the drafter.
+    inputs: TrainingInputs | None = None
+    result: TrainingResult | None = None
+    tracker: Tracker | None = None
+
+
+def train_and_score(spec: RunSpec, target: Target | None = None, dataset: Dataset | None = None) -> Path:
+    """Train the drafter that `spec` names, score it unless eval=none, and return the run folder.
+
+    `target` and `dataset` may be passed if they are loaded already.
+    """
+    spec = apply_init_shape(spec).with_default_tree()
+    with ExitStack() as stack:
+        trained = train(spec, stack, target, dataset)
+        if trained.inputs is None:
+            score_finished(spec, trained)
+        elif trained.inputs.evaluation is not None:
+            score_trained(spec, trained)
+        if trained.result is not None and trained.accelerator.is_main_process:
+            warning = trained.result.describe_loss()
+            if warning is not None:
+                print(f"{trained.folder}: {warning}", flush=True)
+    disconnect_processes()
+    return trained.folder
+
+
+def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Dataset | None) -> TrainedRun:
+    """Train the drafter unless the run folder holds it already. All input is read before anything is written.
+
+    The tracker stays open until the caller closes `stack`, so that it logs the score too.
+    """
+    trainer = Trainer.from_spec(spec)
+    accelerator = trainer.make_accelerator()
+    run = claim_run(spec, accelerator, stack)
+    if (run / "drafter" / "config.json").exists():
+        if accelerator.is_main_process and (run / "config.yaml").exists():
+            check_settings(run, spec)
+        return TrainedRun(run, accelerator)
+    tracker: Tracker | None = spec.tracker.build() if accelerator.is_main_process else None
+    inputs = load_inputs(spec, trainer, target, dataset)
+    checkpoint = latest_checkpoint(run)
+    if accelerator.is_main_process:
+        open_run(run, spec, inputs.facts, checkpoint)
+        print(f"{run}: {inputs.report_lines[0]}", *inputs.report_lines[1:], sep="\n", flush=True)
+    wait_for_loading(accelerator, run)
+    step = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    tracker = stack.enter_context(track_run(tracker, run, spec.to_nodes(), step=step))
+    try:
+        result = trainer.fit(inputs.drafter, inputs.target, inputs.dataset, inputs.source, run, tracker)
+    finally:
+        message = inputs.source.close()
+        if message is not None and accelerator.is_main_process:
+            print(message, flush=True)
+    if accelerator.is_main_process:
+        save_trained(inputs, spec, run, result)
+        tracker.log_drafter(run / "drafter")
+    return TrainedRun(run, accelerator, inputs, result, tracker)
+
+
+def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset: Dataset | None) -> TrainingInputs:
+    """Load data, target, prompts and drafter; any mistake in one of them raises an error here."""
+    data = spec.data.build()
+    if dataset is None:
+        data.load_conversations()
+    evaluation = spec.eval.build()
+    target = target or spec.target.build()
+    assert target is not None
+    # Some drafters change the target's layers.
+    weights = hash_target(target)
+    if evaluation is not None:
+        evaluation.check_prompts(target)
+    dataset = dataset or data.make_dataset(target.template, target.vision)
+    # A stream needs trainer.max_steps.
+    trainer.num_steps(dataset)
+    drafter = init_drafter(spec, target, dataset)
+    if not all(stage.layers for stage in drafter.stages):
+        target.require_layers(f"drafter={spec.drafter.choice}, whose loss runs the target,")
+    source = make_source(spec)
+    source.begin(drafter)
+    examples = None if dataset.is_sample else dataset.examples
+    report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
+    summary = dataset.summary_line() + data.describe_omissions()
+    adapted = describe_adapters(drafter) if spec.adapter else None
+    report_lines = [summary, *data.limit_lines(), *dataset.source_lines, *dataset.unread_lines()]
+    report_lines += filter(None, [report, adapted])
+    if dataset.held_out and not target.has_layers:
+        report_lines.append("validation on held-out conversations is left out: it decodes with the target (target.parts=head)")
+    facts = collect_facts(spec, target, weights, dataset, source)
+    target.pack_weights()
+    return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, facts, report_lines)
+
+
+def make_source(spec: RunSpec) -> Source:
+    """Return the source of a training, with the server that it needs."""
+    source: Source = spec.source.build()
+    if source.needs_server:
+        if not spec.server:
+            raise UserError(
+                f"source={spec.source.choice}: name the server, as in server=vllm server.url=http://127.0.0.1:8000/v1"
+            )
+        source.use_server(spec.server.build())
+    elif spec.server:
+        raise UserError(
+            f"server={spec.server.choice}: source={spec.source.choice} requests nothing of a server; use source=server, or "
+            "leave server out"
+        )
+    return source
+
+
+def claim_run(spec: RunSpec, accelerator: Any, stack: ExitStack) -> Path:
+    """Return the run folder, the same on every process; the first process holds its lock until `stack` is closed."""
+    if spec.run is None and spec.trainer.get("resume") is not None:
+        resume = spec.trainer.get("resume")
+        raise UserError(f"trainer.resume={resume}: say which run to go on with, as in run=runs/NAME")
+    # The folder, or why there is none: all processes of a launch end alike.
+    outcome: list[Path | UserError | None] = [None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = choose_folder(spec, stack)
+        except UserError as error:
+            outcome[0] = error
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome)
+    if isinstance(outcome[0], UserError):
+        raise outcome[0]
+    assert outcome[0] is not None
+    return outcome[0]
+
+
+def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
+    """Choose and lock the run folder. A folder with a run in it is accepted only with trainer.resume."""
+    if spec.run is None:
+        base = Path("runs") / f"{spec.name}-{spec.target_name}"
+        names = chain([base], (base.with_name(f"{base.name}-{number}") for number in count(2)))
+        return stack.enter_context(claim_new_folder(names))
+    run, resumes = Path(spec.run), spec.trainer.get("resume") is not None
+    is_finished = (run / "drafter" / "config.json").exists()
+    if resumes and is_finished and not os.access(run, os.W_OK):
+        # A finished run may lie where nothing can be written.
+        return run
+    if not resumes:
+        # A folder that is refused stays as it is.
+        check_is_new(run)
+    stack.enter_context(claim_folder(run, LOCK_SECONDS if resumes else 0.0))
+    if not resumes:
+        # Another launch may have begun a run before this one had the lock.
+        check_is_new(run)
+    if not is_finished:
+        set_aside_damaged(run)
+    return run
+
+
+def check_is_new(run: Path) -> None:
+    """Raise a UserError if a folder holds a run."""
+    if (run / "config.yaml").exists():
+        raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
+
+
+def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | None = None) -> None:
+    """Write the configuration and the provenance of a run that begins; one with a checkpoint keeps its own.
+
+    A run that was killed before its first checkpoint begins anew, with the settings of this launch.
+    """
+    made = not run.exists()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if (run / "config.yaml").exists():
+            if checkpoint is not None:
+                check_settings(run, spec)
+                check_inputs(run, facts, checkpoint, accepts_changes=spec.trainer.get("resume") == "changed")
+                return
+            # What cannot be read is not replaced.
+            RunSpec.load(run / "config.yaml")
+            delete_unfinished(run)
+        provenance = {**facts.to_provenance(), **collect_provenance()}
+        write_text(run / "provenance.json", json.dumps(provenance, indent=2) + "\n")
+        write_text(run / "config.yaml", spec.to_yaml())
+    except OSError as error:
+        raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
+    finally:
+        if not (run / "config.yaml").exists():
+            # A full disk leaves an incomplete folder.
+            (run / "provenance.json").unlink(missing_ok=True)
+            if made:
+                shutil.rmtree(run, ignore_errors=True)
+
+
+def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: TrainingResult) -> None:
+    """Save the drafter, and before it the target if it was trained too."""
+    if inputs.drafter.capabilities.target_training:
+        with atomic_write(run / "target", folder=True, remedy=resume_advice(run)) as scratch:
+            inputs.target.save(scratch)
+        inputs.target.name = f"{inputs.target.name}, trained"
+    save_drafter(run / "drafter", inputs.drafter, spec, result, resume_advice(run), inputs.target.template)
+
+
+def score_trained(spec: RunSpec, trained: TrainedRun) -> None:
+    """Score the trained drafter from memory or, if it was sharded, load it again."""
+    inputs, result, run, tracker = trained.inputs, trained.result, trained.folder, trained.tracker
+    assert inputs is not None and result is not None and tracker is not None
+    is_unsharded = inputs.target.sharding == "none"
+    if not is_unsharded:
+        # Every process loads the saved drafter.
+        trained.accelerator.wait_for_everyone()
+    if result.is_reusable and is_unsharded and trained.accelerator.is_main_process:
+        score(spec, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset, tracker)
+    elif not result.is_reusable or not is_unsharded:
+        evaluate(spec, run, None if inputs.drafter.capabilities.target_training else inputs.target, tracker)
+
+
+def score_finished(spec: RunSpec, trained: TrainedRun) -> None:
+    """Score the drafter of a finished run if it has no score yet; otherwise print where the results are."""
+    run = trained.folder
+    if not spec.eval:
+        print(f"{run} is finished: its drafter is in {run / 'drafter'}")
+    elif (run / "eval" / spec.evaluation_name / "summary.json").exists():
+        print(f"{run} is finished and scored: see {run / 'eval'}")
+    else:
+        tracker = spec.tracker.build() if trained.accelerator.is_main_process else None
+        with track_run(tracker, run, spec.to_nodes(), step=read_last_step(run / "metrics.jsonl")) as tracker:
+            evaluate(spec, run, tracker=tracker)

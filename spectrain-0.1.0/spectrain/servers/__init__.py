@@ -1,0 +1,1 @@
+"""Programs that run the target and answer over HTTP, such as vLLM."""

@@ -1,0 +1,66 @@
+"""The budget of a training run: a number of steps, a number of minutes, or both."""
+
+import math
+import time
+from dataclasses import dataclass
+
+from .parallel import ParallelStrategy
+
+# Steps of a training with trainer.max_minutes, before any of them is timed.
+ASSUMED_STEPS = 1000.0
+
+
+@dataclass
+class TimeSpent:
+    """Seconds of a training run over all resumed parts, validations and checkpoints included."""
+
+    seconds: float = 0.0
+    # Seconds until the first step was done. It compiles kernels, so it does not measure the others.
+    first: float = 0.0
+
+
+class Budget:
+    """A limit of steps, of minutes, or of both; the first to be reached ends the run."""
+
+    def __init__(self, steps: int | None, minutes: float | None) -> None:
+        self.max_steps: float = math.inf if steps is None else steps
+        self.max_seconds = None if minutes is None else 60 * minutes
+        self.resume_from(TimeSpent())
+
+    def resume_from(self, time_spent: TimeSpent) -> None:
+        """Continue from the time spent that a checkpoint holds."""
+        self.time_spent, self.start_time = time_spent, time.monotonic() - time_spent.seconds
+
+    def record_time(self, parallel: ParallelStrategy) -> None:
+        """Record the time after a step, by the main process's clock."""
+        if self.max_seconds is None:
+            return
+        seconds = self._measure_seconds(parallel)
+        self.time_spent = TimeSpent(seconds, self.time_spent.first or seconds)
+
+    def has_spent(self, share: float, parallel: ParallelStrategy) -> bool:
+        """Tell whether this share of the time is over, by the main process's clock; without a time limit it never is."""
+        if self.max_seconds is None:
+            return False
+        return self._measure_seconds(parallel) >= share * self.max_seconds
+
+    def _measure_seconds(self, parallel: ParallelStrategy) -> float:
+        return float(parallel.all_gather(time.monotonic() - self.start_time)[0])
+
+    def num_steps(self, step: int) -> float:
+        """Return the steps of the run, `step` of them done. With a time limit, estimate them from the time per step."""
+        used, first = self.time_spent.seconds, self.time_spent.first
+        if self.max_seconds is None:
+            return self.max_steps
+        if used <= first:
+            return min(self.max_steps, ASSUMED_STEPS)
+        return min(self.max_steps, max(step, 1 + (step - 1) * (self.max_seconds - first) / (used - first)))
+
+    def is_done(self, step: int) -> bool:
+        """Tell whether the budget is used up, or less than half a step of it is left."""
+        if step >= self.max_steps or self.max_seconds is None or not step:
+            return step >= self.max_steps
+        # The first step may have come after a fit of the initial weights.
+        seconds, first = self.time_spent.seconds, self.time_spent.first
+        step_seconds = (seconds - first) / (step - 1) if step > 1 else 0.0
+        return seconds + 0.5 * step_seconds >= self.max_seconds

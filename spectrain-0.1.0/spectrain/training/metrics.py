@@ -1,0 +1,187 @@
+"""Metrics of a training run: metrics.jsonl, the base class of trackers, and the line of progress on a terminal or in a log."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from spectrain.files import explain_failed_write, write_text
+from spectrain.output.console import make_console
+from spectrain.output.text import mask_settings
+
+RunKind = Literal["train", "eval", "compare"]
+Rows = list[dict[str, Any]]
+# Share of the time from which a line of progress says that training waits for data.
+REPORTED_SHARE = 0.05
+# Seconds between two lines of a log.
+LOG_SECONDS = 30.0
+
+
+class Tracker:
+    """A tracker that does nothing. Only the main process calls one: `start_run`, then any other method, then `finish_run`."""
+
+    def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
+        """Open the tracker for a run folder, after `step` finished steps."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        """Log the metrics of a logging interval."""
+
+    def log_evaluation(self, summary: dict[str, Any], rows: Rows, folder: Path) -> None:
+        """Log an evaluation: its summary.json, a row of values for each system, and the folder of its files."""
+
+    def log_comparison(self, comparison: dict[str, Any], rows: Rows, folder: Path) -> None:
+        """Log a comparison of runs: its comparison.json, a row of values for each system of each run, and the folder."""
+
+    def log_checkpoint(self, path: Path, step: int) -> None:
+        """Log a checkpoint that was just saved."""
+
+    def log_drafter(self, path: Path) -> None:
+        """Log the directory of the trained drafter."""
+
+    def finish_run(self, failed: bool = False) -> None:
+        """Send the remaining data and close. `failed` marks a run that an exception ended."""
+
+
+@contextmanager
+def track_run(
+    tracker: Tracker | None, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
+) -> Iterator[Tracker]:
+    """Start a tracker and finish it at the end; an exception marks the run as failed."""
+    tracker = tracker or Tracker()
+    try:
+        tracker.start_run(run, mask_settings(config), kind, step)
+        yield tracker
+    except BaseException:
+        tracker.finish_run(failed=True)
+        raise
+    tracker.finish_run()
+
+
+class MetricsFile:
+    """metrics.jsonl: one line per logged step. After a resume, steps that will run again are dropped first."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        if path.exists():
+            lines = [
+                line for line in path.read_text().splitlines() if (number := _parse_step(line)) is not None and number <= step
+            ]
+            write_text(path, "".join(line + "\n" for line in lines))
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        with explain_failed_write(self.path, "go on with trainer.resume=auto"), self.path.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+
+def read_last_step(path: Path) -> int:
+    """Return the last step in a metrics.jsonl, or 0 where it holds none."""
+    return max((_parse_step(line) or 0 for line in path.read_text().splitlines()), default=0) if path.exists() else 0
+
+
+def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
+    """Read the lines of a metrics.jsonl up to a step."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if 0 < (_parse_step(line) or 0) <= step]
+
+
+def _parse_step(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return None  # a kill cut this line short
+
+
+class Pace:
+    """Decides when a log line is due, and estimates the remaining time."""
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.total, self.num_done_before = total, done
+        self.start_time = self.last_log_time = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Tell whether the last line is half a minute old, and if so count this as the next line."""
+        now = time.monotonic()
+        if now - self.last_log_time < LOG_SECONDS:
+            return False
+        self.last_log_time = now
+        return True
+
+    def time_left(self, done: int) -> str:
+        """Return the remaining time in words, from the time per finished unit."""
+        seconds = (time.monotonic() - self.start_time) / max(1, done - self.num_done_before) * (self.total - done)
+        return f"{format_duration(seconds)} left"
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in words."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+class TrainingProgress:
+    """Shows the steps of a training with loss and agreement by depth on its own batches, tokens/s, and acceptance on what was
+    held out; nothing at all where it is not enabled."""
+
+    def __init__(self, num_steps: int, step: int, enabled: bool) -> None:
+        self.num_steps, self.first_step, self.is_enabled = num_steps, step, enabled
+        self.console = make_console()
+        self.is_live = enabled and self.console.is_terminal
+        self.bar = Bar(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"), TimeRemainingColumn(),
+            console=self.console, disable=not self.is_live,
+        )  # fmt: skip
+        self.task = self.bar.add_task("training", total=num_steps, completed=step, line="")
+        self.line, self.pace = "", Pace(num_steps, step)
+
+    def __enter__(self) -> "TrainingProgress":
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.bar.__exit__(*raised)
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Set the estimated number of steps."""
+        if num_steps != self.num_steps:
+            self.num_steps = self.pace.total = num_steps
+            self.bar.update(self.task, total=num_steps)
+
+    def update(self, step: int, metrics: dict[str, Any] | None = None) -> None:
+        """Report a finished step, with `metrics` where it is logged."""
+        if metrics is not None:
+            self.line = _format_line(metrics)
+        if self.is_live:
+            self.bar.update(self.task, completed=step, line=self.line)
+            return
+        is_end = metrics is not None and step in (self.num_steps, self.first_step + 1)
+        if self.is_enabled and (self.pace.is_due() or is_end):
+            print(f"step {step} of {self.num_steps}  {self.line}  {self.pace.time_left(step)}", flush=True)
+
+
+def _format_line(metrics: dict[str, Any]) -> str:
+    agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
+    loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.3f}"
+    line = f"on training text: loss {loss}, agreement {agreement}; {metrics['tokens_per_second']:.0f} tokens/s"
+    held_out = metrics.get("held_out")
+    if held_out and held_out["acceptance"]:  # what copies is asked for no distribution
+        rates = " ".join(f"{value:.2f}" for value in held_out["acceptance"])
+        line += f"; held out: acceptance {rates}, forecast {held_out['forecast']:.2f} tokens per forward"
+    line += _format_waits(metrics)
+    return line + (f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else "")
+
+
+def _format_waits(metrics: dict[str, Any]) -> str:
+    """Describe the shares of the time that went to data, to the target and to waiting for other processes, and the slowest."""
+    share, slowest = metrics.get("time_share", {}), metrics.get("slowest")
+    parts = [f"data {share['data']:.0%}"] if share.get("data", 0.0) >= REPORTED_SHARE or slowest else []
+    if slowest is None:
+        return f"; waits: {parts[0]}" if parts else ""
+    parts += [f"target {share['target']:.0%}", f"other processes {share['others']:.0%}"]
+    ratio = slowest["busy"] / max(slowest["others_busy"], 1e-9)
+    return f"; waits: {', '.join(parts)}; slowest: rank {slowest['rank']} ({slowest['host']}), {ratio:.1f}x the others' time"

@@ -1,0 +1,238 @@
+"""The contract of tree builders. Shapes: B batch, N nodes of a tree, P nodes of a path.
+
+A drafter returns a `Draft`, which rollout.py defines: a `Rollout` that drafts step by step, or ready continuations. A builder
+makes a TokenTree of it without knowing the family.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spectrain.errors import UserError
+
+from .measurements import Calibration
+from .rollout import Draft, Rollout
+from .token_tree import Children, TokenTree
+from .trie import Trie
+
+
+class Prefix(Protocol):
+    """The committed texts that trees hang below, as a builder sees them."""
+
+    @property
+    def root(self) -> Tensor:
+        """The newest token of each text [B], emitted and not yet run through the target."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of committed tokens of each text [B], without the root."""
+
+    @property
+    def longest(self) -> int:
+        """The largest length, or an upper bound of it, available without a host-device synchronisation."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """The committed tokens followed by the root, [B, capacity]."""
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """The key of each text's random draws, [B]."""
+
+    @property
+    def round(self) -> int:
+        """The number of drafts made so far."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether this is the first round of a decoding."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """The result and cost of one round, for builders that learn from it."""
+
+    tree: TokenTree
+    logits: Tensor  # [B, N, target vocabulary]
+    counts: Tensor  # [B] tokens emitted, 0 in rows that had finished before
+    seconds: dict[str, float]  # draft, verify, accept, other; of the clock that choose_work_clock gives
+    path: Tensor | None = None  # [B, P] accepted nodes, the root first, padded with the last one
+
+
+MAX_NODES = 4096  # nodes, and so levels, of a tree: far more than any kernel or drafter can use
+
+
+class TreeBuilder(ABC):
+    """Decides how many nodes are drafted, and where."""
+
+    name: str
+    depth: int  # longest path below the root: the most tokens a round can accept before its bonus
+    budget: int  # nodes that the target verifies at most, the root included
+    max_drafted: int  # nodes that a rollout receives at most; its cache must hold them
+    children: Children = "deterministic"  # how a node's children are chosen; acceptance rules depend on it
+    temperature: float = 1.0  # of the distribution that children are sampled from
+    seed: int = 0
+    is_chain: bool = False
+    drafts_by_level: bool = True  # nodes passed to a rollout together have the same depth
+    verifies_all: bool = False  # every node passed to a rollout is in the tree
+    is_fixed: bool = False  # trees have one size and depth, without a host-device synchronisation
+    uses_latency: bool = False  # the tree depends on measured times
+    decides_to_draft: bool = False  # rounds whose draft would not pay are plain steps
+    learns_from_trees: bool = False  # it learns from the trees that were verified, so pruned ones mislead it
+    requirements: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency", "rehearsal" (rounds to learn from)
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        """Build the tree of one round from a rollout, from ready continuations, or from both."""
+        if draft.rollout is None:
+            tree = merge_tries(prefix, draft.continuations or [], self)
+        else:
+            tree = self.expand(prefix, draft.rollout)
+            if draft.merge_copies is not None:
+                tree = merge_tries(prefix, draft.merge_copies(tree), self)
+        return tree if draft.add_mask_nodes is None else draft.add_mask_nodes(tree)
+
+    @abstractmethod
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        """Draft a tree below `prefix.root`, step by step."""
+
+    def should_draft(self, prefix: Prefix) -> bool:
+        """Tell whether the next round drafts; asked before each round if the builder decides to draft."""
+        return True
+
+    def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
+        """Tell whether one of the next `num_rounds` rounds may draft, if those before it are plain steps.
+
+        `length` is that of the longest of `num_texts` texts, whose decoding begins with these rounds or goes on with them.
+        """
+        return True
+
+    def count_plain_round(self, num_texts: int, seconds: float) -> None:
+        """Count a round of a decoding that may not draft."""
+
+    def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
+        """Return the tree sizes whose verification should be timed before the next round, in ascending order."""
+        return []
+
+    def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
+        """Take the measured seconds to verify trees of these sizes; the measurement took `total_seconds`."""
+
+    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
+        """Tell whether the drafter should run although these copies are available without it."""
+        return True
+
+    def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
+        """Return how many nodes of ready continuations are verified, the root included."""
+        return self.budget
+
+    def prepare(self, calibration: Calibration) -> None:
+        """Take the measurements of this target and drafter; called once before decoding."""
+
+    def observe(self, round: RoundResult) -> None:
+        """Learn from a drafted round; called after each of them."""
+
+    def max_depth(self, rollout: Rollout) -> int:
+        """Return the depth to draft: the builder's, or the drafter's limit where that is less."""
+        return self.depth if rollout.depth_limit is None else min(self.depth, rollout.depth_limit)
+
+    def sampled_variant(self, temperature: float) -> TreeBuilder | None:
+        """Return an unprepared builder of the same trees with sampled children; None where selection depends on the samples."""
+        return None
+
+    def report_settings(self) -> dict[str, object]:
+        """Return the settings that a report shows."""
+        return {"name": self.name, "depth": self.depth, "budget": self.budget, "children": self.children}
+
+    def check_settings(self, **least: tuple[float, float]) -> None:
+        """Raise UserError for settings below their minimum, given as key=(value, minimum), and for trees too large to store."""
+        for key, (value, lowest) in least.items():
+            if not value >= lowest:
+                raise UserError(f"tree.{key}={value}: use {lowest} or more")
+            if value > MAX_NODES:
+                raise UserError(f"tree.{key}={value}: use {MAX_NODES} or less")
+        if not self.temperature > 0:
+            raise UserError(f"tree.temperature={self.temperature}: use more than 0, or tree.children=deterministic")
+
+
+class WrappedBuilder(TreeBuilder):
+    """A builder that delegates to another one; subclasses change parts of it."""
+
+    def __init__(self, builder: TreeBuilder) -> None:
+        self.builder = builder
+        for name in TreeBuilder.__annotations__:  # the declared properties of a builder
+            setattr(self, name, getattr(builder, name))
+        self.is_fixed = False  # a subclass may read values on the host
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        return self.builder.grow(prefix, draft)
+
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        return self.builder.expand(prefix, rollout)
+
+    def should_draft(self, prefix: Prefix) -> bool:
+        return self.builder.should_draft(prefix)
+
+    def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
+        return self.builder.untimed_sizes(prefix, is_new_batch)
+
+    def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
+        self.builder.record_times(prefix, seconds, total_seconds)
+
+    def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
+        return self.builder.may_draft(num_texts, length, num_rounds, begins)
+
+    def count_plain_round(self, num_texts: int, seconds: float) -> None:
+        self.builder.count_plain_round(num_texts, seconds)
+
+    def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
+        return self.builder.needs_drafter(prefix, tries)
+
+    def copy_budget(self, prefix: Prefix, tries: list[Trie]) -> int:
+        return self.builder.copy_budget(prefix, tries)
+
+    def prepare(self, calibration: Calibration) -> None:
+        self.builder.prepare(calibration)
+
+    def observe(self, round: RoundResult) -> None:
+        self.builder.observe(round)
+
+    def report_settings(self) -> dict[str, object]:
+        return self.builder.report_settings()
+
+
+class RootOnlyBuilder(TreeBuilder):
+    """Drafts nothing: a round is one step of autoregressive decoding."""
+
+    name = "root"
+    depth, budget, max_drafted = 0, 1, 0
+    is_chain = is_fixed = verifies_all = True
+
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        return merge_tries(prefix, [], self)
+
+
+def merge_tries(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> TokenTree:
+    """Build a tree of the heaviest nodes of each text's trie within the builder's budget, padded to the longest row.
+
+    Where all tries are empty, the tree is the root alone.
+    """
+    budget = builder.copy_budget(prefix, tries)
+    selections = [
+        trie.heaviest_path(builder.depth) if builder.is_chain else trie.best_nodes(builder.depth, budget) for trie in tries
+    ]
+    roots, width = prefix.root, max(map(len, selections), default=1)
+    if width == 1:
+        return TokenTree.from_chain(roots[:, None])
+    rows = []
+    for root, trie, nodes in zip(roots.tolist(), tries, selections):
+        new_index = {node: index for index, node in enumerate(nodes)} | {-1: -1}
+        padding = [0] * (width - len(nodes))
+        tokens = [root, *(trie.tokens[node] for node in nodes[1:]), *padding]
+        parents = [*(new_index[trie.parents[node]] for node in nodes), *padding]
+        rows.append((tokens, parents, [index < len(nodes) for index in range(width)]))
+    columns = [torch.tensor(list(part), device=roots.device) for part in zip(*rows)]  # tokens, parents, valid
+    return TokenTree.from_chain(columns[0], columns[2]) if builder.is_chain else TokenTree.from_parents(*columns)

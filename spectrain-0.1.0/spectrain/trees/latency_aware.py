@@ -1,0 +1,34 @@
+"""The base of tree builders that weigh measured times of drafting and verifying."""
+
+from __future__ import annotations
+
+from spectrain.errors import UserError
+
+from .base import TreeBuilder
+from .measurements import Calibration, Latency
+
+CONTEXT_STRIDE = 32  # tokens by which a context grows before its times are interpolated again
+
+
+class LatencyAwareBuilder(TreeBuilder):
+    """A builder that needs measured times of drafting and verifying."""
+
+    requirements: tuple[str, ...] = ("latency",)
+    uses_latency = True
+    latency: Latency | None = None
+
+    def prepare(self, calibration: Calibration) -> None:
+        self.latency = calibration.latency
+        self.verify_curves: dict[int, list[float]] = {}  # seconds of every tree size, by context length
+
+    def require_latency(self) -> Latency:
+        if self.latency is None:
+            raise UserError(f"tree={self.name}: nothing is timed yet; call prepare with a Calibration that has a latency")
+        return self.latency
+
+    def verify_seconds(self, length: int) -> list[float]:
+        """Return the seconds to verify every size up to the budget, for a context of this length."""
+        latency, context = self.require_latency(), length // CONTEXT_STRIDE * CONTEXT_STRIDE
+        if context not in self.verify_curves:
+            self.verify_curves[context] = [latency.estimate_verify(size, context) for size in range(1, self.budget + 1)]
+        return self.verify_curves[context]

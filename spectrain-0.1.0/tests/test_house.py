@@ -1,0 +1,211 @@
+"""Rules of the code base: imports point to lower levels, class names are unique, and functions fit on a screen."""
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CODE = ("spectrain", "eval", "kernels")
+
+ROOMS = (
+    ("kernels",),
+    ("output", "errors", "files", "randomness", "provenance"),
+    ("config",),
+    ("trees",),
+    ("models",),
+    ("data",),
+    ("servers",),
+    ("features",),
+    ("drafters",),
+    ("decoding",),
+    ("training",),
+    ("export",),
+    ("runs", "regeneration", "planning", "bench"),
+    ("eval",),
+    ("follow",),
+    ("experimental",),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+"""The rooms, and the modules beside them, each of which imports from those of its line and the lines before it."""
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+PLAIN = {"base", "capabilities", "context", "__init__"}  # modules in drafters/ that are no family
+
+SINGLE_PROGRAM = {
+    "kernels/row_kl.py:_row_kl_kernel",
+    "kernels/tree_attention.py:_split_kernel",
+    "kernels/tree_recursive.py:_reject_kernel",
+    "kernels/tree_verify.py:_walk_kernel",
+}
+"""Triton kernels of more than 60 lines: one program for the device is one function here."""
+IMPOSED = {
+    "models/attention.py:layer_attention",  # transformers calls it, by these names
+    "models/compiled_layers.py:_attend_with_cache",  # an operation that torch traces takes no objects
+}
+CONFIGURED = {
+    "experimental/amphista/drafter.py:Amphista",
+    "drafters/eagle1.py:Eagle1",
+    "drafters/eagle3.py:Eagle3",
+    "drafters/early_exit.py:EarlyExit",
+    "experimental/gumiho/drafter.py:Gumiho",
+    "experimental/jacobi/drafter.py:Jacobi",
+    "drafters/medusa.py:Medusa",
+    "drafters/pard.py:Pard",
+    "drafters/peagle.py:PEagle",
+    "experimental/less_cache/drafter.py:SelfDraft",
+    "experimental/transformer_heads/drafter.py:TransformerHeads",
+    "experimental/on_policy/source.py:GeneratedSource",
+    "experimental/adaptive_stop/builder.py:AdaptiveStopChain",
+    "experimental/layer_skip/drafter.py:LayerSkipping",
+    "experimental/space/drafter.py:Space",
+}
+"""Classes whose constructors mirror a yaml of more than eight settings."""
+
+
+@cache
+def list_sources(folder: str) -> list[Path]:
+    return [path for path in (ROOT / folder).rglob("*.py") if not any(part.is_symlink() for part in path.parents)]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def code() -> list[Path]:
+    return [path for folder in CODE for path in list_sources(folder)]
+
+
+def inside(path: Path) -> str:
+    """Return a file's path in the package, such as models/target.py."""
+    parts = path.relative_to(ROOT).parts
+    return "/".join(parts[1:] if parts[0] == "spectrain" else parts)
+
+
+def room_of(path: Path) -> str:
+    return inside(path).split("/")[0].removesuffix(".py")
+
+
+@cache
+def imports(path: Path) -> set[str]:
+    """Return the modules of ours that a file imports, local and type-only imports too, without the `spectrain.`."""
+    package = ["spectrain", *inside(path).split("/")[:-1]]
+    modules: set[str] = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            modules |= {f"{module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("spectrain.") for name in modules if name.startswith("spectrain.")}
+
+
+def list_edges() -> Iterator[tuple[Path, str]]:
+    """Yield every file with each other room that it imports from."""
+    for path in code():
+        for name in sorted({name.split(".")[0] for name in imports(path)}):
+            room = name if name in LEVEL else "__init__"
+            if room != room_of(path) and room != "conf":
+                yield path, room
+
+
+def test_every_room_has_a_level() -> None:
+    """A new room needs a line in ROOMS; few modules stand beside the rooms."""
+    assert {room_of(path) for path in code()} <= LEVEL.keys()
+    assert len([path for path in (ROOT / "spectrain").glob("*.py")]) <= 6
+
+
+def test_imports_point_to_lower_levels() -> None:
+    """Each file imports from rooms on its own line or on an earlier one."""
+    wrong = {f"{inside(path)} -> {room}" for path, room in list_edges() if LEVEL[room] > LEVEL[room_of(path)]}
+    assert not wrong, sorted(wrong)
+
+
+def test_rooms_have_no_cycles() -> None:
+    """Those on one line, too, may not import each other both ways."""
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for path, room in list_edges():
+        if LEVEL[room] >= 2:
+            rooms[room_of(path)].add(room)
+    try:
+        TopologicalSorter(rooms).prepare()
+    except CycleError as error:
+        pytest.fail(f"rooms import each other: {error.args[1]}")
+
+
+def test_kernels_stand_alone() -> None:
+    for path in list_sources("kernels"):
+        assert all(name.startswith("kernels.") for name in imports(path)), path
+
+
+def list_families() -> set[str]:
+    return {path.stem for path in (ROOT / "spectrain" / "drafters").glob("*.py")} - PLAIN
+
+
+def test_families_are_apart() -> None:
+    """No family imports another one, nor does what they share, or their contract, import any."""
+    for path in list_sources("spectrain/drafters"):
+        others = {f"drafters.{family}" for family in list_families() - {path.stem}}
+        modules = {".".join(name.split(".")[:2]) for name in imports(path)}
+        assert not others & modules, path
+
+
+@pytest.mark.parametrize("room", ["training", "data", "features", "decoding"])
+def test_no_family_is_named(room: str) -> None:
+    """What trains, feeds and runs drafters neither imports a family nor asks for one by its name."""
+    for path in list_sources(f"spectrain/{room}"):
+        modules = {".".join(name.split(".")[:2]) for name in imports(path)}
+        assert not {f"drafters.{family}" for family in list_families()} & modules, path
+        strings = {
+            node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not list_families() & strings, path
+
+
+def list_functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield every function of ours, as path:Class.name."""
+
+    def walk_functions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield f"{name}{child.name}", child
+            inner = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            yield from walk_functions(child, f"{name}{child.name}." if inner else name)  # type: ignore[attr-defined]
+
+    for path in code():
+        yield from walk_functions(tree(path), f"{inside(path)}:")
+
+
+def test_functions_take_few_parameters() -> None:
+    """Eight at most, outside of kernels: past that, a type is missing."""
+    long = set()
+    for name, node in list_functions():
+        if name.startswith("kernels/"):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        if sum(argument.arg not in ("self", "cls") for argument in arguments) > 8:
+            long.add(name)
+    allowed = IMPOSED | {"models/loading.py:load_hf"} | {f"{name}.__init__" for name in CONFIGURED}
+    assert long == allowed, sorted(long ^ allowed)
+
+
+def test_functions_fit_on_a_screen() -> None:
+    """None has more than 60 lines, and one in a hundred at most more than 45; descriptions of settings in a signature are not
+    counted."""
+    lengths = {name: (node.end_lineno or 0) - node.body[0].lineno + 2 for name, node in list_functions()}
+    long = {name for name, length in lengths.items() if length > 60}
+    assert long == SINGLE_PROGRAM, sorted(long ^ SINGLE_PROGRAM)
+    lengthy = {name for name, length in lengths.items() if length > 45}
+    assert len(lengthy - SINGLE_PROGRAM) <= 0.01 * len(lengths), sorted(lengthy)
+
+
+def test_class_names_are_unique() -> None:
+    counts = Counter(node.name for path in code() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+    repeated = {name for name, count in counts.items() if count > 1}
+    assert not repeated, sorted(repeated)
