@@ -1,1 +1,0 @@
-"""Composed configurations, and the constructors that they name."""

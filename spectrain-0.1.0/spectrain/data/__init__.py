@@ -1,1 +1,0 @@
-"""Conversations as token batches: reading, chat templates, loss masks."""

@@ -1,1 +1,0 @@
-"""The round: draft, verify, accept, commit."""

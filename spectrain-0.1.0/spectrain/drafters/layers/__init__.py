@@ -1,1 +1,0 @@
-"""Modules, losses and rollouts that several families share."""

@@ -1,1 +1,0 @@
-"""Measure drafters by really decoding."""

@@ -1,1 +1,0 @@
-"""Scoring of a running server: its answers, its counters and its times."""

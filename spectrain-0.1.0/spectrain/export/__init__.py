@@ -1,1 +1,0 @@
-"""Drafters in other projects' layouts: one file per layout, the converter, the linter, the model card, the upload."""

@@ -1,1 +1,0 @@
-"""Features of the target: batches, and the sources that compute, store and read them."""

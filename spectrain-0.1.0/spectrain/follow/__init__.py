@@ -1,1 +1,0 @@
-"""`spectrain follow`: a drafter that keeps up with its traffic. It listens, watches, trains, proves and swaps."""

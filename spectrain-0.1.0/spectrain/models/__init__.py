@@ -1,1 +1,0 @@
-"""The target: an unmodified Hugging Face causal LM, and what it is run with."""

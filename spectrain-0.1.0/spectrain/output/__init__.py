@@ -1,1 +1,0 @@
-"""What leaves the process as text: masked, cleaned and printed."""

@@ -1,1 +1,0 @@
-"""What a run will take, before it starts."""

@@ -1,1 +1,0 @@
-"""Data whose answers the target generates."""

@@ -1,1 +1,0 @@
-"""Run folders, and what is done in them."""

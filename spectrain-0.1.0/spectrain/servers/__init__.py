@@ -1,1 +1,0 @@
-"""Programs that run the target and answer over HTTP, such as vLLM."""
