@@ -13,7 +13,7 @@ from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.step_cost import BatchShape
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
-from spectrain.training.validation import count_validation_rows, select_prompts
+from spectrain.training.validation import count_validation_rows, due_steps, select_prompts
 
 from .footprint import Models
 from .operations import drafting_weights, flops_per_token
@@ -132,14 +132,25 @@ def count_operations(spec: RunSpec, models: Models, work: Workload) -> Operation
     features, step = flops_per_token(models, work.batches)
     epochs = 0.0 if reads_features(spec) else target_epochs(spec, models, work)
     trained = work.padded * (features * epochs + step * work.epochs)
-    return Operations(features, step, trained + count_validations(models, work) * validation_flops(models, work))
+    validated = count_validations(models, work) * validation_flops(models, work) + recording_flops(models, work)
+    return Operations(features, step, trained + validated)
 
 
 def count_validations(models: Models, work: Workload) -> int:
-    """Return how often the run drafts for the held-out data."""
-    trainer = models.trainer
-    every = trainer.save_every if trainer.eval_every is None else trainer.eval_every
-    return math.ceil(work.num_steps / every) if every else 1
+    """Return how often the run drafts for the held-out data: before the first step, after some steps, and at the end."""
+    trainer, last = models.trainer, work.num_steps
+    if trainer.eval_every is not None:
+        return 1 + math.ceil(last / trainer.eval_every)
+    per_step = trainer.batch_tokens * trainer.accumulate * models.num_devices // trainer.context_parallel
+    saved = set(range(trainer.save_every, last, trainer.save_every)) if trainer.save_every else set()
+    return 2 + len(saved | {step for step in due_steps(per_step, last) if step < last})
+
+
+def recording_flops(models: Models, work: Workload) -> float:
+    """Return the operations by which the target answers the held-out prompts, once before the training."""
+    rows = count_validation_rows(select_prompts(work.dataset.held_out, models.target.max_length))
+    layers, output, _ = drafting_weights(models)
+    return 2.0 * (rows.num_recorded * layers + rows.num_answered * output)
 
 
 def validation_flops(models: Models, work: Workload) -> float:
@@ -148,4 +159,5 @@ def validation_flops(models: Models, work: Workload) -> float:
     """
     rows = count_validation_rows(select_prompts(work.dataset.held_out, models.target.max_length))
     layers, output, drafter = drafting_weights(models)
-    return 2.0 * ((rows.num_prompt + rows.num_verified) * layers + rows.num_verified * output + rows.num_drafted * drafter)
+    rerun = 0 if models.drafter.capabilities.drafts_from_features else rows.num_recorded
+    return 2.0 * (rerun * layers + rows.num_judged * output + rows.num_drafted * drafter)

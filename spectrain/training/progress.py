@@ -12,9 +12,10 @@ from spectrain.data.dataset import BatchStream
 from spectrain.features.base import Source
 
 from .budget import Budget, TimeSpent
-from .checkpoints import Tally, ValidationHistory, WeightAverages, best_weights_path, delete_best_except, set_random_state
+from .checkpoints import Tally, WeightAverages, best_weights_path, delete_best_except, set_random_state
 from .parallel import ParallelStrategy, summarize_processes
 from .settings import TrainerSettings
+from .validation_history import ValidationHistory
 
 
 class RunProgress:
@@ -73,9 +74,11 @@ class RunProgress:
         self.lr_scales = progress.get("lr_scales", [])
         self.budget.resume_from(TimeSpent(**progress["spent"]))
         self.validation_history = ValidationHistory(**progress["looks"])
-        if self.trainer.keep_best and not best_weights_path(self.run, self.validation_history.best_step).exists():
+        if self.trainer.keep_best is not False and not best_weights_path(self.run, self.validation_history.best_step).exists():
             # Its weights are gone.
-            self.validation_history = ValidationHistory(start=self.validation_history.start)
+            self.validation_history = ValidationHistory(
+                start=self.validation_history.start, influences=self.validation_history.influences
+            )
         self.saved_best_step = self.validation_history.best_step
         if shared.is_main:
             delete_best_except(self.run, {self.saved_best_step})

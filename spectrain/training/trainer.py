@@ -31,6 +31,7 @@ from .parallel import (
 from .run import TrainingRun
 from .settings import TrainerSettings
 from .stop_signals import StopSignals
+from .validation import due_steps
 
 
 @dataclass
@@ -69,6 +70,8 @@ class Trainer(TrainerSettings):
         self._validate(drafter, source, shared)
         self._validate_held_out(shared, dataset, target)
         job = TrainingRun(self, drafter, target, source, shared, self.num_steps(dataset, shared.num_data_ranks))
+        if can_validate(job, dataset):
+            job.record_held_out(dataset)
         torch.manual_seed(self.seed)
         begun = job.restore_or_start(run, dataset)
         if shared.is_main:
@@ -77,10 +80,10 @@ class Trainer(TrainerSettings):
             print(how + self._describe_batches(dataset) if begun is None else f"going on from {begun}", flush=True)
         with TrainingReport(job, tracker) as report, StopSignals() as stop, job.monitor:
             try:
-                at_start = self._measure_start(job, dataset)
+                at_start = self._measure_start(job)
                 while not job.is_done:
                     self._run_step(job, stop)
-                    report.record_step(self._step_metrics(job, dataset, at_start))
+                    report.record_step(self._step_metrics(job, at_start))
                     if self._is_save_due(job) and not job.is_done:
                         job.save()
                         report.record_checkpoint(checkpoint_path(run, job.step))
@@ -104,30 +107,35 @@ class Trainer(TrainerSettings):
             source.leave_writing()
         return shared
 
-    def _measure_start(self, job: TrainingRun, dataset: Dataset) -> dict[str, Any] | None:
+    def _measure_start(self, job: TrainingRun) -> dict[str, Any] | None:
         """Return a validation before the first step, which shows whether training makes the drafter better; None without."""
-        if job.step or job.is_done or not can_validate(job, dataset):
+        if job.step or job.is_done or job.held_out is None:
             return None
-        return job.validate(dataset.held_out, dataset.held_out_sources)
+        return job.validate()
 
-    def _step_metrics(
-        self, job: TrainingRun, dataset: Dataset, at_start: dict[str, Any] | None = None
-    ) -> dict[str, Any] | None:
+    def _step_metrics(self, job: TrainingRun, at_start: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the metrics of the last step where they are due, with a validation where one is due, and after the first step
         with that before it."""
         is_end = job.is_done
-        due = self._is_save_due(job) if self.eval_every is None else job.step % self.eval_every == 0
-        measures = (due or is_end) and can_validate(job, dataset)
+        measures = job.held_out is not None and (is_end or self._is_validation_due(job))
         if not (is_end or job.step == 1 or job.step % self.log_every == 0 or measures):
             return None
         metrics = job.collect_metrics()
         if job.step == 1 and at_start is not None:
             metrics["held_out_at_start"] = at_start
         if measures:
-            metrics["held_out"] = job.validate(dataset.held_out, dataset.held_out_sources)
-            if job.validation_history.start is not None:
-                metrics["forecast_at_start"] = job.validation_history.start
+            metrics["held_out"] = job.validate()
+            history = job.validation_history
+            if history.start is not None:
+                metrics["forecast_at_start"] = history.start
+                metrics["gain_interval"] = history.compare("start", "newest")
         return metrics
+
+    def _is_validation_due(self, job: TrainingRun) -> bool:
+        """Tell whether a validation is due before the end."""
+        if self.eval_every is not None:
+            return job.step % self.eval_every == 0
+        return self._is_save_due(job) or job.step in due_steps(self.batch_tokens * job.batches_per_step, job.step)
 
     def _is_save_due(self, job: TrainingRun) -> bool:
         """Tell whether a checkpoint is due."""

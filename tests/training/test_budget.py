@@ -21,6 +21,7 @@ from spectrain.training import validation
 from spectrain.training.checkpoints import TrainingResult
 from spectrain.training.settings import Muon, Wsd
 from spectrain.training.trainer import Trainer
+from spectrain.training.validation import Validation
 
 
 def make_examples(count: int, seed: int) -> list[Example]:
@@ -75,7 +76,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 def set_forecasts(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     """Let validation measure these forecasts, one after the other."""
     steps = iter(values)
-    monkeypatch.setattr(training_run, "measure_acceptance", lambda *_: {"forecast": next(steps), "acceptance": []})
+    monkeypatch.setattr(training_run, "measure_acceptance", lambda *_: Validation({"forecast": next(steps), "acceptance": []}, []))
 
 
 class Clock:
@@ -176,32 +177,30 @@ def test_the_best_validation_is_the_result(shallow: Target, tmp_path: Path, monk
     assert [path.name for path in (tmp_path / "checkpoints").glob("best-*")] == ["best-000004"]
 
 
-@pytest.mark.parametrize("keep_best", [False, True])
+@pytest.mark.parametrize("keep_best", [False, True, None])
 def test_a_training_below_its_start_says_so(
-    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_best: bool
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_best: bool | None
 ) -> None:
     """The drafter is measured before the first step; that is in the metrics, and the best weights may be those of the start."""
     set_forecasts(monkeypatch, [1.5, 1.2, 1.4])
     weights, lines, result = fit_drafter(shallow, tmp_path, held_out=1, eval_every=4, keep_best=keep_best)
     assert lines[0]["held_out_at_start"]["forecast"] == 1.5
     assert [line["forecast_at_start"] for line in lines if "held_out" in line] == [1.5, 1.5]
-    assert (result.start_forecast, result.end_forecast) == (1.5, 1.5 if keep_best else 1.4)
-    sentence = result.describe_loss()
-    assert sentence is not None
-    if keep_best:
-        assert result.result_step == 0 and "no step has made the drafter better than it was: 1.5 tokens" in sentence
+    assert result.gain is not None and (result.gain.start, result.gain.end) == (1.5, 1.5 if keep_best is not False else 1.4)
+    sentence = result.gain.describe()
+    if keep_best is not False:
+        assert result.result_step == 0 and "no step made the drafter better" in sentence
         assert_equal(dict(make_drafter(shallow).state_dict()), weights)
     else:
-        assert "made the drafter worse: 1.4 tokens per forward" in sentence and "1.5 tokens per forward" in sentence
+        assert "made the drafter worse" in sentence and "start 1.50 -> 1.40" in sentence
 
 
 def test_a_training_above_its_start_says_nothing(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without held-out data nothing is known, and a killed run remembers its start."""
     set_forecasts(monkeypatch, [1.5, 1.4, 1.4, 1.6])
     _, lines, result = fit_drafter(shallow, tmp_path / "better", kill_at=5, held_out=1, max_steps=6)
-    assert result.start_forecast == lines[-1]["forecast_at_start"] == 1.5
-    assert result.end_forecast is not None and (result.describe_loss() is None) == (result.end_forecast >= 1.5)
-    assert fit_drafter(shallow, tmp_path / "plain", max_steps=1)[2].describe_loss() is None
+    assert result.gain is not None and result.gain.start == lines[-1]["forecast_at_start"] == 1.5
+    assert fit_drafter(shallow, tmp_path / "plain", max_steps=1)[2].gain is None
 
 
 def test_a_training_that_gains_nothing_stops(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +232,9 @@ def test_validation_measures_the_average(shallow: Target, tmp_path: Path, monkey
     """Validation measures the weights that would be saved, and leaves the training's own unchanged."""
     validated: list[dict[str, torch.Tensor]] = []
 
-    def record_validated(drafter: Eagle3, *_: Any) -> dict[str, float]:
+    def record_validated(drafter: Eagle3, *_: Any) -> Validation:
         validated.append({name: value.clone() for name, value in drafter.state_dict().items()})
-        return {"forecast": 1.0, "acceptance": []}
+        return Validation({"forecast": 1.0, "acceptance": []}, [])
 
     monkeypatch.setattr(training_run, "measure_acceptance", record_validated)
     weights, *_ = fit_drafter(shallow, tmp_path, held_out=1, ema=0.5, eval_every=4)

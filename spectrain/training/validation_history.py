@@ -1,0 +1,116 @@
+"""The validations of a training run so far, which weights are its result, and what the training added to its start."""
+
+from dataclasses import dataclass, field
+
+from .validation import Validation, difference_interval, interval_around
+
+
+@dataclass(frozen=True)
+class HeldOutGain:
+    """What a training added to the tokens per forward of its start, at the same held-out places."""
+
+    start: float
+    end: float
+    start_interval: list[float] | None
+    end_interval: list[float] | None
+    # Of the difference, which is known better than both ends.
+    interval: list[float] | None
+    num_places: int
+    # The step whose weights are the result, and the last step.
+    result_step: int
+    num_steps: int
+
+    def describe(self) -> str:
+        """Return one sentence for the end of the training."""
+        gain = self.end - self.start
+        begin, end = (
+            f"{value:.2f}{format_interval(bounds)}"
+            for value, bounds in ((self.start, self.start_interval), (self.end, self.end_interval))
+        )
+        sentence = (
+            f"training added {gain:.2f} tokens per forward{format_interval(self.interval)} "
+            f"(start {begin} -> {end} on {self.num_places} held-out places)"
+        )
+        if gain < 0:
+            return f"{sentence}; it made the drafter worse: leave out trainer.keep_best=false, or lower trainer.lr"
+        if self.result_step == 0:
+            return f"{sentence}; no step made the drafter better, so the weights of the start are the result: lower trainer.lr"
+        if self.result_step < self.num_steps:
+            sentence += f"; step {self.result_step} of {self.num_steps} was the best, and its weights are the result"
+        if self.interval is not None and self.interval[0] <= 0:
+            sentence += "; the interval includes 0, so this may be chance"
+        return sentence
+
+
+def format_interval(bounds: list[float] | None) -> str:
+    """Return an interval in brackets with a blank before it; nothing where it is unknown."""
+    return "" if bounds is None else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
+
+
+@dataclass
+class ValidationHistory:
+    """The results of the validations so far."""
+
+    # The highest forecast; 0 before any validation.
+    best: float = 0.0
+    # The step after which it was measured; 0 before the first step.
+    best_step: int = 0
+    # Validations since then.
+    without_gain: int = 0
+    # The forecast before the first step, and the newest one; None where they were not measured.
+    start: float | None = None
+    newest: float | None = None
+    # What each conversation adds to the error of the forecasts "start", "best" and "newest".
+    influences: dict[str, list[float]] = field(default_factory=dict)
+    # Places of a validation.
+    num_places: int = 0
+
+    def add_forecast(self, forecast: float, step: int, validation: Validation) -> bool:
+        """Add a validation, of which all processes take this forecast; tell whether it is the best so far."""
+        self.newest, self.num_places = forecast, sum(validation.metrics.get("places", []))
+        self.influences["newest"] = validation.influences
+        if step == 0:
+            self.start, self.influences["start"] = forecast, validation.influences
+        if forecast > self.best:
+            self.best, self.best_step, self.without_gain = forecast, step, 0
+            self.influences["best"] = validation.influences
+            return True
+        self.without_gain += 1
+        return False
+
+    def compare(self, before: str, after: str) -> list[float] | None:
+        """Return the interval of the difference between two of the forecasts "start", "best" and "newest"."""
+        values = getattr(self, before), getattr(self, after)
+        if None in values or not {before, after} <= self.influences.keys():
+            return None
+        return difference_interval(*values, (self.influences[before], self.influences[after]))
+
+    def takes_best(self, keep_best: bool | None) -> bool:
+        """Tell whether the result has the weights of the best validation instead of the last ones.
+
+        By default (None) it has where the last ones are below the start, or below the best by more than chance.
+        """
+        if not self.best or keep_best is not None:
+            return bool(self.best and keep_best)
+        assert self.newest is not None
+        if self.start is not None and self.newest < self.start:
+            return True
+        lost = self.compare("newest", "best")
+        return self.newest < self.best and lost is not None and lost[0] > 0
+
+    def measure_gain(self, takes_best: bool, num_steps: int) -> HeldOutGain | None:
+        """Return what the training added to its start; None where either was not measured."""
+        end = "best" if takes_best else "newest"
+        value = getattr(self, end)
+        if self.start is None or value is None:
+            return None
+        return HeldOutGain(
+            self.start,
+            value,
+            interval_around(self.start, self.influences.get("start", [])),
+            interval_around(value, self.influences.get(end, [])),
+            self.compare("start", end),
+            self.num_places,
+            self.best_step if takes_best else num_steps,
+            num_steps,
+        )
