@@ -35,7 +35,7 @@ from benchmarks.speculators_library import LibraryTraining, shift_batch
 from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
-from spectrain.data.dataset import Batching, Dataset
+from spectrain.data.dataset import Batching, BatchStream, Dataset
 from spectrain.data.readers import EmbeddedReader
 from spectrain.decoding.acceptance.matching import Greedy
 from spectrain.decoding.session import Session
@@ -47,6 +47,7 @@ from spectrain.models.features import Features, Layer
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import init_drafter
+from spectrain.training.initial_fit import fit_initial_weights
 from spectrain.training.parallel import make_strategy
 from spectrain.training.run import TrainingRun
 from spectrain.training.trainer import Trainer
@@ -227,11 +228,24 @@ class CachedSource(Source):
         return replace(batch, features=Features(batch.tokens, request.layers, hidden))
 
 
+class ListedBatches(BatchStream):
+    """The batches of a list, once."""
+
+    def __init__(self, batches: list[list[Example]]) -> None:
+        super().__init__(rank=0, num_processes=1, state=None)
+        self.batches = batches
+
+    def take_batch(self, number: int) -> list[Example]:
+        if number >= len(self.batches):
+            raise StopIteration
+        return self.batches[number]
+
+
 def start_run(trainer: Trainer, drafter: Drafter, target: Target, source: Source, batches: list[list[Example]]) -> TrainingRun:
     """Start a training on these batches, whose steps are taken one by one."""
     strategy = make_strategy(trainer.make_accelerator(), "auto", 1, trainer.autocast_dtype(target, CPU))
     job = TrainingRun(trainer, drafter, target, source, strategy, len(batches))
-    job.fit_start(batches)
+    fit_initial_weights(job, drafter, target, ListedBatches(batches))
     job.start_training()
     return job
 

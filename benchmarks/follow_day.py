@@ -35,6 +35,7 @@ from spectrain.follow.traffic import RecordedConversation
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
+from spectrain.servers.control_key import bearer_header, read_control_key
 from spectrain.servers.ports import find_free_port
 
 from .follow_plot import plot_days
@@ -121,10 +122,10 @@ def run_follow(run: Path, server: str, words: list[str]) -> Iterator[str]:
 
 def wait_for_proxy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until the proxy answers."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline, headers = time.monotonic() + START_SECONDS, bearer_header(read_control_key())
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(f"{url}/metrics", timeout=5, trust_env=False).status_code == 200:
+            if httpx.get(f"{url}/metrics", headers=headers, timeout=5, trust_env=False).status_code == 200:
                 return
         except httpx.TransportError:
             time.sleep(0.5)
@@ -225,8 +226,8 @@ def simulate_quiet(folder: Path, seed: int, minutes: float, server: str, count: 
 
 def send_until_promoted(url: str, questions: Iterator[Body], ledger: Path, began: float) -> list[SentAnswer]:
     """Send requests of the second kind until a better drafter serves, or the time is over."""
-    answers: list[SentAnswer] = []
-    while time.time() - began < LONGEST_SECONDS:
+    answers, deadline = list[SentAnswer](), time.monotonic() + LONGEST_SECONDS
+    while time.monotonic() < deadline:
         answers += send_all(url, islice(questions, 4))
         events = [entry["event"] for entry in read_ledger(ledger) if entry["time"] > began]
         if "promoted" in events:

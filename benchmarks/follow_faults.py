@@ -143,7 +143,7 @@ def make_bodies(name: str, count: int, streams: bool = True) -> list[dict[str, A
 
 def check_streams(rig: FaultRig) -> str | None:
     """Check 200 streams, of which 30 read slowly and 30 break off."""
-    wrong = asyncio.run(rig.send(make_bodies(f"streams {time.time()}", 200), slow=30, aborting=30))
+    wrong = asyncio.run(rig.send(make_bodies(f"streams {time.monotonic()}", 200), slow=30, aborting=30))
     return f"{wrong} answers are wrong" if wrong else None
 
 
@@ -152,9 +152,9 @@ def check_restart(rig: FaultRig, signal_number: signal.Signals, streams: bool) -
 
     async def run() -> int:
         restart = asyncio.get_running_loop().run_in_executor(None, rig.restart_server, signal_number)
-        wrong = await rig.send(make_bodies(f"restart {time.time()}", 40, streams))
+        wrong = await rig.send(make_bodies(f"restart {time.monotonic()}", 40, streams))
         await restart
-        return wrong + await rig.send(make_bodies(f"after {time.time()}", 10, streams))
+        return wrong + await rig.send(make_bodies(f"after {time.monotonic()}", 10, streams))
 
     wrong = asyncio.run(run())
     return f"{wrong} answers are wrong" if wrong else None

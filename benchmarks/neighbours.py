@@ -33,7 +33,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
 """By policy: torch's number of threads, which spin while they wait (before); a measured number, whose threads spin, or sleep as
 they do by default."""
 BUSY = "while True: pass"
-EVERY_OTHER = "import time\nwhile True:\n    if int(time.time() - {start}) % 10 >= 5: time.sleep(0.05)"
+EVERY_OTHER = "import time\nwhile True:\n    if int(time.monotonic() - {start}) % 10 >= 5: time.sleep(0.05)"
 LOADS = {"none": [], "one": [BUSY], "two": [BUSY, BUSY], "changing": [EVERY_OTHER]}
 """Programs of the neighbours, by load."""
 
@@ -88,7 +88,7 @@ class Neighbours:
         personal = {*PERSONAL_VARIABLES, *WAIT_VARIABLES}
         environment = {name: value for name, value in os.environ.items() if name not in personal} | ENVIRONMENTS[policy]
         with TemporaryDirectory() as folder, run_neighbours(load):
-            name = f"beside-{load}-{policy}-{time.time():.0f}"
+            name = f"beside-{load}-{policy}-{time.monotonic():.0f}"
             command = [sys.executable, "-m", "spectrain", "eval", *self.words, f"eval.name={name}"]
             start = time.perf_counter()
             try:
@@ -114,7 +114,7 @@ class Neighbours:
 @contextmanager
 def run_neighbours(load: str) -> Iterator[None]:
     """Run the neighbours of a load while the context is open."""
-    programs = [program.replace("{start}", str(int(time.time()))) for program in LOADS[load]]
+    programs = [program.replace("{start}", str(int(time.monotonic()))) for program in LOADS[load]]
     processes = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     try:
         yield

@@ -116,13 +116,13 @@ def train_target(folder: Path, pictures: Path, steps: int) -> None:
         for chat in JsonlReader(str(pictures)).load_conversations()[HELD_OUT:]
         for example in tokenize_conversation(template, chat, images)
     ]
-    optimizer, order, began = torch.optim.AdamW(model.parameters(), lr=3e-3), np.random.default_rng(0), time.time()
+    optimizer, order, began = torch.optim.AdamW(model.parameters(), lr=3e-3), np.random.default_rng(0), time.monotonic()
     for step in range(steps):
         batch = [examples[index] for index in order.choice(len(examples), 12, replace=False)]
         loss = cross_entropy(model, [list(example.tokens) for example in batch], collect_pixels(batch, model))
         take_step(model, optimizer, loss)
         if step % 50 == 49:
-            print(f"step {step + 1}: {loss.item():.3f} nats, {time.time() - began:.0f} s", flush=True)
+            print(f"step {step + 1}: {loss.item():.3f} nats, {time.monotonic() - began:.0f} s", flush=True)
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from spectrain.config.choices import find_choice, find_constructor
@@ -16,6 +16,7 @@ from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
 from spectrain.eval.columns import DRAFTER, RECOMMENDED
 from spectrain.eval.extensions import EvalExtension, Results
+from spectrain.eval.fixed_trees import FixedTrees, drafts_alike, make_chain
 from spectrain.eval.leaks import check_no_leak
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.systems import System, describe_tree
@@ -26,8 +27,9 @@ from spectrain.runs.drafters import find_shipped_drafter, load_shipped_drafter
 from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
 TRAINING_FREE = ("ngram", "lookahead", "retrieval")  # choices of `drafter`
-OURS = ("own", "auto", RECOMMENDED, "chain", "shipped", "untrained", *TRAINING_FREE)
-DEFAULT_BASELINES = ("own", "auto", RECOMMENDED, "retrieval", "chain", "shipped", "untrained", "ngram")
+FIXED = "fixed"  # acceptance of the drafter, the untrained and the shipped one in the same fixed trees
+OURS = ("own", "auto", RECOMMENDED, "chain", "shipped", "untrained", FIXED, *TRAINING_FREE)
+DEFAULT_BASELINES = ("own", "auto", RECOMMENDED, "retrieval", "chain", "shipped", "untrained", FIXED, "ngram")
 COPYING = {RECOMMENDED, "retrieval"}  # baselines that may copy from a store
 OWN_STORE = "own"  # the answers that a run was trained on
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
@@ -44,6 +46,7 @@ class Baselines(EvalExtension):
     store: str | None = None
     # The prompts that are scored.
     prompts: Sequence[Prompt] = ()
+    fixed_trees: FixedTrees = field(default_factory=FixedTrees)
 
     def check(self, candidate: Candidate) -> None:
         if "early_exit" in self.names and self.exit_layer is None and not isinstance(candidate.drafter, DrafterWithExits):
@@ -53,28 +56,31 @@ class Baselines(EvalExtension):
         others = {*self.names} & {*TRAINING_FREE} - {drafter_choice(candidate.drafter)}
         copies = COPYING & ({*self.names} - {*TRAINING_FREE} | others)
         store = self._open_store(candidate) if copies else None
-        return [
-            *self._same_drafter(candidate, store),
+        systems = [
+            *self._same_drafter(candidate, first, store),
             *self._other_drafters(candidate),
             *self._training_free(candidate, others, store),
         ]
+        own = candidate.default_builder or candidate.builder
+        return [*systems, *(self.fixed_trees.systems(own, [first, *systems]) if FIXED in self.names else [])]
 
-    def _same_drafter(self, candidate: Candidate, store: Datastore | None) -> list[System]:
+    def _same_drafter(self, candidate: Candidate, first: System, store: Datastore | None) -> list[System]:
         """Return the same drafter with other trees."""
         drafter, rule, capabilities = candidate.drafter, candidate.rule, candidate.drafter.capabilities
         own, systems = candidate.default_builder or candidate.builder, []
-        if "own" in self.names and candidate.default_builder is not None:
-            systems.append(System("own", f"the same, {describe_tree(own)}", drafter, own, rule))
-        if "auto" in self.names and supports_auto_tree(candidate.target, drafter, candidate.builder):
-            systems.append(System("auto", f"the same, {describe_tree(Auto())}", drafter, Auto(), rule))
+        # A requested tree that may draft nothing is always scored, although a chain stands at the top in its place.
+        if candidate.default_builder is not None and ("own" in self.names or own.decides_to_draft):
+            systems.append(System("own", f"drafter, {describe_tree(own)}", drafter, own, rule))
+        if "auto" in self.names and supports_auto_tree(candidate.target, drafter, own):
+            systems.append(System("auto", f"drafter, {describe_tree(Auto())}", drafter, Auto(), rule))
         if RECOMMENDED in self.names and not capabilities.is_copier and not capabilities.has_no_q:
             tree = retrieval_tree(candidate)
             label = f"drafter + retrieval, {describe_tree(tree)}{rule_suffix(candidate)}"
             merged = DrafterWithCopies(drafter, CopySource(store))
             systems.append(System(RECOMMENDED, label, merged, tree, rule.matching_rule()))
-        if "chain" in self.names and not own.is_chain and not capabilities.is_copier:
-            chain = Chain(min(3, own.depth), own.children, own.temperature, own.seed)
-            systems.append(System("chain", "the same, chain", drafter, chain, rule))
+        chain = System("chain", "drafter, chain of 3", drafter, make_chain(own), rule)
+        if "chain" in self.names and not own.is_chain and not capabilities.is_copier and not drafts_alike(first, chain):
+            systems.append(chain)
         return systems
 
     def _other_drafters(self, candidate: Candidate) -> list[System]:
@@ -120,12 +126,13 @@ class Baselines(EvalExtension):
         return store
 
     def report(self, results: Results) -> dict[str, Any]:
+        fixed = {"acceptance": entries} if (entries := self.fixed_trees.summary(results.turns)) else {}
         names = [name for name in self.names if name in TRANSFORMERS]
         if not names:
-            return {}
+            return fixed
         drafter, target = results.candidate.drafter, results.candidate.target
         exit_layer = self.exit_layer or drafter.saved.settings.get("exit_layer")
-        return {"transformers": run_transformers(target, results.turns[DRAFTER], names, self.assistant, exit_layer)}
+        return fixed | {"transformers": run_transformers(target, results.turns[DRAFTER], names, self.assistant, exit_layer)}
 
 
 def drafter_choice(drafter: Drafter) -> str | None:

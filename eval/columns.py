@@ -12,8 +12,9 @@ from spectrain.eval.kinds import POSITIONS, TEXT_POSITIONS
 from spectrain.eval.noise import is_possible
 
 WIDE = 10  # ratio of the ends above which an interval is too wide to show: there were too few prompts
-RECOMMENDED = "copies"  # name of the system to decode with: the drafter's tree merged with retrieved continuations
+RECOMMENDED = "copies"  # name of the system that stands first: the drafter's tree merged with retrieved continuations
 DRAFTER = "drafter"  # name of the system whose numbers stand at the top of summary.json
+AUTOREGRESSIVE = "autoregressive"  # name of decoding without a drafter
 
 ComparisonTable = Literal["terminal", "markdown"]
 """A table of a comparison: the printed one, of 100 characters, or the one for a README and for docs/results."""
@@ -55,10 +56,10 @@ def format_speedup_interval(speedup: Entry) -> str:
 
 
 def format_identical(lossless: Entry) -> str:
-    """Format how many answers equal their reference; "by rule" if the rule is lossless in distribution alone."""
+    """Format how many answers equal their reference; "not checked" if the rule is lossless in distribution alone."""
     if lossless["checked"]:
         return f"{lossless['identical']} of {lossless['checked']}"
-    return "by rule" if lossless["lossless"] else ""
+    return "not checked" if lossless.get("lossless", True) else "lossy"
 
 
 def format_milliseconds(value: float) -> str:
@@ -154,7 +155,7 @@ SYSTEM_COLUMNS = (
         "lossless",
         "identical",
         format_identical,
-        "Answers that equal the target's own, token by token.",
+        "Answers that equal the target's own, token by token; a rule that is lossless in distribution alone is not checked.",
         logged={"identical": "lossless.identical", "checked": "lossless.checked"},
         shown_in=("terminal", "markdown"),
     ),
@@ -317,15 +318,43 @@ def autoregressive_entries(summary: Entry) -> list[Row]:
 
 
 def order_systems(names: Sequence[str]) -> list[str]:
-    """Put the recommended system first, if it was decoded."""
+    """Put the drafter with retrieval first, if it was decoded."""
     return sorted(names, key=lambda name: name != RECOMMENDED)
 
 
 def list_systems(summary: Entry) -> dict[str, Entry]:
-    """Return the entries to show by name, the recommended one first; without those that a sweep shows in a table of its own."""
+    """Return the entries to show by name, that with retrieval first; without those that a sweep shows in a table of its own."""
     sweep = summary.get("sweep")
     entries = {DRAFTER: summary, **(summary.get("compared") or {})}
     return {name: entries[name] for name in order_systems([*entries]) if not sweep or not name.startswith(f"{sweep['over']}-")}
+
+
+def label_row(entry: Entry) -> str:
+    """Return the label of a system's row, with the share of its rounds that drafted if it may decide not to draft."""
+    label, rounds = str(entry.get("label") or "drafter"), entry.get("rounds")
+    if not rounds or get_value(entry, "tree.undrafted_share") is None:
+        return label
+    return f"{label}; {entry['drafted_rounds'] / rounds:.0%} of the rounds drafted"
+
+
+def choose_fastest(summary: Entry) -> str | None:
+    """Return the name of the fastest system, the one to recommend: AUTOREGRESSIVE if none is faster than plain decoding.
+
+    Every table and page takes its recommendation from here. None if no speedup may be quoted, or none was measured.
+    """
+    entries = {name: entry for name, entry in list_systems(summary).items() if entry.get("speedup")}
+    if not entries or summary.get("server") or not (summary.get("speedup") or {}).get("quotable", True):
+        return None
+    quotable = {name: entry["speedup"] for name, entry in entries.items() if is_quotable(entry["speedup"])}
+    if not quotable:
+        return None
+    best = max(quotable, key=lambda name: float(quotable[name]["ratio"]))
+    return best if quotable[best]["ratio"] > 1 else AUTOREGRESSIVE
+
+
+def is_quotable(speedup: Entry) -> bool:
+    """Tell whether a speedup may be quoted: it is possible, and the machine was quiet."""
+    return is_possible(speedup) and bool(speedup.get("quotable", True))
 
 
 def list_serving_rows(summary: Entry) -> list[tuple[str, Entry]]:
@@ -355,7 +384,7 @@ def tracked_values(entry: Entry) -> Row:
 
 
 def tracked_systems(summary: Entry) -> list[Row]:
-    """Return a row of values for each system of an evaluation, the recommended one first."""
+    """Return a row of values for each system of an evaluation, the one with retrieval first."""
     entries = {DRAFTER: summary, **(summary.get("compared") or {})}
     return [
         {"system": name, "label": entries[name].get("label"), **tracked_values(entries[name])}

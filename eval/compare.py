@@ -29,7 +29,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunInterrupted, UserError, suggest_nearest
 from spectrain.eval.axes.points import AXIS_LABELS
-from spectrain.eval.columns import tracked_comparison
+from spectrain.eval.columns import DRAFTER, tracked_comparison
 from spectrain.eval.comparison import ScoredRun
 from spectrain.eval.engines import compare_engines, read_scores
 from spectrain.eval.page import write_report
@@ -215,7 +215,7 @@ class Contest:
         if capabilities.is_copier:
             # Copies cost nothing: a chain is best, or auto if the drafter knows how likely they are.
             tree = "auto" if capabilities.has_no_q else "chain"
-        shared = ["++eval.baselines=[own,auto,copies,chain]", "++eval.oracle=false"]
+        shared = ["++eval.baselines=[own,auto,copies,chain,fixed]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *shared, *self.passed])
         OmegaConf.set_struct(config, False)
         builder = GroupSpec.from_node("tree", config.tree)
@@ -351,10 +351,10 @@ def log_to_file(run: Path) -> Iterator[None]:
 
 def print_progress(run: ScoredRun, training: str) -> None:
     """Print one line about a scored run."""
-    length, speedup = run.summary["acceptance_length"]["pooled"], run.summary["speedup"]["ratio"]
-    chain = run.summary["compared"].get("chain")
-    as_chain = "" if chain is None else f", {chain['acceptance_length']['pooled']:.2f} as a chain"
-    print(f"{run.name}: {training}; {length:.2f} tokens per forward{as_chain}, speedup {speedup:.2f}", flush=True)
+    length, systems = run.summary["acceptance_length"]["pooled"], run.systems()
+    best = max((entry for entry in systems.values() if entry["speedup"]), key=lambda entry: float(entry["speedup"]["ratio"]))
+    text = f"{length:.2f} tokens per forward with {systems[DRAFTER]['label']}"
+    print(f"{run.name}: {training}; {text}; speedup {best['speedup']['ratio']:.2f} with {best['label']}", flush=True)
 
 
 def free_memory() -> None:

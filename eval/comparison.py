@@ -19,7 +19,15 @@ from spectrain.config.build import GroupSpec
 from spectrain.config.choices import choice_name, resolve_choice
 from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
-from spectrain.eval.columns import DRAFTER, RECOMMENDED, SYSTEM_COLUMNS, TEXT_POSITION_COLUMNS, order_systems
+from spectrain.eval.columns import (
+    DRAFTER,
+    RECOMMENDED,
+    SYSTEM_COLUMNS,
+    TEXT_POSITION_COLUMNS,
+    choose_fastest,
+    is_quotable,
+    order_systems,
+)
 from spectrain.eval.noise import is_possible
 
 Entry = dict[str, Any]
@@ -138,8 +146,19 @@ class ScoredRun:
         return {over: axis for over, (_, axis) in found.items()}
 
     def systems(self) -> dict[str, Entry]:
-        """Return the entries of the drafter with all its trees, the recommended one first."""
-        return list_same_drafter(self.summary)
+        """Return the entries of the drafter with all its trees, and of the run's fastest system if that is another one."""
+        return list_rows(self.summary)
+
+
+def list_rows(summary: Entry) -> dict[str, Entry]:
+    """Return the entries of `list_same_drafter` and, if another system is the fastest of the evaluation, that one too.
+
+    A comparison thus recommends what the evaluation's own table does.
+    """
+    systems, fastest = list_same_drafter(summary), choose_fastest(summary)
+    if fastest is None or fastest in systems or fastest not in summary["compared"]:
+        return systems
+    return {**systems, fastest: summary["compared"][fastest]}
 
 
 def list_same_drafter(summary: Entry) -> dict[str, Entry]:
@@ -149,7 +168,7 @@ def list_same_drafter(summary: Entry) -> dict[str, Entry]:
     for name in order_systems([*entries]):
         entry = entries[name]
         label = f"chain of {entry['tree']['depth']}" if name == "chain" else str(entry["label"])
-        short[name] = {**entry, "label": label.removeprefix("the same, ").removeprefix("drafter, ")}
+        short[name] = {**entry, "label": label.removeprefix("drafter, ")}
     return short
 
 
@@ -260,7 +279,18 @@ def make_row(run: ScoredRun, folder: Path) -> Entry:
     setting, summary = run.eval_setting, run.summary
     training, lossless = setting.get("training") or {}, summary["lossless"]
     keys = dict.fromkeys(
-        ["label", "acceptance_length", "acceptance_by_depth", "speedup", "tokens_per_second", "lossless", "time_share"]
+        [
+            "label",
+            "tree",
+            "acceptance_length",
+            "acceptance_by_depth",
+            "drafted_rounds",
+            "rounds",
+            "speedup",
+            "tokens_per_second",
+            "lossless",
+            "time_share",
+        ]
     )
     keys |= dict.fromkeys(column.key.split(".")[0] for column in (*SYSTEM_COLUMNS, *TEXT_POSITION_COLUMNS))
     # In half precision rounding may decide between tokens.
@@ -288,7 +318,7 @@ def summarize_batched(summary: Entry) -> Entry:
     entries = list(list_same_drafter(summary).values())
     entries = [entry for entry in entries if entry["speedup"] is not None]
     possible = [entry for entry in entries if is_possible(entry["speedup"])]
-    quotable = [entry for entry in possible if entry["speedup"].get("quotable", True)]
+    quotable = [entry for entry in entries if is_quotable(entry["speedup"])]
     best = max(quotable or possible or entries, key=lambda entry: entry["speedup"]["ratio"])
     return {
         "batch_size": summary["setting"]["batch_size"],
@@ -296,7 +326,7 @@ def summarize_batched(summary: Entry) -> Entry:
         # No interval: the prompts of a batch share its time.
         "speedup": {
             **{key: best["speedup"][key] for key in ("ratio", "predicted")},
-            "quotable": bool(is_possible(best["speedup"]) and best["speedup"].get("quotable", True)),
+            "quotable": is_quotable(best["speedup"]),
         },
         "tokens_per_second": best["tokens_per_second"],
     }

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,13 +16,16 @@ from spectrain.models.target import Target
 
 NEAR_TIE = 1e-4  # largest gap between float32 logits that counts as a tie
 
+Evidence = Literal["checked", "by construction", "none"]
+"""What a claim that outputs are the target's rests on: answers that were compared here, the rule alone, or nothing."""
+
 
 @dataclass
 class Identity:
     """Whether drafted outputs equal their reference."""
 
     rule: str
-    # As the rule declares it.
+    # As the rule declares it, whatever was checked.
     lossless: bool
     reference: str
     checked: int = 0
@@ -30,9 +33,15 @@ class Identity:
     near_ties: list[dict[str, Any]] = field(default_factory=list)
     differences: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def evidence(self) -> Evidence:
+        if not self.lossless:
+            return "none"
+        return "checked" if self.checked else "by construction"
+
     def summary(self) -> dict[str, Any]:
         """Return the entry `lossless` of summary.json."""
-        return dict(vars(self))
+        return {**vars(self), "evidence": self.evidence}
 
 
 def check_identity(
@@ -40,7 +49,8 @@ def check_identity(
 ) -> dict[str, Identity]:
     """Compare every output with its reference: `generate` for greedy decoding, our autoregressive run for sampling.
 
-    A rule that weighs p against q is lossless in distribution, not token by token, so nothing is compared.
+    A rule that weighs p against q is lossless in distribution, not token by token, so nothing is compared: it is lossless by
+    construction, which tests of the rule show and no score does.
     """
     identities = {}
     greedy = [system.name for system in systems if system.rule.fixes_choice and not system.rule.is_random]
@@ -60,7 +70,7 @@ def reference_of(rule: AcceptanceRule) -> str:
     """Name the reference of outputs under a rule."""
     if rule.fixes_choice:
         return "autoregressive, same random draws" if rule.is_random else "transformers generate"
-    return "the target's distribution, by proof" if rule.lossless else "none: the rule is lossy"
+    return "the target's distribution" if rule.lossless else "none: the rule is lossy"
 
 
 def plain_outputs(target: Target, turns: list[Turn], max_new_tokens: int) -> list[list[int]]:

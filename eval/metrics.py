@@ -66,6 +66,8 @@ def measure_system(
         ),
         "acceptance_by_depth": acceptance_by_depth(turns),
         "tokens_by_round": count_round_lengths(turns),
+        "drafted_rounds": count_drafted_rounds(turns)[0],
+        "rounds": sum(len(generation.node_counts) for generation in drafted),
         "nodes_per_round": round(sum(sum(generation.node_counts) for generation in drafted) / rounds, 2),
         "drafting_nodes_per_round": round(sum(sum(generation.idle_counts) for generation in drafted) / rounds, 2),
         "tokens_per_second": TokensPerSecond(
@@ -114,6 +116,12 @@ def pooled_acceptance(turns: Sequence[Turn]) -> float:
 def per_prompt_acceptance(turns: Sequence[Turn]) -> float:
     """Average each prompt's tokens per target forward over prompts; a prompt without a complete round has none."""
     return _mean_of_ratios(acceptance_columns(turns))
+
+
+def count_drafted_rounds(turns: Sequence[Turn]) -> tuple[int, int]:
+    """Count the rounds that drafted at least one token, and all rounds."""
+    counts = [count for turn in turns for count in turn.drafted.depths]
+    return sum(count > 0 for count in counts), len(counts)
 
 
 def count_round_lengths(turns: Sequence[Turn]) -> list[int]:

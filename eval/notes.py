@@ -3,11 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from spectrain.decoding.acceptance.base import describe_construction
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.eval.columns import (
+    AUTOREGRESSIVE,
+    DRAFTER,
     GROUP_COLUMNS,
     Column,
+    choose_fastest,
     format_interval,
+    format_number,
     format_speedup,
     format_speedup_interval,
     list_groups,
@@ -26,15 +31,23 @@ EXTENSION_NOTES: dict[str, Callable[[Any], Iterator[str]]] = {}
 
 def recommend_system(summary: Summary) -> Iterator[str]:
     """Say what to decode with and what it gained: the fastest system, if it is faster than decoding without a drafter."""
-    measured = [entry for entry in list_systems(summary).values() if entry["speedup"] is not None]
-    possible = [entry for entry in measured if is_possible(entry["speedup"])]
+    systems = {name: entry for name, entry in list_systems(summary).items() if entry["speedup"] is not None}
+    possible = {name: entry for name, entry in systems.items() if is_possible(entry["speedup"])}
     if len(possible) < 2 or summary.get("server"):
         return
-    best = max(possible, key=lambda entry: entry["speedup"]["ratio"])
-    speedup, prompts = best["speedup"], summary["setting"]["prompts"]
-    if speedup["ratio"] <= 1:
-        yield f"Use no drafter here: no system was faster than decoding without one, on {prompts} prompts."
+    fastest, prompts = choose_fastest(summary), summary["setting"]["prompts"]
+    best = max(possible.values(), key=lambda entry: float(entry["speedup"]["ratio"]))
+    if fastest == AUTOREGRESSIVE or best["speedup"]["ratio"] <= 1:
+        yield f"Use no drafter here: plain decoding is fastest, on {prompts} prompts."
         return
+    if fastest is None:
+        yield (
+            f"Nothing is recommended: no speedup may be quoted. Fastest as measured: {best['label']}, "
+            f"{format_speedup(best['speedup'])}, on {prompts} prompts."
+        )
+        return
+    best = systems[fastest]
+    speedup = best["speedup"]
     interval = format_speedup_interval(speedup)
     is_certain = (speedup["ci95"] or [0.0])[0] > 1
     yield (
@@ -43,6 +56,28 @@ def recommend_system(summary: Summary) -> Iterator[str]:
         f"{'' if is_certain else '; whether it is faster is uncertain'}."
     )
     yield from describe_worst_category(best)
+
+
+def describe_acceptance(summary: Summary) -> Iterator[str]:
+    """Say how good the drafter is in each fixed tree, beside the untrained one, without any fit, and the shipped one."""
+    for entry in (summary.get("acceptance") or {}).values():
+        drafters, gain = entry["drafters"], entry["gain"]
+        text = f"Tokens per forward in a fixed tree ({entry['label']}): "
+        if gain is None:
+            text += format_length_with_ends(drafters[DRAFTER])
+        else:
+            before, after = (format_length_with_ends(drafters[name]) for name in (gain["over"], DRAFTER))
+            ends = format_interval(gain["ci95"])
+            text += f"untrained {before}, this drafter {after}: {gain['ratio']:.2f} times{f' (95 % {ends})' if ends else ''}"
+        if "shipped" in drafters:
+            text += f"; shipped drafter {format_length_with_ends(drafters['shipped'])}"
+        yield text + "."
+
+
+def format_length_with_ends(length: Mapping[str, Any]) -> str:
+    """Format tokens per forward with their interval, if there is one."""
+    ends = format_interval(length["ci95"])
+    return format_number(length["pooled"]) + (f" [{ends}]" if ends else "")
 
 
 def describe_worst_category(entry: Mapping[str, Any]) -> Iterator[str]:
@@ -182,14 +217,24 @@ def list_caveats(summary: Summary) -> Iterator[str]:
         )
     if skipped := setting["drafter"].get("skipped"):
         yield f"Drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again."
-    if (share := summary.get("tree", {}).get("undrafted_share")) is not None:
-        yield f"tree={summary['tree']['name']}: {share:.0%} of the rounds were plain steps, as a draft would not have paid."
+    yield from _describe_plain_rounds(summary)
     if guard := summary.get("guard"):
         yield f"Guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not."
     if setting.get("skipped"):
         yield "Left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()) + "."
     if summary["lossless"] is not None:
-        yield _describe_identity(summary["lossless"])
+        yield describe_identity(summary["lossless"])
+
+
+def _describe_plain_rounds(summary: Summary) -> Iterator[str]:
+    """Say in how many rounds the systems drafted that may decide not to."""
+    deciding = [
+        entry for entry in list_systems(summary).values() if (entry.get("tree") or {}).get("undrafted_share") is not None
+    ]
+    if parts := [
+        f"{entry['label']} in {entry['drafted_rounds']} of {entry['rounds']}" for entry in deciding if "rounds" in entry
+    ]:
+        yield f"Rounds that drafted: {'; '.join(parts)}. The others were plain steps, as a draft would not have paid."
 
 
 def describe_noise(summary: Summary) -> Iterator[str]:
@@ -242,7 +287,7 @@ def _describe_trained_target(summary: Summary) -> Iterator[str]:
         yield f"The output is that of the trained target in {summary['setting']['target_path']}."
 
 
-def _describe_identity(lossless: Summary) -> str:
+def describe_identity(lossless: Summary) -> str:
     """Say whether the outputs are the target's."""
     if lossless["differences"]:
         return f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}."
@@ -251,7 +296,7 @@ def _describe_identity(lossless: Summary) -> str:
     if lossless["checked"]:
         ties = len(lossless["near_ties"])
         return f"The output is identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}."
-    return f"Rule {lossless['rule']}: the output follows {lossless['reference']}."
+    return f"{describe_construction(lossless['rule'])}."
 
 
 def format_rates(rates: list[float]) -> str:

@@ -25,13 +25,14 @@ from spectrain.eval.columns import (
     format_speedup_interval,
     get_value,
     known_interval,
+    label_row,
     list_groups,
     list_serving_rows,
     list_systems,
 )
 from spectrain.eval.figures import COLORS, render_svg
 from spectrain.eval.noise import is_possible
-from spectrain.eval.notes import explain_numbers, list_caveats
+from spectrain.eval.notes import describe_acceptance, explain_numbers, list_caveats, recommend_system
 from spectrain.eval.user_times import USER_TIME_COLUMNS, list_user_time_rows
 from spectrain.files import write_text
 
@@ -61,7 +62,8 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number_text, "interval": format_interval, "percent": percent_text,
-                            "speedup": format_speedup, "speedup_interval": format_speedup_interval}  # fmt: skip
+                            "speedup": format_speedup, "speedup_interval": format_speedup_interval,
+                            "label_row": label_row}  # fmt: skip
     page = environment.get_template("page.html").render(
         sections=sections,
         comparison=None if comparison is None else {**comparison, "rows": rows},
@@ -105,7 +107,8 @@ def read_section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
         "speedups": speedup_chart(get_value(summary, "server.speedups") or [], id),
         "systems": systems,
         "groups": [column for _, columns in GROUP_COLUMNS for column in list_groups(columns, systems)],
-        "notes": [*explain_numbers(summary), *list_caveats(summary)] if summary else [],
+        "recommendation": [*recommend_system(summary)][:1] if summary else [],
+        "notes": [*describe_acceptance(summary), *explain_numbers(summary), *list_caveats(summary)] if summary else [],
         "texts": [split_by_round(turn) for turn in turns[:prompts]],
         "tree": next((draw_tree(line["tree"]) for line in lines if "tree" in line), None),
         "training": training_curves(metrics, id) if metrics else None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from spectrain.eval.columns import is_quotable
 from spectrain.eval.comparison import (
     SPEED_COLUMNS,
     ScoredRun,
@@ -19,7 +20,6 @@ from spectrain.eval.comparison import (
 )
 from spectrain.eval.engine_advice import advise_engines
 from spectrain.eval.intervals import Interval, interval
-from spectrain.eval.noise import is_possible
 from spectrain.eval.scenarios import SCENARIOS, advise_axis, describe_missing
 
 SPEED_SIGNS = (1, -1, -1, 1)  # drafted tokens per second over autoregressive ones
@@ -50,8 +50,7 @@ class Variant:
     @property
     def is_quotable(self) -> bool:
         """Whether its speedup may be quoted: the machine was quiet, and it is within its tokens per forward."""
-        speedup = self.entry["speedup"]
-        return bool(is_possible(speedup) and speedup.get("quotable", True)) and not self.run.is_noisy
+        return is_quotable(self.entry["speedup"]) and not self.run.is_noisy
 
     def equals(self, other: "Variant") -> bool | None:
         """Tell whether the 95 % interval of the ratio of the two speedups holds 1; None where there is no interval."""

@@ -16,11 +16,12 @@ from spectrain.eval.columns import (
     Column,
     ComparisonTable,
     autoregressive_entries,
+    label_row,
     list_groups,
     list_systems,
 )
 from spectrain.eval.extensions import EvalExtension
-from spectrain.eval.notes import explain_numbers, list_caveats, recommend_system
+from spectrain.eval.notes import describe_acceptance, explain_numbers, list_caveats, recommend_system
 from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
 
@@ -41,6 +42,8 @@ def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = (
     setting, console = summary["setting"], open_console()
     for sentence in recommend_system(summary):
         console.print(sentence, style="bold", markup=False, highlight=False)
+    for sentence in describe_acceptance(summary):
+        console.print(sentence, markup=False, highlight=False)
     precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
     table = Table(
         title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens"
@@ -57,7 +60,7 @@ def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = (
             for column in SYSTEM_COLUMNS
             for text in (column.cell(entry), *([column.interval_cell(entry)] if column.interval else []))
         ]
-        table.add_row(entry["label"], *cells)
+        table.add_row(label_row(entry), *cells)
     console.print(table)
     for extension in extensions:
         extension.print_results(console, summary)
@@ -86,7 +89,7 @@ def comparison_cells(run: dict[str, Any], table: ComparisonTable, join: Callable
         values = [(column.cell(entry), column.interval_cell(entry)) for column in systems]
         yield [
             run["label"] + MARKS[run["lossless_to"]] if number == 0 else "",
-            entry["label"],
+            label_row(entry),
             *(join(value, interval) if interval else value for value, interval in values),
             *(column.cell(run) if number == 0 else "" for column in runs),
         ]

@@ -16,12 +16,13 @@ from spectrain.decoding.calibration import calibrate_builders, resolve_rule
 from spectrain.decoding.session import check_compatibility, choose_threads, prepare_for_decoding, tune_drafter
 from spectrain.drafters.capabilities import find_datastore
 from spectrain.errors import UserError
-from spectrain.eval.baselines import OWN_STORE, Baselines, supports_auto_tree
-from spectrain.eval.columns import DRAFTER, RECOMMENDED, tracked_systems
+from spectrain.eval.baselines import OWN_STORE, Baselines
+from spectrain.eval.columns import DRAFTER, tracked_systems
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
 from spectrain.eval.extensions import EvalExtension, Results
+from spectrain.eval.fixed_trees import make_chain
 from spectrain.eval.identity import check_identity
 from spectrain.eval.leaks import check_no_leak, refuse_answers
 from spectrain.eval.memory import extra_memory
@@ -52,11 +53,10 @@ from spectrain.models.fast import lowest_precision
 from spectrain.models.target import Target
 from spectrain.output.console import make_console
 from spectrain.runs.candidate import Candidate
-from spectrain.trees import Auto
 from spectrain.trees.measurements import Calibration, RuleForecast
 
 # Systems whose trees are calibrated together with the drafter's own.
-CALIBRATED = ("shipped", "untrained", "static_drafter", "copies", "retrieval")
+CALIBRATED = ("shipped", "untrained", "shipped-tree", "untrained-tree", "static_drafter", "copies", "retrieval")
 MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 
 
@@ -102,8 +102,8 @@ class Evaluation(PromptedEvaluation):
         changes_drafter = any(extension.changes_drafter for extension in extensions)
         requested_rule = candidate.rule.name
         candidate, rule_forecast = self._prepare(candidate, extensions)
-        if self.uses_auto_tree(candidate) and not changes_drafter:
-            candidate = replace(candidate, builder=Auto(), default_builder=candidate.builder)
+        if self.puts_chain_first(candidate) and not changes_drafter:
+            candidate = replace(candidate, builder=make_chain(candidate.builder), default_builder=candidate.builder)
         systems, calibration = self._make_systems(candidate, extensions)
         decoder = self._make_decoder(candidate.target, systems[0])
         oracle = Oracle(systems[0], decoder) if self.oracle else None
@@ -124,8 +124,7 @@ class Evaluation(PromptedEvaluation):
         if self.report:
             sections |= self._measure_costs(results)
         setting = {**self._describe_setting(results, decoding), "rule": requested_rule}
-        recommended = RECOMMENDED if RECOMMENDED in results.summaries else DRAFTER
-        summary = EvaluationSummary(recommended, results.summaries, limits, sections, setting).to_json()
+        summary = EvaluationSummary(results.summaries, limits, sections, setting).to_json()
         self._write(results, summary, calibration)
         print_table(summary, extensions)
         return summary
@@ -169,12 +168,15 @@ class Evaluation(PromptedEvaluation):
             rule = rule.matching_rule()
         return replace(candidate, rule=rule, builder=builder), forecast
 
-    def uses_auto_tree(self, candidate: Candidate) -> bool:
-        """Tell whether tree=auto, which this machine's times favor, is scored first."""
-        if not self.measured or self.varies_trees:
+    def puts_chain_first(self, candidate: Candidate) -> bool:
+        """Tell whether the numbers at the top are those of a chain of 3, in place of the drafter's own tree.
+
+        They are if no tree was requested, or one that may draft nothing: its tokens per forward would not be the drafter's.
+        """
+        own = candidate.builder
+        if self.varies_trees or (own.is_chain and own.depth == 3 and own.is_fixed):
             return False
-        supported = supports_auto_tree(candidate.target, candidate.drafter, candidate.builder)
-        return supported and not Decoder(candidate.target, candidate.rule.matching_rule(), self.engine).prefers_capture
+        return self.measured or own.decides_to_draft
 
     def _make_systems(self, candidate: Candidate, extensions: list[EvalExtension]) -> tuple[list[System], Calibration | None]:
         """Return the systems to decode, the drafter with its tree first, all of them prepared."""

@@ -45,10 +45,11 @@ class EvalSettings:
     # Number of prompts that are decoded together.
     batch_size: int = 1
     # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped, untrained, ngram,
-    # lookahead and retrieval; transformers decodes generate, prompt_lookup, assistant and early_exit.
+    # lookahead and retrieval; transformers decodes generate, prompt_lookup, assistant and early_exit. With fixed, the drafter,
+    # the untrained and the shipped one are also decoded in the same fixed trees, a chain of 3 and 16 nodes, without times.
     baselines: tuple[str, ...] = DEFAULT_BASELINES
-    # Score tree=auto first and the drafter's own tree as a second system. Default of train, eval and compare: true
-    # if no tree= is given, in the eager loop, on one process.
+    # Score a chain of 3 first, and the drafter's own tree and tree=auto as further systems. Default of train, eval and compare:
+    # true if no tree= is given.
     measured: bool = False
     # Store that the baselines copies and retrieval copy from, in addition to the text: own is the answers in a run's training
     # data, any other value is a folder that spectrain data index wrote, and null is no store.

@@ -14,7 +14,7 @@ from spectrain.data.chat import token_kinds
 from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
-from spectrain.eval.columns import DRAFTER, order_systems
+from spectrain.eval.columns import DRAFTER, choose_fastest, order_systems
 from spectrain.eval.kinds import kind_runs
 from spectrain.eval.metrics import Turn
 from spectrain.eval.system_numbers import SystemSummary
@@ -31,8 +31,6 @@ PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 class EvaluationSummary:
     """summary.json: the drafter's numbers at the top, the other systems' under `compared`, then what else was measured."""
 
-    # Name of the system to decode with.
-    recommended: str
     systems: dict[str, SystemSummary]
     # The drafter on the target's own text, and what limits the speedup: entries of the top level.
     limits: dict[str, Any]
@@ -44,14 +42,15 @@ class EvaluationSummary:
     def to_json(self) -> dict[str, Any]:
         """Return the content of summary.json."""
         entries = {name: self.systems[name].to_json() for name in order_systems([*self.systems])}
-        return {
-            "recommended": self.recommended,
+        content = {
             **entries.pop(DRAFTER),
             **self.limits,
             "compared": entries,
             **self.sections,
             "setting": self.setting,
         }
+        # Name of the fastest system; "autoregressive" if no drafter is faster, null if no speedup may be quoted.
+        return {"recommended": choose_fastest(content), **content}
 
 
 def speedup_limits(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequence[Turn]) -> dict[str, Any]:

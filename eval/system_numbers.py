@@ -78,6 +78,9 @@ class SystemNumbers:
     acceptance_length: AcceptanceLength
     acceptance_by_depth: list[float]
     tokens_by_round: list[int]
+    # Rounds that drafted at least one token, and all rounds.
+    drafted_rounds: int
+    rounds: int
     nodes_per_round: float
     drafting_nodes_per_round: float
     tokens_per_second: TokensPerSecond

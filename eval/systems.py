@@ -28,6 +28,8 @@ class System:
     pruning: TreePruner | None = None
     # Decodes by another runner than the eager loop.
     runner_source: RunnerSource | None = None
+    # A row of the table, with times; without them, only its tokens per forward count.
+    is_timed: bool = True
 
 
 class Decoder:

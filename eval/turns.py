@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.progress import track
 
 from spectrain.decoding.generation import Generation
+from spectrain.eval.columns import AUTOREGRESSIVE
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.kinds import opening_kind
 from spectrain.eval.metrics import Turn
@@ -23,7 +24,7 @@ from spectrain.models.energy import find_energy_reader
 from spectrain.output.console import make_console
 from spectrain.training.metrics import Pace, format_duration
 
-AUTOREGRESSIVE, ORACLE = "autoregressive", "oracle"
+ORACLE = "oracle"
 
 PATIENCE = 300  # seconds that decoding everything again may take
 
@@ -67,7 +68,10 @@ class Interleaving:
         batch_size: int,
         limit: TimeLimit | None = None,
     ) -> None:
-        self.decoder, self.systems, self.extensions, self.oracle = decoder, list(systems), extensions, oracle
+        self.decoder, self.extensions, self.oracle = decoder, extensions, oracle
+        self.systems = [system for system in systems if system.is_timed]
+        # Decoded once, after the others.
+        self.untimed = [system for system in systems if not system.is_timed]
         self.max_new_tokens, self.batch_size, self.limit = max_new_tokens, batch_size, limit
         self.turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         self.batches: list[list[TurnRequest]] = []
@@ -85,7 +89,7 @@ class Interleaving:
         target = self.decoder.target
         opening = prompts[0].tokenize_for(target)
         # Warm up outside every timer.
-        for system in (None, *self.systems):
+        for system in (None, *self.systems, *self.untimed):
             self.decoder(system, [opening], min(8, self.max_new_tokens), [0])
         self.decoder.choose_threads(self.systems, opening, self.max_new_tokens)
         for extension in self.extensions:
@@ -113,18 +117,19 @@ class Interleaving:
         repeat_seconds = self._repeat_seconds(self.limit.repeats)
         fits_now = repeat_seconds <= self._seconds_left(self.num_prompts)
         fits_later = repeat_seconds * (1 + self.batch_size / self.num_prompts) <= after_next
-        return self.limit.repeats > 1 and fits_now and not fits_later and is_unsteady([*self.turns.values()])
+        timed = [self.turns[system.name] for system in self.systems]
+        return self.limit.repeats > 1 and fits_now and not fits_later and is_unsteady(timed)
 
     def _seconds_left(self, num_prompts: int) -> float:
         """Return the seconds left for decoding so many prompts; infinity without a limit."""
         if self.limit is None:
             return float("inf")
-        num_runs = 1 + len(self.systems) + (self.oracle is not None)
+        num_runs = 1 + len(self.systems) + len(self.untimed) + (self.oracle is not None)
         return self.limit.seconds_left(num_prompts, self.seconds / max(1, self.num_prompts) / num_runs)
 
     def _repeat_seconds(self, times: int) -> float:
         """Estimate the seconds that decoding every pair again takes; each system has an autoregressive run of its own."""
-        return (times - 1) * self.seconds * 2 * len(self.systems) / (1 + len(self.systems))
+        return (times - 1) * self.seconds * 2 * len(self.systems) / (1 + len(self.systems) + len(self.untimed))
 
     def _print_progress(self, line: str) -> None:
         """Print a line now and then if there is no terminal for a progress bar."""
@@ -175,7 +180,7 @@ class Interleaving:
             if self.read_energy:
                 self.joules[name] += self.read_energy() - start
                 self.num_tokens[name] += sum(len(run.output) for run in runs[name])
-        return runs
+        return runs | {system.name: self.decoder(system, tokens, self.max_new_tokens, keys) for system in self.untimed}
 
     def joules_per_token(self, name: str) -> dict[str, float] | None:
         """Return the joules of a token without and with a system, prefill included; None where the device counts none."""

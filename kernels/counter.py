@@ -9,6 +9,7 @@ Torch has no uint64 arithmetic and uses int64 instead: products and sums wrap al
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,6 +78,19 @@ def random_bits(key: Tensor, counter: Tensor) -> Tensor:
 def to_unit(bits: Tensor) -> Tensor:
     """Map integers below 2^32 to float32 in (0, 1); small ones retain all 32 bits."""
     return bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=MAX_UNIT)
+
+
+def host_uniform(key: int, counter: int) -> float:
+    """Compute `uniform_noise` of integers on the host, bit for bit."""
+    key %= 1 << 64
+    start = counter * key % (1 << 64)
+    other = (start + key) % (1 << 64)
+    x = start
+    for summand in (start, other, start):
+        x = (x * x + summand) % (1 << 64)
+        x = x >> 32 | (x << 32) % (1 << 64)
+    bits = ((x * x + other) % (1 << 64)) >> 32
+    return min(float((np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-32)), MAX_UNIT)
 
 
 def uniform_noise(key: Tensor, counter: Tensor) -> Tensor:

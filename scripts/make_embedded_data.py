@@ -106,14 +106,14 @@ def main() -> None:
         part = args.work / f"{name}.jsonl"
         if part.exists():
             continue
-        began = time.time()
+        began = time.monotonic()
         torch.manual_seed(zlib.crc32(name.encode()))
         rows = generate_conversations(model, tokenizer, batch, args.max_new_tokens, args.temperature)
         scratch = part.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(scratch, part)
         print(
-            f"batch {number + 1} of {len(batches)}: {len(rows)} conversations in {time.time() - began:.0f} s",
+            f"batch {number + 1} of {len(batches)}: {len(rows)} conversations in {time.monotonic() - began:.0f} s",
             flush=True,
         )
     lines = "".join((args.work / f"{name}.jsonl").read_text() for name in batches)

@@ -90,7 +90,7 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     total = args.epochs * len(make_batches(rows, args.batch_tokens, random.Random(0)))
-    step, began = 0, time.time()
+    step, began = 0, time.monotonic()
     for epoch in range(args.epochs):
         for batch in make_batches(rows, args.batch_tokens, order):
             scale = min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * min(1, step / total))))
@@ -105,7 +105,8 @@ def main() -> None:
         with torch.inference_mode():
             parts = make_batches(held_out, 8192, random.Random(0))
             nats = sum(cross_entropy(model, part).item() * len(part) for part in parts) / len(held_out)
-        print(f"epoch {epoch + 1}: train {loss.item():.3f}, held out {nats:.3f} nats, {time.time() - began:.0f} s", flush=True)
+        seconds = time.monotonic() - began
+        print(f"epoch {epoch + 1}: train {loss.item():.3f}, held out {nats:.3f} nats, {seconds:.0f} s", flush=True)
     unpack_linears(model)
     model.generation_config.eos_token_id = end
     model.to(torch.bfloat16).save_pretrained(args.out)

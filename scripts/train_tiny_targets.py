@@ -128,7 +128,7 @@ def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_toke
             for example in tokenize_conversation(ChatTemplate(tokenizer), messages, images)
         ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    began = time.time()
+    began = time.monotonic()
     for step in range(steps):
         picked = order.sample(picture_examples, 24) if picture_examples and step % 3 == 2 else []
         batch, pixels = [list(example.tokens) for example in picked], collect_pixels(picked, model)
@@ -140,7 +140,7 @@ def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_toke
         loss = cross_entropy(model, batch, pixels)
         take_step(model, optimizer, loss)
         if step % 50 == 49:
-            print(f"{name} step {step + 1}: {loss.item():.3f} nats, {time.time() - began:.0f} s", flush=True)
+            print(f"{name} step {step + 1}: {loss.item():.3f} nats, {time.monotonic() - began:.0f} s", flush=True)
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

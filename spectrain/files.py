@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from safetensors import SafetensorError
+
 from .errors import RunError, UserError
 
 REPEAT_COMMAND = "give the same command again"
@@ -28,6 +30,16 @@ FOREIGN_MARKS = {
 """The encodings that a byte-order mark names, besides UTF-8."""
 # Weight files that can run code when they are read.
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+# What the system says about a disk without space, and about a path where nothing can be written.
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+PATH_ERRORS = (
+    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EEXIST,
+    errno.ENXIO,
+)  # fmt: skip
+# Bytes that the name of a scratch file is longer than that of the file.
+SCRATCH_NAME_BYTES = len(".12345678.part")
+# Characters of a path in a message.
+MAX_SHOWN_PATH = 300
 # Attempts to lock a scratch folder that other processes move away meanwhile.
 LOCK_ATTEMPTS = 100
 
@@ -46,7 +58,7 @@ def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_C
     made = [above for above in scratch.parents if not above.exists()] if folder else []  # the innermost first
     handle: int | None = None
     try:
-        with explain_full_disk(destination, remedy):
+        with explain_failed_write(destination, remedy):
             if folder:
                 handle = _lock_scratch(scratch, destination)
             yield scratch
@@ -141,18 +153,63 @@ def check_encoding(start: bytes, path: Path) -> None:
 
 
 @contextmanager
-def explain_full_disk(destination: Path, remedy: str = REPEAT_COMMAND) -> Iterator[None]:
-    """Report a full disk in one sentence that names what could not be written; other errors pass unchanged."""
+def explain_failed_write(destination: Path, remedy: str = REPEAT_COMMAND) -> Iterator[None]:
+    """Report a full disk, or a path where nothing can be written, in one sentence that names what could not be written; other
+    errors pass unchanged."""
     try:
         yield
-    except Exception as error:  # safetensors says so in an exception of its own
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if not full and not any(sign in str(error) for sign in ("No space left", "File too large")):
+    except (UserError, RunError):
+        raise
+    except Exception as error:  # safetensors reports the system's errors in an exception of its own
+        full = isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS
+        if full or any(sign in str(error) for sign in ("No space left", "File too large")):
+            raise UserError(
+                f"{destination}: the disk is full, so it was not saved and what was saved before is intact; free "
+                f"some space and {remedy}"
+            ) from error
+        reason = _find_path_error(error, destination)
+        if reason is None:
             raise
-        raise UserError(
-            f"{destination}: the disk is full, so it was not saved and what was saved before is intact; free "
-            f"some space and {remedy}"
-        ) from error
+        raise UserError(f"{shorten_path(destination)}: it cannot be written ({reason}); choose another place") from error
+
+
+def _find_path_error(error: Exception, destination: Path) -> str | None:
+    """Return what the system says of a destination, its scratch path, something in them, or a folder above; None of an error
+    about anything else, such as a file that was read meanwhile."""
+    if isinstance(error, SafetensorError):
+        return next((os.strerror(number) for number in PATH_ERRORS if os.strerror(number) in str(error)), None)
+    if not isinstance(error, OSError) or error.errno not in PATH_ERRORS or error.filename is None:
+        return None
+    path, place = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(destination)
+    is_about = path.startswith(place) or f"{place}{os.sep}".startswith(f"{path.rstrip(os.sep)}{os.sep}")
+    return os.strerror(error.errno) if is_about else None
+
+
+def require_writable(destination: Path, key: str) -> None:
+    """Raise a UserError where a file or a folder cannot be written, before anything slow runs; `key` names its setting."""
+    place = f"{key}={shorten_path(destination)}"
+    try:
+        above = next(path for path in (destination, *destination.absolute().parents) if os.path.lexists(path))
+        name_bytes = os.pathconf(above, "PC_NAME_MAX")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{place}: it cannot be written ({reason}); choose another place") from error
+    # A scratch file has a longer name.
+    if any(len(os.fsencode(name)) + SCRATCH_NAME_BYTES > name_bytes for name in destination.parts):
+        raise UserError(f"{place}: a name has at most {name_bytes - SCRATCH_NAME_BYTES} bytes here; choose a shorter one")
+    if not above.is_dir() and above != destination:
+        raise UserError(f"{place}: {above} is a file; choose another place")
+    folder = above if above.is_dir() else above.absolute().parent
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        raise UserError(f"{place}: it cannot be written ({os.strerror(errno.EROFS)}); choose another place")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{place}: it cannot be written ({os.strerror(errno.EACCES)}); choose another place")
+
+
+def shorten_path(path: Path | str) -> str:
+    """Return a path for a message, without the middle of a very long one."""
+    text = str(path)
+    return text if len(text) <= MAX_SHOWN_PATH else f"{text[:80]} ... {text[-80:]}"
 
 
 def _replace_path(scratch: Path, destination: Path) -> None:

@@ -5,12 +5,13 @@ import os
 import time
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.files import FolderBusy, atomic_write, explain_full_disk, make_folder_once, write_text
+from spectrain.files import FolderBusy, atomic_write, explain_failed_write, make_folder_once, require_writable, write_text
 
 
 class ProcessKilled(BaseException):
@@ -82,10 +83,10 @@ def test_a_full_disk_is_a_single_sentence(tmp_path: Path, number: int) -> None:
     """The error names the file and says what to do; another error stays as it is."""
     with (
         pytest.raises(UserError, match=r"here: the disk is full.*free some space and try"),
-        explain_full_disk(Path("here"), "try"),
+        explain_failed_write(Path("here"), "try"),
     ):
         raise OSError(number, "")
-    with pytest.raises(PermissionError), explain_full_disk(Path("here")):
+    with pytest.raises(PermissionError), explain_failed_write(Path("here")):
         raise PermissionError(errno.EACCES, "no")
     write_text(tmp_path / "text", "\u00e9")
     assert (tmp_path / "text").read_bytes() == b"\xc3\xa9"
@@ -156,3 +157,30 @@ def test_a_cache_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for thread in threads:
         thread.join()
     assert calls == [1] and read_content(tmp_path / "place", True) == "content" and list_names(tmp_path) == ["place"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR])
+def test_a_path_that_cannot_be_written_is_a_single_sentence(tmp_path: Path, number: int) -> None:
+    """The error names the destination; one about another file stays as it is."""
+    sentence = rf"place: it cannot be written \({os.strerror(number)}\); choose another place"
+    with pytest.raises(UserError, match=sentence), explain_failed_write(tmp_path / "place"):
+        raise OSError(number, os.strerror(number), str(tmp_path / "place.part" / "file"))
+    with pytest.raises(OSError, match=os.strerror(number)), explain_failed_write(tmp_path / "place"):
+        raise OSError(number, os.strerror(number), str(tmp_path / "source"))
+
+
+def test_paths_are_refused_before_anything_slow_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are too long, files on the way, and folders and file systems that nobody may write."""
+    require_writable(tmp_path / "new" / "folder", "out")
+    require_writable(Path("new") / "folder", "out")
+    with pytest.raises(UserError, match=r"^out=.* \.\.\. .*: a name has at most 241 bytes here"):
+        require_writable(tmp_path / ("a" * 300), "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/out: .*file is a file; choose another place"):
+        require_writable(tmp_path / "file" / "out", "out")
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"out: it cannot be written \(Permission denied\)"):
+        patched.setattr("os.access", lambda path, mode: False)
+        require_writable(tmp_path / "out", "out")
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"cannot be written \(Read-only file system\)"):
+        patched.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+        require_writable(tmp_path / "out", "out")

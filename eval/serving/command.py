@@ -25,7 +25,7 @@ from spectrain.export.converter import read_drafter
 from spectrain.export.gguf_file import read_weight_type
 from spectrain.export.gguf_model import has_own_file
 from spectrain.export.targets import TargetFiles
-from spectrain.files import atomic_write
+from spectrain.files import atomic_write, require_writable
 from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
@@ -60,6 +60,7 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
     spec, folder = resolve_server_spec(requested)
     evaluation = make_evaluation(spec)
     folder = find_results_folder(folder) / "eval" / evaluation.name
+    require_writable(folder, "run")
     with ExitStack() as stack:
         groups, launched = start_servers(spec, stack) if requested["serve"] else (connect_servers(spec), {})
         if requested["run"]:

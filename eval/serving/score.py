@@ -93,7 +93,7 @@ class ServerEvaluation(PromptedEvaluation):
         if self.check and subject.own is not None and server["counts"] != "none":
             server["own_chain"] = subject.own.compare(first, self.max_new_tokens)
         setting = self._describe_setting(subject, measured, summaries[DRAFTER])
-        summary = EvaluationSummary(DRAFTER, dict(summaries), {}, {"server": server}, setting).to_json()
+        summary = EvaluationSummary(dict(summaries), {}, {"server": server}, setting).to_json()
         folder.mkdir(parents=True, exist_ok=True)
         write_lines(folder / "samples.jsonl", [sample_line(turn, template) for turn in first])
         write_rounds(folder / "rounds.parquet", turns)

@@ -22,6 +22,7 @@ from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError
 from spectrain.export.card import measured_rates
 from spectrain.export.targets import TargetFiles
+from spectrain.files import require_writable
 from spectrain.provenance import collect_provenance, processor_name
 from spectrain.runs.folder import find_results_folder
 from spectrain.runs.serve import ServedDrafter, find_served_drafter, interrupt_on_signals, launch_target
@@ -105,6 +106,8 @@ def bench_engine(spec: RunSpec, bench: Any, out: str | None) -> EngineTimes:
     """Time an engine's forwards, print what a drafter needs there, and write the times into the cache and to `out`."""
     server = make_server(spec)
     options: EngineBench = bench.build().complete(server)
+    if out is not None:
+        require_writable(Path(out), "out")
     served = None if spec.run is None else find_served_drafter(spec, server.name)
     target = TargetFiles.from_settings(spec.target.node) if served is None else served.target
     launch, drafter = launch_target(target, server), None

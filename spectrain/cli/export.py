@@ -43,12 +43,12 @@ def export_command(
         return export_target(TargetFiles.from_settings(target.node), str(out), dtype, str(format), engine_python)
     require_keys("spectrain export run=runs/NAME format=vllm out=DIR", run=run, format=format, out=out)
     folder = Path(str(out))
+    refuse_nonempty(folder)
     requested = requested_target(target)
     drafter = read_drafter(require_drafter_directory("run", str(run)), requested)
     layout = select_layout(drafter.family, str(format), dtype)
     layout = layout if engine_python is None else layout.with_engine(engine_python)
     files_of_target = requested or resolve_target(drafter)
-    refuse_nonempty(folder)
     with atomic_write(folder, folder=True, is_new=True) as scratch:
         write_checked(drafter, layout, files_of_target, scratch)
         if drafter.trained_target is not None and not drafter.is_target:

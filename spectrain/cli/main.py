@@ -80,9 +80,12 @@ def dispatch_command(arguments: list[str]) -> None:
 def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     """Compose the configuration with hydra and call `task` with it, once or, with -m, for every point of a sweep."""
     import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     from spectrain.config.build import register_resolvers
     from spectrain.config.choices import check_encodings, conf_folders, set_choice_folders
+    from spectrain.errors import UserError, first_line
 
     register_resolvers()
     folders = conf_folders(words)
@@ -92,7 +95,24 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     disable_progress_bars()
     groups = list_config_groups(words)
     sys.argv = ["spectrain", *(allow_new_keys(word, groups) for word in words)]
-    hydra.main(version_base="1.3", config_path="pkg://spectrain.conf", config_name=config_name)(with_exit_codes(task))()
+    is_composed = False
+
+    def call(config: Any) -> None:
+        nonlocal is_composed
+        is_composed = True
+        task(config)
+
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://spectrain.conf", config_name=config_name)(with_exit_codes(call))()
+    except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        if is_composed or isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
+            raise
+        raise UserError(f"{find_refused_word(words)}: hydra cannot read it ({first_line(error)}); leave it out") from error
+
+
+def find_refused_word(words: Sequence[str]) -> str:
+    """Return the word that hydra most likely refuses: the last one that is about hydra itself, or else all of them."""
+    return next((word for word in reversed(words) if word.lstrip("+~").startswith("hydra")), " ".join(words))
 
 
 def disable_progress_bars() -> None:
@@ -115,11 +135,9 @@ def with_exit_codes(task: Task) -> Task:
             sys.exit(print_failure(str(stopped), stopped.status) if str(stopped) else stopped.status)
         except (UserError, RunError) as error:
             sys.exit(print_failure(str(error), 2 if isinstance(error, UserError) else 1))
-        except PermissionError as error:
-            path = f"{error.filename}: " if error.filename else ""
-            sys.exit(print_failure(f"{path}{error.strerror or error}; check its permissions or give another path", 2))
         except Exception as error:
-            if (message := explain_hydra_error(error)) is None:
+            message = explain_hydra_error(error) or explain_path_error(error)
+            if message is None:
                 raise
             sys.exit(print_failure(message, 2))
 
@@ -248,6 +266,17 @@ def read_run(config: Any, *keys: str) -> tuple[Any, dict[str, Any]]:
 
     spec, own = lazy_import("config.spec.read_run")(config, keys, HydraConfig.get().overrides.task)
     return replace(spec, recipe_name=HydraConfig.get().runtime.choices.get("recipe")), own
+
+
+def explain_path_error(error: Exception) -> str | None:
+    """Return one sentence for what the system says of a full disk or a path that cannot be used; None for any other error."""
+    from spectrain.files import FULL_DISK_ERRORS, PATH_ERRORS, shorten_path
+
+    if not isinstance(error, OSError) or error.errno not in (*PATH_ERRORS, *FULL_DISK_ERRORS):
+        return None
+    path = f"{shorten_path(error.filename)}: " if error.filename else ""
+    remedy = "free some space" if error.errno in FULL_DISK_ERRORS else "check its permissions"
+    return f"{path}{error.strerror or error}; {remedy} or give another path"
 
 
 def explain_hydra_error(error: Exception) -> str | None:

@@ -22,6 +22,10 @@ BARE_FLAGS, VALUE_FLAGS = HELP_DATA["hydra"]["alone"], HELP_DATA["hydra"]["value
 CFG_PARTS = ("job", "hydra", "all")
 SETTING_PATTERN = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
+# Values that hydra reads as something else than a name.
+NO_NAMES = ("null", "true", "false", "nan", "inf")
+MAX_DIGITS = 300
+MAX_BRACKETS = 64
 # The choice that messages suggest, if it is not the first of its group.
 EXAMPLE_CHOICES = {"recipe": "eagle3"}
 
@@ -121,11 +125,14 @@ def check_words(command: str, words: list[str]) -> None:
                 raise UserError(f"{word}: settings are KEY=VALUE without spaces{suggest_word(command, word, allowed, folders)}")
             continue
         name, value = setting[1], setting[2]
+        check_length(name, value)
         if not value and any(key.name == name for key in schema.keys):
             raise UserError(f"{name}=: it is empty; write {name}=VALUE, or leave it out")
         head = re.split(r"[./@]", name)[0]
         if name in schema.groups and not (word.startswith("~") and value in ("", "null")):
             check_choice(name, value, folders, sweeps)
+        elif name.startswith("hydra/"):
+            check_hydra_choice(word, value)
         elif head not in allowed and head != "hydra":
             raise UserError(f"{head}: there is no such key{suggest_key(setting[1], head, schema, allowed)}")
     check_overrides(schema, words)
@@ -162,6 +169,20 @@ def check_flag(word: str, following: str | None, allowed_keys: list[str], schema
     )
 
 
+def check_length(name: str, value: str) -> None:
+    """Raise a UserError for a number with more digits than Python reads, and for brackets that nest deeper than settings do."""
+    if re.search(rf"\d{{{MAX_DIGITS + 1}}}", value):
+        raise UserError(f"{name}={value[:20]}..: a number has at most {MAX_DIGITS} digits; write a smaller one")
+    if re.search(rf"[\[{{(]{{{MAX_BRACKETS + 1}}}", value):
+        raise UserError(f"{name}={value[:20]}..: its brackets are nested too deeply; write a plain value")
+
+
+def check_hydra_choice(word: str, value: str) -> None:
+    """Raise a UserError unless the choice of one of hydra's own groups is a name, or several of a sweep."""
+    if word.startswith("~") or value.lower() in NO_NAMES or not re.fullmatch(r"[A-Za-z][\w/,-]*", value):
+        raise UserError(f"{word}: hydra takes the name of a choice here, as in hydra/launcher=basic")
+
+
 def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> None:
     """Raise a UserError unless the choice is one of the group's files or, in a list or a sweep, several of them."""
     files = choice_files(group, folders)
@@ -174,7 +195,7 @@ def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> N
     if re.search(r"\s\w+[\w.]*=", value):
         raise UserError(f"{group}={value}: these are several settings in one pair of quotes; quote them one by one")
     unknown = next((entry.strip() for entry in chosen if entry.strip() not in files), None)
-    if unknown is None or re.search(r"[()*]", value):  # hydra's own ways of writing a sweep
+    if unknown is None or re.match(r"(choice|range|glob|sort|shuffle|tag|interval)\(|\*$", value):  # hydra's forms of a sweep
         return
     if group in ("target", "data") and re.search(r"[./]", unknown):
         choice, key = ("hf", "model") if group == "target" else ("jsonl", "path")

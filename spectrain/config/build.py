@@ -46,6 +46,10 @@ BOUND_TEXTS = {"greater_than_equal": "use {ge} or more", "greater_than": "use mo
 HYDRA_DIRECTIVES = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 # Keys of transformers that refer to code stored with the weights.
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
+# Of a value in a message.
+MAX_SHOWN_CHARACTERS = 300
+# Values of a list or a group in a file; the longest are the nodes of a fixed tree, 4096.
+MAX_VALUES = 10_000
 # Levels of nested settings.
 MAX_NESTING = 64
 
@@ -242,9 +246,11 @@ def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, Se
     try:
         checked = TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
-        raise UserError(f"{full}={value}: {violation_text(error, hint)}{suggest_remedy(value, hint)}") from error
+        raise UserError(f"{full}={shorten(value)}: {violation_text(error, hint)}{suggest_remedy(value, hint)}") from error
+    if (remedy := find_converted_truth(value, checked)) is not None:
+        raise UserError(f"{full}={shorten(value)}: {remedy} ({describe_type(hint)})")
     if not is_finite(checked):
-        raise UserError(f"{full}={value}: use a finite number")
+        raise UserError(f"{full}={shorten(value)}: use a finite number")
     return checked
 
 
@@ -271,10 +277,31 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
             if override.is_sweep_override():
                 continue
             given: Any = override.value()
-        except HydraException:
+        except (HydraException, ValueError, RecursionError):
             given = value
         if "${" not in value:
             check_value(group, name, given, settings_by_name(target))
+
+
+def shorten(value: Any) -> str:
+    """Return a value for a message, without what follows the first characters of a very long one."""
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}.."
+
+
+def find_converted_truth(value: Any, checked: Any) -> str | None:
+    """Return what to write where a check has turned a truth value into a number, or a number into a truth value."""
+    if isinstance(value, Mapping) and isinstance(checked, Mapping):
+        pairs = [(entry, checked.get(key)) for key, entry in value.items()]
+    elif isinstance(value, (list, tuple)) and isinstance(checked, (list, tuple)):
+        pairs = list(zip(value, checked))
+    elif isinstance(value, bool) and isinstance(checked, (int, float)) and not isinstance(checked, bool):
+        return "write a number"
+    elif isinstance(checked, bool) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "write true or false"
+    else:
+        return None
+    return next(filter(None, (find_converted_truth(entry, result) for entry, result in pairs)), None)
 
 
 def is_finite(value: Any) -> bool:
@@ -334,6 +361,8 @@ def find_directives(content: Any, key_path: str = "") -> Iterator[str]:
     """Yield each directive (an instruction instead of data) in a file's content, as a sentence without its end."""
     if key_path.count(".") > MAX_NESTING:
         yield f"{key_path.split('.')[0]} is nested too deeply"
+    elif isinstance(content, (dict, list)) and len(content) > MAX_VALUES:
+        yield f"{key_path or 'the file'} has {len(content)} values, and no setting has more than {MAX_VALUES}"
     elif isinstance(content, dict):
         for key, value in content.items():
             yield from _check_key(str(key), value, f"{key_path}.{key}" if key_path else str(key))

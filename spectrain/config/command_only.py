@@ -91,7 +91,7 @@ def _find_key(node: Any, key: str, path: str) -> Iterator[str]:
     for name, value in entries:
         if name == key and is_set(value):
             yield f"{path}.{name}"
-        else:
+        elif isinstance(value, (Mapping, list)):
             yield from _find_key(value, key, f"{path}.{name}")
 
 

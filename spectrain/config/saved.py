@@ -18,21 +18,22 @@ from .command_only import drop_command_only
 
 # Bytes; the settings of a model take a few thousand.
 MAX_FILE_BYTES = 16_000_000
+COPY_AGAIN = "copy the file again"
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; a UserError says why it cannot be read."""
-    return _read_file(path, json.loads, "JSON")
+def read_json(path: Path, remedy: str = COPY_AGAIN, limit: int = MAX_FILE_BYTES) -> Any:
+    """Read a JSON file of at most `limit` bytes; a UserError says why it cannot be read, and the `remedy`."""
+    return parse_file(path, json.loads, "JSON", remedy, limit)
 
 
 def read_yaml(path: Path) -> Any:
     """Read a YAML file of plain values."""
-    return _read_file(path, lambda text: yaml.load(text, _PlainLoader), "YAML")
+    return parse_file(path, lambda text: yaml.load(text, _PlainLoader), "YAML")
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds settings by name."""
-    content = read_json(path)
+def read_json_object(path: Path, limit: int = MAX_FILE_BYTES) -> dict[str, Any]:
+    """Read a JSON file of at most `limit` bytes that holds settings by name."""
+    content = read_json(path, limit=limit)
     if not isinstance(content, dict):
         raise UserError(f"{path}: it holds no settings; copy the file again")
     return content
@@ -47,24 +48,30 @@ class _PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _read_file(path: Path, parse: Callable[[str], Any], kind: str) -> Any:
+def require_regular_file(path: Path, remedy: str = COPY_AGAIN) -> None:
+    """Raise a UserError where a path is a folder, a pipe, a device or a socket, which may never end."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: this is no file; {remedy}")
+
+
+def parse_file(
+    path: Path, parse: Callable[[str], Any], kind: str, remedy: str = COPY_AGAIN, limit: int = MAX_FILE_BYTES
+) -> Any:
+    """Return what `parse` makes of a text file of at most `limit` bytes; `kind` names its format in messages."""
     try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path}: this is no file; copy it again")
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UserError(
-                f"{path}: it has more than {MAX_FILE_BYTES // 1_000_000} MB, which no settings need; copy the file again"
-            )
+        require_regular_file(path, remedy)
+        if path.stat().st_size > limit:
+            raise UserError(f"{path}: it has more than {limit // 1_000_000} MB, which no such file needs; {remedy}")
         return parse(read_text(path))
     except OSError as error:
         raise UserError(f"{path}: it cannot be read ({error.strerror}); see that it is there and yours") from error
     except UserError:
         raise
     except RecursionError as error:
-        raise UserError(f"{path}: its values are nested too deeply; copy the file again") from error
+        raise UserError(f"{path}: its values are nested too deeply; {remedy}") from error
     except (ValueError, yaml.YAMLError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"{path}: this is not {kind} ({reason[0]}); copy the file again") from error
+        raise UserError(f"{path}: this is not {kind} ({reason[0]}); {remedy}") from error
 
 
 def check_no_directives(content: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -17,6 +17,9 @@ def is_folder_name(value: str) -> bool:
 Count = Annotated[int, Ge(1)]
 Steps = Annotated[int, Interval(ge=1, le=64)]  # of drafting: each is a pass or a head, and hardly a tenth token is ever kept
 Number = Annotated[int, Ge(0)]
+LayerCount = Annotated[int, Interval(ge=1, le=256)]  # of a drafter; the deepest targets have 126
+OptionalLayers = Annotated[int, Interval(ge=0, le=256)]
+Width = Annotated[int, Interval(ge=1, le=65_536)]  # of a matrix in a drafter; the widest targets have 16,384
 Seed = Annotated[int, Interval(ge=0, le=2**31 - 1)]
 VocabularySize = Annotated[int, Interval(ge=2, le=1_000_000)]  # of a drafter; no target has so many tokens
 Positive = Annotated[float, Gt(0)]

@@ -24,6 +24,7 @@ from spectrain.kernels.stored_texts import MAX_MATCH, TEXT_END
 ARRAY_DTYPES = {"tokens": np.int32, "suffixes": np.int32, "questions": np.uint64, "answers": np.uint64, "phrases": np.uint64}
 PHRASE_WORDS = 5  # words
 INDEX_FILE = "index.json"
+CHECKSUMS = "arrays_sha256"
 
 
 def build_suffix_array(tokens: np.ndarray, max_match: int = MAX_MATCH) -> np.ndarray:
@@ -71,6 +72,11 @@ class Datastore:
         # First token -> its range of suffixes.
         self.spans: dict[int, tuple[int, int]] = {}
         self.tokens, self.suffixes, self.questions, self.answers, self.phrases = map(self._load_array, ARRAY_DTYPES)
+        # A store of an earlier version has no checksums.
+        checksums = self.facts.get(CHECKSUMS)
+        for name in ARRAY_DTYPES if checksums is not None else ():
+            if not isinstance(checksums, dict) or checksums.get(name) != hash_array(getattr(self, name)):
+                raise UserError(f"{self.folder / name}.npy: it is damaged: its checksum differs; index the data again")
         size = len(self.tokens)
         sound = len(self.suffixes) == size and (not size or (self.suffixes.min() >= 0 and self.suffixes.max() < size))
         if not sound or (size and (self.tokens.min() < TEXT_END or self.tokens.max() >= len(tokenizer))):
@@ -79,8 +85,10 @@ class Datastore:
     def _load_array(self, name: str) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:
+            if not path.is_file():
+                raise ValueError("there is no such file")
             array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{path}: it cannot be read ({error}); index the data again") from error
         if array.dtype != ARRAY_DTYPES[name] or array.ndim != 1:
             raise UserError(f"{path}: it is no list of {np.dtype(ARRAY_DTYPES[name])}; index the data again")
@@ -154,6 +162,12 @@ class Datastore:
         return low, bisect_right(self.suffixes, tokens, low, high, key=tokens_at)
 
 
+def hash_array(array: np.ndarray) -> str:
+    """Return the SHA-256 of an array's values."""
+    content: Any = np.ascontiguousarray(array).view(np.uint8)
+    return sha256(content).hexdigest()
+
+
 def hash_vocabulary(tokenizer: Any) -> str:
     return blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=8).hexdigest()
 
@@ -175,8 +189,11 @@ def write_store_files(
     phrases = sorted(set().union(*map(hash_phrases, questions)))
     hashes = {"questions": sorted(set(map(hash_text, questions))), "answers": sorted(set(map(hash_text, answers)))}
     arrays = {"tokens": tokens, "suffixes": build_suffix_array(tokens), "phrases": phrases, **hashes}
+    checksums = {}
     for name, kind in ARRAY_DTYPES.items():
-        np.save(folder / f"{name}.npy", np.asarray(arrays[name], dtype=kind))
-    facts = {**facts, "tokens": len(tokens), "tokens_sha256": sha256(tokens.tobytes()).hexdigest()}
+        array = np.asarray(arrays[name], dtype=kind)
+        np.save(folder / f"{name}.npy", array)
+        checksums[name] = hash_array(array)
+    facts = {**facts, "tokens": len(tokens), "tokens_sha256": checksums["tokens"], CHECKSUMS: checksums}
     (folder / INDEX_FILE).write_text(json.dumps(facts, indent=2) + "\n")
     return len(tokens)

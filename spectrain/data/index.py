@@ -7,7 +7,7 @@ from typing import Any
 
 from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
-from spectrain.files import atomic_write
+from spectrain.files import atomic_write, require_writable
 from spectrain.kernels.stored_texts import MAX_MATCH
 from spectrain.provenance import collect_provenance
 
@@ -23,6 +23,7 @@ def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
     """Write the store and print its size."""
     if not out:
         raise UserError("out: say where the store goes, as in out=DIR")
+    require_writable(Path(out), "out")
     if Path(out).exists():
         raise UserError(f"out={out}: it is there already; name a new folder, or delete it")
     reader: ConversationReader = data.build()

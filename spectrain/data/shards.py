@@ -128,6 +128,8 @@ class ShardSet:
         """The current content of manifest.json."""
         path = self.folder / MANIFEST
         try:
+            if path.exists() and not path.is_file():
+                raise ValueError("this is no file")
             manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             check_manifest(manifest)
             return manifest

@@ -113,6 +113,8 @@ class Drafter(nn.Module, ABC):
 
     # Features that it reads in training and decoding; empty for an independent model.
     layers: tuple[Layer, ...] = ()
+    # Whether its weights had a meaning before the training: they are fitted, or those of a trained model.
+    starts_trained: bool = False
     capabilities = Capabilities()
     saved = SavedFiles()
     _cost_type: type[DraftingCost] = DraftingCost

@@ -57,6 +57,8 @@ class Capabilities:
     # It drafts from the text and the target's features in `layers` alone, so features that were recorded serve as well as the
     # target itself. Families that run the target to draft, or add nodes to its forwards, do not.
     drafts_from_features: bool = False
+    # It drafts chains, and refuses a tree that branches.
+    chains_only: bool = False
     # It looks drafts up and computes no distribution, so nothing is drawn.
     is_copier: bool = False
     # Its trees hold copies without a draft probability q, so rules that weigh p against q are refused.
@@ -101,10 +103,6 @@ class FittedDrafter(ABC):
     @abstractmethod
     def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
         """Set the initial weights from batches that hold the features of the first stage."""
-
-    @abstractmethod
-    def scale_rates(self) -> None:
-        """Set the factors of the learning rates of `stages` from the initial weights, whether they are fitted or loaded."""
 
 
 class DrafterWithExits(ABC):

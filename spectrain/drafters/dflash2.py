@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.config.values import Count, NotNegative
+from spectrain.config.values import Count, NotNegative, Width
 from spectrain.drafters.layers.block_drafter import (
     BlockAttentionFn,
     BlockConfig,
@@ -110,7 +110,7 @@ class DFlash2Config(BlockConfig):
     # Number of channels that share a dynamic kernel; it must divide the target's width.
     conv_group_size: Count = 16
     # Rank of the candidate selector's codebooks.
-    selector_rank: Count = 256
+    selector_rank: Width = 256
     # Number of candidate tokens that the selector ranks per slot.
     selector_top_k: Count = 16
     # Weight of the candidate selector's loss.

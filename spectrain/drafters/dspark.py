@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, NotNegative, Share, Steps
+from spectrain.config.values import NotNegative, Share, Steps, Width
 from spectrain.drafters.layers.block_drafter import BlockConfig
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
 from spectrain.drafters.layers.low_rank_blocks import CarriedRollout, CombinedLoss, LowRankDrafter
@@ -86,7 +86,7 @@ class DSparkConfig(BlockConfig):
     # a recurrent cell (rnn).
     markov_head: Kind = "vanilla"
     # Rank of the Markov head.
-    rank: Count = 256
+    rank: Width = 256
     # Whether to train a head that predicts how often a draft is accepted.
     confidence: bool = True
     # Predicted acceptance probability below which a draft and all later ones are cut; 0 cuts none.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Count, Share, Steps, VocabularySize
+from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularySize, Width
 from spectrain.drafters.layers.compiled_cpu_eagle import find_compiled
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
@@ -27,7 +27,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 
-from .base import Losses, Stage, TrainingState
+from .base import Losses, TrainingState
 from .capabilities import ContextParallelDrafter, FittedDrafter, OnPolicy, SavedFiles
 from .context import Context
 
@@ -61,7 +61,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         # Layers of the target whose hidden states are fused; null uses the family's default layers.
         layers: list[int] | None = None,
         # Number of decoder layers of the drafter.
-        num_layers: Count = 1,
+        num_layers: LayerCount = 1,
         # Number of preceding positions that a token attends to; null attends to all of them.
         window: Count | None = None,
         # Divergence between the target's and the drafter's token distributions.
@@ -74,7 +74,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         # Number of tokens, of the first batches of the training, that start=fitted reads.
         fit_tokens: Count = 65536,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
         # Whether the output layer keeps the target's weights and is not trained.
         freeze_output: bool = False,
         # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
@@ -85,8 +85,6 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own, head_rank, complete))
         self.num_steps, self.divergence, self.step_decay = ttt_steps, loss, step_decay
         self.norm_output, self.fit_tokens = complete["norm_output"], fit_tokens if start == "fitted" else 0
-        # Factor of the learning rate of fc: the size of its fitted weights over that of random ones.
-        self.fc_lr_scale = 1.0
         if freeze_output and start == "random":
             raise UserError("drafter.freeze_output=true: a random output layer must learn; use drafter.start=target or fitted")
         frozen = [self.embed_tokens, self.lm_down, self.lm_head] if freeze_output else [self.embed_tokens]
@@ -101,23 +99,9 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
 
     def fit_start(self, batches: Sequence[Batch], target: Target) -> None:
         """Fit the initial weights to the target's states by least squares; see `fitted_start`."""
-        fit_eagle(self, batches, target)
-
-    def scale_rates(self) -> None:
-        """Let fc learn at a rate in proportion to its weights, which have the size that the features need."""
-        weight = self.fc.weight.detach().float()
-        self.fc_lr_scale = min(1.0, float(weight.square().mean().sqrt()) * (3 * weight.shape[1]) ** 0.5)
+        self.starts_trained = fit_eagle(self, batches, target)
 
     # Training
-
-    @property
-    def stages(self) -> list[Stage]:
-        """One stage, in which a fitted fc has a rate of its own."""
-        if self.start != "fitted":
-            return super().stages
-        others = [p for p in self.parameters() if p.requires_grad and p is not self.fc.weight]
-        groups: list[dict[str, Any]] = [{"params": [self.fc.weight], "lr_scale": self.fc_lr_scale}, {"params": others}]
-        return [Stage(groups, self.layers, final_reach=0)]
 
     @property
     def label_reach(self) -> int:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.config.values import Count, NotNegative, Number, Positive
+from spectrain.config.values import Count, LayerCount, NotNegative, Number, Positive, Width
 from spectrain.drafters.layers.block_drafter import BlockConfig, BlockDrafter
 from spectrain.drafters.layers.candidates import CandidateRollout, candidate_logits
 from spectrain.drafters.layers.judged_drafts import JudgedDrafts, SlotStates
@@ -41,13 +41,13 @@ class LiLiCorrConfig(BlockConfig):
     # Width of the correction; 0 is the target's width.
     correction_width: Number = 1024
     # Number of layers of the correction.
-    correction_layers: Count = 2
+    correction_layers: LayerCount = 2
     # Number of attention heads of the correction; it must divide its width.
-    correction_heads: Count = 8
+    correction_heads: Width = 8
     # Inner width of the correction's feed-forward parts, in its widths.
     correction_mlp_ratio: Count = 2
     # Width of the vectors whose products score transitions.
-    factor_width: Count = 1024
+    factor_width: Width = 1024
     # Smallest length of these vectors before they are normalised.
     vector_eps: Positive = 1e-4
     # Factor of their products.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, Share, Steps, VocabularySize
+from spectrain.config.values import Share, Steps, VocabularySize, Width
 from spectrain.drafters.layers.heads import MedusaHead
 from spectrain.drafters.layers.language_model_loss import language_model_loss
 from spectrain.drafters.layers.losses import LossName
@@ -77,7 +77,7 @@ class Medusa(HeadsDrafter):
         # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         alpha: float = 16.0,
         # Rank of the heads' factorised output layers (SlimSpec); null uses full-rank layers.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
     ) -> None:
         super().__init__()
         for key, value, least in (("num_heads", num_heads, 1), ("num_layers", num_layers, 1), ("rank", rank, 1)):

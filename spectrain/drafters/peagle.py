@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, Seed, Share, Steps, VocabularySize
+from spectrain.config.values import Count, LayerCount, Seed, Share, Steps, VocabularySize, Width
 from spectrain.drafters.layers.chains import Chains, ConditionalDrop, chain_attention, sample_chains
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleDrafter, EagleSettings, check_architecture
 from spectrain.drafters.layers.layers import Attention
@@ -63,7 +63,7 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
         # Layers of the target whose hidden states are fused; null uses the family's default layers.
         layers: list[int] | None = None,
         # Number of decoder layers of the drafter.
-        num_layers: Count = 4,
+        num_layers: LayerCount = 4,
         # Number of preceding positions that a token attends to; null attends to all of them.
         window: Count | None = None,
         # Divergence between the target's and the drafter's token distributions.
@@ -79,7 +79,7 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
         # Initial values of the output layer and fc: the target's (target), or random ones (random).
         start: Literal["target", "random"] = "target",
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
         # Configuration keys and norm variants of the layers that differ from the target's; null copies the target's.
         architecture: dict[str, Any] | None = None,
         # Seed of the conditional drop of masks.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.saved import read_json_object
+from spectrain.decoding.acceptance.base import describe_construction
 from spectrain.decoding.acceptance.typical import lossy_warning
 from spectrain.servers.commands import EngineLaunch
 from spectrain.servers.engines import ENGINES, Engine, simulate_acceptance
@@ -82,27 +83,49 @@ def measured_section(run: Path) -> list[str]:
         "## Measured",
         "",
         "Tokens per forward of the target, the bonus token included, and speedup over autoregressive decoding, both measured "
-        "by decoding in spectrain's own engine, with 95 % intervals over prompts. Identical: answers equal to those of "
-        "transformers' generate.",
+        "by decoding in spectrain's own engine, with 95 % intervals over prompts. Identical: greedy answers equal to those of "
+        "transformers' generate, or sampled ones equal to those drawn without the drafter with the same seed.",
         "",
         "| evaluation | decoding | tokens per forward | speedup | identical |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, summary in summaries.items():
+        compared = summary.get("compared", {})
         entries = {describe_tree(summary): summary}
-        chain = summary.get("compared", {}).get("chain")
-        if chain:
-            entries[describe_tree(chain)] = chain
+        entries |= {describe_tree(compared[key]): compared[key] for key in ("chain", "own", "auto") if key in compared}
         lines += [f"| {name} | {tree} | {format_row(entry)} |" for tree, entry in entries.items()]
     for name, summary in summaries.items():
         lines += ["", f"{name}: {setting_line(summary['setting'])}"]
+        lines += [*fastest_line(summary), *acceptance_lines(summary)]
         lossless = summary.get("lossless") or {}
         if not lossless.get("lossless", True):
             lines.append(f"{lossy_warning(lossless['rule'])}.")
+        elif lossless.get("rule") and not lossless["checked"]:
+            lines.append(f"{describe_construction(lossless['rule'])}.")
         reason = summary["speedup"].get("reason")
         if reason:
             lines.append(f"Its speedup is not to be quoted: {reason}.")
     return [*lines, *warn_of_long_texts(summaries)]
+
+
+def fastest_line(summary: Mapping[str, Any]) -> list[str]:
+    """Return what the evaluation recommends: its fastest system, or plain decoding; [] where it recommends nothing."""
+    name, compared = summary.get("recommended"), summary.get("compared", {})
+    if name == "autoregressive":
+        return ["Plain decoding was fastest there: use no drafter."]
+    entry = compared.get(name) or (summary if name == "drafter" else {})
+    ratio = (entry.get("speedup") or {}).get("ratio", 0.0)
+    return [f"Fastest there: {entry['label']}, {ratio:.2f} times as fast as plain decoding."] if ratio > 1 else []
+
+
+def acceptance_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return the drafter's tokens per forward in every fixed tree, with those of the untrained drafter."""
+    lines = []
+    for entry in (summary.get("acceptance") or {}).values():
+        drafters = {name: f"{part['pooled']:.2f}{format_interval(part['ci95'])}" for name, part in entry["drafters"].items()}
+        before = f"; untrained {drafters['untrained']}" if "untrained" in drafters else ""
+        lines.append(f"Tokens per forward in a fixed tree, {entry['label']}: {drafters['drafter']}{before}.")
+    return lines
 
 
 def warn_of_long_texts(summaries: dict[str, dict[str, Any]]) -> list[str]:
@@ -164,9 +187,9 @@ def measured_rates(run: Path) -> tuple[str, list[float]] | None:
 
 def chain_rates(summary: Mapping[str, Any]) -> list[float]:
     """Return the share of a chain's rounds that accept all draft tokens up to each position; [] if no chain was measured."""
-    chain = summary.get("compared", {}).get("chain") or {}
-    if (summary.get("tree") or {}).get("name") == "chain":
-        chain = summary
+    entries = [summary, *(summary.get("compared", {}).get(key) or {} for key in ("chain", "own"))]
+    chains = [entry for entry in entries if (entry.get("tree") or {}).get("name") == "chain"]
+    chain = max(chains, key=lambda entry: len(entry.get("acceptance_by_depth") or ()), default={})
     # An evaluation has the shares of the rounds that accepted all tokens before.
     return [*accumulate(chain.get("acceptance_by_depth") or (), mul)]
 
@@ -190,7 +213,8 @@ def format_block(title: str, code: str) -> list[str]:
 
 def format_row(entry: dict[str, Any]) -> str:
     length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
-    identical = f"{lossless['identical']} of {lossless['checked']}" if lossless.get("checked") else "not checked"
+    unchecked = "not checked" if lossless.get("lossless", True) else "lossy"
+    identical = f"{lossless['identical']} of {lossless['checked']}" if lossless.get("checked") else unchecked
     tokens, speedup = (
         f"{value:.2f}{format_interval(entry.get('ci95'))}"
         for value, entry in ((length["pooled"], length), (speed["ratio"], speed))

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from spectrain.config.choices import by_choice_name
 from spectrain.errors import RunError, UserError, first_line
-from spectrain.files import atomic_write
+from spectrain.files import atomic_write, require_writable
 from spectrain.provenance import package_versions
 
 from .layout import DESCRIPTION_KEYS, MALFORMED_ERRORS, METADATA_FILE, DrafterCheckpoint, Layout, write_json
@@ -102,18 +102,19 @@ def read_exits(drafter: DrafterCheckpoint) -> dict[str, Any]:
 def convert(source: Path, out: Path, format_name: str, target: TargetFiles | None, dtype: str | None = None) -> Path:
     """Read a drafter and write it in another layout, bit for bit without `dtype`; only low-rank output layers are multiplied
     out."""
+    refuse_nonempty(out)
     drafter = read_drafter(source, target)
     if target is None and drafter.target is not None:
         target = TargetFiles(drafter.target, may_download=False)
     layout = select_layout(drafter.family, format_name, dtype)
-    refuse_nonempty(out)
     with atomic_write(out, folder=True, is_new=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
     return out
 
 
 def refuse_nonempty(out: Path) -> None:
-    """Raise UserError where `out` is a link or already holds something."""
+    """Raise UserError where `out` is a link, already holds something, or cannot be written."""
+    require_writable(out, "out")
     if out.is_symlink():
         raise UserError(f"{out}: it is a link and would be replaced; give the folder that it points to, or another")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -11,7 +11,6 @@ from typing import Any
 
 import gguf
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from spectrain.errors import UserError, first_line
 from spectrain.files import make_folder_once
 from spectrain.models.bundled import cache_directory
+from spectrain.models.checked_tensors import open_tensors
 from spectrain.servers.commands import DrafterLaunch
 from spectrain.servers.llamacpp_command import DRAFTER_FILE, TARGET_FILE
 
@@ -142,7 +142,7 @@ def list_weights(directory: Path) -> dict[str, TensorSource]:
     """Return the weights of a directory in transformers format by name, to be loaded one by one."""
     sources = {}
     for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
+        with open_tensors(path) as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 part = file.get_slice(name)
                 dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(part.get_dtype(), torch.float32)
@@ -151,7 +151,7 @@ def list_weights(directory: Path) -> dict[str, TensorSource]:
 
 
 def load_weight(path: Path, name: str) -> Tensor:
-    with safe_open(path, "pt") as file:
+    with open_tensors(path) as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
 

@@ -22,6 +22,7 @@ from spectrain.config.saved import check_no_directives, parse_groups, read_json_
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.checked_tensors import read_tensors
+from spectrain.models.model_sizes import check_sizes, refuse_odd_files
 from spectrain.servers.commands import DrafterLaunch
 
 from .targets import TargetFiles
@@ -54,8 +55,11 @@ class DrafterFiles:
     def from_directory(directory: Path) -> DrafterFiles:
         """Read a directory without unpickling; raise UserError where config.json or the weights are missing."""
         config: dict[str, Any] = {}
+        if directory.is_dir():
+            refuse_odd_files(directory)
         if (directory / "config.json").exists():
             config = read_json_object(directory / "config.json")
+            check_sizes(config, directory / "config.json")
         elif not (directory / "adapter_config.json").exists():  # a peft directory has no config.json
             raise UserError(f"{directory}: there is no config.json in it; give the directory of a drafter")
         weight_files = sorted(directory.glob("*.safetensors"))

@@ -32,6 +32,7 @@ MAX_UNKNOWN = 20
 """Unknown tensors that are named one by one."""
 NOT_DATA = "not-data"
 """The fault of settings that are more than data."""
+NOT_DATA_CONSEQUENCE = "a file from elsewhere must not decide what runs on your machine, nor for how long"
 NONZERO_TENSORS = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
 
 
@@ -105,7 +106,7 @@ def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
             read()
         except UserError as error:
             problem, _, remedy = str(error).partition("; ")
-            yield Finding(NOT_DATA, "error", problem, "a file from elsewhere must not decide what runs on your machine", remedy)
+            yield Finding(NOT_DATA, "error", problem, NOT_DATA_CONSEQUENCE, remedy)
 
 
 def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -24,7 +23,9 @@ from spectrain.models.bundled import (
     converted_directory,
     find_smollm2,
 )
+from spectrain.models.checked_tensors import open_tensors
 from spectrain.models.load_errors import explain_load_error
+from spectrain.models.model_sizes import check_model_directory
 from spectrain.models.rope import RopeError, drafter_rope
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
@@ -134,6 +135,8 @@ class TargetFiles:
     def full_config(self) -> Any:
         """The configuration of the whole model; of a model on the hub, no weights are downloaded for it."""
         is_on_hub = not self.is_local and not Path(self.reference).is_absolute() and not self.reference.startswith(".")
+        if not is_on_hub:
+            check_model_directory(self.directory)
         try:
             return AutoConfig.from_pretrained(
                 self.reference if is_on_hub else self.directory,
@@ -201,7 +204,7 @@ class TargetFiles:
 
     def _load_tensor(self, endings: tuple[str, ...], what: str) -> Tensor:
         for path in sorted(self.directory.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
+            with open_tensors(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
                     if name.endswith(endings) and not name.startswith("vision"):
                         return file.get_tensor(name)

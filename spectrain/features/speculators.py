@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.errors import UserError
+from spectrain.models.checked_tensors import DamagedFile, open_tensors
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
@@ -47,7 +47,7 @@ class FileContents:
 
 def read_contents(file: Path, width: int) -> FileContents:
     """Read all of a file but its states; raise UserError where its tensors or its layers do not fit each other."""
-    with safe_open(file, "pt") as tensors:
+    with open_tensors(file, "capture it again") as tensors:
         tokens, names = tensors.get_tensor("token_ids"), tensors.keys()
         states = tensors.get_slice("hidden_states")
         shape, named = states.get_shape(), (tensors.metadata() or {}).get("layers")
@@ -63,7 +63,7 @@ def read_contents(file: Path, width: int) -> FileContents:
 
 def read_states_file(file: Path, count: int | None = None) -> Tensor:
     """Return the states [T, L, D] of a file or of its first `count` tokens, dequantized to float32 where they are float8."""
-    with safe_open(file, "pt") as tensors:
+    with open_tensors(file, "capture it again") as tensors:
         states: Tensor = tensors.get_slice("hidden_states")[:count]
         if states.dtype != torch.float8_e4m3fn:
             return states
@@ -83,8 +83,8 @@ class SpeculatorsCache(FeatureCache):
         for file in sorted(folder.glob("hs_*.safetensors")):
             try:
                 contents = read_contents(file, target.width)
-            except (OSError, SafetensorError) as error:
-                self.damaged_files[file.name] = str(error)
+            except DamagedFile as error:
+                self.damaged_files[file.name] = str(error.__cause__ or error)
                 continue
             if first is not None and (contents.num_states, contents.layers) != (first.num_states, first.layers):
                 raise UserError(f"{file}: it holds other layers than the files before it; recreate it")
@@ -162,8 +162,9 @@ class SpeculatorsCache(FeatureCache):
             return None
         try:
             states = read_states_file(file).to(like.device, like.dtype)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{file}: it cannot be read ({error}); delete it, and the target runs instead") from error
+        except DamagedFile as error:
+            reason = error.__cause__ or error
+            raise UserError(f"{file}: it cannot be read ({reason}); delete it, and the target runs instead") from error
         numbers = [self.stored_layers.index(self.target.num_layers if layer == "final" else layer) for layer in layers]
         selected = [states[:, number] for number in numbers]
         if "final" in layers:

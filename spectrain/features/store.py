@@ -11,26 +11,29 @@ opens. Hashing terabytes at every start would cost more than it detects, so only
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import secrets
 import shutil
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spectrain.config.saved import read_json_object
 from spectrain.data.chat import Example
-from spectrain.errors import RunError, UserError
+from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import REPEAT_COMMAND, atomic_write, lock_file, write_text
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
@@ -54,6 +57,11 @@ class StoreShard:
     bytes: int
     sha256: str
     sequences: dict[str, int]  # sequence key -> checksum of its tensors
+
+
+SHARD = TypeAdapter(StoreShard)
+MAX_INDEX_BYTES = 200_000_000
+"""Of an index, which has a line for every sequence of a shard."""
 
 
 class FeatureStore(FeatureCache):
@@ -172,14 +180,15 @@ class FeatureStore(FeatureCache):
         name = f"features-{secrets.token_hex(5)}"
         file = self.path / f"{name}.safetensors"
         tensors = {f"{key}/{part}": tensor for key, parts in self.pending.items() for part, tensor in parts.items()}
-        with atomic_write(file) as scratch:
-            save_file(tensors, scratch, metadata={"format": "pt"})
-            # safetensors writes files that only their owner can read.
-            scratch.chmod(manifest.stat().st_mode)
-            shard = StoreShard(
-                name, scratch.stat().st_size, hash_file(scratch), {k: compute_checksum(v) for k, v in self.pending.items()}
-            )
-        write_text(file.with_suffix(".json"), json.dumps(asdict(shard)) + "\n")
+        with self._mark_writing():
+            with atomic_write(file) as scratch:
+                save_file(tensors, scratch, metadata={"format": "pt"})
+                # safetensors writes files that only their owner can read.
+                scratch.chmod(manifest.stat().st_mode)
+                shard = StoreShard(
+                    name, scratch.stat().st_size, hash_file(scratch), {k: compute_checksum(v) for k, v in self.pending.items()}
+                )
+            write_text(file.with_suffix(".json"), json.dumps(asdict(shard)) + "\n")
         self._add_shard(shard)
         self.verified_keys |= set(self.pending)
 
@@ -255,14 +264,15 @@ class FeatureStore(FeatureCache):
             if index.name in self.read_indices:
                 continue
             self.read_indices.add(index.name)
+            if not index.exists():  # another process has just dropped the shard
+                continue
             try:
-                shard = StoreShard(**json.loads(index.read_text()))
+                shard = SHARD.validate_python(read_json_object(index, MAX_INDEX_BYTES))
                 if shard.name != index.stem:
                     raise ValueError("it names another file")
-            except FileNotFoundError:  # another process has just dropped the shard
-                continue
-            except (OSError, ValueError, TypeError) as error:
-                self._drop_shard(index.name, f"this index cannot be read ({error})")
+            except ValueError as error:
+                reason = first_line(error).removeprefix(f"{index}: ").removesuffix("; copy the file again")
+                self._drop_shard(index.name, f"this index cannot be read ({reason})")
                 continue
             self._add_shard(shard)
             file = index.with_suffix(".safetensors")
@@ -277,13 +287,42 @@ class FeatureStore(FeatureCache):
         self.shards[shard.name] = shard
         self.shard_names |= dict.fromkeys(shard.sequences, shard.name)
 
+    @contextmanager
+    def _mark_writing(self) -> Iterator[None]:
+        """Hold a lock of the manifest, which processes that write share, so that none removes an unfinished file of another."""
+        with (self.path / "manifest.json").open() as file:
+            # Not every file system has locks.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH)
+            yield
+
+    def _is_written(self) -> bool:
+        """Return whether another process is writing now."""
+        manifest = self.path / "manifest.json"
+        if not manifest.exists():
+            return False
+        with manifest.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+        return False
+
     def _remove_stale_files(self) -> None:
-        """With `repair`, delete the unfinished files of killed processes."""
+        """With `repair`, delete the unfinished files of killed processes.
+
+        They are recognized by their age. A clock that has jumped makes all files old, so nothing is deleted while a process
+        writes.
+        """
+        if not self.repair or not self.path.is_dir() or self._is_written():
+            return
         complete = {file.stem for file in self.path.glob("features-*.json")}
         for file in [*self.path.glob("*.part"), *self.path.glob("features-*.safetensors")]:
             # Another process may delete the same file.
             with suppress(OSError):
-                if self.repair and file.stem not in complete and time.time() - file.stat().st_mtime > STALE_SECONDS:
+                if file.stem not in complete and time.time() - file.stat().st_mtime > STALE_SECONDS:
                     file.unlink()
 
 

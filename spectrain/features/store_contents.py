@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from spectrain.config.saved import read_json_object
 from spectrain.data.chat import Example
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
@@ -201,7 +201,7 @@ def format_layers(layers: tuple[Layer, ...]) -> str:
 def read_manifest(path: Path) -> StoreContents:
     """Read what a store holds from its manifest."""
     try:
-        facts = json.loads(path.read_text())
+        facts = read_json_object(path)
         if facts.pop("format") != FORMAT_VERSION or facts["dtype"] not in get_args(StoreDtype):
             raise ValueError("it is of another version of spectrain")
         return StoreContents(**{**facts, "layers": tuple(facts["layers"])})

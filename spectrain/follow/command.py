@@ -16,16 +16,17 @@ from spectrain.errors import RunError, UserError
 from spectrain.runs.drafters import load_description
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.runs.serve import interrupt_on_signals
+from spectrain.servers.control_key import VARIABLE, key_path, read_control_key
 from spectrain.servers.openai import OpenAIServer
 
-from .follower import TrafficFollower
-from .http_server import serve_in_thread
+from .follower import TrafficFollower, report_damage
+from .http_server import allow_open_files, serve_in_thread
 from .ledger import read_ledger
 from .logs import RequestLogs
 from .pages import describe_entry, format_number, format_time, make_pages
 from .proxy import Proxy, Recorder
 from .settings import FollowSettings
-from .state import FollowFolder, read_json_or_none
+from .state import FollowFolder
 from .swap import DrafterSwapper
 from .upstream import UpstreamSwitch
 
@@ -53,7 +54,7 @@ def follow_command(config: Mapping[str, Any]) -> None:
         try:
             if settings.start or (settings.swap == "start" and active.path != str(first)):
                 swapper.start(Path(active.path), active.digest, is_first=settings.start)
-            recorder = Recorder(settings.sample)
+            recorder = Recorder(settings.sample, folder.clock.now)
             traffic = recorder if settings.requests is None else read_logs(settings, folder)
             follower = TrafficFollower(spec, settings, folder, server, traffic, swapper, active)
             follower.load()
@@ -67,13 +68,15 @@ def read_logs(settings: FollowSettings, folder: FollowFolder) -> RequestLogs:
     logs = Path(str(settings.requests))
     if not logs.is_dir():
         raise UserError(f"follow.requests={settings.requests}: there is no such folder; give the one with the .jsonl files")
-    return RequestLogs(settings, logs, folder.logs)
+    return RequestLogs(settings, logs, folder.logs, folder.clock.now)
 
 
 def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
     """Run the proxy and the loop until a signal ends them."""
     settings = follower.settings
     host, port = settings.address
+    allow_open_files()
+    proxy.key = read_control_key()
     proxy.pages = make_pages(proxy.counters, follower.describe, follower.watch, follower.folder.ledger)
     with serve_in_thread(proxy, host, port, proxy.open_connections) as thread:
         follower.swapper.thread = thread
@@ -81,6 +84,7 @@ def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
         loop.start()
         print(describe_traffic(follower), flush=True)
         print(f"metrics are at http://{settings.listen}/metrics, and a page is at http://{settings.listen}/follow", flush=True)
+        print(f"both need the control key, which is in {VARIABLE} or in {key_path()}", flush=True)
         try:
             while loop.is_alive() and thread.thread.is_alive():
                 loop.join(0.5)
@@ -140,20 +144,19 @@ def status_command(run: str | None, rollback: bool) -> None:
 
 def format_status(folder: FollowFolder) -> list[str]:
     """Return the lines that `spectrain follow status` prints."""
-    status, lines = read_json_or_none(folder.status), []
+    status, lines = folder.read_status(), list[str]()
     if status is not None:
-        active = status["active"]
-        lines.append(f"active drafter  {active['path']} ({active['digest'][:8]}) since {format_time(active['since'])}")
-        lines.append(f"now             {status['phase']}, last checked {format_time(status['time'])}")
-        lines.append(f"recorded        {status['conversations']} conversations, {status['old']} old ones")
-        for kind, entry in status["kinds"].items():
-            mean, reference = format_number(entry["accepted_per_draft"]), format_number(entry["reference"])
-            alarm = ", alarm of drift" if entry["alarm"] else ""
-            alarm += f", {entry['unmeasured']} not measurable" if entry["unmeasured"] else ""
-            lines.append(
-                f"{kind:15} {entry['requests']} requests, {mean} accepted per draft, reference {reference or '-'}{alarm}"
-            )
+        active = status.active
+        lines.append(f"active drafter  {active.path} ({active.digest[:8]}) since {format_time(active.since)}")
+        lines.append(f"now             {status.phase}, last checked {format_time(status.time)}")
+        lines.append(f"recorded        {status.conversations} conversations, {status.old} old ones")
+        for kind, entry in status.kinds.items():
+            mean, reference = format_number(entry.accepted_per_draft), format_number(entry.reference)
+            alarm = ", alarm of drift" if entry.alarm else ""
+            alarm += f", {entry.unmeasured} not measurable" if entry.unmeasured else ""
+            lines.append(f"{kind:15} {entry.requests} requests, {mean} accepted per draft, reference {reference or '-'}{alarm}")
     lines.append("last decisions")
-    for entry in [*read_ledger(folder.ledger)][-NUM_SHOWN:]:
-        lines.append(f"  {format_time(entry['time'])}  {entry['event']}: {describe_entry(entry)}")
-    return lines
+    for decision in [*read_ledger(folder.ledger, report_damage)][-NUM_SHOWN:]:
+        lines.append(f"  {format_time(decision['time'])}  {decision['event']}: {describe_entry(decision)}")
+    # A line break in a file would look like another line.
+    return [line.replace("\n", " ") for line in lines]

@@ -20,10 +20,11 @@ def make_example(conversation: RecordedConversation, target: Target) -> Example 
     """Return the tokens of a conversation, with loss on its answer; None for one that cannot be used."""
     try:
         prompt, answer = tokenize_conversation(conversation, target)
-    except (UserError, ValueError, KeyError, TypeError):
+        tokens, vocabulary = prompt + answer, target.head.num_embeddings
+        is_inside = all(isinstance(token, int) and 0 <= token < vocabulary for token in tokens)
+    except (UserError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    tokens, vocabulary = prompt + answer, target.head.num_embeddings
-    if not prompt or len(answer) < 2 or max(tokens) >= vocabulary or len(tokens) > target.max_length:
+    if not prompt or len(answer) < 2 or not is_inside or len(tokens) > target.max_length:
         return None
     return Example(tokens, [False] * len(prompt) + [True] * len(answer))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -14,5 +13,10 @@ class Exchange:
     request: bytes
     response: bytes
     kind_header: str | None = None
-    # Seconds since 1970 at which the answer was complete.
-    time: float = field(default_factory=time.time)
+    # Time at which the answer was complete, by the clock of follow (`clock.py`).
+    time: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the request and of its answer."""
+        return len(self.request) + len(self.response)

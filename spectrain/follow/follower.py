@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from spectrain.files import write_text
 from spectrain.servers.openai import OpenAIServer
 
 from .candidate import CandidateData, CandidateJob
+from .clock import read_date
 from .kinds import KindRegistry
 from .ledger import Ledger
+from .limits import CHECK_SECONDS, SAVE_SECONDS, TICK_SECONDS
 from .logs import RequestLogs
 from .proof import LEAST_PROMPTS, PromotionProof
 from .proxy import Recorder
@@ -28,10 +31,6 @@ from .state import ActiveDrafter, FollowFolder, hash_weights
 from .swap import DrafterSwapper
 from .traffic import RecordedConversation, parse_exchange
 from .watch import DriftAlarm, TrafficWatch, compare_live
-
-TICK_SECONDS = 0.2
-SAVE_SECONDS = 10.0
-CHECK_SECONDS = 5.0
 
 
 class TrafficFollower:
@@ -49,6 +48,8 @@ class TrafficFollower:
     ) -> None:
         self.spec, self.settings, self.folder, self.server = spec, settings, folder, server
         self.recorder, self.swapper, self.active = recorder, swapper, active
+        # Ages and pauses are measured by a clock that cannot jump.
+        self.now = folder.clock.now
         self.ledger = Ledger(folder.ledger)
         self.kinds = KindRegistry(settings.kinds)
         self.watch = TrafficWatch(settings)
@@ -70,9 +71,13 @@ class TrafficFollower:
         """Read what an earlier process recorded."""
         if isinstance(self.recorder, RequestLogs):
             self.recorder.load_positions()
-        self.reservoir.load(self.folder.recorded)
+        recorded = [*read_conversations(self.folder.recorded, report_damage)]
+        newest = max((entry.time for entry in recorded), default=None)
+        self.folder.clock.load(self.reservoir.retention_seconds / 2, newest)
+        # A clock that was wrong may have dated some ahead, which would then never expire.
+        self.reservoir.load(replace(entry, time=min(entry.time, self.now())) for entry in recorded)
         source = self.folder.old if self.settings.old is None else Path(self.settings.old)
-        self.old = [*read_conversations(source)]
+        self.old = [*read_conversations(source, report_damage)]
         self.is_old_fixed = len(self.old) >= self.settings.held_out or self.settings.old is not None
 
     def run(self) -> None:
@@ -121,7 +126,7 @@ class TrafficFollower:
         for exchange in self.recorder.take_all():
             try:
                 conversation = parse_exchange(exchange, self.kinds, self.server.parse_rounds)
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            except (UserError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
                 continue
             if conversation is not None:
                 self.add_conversation(conversation)
@@ -157,7 +162,7 @@ class TrafficFollower:
 
     def begin_candidate(self) -> None:
         """Start the training of a candidate after drift, or after enough new traffic."""
-        if self.job is not None or self.before_swap or time.time() < self.paused_until:
+        if self.job is not None or self.before_swap or self.now() < self.paused_until:
             return
         enough = self.settings.train_after is not None and self.num_new >= self.settings.train_after
         if not enough and (self.alarm is None or self.num_new < self.settings.least_new):
@@ -210,7 +215,7 @@ class TrafficFollower:
         """Give a candidate up; its files are kept for inspection."""
         job.close()
         self.job = None
-        self.paused_until = time.time() + self.settings.pause_seconds
+        self.paused_until = self.now() + self.settings.pause_seconds
         self.ledger.record("failed", candidate=job.folder.name, phase=job.phase, reason=reason)
 
     def decide(self, job: CandidateJob, proof: PromotionProof) -> None:
@@ -222,11 +227,11 @@ class TrafficFollower:
         self.ledger.record("kept for inspection", **numbers)
         self.forget_alarm()
         self.watch.accept_level()
-        self.paused_until = time.time() + self.settings.pause_seconds
+        self.paused_until = self.now() + self.settings.pause_seconds
 
     def forget_alarm(self) -> None:
         """Count new traffic from now on."""
-        self.alarm, self.num_new, self.new_since = None, 0, time.time()
+        self.alarm, self.num_new, self.new_since = None, 0, self.now()
 
     # Swap
 
@@ -240,13 +245,13 @@ class TrafficFollower:
         except (RunError, UserError, OSError) as error:
             self.ledger.record("not swapped", **numbers, error=describe_error(error))
             self.forget_alarm()
-            self.paused_until = time.time() + self.settings.pause_seconds
+            self.paused_until = self.now() + self.settings.pause_seconds
             return
         if outcome.way == "keep":
             self.ledger.record("proven, not swapped", **numbers, path=str(directory))
             self.forget_alarm()
             return
-        self.set_active(ActiveDrafter(str(directory), digest, time.time(), self.active.path))
+        self.set_active(ActiveDrafter(str(directory), digest, read_date(), self.active.path))
         self.before_swap = self.watch.restart()
         self.forget_alarm()
         changed = shadows.count_changed(before, shadows.send())
@@ -286,11 +291,11 @@ class TrafficFollower:
         digest = hash_weights(Path(previous)) or ""
         outcome = self.swapper.swap(Path(previous), digest)
         failed = self.active.path
-        self.set_active(ActiveDrafter(previous, digest, time.time()))
+        self.set_active(ActiveDrafter(previous, digest, read_date()))
         self.watch.restart()
         self.before_swap = {}
         self.forget_alarm()
-        self.paused_until = time.time() + self.settings.pause_seconds
+        self.paused_until = self.now() + self.settings.pause_seconds
         self.ledger.record("rolled back", reason=reason, to=previous, failed=failed, way=outcome.way)
 
     def restore_drafter(self) -> None:
@@ -312,9 +317,10 @@ class TrafficFollower:
     def save(self) -> None:
         """Write the recorded conversations and the status, and delete what is past its retention time."""
         self.ledger.flush()
-        self.reservoir.delete_expired(time.time())
-        self.folder.delete_conversations(time.time() - 3600 * self.settings.retention_hours)
+        self.reservoir.delete_expired(self.now())
+        self.folder.delete_conversations(self.reservoir.retention_seconds)
         self.reservoir.save(self.folder.recorded)
+        self.folder.clock.save()
         if isinstance(self.recorder, RequestLogs):
             self.recorder.save_positions()
         write_text(self.folder.status, json.dumps(self.describe(), indent=2) + "\n")
@@ -336,7 +342,7 @@ class TrafficFollower:
                 "alarm": series.test.has_alarm,
             }
         return {
-            "time": time.time(),
+            "time": read_date(),
             "active": asdict(self.active),
             "phase": "following" if self.job is None else self.job.phase,
             "alarm": None if self.alarm is None else asdict(self.alarm),
@@ -347,3 +353,8 @@ class TrafficFollower:
             "duplicates": self.reservoir.num_duplicates,
             "errors": self.num_errors,
         }
+
+
+def report_damage(problem: str) -> None:
+    """Print that a line of a file is left out."""
+    print(problem, file=sys.stderr, flush=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from spectrain.config.saved import require_regular_file
+
+from .clock import LATEST, read_date
 
 MAX_WAITING = 1000
 """Entries that wait in memory while the disk is full; older ones are dropped."""
@@ -17,7 +20,7 @@ MAX_WAITING = 1000
 class Ledger:
     """Appends entries to a file; while the disk is full, they wait in memory."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = read_date) -> None:
         self.path, self.clock = path, clock
         self._waiting: deque[str] = deque(maxlen=MAX_WAITING)
 
@@ -39,7 +42,8 @@ class Ledger:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file; after a failure, as of a full disk, the file is as it was before."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    # Opening a pipe would wait for somebody who reads it.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
     try:
         size = os.fstat(handle).st_size
         # A power failure may have cut the last line.
@@ -57,15 +61,29 @@ def append_line(path: Path, line: str) -> None:
         os.close(handle)
 
 
-def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a ledger; a line that a power failure has cut is left out."""
+def read_ledger(path: Path, report: Callable[[str], None] = lambda problem: None) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a ledger. A line that a power failure or an editor has damaged is left out, and `report` is called
+    with the sentence that names it."""
     if not path.exists():
         return
+    require_regular_file(path)
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and "event" in entry:
+        for number, line in enumerate(file, 1):
+            entry = parse_entry(line)
+            if entry is not None:
                 yield entry
+            elif line.strip():
+                report(f"{path}: line {number} is left out, because it is no decision with its time")
+
+
+def parse_entry(line: str) -> dict[str, Any] | None:
+    """Return the entry of a line, or None for a damaged line."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
+        return None
+    moment = entry.get("time")
+    is_time = isinstance(moment, (int, float)) and not isinstance(moment, bool) and 0 <= moment <= LATEST
+    return entry if is_time else None

@@ -7,16 +7,20 @@ its text. Each may also be an object with `body`, as in OpenAI's batches. Option
 from __future__ import annotations
 
 import json
+import math
 import random
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
+
+from spectrain.config.checked_json import read_json_as
 from spectrain.files import write_text
 
+from .clock import read_date
 from .exchange import Exchange
 from .settings import RECORDED_ROUTES, ListenSettings
 
@@ -28,7 +32,7 @@ READ_BYTES = 2**22
 class LogPosition:
     """How far a file was read."""
 
-    offset: int = 0
+    offset: Annotated[int, Ge(0)] = 0
     # Whether the rest of a line that is too long is still to be passed over.
     is_inside_line: bool = False
 
@@ -40,6 +44,8 @@ class RequestLogs:
     settings: ListenSettings
     folder: Path
     saved: Path
+    # The clock of follow (`clock.py`), by which recorded conversations age.
+    now: Callable[[], float] = read_date
     # By the number of the file in its file system, which a rotation keeps.
     positions: dict[int, LogPosition] = field(default_factory=dict)
     generator: random.Random = field(default_factory=random.Random)
@@ -49,19 +55,24 @@ class RequestLogs:
 
     def load_positions(self) -> None:
         """Read where an earlier process stopped."""
-        with suppress(OSError, ValueError, TypeError):
-            content = json.loads(self.saved.read_text())
-            self.positions = {int(number): LogPosition(**position) for number, position in content.items()}
+        if self.saved.exists():
+            remedy = "delete it; then all request logs are read from their beginning"
+            self.positions = read_json_as(self.saved, dict[int, LogPosition], remedy)
 
     def save_positions(self) -> None:
         """Save how far every file was read."""
         content = {str(number): vars(position) for number, position in self.positions.items()}
         write_text(self.saved, json.dumps(content) + "\n")
 
+    def find_age(self, moment: float | None) -> float:
+        """Return the age in seconds of a line with a time. The clock that makes it younger counts."""
+        return 0.0 if moment is None else max(0.0, min(read_date(), self.now()) - moment)
+
     def take_all(self) -> list[Exchange]:
         """Return the requests of lines that are new, at most some megabytes of each file."""
         exchanges, present = list[Exchange](), set[int]()
-        for path in sorted(self.folder.glob("*.jsonl")):
+        # Opening a pipe would wait for somebody who writes to it.
+        for path in sorted(path for path in self.folder.glob("*.jsonl") if path.is_file()):
             with suppress(OSError), path.open("rb") as file:
                 number = path.stat().st_ino
                 present.add(number)
@@ -97,13 +108,17 @@ class RequestLogs:
         if self.generator.random() >= self.settings.sample:
             return None
         try:
-            exchange = parse_log_entry(json.loads(line))
+            entry = json.loads(line)
+            exchange = parse_log_entry(entry)
+            age = self.find_age(parse_time(entry.get("time")))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.num_malformed += 1
             return None
-        is_old = exchange.time < time.time() - 3600 * self.settings.retention_hours
-        is_long = len(exchange.request) + len(exchange.response) > self.settings.max_record_bytes
-        return None if is_old or is_long or exchange.route not in self.settings.routes else exchange
+        is_old = age > 3600 * self.settings.retention_hours
+        is_long = exchange.num_bytes > self.settings.max_record_bytes
+        if is_old or is_long or exchange.route not in self.settings.routes:
+            return None
+        return replace(exchange, time=self.now() - age)
 
 
 def parse_log_entry(entry: dict[str, Any]) -> Exchange:
@@ -112,14 +127,21 @@ def parse_log_entry(entry: dict[str, Any]) -> Exchange:
     chat, text = RECORDED_ROUTES
     route = entry.get("route") or (chat if "messages" in request else text)
     content = response if isinstance(response, str) else json.dumps(response)
-    kind, moment = entry.get("kind"), entry.get("time")
+    kind = entry.get("kind")
     return Exchange(
         str(route),
         json.dumps(request).encode(),
         content.encode(),
         None if kind is None else str(kind),
-        time.time() if moment is None else float(moment),
     )
+
+
+def parse_time(value: Any) -> float | None:
+    """Return the time of a line, or None without one; a ValueError says that it is no number."""
+    moment = None if value is None else float(value)
+    if moment is not None and not math.isfinite(moment):
+        raise ValueError("time is no number")
+    return moment
 
 
 def open_body(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """This project's engine behind OpenAI's interface: `python -m spectrain.follow.own_engine run=DIR port=8001`.
 
 A thread decodes one request at a time; requests wait in a queue. Answers hold token ids and the rounds of each answer, and
-POST /swap_drafter loads other weights of the drafter between two requests, after a check of all of them.
+POST /swap_drafter loads other weights of the drafter between two requests, after a check of all of them. That endpoint and
+/drafter need the control key. What a request may hold is in `completion_body.py`, and all limits are in `limits.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import queue
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -25,7 +26,7 @@ from starlette.routing import Route
 from spectrain.config.build import GroupSpec, register_resolvers
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.messages import Conversation
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import EagerRunner, decode_steps, make_request
 from spectrain.drafters.base import Drafter
@@ -34,10 +35,19 @@ from spectrain.models.target import Target
 from spectrain.models.template_arguments import check_template_arguments
 from spectrain.runs.drafters import load_description, load_for_decoding
 from spectrain.runs.folder import require_drafter_directory
+from spectrain.servers.control_key import read_control_key
 from spectrain.trees import Chain
 
-MAX_WAITING = 1024
-DEFAULT_TOKENS = 64
+from .bodies import Application, BoundedApplication, format_error
+from .completion_body import ChatBody, TextBody, parse_completion
+from .control import check_control_request
+from .http_server import allow_open_files, make_http_server
+from .limits import DEFAULT_TOKENS, MAX_ENGINE_REQUESTS
+from .requests import Refusal, parse_body
+from .settings import ListenSettings
+
+BIG_BODY = 2**16
+"""A larger body is parsed and tokenized one after the other, so that memory stays bounded."""
 
 
 @dataclass
@@ -68,7 +78,8 @@ class DecodingThread:
         self.target.pack_weights()
         self.drafter = self.load(self.folder)
         self.builder = Chain(num_tokens)
-        self.jobs: queue.Queue[EngineJob | Callable[[], None]] = queue.Queue(MAX_WAITING)
+        # The interface bounds how many requests there are.
+        self.jobs: queue.Queue[EngineJob | Callable[[], None]] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def load(self, folder: str) -> Drafter:
@@ -113,11 +124,14 @@ class DecodingThread:
 class OwnEngine:
     """The interface of the engine."""
 
-    def __init__(self, thread: DecodingThread, name: str) -> None:
-        self.thread, self.name = thread, name
+    def __init__(self, thread: DecodingThread, name: str, key: str) -> None:
+        self.thread, self.name, self.key = thread, name, key
+        self._tokenizing, self._swapping = asyncio.Lock(), asyncio.Lock()
+        # No token has more characters, so that a longer prompt than this times the context cannot fit.
+        self.longest_token = max(map(len, thread.target.tokenizer.get_vocab()))
 
-    def make_application(self) -> Starlette:
-        """Return the ASGI application."""
+    def make_application(self) -> Application:
+        """Return the ASGI application, with the proxy's limits for bodies."""
         routes = [
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
@@ -126,7 +140,9 @@ class OwnEngine:
             Route("/drafter", self.describe_drafter),
             Route("/swap_drafter", self.swap_drafter, methods=["POST"]),
         ]
-        return Starlette(routes=routes)
+        limits = ListenSettings()
+        application: Any = Starlette(routes=routes, exception_handlers={Refusal: answer_refusal})
+        return BoundedApplication(application, limits.max_body_bytes, limits.max_total_bytes, MAX_ENGINE_REQUESTS)
 
     async def list_models(self, request: Request) -> Response:
         """Name the served model."""
@@ -135,30 +151,30 @@ class OwnEngine:
 
     async def describe_drafter(self, request: Request) -> Response:
         """Name the folder of the active drafter."""
+        check_control_request(request.scope, self.key)
         return JSONResponse({"path": self.thread.folder})
 
     async def swap_drafter(self, request: Request) -> Response:
         """Load other weights of the drafter."""
-        try:
-            folder = str(json.loads(await request.body())["path"])
-            await asyncio.to_thread(self.thread.swap, folder)
-        except (ValueError, KeyError, TypeError, UserError, RunError, OSError) as error:
-            return error_response(400, f"the drafter was not swapped: {error}")
+        check_control_request(request.scope, self.key)
+        folder = parse_swap(await request.body())
+        if self._swapping.locked():
+            raise Refusal(503, "another drafter is being loaded; try again later")
+        async with self._swapping:
+            try:
+                await asyncio.to_thread(self.thread.swap, folder)
+            except (ValueError, KeyError, TypeError, RunError, OSError) as error:
+                raise Refusal(400, f"the drafter was not swapped: {error}") from error
         return JSONResponse({"path": folder})
 
     async def complete(self, request: Request) -> Response:
         """Answer a prompt."""
         is_chat = request.url.path.endswith("chat/completions")
-        try:
-            body = json.loads(await request.body())
-            job = self.make_job(body, is_chat)
-        except (ValueError, KeyError, TypeError, UserError) as error:
-            return error_response(400, f"{type(error).__name__}: {error}")
-        try:
-            self.thread.jobs.put_nowait(job)
-        except queue.Full:
-            return error_response(503, "too many requests wait")
-        if body.get("stream"):
+        content, loop = await request.body(), asyncio.get_running_loop()
+        async with self._tokenizing if len(content) > BIG_BODY else nullcontext():
+            body, job = await asyncio.to_thread(self.make_job, content, is_chat, loop)
+        self.thread.jobs.put(job)
+        if body.stream:
             return StreamingResponse(self.stream(job, is_chat), media_type="text/event-stream")
         try:
             async for _ in read_steps(job):
@@ -170,31 +186,43 @@ class OwnEngine:
             job.is_cancelled = True
         return JSONResponse(self.make_answer(job, is_chat))
 
-    def make_job(self, body: dict[str, Any], is_chat: bool) -> EngineJob:
-        """Return the job of a request's body."""
-        limit = int(body.get("max_completion_tokens") or body.get("max_tokens") or DEFAULT_TOKENS)
-        prompt = self.tokenize(body, is_chat)
-        if limit < 1 or len(prompt) + limit > self.thread.target.max_length:
-            raise ValueError(f"{len(prompt)} prompt tokens and {limit} new ones exceed the context length")
-        temperature = float(body.get("temperature", 0.0))
-        rule = Match(temperature=temperature, seed=int(body.get("seed") or 0)) if temperature > 0 else Greedy()
-        return EngineJob(prompt, limit, rule, asyncio.get_running_loop())
+    def make_job(self, content: bytes, is_chat: bool, loop: asyncio.AbstractEventLoop) -> tuple[ChatBody | TextBody, EngineJob]:
+        """Return the checked body of a request, and its job."""
+        body, target = parse_completion(content, is_chat), self.thread.target
+        if body.model is not None and body.model != self.name:
+            raise Refusal(404, f"model: this engine serves {self.name} and no other one")
+        too_long = f"the prompt and its answer exceed the context of {target.max_length} tokens; shorten them"
+        if body.num_characters > target.max_length * self.longest_token:
+            raise Refusal(400, too_long)
+        try:
+            prompt = self.tokenize(body)
+        except UserError as error:
+            raise Refusal(400, str(error)) from error
+        room = target.max_length - len(prompt)
+        limit = body.find_limit(max(1, min(DEFAULT_TOKENS, room)))
+        if limit > room:
+            raise Refusal(400, too_long)
+        return body, EngineJob(prompt, limit, body.make_rule(target.head.vocab_size), loop)
 
-    def tokenize(self, body: dict[str, Any], is_chat: bool) -> list[int]:
+    def tokenize(self, body: ChatBody | TextBody) -> list[int]:
         """Return the token ids of a prompt."""
-        if is_chat:
-            arguments = check_template_arguments(body.get("chat_template_kwargs"), "request")
-            conversation = Conversation(body["messages"], body.get("tools"), None, arguments)
-            return tokenize_prompt(self.thread.target.template, conversation)
-        prompt = body["prompt"]
+        if isinstance(body, ChatBody):
+            messages = [message.to_message() for message in body.messages]
+            arguments = check_template_arguments(body.chat_template_kwargs, "request")
+            template = self.thread.target.template
+            prompt_ids = tokenize_prompt(template, Conversation(messages, None, body.documents, arguments))
+            if body.documents and prompt_ids == tokenize_prompt(template, Conversation(messages, None, None, arguments)):
+                raise UserError("documents: the chat template of this model does not show them; leave them out")
+            return prompt_ids
+        prompt: Any = body.prompt
         if isinstance(prompt, str):
-            prompt = self.thread.target.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            prompt = self.thread.target.tokenizer(prompt, add_special_tokens=body.add_special_tokens)["input_ids"]
         vocabulary = self.thread.target.head.vocab_size
-        if not isinstance(prompt, list) or not prompt:
-            raise ValueError("prompt: give a text or a list of token ids")
-        if not all(isinstance(token, int) and 0 <= token < vocabulary for token in prompt):
-            raise ValueError("prompt: a token id is not in the vocabulary")
-        return prompt
+        if not prompt:
+            raise UserError("prompt: it is empty; give a text or a list of token ids")
+        if not all(0 <= token < vocabulary for token in prompt):
+            raise UserError("prompt: a token id is not in the vocabulary")
+        return list(prompt)
 
     def decode_text(self, tokens: list[int]) -> str:
         """Return the text of tokens."""
@@ -237,6 +265,14 @@ class OwnEngine:
         yield b"data: [DONE]\n\n"
 
 
+def parse_swap(content: bytes) -> str:
+    """Return the folder that the body of a swap names."""
+    body = parse_body(content)
+    if body.keys() != {"path"} or not isinstance(body["path"], str):
+        raise Refusal(400, 'give the folder of the drafter and nothing else, as in {"path": "runs/NAME/drafter"}')
+    return body["path"]
+
+
 async def read_steps(job: EngineJob) -> AsyncIterator[list[int]]:
     """Yield the new tokens of each step."""
     while (step := await job.steps.get()) is not None:
@@ -261,20 +297,56 @@ def format_event(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content)}\n\n".encode()
 
 
+async def answer_refusal(request: Request, refusal: Exception) -> Response:
+    """Answer a request that is refused."""
+    assert isinstance(refusal, Refusal)
+    return error_response(refusal.status, str(refusal))
+
+
 def error_response(status: int, message: str) -> Response:
     """Return an error in OpenAI's form."""
-    return JSONResponse({"error": {"message": message[:500], "code": status}}, status_code=status)
+    return Response(format_error(status, message), status_code=status, media_type="application/json")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The words of the command."""
+
+    run: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    # Tokens of a draft.
+    tokens: int = 3
+    name: str = "spectrain"
+
+    @classmethod
+    def parse(cls, words: list[str]) -> EngineOptions:
+        """Return the options of a command line; a UserError names the word that is wrong."""
+        given: dict[str, Any] = {key: value for key, _, value in (word.partition("=") for word in words)}
+        known = [entry.name for entry in fields(cls)]
+        if unknown := [key for key in given if key not in known]:
+            raise UserError(f"{unknown[0]}: there is no such option; use {', '.join(f'{name}=' for name in known)}")
+        if not given.get("run"):
+            raise UserError("run: say whose drafter is served, as in run=runs/NAME")
+        for key, largest in (("port", 65535), ("tokens", 64)):
+            if key in given:
+                if not (given[key].isdecimal() and 1 <= int(given[key][:9]) <= largest):
+                    raise UserError(f"{key}={given[key]}: use 1 to {largest}")
+                given[key] = int(given[key])
+        return cls(**given)
 
 
 def main(words: list[str]) -> None:
     """Serve until a signal ends the process; open requests are answered first."""
-    options = {"host": "127.0.0.1", "port": "8000", "tokens": "3", "name": "spectrain"} | dict(
-        word.split("=", 1) for word in words
-    )
     register_resolvers()
-    thread = DecodingThread(options["run"], int(options["tokens"]))
-    application = OwnEngine(thread, options["name"]).make_application()
-    uvicorn.run(application, host=options["host"], port=int(options["port"]), log_level="warning", timeout_graceful_shutdown=30)
+    try:
+        options = EngineOptions.parse(words)
+        thread, key = DecodingThread(options.run, options.tokens), read_control_key()
+    except (UserError, RunError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    allow_open_files()
+    make_http_server(OwnEngine(thread, options.name, key).make_application(), options.host, options.port).run()
 
 
 if __name__ == "__main__":

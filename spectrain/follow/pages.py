@@ -1,4 +1,5 @@
-"""The pages of the proxy: Prometheus text at /metrics, and a page for people at /follow. Neither shows text of a request."""
+"""The pages of the proxy: Prometheus text at /metrics, and a page for people at /follow. Neither shows text of a request, and
+both need the key."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def draw_series(series: dict[str, KindSeries], swaps: list[float]) -> str:
 
     drawn = [f'<svg viewBox="-30 -10 {WIDTH + 160} {HEIGHT + 20}" width="100%">']
     drawn += [f'<text x="-30" y="4" font-size="10">{top:.2f}</text><text x="-30" y="{HEIGHT}" font-size="10">0</text>']
-    for moment in swaps:
+    for moment in (moment for moment in swaps if first <= moment <= last):
         start, end = scale_point(moment, top), scale_point(moment, 0)
         drawn.append(f'<line x1="{start.split(",")[0]}" x2="{end.split(",")[0]}" y1="0" y2="{HEIGHT}" stroke="#999"/>')
     for number, (kind, entry) in enumerate([*series.items()]):
@@ -125,7 +126,7 @@ def format_table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def describe_entry(entry: dict[str, Any]) -> str:
     """Return the numbers of a decision in one line."""
-    if entry["event"] in ("promoted", "kept for inspection", "proven, not swapped"):
+    if entry["event"] in ("promoted", "kept for inspection", "proven, not swapped") and {"candidate", "reason"} <= entry.keys():
         return f"candidate {entry['candidate']}: {entry['reason']}"
     shown = {key: value for key, value in entry.items() if key not in ("time", "event")}
     return ", ".join(f"{key} {format_number(value) if isinstance(value, float) else value}" for key, value in shown.items())[

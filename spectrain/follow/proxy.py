@@ -1,41 +1,69 @@
 """The proxy: an ASGI application that passes requests on byte by byte, and hands copies of some to the recorder.
 
-What records, learns and swaps runs elsewhere; nothing of it can break a request. The memory of a request is bounded: its body
-by `max_body_bytes`, its answer by what the connections buffer and, where it is recorded, by `max_record_bytes`.
+What records, learns and swaps runs elsewhere; nothing of it can break a request. Memory is bounded: bodies and recorded answers
+by `max_body_bytes` and `max_record_bytes` each and by `max_total_bytes` together, and other answers by what the connections
+buffer. All limits are in `limits.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
+import threading
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 from yarl import URL
 
+from .bodies import (
+    ByteBudget,
+    HeldBytes,
+    Receive,
+    RequestReceiver,
+    Scope,
+    Send,
+    read_body,
+    send_error,
+    send_refusal,
+    send_response,
+)
+from .control import check_control_request
 from .exchange import Exchange
-from .requests import KIND_HEADER, SWITCH_HEADER, Refusal, check_headers, check_path, parse_body, select_passed_headers
+from .limits import (
+    CONNECT_SECONDS,
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    MAX_SENDS,
+    MAX_WAITING_BYTES,
+    MAX_WAITING_EXCHANGES,
+)
+from .requests import (
+    KIND_HEADER,
+    SWITCH_HEADER,
+    Refusal,
+    Route,
+    check_encoding,
+    check_headers,
+    find_route,
+    parse_body,
+    select_passed_headers,
+)
 from .settings import ListenSettings
 from .upstream import Upstream, UpstreamSwitch
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 Page = Callable[[], tuple[str, bytes]]
 """Returns the content type and the content of a page of the proxy's own."""
 
-RETRY_SECONDS = 0.2
-"""Pause between two attempts to reach a server that does not answer."""
 BIG_BODY = 2**16
-"""A larger body is parsed in a thread, so that other requests go on meanwhile."""
-MAX_WAITING_EXCHANGES = 256
-CONNECT_SECONDS = 10.0
+"""A larger body is parsed in a thread, one after the other, so that other requests go on and memory stays bounded."""
+KEEP_SECONDS = 4.0
+"""Seconds that an idle connection to a server is kept; servers with uvicorn close theirs after 5."""
+PAGE_HEADERS = ((b"cache-control", b"no-store"), (b"referrer-policy", b"no-referrer"), (b"x-content-type-options", b"nosniff"))
+FINAL_STATUSES = range(200, 600)
 # Headers that the client library would add by itself.
 SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type", "Connection")
 
@@ -57,22 +85,34 @@ class ProxyCounters:
 
 @dataclass
 class Recorder:
-    """Exchanges on their way to the thread that learns. Adding one never waits and never fails."""
+    """Exchanges on their way to the thread that learns. Adding one never waits for that thread and never fails."""
 
     sample: float
-    exchanges: deque[Exchange] = field(default_factory=lambda: deque(maxlen=MAX_WAITING_EXCHANGES))
+    # Gives the time at which an exchange is recorded.
+    clock: Callable[[], float] = time.monotonic
+    exchanges: deque[Exchange] = field(default_factory=deque)
     generator: random.Random = field(default_factory=random.Random)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def selects(self) -> bool:
         """Return whether the next request is recorded."""
         return self.generator.random() < self.sample
 
+    def add(self, exchange: Exchange) -> int:
+        """Add an exchange, and drop the oldest ones where too many wait; return how many were dropped."""
+        with self.lock:
+            self.exchanges.append(exchange)
+            before = len(self.exchanges)
+            num_bytes = sum(waiting.num_bytes for waiting in self.exchanges)
+            while len(self.exchanges) > MAX_WAITING_EXCHANGES or num_bytes > MAX_WAITING_BYTES:
+                num_bytes -= self.exchanges.popleft().num_bytes
+            return before - len(self.exchanges)
+
     def take_all(self) -> list[Exchange]:
         """Return the exchanges that wait, and remove them."""
-        taken = []
-        with suppress(IndexError):
-            while True:
-                taken.append(self.exchanges.popleft())
+        with self.lock:
+            taken = [*self.exchanges]
+            self.exchanges.clear()
         return taken
 
 
@@ -81,15 +121,18 @@ class Proxy:
 
     def __init__(self, settings: ListenSettings, servers: UpstreamSwitch, recorder: Recorder) -> None:
         self.settings, self.servers, self.recorder = settings, servers, recorder
-        # The proxy's own pages by path.
+        # The proxy's own pages by path, and the key without which they are not shown.
         self.pages: dict[str, Page] = {}
+        self.key = ""
         self.counters = ProxyCounters()
+        self.budget = ByteBudget(settings.max_total_bytes)
+        self._parsing = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
     async def open_connections(self) -> AsyncIterator[None]:
         """Keep connections to the servers in the running event loop."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
         async with aiohttp.ClientSession(
             connector=connector,
@@ -107,48 +150,66 @@ class Proxy:
             # A connection of another kind, such as a web socket, is closed.
             await send({"type": "websocket.close"})
             return
-        if scope["method"] == "GET" and (page := self.pages.get(scope["path"])) is not None:
-            content_type, content = await asyncio.to_thread(page)
-            await send_response(send, 200, content, content_type)
-            return
-        self.counters.requests += 1
-        self.counters.num_open += 1
+        receiver = RequestReceiver(receive)
         try:
-            await self._handle(scope, receive, send)
+            if scope["method"] == "GET" and (page := self.pages.get(scope["path"])) is not None:
+                check_control_request(scope, self.key)
+                content_type, content = await asyncio.to_thread(page)
+                await send_response(send, 200, content, content_type, headers=PAGE_HEADERS)
+                return
+            self.counters.requests += 1
+            await self._handle(scope, receiver, send)
         except Refusal as refusal:
             self.counters.refused += 1
-            await send_error(send, refusal.status, str(refusal))
-        finally:
-            self.counters.num_open -= 1
+            await send_refusal(scope, receiver, send, refusal)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.settings.requests is not None:
             raise Refusal(404, "follow reads request logs, so it passes no requests on")
-        if self.counters.num_open > self.settings.max_requests:
-            raise Refusal(503, f"{self.settings.max_requests} requests are open; try again later")
-        raw_path = scope.get("raw_path") or scope["path"].encode()
-        check_path(scope["path"], raw_path)
+        route = find_route(scope["method"], scope["path"], scope.get("raw_path") or scope["path"].encode())
         check_headers(scope["headers"])
-        body = await read_body(scope, receive, self.settings.max_body_bytes)
+        check_encoding(scope["headers"])
+        is_post = scope["method"] == "POST"
+        with self.budget.open() as held:
+            body = await read_body(scope, receive, self.settings.max_body_bytes if is_post else 0, held)
+            if is_post:
+                await self._check_body(body)
+            # A request is open once it is complete, so that half of one takes no place.
+            if self.counters.num_open >= self.settings.max_requests:
+                raise Refusal(503, f"{self.settings.max_requests} requests are open; try again later")
+            self.counters.num_open += 1
+            try:
+                await self._answer_complete(scope, route, body, held, receive, send)
+            finally:
+                self.counters.num_open -= 1
+
+    async def _check_body(self, body: bytes) -> None:
+        if len(body) <= BIG_BODY:
+            parse_body(body)
+            return
+        async with self._parsing:
+            await asyncio.to_thread(parse_body, body)
+
+    async def _answer_complete(
+        self, scope: Scope, route: Route, body: bytes, held: HeldBytes, receive: Receive, send: Send
+    ) -> None:
+        """Answer a request whose body was read and checked, and record it with its answer."""
+        headers, tap = dict(scope["headers"]), None
         is_recorded_route = scope["method"] == "POST" and scope["path"] in self.settings.routes
-        if is_recorded_route:
-            await (asyncio.to_thread(parse_body, body) if len(body) > BIG_BODY else parse_in_place(body))
-        headers = dict(scope["headers"])
-        tap = None
         if is_recorded_route and headers.get(SWITCH_HEADER) != b"off" and self.recorder.selects():
-            tap = AnswerTap(self.settings.max_record_bytes - len(body))
-        status = await self._pass_on(scope, body, AnswerChannel(receive, send, tap))
+            tap = AnswerTap(self.settings.max_record_bytes - len(body), held)
+        status = await self._pass_on(scope, route, body, AnswerChannel(receive, send, tap))
         if tap is not None and status == 200 and tap.is_complete:
             self._record(scope["path"], body, tap, headers.get(KIND_HEADER))
 
-    def _record(self, route: str, body: bytes, tap: AnswerTap, kind: bytes | None) -> None:
+    def _record(self, path: str, body: bytes, tap: AnswerTap, kind: bytes | None) -> None:
         self.counters.recorded += 1
-        self.counters.skipped += len(self.recorder.exchanges) == MAX_WAITING_EXCHANGES
         name = None if kind is None else kind.decode("ascii", "replace")
-        self.recorder.exchanges.append(Exchange(route, body, b"".join(tap.parts), name))
+        exchange = Exchange(path, body, b"".join(tap.parts), name, self.recorder.clock())
+        self.counters.skipped += self.recorder.add(exchange)
 
-    async def _pass_on(self, scope: Scope, body: bytes, channel: AnswerChannel) -> int | None:
-        """Pass a request on and its answer back; return the status, or None where the client has gone."""
+    async def _pass_on(self, scope: Scope, route: Route, body: bytes, channel: AnswerChannel) -> int | None:
+        """Pass a request on and its answer back; return the status, or None where client or server broke off."""
         request, is_gone = asyncio.current_task(), False
 
         async def watch_client() -> None:
@@ -161,7 +222,7 @@ class Proxy:
 
         watcher = asyncio.ensure_future(watch_client())
         try:
-            return await self._answer(scope, body, channel)
+            return await self._answer(scope, route, body, channel)
         except asyncio.CancelledError:
             if not is_gone:
                 raise
@@ -170,11 +231,11 @@ class Proxy:
         finally:
             watcher.cancel()
 
-    async def _answer(self, scope: Scope, body: bytes, channel: AnswerChannel) -> int:
-        """Return the status of the answer that was passed back. A server that is gone is waited for, unless it has begun to
-        answer."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.settings.wait_seconds
+    async def _answer(self, scope: Scope, route: Route, body: bytes, channel: AnswerChannel) -> int | None:
+        """Return the status of the answer that was passed back, or None where the server broke it off. A server that cannot be
+        reached is waited for, and a request that it drops is sent again some times, if its route may be repeated and its answer
+        has not begun."""
+        sends = SendAttempts(self.settings.wait_seconds, MAX_SENDS if route.is_repeatable else 1)
         while True:
             upstream = self.servers.active
             upstream.num_open += 1
@@ -182,17 +243,18 @@ class Proxy:
                 return await self._request(upstream, scope, body, channel)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 if channel.has_begun:
-                    # The client sees a broken answer, as it would without the proxy.
+                    # The answer is not ended, so that the client sees a broken one, as it would without the proxy.
                     self.counters.failed += 1
-                    raise ConnectionAbortedError("the server broke off its answer") from error
-                if loop.time() >= deadline:
+                    return None
+                problem = sends.note_failure(was_sent=not isinstance(error, UNSENT))
+                if problem is not None:
                     self.counters.failed += 1
-                    await send_error(channel.send, 502, "the server does not answer")
+                    await send_error(channel.send, 502, problem)
                     return 502
                 self.counters.retried += 1
             finally:
                 upstream.num_open -= 1
-            await asyncio.sleep(RETRY_SECONDS)
+            await sends.wait()
 
     async def _request(self, upstream: Upstream, scope: Scope, body: bytes, channel: AnswerChannel) -> int:
         assert self._session is not None, "requests are answered inside `open_connections`"
@@ -204,6 +266,8 @@ class Proxy:
         async with self._session.request(
             scope["method"], url, data=body or None, headers=headers, allow_redirects=False
         ) as response:
+            if response.status not in FINAL_STATUSES:
+                raise aiohttp.ClientPayloadError(f"the server answered status {response.status}")
             raw = [*select_passed_headers((name.lower(), value) for name, value in response.raw_headers)]
             async for chunk in response.content.iter_any():
                 # Headers wait for the first part, because a request whose answer has not begun can be repeated.
@@ -216,18 +280,50 @@ class Proxy:
             return response.status
 
 
-class AnswerTap:
-    """Keeps a copy of an answer, up to a number of bytes."""
+UNSENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+"""Failures to connect, after which a server has seen nothing of a request."""
 
-    def __init__(self, room: int) -> None:
-        self.room, self.parts, self.is_complete = room, list[bytes](), False
+
+class SendAttempts:
+    """How often a request was sent, and whether it is sent again."""
+
+    def __init__(self, wait_seconds: float, max_sends: int) -> None:
+        self.deadline, self.wait_seconds = time.monotonic() + wait_seconds, wait_seconds
+        self.max_sends, self.num_sends = max_sends, 0
+        self.pause = FIRST_PAUSE_SECONDS
+
+    def note_failure(self, was_sent: bool) -> str | None:
+        """Count an attempt; return why there is no further one, or None."""
+        if was_sent:
+            self.num_sends += 1
+            # The server may have worked for long before it ended; from now on it is waited for.
+            self.deadline = time.monotonic() + self.wait_seconds
+        if self.num_sends >= self.max_sends:
+            times = "once" if self.num_sends == 1 else f"{self.num_sends} times"
+            return f"the server dropped this request {times} without an answer; it is not sent again"
+        if time.monotonic() >= self.deadline:
+            return f"the server does not answer, for {self.wait_seconds:g} seconds"
+        return None
+
+    async def wait(self) -> None:
+        """Wait before the next attempt, twice as long as before the last one."""
+        await asyncio.sleep(min(self.pause, max(0.0, self.deadline - time.monotonic())))
+        self.pause = min(2 * self.pause, LONGEST_PAUSE_SECONDS)
+
+
+class AnswerTap:
+    """Keeps a copy of an answer, up to a number of bytes and to what all requests may hold."""
+
+    def __init__(self, room: int, held: HeldBytes) -> None:
+        self.room, self.held, self.parts, self.is_complete = room, held, list[bytes](), False
 
     def add(self, chunk: bytes) -> None:
         """Keep a part of the answer, or drop all parts where there is no room."""
         self.room -= len(chunk)
-        if self.room >= 0:
+        if self.room >= 0 and self.held.take(len(chunk)):
             self.parts.append(chunk)
         else:
+            self.room = -1
             self.parts.clear()
 
     def finish(self) -> None:
@@ -267,42 +363,3 @@ class AnswerChannel:
         """Wait until the client has gone."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
-
-
-async def parse_in_place(body: bytes) -> None:
-    """Check a small body."""
-    parse_body(body)
-
-
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Return the body of a request; raise a Refusal for one that is too large, before it is read where its length is given."""
-    declared = dict(scope["headers"]).get(b"content-length")
-    if declared is not None and (not declared.isdigit() or int(declared) > limit):
-        raise Refusal(413 if declared.isdigit() else 400, f"the body is larger than {limit} bytes")
-    parts, size = list[bytes](), 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refusal(400, "the request broke off")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            raise Refusal(413, f"the body is larger than {limit} bytes")
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def send_response(send: Send, status: int, content: bytes, content_type: str) -> None:
-    """Send a whole response."""
-    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode())]
-    if status in (400, 413, 431):
-        # What is left of the request is not read.
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content, "more_body": False})
-
-
-async def send_error(send: Send, status: int, message: str) -> None:
-    """Send an error in OpenAI's form."""
-    content = {"error": {"message": message, "type": "spectrain_follow", "code": status}}
-    await send_response(send, status, json.dumps(content).encode(), "application/json")

@@ -12,11 +12,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+from spectrain.config.saved import require_regular_file
+from spectrain.errors import UserError
 from spectrain.files import write_text
 
-from .traffic import RecordedConversation
+from .traffic import RecordedConversation, parse_recorded
 
 HELD_OUT_IN = 4
 """One conversation in so many is held out."""
@@ -116,9 +117,9 @@ class Reservoir:
         """Write all conversations to a JSON Lines file, atomically."""
         write_conversations(path, self.select())
 
-    def load(self, path: Path) -> None:
-        """Add the conversations of a file, if it exists."""
-        for conversation in read_conversations(path):
+    def load(self, conversations: Iterable[RecordedConversation]) -> None:
+        """Add the conversations that an earlier process recorded."""
+        for conversation in conversations:
             self.add(conversation)
 
 
@@ -133,13 +134,16 @@ def write_conversations(path: Path, conversations: Iterable[RecordedConversation
     path.chmod(0o600)
 
 
-def read_conversations(path: Path) -> Iterator[RecordedConversation]:
-    """Yield the conversations of a file, if it exists; a line that is damaged is left out."""
+def read_conversations(path: Path, report: Callable[[str], None] = lambda problem: None) -> Iterator[RecordedConversation]:
+    """Yield the conversations of a file, if it exists; a line that is damaged is left out, and `report` is called with the
+    sentence that names it."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row: dict[str, Any] = json.loads(line)
-            yield RecordedConversation.from_row(row)
-        except (ValueError, TypeError, KeyError):
+    require_regular_file(path)
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
             continue
+        try:
+            yield parse_recorded(line)
+        except UserError as error:
+            report(f"{path}: line {number} is left out ({error})")

@@ -25,9 +25,12 @@ class ListenSettings:
     sample: Share = 1.0
     # Largest body of a request that is passed on, in bytes; a larger one is refused with status 413.
     max_body_bytes: Count = 16 * 2**20
+    # Bytes that the bodies and recorded answers of all open requests may hold together; a request beyond them is refused with
+    # status 503, and an answer is not recorded.
+    max_total_bytes: Count = 512 * 2**20
     # Largest request and largest answer that are recorded, in bytes; larger ones are only passed on.
     max_record_bytes: Count = 2**20
-    # Number of requests that are open at the same time; further ones are refused with status 503.
+    # Number of complete requests that are open at the same time; further ones are refused with status 503.
     max_requests: Count = 1024
     # Seconds that a request waits for a server that does not answer, as while it is started again.
     wait_seconds: Positive = 60.0

@@ -129,7 +129,7 @@ class DrafterSwapper:
         with httpx.Client(base_url=self.servers.active.root, timeout=SWAP_SECONDS, trust_env=False) as client:
             for address, body in self.server.swap_steps(str(folder)):
                 try:
-                    reply = client.post(address, json=body)
+                    reply = client.post(address, json=body, headers=self.server.control_headers())
                 except httpx.HTTPError as error:
                     raise RunError(f"{address}: the server does not take the drafter ({error})") from error
                 if reply.status_code != 200:
@@ -156,8 +156,9 @@ class DrafterSwapper:
         address, body = self.server.active_drafter_request
         try:
             reply = httpx.request(
-                "GET" if body is None else "POST", self.servers.active.root + address, json=body, timeout=5.0, trust_env=False
-            )
+                "GET" if body is None else "POST", self.servers.active.root + address, json=body,
+                headers=self.server.control_headers(), timeout=5.0, trust_env=False,
+            )  # fmt: skip
             path = self.server.active_drafter_path(reply.json()) if reply.status_code == 200 else None
         except (httpx.HTTPError, ValueError, TypeError, AttributeError):
             return None

@@ -6,13 +6,18 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
+from pydantic import TypeAdapter, ValidationError
+
+from spectrain.config.checked_json import describe_violation
 from spectrain.errors import UserError
 from spectrain.models.template_arguments import check_template_arguments
 from spectrain.servers.base import DraftedRounds
 from spectrain.servers.openai import join_parts
 
+from .clock import LATEST
 from .exchange import Exchange
 from .kinds import KindRegistry
 
@@ -20,22 +25,27 @@ RoundsParser = Callable[[dict[str, Any]], DraftedRounds | None]
 STORED_REQUEST_KEYS = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "temperature", "add_special_tokens")
 
 
+TokenId = Annotated[int, Ge(0), Le(2**31)]
+NumTokens = Annotated[int, Ge(0), Le(2**31)]
+
+
 @dataclass(frozen=True)
 class RecordedConversation:
     """A prompt with its answer. Token ids are the server's own, where the answer holds them."""
 
     kind: str
-    time: float
+    # By the clock of follow (`clock.py`).
+    time: Annotated[float, Ge(0), Le(LATEST)]
     # What the request said: messages or prompt, tools, arguments of the template, and the temperature.
     request: dict[str, Any]
     answer: str
-    prompt_ids: list[int] | None = None
-    answer_ids: list[int] | None = None
+    prompt_ids: list[TokenId] | None = None
+    answer_ids: list[TokenId] | None = None
     # Accepted and drafted tokens of each round; () where the server does not tell.
-    accepted: tuple[int, ...] = ()
-    drafted: tuple[int, ...] = ()
+    accepted: tuple[NumTokens, ...] = ()
+    drafted: tuple[NumTokens, ...] = ()
     # Tokens of the answer by the server's own count; None where it does not tell, as in a stream without usage.
-    num_tokens: int | None = None
+    num_tokens: NumTokens | None = None
 
     @property
     def digest(self) -> str:
@@ -53,14 +63,26 @@ class RecordedConversation:
         """Return the conversation as a row of a JSON Lines file."""
         return asdict(self)
 
-    @classmethod
-    def from_row(cls, row: dict[str, Any]) -> RecordedConversation:
-        """Return the conversation of a row."""
-        return cls(**{**row, "accepted": tuple(row["accepted"]), "drafted": tuple(row["drafted"])})
+
+RECORDED_ROW = TypeAdapter(RecordedConversation)
+
+
+def parse_recorded(line: bytes) -> RecordedConversation:
+    """Return the conversation of a line of a JSON Lines file; a UserError says what is wrong with it."""
+    try:
+        conversation = RECORDED_ROW.validate_json(line, strict=True)
+    except ValidationError as error:
+        raise UserError(describe_violation(error)) from error
+    if not isinstance(conversation.request.get("messages") or conversation.request.get("prompt"), (str, list)):
+        raise UserError("request holds neither messages nor a prompt")
+    return conversation
 
 
 def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: RoundsParser) -> RecordedConversation | None:
-    """Return the conversation of a request and its answer; None for one that holds no single complete answer."""
+    """Return the conversation of a request and its answer; None for one that holds no single complete answer.
+
+    A UserError says that it holds values which could not be read again, such as half of a character.
+    """
     body, is_chat = json.loads(exchange.request), exchange.route.endswith("chat/completions")
     response = parse_response(exchange.response, is_chat)
     if response is None or len(response["choices"]) != 1 or body.get("n", 1) != 1:
@@ -75,7 +97,7 @@ def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: Rounds
     rounds = parse_rounds(response)
     if rounds is None or not are_consistent(rounds, num_tokens):
         rounds = DraftedRounds((), ())
-    return RecordedConversation(
+    conversation = RecordedConversation(
         kinds.classify(body, exchange.kind_header),
         exchange.time,
         {key: body[key] for key in STORED_REQUEST_KEYS if body.get(key) is not None},
@@ -86,6 +108,7 @@ def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: Rounds
         drafted=rounds.drafted,
         num_tokens=num_tokens,
     )
+    return parse_recorded(json.dumps(conversation.to_row()).encode())
 
 
 def brings_template(body: dict[str, Any]) -> bool:

@@ -2,14 +2,20 @@
 
 import hashlib
 import importlib.util
+import json
 import os
+import shutil
+import sys
+import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import make_folder_once
 
@@ -17,6 +23,7 @@ from .gguf_header import check_gguf_header
 from .load_errors import explain_load_failure
 from .pretrained import load_pretrained
 
+CHECKSUMS = "checksums.json"
 TINY_DIRECTORY = Path(__file__).parents[1] / "data" / "tiny"
 SMOLLM2_NAME = "smollm2-135m-q4_1"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -36,7 +43,7 @@ def convert_smollm2(with_weights: bool = True) -> Path:
     """Return the directory of SmolLM2 in transformers format; the first call converts the GGUF file of the package. Without
     weights, the directory need not have more than configuration and tokenizer."""
     directory = cache_directory() / SMOLLM2_NAME
-    if (directory / "model.safetensors").exists():
+    if (directory / "model.safetensors").exists() and (not with_weights or is_intact(directory)):
         return directory
     gguf = find_smollm2()
     if gguf is None:
@@ -58,7 +65,7 @@ def convert_gguf(gguf: Path, with_weights: bool = True) -> Path:
     """Return the directory of a GGUF model in transformers format, dequantized to float32; the first call writes it. Without
     weights, the directory need not have more than configuration and tokenizer."""
     directory = converted_directory(gguf)
-    if (directory / "config.json").exists():
+    if (directory / "config.json").exists() and (not with_weights or is_intact(directory)):
         return directory
     check_gguf_header(gguf)
     with explain_load_failure(str(gguf)):
@@ -84,8 +91,44 @@ def _write_configuration(gguf: Path, directory: Path, name: str) -> Path:
 
 def _write_converted(gguf: Path, directory: Path, name: str, save: Callable[[Path, Path, str], None]) -> Path:
     """Write what `save` takes from a GGUF file to a new directory, which appears complete or not at all."""
-    make_folder_once(directory, "config.json", lambda scratch: save(gguf, scratch, name))
+
+    def write_content(scratch: Path) -> None:
+        save(gguf, scratch, name)
+        checksums = {path.name: compute_checksum(path) for path in scratch.iterdir() if path.is_file()}
+        (scratch / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
+
+    make_folder_once(directory, "config.json", write_content)
     return directory
+
+
+@cache
+def is_intact(directory: Path) -> bool:
+    """Tell whether a converted model is what was written; say so and delete it where it is not, so that it is converted again.
+
+    A process checks a model once. Models that an earlier version converted have no checksums and are not checked.
+    """
+    path = directory / CHECKSUMS
+    if not path.exists():
+        return True
+    try:
+        for name, checksum in read_json_object(path).items():
+            file = directory / Path(name).name
+            if not file.is_file() or compute_checksum(file) != checksum:
+                raise UserError(f"{file}: it is not what was written")
+    except UserError as error:
+        print(f"{str(error).partition(';')[0]}; the model is converted again", file=sys.stderr)
+        shutil.rmtree(directory, ignore_errors=True)
+        return False
+    return True
+
+
+def compute_checksum(path: Path) -> int:
+    """Return the CRC-32 of a file, which finds damage, and takes less time than loading it."""
+    checksum = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def save_gguf_configuration(gguf: Path, directory: Path, name: str) -> None:

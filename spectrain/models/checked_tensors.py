@@ -6,7 +6,8 @@ second for a gigabyte or two, where the processor has instructions for it.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,27 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(contiguous, path, metadata={CHECKSUM_KEY: hash_tensors(contiguous)})
 
 
-def read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file; raise `DamagedFile` if it cannot be read or is not what was saved."""
+@contextmanager
+def open_tensors(path: Path, remedy: str = "copy the file again") -> Iterator[Any]:
+    """Open a safetensors file to read single tensors; raise `DamagedFile` if it is no file or cannot be read.
+
+    A checksum is not compared, because that takes all tensors.
+    """
     try:
+        # A pipe would never end.
         if not path.is_file():
             raise DamagedFile(f"{path}: there is no such file; {remedy}")
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+            yield file
     except (OSError, SafetensorError) as error:
         raise DamagedFile(f"{path}: it cannot be read ({first_line(error)}); {remedy}") from error
+
+
+def read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file; raise `DamagedFile` if it cannot be read or is not what was saved."""
+    with open_tensors(path, remedy) as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
     saved = metadata.get(CHECKSUM_KEY)
     if saved is not None and saved != hash_tensors(tensors):
         raise DamagedFile(f"{path}: it is damaged: its tensors do not have the checksum that they were saved with; {remedy}")

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from safetensors import safe_open
 from torch import Tensor
 
-from spectrain.errors import UserError, first_line
+from spectrain.config.saved import read_json_object
+from spectrain.errors import UserError
+
+from .checked_tensors import open_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+# The index of a model with tens of thousands of experts takes a few megabytes.
+MAX_INDEX_BYTES = 200_000_000
 Files = TypeVar("Files", bound="CheckpointFiles")
 
 
 def read_index(path: Path) -> dict[str, str]:
     """Return the file of each tensor from the index of a checkpoint in several files; raise UserError where it is none."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: it cannot be read ({first_line(error)}); copy the file again") from error
-    weight_map: Any = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map: Any = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
     files = weight_map.values() if isinstance(weight_map, dict) else [None]
     if not all(isinstance(file, str) and Path(file).name == file for file in files):
         raise UserError(f"{path}: weight_map names no file beside it for each tensor; copy the file again")
@@ -43,7 +42,7 @@ class CheckpointFiles:
             self.tensor_files = read_index(index)
         else:
             for path in sorted(directory.glob("*.safetensors")):
-                with safe_open(path, "pt") as file:
+                with open_tensors(path) as file:
                     self.tensor_files |= dict.fromkeys(file.keys(), path.name)
 
     @classmethod
@@ -73,5 +72,5 @@ class CheckpointFiles:
         if self.repository is not None and not file.exists():
             # The folder of a snapshot is named by its commit.
             file = Path(hf_hub_download(self.repository, file.name, revision=self.directory.name))
-        with safe_open(file, "pt") as tensors:
+        with open_tensors(file) as tensors:
             return tensors.get_tensor(name)

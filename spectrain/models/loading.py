@@ -30,6 +30,7 @@ from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
 from .head_parts import Parts, build_empty_network, check_head_settings, load_head
 from .load_errors import explain_load_failure, suggest_package
+from .model_sizes import check_model_directory
 from .sharding import Sharding, load_network, select_auto_class
 from .target import Target
 from .template_limits import TemplateLimitError
@@ -137,6 +138,7 @@ def load_hf(
         )
     with explain_load_failure(model):
         hub: dict[str, Any] = {"trust_remote_code": trust_remote_code, **({} if revision is None else {"revision": revision})}
+        check_model_directory(path)
         config = AutoConfig.from_pretrained(model, **hub)
         tokenizer = load_tokenizer(model, required=reads_weights, **hub)
         apply_chat_template(tokenizer, chat_template)

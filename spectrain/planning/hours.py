@@ -17,7 +17,7 @@ from spectrain.models.bundled import converted_directory
 from spectrain.models.device import synchronize_device
 from spectrain.models.target import Target
 from spectrain.runs.drafters import init_drafter
-from spectrain.training.initial_fit import choose_texts
+from spectrain.training.initial_fit import choose_batches
 from spectrain.training.trainer import Trainer
 from spectrain.training.trial import trial_folder
 
@@ -129,7 +129,7 @@ def time_fit(trainer: Trainer, drafter: Any, target: Target, dataset: Dataset) -
     the target's could be measured.
     """
     stream = dataset.stream_batches(trainer.batch_settings, batches_per_step=trainer.accumulate)
-    texts = choose_texts(stream, drafter.fit_tokens, CALIBRATION_STEPS)
+    texts = [chosen.examples for chosen in choose_batches(stream, drafter.fit_tokens, CALIBRATION_STEPS)]
     layers = drafter.stages[0].layers
     drafter.to(target.device)
     batches = [LiveSource().make_batch(BatchRequest(examples, target, layers, trainer.packing)) for examples in texts]
@@ -139,7 +139,6 @@ def time_fit(trainer: Trainer, drafter: Any, target: Target, dataset: Dataset) -
     synchronize_device(target.device)
     seconds = time.perf_counter() - start
     drafter.fit_tokens = 0
-    drafter.scale_rates()
     return seconds / sum(len(example.tokens) for examples in texts for example in examples)
 
 

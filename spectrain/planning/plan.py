@@ -22,6 +22,7 @@ from spectrain.drafters.capabilities import ContextParallelDrafter, adapts_layer
 from spectrain.errors import UserError
 from spectrain.export.targets import TargetFiles
 from spectrain.features.store_contents import TORCH_DTYPES, count_state_bytes
+from spectrain.files import require_writable, write_text
 from spectrain.provenance import collect_provenance
 from spectrain.runs.drafters import build_target_without_weights
 from spectrain.runs.serve import describe_launches
@@ -114,11 +115,13 @@ class Plan:
 
     def run(self, spec: RunSpec) -> dict[str, Any]:
         """Plan, print a table or JSON, and return what was planned."""
+        if self.out is not None:
+            require_writable(Path(self.out), "plan.out")
         summary = plan(spec, self)
         text = json.dumps(summary, indent=2) + "\n"
         if self.out is not None:
             Path(self.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(self.out).write_text(text)
+            write_text(Path(self.out), text)
         if self.json:
             print(text, end="")
         else:

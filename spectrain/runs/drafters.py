@@ -252,9 +252,9 @@ def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if init:
         load_weights(drafter, require_drafter_directory("drafter.init", init), target)
+        drafter.starts_trained = True
         if isinstance(drafter, FittedDrafter):
             drafter.fit_tokens = 0
-            drafter.scale_rates()
     adapt_drafter(spec, drafter, target)
     return drafter
 

@@ -17,7 +17,7 @@ from spectrain.data.datastore import INDEX_FILE, Datastore
 from spectrain.data.index import index_dataset
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
-from spectrain.files import atomic_write, make_folder_once
+from spectrain.files import atomic_write, make_folder_once, require_writable
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance, processor_name
 from spectrain.training.metrics import Tracker, track_run
@@ -43,6 +43,7 @@ def evaluate(spec: RunSpec, run: Path, target: Target | None = None, tracker: Tr
         # No process waits: scoring may exceed the timeout of the process group.
         return {}
     evaluation = spec.eval.build()
+    require_writable(find_results_folder(run) / "eval" / evaluation.name, "run")
     own = spec.tracker.build() if tracker is None and state.is_main_process else None
     target = target or load_target(spec, run)
     if sharded and (evaluation.uses_clock or spec.tree.build().uses_latency):

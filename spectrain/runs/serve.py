@@ -22,7 +22,7 @@ from spectrain.export.converter import read_drafter, resolve_target, write_check
 from spectrain.export.layout import DrafterCheckpoint, Layout
 from spectrain.export.layouts import LAYOUTS, detect_layout, load_layout, read_files
 from spectrain.export.targets import TargetFiles
-from spectrain.files import atomic_write
+from spectrain.files import atomic_write, require_writable
 from spectrain.models.loading import resolve_device, resolve_dtype
 from spectrain.models.target import Target
 from spectrain.servers.base import Server
@@ -52,6 +52,7 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
             default = Path(f"{spec.run.rstrip('/')}-{server.name}") if print_only else Path(scratch) / "drafter"
             folder = drafter.directory if drafter.is_exported else Path(out or default)
             if not drafter.is_exported:
+                require_writable(folder, "out")
                 lines.append(drafter.export_line(folder))
             if not drafter.is_exported and not print_only:
                 drafter.write(folder, getattr(server.settings, "python", None))

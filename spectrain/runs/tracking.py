@@ -14,6 +14,7 @@ from typing import Any, Literal
 import httpx
 from omegaconf import OmegaConf
 
+from spectrain.config.saved import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.files import write_text
@@ -118,7 +119,7 @@ class Wandb(Tracker):
 
     def log_drafter(self, path: Path) -> None:
         if self.checkpoints:
-            self._send_files(path, "drafter", "drafter", json.loads((path / "config.json").read_text()))
+            self._send_files(path, "drafter", "drafter", read_json_object(path / "config.json"))
 
     def finish_run(self, failed: bool = False) -> None:
         if self.run is not None:
@@ -129,7 +130,7 @@ class Wandb(Tracker):
     def _identify_run(self, run: Path, kind: RunKind) -> tuple[str, bool]:
         """Return the id of the W&B run, and whether it exists already; every evaluation is a run of its own."""
         self.state_file = run / "tracker.json"
-        self.state: dict[str, Any] = json.loads(self.state_file.read_text()) if self.state_file.exists() else {}
+        self.state: dict[str, Any] = read_json_object(self.state_file) if self.state_file.exists() else {}
         if kind in self.state:
             return self.state[kind], True
         self.state[kind] = secrets.token_hex(4)

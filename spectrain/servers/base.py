@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 class ServerCapabilities:
     """What an engine can do beyond answering messages."""
 
-    # Answers prompts that are token ids, and gives the token ids of its answers.
-    takes_tokens: bool = False
     # Returns the hidden states of requests, if it was started for that.
     captures_states: bool = False
     # Counts drafted and accepted tokens.
@@ -279,6 +277,10 @@ class Server(ABC):
     def active_drafter_path(self, content: dict[str, Any]) -> str | None:
         """Return the folder of the active drafter from the answer to `active_drafter_request`; None for an unknown one."""
         return None
+
+    def control_headers(self) -> dict[str, str]:
+        """Return the headers of requests that load another drafter or name the active one."""
+        return {}
 
     def allow_swaps(self) -> Server:
         """Return this server with the settings by which engines that it starts take other drafters, as far as they can."""

@@ -46,9 +46,7 @@ class LlamaCppServer(OpenAIServer):
     """A server of llama.cpp (llama-server)."""
 
     name = "llamacpp"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        takes_tokens=True, counts_drafts=True, has_lookup=True, starts_quickly=True
-    )
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(counts_drafts=True, has_lookup=True, starts_quickly=True)
     target_format = "gguf"
     settings: LlamaCppSettings
 

@@ -27,7 +27,7 @@ class OpenVinoServer(OpenAIServer):
 
     name = "openvino"
     capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        takes_tokens=True, counts_drafts=True, has_lookup=True, chooses_draft_length=True, starts_quickly=True
+        counts_drafts=True, has_lookup=True, chooses_draft_length=True, starts_quickly=True
     )
     settings: OpenVinoSettings
 

@@ -10,6 +10,7 @@ from spectrain.errors import UserError
 
 from .base import DraftedRounds, ServerCapabilities
 from .commands import EngineCommand, EngineLaunch
+from .control_key import bearer_header, read_control_key
 from .openai import OpenAIServer
 from .settings import EngineSettings
 
@@ -20,7 +21,7 @@ class OwnServer(OpenAIServer):
     """A server of this project's engine. It answers one request at a time, so it is for tests and demonstrations."""
 
     name = "spectrain"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True, starts_quickly=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(counts_drafts=True, starts_quickly=True)
     settings: EngineSettings
     active_drafter_request = ("/drafter", None)
 
@@ -52,3 +53,6 @@ class OwnServer(OpenAIServer):
 
     def active_drafter_path(self, content: dict[str, Any]) -> str | None:
         return content.get("path")
+
+    def control_headers(self) -> dict[str, str]:
+        return bearer_header(read_control_key())

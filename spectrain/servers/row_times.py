@@ -10,6 +10,7 @@ theorem 3.8, with measured times). If each token after accepted ones is accepted
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from scipy.optimize import brentq
 
+from spectrain.config.saved import read_json_object
+from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.models.bundled import cache_directory
 from spectrain.models.threads import format_threads
@@ -168,10 +171,15 @@ def save_times(times: EngineTimes, path: Path | None = None) -> Path:
 
 
 def load_times(path: Path) -> EngineTimes | None:
-    """Read a measurement; return None if the file holds none, as one that another version of spectrain wrote."""
+    """Read a measurement; if the file holds none, as one that another version of spectrain wrote, say so and return None."""
     try:
-        return CONTENT.validate_json(path.read_bytes())
-    except (OSError, ValidationError):
+        return CONTENT.validate_python(read_json_object(path))
+    except (UserError, ValidationError):
+        print(
+            f"{path}: it holds no measurement that this version reads, so it is left out; measure again with spectrain bench "
+            "engine",
+            file=sys.stderr,
+        )
         return None
 
 

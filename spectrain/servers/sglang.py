@@ -34,7 +34,7 @@ class SglangServer(OpenAIServer):
     """An SGLang server."""
 
     name = "sglang"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, captures_states=True, counts_drafts=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(captures_states=True, counts_drafts=True)
     settings: EngineSettings
 
     def __init__(self, config: EngineSettings) -> None:

@@ -90,9 +90,7 @@ class VllmServer(OpenAIServer):
     """A vLLM server."""
 
     name = "vllm"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
-        takes_tokens=True, captures_states=True, counts_drafts=True, has_lookup=True
-    )
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(captures_states=True, counts_drafts=True, has_lookup=True)
     settings: VllmSettings
     active_drafter_request = ("/collective_rpc", {"method": "describe_drafter"})
 

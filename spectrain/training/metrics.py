@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from spectrain.files import explain_full_disk, write_text
+from spectrain.files import explain_failed_write, write_text
 from spectrain.output.console import make_console
 from spectrain.output.text import mask_settings
 
@@ -74,7 +74,7 @@ class MetricsFile:
             write_text(path, "".join(line + "\n" for line in lines))
 
     def write(self, metrics: dict[str, Any]) -> None:
-        with explain_full_disk(self.path, "go on with trainer.resume=auto"), self.path.open("a") as file:
+        with explain_failed_write(self.path, "go on with trainer.resume=auto"), self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
 

@@ -34,6 +34,8 @@ class RunProgress:
         self.lr = 0.0  # of the newest step
         # Factors of the learning rates of the stage's parameter groups, as they were when it began.
         self.lr_scales: list[float] = []
+        # Peak learning rates of the parameters by name, as their sizes were before the first step; empty with a fixed rate.
+        self.rates: dict[str, float] = {}
         self.averages = None if trainer.ema is None else WeightAverages(trainer.ema)
         self.validation_history = ValidationHistory()  # at held-out data
         self.saved_step = self.saved_best_step = 0  # step of the newest checkpoint, step of the best validation saved with it
@@ -62,6 +64,7 @@ class RunProgress:
             "step": self.step, "stream": position, "skipped": self.skipped, "tallies": tallies, "tokens": self.tokens,
             "seconds": self.seconds, "optimizer": numbers, "num_steps": self.num_steps,
             "stage": self.stage, "stage_began": self.stage_start, "lr_scales": self.lr_scales,
+            "rates": self.rates,
             "spent": asdict(self.budget.time_spent),
             "looks": asdict(self.validation_history),
             "batches_a_step": self.batches_per_step, "copies": self.parallel.num_copies,
@@ -72,6 +75,7 @@ class RunProgress:
         shared = self.parallel
         self.stage, self.stage_start = progress["stage"], progress["stage_began"]
         self.lr_scales = progress.get("lr_scales", [])
+        self.rates = progress.get("rates", {})
         self.budget.resume_from(TimeSpent(**progress["spent"]))
         self.validation_history = ValidationHistory(**progress["looks"])
         if self.trainer.keep_best is not False and not best_weights_path(self.run, self.validation_history.best_step).exists():

@@ -4,7 +4,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,7 @@ from spectrain.models.fast import pack_linears
 from spectrain.models.target import Target
 from spectrain.models.threads import make_tuner
 
-from .adapters import merge_adapters
+from .adapters import merge_adapters, select_stage_groups
 from .checkpoints import (
     Tally,
     TrainingResult,
@@ -39,9 +38,10 @@ from .checkpoints import (
     save_checkpoint,
     select_trained_groups,
 )  # fmt: skip
-from .initial_fit import BatchKey, batch_key, fit_initial_weights
+from .initial_fit import fit_initial_weights
 from .parallel import WAITING, ParallelStrategy, ProcessMonitor
 from .progress import RunProgress
+from .rates import choose_rates, describe_rates, split_by_rate
 from .settings import TrainerSettings
 from .stop_signals import StopSignals
 from .validation import HeldOutTexts, measure_acceptance, record_held_out
@@ -72,8 +72,6 @@ class TrainingRun(RunProgress):
         self.num_trained = 0  # and their numbers
         # The places of validations; None where nothing is validated.
         self.held_out: HeldOutTexts | None = None
-        # Batches of the fitted start, until the training takes them.
-        self.fitted_batches: dict[BatchKey, Batch] = {}
 
     # Beginning
 
@@ -93,7 +91,10 @@ class TrainingRun(RunProgress):
             load_trained_weights(self.drafter, self.target, weights)
             tensors, numbers = self.restore_progress(progress, tensors), progress["optimizer"]
         else:
-            self.fit_start(dataset.stream_batches(self.trainer.batch_settings, batches_per_step=self.trainer.accumulate))
+            stream = dataset.stream_batches(self.trainer.batch_settings, batches_per_step=self.trainer.accumulate)
+            self.data_position = fit_initial_weights(self, self.drafter, self.target, stream)
+            if self.trainer.lr == "auto":
+                self.choose_rates()
         self.start_training()
         self.max_text_length = dataset.max_text_length
         if checkpoint is not None:
@@ -106,9 +107,19 @@ class TrainingRun(RunProgress):
         self.data_position = self.batches.state_dict()
         return checkpoint
 
-    def fit_start(self, stream: Iterable[list[Example]]) -> None:
-        """Fit the drafter's initial weights to the first batches of a stream, where the family and its settings do that."""
-        self.fitted_batches = fit_initial_weights(self, self.drafter, self.target, stream)
+    def choose_rates(self) -> None:
+        """Choose the learning rate of every parameter that a stage trains, by its size before the first step."""
+        groups = [group for stage in self.drafter.stages for group in select_stage_groups(self.drafter, stage)]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        named = {name: p for name, p in self.named_parameters().items() if id(p) in trained}
+        self.rates = choose_rates(named, {name for name in named if self._is_trained_before(name)})
+        if self.rates and self.parallel.is_main:
+            print(describe_rates(self.rates), flush=True)
+
+    def _is_trained_before(self, name: str) -> bool:
+        """Tell whether a parameter had a meaning before this training: the target's, and those of a drafter that drafts."""
+        is_adapter = ".lora_" in name
+        return not is_adapter and (name.startswith("target.") or self.drafter.starts_trained)
 
     @property
     def num_own_batches(self) -> int:
@@ -177,6 +188,9 @@ class TrainingRun(RunProgress):
         """Make an optimizer of the parameters that a stage trains; all others are frozen."""
         self.stage, self.stage_start = stage, first_step
         groups = select_trained_groups(self.drafter, self.target, stage)
+        if self.rates:
+            named = self.named_parameters()
+            groups = split_by_rate(groups, {id(named[name]): rate for name, rate in self.rates.items()})
         # They are there where the stage is resumed.
         for group, lr_scale in zip(groups, self.lr_scales):
             group["lr_scale"] = lr_scale
@@ -195,6 +209,8 @@ class TrainingRun(RunProgress):
         self.lr = self.trainer.lr_at(self.step, self.num_steps, self.stage_start)
         for group in self.parallel.optimizer.param_groups:
             group["lr"] = self.lr * group["lr_scale"]
+        if self.rates:
+            self.lr *= max(self.lr_scales)
 
     def _make_batches(self, example_batches: list[list[Example]]) -> list[Batch]:
         """Return the batches of a step; none where the source fails, which stops the training on all processes."""
@@ -206,12 +222,8 @@ class TrainingRun(RunProgress):
 
     def _make_batch(self, examples: list[Example]) -> Batch:
         layers = self.drafter.stages[self.stage].layers
-        fitted = self.fitted_batches.pop(batch_key(examples), None) if self.fitted_batches else None
-        if fitted is not None:
-            batch = fitted.to(self.parallel.device)
-        else:
-            request = BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
-            batch = self.source.make_batch(request)
+        request = BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
+        batch = self.source.make_batch(request)
         num_tokens, context = self.trainer.loss_tokens, self.parallel.context
         if num_tokens is not None:
             batch = sample_loss_windows(batch, num_tokens, self.trainer.seed, self.step)

@@ -176,8 +176,9 @@ class TrainerSettings:
     skipped; `max_skipped` of them in a row stop the run.
     """
 
-    # Peak learning rate, reached at the end of the warm-up.
-    lr: float = 1e-4
+    # Peak learning rate, reached at the end of the warm-up; auto gives every weight a rate in proportion to its size, which
+    # changes its outputs by the same share whatever the width of the model.
+    lr: float | Literal["auto"] = "auto"
     # Number of passes over the data; a fraction is allowed.
     epochs: float = 1.0
     # Number of optimizer steps, used instead of epochs; null trains for trainer.epochs.
@@ -249,7 +250,7 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         for key in ("lr", "epochs", "batch_tokens", "accumulate", "log_every", "keep_checkpoints", "max_skipped", "patience"):
-            if getattr(self, key) <= 0:
+            if getattr(self, key) != "auto" and getattr(self, key) <= 0:
                 raise UserError(f"trainer.{key}={getattr(self, key)}: use a number above 0")
         if self.max_steps is not None and self.max_steps < 1:
             raise UserError(f"trainer.max_steps={self.max_steps}: use 1 or more, or null")
@@ -294,13 +295,18 @@ class TrainerSettings:
         batches = dataset.num_batches(self.batch_settings)
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
+    @property
+    def peak_lr(self) -> float:
+        """The peak learning rate, which the `lr_scale` of a parameter group multiplies; 1 where each group has its own rate."""
+        return 1.0 if self.lr == "auto" else self.lr
+
     def lr_at(self, step: int, num_steps: float, stage_start: int = 0) -> float:
         """Return the learning rate of a step: linear warm-up in every stage, then the schedule down to `min_lr` of the peak."""
         warm = max(1, round(self.warmup * num_steps))
         progress = max(0, step - warm) / max(1, num_steps - warm)
-        decayed = self.lr * (self.min_lr + (1 - self.min_lr) * self.schedule.rate_at(min(1.0, progress)))
+        decayed = self.peak_lr * (self.min_lr + (1 - self.min_lr) * self.schedule.rate_at(min(1.0, progress)))
         return decayed * min(1.0, (step - stage_start + 1) / warm)
 
     def make_optimizer(self, groups: ParameterGroups) -> torch.optim.Optimizer:
         """Make the optimizer of a stage."""
-        return self.optimizer.make_optimizer(groups, self.lr, self.betas, self.weight_decay)
+        return self.optimizer.make_optimizer(groups, self.peak_lr, self.betas, self.weight_decay)

@@ -84,8 +84,18 @@ def test_card_promises_no_more_than_the_table(tiny: Target, tmp_path: Path) -> N
     (run / "eval" / "noisy").mkdir(parents=True)
     (run / "eval" / "noisy" / "summary.json").write_text(json.dumps({**SUMMARY, "speedup": doubtful, "lossless": lossy}))
     card = (export_run(run, "vllm", tmp_path / "out") / "README.md").read_text()
-    assert "steps were unsteady" in card and "LOSSY: acceptance=typical" in card
+    assert "steps were unsteady" in card and "LOSSY: acceptance=typical" in card and "| lossy |" in card
+    assert "lossless" not in card and "by construction" not in card
     assert "not to be quoted" in card and "7.31" not in card and "9.50" not in card
+
+
+def test_card_says_that_sampled_answers_were_not_checked(tiny: Target, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    sampled = {"rule": "recursive", "lossless": True, "checked": 0, "identical": 0}
+    (run / "eval" / "heldout").mkdir(parents=True)
+    (run / "eval" / "heldout" / "summary.json").write_text(json.dumps({**SUMMARY, "lossless": sampled}))
+    card = (export_run(run, "vllm", tmp_path / "out") / "README.md").read_text()
+    assert "| not checked |" in card and "Rule recursive: the output has the target's distribution by construction" in card
 
 
 def test_card_simulates_the_measured_acceptance(tiny: Target, tmp_path: Path) -> None:

@@ -1,16 +1,14 @@
-"""A target whose next-token table is known, and what compares decoded texts with it. Shapes: V vocabulary.
-
-`python -m tests.decoding.known_target` prints the table of rules, texts and p-values of the lossless rules.
-"""
+"""A target whose next-token table is known, and what compares decoded texts with it. Shapes: V vocabulary."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -26,13 +24,15 @@ from spectrain.decoding.acceptance.sequential import VerifiedTree
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities, Capture
 from spectrain.drafters.context import Context
 from spectrain.experimental.dyspec.builder import DySpec
 from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
 from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
 from spectrain.experimental.traversal.rule import Traversal
 from spectrain.experimental.union.drafter import UnionDrafter
-from spectrain.experimental.union.rule import MultiStepSampling
+from spectrain.experimental.union.rule import DrawnTree, MultiStepSampling
+from spectrain.models.attention import ATTENTION_NAME
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.rollout import Draft
@@ -51,28 +51,38 @@ PATHS = [[0], [1], [0, 0], [1, 0], [0, 0, 0]]
 Outputs = Sequence[tuple[int, ...]]
 
 
-def make_known_target(p: Tensor = P) -> Target:
-    """Make a Llama whose layers add nothing, so that its distribution after a token is that row of `p` [V, V]."""
-    vocab_size, width = len(p), 8
+@cache
+def make_known_target(dtype: torch.dtype = torch.float32) -> Target:
+    """Make a Llama whose layers add nothing, so that its distribution after a token is that row of `P`.
+
+    In bfloat16, its logits are the logarithms as rounded, and it is so wide that kernels run it.
+    """
+    vocab_size, width = len(P), 8 if dtype == torch.float32 else 64
     words = Tokenizer(WordLevel({str(number): number for number in range(vocab_size)}))
     words.pre_tokenizer = Whitespace()
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=width, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        vocab_size=vocab_size, hidden_size=width, intermediate_size=width, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).float().eval()
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    # As loaded targets have it, so that rounds can be captured and texts pooled.
+    model.set_attn_implementation(ATTENTION_NAME)
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.zero_()
         model.model.layers[0].mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(vocab_size, width))
         model.lm_head.weight.zero_()
         # The final norm scales the one of an embedding to the root of the width.
-        model.lm_head.weight[:, :vocab_size] = p.log().T / width**0.5
-    return Target(model, PreTrainedTokenizerFast(tokenizer_object=words), "known", "")
+        model.lm_head.weight[:, :vocab_size] = P.log().T / width**0.5
+    target = Target(model, PreTrainedTokenizerFast(tokenizer_object=words), "known", "")
+    target.pack_weights()
+    return target
 
 
 class Table(Drafter):
     """Drafts from the last token alone, by a table [V, V]."""
+
+    capabilities = Capabilities(capture=Capture(), scores_path_at_once=True)
 
     def __init__(self, log_q: Tensor = LOG_Q) -> None:
         super().__init__()
@@ -129,6 +139,10 @@ def speed_up(rule: type[SamplingRule]) -> type[SamplingRule]:
             p, q = verified.p, verified.q
             object.__setattr__(verified, "p", lambda node: lookup("p", p, node))
             object.__setattr__(verified, "q", lambda node: lookup("q", q, node))
+            if isinstance(verified, DrawnTree):
+                draws = verified.draws
+                as_arrays = cache(lambda node: [(child, drawn_from.numpy()) for child, drawn_from in draws(node)])
+                object.__setattr__(verified, "draws", as_arrays)
             return verified
 
         def _stay_chances(self, p: Any, q: Any, count: int) -> Any:
@@ -139,25 +153,61 @@ def speed_up(rule: type[SamplingRule]) -> type[SamplingRule]:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Copies of one prompt to continue, each with random draws of its own."""
+
+    target: Target
+    prompt: list[int]
+    rule: AcceptanceRule
+    length: int  # tokens to emit
+    keys: list[int]  # keys of the random draws
+    drafter: Drafter | None
+    builder: TreeBuilder | None
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [self.prompt] * len(self.keys)
+
+
+def decode_eagerly(batch: Batch) -> Outputs:
+    """Decode in the eager loop."""
+    generations = decode(
+        batch.target, batch.prompts, batch.rule, batch.length, batch.drafter, batch.builder, batch.keys, ignore_eos=True
+    )
+    return outputs_of(generations, batch.length)
+
+
+@dataclass(frozen=True)
 class Case:
     """A rule with a tree that it takes."""
 
     name: str
     rule: type[SamplingRule]
     make_builder: Callable[[int], TreeBuilder | None]  # from a seed
-    drafter: Callable[[], Drafter] = Table
-    quick_texts: int = 3000
+    make_drafter: Callable[[Target], Drafter] = lambda target: Table()
+    settings: Mapping[str, float] = field(default_factory=dict)  # of the target's distribution
+    prompt: Sequence[int] = (0,)  # ends with token 0
+    length: int = LENGTH
+    decode: Callable[[Batch], Outputs] = decode_eagerly
+    batch_size: int = 2500
+    dtype: torch.dtype = torch.float32
 
-    def decode(self, target: Target, count: int, seed: int, batch_size: int = 2500, length: int = LENGTH) -> list[Generation]:
-        """Continue a prompt of one token `count` times."""
-        rule: AcceptanceRule = speed_up(self.rule)(seed=seed)
-        generations = []
-        for first in range(0, count, batch_size):
-            keys = list(range(first, min(count, first + batch_size)))
+    def sample(self, count: int, seed: int, batch_size: int | None = None) -> Outputs:
+        """Continue the prompt `count` times. Cases share no draws, so that their p-values are independent."""
+        seed += 1000 * (crc32(self.name.encode()) % 100_000)
+        target = make_known_target(self.dtype)
+        rule, size = speed_up(self.rule)(seed=seed, **self.settings), batch_size or self.batch_size
+        outputs: list[tuple[int, ...]] = []
+        for first in range(0, count, size):
+            keys = list(range(first, min(count, first + size)))
             builder = self.make_builder(seed)
-            drafter = None if builder is None else self.drafter()
-            generations += decode(target, [[0]] * len(keys), rule, length, drafter, builder, keys, ignore_eos=True)
-        return generations
+            drafter = None if builder is None else self.make_drafter(target)
+            outputs += self.decode(Batch(target, list(self.prompt), rule, self.length, keys, drafter, builder))
+        return outputs
+
+    def test(self, outputs: Outputs) -> Fit:
+        """Compare texts with the exact distribution."""
+        return test_fit(outputs, exact_joint(self.length, self.dtype, **self.settings))
 
 
 def static(children: Any) -> Callable[[int], TreeBuilder]:
@@ -169,12 +219,12 @@ def chain(depth: int) -> Callable[[int], TreeBuilder]:
 
 
 CASES = [
-    Case("chain, chain of 3", SpeculativeSampling, chain(3), quick_texts=20_000),
-    Case("block, chain of 3", Block, chain(3), quick_texts=6000),
+    Case("chain, chain of 3", SpeculativeSampling, chain(3)),
+    Case("block, chain of 3", Block, chain(3)),
     Case("block, chain that stops", Block, lambda seed: Chain(3, "sampled", seed=seed, stop=0.55)),
-    Case("recursive, chain of 3", RecursiveRejection, chain(3), quick_texts=20_000),
-    Case("recursive, sampled tree", RecursiveRejection, static("sampled"), quick_texts=20_000),
-    Case("recursive, tree without replacement", RecursiveRejection, static("without_replacement"), quick_texts=20_000),
+    Case("recursive, chain of 3", RecursiveRejection, chain(3)),
+    Case("recursive, sampled tree", RecursiveRejection, static("sampled")),
+    Case("recursive, tree without replacement", RecursiveRejection, static("without_replacement")),
     Case("recursive, dyspec", RecursiveRejection, lambda seed: DySpec(3, 5, seed=seed)),
     Case("traversal, chain of 3", Traversal, chain(3)),
     Case("traversal, sampled tree", Traversal, static("sampled")),
@@ -186,23 +236,35 @@ CASES = [
     Case("programme, sampled tree", TruncatedLinearProgram, static("sampled")),
     Case("transport, top and sampled", Transport, static("top_and_sampled")),
     Case("spechub, top and sampled", SpecHub, static("top_and_sampled")),
-    Case("specinfer, chain of 3", MultiStepSampling, chain(3), quick_texts=20_000),
-    Case("specinfer, union of two", MultiStepSampling, chain(2), UnionOfTables),
-    Case("match, most likely tree", Match, lambda seed: Eagle2(3, 6, 2), quick_texts=20_000),
-    Case("match, sampled tree", Match, static("sampled"), quick_texts=20_000),
-    Case("sample, chain of 3", OpenSampling, chain(3), quick_texts=20_000),
-    Case("match, no drafter", Match, lambda seed: None, quick_texts=20_000),
-    Case("recursive, no drafter", RecursiveRejection, lambda seed: None, quick_texts=20_000),
+    Case("specinfer, chain of 3", MultiStepSampling, chain(3)),
+    Case("specinfer, union of two", MultiStepSampling, chain(2), lambda target: UnionOfTables()),
+    Case("match, most likely tree", Match, lambda seed: Eagle2(3, 6, 2)),
+    Case("match, sampled tree", Match, static("sampled")),
+    Case("sample, chain of 3", OpenSampling, chain(3)),
+    Case("match, no drafter", Match, lambda seed: None),
+    Case("recursive, no drafter", RecursiveRejection, lambda seed: None),
     Case("block, no drafter", Block, lambda seed: None),
 ]
 
 
+def shape_row(row: Sequence[float], temperature: float = 1.0, top_k: float = 0, top_p: float = 1.0) -> list[float]:
+    """Return a distribution after temperature, top-k and top-p."""
+    weights = [chance ** (1 / temperature) for chance in row]
+    order = sorted(range(len(row)), key=lambda token: -weights[token])[: int(top_k) or len(row)]
+    total, kept = sum(weights[token] for token in order), list[int]()
+    while sum(weights[token] for token in kept) < top_p * total and len(kept) < len(order):
+        kept.append(order[len(kept)])
+    total = sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(row))]
+
+
 @cache
-def exact_joint(length: int = LENGTH) -> dict[tuple[int, ...], float]:
-    """Return the probability of every text of `length` tokens after the prompt."""
+def exact_joint(length: int = LENGTH, dtype: torch.dtype = torch.float32, **settings: float) -> dict[tuple[int, ...], float]:
+    """Return the probability of every text of `length` tokens after token 0."""
+    rows = [shape_row(row, **settings) for row in P.log().to(dtype).double().softmax(-1).tolist()]
     joint = {}
     for path in itertools.product(range(len(P)), repeat=length):
-        joint[path] = float(np.prod([float(P[before, token]) for before, token in zip((0, *path), path)]))
+        joint[path] = float(np.prod([rows[before][token] for before, token in zip((0, *path), path)]))
     return joint
 
 
@@ -215,17 +277,24 @@ class Fit:
     visible: float  # a distance that the test finds with a chance of 99 %, whatever its form
 
 
-def test_fit(outputs: Outputs, length: int = LENGTH, level: float = 1e-4) -> Fit:
-    """Compare texts with the exact distribution; `level` is the p-value below which a test fails."""
-    joint, counts = exact_joint(length), Counter(outputs)
-    expected = torch.tensor([chance * len(outputs) for chance in joint.values()], dtype=torch.float64)
-    observed = torch.tensor([counts[path] for path in joint], dtype=torch.float64)
-    assert observed.sum() == len(outputs), "a text is no outcome"
-    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(joint) - 1
+def test_fit(outputs: Outputs, joint: Mapping[tuple[int, ...], float], level: float = 1e-4) -> Fit:
+    """Compare texts with their exact distribution; `level` is the p-value below which a test fails.
+
+    Outcomes that are expected fewer than 5 times count as one.
+    """
+    counts, total = Counter(outputs), len(outputs)
+    assert all(joint.get(path, 0) > 0 for path in counts), "a text is no outcome"
+    cells = [(chance * total, counts[path]) for path, chance in joint.items() if chance > 0]
+    rare = [cell for cell in cells if cell[0] < 5]
+    common = [cell for cell in cells if cell[0] >= 5]
+    if rare:
+        common.append((sum(cell[0] for cell in rare), sum(cell[1] for cell in rare)))
+    expected, observed = torch.tensor(common, dtype=torch.float64).T
+    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(common) - 1
     return Fit(
         upper_tail(statistic, freedom),
-        float((observed - expected).abs().sum()) / 2 / len(outputs),
-        visible_distance(len(outputs), freedom, level),
+        float((observed - expected).abs().sum()) / 2 / total,
+        visible_distance(total, freedom, level),
     )
 
 
@@ -256,17 +325,28 @@ def outputs_of(generations: Sequence[Generation], length: int = LENGTH) -> Outpu
     return [tuple(generation.output) for generation in generations]
 
 
-def print_table(count: int, seeds: Sequence[int], cases: Sequence[Case] = CASES) -> None:
-    """Print a row of every case: texts and, by seed, p-values and the distance."""
-    target = make_known_target()
+def print_table(cases: Sequence[Case], count: int, seeds: Sequence[int]) -> list[float]:
+    """Print a row of every case: texts and, by seed, p-values and the distance. Return all p-values."""
+    values = list[float]()
     print("| rule and tree | texts of a seed | p by seed | distance, all seeds | visible |\n|---|---|---|---|---|")
     for case in cases:
-        samples = [outputs_of(case.decode(target, count, seed)) for seed in seeds]
-        values = " ".join(f"{test_fit(sample).p_value:.2g}" for sample in samples)
-        fit = test_fit([text for sample in samples for text in sample])
-        print(f"| {case.name} | {count} | {values} | {fit.distance:.4f} | {fit.visible:.4f} |", flush=True)
+        samples = [case.sample(count, seed) for seed in seeds]
+        own = [case.test(sample).p_value for sample in samples]
+        fit = case.test([text for sample in samples for text in sample])
+        listed = " ".join(f"{value:.2g}" for value in own)
+        print(f"| {case.name} | {count} | {listed} | {fit.distance:.4f} | {fit.visible:.4f} |", flush=True)
+        values += own
+    return values
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print_table(10_000, (0, 1, 2))
+def describe_uniformity(values: Sequence[float]) -> str:
+    """Describe how far p-values are from uniform ones, by the smallest and by the Kolmogorov-Smirnov distance.
+
+    The distance exceeds 1.63 divided by the root of their number with a chance of 1 %, if they are independent.
+    """
+    ordered, count = sorted(values), len(values)
+    distance = max(max(value - rank / count, (rank + 1) / count - value) for rank, value in enumerate(ordered))
+    return (
+        f"{count} p-values: smallest {ordered[0]:.2g}, expected about {1 / count:.2g}; distance from uniform "
+        f"{distance:.3f}, at the level of 1 % {1.63 / count**0.5:.3f}"
+    )

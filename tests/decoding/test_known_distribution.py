@@ -6,15 +6,14 @@ keyed by position alone, block verification fails with p below 1e-6.
 
 import pytest
 
-from spectrain.models.target import Target
-
-from .known_target import CASES, Case, make_known_target, outputs_of, test_fit
+from .known_target import CASES, Case, make_known_target
+from .known_variants import VARIANTS
 
 # With fixed seeds a case always has the same p-value.
 LEVEL = 1e-4
 QUICK = {
     "chain, chain of 3": 2_000,
-    "block, chain of 3": 2_000,
+    "block, chain of 3": 1_000,
     "recursive, sampled tree": 2_000,
     "traversal, sampled tree": 300,
     "match, sampled tree": 2_000,
@@ -22,28 +21,38 @@ QUICK = {
 """Cases that every run of the tests decodes, and their numbers of texts."""
 
 
-@pytest.fixture(scope="module")
-def known_target() -> Target:
-    return make_known_target()
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in QUICK], ids=lambda case: case.name)
-def test_decoded_texts_have_the_targets_distribution(case: Case, known_target: Target) -> None:
-    fit = test_fit(outputs_of(case.decode(known_target, QUICK[case.name], seed=0)))
+def test_decoded_texts_have_the_targets_distribution(case: Case) -> None:
+    fit = case.test(case.sample(QUICK[case.name], seed=0))
     assert fit.p_value > LEVEL, fit
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_many_texts_have_the_targets_distribution(case: Case, seed: int, known_target: Target) -> None:
-    fit = test_fit(outputs_of(case.decode(known_target, 10_000, seed)))
+@pytest.mark.parametrize("case", [*CASES, *VARIANTS], ids=lambda case: case.name)
+def test_many_texts_have_the_targets_distribution(case: Case, seed: int) -> None:
+    if case.name.startswith("match, continuous") and not make_known_target(case.dtype).can_pool_texts:
+        pytest.skip("this processor has no kernels that give a text the bits that it has alone")
+    fit = case.test(case.sample(10_000, seed))
     assert fit.p_value > LEVEL, fit
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["block, chain of 3", "traversal, sampled tree", "recursive, sampled tree"])
-def test_texts_do_not_depend_on_the_batch(name: str, known_target: Target) -> None:
+def test_texts_do_not_depend_on_the_batch(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
-    alone = outputs_of(case.decode(known_target, 60, seed=0, batch_size=1))
-    assert outputs_of(case.decode(known_target, 60, seed=0, batch_size=3)) == alone
+    assert case.sample(60, seed=0, batch_size=3) == case.sample(60, seed=0, batch_size=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["chain, chain of 3", "recursive, sampled tree", "recursive, tree without replacement", "match, most likely tree"],
+)
+def test_rules_on_the_device_decode_the_same_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a GPU, interpreted, draw what the references draw, so that the texts have the same distribution."""
+    pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
+    case = next(case for case in CASES if case.name == name)
+    expected = case.sample(20, seed=0)
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    assert case.sample(20, seed=0) == expected

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from itertools import product
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from spectrain.experimental.on_policy.groups import (
     normalize_rewards,
     window_reward,
 )
-from spectrain.experimental.on_policy.source import GeneratedSource
+from spectrain.experimental.on_policy.source import DraftedAnswer, GeneratedSource
 from spectrain.experimental.shared.draft_replay import (
     NOT_PAST_ERROR,
     DraftRecorder,
@@ -441,26 +441,52 @@ def test_reference_penalty_subtracts_the_divergence_gradient(weight: float, monk
     torch.testing.assert_close(estimated, torch.autograd.grad(expected, logits)[0], rtol=1e-6, atol=1e-6)
 
 
-def test_windows_come_from_missed_certain_tokens(shallow: Target) -> None:
-    """A window's weight is the mean of (1 - H / log V) KL(p || q) over its tokens, each after the text before it; a drafter
-    that equals the target has windows that all weigh alike, next to nothing."""
-    drafter = make_drafter("causal", shallow)
-    assert isinstance(drafter, Causal)
-    recorder = DraftRecorder(Chain(3, "sampled", 1.0, 2))
+@pytest.mark.parametrize("family", ["causal", "eagle3", "hydra"])
+def test_windows_come_from_missed_certain_tokens(shallow: Target, family: str) -> None:
+    """A window's weight is the mean of (1 - H / log V) KL(p || q) over its tokens, each after the text before it.
+
+    p is the target's after plain forwards over the text; q is what the tokens were drawn from, which for a language model is a
+    plain forward too. The weights differ, so a window is drawn more often than another.
+    """
+    drafter = (
+        shaken(Hydra(shallow, num_heads=3, vocab_size=512), shallow) if family == "hydra" else make_drafter(family, shallow)
+    )
+    ids = getattr(drafter, "draft_ids", torch.arange(shallow.head.vocab_size))
+    drawn: list[Tensor] = []
+
+    class NotingRecorder(policy.CriticalityRecorder):
+        def observe(self, round: RoundResult) -> None:
+            super().observe(round)
+            assert round.tree.q is not None
+            drawn.append(round.tree.q[0])
+
+    recorder = NotingRecorder(Chain(3, "sampled", 1.0, 2))
     (generation,) = decode(shallow, PROMPTS[:1], Greedy(), 14, drafter, recorder)
     result, text = make_windows(generation, recorder.rounds[0], 0.1), generation.prompt + generation.output
     assert len(result) > 2 and len({window.start for window in result}) == len(result)
     expected = []
-    for window in result:
+    for window, after_nodes in zip(result, drawn[1:]):
         parts = []
         for index in range(window.start, len(window.example.tokens)):
             assert window.example.tokens[:index] == text[:index]
-            p, q = (next_logits(model, text[:index]).double().softmax(-1) for model in (shallow, drafter.model))
+            q = after_nodes[index - window.start].double()
+            if isinstance(drafter, Causal):
+                torch.testing.assert_close(q, next_logits(drafter.model, text[:index]).double().softmax(-1), atol=1e-5, rtol=0)
+            p = next_logits(shallow, text[:index])[ids].double().softmax(-1)
             entropy = float(-(p * p.log()).sum())
             parts.append((1 - entropy / math.log(len(p))) * float((p * (p / q).log()).sum()))
         expected.append(sum(parts) / len(parts))
-    assert policy.weigh_windows(result, text, shallow, drafter.model) == pytest.approx(expected, rel=1e-3)
-    assert max(policy.weigh_windows(result, text, shallow, shallow)) < 1e-5
+    weights = policy.weigh_windows(result, recorder.criticality[0])
+    assert weights == pytest.approx(expected, rel=1e-3) and max(weights) > 1.1 * min(weights)
+
+
+def test_nothing_is_critical_where_the_drafter_is_right() -> None:
+    """The criticality of equal distributions is 0, also where a probability is 0; a sure target's error counts in full."""
+    log_p = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]).clamp(min=policy.MIN_PROB).log()
+    assert policy.compute_criticality(log_p, log_p).abs().max() == 0
+    even = torch.full((3,), 1 / 3).log()
+    assert float(policy.compute_criticality(log_p[1], even)) == pytest.approx(math.log(3))
+    assert float(policy.compute_criticality(even, log_p[1])) == pytest.approx(0.0, abs=1e-4)
 
 
 def test_source_samples_and_caches_windows(shallow: Target) -> None:
@@ -589,10 +615,15 @@ def test_groups_are_normalized_window_rewards(shallow: Target) -> None:
     assert len(windows) == 6 and len({tuple(window.example.tokens) for window in windows}) > 1
     assert all(window.example.tokens[: len(text)] == text and window.start == len(text) for window in windows)
     data = Dataset([Example([*PROMPTS[0], 9, 9], [False] * 5 + [True] * 2)], 1, 0, 0)
-    for family in ("causal", "eagle3"):
+    kinds: list[tuple[str, Literal["alike", "divergence"]]] = [
+        ("causal", "alike"),
+        ("eagle3", "alike"),
+        ("eagle3", "divergence"),
+    ]
+    for family, kind in kinds:
         drafter = make_drafter(family, shallow)
         request = BatchRequest(data[[0]], shallow, drafter.stages[0].layers, drafter=drafter)
-        batch = GeneratedSource(1.0, "policy", max_new_tokens=10, group=4).make_batch(request)
+        batch = GeneratedSource(1.0, "policy", max_new_tokens=10, group=4, windows=kind).make_batch(request)
         assert len(batch.tokens) == 5 and batch.advantage is not None and batch.advantage.abs().max() > 0.5
         assert torch.isfinite(drafter.loss(batch, shallow, TrainingState()).total)
 
@@ -628,12 +659,35 @@ def test_block_replays_are_judged_after_their_roots(shallow: Target) -> None:
     assert losses.counts.tolist() == [4, 4, 4]
 
 
-def test_families_without_a_policy_are_refused(shallow: Target) -> None:
-    """A family whose loss does not know q of drawn tokens is refused."""
-    drafter = make_drafter("eagle3", shallow)
+def test_a_window_is_drawn_by_its_criticality() -> None:
+    """Without recorded criticality all windows of an answer are drawn alike; with it the critical ones are drawn."""
+    generation, rounds = drawn_rounds((0, 0), (1, 0), (1, 1), (0, 1))
+    windows = make_windows(generation, rounds, 0.0)
+    answer = DraftedAnswer(generation, rounds, Random(0))
+    alike = [answer.draw_window(windows).start for _ in range(300)]
+    assert all(80 < alike.count(window.start) < 120 for window in windows)
+    critical = replace(answer, criticality=[[9.0, 9.0], [0.0, 0.0], [0.5, 2.5], [0.5, 9.0]])
+    # The last draft's second token comes after its first rejected one and does not count.
+    drawn = [critical.draw_window(windows).start for _ in range(300)]
+    counts = [drawn.count(window.start) for window in windows]
+    assert counts[0] == 0 and 75 < counts[1] - counts[2] < 225
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("eagle3", {}, "source.group=1: .* use source.group=8, or recipe=gkd"),
+        ("eagle3", {"near": 0.1}, "source.near=0.1: .* use recipe=gkd"),
+        ("dflash", {"group": 8}, "source.by=policy: .* use recipe=gkd, eagle3 or hydra"),
+    ],
+)
+def test_families_without_a_policy_are_refused(shallow: Target, family: str, settings: dict[str, Any], message: str) -> None:
+    """A family that cannot learn from the drafts is refused, with settings or recipes that can."""
+    drafter = DFlash(shallow, DFlashConfig(num_layers=1, block_size=4)) if family == "dflash" else make_drafter(family, shallow)
     data = Dataset([Example([*PROMPTS[0], 9, 9], [False] * 5 + [True] * 2)], 1, 0, 0)
-    with pytest.raises(UserError, match=r"source\.by=policy.*recipe=gkd"):
-        GeneratedSource(1.0, "policy").make_batch(BatchRequest(data[[0]], shallow, drafter.stages[0].layers, drafter=drafter))
+    request = BatchRequest(data[[0]], shallow, drafter.stages[0].layers, drafter=drafter)
+    with pytest.raises(UserError, match=message):
+        GeneratedSource(1.0, "policy", **settings).make_batch(request)
 
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])

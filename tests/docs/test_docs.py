@@ -116,7 +116,7 @@ def test_the_check_refuses_mistakes(command: str, monkeypatch: pytest.MonkeyPatc
 
 
 # Programs that a line of a shell block may begin with, besides spectrain, make and python.
-PROGRAMS = {".", "accelerate", "bash", "docker", "export", "kubectl", "pip", "sbatch", "torchrun", "vllm"}
+PROGRAMS = {"curl", "echo", ".", "accelerate", "bash", "docker", "export", "kubectl", "pip", "sbatch", "torchrun", "vllm"}
 ENDS_COMMAND = {"&&", "||", ";", "|", "&"}
 
 

@@ -146,16 +146,18 @@ def test_a_start_without_supervised_rows_is_that_of_the_target(shallow: Target) 
     drafter.fit_start([make_batch(shallow, drafter, silent)], shallow)
     for name, value in untouched.state_dict().items():
         assert torch.equal(value, drafter.state_dict()[name]), name
-    assert drafter.fc_lr_scale == 1
+    assert not drafter.starts_trained
 
 
-class CountingSource(LiveSource):
-    """Counts the tokens that the target runs over."""
+class RecordingSource(LiveSource):
+    """Records the texts that the target runs over."""
 
-    num_batches = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[list[str]] = []
 
     def make_batch(self, request: BatchRequest) -> Batch:
-        self.num_batches += 1
+        self.texts.append([example.content_hash for example in request.examples])
         return super().make_batch(request)
 
 
@@ -163,28 +165,33 @@ class Killed(Exception):
     """Stands for a kill between two steps."""
 
 
-def test_a_training_resumes_from_a_fitted_start_and_runs_the_target_once(
+def test_a_training_goes_on_behind_its_fit_and_resumes(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Resumed equals uninterrupted, rates of fc included, and the steps take the features that the fit has read."""
+    """The first step takes the batch behind those that the fit read; resumed equals uninterrupted, rates by fitted sizes
+    included."""
 
-    def fit_small(drafter: Any, *arguments: Any) -> None:
-        fit_eagle(drafter, *arguments)
+    def fit_small(drafter: Any, *arguments: Any) -> bool:
+        is_fitted = fit_eagle(drafter, *arguments)
         drafter.fc.weight.data *= 0.01
+        return is_fitted
 
     monkeypatch.setattr(eagle3, "fit_eagle", fit_small)
-    settings: dict[str, Any] = {"lr": 1e-3, "max_steps": 6, "batch_tokens": 60, "save_every": 2}
-    whole, source = make_drafter(shallow), CountingSource()
+    settings: dict[str, Any] = {"lr": "auto", "max_steps": 6, "batch_tokens": 60, "save_every": 2}
+    whole, source = make_drafter(shallow, fit_tokens=100), RecordingSource()
     Trainer(**settings).fit(whole, shallow, make_dataset(), source, tmp_path / "whole")
-    assert source.num_batches == 6 and 0 < whole.fc_lr_scale < 1
+    stream = make_dataset().stream_batches(Trainer(**settings).batch_settings)
+    expected = [[example.content_hash for example in examples] for _, examples in zip(range(len(source.texts)), stream)]
+    assert source.texts == expected and len(expected) > 6 and whole.starts_trained
 
     def kill(step: int) -> None:
         if step == 3:
             raise Killed
 
     with pytest.raises(Killed):
-        Trainer(**settings).fit(make_drafter(shallow), shallow, make_dataset(), LiveSource(), tmp_path / "cut", on_step=kill)
-    resumed = make_drafter(shallow)
+        cut = make_drafter(shallow, fit_tokens=100)
+        Trainer(**settings).fit(cut, shallow, make_dataset(), LiveSource(), tmp_path / "cut", on_step=kill)
+    resumed = make_drafter(shallow, fit_tokens=100)
     Trainer(**settings).fit(resumed, shallow, make_dataset(), LiveSource(), tmp_path / "cut")
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
@@ -192,7 +199,7 @@ def test_a_training_resumes_from_a_fitted_start_and_runs_the_target_once(
 
 def test_a_fit_reads_as_many_tokens_as_it_is_told(shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The fit stops after the batch that reaches fit_tokens, and the printed number is that of the tokens it read."""
-    source = CountingSource()
+    source = RecordingSource()
     settings: dict[str, Any] = {"lr": 1e-3, "max_steps": 1000, "batch_tokens": 60}
     trainer, drafter, dataset = Trainer(**settings), make_drafter(shallow, fit_tokens=100), make_dataset()
     batches = [*zip(range(3), dataset.stream_batches(trainer.batch_settings))]

@@ -131,13 +131,23 @@ def test_shared_subtrees_equal_drafted_ones(shallow: Target, roots: list[int]) -
         GraphDrafting(shallow, "jacobi")
 
 
-def test_retrieval_is_gated_by_entropy(shallow: Target) -> None:
+def test_retrieval_is_gated_by_entropy(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without lookups the rounds are the inner drafter's, with all of them those of drafter=hybrid; lookups are counted."""
     inner = {"choice": "eagle3", **EAGLE3}
     torch.manual_seed(0)
     hybrid = Hybrid(shallow, inner).eval()
     token_lists: dict[str, list[list[list[int]]]] = {}
     counts = {}
+    entropies: list[float] = []
+    start = RootEntropyRollout.start
+
+    def note_entropy(rollout: RootEntropyRollout) -> torch.Tensor:
+        log_q = start(rollout)
+        assert rollout.root_entropy is not None
+        entropies.extend(rollout.root_entropy.tolist())
+        return log_q
+
+    monkeypatch.setattr(RootEntropyRollout, "start", note_entropy)
     for name, entropy in (("never", 0.0), ("always", None)):
         drafter = ReSpec(shallow, inner, entropy=entropy).eval()
         drafter.load_state_dict(hybrid.state_dict())
@@ -151,6 +161,11 @@ def test_retrieval_is_gated_by_entropy(shallow: Target) -> None:
         assert token_lists[name] == [sorted(tree.tokens[0].tolist()) for tree in builder.trees]
     assert counts["never"].num_lookups == counts["never"].num_joined == 0
     assert counts["always"].num_lookups == counts["always"].num_rows
+    # A gate at the mean entropy opens in some rounds.
+    drafter = ReSpec(shallow, inner, entropy=sum(entropies) / len(entropies)).eval()
+    drafter.load_state_dict(hybrid.state_dict())
+    decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, WIDE)
+    assert 0 < drafter.num_lookups < drafter.num_rows
     rollout = RootEntropyRollout(PairRollout(torch.tensor([2, 3])))
     log_q = rollout.start()
     assert rollout.root_entropy is not None

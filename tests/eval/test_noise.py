@@ -147,7 +147,7 @@ class Scripted:
 
 def decode_interleaved_turns(decoder: Scripted, count: int) -> Interleaving:
     """Eight turns, or so many, decoded once by a stand-in."""
-    decoding = Interleaving(decoder, [SimpleNamespace(name="drafter")], [], None, 8, 1)  # type: ignore[arg-type, list-item]
+    decoding = Interleaving(decoder, [SimpleNamespace(name="drafter", is_timed=True)], [], None, 8, 1)  # type: ignore[arg-type, list-item]
     for number in range(count):
         turn: Any = SimpleNamespace(prompt=SimpleNamespace(id=str(number), category="all"), turn=0, tokens=[1], sequence_id=1,
                                     first_kind="content")  # fmt: skip

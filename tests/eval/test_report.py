@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from spectrain.eval.columns import format_identical
+from spectrain.eval.notes import describe_identity
 from spectrain.eval.report import WIDTH, print_table
 
 
@@ -39,3 +41,20 @@ def test_the_table_is_no_wider_than_it_says(label: str, capsys: pytest.CaptureFi
         assert number in row
     first = "".join(line[:WIDTH].split("  ")[0] for line in shown.splitlines())
     assert label.replace(" ", "") in first.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("lossless", "cell", "sentence"),
+    [
+        ({"rule": "greedy", "checked": 3, "identical": 3}, "3 of 3", "identical to transformers generate"),
+        ({"rule": "recursive"}, "not checked", "the target's distribution by construction"),
+        ({"rule": "typical", "lossless": False}, "lossy", "LOSSY: acceptance=typical"),
+    ],
+    ids=lambda value: value["rule"] if isinstance(value, dict) else None,
+)
+def test_a_score_says_what_was_checked(lossless: dict[str, Any], cell: str, sentence: str) -> None:
+    """Greedy answers are compared; sampled ones are the target's by construction, unchecked; lossy ones never are."""
+    found = make_entry("drafter")["lossless"] | {"checked": 0, "identical": 0} | lossless
+    shown = describe_identity(found)
+    assert format_identical(found) == cell and sentence in shown
+    assert ("identical" in shown) == bool(found["checked"]) and ("not checked" in shown) == (cell == "not checked")

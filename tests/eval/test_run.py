@@ -313,7 +313,7 @@ def test_a_tree_is_searched_and_timed_before_it_is_scored(shallow: Target, tmp_p
         summary = make_evaluation(tmp_path).score(Candidate(shallow, eagle3, builder, Greedy(), SETTING), tmp_path / key)
         assert json.loads((tmp_path / key / "calibration.json").read_text())[key]
         assert summary["lossless"]["identical"] == 4
-    assert len(summary["compared"]) == 0 and summary["setting"]["tree"]["median_size"] >= 2
+    assert [*summary["compared"]] == ["own"] and summary["compared"]["own"]["tree"]["median_size"] >= 2
 
 
 @pytest.mark.slow
@@ -449,8 +449,8 @@ def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp
         replace(evaluation, engine="fast")  # type: ignore[arg-type]
 
 
-def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Path) -> None:
-    """A requested tree, a sweep, captured rounds, sampled children and copies each keep the measured tree from coming first."""
+def test_a_chain_comes_first_unless_a_tree_that_drafts_is_requested(shallow: Target, tmp_path: Path) -> None:
+    """A requested tree and a sweep keep the chain of 3 from coming first; a tree that may draft nothing does not."""
     for overrides, measured in (
         (["recipe=eagle3", "trainer.lr=1"], True),
         (["tree=chain"], False),
@@ -462,10 +462,11 @@ def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Pat
     for drafter, builder, settings, first in (
         (eagle3, Eagle2(3, 6), {}, True),
         (eagle3, Eagle2(3, 6), {"measured": False}, False),
-        (eagle3, Eagle2(3, 6), {"engine": "captured"}, False),
+        (eagle3, Auto(3, 6), {"measured": False}, True),
+        (eagle3, Eagle2(3, 6), {"engine": "captured"}, True),
         (eagle3, Eagle2(3, 6), {"sweep": "tree"}, False),
-        (eagle3, Chain(3, "sampled"), {}, False),
+        (eagle3, Chain(7, "sampled"), {}, True),
         (ngram, Chain(3), {}, False),
     ):
         candidate = Candidate(shallow, drafter, builder, Greedy(), SETTING)
-        assert make_evaluation(tmp_path, **{"measured": True, **settings}).uses_auto_tree(candidate) == first
+        assert make_evaluation(tmp_path, **{"measured": True, **settings}).puts_chain_first(candidate) == first

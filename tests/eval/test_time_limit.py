@@ -22,7 +22,7 @@ class Clocked(Interleaving):
 
     def __init__(self, limit: TimeLimit | None, clock: list[float], unsteady: bool = False) -> None:
         decoder: Any = MagicMock()
-        systems: Any = [SimpleNamespace(name="drafter")]
+        systems: Any = [SimpleNamespace(name="drafter", is_timed=True)]
         super().__init__(decoder, systems, [], decoder, 8, 1, limit)
         self.clock, self.unsteady = clock, unsteady
 

@@ -11,7 +11,7 @@ from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
 from spectrain.experimental.exits.drafter import Exits
 from spectrain.experimental.exits.rule import Unverified
-from spectrain.experimental.exits.threshold import estimate_threshold, fit_beta
+from spectrain.experimental.exits.threshold import FEWEST, ThresholdEstimator
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
@@ -87,36 +87,83 @@ def test_trees_are_drafted_by_the_first_exit(target: Target) -> None:
     ]
 
 
+def observe_plainly(target: Target, prompt: list[int], output: list[int], exits: tuple[int, ...]) -> ThresholdEstimator:
+    """The estimator after all of an answer's tokens but the first: two plain forwards over the text for each exit."""
+    estimator = ThresholdEstimator()
+    logits = [
+        target.run(torch.tensor([prompt + output]), ForwardPlan(logits=True, span=LayerSpan(last=last))).logits
+        for last in (*exits, None)
+    ]
+    # The prompt's forward gives the first token, and the last token is not followed by another.
+    *early, late = (part[0, len(prompt) : -1] for part in logits if part is not None)
+    for at_exit in early:
+        estimator.observe(at_exit.softmax(-1).amax(-1), at_exit.argmax(-1) == late.argmax(-1))
+    return estimator
+
+
+@pytest.mark.parametrize("exits", [(3,), (1, 3)], ids=["one-exit", "two-exits"])
 @torch.no_grad()
-def test_the_threshold_follows_the_target(target: Target) -> None:
-    """The pairs that are learned from are the exits' probabilities and whether the target's token is the same."""
-    drafter = Exits(target, (2,), threshold=0.5, estimate=True)
-    (generation,) = decode(target, PROMPTS[:1], Unverified(), 40, drafter, Chain(DEPTH), ignore_eos=True)
-    text, pairs, at = PROMPTS[0] + generation.output, [], len(PROMPTS[0]) + 1
-    for size in generation.round_lengths:
-        for end in range(at, at + size - 1):
-            early, late = (
-                target.run(torch.tensor([text[:end]]), ForwardPlan(logits=True, span=LayerSpan(last=last))).logits
-                for last in (2, None)
-            )
-            assert early is not None and late is not None
-            pairs.append((float(early[0, -1].softmax(-1).max()), int(early[0, -1].argmax()) == int(late[0, -1].argmax())))
-        at += size
-    assert np.allclose(drafter.confidences, [generation for generation, _ in pairs], atol=1e-4)
-    assert drafter.agreed == [generation for _, generation in pairs] and {*drafter.agreed} == {True, False}
+def test_the_threshold_converges_from_every_start(target: Target, exits: tuple[int, ...]) -> None:
+    """From each start, drafts observe what plain forwards over the texts say about all tokens, and nothing else.
+
+    Verified exits write the same text whatever the threshold, so all starts end at the same value.
+    """
+    (greedy,) = decode(target, PROMPTS[:1], Greedy(), 24 + DEPTH, ignore_eos=True)
+    ends = set()
+    for start in (0.3, 0.6, 0.9):
+        drafter = Exits(target, exits, threshold=start, estimate=True, level=0.5)
+        (generation,) = decode(target, PROMPTS[:1], Greedy(), 24, drafter, Chain(DEPTH), ignore_eos=True)
+        # The prompt's forward gives the first token; the last round may go on behind the limit.
+        output = greedy.output[: 1 + sum(generation.round_lengths)]
+        plain = observe_plainly(target, PROMPTS[0], output, exits)
+        assert drafter.estimator.num_observed == plain.num_observed == (len(output) - 1) * len(exits)
+        for name in ("right", "wrong"):
+            assert vars(getattr(drafter.estimator, name)) == pytest.approx(vars(getattr(plain, name)), rel=1e-4)
+        ends.add(round(drafter.threshold, 2))
+    assert max(ends) - min(ends) <= 0.03 and not ends & {0.3, 0.6, 0.9}
+
+
+@torch.no_grad()
+def test_the_threshold_of_unverified_exits_converges(target: Target) -> None:
+    """Unverified exits write other texts from other starts, and their thresholds end close to each other all the same."""
+    ends = []
+    for start in (0.3, 0.6, 0.9):
+        drafter = Exits(target, (3,), threshold=start, estimate=True, level=0.5)
+        prompts = [[number % 16, number // 16, 3] for number in range(64)]
+        decode(target, prompts, Unverified(), 12, drafter, Chain(DEPTH), ignore_eos=True)
+        ends.append(drafter.threshold)
+    assert max(ends) - min(ends) < 0.05 and min(ends) > 0.8
 
 
 def test_threshold_of_chosen_distributions() -> None:
-    """Moments are recovered; the threshold is where the true mixture's posterior passes the level; few pairs keep it."""
+    """Moments are recovered; the threshold is where the true mixture's posterior passes the level; few tokens give none."""
     draws = np.random.default_rng(0)
     right, wrong = draws.beta(8, 2, 4000), draws.beta(2, 4, 2000)
-    assert fit_beta(right) == pytest.approx((8, 2), rel=0.1)
-    values, labels = [*right, *wrong], [True] * 4000 + [False] * 2000
-    threshold = estimate_threshold(values, labels, 0.9, 0.5)
-    inside = [label for value, label in zip(values, labels) if abs(value - threshold) < 0.03]
-    assert np.mean(inside) == pytest.approx(0.9, abs=0.05)
-    assert estimate_threshold(values, labels, 0.99, 0.5) > threshold
-    assert estimate_threshold([0.9] * 20, [True] * 20, 0.9, 0.5) == 0.5
+    values, labels = np.concatenate([right, wrong]), np.arange(6000) < 4000
+    estimator = ThresholdEstimator()
+    estimator.observe(torch.tensor(values), torch.tensor(labels))
+    assert estimator.right.fit_beta() == pytest.approx((8, 2), rel=0.1)
+    assert estimator.wrong.fit_beta() == pytest.approx((2, 4), rel=0.1)
+    threshold = estimator.threshold(0.9)
+    assert threshold is not None
+    assert labels[np.abs(values - threshold) < 0.03].mean() == pytest.approx(0.9, abs=0.05)
+    assert (estimator.threshold(0.99) or 0) > threshold
+
+
+def test_an_exit_that_is_always_right_lowers_the_threshold() -> None:
+    """No token has to be wrong before the threshold moves, and too few tokens say nothing."""
+    estimator = ThresholdEstimator()
+    estimator.observe(torch.full((FEWEST - 1,), 0.6), torch.ones(FEWEST - 1, dtype=torch.bool))
+    assert estimator.threshold(0.9) is None
+    estimator.observe(torch.linspace(0.4, 0.9, 200), torch.ones(200, dtype=torch.bool))
+    threshold = estimator.threshold(0.9)
+    assert threshold is not None and threshold < 0.4
+
+
+@torch.no_grad()
+def test_an_estimate_needs_a_chain(target: Target) -> None:
+    with pytest.raises(UserError, match="^drafter.estimate=true: .* use tree=chain$"):
+        decode(target, PROMPTS, Greedy(), 6, Exits(target, (2,), estimate=True), Eagle2(2, 6, 2), ignore_eos=True)
 
 
 def test_invalid_settings_are_refused(target: Target) -> None:

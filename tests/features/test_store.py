@@ -630,3 +630,16 @@ def test_missing_sequences_may_stop_the_training(shallow: Target, tmp_path: Path
         StoredSource(str(tmp_path), capture=False).make_batch(BatchRequest(make_examples(), shallow, layers))
     plain = StoredSource(str(tmp_path), capture=False).make_batch(BatchRequest(make_examples(), shallow, ()))
     assert plain.features is None and torch.equal(plain.tokens, collate(make_examples()).tokens)
+
+
+def test_no_clock_lets_a_store_delete_what_another_process_writes(tmp_path: Path) -> None:
+    """A clock that is set forward makes every file old."""
+    fill_store(tmp_path)
+    writer, part = FeatureStore(tmp_path), tmp_path / "features-1.safetensors.ab.part"
+    with writer._mark_writing():
+        part.write_bytes(b"x")
+        os.utime(part, (1e9, 1e9))
+        FeatureStore(tmp_path, repair=True)
+        assert part.exists()
+    FeatureStore(tmp_path, repair=True)
+    assert not part.exists()

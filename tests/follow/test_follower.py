@@ -154,7 +154,10 @@ def test_drift_is_noticed_and_counts_new_conversations(follower: TrafficFollower
 
 
 def test_failures_and_malformed_traffic_do_not_end_the_loop(follower: TrafficFollower, monkeypatch: pytest.MonkeyPatch) -> None:
-    for content in (b"", b"{", b"[]", b'{"choices": [3]}', b"data: [DONE]\n"):
+    odd = (b"", b"{", b"[]", b'{"choices": [3]}', b"data: [DONE]\n", b"[" * 20_000, b"data: [1]\n\ndata: [DONE]\n")
+    odd += tuple(b'{"choices": [{"text": "a", "token_ids": [%d]}]}' % token for token in (2**40, 10**400))
+    odd += (b'{"choices": [{"text": "\\ud800"}]}', b'{"choices": [{"text": "a"}], "usage": {"completion_tokens": -1}}')
+    for content in odd:
         follower.recorder.exchanges.append(Exchange("/v1/completions", b'{"prompt": "x"}', content))
 
     def fail() -> None:
@@ -163,6 +166,8 @@ def test_failures_and_malformed_traffic_do_not_end_the_loop(follower: TrafficFol
     monkeypatch.setattr(follower, "save", fail)
     follower.tick()
     assert follower.num_errors == 1 and list_events(follower) == ["error"]
+    # Of the empty stream, which is complete.
+    assert [entry.answer for entry in follower.reservoir.select()] == [""]
 
 
 def test_pages_tell_what_was_measured(follower: TrafficFollower) -> None:

@@ -8,7 +8,7 @@ from spectrain.follow.exchange import Exchange
 from spectrain.follow.kinds import OTHER, KindRegistry
 from spectrain.follow.reservoir import Reservoir, is_for_proof, read_conversations
 from spectrain.follow.settings import FollowSettings
-from spectrain.follow.traffic import RecordedConversation, parse_exchange
+from spectrain.follow.traffic import RecordedConversation, parse_exchange, parse_recorded
 from spectrain.follow.watch import TrafficWatch
 from spectrain.servers.base import DraftedRounds
 
@@ -42,7 +42,7 @@ def test_a_stream_and_a_complete_answer_are_recorded_alike() -> None:
     assert recorded[0] == recorded[1] and recorded[0] is not None
     assert recorded[0].answer == "it is" and recorded[0].answer_ids == [5, 6] and recorded[0].prompt_ids == [1, 2]
     assert recorded[0].mean_accepted == 1.0 and recorded[0].request == {"prompt": "Say it", "temperature": 0}
-    assert RecordedConversation.from_row(json.loads(json.dumps(recorded[0].to_row()))) == recorded[0]
+    assert parse_recorded(json.dumps(recorded[0].to_row()).encode()) == recorded[0]
     broken = stream.removesuffix("data: [DONE]\n\n").encode()
     assert parse_exchange(Exchange("/v1/completions", request, broken), KindRegistry(4), rounds_of) is None
 
@@ -72,7 +72,7 @@ def test_the_reservoir_is_bounded_fair_and_without_duplicates(tmp_path: Path) ->
     assert all(is_for_proof(entry.digest) == is_proof for is_proof in (True, False) for entry in reservoir.select(is_proof))
     reservoir.save(tmp_path / "kept.jsonl")
     again = Reservoir(40, 8, 100)
-    again.load(tmp_path / "kept.jsonl")
+    again.load(read_conversations(tmp_path / "kept.jsonl"))
     assert sorted(e.digest for e in again.select()) == sorted(e.digest for e in reservoir.select())
     assert (tmp_path / "kept.jsonl").stat().st_mode & 0o077 == 0
     reservoir.delete_expired(120.0)

@@ -11,9 +11,11 @@ from spectrain.kernels.counter import (
     gumbel_in_kernel,
     gumbel_noise,
     host_key,
+    host_uniform,
     make_key,
     random_bits,
     to_unit,
+    uniform_noise,
     unit_in_kernel,
 )
 
@@ -87,6 +89,9 @@ def test_torch_equals_integers() -> None:
     for part in PARTS:
         expected_bits = [python_bits(python_key(part), counter % WORD) for counter in counters.tolist()]
         assert random_bits(make_key(part), counters).tolist() == expected_bits
+        assert uniform_noise(make_key(part), counters[:-1]).tolist() == [
+            host_uniform(host_key(part), counter) for counter in counters[:-1].tolist()
+        ]
 
 
 def test_kernel_equals_torch() -> None:

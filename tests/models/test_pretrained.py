@@ -145,8 +145,8 @@ def test_a_gguf_file_without_a_tensor_is_not_converted(tmp_path: Path) -> None:
 
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no JSON": (lambda index: "{", "it cannot be read"),
-    "a list": (lambda index: "[]", "weight_map names no file"),
+    "no JSON": (lambda index: "{", "this is not JSON"),
+    "a list": (lambda index: "[]", "it holds no settings"),
     "no map": (lambda index: "{}", "weight_map names no file"),
     "numbers": (lambda index: json.dumps({"weight_map": {UP: 1}}), "weight_map names no file"),
     "another folder": (lambda index: json.dumps({"weight_map": {UP: "../model.safetensors"}}), "weight_map names no file"),

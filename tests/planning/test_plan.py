@@ -33,7 +33,7 @@ from spectrain.planning.plan import Plan, plan
 from spectrain.planning.workload import Workload, validation_flops
 from spectrain.runs.drafters import init_drafter
 from spectrain.training.trainer import Trainer
-from spectrain.training.validation import measure_acceptance
+from spectrain.training.validation import measure_acceptance, record_held_out
 from tests.memory_tracker import FORMULAS
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,9 @@ def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytes
     held_out = [Example(text, [False] * (len(text) - 1) + [True]) for text in texts]
     models = Models(shallow, drafter, Trainer(), torch.device("cpu"), 1)
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        metrics = measure_acceptance(drafter, shallow, held_out)
+        recorded = record_held_out(shallow, drafter.layers, held_out)
+        assert recorded is not None
+        metrics = measure_acceptance(drafter, shallow, recorded).metrics
     assert metrics["acceptance_length"] < 1.1
     work = Workload(Dataset([], 0, 0, 0, held_out=held_out), [], 1, 1.0, 1.0, 1.0, True)
     assert validation_flops(models, work) / counter.get_total_flops() == WITHIN

@@ -62,8 +62,15 @@ def test_a_run_leaves_what_the_readme_says(finished_run: Path) -> None:
     for key in ("acceptance_length", "acceptance_by_depth", "tokens_per_second", "speedup", "time_share", "lossless",
                 "by_category", "setting"):  # fmt: skip
         assert key in summary
-    assert set(summary["compared"]) == {"own", "copies", "retrieval", "chain", "untrained", "ngram"}
-    assert summary["setting"]["tree"]["name"] == "auto" and summary["compared"]["own"]["tree"]["name"] == "eagle2"
+    assert set(summary["compared"]) == {"own", "auto", "copies", "retrieval", "untrained", "ngram"}
+    assert summary["setting"]["tree"]["name"] == "chain" and summary["compared"]["own"]["tree"]["name"] == "eagle2"
+    assert {"rounds", "drafted_rounds"} <= summary["compared"]["auto"].keys()
+    assert set(summary["acceptance"]) == {"chain", "tree"} and summary["acceptance"]["tree"]["tree"]["budget"] == 16
+    for entry in summary["acceptance"].values():
+        before, after = (entry["drafters"][name] for name in ("untrained", "drafter"))
+        assert after["rounds"] == after["drafted_rounds"] > 0
+        assert entry["gain"]["ratio"] == pytest.approx(after["pooled"] / before["pooled"], abs=1e-3)
+    assert summary["acceptance"]["chain"]["drafters"]["drafter"]["pooled"] == summary["acceptance_length"]["pooled"]
     for system in (summary, *summary["compared"].values()):
         assert system["lossless"]["identical"] == system["lossless"]["checked"] == 2
     assert summary["setting"]["target"] == "tiny" and summary["setting"]["recipe"] == "eagle3"

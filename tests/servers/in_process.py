@@ -32,7 +32,7 @@ class OwnServer(Server):
     """Answers greedily with a drafter, or without one. `counts` says where its rounds can be read: requests or totals."""
 
     name = "own"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(takes_tokens=True, counts_drafts=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(counts_drafts=True)
 
     def __init__(self, target: Target, drafter: Drafter | None, depth: int = 3, counts: str = "requests") -> None:
         super().__init__(ClientSettings(url="http://127.0.0.1:1/v1"))

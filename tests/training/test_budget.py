@@ -76,7 +76,11 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 def set_forecasts(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     """Let validation measure these forecasts, one after the other."""
     steps = iter(values)
-    monkeypatch.setattr(training_run, "measure_acceptance", lambda *_: Validation({"forecast": next(steps), "acceptance": []}, []))
+
+    def measure_next(*_: object) -> Validation:
+        return Validation({"forecast": next(steps), "acceptance": []}, [])
+
+    monkeypatch.setattr(training_run, "measure_acceptance", measure_next)
 
 
 class Clock:

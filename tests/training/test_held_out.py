@@ -15,6 +15,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset, split_held_out
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.live_source import LiveSource
@@ -22,7 +23,14 @@ from spectrain.models.target import Target
 from spectrain.training import validation as held_out
 from spectrain.training.metrics import TrainingProgress
 from spectrain.training.trainer import Trainer
-from spectrain.training.validation import ANSWER_TOKENS, DRAFT_DEPTH, measure_acceptance
+from spectrain.training.validation import ANSWER_TOKENS, DRAFT_DEPTH, measure_acceptance, record_held_out
+
+
+def measure_examples(drafter: Drafter, target: Target, examples: list[Example], sources: Sequence[str] = ()) -> dict[str, Any]:
+    """Record the target's answers to these examples and return the drafter's measures on them."""
+    recorded = record_held_out(target, drafter.layers, examples, sources)
+    assert recorded is not None
+    return measure_acceptance(drafter, target, recorded).metrics
 
 
 def make_conversations(count: int, size: int = 1) -> list[list[Example]]:
@@ -81,14 +89,13 @@ def test_acceptance_is_that_of_the_targets_own_answers(shallow: Target, monkeypa
             model.head.logits(model.features(text, ("final",)).at_layer("final"))[0].softmax(-1)
             for model in (shallow, drafter.model)
         )
-        for position in range(len(answer) - 1):
-            depth = position % (DRAFT_DEPTH + 1)
-            if depth < DRAFT_DEPTH:
-                index = len(example.prompt) + position
+        for root in range(len(answer) - 1):
+            for depth in range(min(DRAFT_DEPTH, len(answer) - 1 - root)):
+                index = len(example.prompt) + root + depth
                 hits[depth] += float(p[index].argmax() == q[index].argmax())
                 overlaps[depth] += float(torch.minimum(p[index], q[index]).sum())
                 counts[depth] += 1
-    measures = measure_acceptance(drafter.train(), shallow, examples)
+    measures = measure_examples(drafter.train(), shallow, examples)
     assert drafter.training
     acceptance = [total / count for total, count in zip(overlaps, counts)]
     assert measures["agreement"] == pytest.approx([total / count for total, count in zip(hits, counts)], abs=1e-4)
@@ -99,7 +106,7 @@ def test_acceptance_is_that_of_the_targets_own_answers(shallow: Target, monkeypa
 def test_really_decoding_keeps_what_is_forecast_where_every_draft_is_right(shallow: Target, shallow_folder: Path) -> None:
     """With the target itself as drafter, each round accepts the chain and emits one token more."""
     drafter = Causal(shallow, model=str(shallow_folder))
-    measures = measure_acceptance(
+    measures = measure_examples(
         drafter, shallow, [example for conversation in make_conversations(2) for example in conversation]
     )
     assert measures["agreement"] == [1.0] * DRAFT_DEPTH
@@ -112,12 +119,12 @@ def test_measures_of_sources_add_up_to_the_total(shallow: Target, monkeypatch: p
     examples = [example for conversation in make_conversations(6) for example in conversation]
     sources = ["chat", "tools", "tools", "chat", "tools", "chat"]
     drafter = Causal(shallow, num_layers=1)
-    total = measure_acceptance(drafter, shallow, examples, sources)
+    total = measure_examples(drafter, shallow, examples, sources)
     by_source = total.pop("by_source")
-    assert total == measure_acceptance(drafter, shallow, examples) and list(by_source) == ["chat", "tools"]
+    assert total == measure_examples(drafter, shallow, examples) and list(by_source) == ["chat", "tools"]
     for source, measures in by_source.items():
         own = [example for example, name in zip(examples, sources) if name == source]
-        assert measures == measure_acceptance(drafter, shallow, own)
+        assert measures == measure_examples(drafter, shallow, own)
     assert total["places"] == [sum(counts) for counts in zip(*(measures["places"] for measures in by_source.values()))]
     for key in ("agreement", "acceptance"):
         for depth, value in enumerate(total[key]):

@@ -24,6 +24,14 @@ DESCRIPTION: dict[Children, str] = {
 }
 
 
+def describe_construction(rule: str) -> str:
+    """Say why sampled output is the target's, and that no score shows it."""
+    return (
+        f"Rule {rule}: the output has the target's distribution by construction; the rule is tested statistically, and these "
+        "answers were not checked"
+    )
+
+
 def make_nodes(tree: TokenTree) -> TreeNodes:
     """Make the nodes of a tree as kernels take them."""
     most_children = tree.tokens.shape[1] - 1 if tree.max_children is None else tree.max_children

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spectrain.kernels.counter import fold_key, gumbel_noise, host_key, uniform_noise
+from spectrain.kernels.counter import fold_host, gumbel_noise, host_key, host_uniform
 from spectrain.randomness import ACCEPT
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
@@ -60,9 +60,9 @@ class SequentialRule(SamplingRule):
             self.check_children(tree.children, not self.chains_only or tree.is_chain)
         decisions = []
         for b, key in enumerate(sequence_ids.tolist()):
-            text_key, own_positions = fold_key(host_key(ACCEPT, self.seed), key), positions[b].tolist()
+            text_key, own_positions = host_key(ACCEPT, self.seed, key), positions[b].tolist()
             # No two rounds of a text share the position of the root, which is the first node.
-            round_key = fold_key(text_key, own_positions[0]) if self.revisits_positions else text_key
+            round_key = fold_host(text_key, own_positions[0]) if self.revisits_positions else text_key
             random = _KeyedRandomSource(round_key, own_positions)
             decisions.append(self.select_path(self._make_verified_tree(tree, logits, b), random))
         width = max(len(path) for path, _ in decisions)
@@ -103,14 +103,15 @@ class _KeyedRandomSource:
     `key` is then the round's.
     """
 
-    def __init__(self, key: Tensor, positions: list[int]) -> None:
+    def __init__(self, key: int, positions: list[int]) -> None:
         self.key, self.positions = key, positions
 
     def flip_coin(self, chance: Any, node: int, number: int = 0) -> bool:
-        return float(uniform_noise(fold_key(self.key, self.positions[node]), torch.tensor(number))) < float(chance)
+        return host_uniform(fold_host(self.key, self.positions[node]), number) < float(chance)
 
     def draw_token(self, weights: Vector, node: int) -> int:
-        noise = gumbel_noise(fold_key(fold_key(self.key, self.positions[node]), 1), len(weights))
+        key = fold_host(fold_host(self.key, self.positions[node]), 1)
+        noise = gumbel_noise(torch.tensor(key), len(weights))
         return int((torch.as_tensor(weights).log() + noise).argmax())
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, NotNegative, Seed, Steps, VocabularySize
+from spectrain.config.values import Count, LayerCount, NotNegative, Seed, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, ContextParallelDrafter, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
@@ -47,7 +47,7 @@ class BlockConfig:
     # Number of slots in a block, the anchor's slot included.
     block_size: Steps = 16
     # Number of decoder layers of the drafter.
-    num_layers: Count = 5
+    num_layers: LayerCount = 5
     # Layers of the target whose hidden states are fused; null uses the family's default layers.
     layers: list[int] | None = None
     # Draft vocabulary in tokens; null uses the target's whole vocabulary.

@@ -76,18 +76,20 @@ class RidgeRegression:
 
 
 @torch.no_grad()
-def fit_eagle(drafter: UnrolledEagle, batches: Sequence[Batch], target: Target) -> None:
+def fit_eagle(drafter: UnrolledEagle, batches: Sequence[Batch], target: Target) -> bool:
     """Fit the initial weights of a drafter to the target's states in these batches, which hold the drafter's features.
 
-    Rows whose next token carries loss count. A batch without any leaves the drafter as it is.
+    Rows whose next token carries loss count. Return whether there are any; without them the drafter stays as it is.
     """
-    if any(bool(label_positions(batch, 0).any()) for batch in batches):
+    has_rows = any(bool(label_positions(batch, 0).any()) for batch in batches)
+    if has_rows:
         fitter = EagleFitter(drafter, batches, state_scale(target, batches).to(drafter.fc.weight.device))
         fitter.clear_outputs()
         fitter.fit_fc()
         fitter.fit_attention()
         fitter.fit_mlp()
         fitter.fit_sharpness()
+    return has_rows
 
 
 def state_scale(target: Target, batches: Sequence[Batch]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, Share, Steps
+from spectrain.config.values import Share, Steps, Width
 from spectrain.drafters.base import Losses, TrainingState, has_weights
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -47,7 +47,7 @@ class MaskConfig:
     # before verification (apart).
     strategy: Strategy = "quadratic"
     # Number of tree nodes with masks behind them under quadratic; null puts masks behind all nodes.
-    num_hosts: Count | None = None
+    num_hosts: Width | None = None
     # Whether to train a sampler head that also reads the previous token.
     sampler: bool = True
     # Loss of each mask: a cross-entropy with the data or a divergence from the target.

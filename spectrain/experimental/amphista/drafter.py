@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, Number, Share, Steps, VocabularySize
+from spectrain.config.values import OptionalLayers, Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
@@ -58,11 +58,11 @@ class Amphista(HeadsDrafter):
         # Number of heads, which is the number of drafts.
         num_heads: Steps = 5,
         # Number of residual blocks per head.
-        num_layers: Number = 1,
+        num_layers: OptionalLayers = 1,
         # Number of attention layers over the heads of one position.
-        attention_layers: Number = 1,
+        attention_layers: OptionalLayers = 1,
         # Number of adaptation layers over the target's states; each is a stage that some of the heads read.
-        adaptation_layers: Number = 2,
+        adaptation_layers: OptionalLayers = 2,
         # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
         # Loss of each head: a cross-entropy with the data or a divergence from the target.
@@ -70,7 +70,7 @@ class Amphista(HeadsDrafter):
         # Factor from 0 to 1 between the loss weights of successive heads.
         head_decay: Share = 0.8,
         # Rank of the heads' factorised output layers (SlimSpec); null uses full-rank layers.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
     ) -> None:
         super().__init__()
         self.divergence, self.head_decay, self.head = loss, head_decay, target.head

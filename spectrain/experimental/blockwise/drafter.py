@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Count, NotNegative
+from spectrain.config.values import Count, NotNegative, Width
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.capabilities import StoreReader
 from spectrain.drafters.context import Context
@@ -48,7 +48,7 @@ class Blockwise(NestedDrafter, StoreReader):
         # Weight of the n-gram model's log-probability; 0 takes the drafter's alone.
         weight: NotNegative = 0.5,
         # Number of most likely tokens of every depth that paths go through.
-        width: Count = 8,
+        width: Width = 8,
         # Number of paths of a tree.
         paths: Count = 4,
     ) -> None:

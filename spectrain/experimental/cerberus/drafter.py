@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, NotNegative, Share, Steps, VocabularySize
+from spectrain.config.values import NotNegative, Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
@@ -84,7 +84,7 @@ class Cerberus(HeadsDrafter):
         # Factor from 0 to 1 between the loss weights of successive heads.
         head_decay: Share = 0.8,
         # Rank of the heads' factorised output layers (SlimSpec); null uses full-rank layers.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
     ) -> None:
         super().__init__()
         self.divergence, self.head_decay, self.max_entropy, self.head = loss, head_decay, max_entropy, target.head

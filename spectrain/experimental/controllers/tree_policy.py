@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
 from spectrain.files import write_text
 from spectrain.trees.base import Prefix, RoundResult
@@ -128,13 +129,19 @@ class TreePolicy(LatencyAwareBuilder):
         return latency.start_seconds + verify[0], np.diff(verify) + steps
 
     def _load_policy(self, path: Path) -> None:
-        description = json.loads(path.read_text())
-        if (description["depth"], description["top_k"]) != (self.depth, self.top_k):
+        description = read_json_object(path)
+        depth, top_k = description.get("depth"), description.get("top_k")
+        if (depth, top_k) != (self.depth, self.top_k):
             raise UserError(
-                f"tree.policy={path}: it was fitted with tree.depth={description['depth']} and "
-                f"tree.top_k={description['top_k']}; use these, or another file"
+                f"tree.policy={path}: it was fitted with tree.depth={depth} and tree.top_k={top_k}; use these, or another file"
             )
-        self.weights, self.requirements = [np.array(part) for part in description["weights"]], ()
+        try:
+            self.weights = [np.asarray(part, dtype=np.float64) for part in description["weights"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: it holds no weights of a policy; delete it, and the next run fits one anew") from error
+        if not all(part.ndim == 1 and np.isfinite(part).all() for part in self.weights):
+            raise UserError(f"{path}: its weights are no finite numbers; delete it, and the next run fits one anew")
+        self.requirements = ()
 
     def report_settings(self) -> dict[str, object]:
         mean = round(sum(self.depths) / len(self.depths), 2) if self.depths else None

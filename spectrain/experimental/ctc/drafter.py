@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.config.values import Count, Number, Steps, VocabularySize
+from spectrain.config.values import OptionalLayers, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
@@ -135,15 +135,15 @@ class Ctc(SharedHeadDrafter):
         # Number of slots: at least one for each draft, and more for blanks.
         num_slots: Steps = 8,
         # Number of residual blocks per slot.
-        num_layers: Number = 1,
+        num_layers: OptionalLayers = 1,
         # Number of attention layers over the slots of one position.
-        attention_layers: Number = 1,
+        attention_layers: OptionalLayers = 1,
         # Number of adaptation layers over the target's states.
-        adaptation_layers: Number = 1,
+        adaptation_layers: OptionalLayers = 1,
         # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
     ) -> None:
         super().__init__()
         if num_slots < num_drafts:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, Number, Share
+from spectrain.config.values import Number, Share, Width
 from spectrain.drafters.base import Losses
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.block_drafter import BlockConfig
@@ -31,9 +31,9 @@ class DominoConfig(BlockConfig):
     """Settings of Domino."""
 
     # Width of the state of the GRU.
-    gru_width: Count = 1024
+    gru_width: Width = 1024
     # Width of the correction's hidden layer, which is the rank of the correction.
-    rank: Count = 256
+    rank: Width = 256
     # Number of first drafts whose logits stay DFlash's.
     uncorrected: Number = 1
     # Weight of the cross-entropy of DFlash's own logits at the start of the training; it falls linearly to 0.

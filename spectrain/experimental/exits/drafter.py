@@ -1,10 +1,11 @@
 """Tokens of early exits (FREE, Bae et al., 2023; BranchyNet, Teerapittayanon et al., 2016; CALM, Schuster et al., 2022).
 
-Shapes: B batch, N nodes, V vocabulary.
+Shapes: B batch, N nodes, E exits, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,10 +19,10 @@ from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.partial_forward import NodeLevel, PartialForward
 from spectrain.trees.rollout import Draft, Rollout
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .ladder import ExitLadder
-from .threshold import estimate_threshold
+from .threshold import ThresholdEstimator
 
 if TYPE_CHECKING:
     from spectrain.models.head import Head
@@ -37,8 +38,10 @@ class Exits(Drafter):
     other layers in one forward, and the target chooses the next token. With acceptance=unverified the exits' tokens stay, so
     that the output changes (LOSSY). With acceptance=greedy the same forward verifies them and the output is the greedy one.
 
-    With `estimate`, the threshold follows what the target said about earlier tokens of exits: the smallest confidence from
-    which on they agree with the probability `level` (FREE's Beta mixture). It needs measure=probability.
+    With `estimate`, the threshold follows what the target said about earlier tokens: the smallest confidence from which on
+    exits agree with the probability `level` (FREE's Beta mixture). The target's forward runs every token through all exits, so
+    each token of the text is observed at each exit, whether the exit was sure or not, and `threshold` is only where the
+    estimate starts. Observations of all texts add up. It needs measure=probability and a chain.
 
     An exit gives one token. With a tree that branches the first exit drafts all of it, whatever it is sure of.
     """
@@ -54,7 +57,7 @@ class Exits(Drafter):
         measure: Literal["probability", "entropy"] = "probability",
         # Confidence from which on an exit's token is taken: the least probability, or the largest entropy.
         threshold: float = 0.9,
-        # Whether the threshold follows the agreement of earlier exits with the target.
+        # Whether the threshold follows the agreement of exits with the target at all tokens decoded so far.
         estimate: bool = False,
         # Probability with which exits have to agree with the target, used with estimate.
         level: Share = 0.9,
@@ -70,15 +73,18 @@ class Exits(Drafter):
         if estimate and measure == "entropy":
             raise UserError("drafter.estimate=true: a Beta distribution is of probabilities; use drafter.measure=probability")
         self.measure, self.threshold, self.estimate, self.level = measure, threshold, estimate, level
+        if estimate:
+            self.capabilities = replace(self.capabilities, chains_only=True)
         self.head = target.head
         self.ladder: ExitLadder | None = None
-        self.confidences: list[float] = []  # of tokens that exits gave
-        self.agreed: list[bool] = []  # whether the target agreed
+        self.estimator = ThresholdEstimator()
+        # Of this round's nodes [B, N, E]: the confidence of each exit, and whether the target chooses the same token.
+        self.confidences = self.agreed = torch.empty(0)
 
     def draft(self, context: Context) -> Draft:
-        if context.round == 0:
-            self.confidences, self.agreed = [], []
         if not context.builder.is_chain:
+            if self.estimate:
+                raise UserError("drafter.estimate=true: no exit has to be sure in a tree that branches; use tree=chain")
             self.ladder = None
             context.partial = PartialForward(context.target, context.cache, self.exits[0], layers=context.layers)
             return Draft(FirstExitRollout(self.head, context.partial, context.root))
@@ -100,17 +106,26 @@ class Exits(Drafter):
         final = self.ladder.finish_chain()
         logits = self.head.logits(final)
         if self.estimate:
-            self._learn_threshold(tree, logits)
+            self._compare_exits(self.ladder, logits)
         return Features(tree.tokens, (), final[:, :, None, :][:, :, :0], logits)
 
-    def _learn_threshold(self, tree: TokenTree, logits: Tensor) -> None:
-        """Compare the tokens of exits with the target's, and estimate the threshold anew."""
-        assert tree.scores is not None
-        labels, confidence = logits[:, :-1].argmax(-1), (tree.scores[:, 1:] - tree.scores[:, :-1]).exp()
-        real = tree.valid[:, 1:]
-        self.confidences += confidence[real].tolist()
-        self.agreed += (labels == tree.tokens[:, 1:])[real].tolist()
-        self.threshold = estimate_threshold(self.confidences, self.agreed, self.level, self.threshold)
+    def _compare_exits(self, ladder: ExitLadder, logits: Tensor) -> None:
+        """Note what every exit says after every node, and whether the target, by its logits [B, N, V], says the same."""
+        states = torch.stack([torch.cat(parts, dim=1) for parts in ladder.exit_states], dim=2)
+        log_q = self.head.logits(states).float().log_softmax(-1)  # [B, N, E, V]
+        best = log_q.max(-1)
+        self.confidences, self.agreed = best.values.exp(), best.indices == logits.argmax(-1)[:, :, None]
+
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
+        """Estimate the threshold anew from the nodes that stay: each token of the text is observed once."""
+        if not self.estimate:
+            return
+        steps = torch.arange(accepted.path.shape[1], device=accepted.path.device)
+        stays = steps < context.num_new[:, None]  # [B, P]
+        rows = torch.arange(len(stays), device=stays.device)[:, None]
+        path = accepted.path.clamp(min=0)
+        self.estimator.observe(self.confidences[rows, path][stays].flatten(), self.agreed[rows, path][stays].flatten())
+        self.threshold = self.estimator.threshold(self.level) or self.threshold
 
 
 class FirstExitRollout(Rollout):

@@ -31,6 +31,7 @@ class ExitLadder:
         self.tokens = torch.zeros(len(cache.lengths), 0, dtype=torch.int64, device=cache.lengths.device)  # [B, N]
         self.inputs: list[Tensor | None] = [None] * len(self.spans)  # [B, N, D] what enters each part
         self.counts = [0] * len(self.spans)  # nodes that each part has run
+        self.exit_states: list[list[Tensor]] = [[] for _ in exits]  # [B, n, D] after the final norm, by exit
         self.num_node_layers = 0  # nodes run through a layer, summed over layers
 
     @property
@@ -67,6 +68,7 @@ class ExitLadder:
         if not is_last:
             entered, reached = self.inputs[part + 1], features.at_layer(last)
             self.inputs[part + 1] = reached if entered is None else torch.cat([entered, reached], dim=1)
+            self.exit_states[part].append(features.at_layer("final"))
         return features
 
     def finish_chain(self) -> Tensor:

@@ -1,35 +1,77 @@
-"""The confidence above which an exit's token is trusted, estimated from what the target said later (FREE, section 3.3)."""
+"""The confidence above which an exit's token is trusted, estimated from what the target said about every token (FREE, section
+3.3).
+
+Shapes: N observed tokens.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import beta
+from torch import Tensor
 
-FEWEST = 8  # observations of either kind below which the threshold stays as it is
+# Number of observed tokens below which the threshold stays as it is.
+FEWEST = 16
+# Confidences that count as observed of either kind before decoding: those of a broad symmetric distribution, Beta(2.5, 2.5).
+# A kind that was never observed has a distribution too, so an exit that is always right lowers the threshold.
+PRIOR = np.array([0.25, 0.5, 0.75])
 GRID = np.linspace(0.005, 0.995, 199)
 
 
-def fit_beta(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Fit the two parameters of a Beta distribution to values in (0, 1) by their mean and variance."""
-    mean, variance = float(values.mean()), max(float(values.var()), 1e-4)
-    scale = max(mean * (1 - mean) / variance - 1, 1e-2)
-    return max(mean * scale, 1e-2), max((1 - mean) * scale, 1e-2)
+class BetaMoments:
+    """The number, sum and sum of squares of values in (0, 1), to which a Beta distribution is fitted."""
+
+    def __init__(self, values: NDArray[np.float64]) -> None:
+        self.count, self.total, self.squares = 0, 0.0, 0.0
+        self.add(values)
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        self.count += len(values)
+        self.total += float(values.sum())
+        self.squares += float((values**2).sum())
+
+    def fit_beta(self) -> tuple[float, float]:
+        """Return the two parameters of the Beta distribution with the same mean and variance."""
+        mean = self.total / self.count
+        variance = max(self.squares / self.count - mean**2, 1e-4)
+        scale = max(mean * (1 - mean) / variance - 1, 1e-2)
+        return max(mean * scale, 1e-2), max((1 - mean) * scale, 1e-2)
 
 
-def estimate_threshold(confidences: list[float], agreed: list[bool], level: float, previous: float) -> float:
-    """Return the smallest confidence from which on an exit agrees with the target with a probability of at least `level`.
+class ThresholdEstimator:
+    """FREE's mixture of two Beta distributions: the confidence of exits that agree with the target, and of those that do not.
 
-    Confidences with and without agreement have a Beta distribution each; which kind occurs how often is counted, so that the
-    mixture's posterior is Bayes' rule. With too few observations of a kind, `previous` is returned.
+    How often each kind occurs is counted, so that the mixture's posterior is Bayes' rule. The estimate is right if every token
+    is observed, also those whose confidence was below the threshold. If only those above it were observed, the estimate would
+    depend on the threshold that it replaces.
     """
-    values, labels = np.clip(np.array(confidences), 1e-4, 1 - 1e-4), np.array(agreed, dtype=bool)
-    if min(labels.sum(), (~labels).sum()) < FEWEST:
-        return previous
-    share = labels.mean()
-    right = share * beta.pdf(GRID, *fit_beta(values[labels]))
-    wrong = (1 - share) * beta.pdf(GRID, *fit_beta(values[~labels]))
-    posterior = right / (right + wrong + 1e-12)
-    # The posterior need not rise everywhere: the last point below the level decides.
-    below = np.flatnonzero(posterior < level)
-    return float(GRID[min(below[-1] + 1, len(GRID) - 1)]) if len(below) else float(GRID[0])
+
+    def __init__(self) -> None:
+        self.num_observed = 0
+        self.right, self.wrong = BetaMoments(PRIOR), BetaMoments(PRIOR)
+
+    def observe(self, confidences: Tensor, agreed: Tensor) -> None:
+        """Add tokens with their confidences [N], and whether [N] the target agreed."""
+        values = np.clip(confidences.double().cpu().numpy(), 1e-4, 1 - 1e-4)
+        labels = agreed.cpu().numpy()
+        self.num_observed += len(values)
+        self.right.add(values[labels])
+        self.wrong.add(values[~labels])
+
+    def threshold(self, level: float) -> float | None:
+        """Return the smallest confidence from which on an exit agrees with the target with a probability of at least `level`.
+
+        None after too few tokens. A surer exit is taken to be no less right: the fitted posterior counts with its maximum from
+        there on. If it rises more than once before, the last point below the level decides.
+        """
+        if self.num_observed < FEWEST:
+            return None
+        right = self.right.count * beta.pdf(GRID, *self.right.fit_beta())
+        wrong = self.wrong.count * beta.pdf(GRID, *self.wrong.fit_beta())
+        posterior = right / (right + wrong + 1e-12)
+        top = int(posterior.argmax())
+        if posterior[top] < level:
+            return float(GRID[-1])
+        below = np.flatnonzero(posterior[:top] < level)
+        return float(GRID[below[-1] + 1 if len(below) else 0])

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from spectrain.config.values import Count, NotNegative, Seed, Share, Steps
+from spectrain.config.values import LayerCount, NotNegative, Seed, Share, Steps
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities, DraftingCost
 from spectrain.drafters.context import Context
@@ -97,7 +97,7 @@ class Falcon(VocabularyDrafter):
         # Number of tokens that one pass drafts (the paper's k).
         block_size: Steps = 2,
         # Number of LSTM layers.
-        num_lstm_layers: Count = 2,
+        num_lstm_layers: LayerCount = 2,
         # Share of wrong predictions, as a number of random entries, that keep the true inputs in the second pass.
         glance: Share = 0.5,
         # Weight of the divergence from the target's distribution, next to the regression of features.

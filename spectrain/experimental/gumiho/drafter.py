@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, Number, Share, Steps, VocabularySize
+from spectrain.config.values import LayerCount, Number, Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.capabilities import DraftingCost, SavedFiles
 from spectrain.drafters.context import Context
@@ -83,7 +83,7 @@ class Gumiho(UnrolledEagle):
         # Layers of the target whose hidden states are fused; null uses the default layers of EAGLE-3.
         layers: list[int] | None = None,
         # Number of decoder layers of the drafter.
-        num_layers: Count = 2,
+        num_layers: LayerCount = 2,
         # Divergence between the target's and the drafter's token distributions.
         loss: LossName = "forward_kl",
         # Factor from 0 to 1 between the loss weights of successive drafts.
@@ -91,7 +91,7 @@ class Gumiho(UnrolledEagle):
         # Initial values of the output layer and fc: the target's (target), or random ones (random).
         start: Literal["target", "random"] = "target",
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
     ) -> None:
         variants = check_architecture({}, NORM_VARIANTS)
         super().__init__(target, EagleSettings(num_layers, layers, vocab_size, None, start, False, head_rank, variants))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, Share, Steps, VocabularySize
+from spectrain.config.values import Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, OnPolicy, SavedFiles
 from spectrain.drafters.context import Context
@@ -83,7 +83,7 @@ class Hydra(HeadsDrafter):
         # Whether a decoder layer over all earlier states of the target precedes the heads (Hydra++).
         prefix_attention: bool = False,
         # Rank of the heads' factorised output layers (SlimSpec); null uses full-rank layers.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
     ) -> None:
         super().__init__()
         for key, value in (("num_heads", num_heads), ("num_layers", num_layers)):

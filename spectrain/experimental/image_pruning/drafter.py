@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Count, Share, Steps, VocabularySize
+from spectrain.config.values import LayerCount, Share, Steps, VocabularySize
 from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layers.losses import LossName
@@ -40,7 +40,7 @@ class PrunedImages(Eagle3):
         # Layers of the target whose hidden states are fused; null uses the family's default layers.
         layers: list[int] | None = None,
         # Number of decoder layers of the drafter.
-        num_layers: Count = 1,
+        num_layers: LayerCount = 1,
         # Divergence between the target's and the drafter's token distributions.
         loss: LossName = "forward_kl",
         # Configuration keys and variants of the layers that differ from the target's; null copies the target's.

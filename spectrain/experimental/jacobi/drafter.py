@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Count, NotNegative, Positive, Seed, Steps
+from spectrain.config.values import Count, NotNegative, Positive, Seed, Steps, Width
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.context import Context
@@ -76,7 +76,7 @@ class Jacobi(Drafter):
         # How the target is trained: all weights (full) or LoRA adapters (lora).
         adapt: Literal["full", "lora"] = "full",
         # Rank of the LoRA adapters, used with adapt=lora.
-        rank: Count = 32,
+        rank: Width = 32,
         # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         alpha: Positive = 32.0,
         # Seed of the random blocks and states.
@@ -87,7 +87,12 @@ class Jacobi(Drafter):
         self.language_model_weight, self.self_distillation = language_model_weight, self_distillation
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=True)
         is_copier = method != "speculative"
-        self.capabilities = replace(self.capabilities, is_copier=is_copier, target_training=self.target_training)
+        self.capabilities = replace(
+            self.capabilities,
+            is_copier=is_copier,
+            chains_only=method == "speculative",
+            target_training=self.target_training,
+        )
         self.trajectories = Trajectories(block, num_blocks, seed)
         self.guesses: list[list[int]] = []  # the guesses of each text that were verified last
         self.answers: list[list[int]] = []  # the target's predictions after the root and after each guess

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, Seed, Share, Steps, VocabularySize
+from spectrain.config.values import Seed, Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
@@ -76,7 +76,7 @@ class MixtureOfAttentions(SharedHeadDrafter):
         # Factor from 0 to 1 between the loss weights of successive draft steps.
         step_decay: Share = 0.9,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
         # Seed of the cuts in training.
         seed: Seed = 0,
     ) -> None:

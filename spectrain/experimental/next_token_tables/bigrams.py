@@ -16,7 +16,7 @@ from spectrain.config.saved import read_json_object
 from spectrain.config.values import Count
 from spectrain.data.datastore import hash_vocabulary
 from spectrain.drafters.layers.copies import CopySource
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.files import make_folder_once
 
 from .proposals import TableDrafter, TableTree
@@ -64,8 +64,26 @@ class BigramTable:
         make_folder_once(path, FACTS_FILE, write_table)
         if read_json_object(path / FACTS_FILE) != facts:
             raise UserError(f"drafter.table={folder}: it was made with another target or drafter.top; name another folder")
-        arrays = (np.load(path / name, allow_pickle=False) for name in ("tokens.npy", "probs.npy"))
-        return cls(*arrays)
+        tokens, probs = (_load_array(path / name, kind) for name, kind in (("tokens.npy", "iu"), ("probs.npy", "f")))
+        in_vocabulary = tokens.size == 0 or (tokens.min() >= 0 and tokens.max() < target.head.vocab_size)
+        if tokens.shape != probs.shape or not in_vocabulary or not np.isfinite(probs).all():
+            raise UserError(f"{path}: its arrays do not belong together; delete the folder, and the next run writes it anew")
+        return cls(tokens, probs)
+
+
+def _load_array(path: Path, kinds: str) -> np.ndarray:
+    """Read an array of a saved table; raise a UserError where it has another type, or cannot be read."""
+    try:
+        if not path.is_file():
+            raise ValueError("there is no such file")
+        array: np.ndarray = np.load(path, allow_pickle=False)
+        if array.dtype.kind not in kinds:
+            raise ValueError(f"its numbers are of the type {array.dtype}")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(
+            f"{path}: it cannot be read ({first_line(error)}); delete the folder, and the next run writes it anew"
+        ) from error
+    return array
 
 
 def describe_target(target: Target, top: int) -> dict[str, Any]:

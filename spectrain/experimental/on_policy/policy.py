@@ -1,36 +1,68 @@
 """The choice of sampled windows for policy training, and the penalty on divergence from the initial policy (PPOW, Jiang and
-Sun, 2026, arXiv 2605.14978). Shapes: T tokens, V vocabulary.
+Sun, 2026, arXiv 2605.14978). Shapes: B batch, N nodes, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import log
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from spectrain.experimental.shared.draft_replay import DraftWindow
+from spectrain.experimental.shared.draft_replay import DraftRecorder, DraftWindow
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
+from spectrain.trees.base import RoundResult, TreeBuilder
 
 MIN_WEIGHT = 1e-9  # weight of a window in which nothing differs
 
 
+MIN_PROB = 1e-30  # below which a drafter's probability counts as this much
+
+
 def compute_criticality(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return (1 - H(p) / log V) KL(p || q) [T] of log p and log q [T, V]: the drafter's error where the target is sure."""
-    p = log_p.exp()
-    sure = 1 + (p * log_p).sum(-1) / log(log_p.shape[-1])
+    """Return (1 - H(p) / log V) KL(p || q) [...] of log p and log q [..., V]: the drafter's error where the target is sure."""
+    p, width = log_p.exp(), log_p.shape[-1]
+    sure = 1 - torch.special.entr(p).sum(-1) / log(width)
     return sure * (p * (log_p - log_q)).sum(-1)
 
 
-def weigh_windows(windows: list[DraftWindow], text: list[int], target: Target, writer: Target) -> list[float]:
-    """What each window of a text weighs where one is drawn: the mean criticality at its tokens, all of which but the last one
-    are the text's."""
-    log_p, log_q = log_probs(target, text), log_probs(writer, text)
-    width = min(log_p.shape[-1], log_q.shape[-1])
-    values = compute_criticality(log_p[:, :width].log_softmax(-1), log_q[:, :width].log_softmax(-1))
-    return [max(MIN_WEIGHT, float(values[window.start - 1 : len(window.example.tokens) - 1].mean())) for window in windows]
+class CriticalityRecorder(DraftRecorder):
+    """Records drawn chains, and of every drafted token the criticality of the place where it was drawn.
+
+    Both distributions are those of the round, so any family whose drafts are drawn can be weighed. A drafter with a smaller
+    vocabulary is compared with the target's distribution over that vocabulary.
+    """
+
+    def __init__(self, builder: TreeBuilder) -> None:
+        super().__init__(builder)
+        # Of every row, one list for each round that drafted.
+        self.criticality: list[list[list[float]]] = []
+
+    def observe(self, round: RoundResult) -> None:
+        super().observe(round)
+        tree = round.tree
+        assert tree.q is not None, "drafts of a policy are drawn"
+        logits = round.logits.float()
+        logits = logits[..., : tree.q.shape[-1]] if tree.draft_ids is None else logits[..., tree.draft_ids]
+        values = compute_criticality(logits.log_softmax(-1), tree.q.float().clamp(min=MIN_PROB).log())  # [B, N]
+        self.criticality = self.criticality or [[] for _ in round.counts]
+        lengths = (tree.valid & tree.can_emit)[:, 1:].sum(1)
+        for rounds, row, length, count in zip(self.criticality, values.tolist(), lengths.tolist(), round.counts.tolist()):
+            if count and length:
+                # In a chain, token i was drawn after node i - 1.
+                rounds.append(row[:length])
+
+
+def weigh_windows(windows: list[DraftWindow], criticality: list[list[float]]) -> list[float]:
+    """Return the weight of each window of an answer where one is drawn: the mean criticality at its tokens.
+
+    `criticality` has a list for each round that drafted; the first of these rounds gives no window.
+    """
+    lengths = [len(window.example.tokens) - window.start for window in windows]
+    return [max(MIN_WEIGHT, fmean(values[:length])) for length, values in zip(lengths, criticality[1:])]
 
 
 def penalize_divergence(

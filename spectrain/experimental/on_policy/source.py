@@ -1,7 +1,7 @@
 """Sequences generated during training: by the drafter, by its target, or by both (on-policy distillation)."""
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
@@ -38,12 +38,23 @@ from spectrain.trees import Chain
 
 from .groups import draw_window_group
 from .interleaved import InterleavedSampling
-from .policy import penalize_divergence, weigh_windows
+from .policy import CriticalityRecorder, penalize_divergence, weigh_windows
 
-RecordedDecoding = tuple[
-    Generation, list[tuple[list[int], int]]
-]  # and of every round the tokens drafted, and how many were emitted
-SeededDecoding = tuple[Generation, list[tuple[list[int], int]], Random]  # with what is drawn for its example
+
+@dataclass(frozen=True)
+class DraftedAnswer:
+    """A greedy answer with its recorded drafts, and the random draws of its example."""
+
+    generation: Generation
+    # The tokens that each round drafted, and how many it emitted.
+    rounds: list[tuple[list[int], int]]
+    draw: Random
+    # The criticality of every drafted token of the rounds that drafted; empty unless windows are drawn by it.
+    criticality: list[list[float]] = field(default_factory=list)
+
+    def draw_window(self, windows: list[DraftWindow]) -> DraftWindow:
+        """Draw one of its windows, by their criticality where it was recorded."""
+        return self.draw.choices(windows, weigh_windows(windows, self.criticality) if self.criticality else None)[0]
 
 
 class GeneratedSource(Source):
@@ -84,8 +95,8 @@ class GeneratedSource(Source):
         balanced: bool = False,
         # Cost of drafting one token, in forwards of the target, in the reward of source.by=policy.
         draft_cost: NotNegative = 0.1,
-        # With source.by=policy, which draft of an answer is trained on: alike picks any, divergence prefers one where the
-        # drafter differs from a target that is sure.
+        # With source.by=policy, which draft of an answer is trained on, or marks where a group begins: alike picks any,
+        # divergence prefers one where the drafter differs from a target that is sure.
         windows: Literal["alike", "divergence"] = "alike",
         # With source.by=policy, penalty for each nat of KL divergence from the drafter at the start of training.
         near: NotNegative = 0.0,
@@ -149,8 +160,13 @@ class GeneratedSource(Source):
         selected = [examples[index] for index in anew]
         assert drafter is not None or not anew
         if self.by in ("replay", "policy"):
-            rounds = self._decode_drafts(selected, target, drafter, request.step) if drafter is not None and selected else []
-            drawn = {index: (*drafts, draws[index]) for index, drafts in zip(anew, rounds)}
+            selected_draws = [draws[index] for index in anew]
+            answers = (
+                self._decode_drafts(selected, selected_draws, target, drafter, request.step)
+                if drafter is not None and selected
+                else []
+            )
+            drawn = dict(zip(anew, answers))
             if self.by == "policy":
                 batch = self._make_window_batch(examples, drawn, request.packed, target, drafter)
             elif self.branches:
@@ -178,89 +194,94 @@ class GeneratedSource(Source):
         """Return how many tokens can be generated after these prompts."""
         return max(2, min(self.max_new_tokens, writer.max_length - max(map(len, prompts))))
 
-    def _decode_drafts(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[RecordedDecoding]:
+    def _decode_drafts(
+        self, examples: list[Example], draws: list[Random], target: Target, drafter: Drafter, step: int
+    ) -> list[DraftedAnswer]:
         """Greedy answers to their prompts, and the drafts of every round: likeliest ones, or for a policy drawn ones."""
         prompts = [example.prompt for example in examples]
+        self._check_family(drafter)
+        chain = Chain(self.block)
+        if self.by == "policy":
+            chain = Chain(self.block, "sampled", self.temperature, self.seed + 1_000_003 * step)
+        recorder = CriticalityRecorder(chain) if self.windows == "divergence" else DraftRecorder(chain)
+        rows = [int(example.content_hash[:7], 16) for example in examples]
+        with evaluation_mode(drafter):
+            written = decode(target, prompts, Greedy(), self._answer_limit(target, prompts), drafter, recorder, rows)
+        criticality = recorder.criticality if isinstance(recorder, CriticalityRecorder) else [[] for _ in written]
+        return [DraftedAnswer(*parts) for parts in zip(written, recorder.rounds, draws, criticality)]
+
+    def _check_family(self, drafter: Drafter) -> None:
+        """Raise UserError where the family does not learn from the drafts that this source makes."""
         if self.branches and language_model(drafter) is None:
             raise UserError(
                 "source.branches=true: this family does not learn from side branches; use recipe=gkd, or leave it out"
             )
-        if not self._learns_from(drafter):
-            other = (
-                "source.by=target" if self.by == "replay" else "recipe=gkd or eagle3 with source.group=8, or source.by=replay"
-            )
-            raise UserError(f"source.by={self.by}: this family does not learn from such drafts; use {other}")
-        chain = Chain(self.block)
-        if self.by == "policy":
-            chain = Chain(self.block, "sampled", self.temperature, self.seed + 1_000_003 * step)
-        recorder, rows = DraftRecorder(chain), [int(example.content_hash[:7], 16) for example in examples]
-        with evaluation_mode(drafter):
-            written = decode(target, prompts, Greedy(), self._answer_limit(target, prompts), drafter, recorder, rows)
-        return list(zip(written, recorder.rounds))
-
-    def _learns_from(self, drafter: Drafter) -> bool:
-        """Tell whether the drafter learns from the drafts that this source makes."""
         on_policy = drafter.capabilities.on_policy
-        if on_policy is None or self.by == "replay":
-            return on_policy is not None
-        return on_policy.language_model is not None or (on_policy.learns_windows and self.group > 1 and self.windows == "alike")
+        if on_policy is not None and (self.by == "replay" or on_policy.language_model is not None):
+            return
+        if self.by == "replay":
+            raise UserError("source.by=replay: this family does not learn from replayed drafts; use source.by=target")
+        if on_policy is None or not on_policy.learns_windows:
+            raise UserError(
+                "source.by=policy: this family does not learn from drawn drafts; use recipe=gkd, eagle3 or hydra, or "
+                "source.by=target"
+            )
+        if self.near:
+            raise UserError(
+                f"source.near={self.near}: this family has no policy to stay near to; use recipe=gkd, or leave it out"
+            )
+        if self.group == 1:
+            raise UserError(
+                "source.group=1: this family learns from groups of drafts; use source.group=8, or recipe=gkd for single drafts"
+            )
 
     def _make_replay_batch(
-        self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool, draft_only: bool
+        self, examples: list[Example], drawn: dict[int, DraftedAnswer], packed: bool, draft_only: bool
     ) -> Batch:
         """Of every answer a rejected draft, where there is one; of the data nothing is rejected."""
         replays = [Replay(example, [NOT_PAST_ERROR] * len(example.tokens)) for example in examples]
-        for index, (generation, rounds, draw) in drawn.items():
-            replays[index] = next(iter(select_replays(generation, rounds, 1, draw, draft_only)), replays[index])
+        for index, answer in drawn.items():
+            chosen = select_replays(answer.generation, answer.rounds, 1, answer.draw, draft_only)
+            replays[index] = next(iter(chosen), replays[index])
         return collate_replays(replays, packed, self.balanced)
 
     def _make_branched_batch(
-        self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool, target: Target
+        self, examples: list[Example], drawn: dict[int, DraftedAnswer], packed: bool, target: Target
     ) -> Batch:
         """Every answer with all its rejected drafts; of the data nothing is rejected."""
         branched = [make_unbranched(example) for example in examples]
-        for index, (generation, rounds, _) in drawn.items():
-            branched[index] = join_branches(generation, rounds, target.max_length)
+        for index, answer in drawn.items():
+            branched[index] = join_branches(answer.generation, answer.rounds, target.max_length)
         return collate_branched(branched, packed, self.balanced)
 
     def _make_window_batch(
-        self, examples: list[Example], drawn: dict[int, SeededDecoding], packed: bool, target: Target, drafter: Drafter | None
+        self, examples: list[Example], drawn: dict[int, DraftedAnswer], packed: bool, target: Target, drafter: Drafter | None
     ) -> Batch:
         """Of every answer a draft and what it brought; the data's tokens were not drawn."""
         windows = [DraftWindow(example, [0.0] * len(example.tokens)) for example in examples]
         writer = language_model(drafter)
         groups: list[DraftWindow] = []
-        for index, (generation, rounds, draw) in drawn.items():
-            if not (some := make_windows(generation, rounds, self.draft_cost)):
+        for index, answer in drawn.items():
+            if not (some := make_windows(answer.generation, answer.rounds, self.draft_cost)):
                 continue
             assert drafter is not None
+            window = answer.draw_window(some)
             if self.group > 1:
-                groups += self._draw_group(some, generation, draw, target, drafter)
+                groups += self._draw_group(window, answer.draw, target, drafter)
                 continue
-            assert writer is not None, "a policy is a model by itself"
-            weights = None
-            with evaluation_mode(drafter):
-                if self.windows == "divergence":
-                    weights = weigh_windows(some, generation.prompt + generation.output, target, writer)
-                (windows[index],) = draw.choices(some, weights)
-                if self.near:
+            if self.near:
+                assert writer is not None, "a policy is a model by itself"
+                with evaluation_mode(drafter):
                     self.begin(drafter)
                     assert self.initial_policy is not None
-                    windows[index] = penalize_divergence(
-                        windows[index], writer, self.initial_policy, self.near, self.temperature
-                    )
+                    window = penalize_divergence(window, writer, self.initial_policy, self.near, self.temperature)
+            windows[index] = window
         return collate_windows(windows + groups, packed)
 
-    def _draw_group(
-        self, windows: list[DraftWindow], generation: Generation, draw: Random, target: Target, drafter: Drafter
-    ) -> list[DraftWindow]:
-        """Draw a group of drafts after the text of one of the windows."""
-        writer, weights = language_model(drafter), None
+    def _draw_group(self, window: DraftWindow, draw: Random, target: Target, drafter: Drafter) -> list[DraftWindow]:
+        """Draw a group of drafts after the text before a window."""
+        chain = Chain(self.block, "sampled", self.temperature, draw.randrange(1 << 30))
         with evaluation_mode(drafter):
-            if self.windows == "divergence" and writer is not None:
-                weights = weigh_windows(windows, generation.prompt + generation.output, target, writer)
-            (window,) = draw.choices(windows, weights)
-            chain = Chain(self.block, "sampled", self.temperature, draw.randrange(1 << 30))
             return draw_window_group(target, drafter, chain, window.example.tokens[: window.start], self.group, self.draft_cost)
 
     def _write_answers(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:

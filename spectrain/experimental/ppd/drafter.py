@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count
+from spectrain.config.values import Width
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
 from spectrain.drafters.layers.masks import init_mask_vectors
@@ -25,7 +25,7 @@ class PromptTokenConfig(MaskConfig):
     """Settings of prompt tokens."""
 
     # Number of chains of learned mask vectors whose states are averaged.
-    ensembles: Count = 1
+    ensembles: Width = 1
 
 
 class PromptTokens(GatedMasks):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, Number, Share, Steps, VocabularySize
+from spectrain.config.values import Number, Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, SavedFiles
 from spectrain.drafters.context import Context
@@ -60,7 +60,7 @@ class Redrafter(VocabularyDrafter):
         # Factor from 0 to 1 between the loss weights of successive draft steps.
         step_decay: Share = 0.8,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
         # Recurrent cell: that of the paper's equation (silu), or of its released code, which TensorRT-LLM runs (linear).
         cell: Literal["silu", "linear"] = "silu",
     ) -> None:

@@ -57,8 +57,9 @@ class ReSpec(DrafterWithCopies):
         inner: str | dict[str, Any] = "eagle3",
         # Folder that spectrain data index wrote, to copy from; null copies from the current text only.
         store: str | None = None,
-        # Entropy in nats of the drafter's next token below which copies are looked up; null always looks them up.
-        entropy: NotNegative | None = 2.0,
+        # Entropy in nats of the drafter's next token below which copies are looked up; null always looks them up. Drafters that
+        # are less sure need a larger one: 2 hardly ever opens for drafters of target=tiny.
+        entropy: NotNegative | None = 5.0,
         # Smallest estimated probability of the surest copied token with which copies join the tree; 0 always lets them join.
         chance: Share = 0.0,
         # Largest number of final tokens of the text that are matched in the text itself.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, NotNegative, Positive, Seed, Share, Steps
+from spectrain.config.values import NotNegative, Positive, Seed, Share, Steps, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capabilities, SavedFiles
 from spectrain.drafters.layers.gated_masks import GatedMasks, MaskConfig
@@ -44,7 +44,7 @@ class Space(GatedMasks):
         # How the target is trained: LoRA adapters in all its linears (lora), or all weights (full).
         adapt: Literal["lora", "full"] = "lora",
         # Rank of the LoRA adapters, used with adapt=lora.
-        adapter_rank: Count = 16,
+        adapter_rank: Width = 16,
         # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         adapter_alpha: Positive = 32.0,
         # Weight of the masks' loss relative to the target's own.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from spectrain.config.values import Count, Seed, Steps
+from spectrain.config.values import Count, LayerCount, Seed, Steps, Width
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import OnePassCost, RewindableDrafter, SavedFiles
 from spectrain.drafters.context import Context
@@ -37,13 +37,13 @@ class SpecDecConfig:
     # Number of drafts, each with a query of its own.
     num_drafts: Steps = 6
     # Number of layers that read the source, both ways.
-    num_encoder_layers: Count = 4
+    num_encoder_layers: LayerCount = 4
     # Number of layers that read the answer so far and draft.
-    num_layers: Count = 1
+    num_layers: LayerCount = 1
     # Width of all layers; null takes the target's.
-    width: Count | None = None
+    width: Width | None = None
     # Number of attention heads.
-    num_heads: Count = 4
+    num_heads: Width = 4
     # Number of anchors that are trained per text.
     num_anchors: Count = 16
     # Loss of each draft: a cross-entropy with the data or a divergence from the target.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain.config.values import Count, Seed, Steps, VocabularySize
+from spectrain.config.values import LayerCount, Seed, Steps, VocabularySize
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
@@ -63,7 +63,7 @@ class Supernet(Eagle3, TunableDrafter):
         self,
         target: Target,
         # Largest number of decoder layers of a subnet.
-        num_layers: Count = 3,
+        num_layers: LayerCount = 3,
         # Number of draft steps that are unrolled in training (training-time test).
         ttt_steps: Steps = 7,
         # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.

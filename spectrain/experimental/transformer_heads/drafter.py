@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, NotNegative, Positive, Share, Steps, VocabularySize
+from spectrain.config.values import NotNegative, Positive, Share, Steps, VocabularySize, Width
 from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import Capture, OnePassCost, SavedFiles
 from spectrain.drafters.context import Context
@@ -61,7 +61,7 @@ class TransformerHeads(SharedHeadDrafter):
         # Factor from 0 to 1 between the loss weights of successive heads.
         head_decay: Share = 0.8,
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
-        head_rank: Count | None = None,
+        head_rank: Width | None = None,
         # How the target is trained with its heads: LoRA adapters (lora) or all weights (full); null freezes the target.
         adapt: Literal["lora", "full"] | None = None,
         # Weight of the heads' loss relative to the target's own, with a target that is trained.
@@ -69,7 +69,7 @@ class TransformerHeads(SharedHeadDrafter):
         # Learning rate of the target as a multiple of trainer.lr.
         target_lr_scale: Positive = 0.1,
         # Rank of the LoRA adapters, used with adapt=lora.
-        rank: Count = 16,
+        rank: Width = 16,
         # Scale of the LoRA adapters; their output is multiplied by alpha / rank.
         alpha: Positive = 16.0,
     ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, NotNegative, Steps
+from spectrain.config.values import NotNegative, Steps, Width
 from spectrain.drafters.base import Losses, TrainingState
 from spectrain.drafters.capabilities import SavedFiles
 from spectrain.drafters.context import Context
@@ -35,7 +35,7 @@ class ViSpecConfig:
     """Settings of ViSpec."""
 
     # Number of vectors of an image: the last one is mixed into the later text, and the others replace its tokens; 2 or more.
-    num_queries: Count = 2
+    num_queries: Width = 2
     # Number of draft steps that are unrolled in training.
     num_steps: Steps = 2
     # Weight of the sum of |p - q| over the vocabulary.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.config.values import Count, NotNegative, Number, Steps
+from spectrain.config.values import Count, NotNegative, Number, Steps, Width
 from spectrain.drafters.base import Losses
 from spectrain.drafters.context import Context
 from spectrain.drafters.layers.block_drafter import BlockConfig
@@ -66,7 +66,7 @@ class XPressConfig(BlockConfig):
     """Settings of XPress."""
 
     # Rank of the refiner.
-    rank: Count = 256
+    rank: Width = 256
     # Inner width of the refiner's feed-forward part, in ranks.
     mlp_ratio: Count = 2
     # Number of times that decoding applies the refiner to a block.

@@ -1,0 +1,61 @@
+"""Sizes that a config.json may name: ones that no model has are refused before anything is built by them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spectrain.config.saved import read_json_object
+from spectrain.errors import UserError
+
+# Key -> its largest value. The largest published models have 126 layers, a width of 18,432 and 262,400 tokens.
+MAX_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "block_size"), 4096),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts"), 1 << 16),
+    **dict.fromkeys(("medusa_num_layers", "num_nextn_predict_layers", "mtp_num_layers"), 256),
+    "medusa_num_heads": 64, "hidden_size": 1 << 20, "intermediate_size": 1 << 24, "vocab_size": 10_000_000,
+    "n_routed_experts": 1 << 16,
+}  # fmt: skip
+
+# Files that are read whole; a tokenizer takes up to 40 MB, and the index of many experts a few.
+TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
+MAX_TEXT_BYTES = 200_000_000
+
+
+def check_model_directory(directory: Path) -> None:
+    """Raise a UserError where reading a directory would not end, and for a size in its config.json that no model has; of
+    anything but a directory with a config.json nothing is known."""
+    if not directory.is_dir():
+        return
+    refuse_odd_files(directory)
+    path = directory / "config.json"
+    if path.exists():
+        check_sizes(read_json_object(path), path)
+
+
+def refuse_odd_files(directory: Path) -> None:
+    """Raise a UserError for a pipe, a device or a socket in a directory, and for a text file that is larger than a model's."""
+    for path in sorted(directory.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{path}: this is no file; copy it again")
+        if path.suffix in TEXT_SUFFIXES and path.is_file() and path.stat().st_size > MAX_TEXT_BYTES:
+            raise UserError(
+                f"{path}: it has more than {MAX_TEXT_BYTES // 1_000_000} MB, which no model needs; copy the file again"
+            )
+
+
+def check_sizes(config: dict[str, Any], path: Path) -> None:
+    """Raise a UserError for the first size of a configuration, or of a part of it, that is larger than that of any model."""
+    for key, value in iterate_settings(config):
+        if key in MAX_SIZES and isinstance(value, (int, float)) and value > MAX_SIZES[key]:
+            raise UserError(f"{path}: {key}={value}: use {MAX_SIZES[key]} or less; copy the file again")
+
+
+def iterate_settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a configuration and of its parts."""
+    parts = [config]
+    while parts:
+        for key, value in parts.pop().items():
+            if isinstance(value, dict):
+                parts.append(value)
+            else:
+                yield str(key), value

@@ -1,0 +1,266 @@
+"""Ways to decode beyond the eager loop with one drafter, for the test of the known distribution.
+
+`python -m tests.decoding.known_variants` prints the tables of all cases, with texts and p-values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain as concatenate
+
+import torch
+from torch import nn
+
+from spectrain.decoding.acceptance import Match, SamplingRule
+from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
+from spectrain.decoding.captured import CapturedRunner
+from spectrain.decoding.continuous import ContinuousBatch, RunningText
+from spectrain.decoding.generation import no_callback, run_to_end
+from spectrain.decoding.loop import EagerRunner, decode, decode_steps, make_request
+from spectrain.decoding.selective import draft_selectively
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.capabilities import Capabilities
+from spectrain.drafters.context import Context
+from spectrain.drafters.hybrid import DrafterWithCopies
+from spectrain.drafters.layers.copies import CopySource
+from spectrain.drafters.layers.skippable import SkippableDrafter
+from spectrain.drafters.ngram import Ngram
+from spectrain.experimental.cascade.drafter import Cascade
+from spectrain.experimental.controllers.builders import Thompson
+from spectrain.experimental.jacobi.drafter import Jacobi
+from spectrain.experimental.transport.linear_program import TruncatedLinearProgram
+from spectrain.experimental.transport.rules import ImportanceSampling, KSeq, SpecHub, Transport
+from spectrain.experimental.traversal.rule import Traversal
+from spectrain.experimental.union.drafter import UnionDrafter
+from spectrain.experimental.union.rule import MultiStepSampling
+from spectrain.models.features import Features
+from spectrain.models.target import Target
+from spectrain.trees import Auto, Eagle2, TreeBuilder
+from spectrain.trees.base import RoundResult
+from spectrain.trees.measurements import Calibration, Latency
+from spectrain.trees.rollout import Draft
+from spectrain.trees.token_tree import AcceptedPath, TokenTree
+
+from .known_target import (
+    CASES,
+    OTHER_Q,
+    Batch,
+    Case,
+    Outputs,
+    Table,
+    UnionOfTables,
+    chain,
+    describe_uniformity,
+    outputs_of,
+    print_table,
+    static,
+)
+
+# Its tokens occur before, so that they are copied.
+REPEATING = (1, 2, 0, 2, 0, 0, 1, 0)
+SIZES = (1, 2, 4, 8)
+
+
+# Drafters
+
+
+class LeavesRoundsOut(Table):
+    """Drafts in some rounds only; which ones depends on what earlier rounds accepted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skippable = SkippableDrafter(Table())
+
+    def draft(self, context: Context) -> Draft:
+        if int(context.lengths.sum()) % 3 == 0:
+            self.skippable.skip(context)
+            return Draft()
+        return self.skippable.draft(context)
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        return self.skippable.verify(context, tree)
+
+    def commit(self, context: Context, accepted: AcceptedPath) -> None:
+        self.skippable.commit(context, accepted)
+
+
+class TableWithCopies(UnionDrafter):
+    """The union of a table's tree and copies, which have the q of their weights."""
+
+    def __init__(self, target: Target) -> None:
+        Drafter.__init__(self)
+        self.inner = nn.ModuleList([Table(), Ngram(target)])
+        self.layers = ()
+
+
+class CascadeOfTables(Cascade):
+    """A table for which another one guesses, and which hands over to it."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, handover: int | None, qualify: float, helper: Drafter) -> None:
+        Drafter.__init__(self)
+        self.inner, self.helper = Table(), helper
+        self.ahead, self.handover, self.qualify, self.layers = 2, handover, qualify, ()
+
+
+# Ways to decode
+
+
+def decode_captured(batch: Batch) -> Outputs:
+    """Decode rounds of fixed shapes, as a graph holds them."""
+    runner = CapturedRunner(batch.target, batch.rule, batch.drafter, batch.builder, rounds_per_read=2)
+    return outputs_of(runner.decode(batch.prompts, batch.length, batch.keys, ignore_eos=True), batch.length)
+
+
+def decode_in_two_parts(batch: Batch) -> Outputs:
+    """Decode two tokens, then resume with these as a part of the prompt and with the same keys."""
+    parts = batch.drafter, batch.builder, batch.keys
+    first = decode(batch.target, batch.prompts, batch.rule, 2, *parts, ignore_eos=True)
+    prompts = [generation.prompt + generation.output for generation in first]
+    second = decode(batch.target, prompts, batch.rule, batch.length - 2, *parts, ignore_eos=True)
+    return [(*begin, *end) for begin, end in zip(outputs_of(first, 2), outputs_of(second, batch.length - 2))]
+
+
+def decode_selectively(batch: Batch) -> Outputs:
+    """Let the tree builder leave rounds out that it expects no gain of."""
+    assert batch.drafter is not None and batch.builder is not None
+    request = make_request(batch.target, batch.prompts, batch.length, batch.keys, ignore_eos=True)
+    runner = EagerRunner(batch.target, batch.rule, batch.drafter, batch.builder)
+    draft_selectively(runner, request)
+    return outputs_of(run_to_end(decode_steps(runner, request), no_callback), batch.length)
+
+
+def decode_continuously(batch: Batch) -> Outputs:
+    """Let prompts join a running batch one after another; every other one begins with the tokens of a finished text."""
+    slots = 6 * (len(batch.prompt) + batch.length)
+    running = ContinuousBatch(batch.target, batch.rule, batch.length, slots)
+    texts, waiting = list[RunningText](), list(batch.keys)
+    while waiting or running.texts:
+        if waiting and running.has_room(batch.prompt):
+            key = waiting.pop(0)
+            prefix = texts[-8].prefix if key % 2 and len(texts) >= 8 else None
+            texts.append(running.add(batch.prompt, key, prefix))
+        if running.texts:
+            running.step()
+    return outputs_of([text.generation for text in texts], batch.length)
+
+
+class TimedAuto(Auto):
+    """Takes the seconds of a round from a table, so that some rounds draft and others do not."""
+
+    def observe(self, round: RoundResult) -> None:
+        size = int(round.tree.num_drafted.max())
+        seconds = {"draft": 0.1 * (size > 1), "verify": 1 + 0.2 * (size - 1), "accept": 0.0, "other": 0.0}
+        super().observe(replace(round, seconds=seconds))
+
+
+def timed_auto(seed: int) -> TreeBuilder:
+    """Make an automatic builder with known costs."""
+    times = {size: 1 + 0.2 * (size - 1) for size in SIZES}
+    builder = TimedAuto(depth=3, budget=8, top_k=2)
+    builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(SIZES, 0.1)}, 0.1, batch=100)))
+    builder.costs.timing_seconds = 1e9  # nothing is timed anew
+    return builder
+
+
+def thompson(seed: int) -> TreeBuilder:
+    """Make a chain whose length is learned."""
+    builder = Thompson(3, "sampled", seed=seed)
+    builder.prepare(Calibration(latency=Latency({0: {1: 1.0, 4: 1.1}}, {0: {1: 0.1}}, 0.1)))
+    return builder
+
+
+# Cases
+
+RULES: list[tuple[str, type[SamplingRule], Callable[[int], TreeBuilder | None]]] = [
+    ("chain, chain of 3", SpeculativeSampling, chain(3)),
+    ("block, chain of 3", Block, chain(3)),
+    ("recursive, sampled tree", RecursiveRejection, static("sampled")),
+    ("recursive, tree without replacement", RecursiveRejection, static("without_replacement")),
+    ("traversal, sampled tree", Traversal, static("sampled")),
+    ("traversal, top and sampled", Traversal, static("top_and_sampled")),
+    ("kseq, sampled tree", KSeq, static("sampled")),
+    ("importance, sampled tree", ImportanceSampling, static("sampled")),
+    ("programme, sampled tree", TruncatedLinearProgram, static("sampled")),
+    ("transport, top and sampled", Transport, static("top_and_sampled")),
+    ("spechub, top and sampled", SpecHub, static("top_and_sampled")),
+    ("specinfer, union of two", MultiStepSampling, chain(2)),
+    ("match, most likely tree", Match, lambda seed: Eagle2(3, 6, 2)),
+    ("match, sampled tree", Match, static("sampled")),
+]
+CORE = RULES[:5]
+
+
+def make_drafter_of(name: str) -> Callable[[Target], Drafter]:
+    return (lambda target: UnionOfTables()) if name.startswith("specinfer") else (lambda target: Table())
+
+
+SHAPED = [
+    Case(f"{name}; {label}", rule, builder, make_drafter_of(name), settings)
+    for label, settings in {
+        "temperature 0.6": {"temperature": 0.6},
+        "temperature 1.5, top-k 2": {"temperature": 1.5, "top_k": 2},
+        "top-p 0.7": {"top_p": 0.7},
+    }.items()
+    for name, rule, builder in RULES
+]
+LONG = [Case(f"{name}; six tokens", rule, builder, length=6) for name, rule, builder in CORE]
+LEFT_OUT = [
+    *(
+        Case(f"{name}; rounds left out", rule, builder, lambda target: LeavesRoundsOut(), batch_size=100)
+        for name, rule, builder in CORE
+    ),
+    Case("match, auto; rounds left out", Match, timed_auto, decode=decode_selectively, batch_size=100),
+    Case("chain, chain of a learned length", SpeculativeSampling, thompson, batch_size=100),
+    Case("block, chain of a learned length", Block, thompson, batch_size=100),
+]
+COPIES = [
+    Case(
+        "match, table and copies", Match, lambda seed: Eagle2(3, 6, 2),
+        lambda target: DrafterWithCopies(Table(), CopySource(None)), prompt=REPEATING,
+    ),
+    Case("match, copies", Match, lambda seed: Eagle2(3, 6, 2), Ngram, prompt=REPEATING),
+    Case("specinfer, table and copies", MultiStepSampling, chain(2), TableWithCopies, prompt=REPEATING, batch_size=500),
+]  # fmt: skip
+CASCADES = [
+    Case(f"{name}; {label}", rule, builder, make_drafter, prompt=REPEATING, batch_size=500)
+    for label, make_drafter in {
+        "cascade, qualified": lambda target: CascadeOfTables(None, 0.3, Table(OTHER_Q.log())),
+        "cascade that hands over": lambda target: CascadeOfTables(1, 1.0, Table(OTHER_Q.log())),
+        "cascade with copies": lambda target: CascadeOfTables(None, 0.3, Ngram(target)),
+    }.items()
+    for name, rule, builder in CORE
+]
+WINDOWS = [
+    Case(f"{rule.name}, Jacobi window of 3", rule, chain(3), lambda target: Jacobi(target, "speculative"), length=6)
+    for rule in (SpeculativeSampling, RecursiveRejection, Block, Traversal)
+]
+CAPTURED = [
+    Case(f"{name}; fixed shapes", rule, builder, decode=decode_captured)
+    for name, rule, builder in (
+        *RULES[:1],
+        *RULES[2:4],
+        *RULES[-2:],
+        ("recursive, no drafter", RecursiveRejection, lambda seed: None),
+    )
+    if "sampled tree" not in name or rule is not Match
+]
+RESUMED = [Case(f"{name}; resumed", rule, builder, decode=decode_in_two_parts) for name, rule, builder in (*CORE, *RULES[-2:])]
+CONTINUOUS = [
+    Case(
+        "match, continuous batch", Match, lambda seed: None, prompt=REPEATING, decode=decode_continuously,
+        dtype=torch.bfloat16,
+    )
+]  # fmt: skip
+
+VARIANTS = [*SHAPED, *LONG, *LEFT_OUT, *COPIES, *CASCADES, *WINDOWS, *CAPTURED, *RESUMED, *CONTINUOUS]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    groups = {"base": CASES, "variants": VARIANTS}
+    chosen = list(concatenate.from_iterable(groups[name] for name in sys.argv[1:] or groups))
+    print(describe_uniformity(print_table(chosen, 10_000, (1, 2))))

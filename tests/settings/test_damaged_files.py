@@ -1,0 +1,205 @@
+"""Files that are written and read back, damaged in every way: each is named in one sentence with what to do, or made anew and
+that is said. docs/security.md lists the kinds."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spectrain.data.datastore import Datastore, write_store
+from spectrain.data.shards import ShardSet
+from spectrain.errors import UserError
+from spectrain.experimental.controllers.tree_policy import TreePolicy
+from spectrain.experimental.next_token_tables.bigrams import _load_array
+from spectrain.models import bundled
+from spectrain.models.checkpoint_files import CheckpointFiles
+from spectrain.runs.tracking import Wandb
+from spectrain.servers.row_times import load_times
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def enlarge(path: Path) -> None:
+    os.truncate(path, 10**10)
+
+
+def write_list(path: Path) -> None:
+    path.write_text("[1]")
+
+
+def write_no_keys(path: Path) -> None:
+    path.write_text("{}")
+
+
+ODD = (empty, truncate, replace_by_pipe, replace_by_folder)
+TEXT = (*ODD, enlarge, write_list)
+
+
+class Vocabulary:
+    """A tokenizer of 100 tokens."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(100)}
+
+    def __len__(self) -> int:
+        return 100
+
+
+@pytest.mark.parametrize("name", ["tokens", "suffixes", "questions", "answers", "phrases"])
+@pytest.mark.parametrize("damage", [*ODD, flip_bit])
+def test_a_data_store(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+    from spectrain.data.datastore import hash_vocabulary
+
+    facts = {"tokenizer": hash_vocabulary(Vocabulary())}
+    write_store(tmp_path / "store", [list(range(50))], ["what is it"], ["a harbour town"], facts)
+    Datastore(str(tmp_path / "store"), Vocabulary())
+    damage(tmp_path / "store" / f"{name}.npy")
+    with pytest.raises(UserError, match=rf"{name}\.npy: [^\n]*index the data again$"):
+        Datastore(str(tmp_path / "store"), Vocabulary())
+
+
+@pytest.mark.parametrize("damage", [*TEXT, write_no_keys])
+def test_the_index_of_a_data_store(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    write_store(tmp_path / "store", [[1, 2]], ["a"], ["b"], {"tokenizer": "x"})
+    damage(tmp_path / "store" / "index.json")
+    with pytest.raises(UserError, match=r"store[^\n]*$"):
+        Datastore(str(tmp_path / "store"), Vocabulary())
+
+
+@pytest.mark.parametrize("damage", [empty, truncate, flip_bit, replace_by_pipe])
+def test_a_converted_model_is_made_again(tmp_path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture) -> None:
+    """The damaged model is named and deleted, and converted once more."""
+    made: list[Path] = []
+
+    def save(gguf: Path, scratch: Path, name: str) -> None:
+        made.append(scratch)
+        (scratch / "config.json").write_text("{}")
+        (scratch / "model.safetensors").write_bytes(bytes(100))
+
+    folder = tmp_path / "model"
+    for _ in range(2):
+        bundled._write_converted(tmp_path / "m.gguf", folder, "m", save)
+    assert len(made) == 1 and bundled.is_intact(folder)
+    bundled.is_intact.cache_clear()
+    damage(folder / "model.safetensors")
+    assert not bundled.is_intact(folder) and not folder.exists()
+    assert "model.safetensors: it is not what was written; the model is converted again" in capsys.readouterr().err
+    bundled._write_converted(tmp_path / "m.gguf", folder, "m", save)
+    bundled.is_intact.cache_clear()
+    assert len(made) == 2 and bundled.is_intact(folder)
+    damage(folder / bundled.CHECKSUMS)
+    bundled.is_intact.cache_clear()
+    assert not bundled.is_intact(folder)
+    bundled.is_intact.cache_clear()
+
+
+@pytest.mark.parametrize("damage", [*TEXT, write_no_keys])
+def test_measured_times_are_left_out_aloud(
+    tmp_path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "times.json"
+    path.write_text('{"engine": "llamacpp"}')
+    damage(path)
+    assert load_times(path) is None
+    assert "times.json: it holds no measurement that this version reads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [*TEXT, write_no_keys])
+def test_a_tree_policy(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"depth": 3, "top_k": 2, "weights": [[1.0], [2.0]]}))
+    damage(path)
+    with pytest.raises(UserError, match=r"policy\.json: [^\n]*; [^\n]*$"):
+        TreePolicy(depth=3, top_k=2, policy=str(path))
+
+
+@pytest.mark.parametrize("weights", ["x", [["a"]], [[[1.0]]], [[float("nan")]], 3])
+def test_the_weights_of_a_tree_policy(tmp_path: Path, weights: object) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"depth": 3, "top_k": 2, "weights": weights}))
+    with pytest.raises(UserError, match=r"policy\.json: its? [^\n]*weights[^\n]*; delete it, and the next run fits one anew"):
+        TreePolicy(depth=3, top_k=2, policy=str(path))
+
+
+@pytest.mark.parametrize("damage", ODD)
+def test_a_table_of_bigrams(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(100))
+    assert _load_array(path, "iu")[-1] == 99
+    with pytest.raises(UserError, match=r"its numbers are of the type int64\); delete the folder"):
+        _load_array(path, "f")
+    damage(path)
+    with pytest.raises(UserError, match=r"tokens\.npy: it cannot be read [^\n]*; delete the folder"):
+        _load_array(path, "iu")
+
+
+@pytest.mark.parametrize("damage", [*TEXT, write_no_keys])
+def test_the_index_of_a_model(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert CheckpointFiles(tmp_path).tensor_files == {"a": "model-1.safetensors"}
+    damage(path)
+    if damage is replace_by_folder:
+        path.rmdir()
+        path.write_text('{"weight_map": {"a": "../x"}}')
+    with pytest.raises(UserError, match=r"index\.json: [^\n]*copy (the file|it) again"):
+        CheckpointFiles(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [empty, truncate, replace_by_pipe, replace_by_folder])
+def test_the_weights_of_a_model(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    from safetensors.numpy import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros(10)}, path)
+    damage(path)
+    with pytest.raises(UserError, match=r"model\.safetensors: [^\n]*; copy the file again"):
+        CheckpointFiles(tmp_path)
+
+
+@pytest.mark.parametrize("damage", TEXT)
+def test_the_manifest_of_a_regenerated_set(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({"settings": {}, "conversations": 1, "shard_size": 1, "shards": {}}))
+    assert len(ShardSet(tmp_path).shard_names) == 1
+    if damage is enlarge:
+        return
+    damage(path)
+    with pytest.raises(UserError, match=r"manifest\.json: it cannot be read [^\n]*; put back a copy"):
+        ShardSet(tmp_path).shard_names  # noqa: B018
+
+
+@pytest.mark.parametrize("damage", TEXT)
+def test_the_state_of_a_tracker(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "tracker.json"
+    path.write_text('{"train": "abc"}')
+    tracker = Wandb.__new__(Wandb)
+    assert tracker._identify_run(tmp_path, "train") == ("abc", True)
+    damage(path)
+    with pytest.raises(UserError, match=r"tracker\.json: [^\n]*again"):
+        tracker._identify_run(tmp_path, "train")
