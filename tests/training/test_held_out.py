@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -203,3 +204,62 @@ def test_the_line_says_which_text(capsys: pytest.CaptureFixture[str]) -> None:
         "on training text: loss 1.000, agreement 0.50; 9 tokens/s; "
         "held out: acceptance 0.30 0.20, forecast 1.36 tokens per forward" in (capsys.readouterr().out)
     )
+
+
+# Places and intervals
+
+
+def test_the_forecasts_interval_is_students_over_conversations() -> None:
+    """At one depth with equal counts it is the interval of the mean of the conversations' rates."""
+    rates = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
+    influences = held_out.forecast_influences(10 * rates[:, None], torch.full((3, 1), 10))
+    mean, error = float(rates.mean()), float(rates.std()) / 3**0.5
+    quantile = 4.302653  # Student's t, 2 degrees of freedom, 97.5 %
+    expected = [1 + mean - quantile * error, 1 + mean + quantile * error]
+    assert held_out.interval_around(1 + mean, influences) == pytest.approx(expected, abs=1e-4)
+    assert held_out.interval_around(1 + mean, influences[:1]) is None
+
+
+def test_influences_follow_the_derivatives_of_the_forecast() -> None:
+    """With two depths the slopes of 1 + a + a b are 1 + b and a, whatever the conversations' sizes."""
+    sums, counts = torch.tensor([[3.0, 1.0], [2.0, 2.0]]), torch.tensor([[6, 4], [4, 2]])
+    first, second = 5 / 10, 3 / 6
+    expected = [
+        (1 + second) * (total - first * count) / 10 + first * (deeper - second * places) / 6
+        for (total, deeper), (count, places) in zip(sums.tolist(), counts.tolist())
+    ]
+    assert held_out.forecast_influences(sums, counts) == pytest.approx(expected)
+
+
+def test_validations_are_far_enough_apart() -> None:
+    """The gap is 10,000 tokens, or an eighth of the steps done where that is more."""
+    assert held_out.due_steps(1000, 45) == [10, 20, 30, 40]
+    assert held_out.due_steps(20_000, 12) == list(range(1, 13))
+    assert held_out.due_steps(10_000, 20) == [*range(1, 17), 18, 20]
+    assert held_out.due_steps(1000, 9) == []
+
+
+def test_two_drafters_are_judged_at_the_same_places(shallow: Target) -> None:
+    """The target's answers and the places do not depend on the drafter."""
+    examples = [example for conversation in make_conversations(2) for example in conversation]
+    drafters = Causal(shallow, num_layers=1), Eagle3(shallow, vocab_size=64)
+    recorded = [held_out.record_held_out(shallow, drafter.layers, examples) for drafter in drafters]
+    assert recorded[0] is not None and recorded[1] is not None
+    assert recorded[0].texts.answers == recorded[1].texts.answers
+    causal, eagle = (
+        measure_acceptance(drafter, shallow, texts).metrics["places"] for drafter, texts in zip(drafters, recorded) if texts
+    )
+    assert causal == eagle
+
+
+def test_recorded_features_judge_as_the_target_does(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE-3 has the same measures whether its features are recorded or computed again."""
+    torch.manual_seed(0)
+    drafter = Eagle3(shallow, vocab_size=256)
+    assert drafter.capabilities.drafts_from_features
+    examples = [example for conversation in make_conversations(2) for example in conversation]
+    recorded = measure_examples(drafter, shallow, examples)
+    monkeypatch.setattr(drafter, "capabilities", replace(drafter.capabilities, drafts_from_features=False))
+    rerun = measure_examples(drafter, shallow, examples)
+    assert rerun["places"] == recorded["places"] and rerun["agreement"] == recorded["agreement"]
+    assert rerun["acceptance"] == pytest.approx(recorded["acceptance"], abs=2e-4)
