@@ -72,14 +72,15 @@ class ValidationRows(NamedTuple):
     num_recorded: int  # tokens of prompts and answers, once before the training
     num_answered: int  # of these, the tokens whose logits are needed
     num_judged: int  # rows of the target's output layer in each validation
-    num_drafted: int  # rows of the drafter in each validation
+    num_drafted: int  # rows of the drafter in each validation, which reads the prompts too
 
 
 def count_validation_rows(selected: SelectedPrompts) -> ValidationRows:
     """Count the rows of a validation over prompts from `select_prompts`."""
     count, roots = len(selected.prompts), selected.answer_tokens - 1
-    recorded = sum(map(len, selected.prompts)) + count * roots
-    return ValidationRows(recorded, count * (roots + 1), count * roots, count * roots * DRAFT_DEPTH)
+    prompts = sum(map(len, selected.prompts))
+    recorded, drafted = prompts + count * roots, prompts + count * roots * DRAFT_DEPTH
+    return ValidationRows(recorded, count * (roots + 1), count * roots, drafted)
 
 
 def due_steps(tokens_per_step: int, last: int) -> list[int]:
