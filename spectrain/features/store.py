@@ -34,7 +34,7 @@ from torch import Tensor
 from spectrain.config.saved import read_json_object
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError, first_line
-from spectrain.files import REPEAT_COMMAND, atomic_write, lock_file, write_text
+from spectrain.files import REPEAT_COMMAND, atomic_write, lock_file, try_lock, write_text
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
@@ -302,13 +302,7 @@ class FeatureStore(FeatureCache):
         if not manifest.exists():
             return False
         with manifest.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
-        return False
+            return try_lock(file.fileno()) is None
 
     def _remove_stale_files(self) -> None:
         """With `repair`, delete the unfinished files of killed processes.

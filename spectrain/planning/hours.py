@@ -91,7 +91,7 @@ class StepTimes:
     # Of a padded token: in the target's features, and in the rest of a step.
     target: float
     step: float
-    # Of a token that the initial weights are fitted to, and the largest number of these tokens.
+    # Of a token that the initial weights are fitted to, its features included, and the largest number of these tokens.
     fit: float
     fit_tokens: int
 
@@ -123,18 +123,18 @@ def time_steps(spec: RunSpec) -> StepTimes:
 
 
 def time_fit(trainer: Trainer, drafter: Any, target: Target, dataset: Dataset) -> float:
-    """Fit a drafter's initial weights to the batches of the trial; return the seconds of a token, without its features.
+    """Fit a drafter's initial weights to the batches of the trial; return the seconds of a token, with its features.
 
-    The training of the trial then leaves its own fit out: its first steps would take the features of the fit, and no time of
-    the target's could be measured.
+    No step takes these features, because a training begins behind the texts of its fit. The training of the trial then leaves
+    its own fit out, so that its steps alone are timed.
     """
     stream = dataset.stream_batches(trainer.batch_settings, batches_per_step=trainer.accumulate)
     texts = [chosen.examples for chosen in choose_batches(stream, drafter.fit_tokens, CALIBRATION_STEPS)]
     layers = drafter.stages[0].layers
     drafter.to(target.device)
-    batches = [LiveSource().make_batch(BatchRequest(examples, target, layers, trainer.packing)) for examples in texts]
     synchronize_device(target.device)
     start = time.perf_counter()
+    batches = [LiveSource().make_batch(BatchRequest(examples, target, layers, trainer.packing)) for examples in texts]
     drafter.fit_start(batches, target)
     synchronize_device(target.device)
     seconds = time.perf_counter() - start
