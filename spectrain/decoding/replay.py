@@ -146,7 +146,7 @@ class ReplayBuilder(TreeBuilder):
 
 
 @dataclass(frozen=True)
-class JudgedDrafts:
+class ReplayedDrafts:
     """What a drafter would have proposed after every root, with correct drafts before the judged one."""
 
     is_judged: Tensor  # [B, R, K]
@@ -168,7 +168,7 @@ class JudgedDrafts:
 
 
 @torch.inference_mode()
-def replay(target: Target, drafter: Drafter, texts: RecordedTexts, depth: int) -> JudgedDrafts:
+def replay(target: Target, drafter: Drafter, texts: RecordedTexts, depth: int) -> ReplayedDrafts:
     """Draft `depth` tokens after every token of recorded answers and judge the drafts by the recorded distributions."""
     builder = ReplayBuilder(texts, depth)
     context = make_replay_context(target, drafter, builder, texts)
@@ -194,7 +194,7 @@ def replay(target: Target, drafter: Drafter, texts: RecordedTexts, depth: int) -
         context.partial = None
         bonus = answers.gather(1, (current + 1).clamp(max=answers.shape[1] - 1)[:, None])[:, 0]
         drafter.commit(context, AcceptedPath(path, torch.ones_like(counts), bonus))
-    return JudgedDrafts(is_judged, hits & is_judged, overlaps * is_judged)
+    return ReplayedDrafts(is_judged, hits & is_judged, overlaps * is_judged)
 
 
 class TargetDistributions:

@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.decoding.replay import JudgedDrafts, RecordedTexts, record_answers, record_features, replay
+from spectrain.decoding.replay import ReplayedDrafts, RecordedTexts, record_answers, record_features, replay
 from spectrain.drafters.base import Drafter
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
@@ -156,7 +156,7 @@ def measure_acceptance(drafter: Drafter, target: Target, held_out: HeldOutTexts)
     return Validation(metrics, influences)
 
 
-def summarize_acceptance(judged: JudgedDrafts) -> Validation:
+def summarize_acceptance(judged: ReplayedDrafts) -> Validation:
     """Return the measures of judged drafts."""
     rounds = judged.round_lengths()
     counts = judged.is_judged.sum((0, 1))
