@@ -13,7 +13,8 @@ from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.step_cost import BatchShape
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
-from spectrain.training.validation import count_validation_rows, due_steps, select_prompts
+from spectrain.training.validation import count_validation_rows, select_prompts
+from spectrain.training.validation_schedule import MAX_VALIDATIONS, count_affordable
 
 from .footprint import Models
 from .operations import drafting_weights, flops_per_token
@@ -132,18 +133,21 @@ def count_operations(spec: RunSpec, models: Models, work: Workload) -> Operation
     features, step = flops_per_token(models, work.batches)
     epochs = 0.0 if reads_features(spec) else target_epochs(spec, models, work)
     trained = work.padded * (features * epochs + step * work.epochs)
-    validated = count_validations(models, work) * validation_flops(models, work) + recording_flops(models, work)
-    return Operations(features, step, trained + validated)
+    each, recorded = validation_flops(models, work), recording_flops(models, work)
+    during = count_affordable(trained, recorded + each, each) if each else 0
+    return Operations(features, step, trained + recorded + count_validations(models, work, during) * each)
 
 
-def count_validations(models: Models, work: Workload) -> int:
-    """Return how often the run drafts for the held-out data: before the first step, after some steps, and at the end."""
+def count_validations(models: Models, work: Workload, affordable: int) -> int:
+    """Return how often the run drafts for the held-out data: before the first step, after some steps, and at the end.
+
+    `affordable` of them between start and end fit into the share of the time that they may take.
+    """
     trainer, last = models.trainer, work.num_steps
     if trainer.eval_every is not None:
         return 1 + math.ceil(last / trainer.eval_every)
-    per_step = trainer.batch_tokens * trainer.accumulate * models.num_devices // trainer.context_parallel
-    saved = set(range(trainer.save_every, last, trainer.save_every)) if trainer.save_every else set()
-    return 2 + len(saved | {step for step in due_steps(per_step, last) if step < last})
+    saved = (last - 1) // trainer.save_every if trainer.save_every else 0
+    return 2 + max(saved, min(affordable, MAX_VALIDATIONS - 2, last - 1))
 
 
 def recording_flops(models: Models, work: Workload) -> float:

@@ -137,6 +137,9 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     adapted = describe_adapters(drafter) if spec.adapter else None
     report_lines = [summary, *data.limit_lines(), *dataset.source_lines, *dataset.unread_lines()]
     report_lines += filter(None, [report, adapted])
+    share = spec.data.get("held_out")
+    if share and not dataset.held_out:
+        report_lines.append(f"data.held_out={share:g} holds out none of these conversations, so nothing is validated; raise it")
     if dataset.held_out and not target.has_layers:
         report_lines.append("validation on held-out conversations is left out: it decodes with the target (target.parts=head)")
     facts = collect_facts(spec, target, weights, dataset, source)

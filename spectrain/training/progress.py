@@ -2,7 +2,7 @@
 
 import socket
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,7 @@ class RunProgress:
         self.validation_history = ValidationHistory(**progress["looks"])
         if self.trainer.keep_best is not False and not best_weights_path(self.run, self.validation_history.best_step).exists():
             # Its weights are gone.
-            self.validation_history = ValidationHistory(
-                start=self.validation_history.start, influences=self.validation_history.influences
-            )
+            self.validation_history = replace(self.validation_history, best=0.0, best_step=0, without_gain=0)
         self.saved_best_step = self.validation_history.best_step
         if shared.is_main:
             delete_best_except(self.run, {self.saved_best_step})

@@ -45,6 +45,7 @@ from .rates import choose_rates, describe_rates, split_by_rate
 from .settings import TrainerSettings
 from .stop_signals import StopSignals
 from .validation import HeldOutTexts, measure_acceptance, record_held_out
+from .validation_schedule import ValidationSchedule, count_affordable
 
 TRIAL_STEPS = 2  # steps that each number of threads is timed by, twice as many at the start
 
@@ -72,6 +73,8 @@ class TrainingRun(RunProgress):
         self.num_trained = 0  # and their numbers
         # The places of validations; None where nothing is validated.
         self.held_out: HeldOutTexts | None = None
+        self.recording_seconds = 0.0  # that the target took to answer the held-out prompts
+        self.validation_schedule = ValidationSchedule()
 
     # Beginning
 
@@ -270,12 +273,22 @@ class TrainingRun(RunProgress):
         """Let the target answer the held-out prompts, before anything has trained it."""
         began = time.perf_counter()
         self.held_out = record_held_out(self.target, self.drafter.layers, dataset.held_out, dataset.held_out_sources)
+        self.recording_seconds = time.perf_counter() - began
         if self.held_out is not None and self.parallel.is_main:
-            texts, tokens = len(self.held_out.sources), self.held_out.num_answer_tokens
-            seconds = time.perf_counter() - began
             print(
-                f"validation: drafts after {tokens} tokens of {texts} held-out answers, recorded in {seconds:.1f} s", flush=True
+                f"validation: up to {self.held_out.num_places:,} drafts after {self.held_out.num_roots:,} tokens of "
+                f"{len(self.held_out.sources)} held-out answers, which the target wrote in {self.recording_seconds:.1f} s",
+                flush=True,
             )
+
+    def plan_validations(self) -> None:
+        """Plan the next validation by the times measured so far. Every process must call this."""
+        history, total = self.validation_history, self.budget.total_seconds(self.step)
+        affordable = 0
+        if total is not None:
+            affordable = count_affordable(total, self.recording_seconds + history.seconds, history.newest_seconds)
+        affordable = self.parallel.all_gather(affordable)[0]
+        self.validation_schedule.update(history.newest_step, self.num_steps, history.count, affordable)
 
     def validate(self) -> dict[str, Any]:
         """Validate the drafter, with averaged weights where there are any, on held-out data; return the measures."""
@@ -283,9 +296,11 @@ class TrainingRun(RunProgress):
         self.monitor.report_status(self.step, "drafting for what was held out")
         parameters = self.named_parameters()
         with nullcontext() if self.averages is None else self.averages.swap_weights(parameters):
-            measured = measure_acceptance(self.drafter, self.target, self.held_out)
-            forecast = self.parallel.all_gather(measured.metrics["forecast"])[0]
+            began = time.perf_counter()
+            measured = self.parallel.all_gather(measure_acceptance(self.drafter, self.target, self.held_out))[0]
+            forecast = measured.metrics["forecast"]
             is_best = self.validation_history.add_forecast(forecast, self.step, measured)
+            self.validation_history.add_seconds(time.perf_counter() - began)
             if is_best and self.trainer.keep_best is not False:
                 weights = self.parallel.gather_trained_weights(self.drafter, self.target)
                 if self.parallel.is_main:

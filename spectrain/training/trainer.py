@@ -1,5 +1,6 @@
 """The training loop. It knows no drafter family: a drafter provides its losses and its parameter groups."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,7 +32,6 @@ from .parallel import (
 from .run import TrainingRun
 from .settings import TrainerSettings
 from .stop_signals import StopSignals
-from .validation import due_steps
 
 
 @dataclass
@@ -111,7 +111,16 @@ class Trainer(TrainerSettings):
         """Return a validation before the first step, which shows whether training makes the drafter better; None without."""
         if job.step or job.is_done or job.held_out is None:
             return None
-        return job.validate()
+        metrics, history = job.validate(), job.validation_history
+        if job.parallel.is_main:
+            bounds = metrics.get("forecast_interval")
+            interval = "" if bounds is None else f" (95 % interval {bounds[0]:.3f} to {bounds[1]:.3f})"
+            print(
+                f"start, before step 1: {history.start:.3f} tokens per forward over {history.num_places:,} held-out places"
+                f"{interval}, measured in {history.newest_seconds:.1f} s",
+                flush=True,
+            )
+        return metrics
 
     def _step_metrics(self, job: TrainingRun, at_start: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the metrics of the last step where they are due, with a validation where one is due, and after the first step
@@ -126,6 +135,8 @@ class Trainer(TrainerSettings):
         if measures:
             metrics["held_out"] = job.validate()
             history = job.validation_history
+            metrics["validation_seconds"] = round(job.recording_seconds + history.seconds, 2)
+            job.validation_schedule.next_step = math.inf
             if history.start is not None:
                 metrics["forecast_at_start"] = history.start
                 metrics["gain_interval"] = history.compare("start", "newest")
@@ -135,7 +146,10 @@ class Trainer(TrainerSettings):
         """Tell whether a validation is due before the end."""
         if self.eval_every is not None:
             return job.step % self.eval_every == 0
-        return self._is_save_due(job) or job.step in due_steps(self.batch_tokens * job.batches_per_step, job.step)
+        # Planned anew from time to time: all processes have to agree.
+        if job.step == 2 or job.step % self.log_every == 0:
+            job.plan_validations()
+        return self._is_save_due(job) or job.step >= job.validation_schedule.next_step
 
     def _is_save_due(self, job: TrainingRun) -> bool:
         """Tell whether a checkpoint is due."""
@@ -171,7 +185,7 @@ class Trainer(TrainerSettings):
                 target.require_layers(f"trainer.{key}={value}")
             if value and not dataset.held_out:
                 raise UserError(
-                    f"trainer.{key}={value}: nothing is held out to look at; say how much, as in data.held_out=0.02"
+                    f"trainer.{key}={value}: nothing is held out to look at; raise the share, as in data.held_out=0.1"
                 )
             if value and not shared.unsharded:
                 raise UserError(
@@ -234,8 +248,9 @@ class TrainingReport:
         if self.metrics_file is not None and metrics is not None:
             self.metrics_file.write(metrics)
             self.tracker.log_metrics({key: value for key, value in metrics.items() if key != "step"}, self.job.step)
+        budget = self.job.budget
         self.progress.set_num_steps(self.job.step if self.job.is_done else round(self.job.num_steps))
-        self.progress.update(self.job.step, metrics)
+        self.progress.update(self.job.step, metrics, budget.seconds_left, budget.is_paced)
 
     def record_checkpoint(self, checkpoint: Path) -> None:
         if self.metrics_file is not None:

@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.decoding.replay import ReplayedDrafts, RecordedTexts, record_answers, record_features, replay
+from spectrain.decoding.replay import RecordedTexts, ReplayedDrafts, record_answers, record_features, replay
 from spectrain.drafters.base import Drafter
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
@@ -27,8 +27,6 @@ MAX_CONVERSATIONS = 24  # conversations whose answers are drafted
 ANSWER_TOKENS = 32  # tokens of the target's own answer to each; more where there are fewer conversations
 MAX_ANSWER_TOKENS = 512  # tokens of an answer at most, however few conversations there are
 DRAFT_DEPTH = 4  # drafts at each place, or as many as the drafter makes
-TOKENS_BETWEEN = 10_000  # tokens that are trained between two validations at least, so that these take 5 % of the time at most
-GROWTH = 8  # the gap between validations also grows by this part of the steps done
 
 
 @contextmanager
@@ -83,21 +81,6 @@ def count_validation_rows(selected: SelectedPrompts) -> ValidationRows:
     return ValidationRows(recorded, count * (roots + 1), count * roots, drafted)
 
 
-def due_steps(tokens_per_step: int, last: int) -> list[int]:
-    """Return the steps up to `last` after which a run validates by default.
-
-    The gap between two of them is long enough that validation takes at most 5 % of the time, and grows with the steps done, so
-    that a curve has most of its points near the start. The steps depend on nothing that is measured, so a resumed run
-    validates after the same ones.
-    """
-    gap = max(1, math.ceil(TOKENS_BETWEEN / max(1, tokens_per_step)))
-    steps, due = [], gap
-    while due <= last:
-        steps.append(due)
-        due += max(gap, due // GROWTH)
-    return steps
-
-
 @dataclass(frozen=True)
 class HeldOutTexts:
     """The places of a run's validations: the target's answers to held-out prompts, with its features."""
@@ -108,8 +91,14 @@ class HeldOutTexts:
     layers: tuple[Layer, ...]
 
     @property
-    def num_answer_tokens(self) -> int:
-        return sum(map(len, self.texts.answers))
+    def num_roots(self) -> int:
+        """The number of tokens after which a drafter drafts."""
+        return sum(self.texts.num_roots)
+
+    @property
+    def num_places(self) -> int:
+        """The largest number of drafts that a validation judges: as many after each root as the answer has tokens left."""
+        return sum(max(0, roots - depth) for roots in self.texts.num_roots for depth in range(DRAFT_DEPTH))
 
 
 @torch.no_grad()

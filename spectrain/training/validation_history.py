@@ -19,32 +19,40 @@ class HeldOutGain:
     # The step whose weights are the result, and the last step.
     result_step: int
     num_steps: int
+    # The forecast after the last step, and the interval of its difference from the start.
+    last: float
+    last_interval: list[float] | None
 
     def describe(self) -> str:
         """Return one sentence for the end of the training."""
-        gain = self.end - self.start
-        begin, end = (
-            f"{value:.2f}{format_interval(bounds)}"
-            for value, bounds in ((self.start, self.start_interval), (self.end, self.end_interval))
-        )
-        sentence = (
-            f"training added {gain:.2f} tokens per forward{format_interval(self.interval)} "
-            f"(start {begin} -> {end} on {self.num_places} held-out places)"
-        )
-        if gain < 0:
-            return f"{sentence}; it made the drafter worse: leave out trainer.keep_best=false, or lower trainer.lr"
         if self.result_step == 0:
-            return f"{sentence}; no step made the drafter better, so the weights of the start are the result: lower trainer.lr"
-        if self.result_step < self.num_steps:
-            sentence += f"; step {self.result_step} of {self.num_steps} was the best, and its weights are the result"
+            how = "Training added nothing to its start"
+            values = f"{self.start:.3f} tokens per forward before step 1, {self.last:.3f} after step {self.num_steps}"
+            bounds, end = self.last_interval, "the weights of the start are the result; lower trainer.lr or train on more data"
+        else:
+            share = (self.end - self.start) / self.start
+            verb, end_word = ("added", "to") if share >= 0 else ("took", "from")
+            how = f"Training {verb} {abs(100 * share):.1f} % {end_word} its start"
+            values = f"{self.start:.3f} -> {self.end:.3f} tokens per forward"
+            bounds, end = self.interval, self._describe_result()
+        places = f"over {self.num_places:,} places{format_difference(bounds)}"
+        return f"{how}: {values} {places}" + (f"; {end}" if end else "")
+
+    def _describe_result(self) -> str:
+        """Return what else there is to know of a result with the weights of a step."""
+        if self.end < self.start:
+            return "leave out trainer.keep_best=false to keep the best weights, or lower trainer.lr"
+        parts = []
         if self.interval is not None and self.interval[0] <= 0:
-            sentence += "; the interval includes 0, so this may be chance"
-        return sentence
+            parts.append("the interval includes 0, so this may be chance")
+        if self.result_step < self.num_steps:
+            parts.append(f"the result has the weights of step {self.result_step}, the best of {self.num_steps}")
+        return "; ".join(parts)
 
 
-def format_interval(bounds: list[float] | None) -> str:
-    """Return an interval in brackets with a blank before it; nothing where it is unknown."""
-    return "" if bounds is None else f" [{bounds[0]:.2f}, {bounds[1]:.2f}]"
+def format_difference(bounds: list[float] | None) -> str:
+    """Return the interval of a difference in brackets with a blank before it; nothing where it is unknown."""
+    return "" if bounds is None else f" (95 % interval of the difference {bounds[0]:+.3f} to {bounds[1]:+.3f})"
 
 
 @dataclass
@@ -64,11 +72,17 @@ class ValidationHistory:
     influences: dict[str, list[float]] = field(default_factory=dict)
     # Places of a validation.
     num_places: int = 0
+    # Number of validations, the step after which the newest one was, and the seconds that all of them and the newest one took.
+    count: int = 0
+    newest_step: int = 0
+    seconds: float = 0.0
+    newest_seconds: float = 0.0
 
     def add_forecast(self, forecast: float, step: int, validation: Validation) -> bool:
         """Add a validation, of which all processes take this forecast; tell whether it is the best so far."""
         self.newest, self.num_places = forecast, sum(validation.metrics.get("places", []))
         self.influences["newest"] = validation.influences
+        self.count, self.newest_step = self.count + 1, step
         if step == 0:
             self.start, self.influences["start"] = forecast, validation.influences
         if forecast > self.best:
@@ -77,6 +91,10 @@ class ValidationHistory:
             return True
         self.without_gain += 1
         return False
+
+    def add_seconds(self, seconds: float) -> None:
+        """Add the time of the newest validation."""
+        self.seconds, self.newest_seconds = self.seconds + seconds, seconds
 
     def compare(self, before: str, after: str) -> list[float] | None:
         """Return the interval of the difference between two of the forecasts "start", "best" and "newest"."""
@@ -102,7 +120,7 @@ class ValidationHistory:
         """Return what the training added to its start; None where either was not measured."""
         end = "best" if takes_best else "newest"
         value = getattr(self, end)
-        if self.start is None or value is None:
+        if self.start is None or self.newest is None or value is None:
             return None
         return HeldOutGain(
             self.start,
@@ -113,4 +131,6 @@ class ValidationHistory:
             self.num_places,
             self.best_step if takes_best else num_steps,
             num_steps,
+            self.newest,
+            self.compare("start", "newest"),
         )

@@ -16,6 +16,8 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset, split_held_out
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
+from spectrain.decoding.replay import record_answers, replay
+from spectrain.decoding.teacher_forcing import run_teacher_forced
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
@@ -25,6 +27,8 @@ from spectrain.training import validation as held_out
 from spectrain.training.metrics import TrainingProgress
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import ANSWER_TOKENS, DRAFT_DEPTH, measure_acceptance, record_held_out
+from spectrain.training.validation_schedule import MAX_VALIDATIONS, ValidationSchedule, count_affordable
+from spectrain.trees.chain import Chain
 
 
 def measure_examples(drafter: Drafter, target: Target, examples: list[Example], sources: Sequence[str] = ()) -> dict[str, Any]:
@@ -48,10 +52,10 @@ def content_hashes(examples: list[Example]) -> set[str]:
 
 
 @pytest.mark.parametrize(("count", "share", "least", "most"), [
-    (400, 0.02, 24, 24), (400, 0.25, 70, 130), (10, 0.001, 1, 1), (2, 0.9, 1, 1), (1, 0.5, 0, 0), (50, 0.0, 0, 0),
+    (400, 0.02, 2, 20), (400, 0.25, 70, 130), (10, 0.001, 0, 0), (50, 0.0, 0, 0),
 ])  # fmt: skip
 def test_a_share_is_held_out(count: int, share: float, least: int, most: int) -> None:
-    """About the share is held out, at least one and never all, as complete conversations, the same in any order."""
+    """About the share is held out, as complete conversations, the same in any order."""
     all_conversations = make_conversations(count, size=2)
     training, validation = split_held_out(all_conversations, share)
     assert 2 * least <= len(validation) <= 2 * most and len(training) + len(validation) == 2 * count
@@ -62,13 +66,12 @@ def test_a_share_is_held_out(count: int, share: float, least: int, most: int) ->
     assert content_hashes(split_held_out(all_conversations, share)[1]) == content_hashes(validation)
 
 
-def test_more_data_holds_out_what_was_and_twins_go_together() -> None:
-    """A conversation stays on its side when others are added, and duplicates are on the same side."""
+def test_a_side_depends_on_nothing_else_and_twins_go_together() -> None:
+    """Every conversation alone is on the side that it has among others, and duplicates are on the same side."""
     all_conversations = make_conversations(300)
-    few, many = split_held_out(all_conversations[:200], 0.1)[1], split_held_out(all_conversations, 0.1)[1]
-    assert content_hashes(few) == content_hashes(many) & content_hashes(
-        [example for conversation in all_conversations[:200] for example in conversation]
-    )
+    many = split_held_out(all_conversations, 0.1)[1]
+    alone = [split_held_out([conversation], 0.1)[1] for conversation in all_conversations]
+    assert content_hashes(many) == content_hashes([example for part in alone for example in part])
     training, validation = split_held_out([*all_conversations, *all_conversations], 0.1)
     assert len(validation) == 2 * len(many) and not content_hashes(training) & content_hashes(validation)
 
@@ -231,12 +234,22 @@ def test_influences_follow_the_derivatives_of_the_forecast() -> None:
     assert held_out.forecast_influences(sums, counts) == pytest.approx(expected)
 
 
-def test_validations_are_far_enough_apart() -> None:
-    """The gap is 10,000 tokens, or an eighth of the steps done where that is more."""
-    assert held_out.due_steps(1000, 45) == [10, 20, 30, 40]
-    assert held_out.due_steps(20_000, 12) == list(range(1, 13))
-    assert held_out.due_steps(10_000, 20) == [*range(1, 17), 18, 20]
-    assert held_out.due_steps(1000, 9) == []
+def test_validations_take_a_twentieth_of_the_time() -> None:
+    """With the ones before and the one at the end they fit into 5 % of the time, and one more would not."""
+    assert count_affordable(total=1000, spent=12, each=4) == 8
+    assert 12 + 9 * 4 <= 0.05 * 1000 < 12 + 10 * 4
+    assert count_affordable(total=100, spent=4, each=4) == 0
+
+
+def test_validations_are_evenly_distributed() -> None:
+    """Three that are left divide the remaining steps into four parts; a run has a largest number of them."""
+    schedule = ValidationSchedule()
+    schedule.update(last=0, num_steps=100, num_done=1, num_affordable=3)
+    assert schedule.next_step == 25
+    schedule.update(last=25, num_steps=100, num_done=2, num_affordable=2)
+    assert schedule.next_step == 50
+    schedule.update(last=50, num_steps=100, num_done=MAX_VALIDATIONS - 1, num_affordable=9)
+    assert schedule.next_step == float("inf")
 
 
 def test_two_drafters_are_judged_at_the_same_places(shallow: Target) -> None:
@@ -250,6 +263,21 @@ def test_two_drafters_are_judged_at_the_same_places(shallow: Target) -> None:
         measure_acceptance(drafter, shallow, texts).metrics["places"] for drafter, texts in zip(drafters, recorded) if texts
     )
     assert causal == eagle
+
+
+def test_replayed_chains_accept_what_teacher_forcing_measures(shallow: Target) -> None:
+    """The drafts after the roots of teacher-forced rounds have the same overlaps in a replay of the same answers."""
+    torch.manual_seed(0)
+    drafter = Eagle3(shallow, vocab_size=256).eval()
+    prompt, limit = list(range(3, 12)), 12
+    texts = record_answers(shallow, [prompt], limit, drafter.layers)
+    judged = replay(shallow, drafter, texts, DRAFT_DEPTH)
+    forced = run_teacher_forced(shallow, drafter, Chain(DRAFT_DEPTH), Greedy(), [prompt], limit)
+    # Each of its rounds accepts a whole chain and one token more.
+    roots = torch.arange(0, judged.is_judged.shape[1], DRAFT_DEPTH + 1)
+    counts = judged.is_judged[0, roots].sum(0)
+    assert forced.mean_overlap == pytest.approx((judged.overlaps[0, roots].sum(0) / counts).tolist(), abs=1e-4)
+    assert forced.top1_agreement == pytest.approx((judged.hits[0, roots].sum(0) / counts).tolist())
 
 
 def test_recorded_features_judge_as_the_target_does(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
