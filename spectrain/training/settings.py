@@ -209,7 +209,7 @@ class TrainerSettings:
     # Number of steps between two checkpoints; null saves only when the run stops or ends.
     save_every: Count | None = None
     # Number of steps between two validations on held-out data; null validates with every checkpoint, at the end, and between
-    # them as often as takes 5 % of the time at most.
+    # them as often as fits into 5 % of the measured time.
     eval_every: Count | None = None
     # Take the weights with the best validation as the result, those of the start included, instead of the last ones; null takes
     # them where the last ones are below the start, or below the best by more than chance.

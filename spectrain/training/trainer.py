@@ -112,7 +112,7 @@ class Trainer(TrainerSettings):
         if job.step or job.is_done or job.held_out is None:
             return None
         metrics, history = job.validate(), job.validation_history
-        if job.parallel.is_main:
+        if job.parallel.is_main and history.num_places:
             bounds = metrics.get("forecast_interval")
             interval = "" if bounds is None else f" (95 % interval {bounds[0]:.3f} to {bounds[1]:.3f})"
             print(

@@ -106,10 +106,11 @@ class ValidationHistory:
     def takes_best(self, keep_best: bool | None) -> bool:
         """Tell whether the result has the weights of the best validation instead of the last ones.
 
-        By default (None) it has where the last ones are below the start, or below the best by more than chance.
+        By default (None) it has where the last ones are below the start, or below the best by more than chance. It never has
+        for a drafter without a judged draft, which no validation can compare.
         """
-        if not self.best or keep_best is not None:
-            return bool(self.best and keep_best)
+        if not self.num_places or keep_best is not None:
+            return bool(self.num_places and keep_best)
         assert self.newest is not None
         if self.start is not None and self.newest < self.start:
             return True
@@ -117,10 +118,10 @@ class ValidationHistory:
         return self.newest < self.best and lost is not None and lost[0] > 0
 
     def measure_gain(self, takes_best: bool, num_steps: int) -> HeldOutGain | None:
-        """Return what the training added to its start; None where either was not measured."""
+        """Return what the training added to its start; None where either was not measured, or no draft was judged."""
         end = "best" if takes_best else "newest"
         value = getattr(self, end)
-        if self.start is None or self.newest is None or value is None:
+        if self.start is None or self.newest is None or value is None or not self.num_places:
             return None
         return HeldOutGain(
             self.start,

@@ -79,7 +79,7 @@ def set_forecasts(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     steps = iter(values)
 
     def measure_next(*_: object) -> Validation:
-        return Validation({"forecast": next(steps), "acceptance": []}, [])
+        return Validation({"forecast": next(steps), "acceptance": [], "places": [2000]}, [])
 
     monkeypatch.setattr(training_run, "measure_acceptance", measure_next)
 
@@ -228,10 +228,10 @@ def test_the_default_keeps_the_start_where_every_step_is_worse() -> None:
     """It also keeps the last weights where the best ones are better by chance only."""
     worse, chance = ValidationHistory(), ValidationHistory()
     for step, forecast in ((0, 1.5), (4, 1.4), (8, 1.45)):
-        worse.add_forecast(forecast, step, Validation({}, [0.1, -0.1]))
+        worse.add_forecast(forecast, step, Validation({"places": [2000]}, [0.1, -0.1]))
     assert worse.takes_best(None) and worse.best_step == 0
     for step, forecast, influences in ((0, 1.4, [0.1, -0.1]), (4, 1.51, [0.1, -0.1]), (8, 1.5, [-0.1, 0.1])):
-        chance.add_forecast(forecast, step, Validation({}, influences))
+        chance.add_forecast(forecast, step, Validation({"places": [2000]}, influences))
     assert not chance.takes_best(None) and chance.takes_best(True) and not worse.takes_best(False)
 
 
