@@ -57,8 +57,8 @@ def select_prompts(examples: list[Example], max_length: int, sources: Sequence[s
     fitting = [(ex.prompt, name) for ex, name in zip(examples, names) if len(ex.prompt) + ANSWER_TOKENS <= max_length]
     chosen = fitting[:MAX_CONVERSATIONS]
     longest = max((len(prompt) for prompt, _ in chosen), default=0)
-    # A quarter more than needed, because some answers end early.
-    per_text = 1.25 * MIN_PLACES / max(1, len(chosen))
+    # Half more than needed, because some answers end early and some drafters make fewer drafts.
+    per_text = 1.5 * MIN_PLACES / max(1, len(chosen))
     needed = 1 + math.ceil((per_text + DRAFT_DEPTH * (DRAFT_DEPTH - 1) / 2) / DRAFT_DEPTH)
     tokens = min(max(ANSWER_TOKENS, needed), MAX_ANSWER_TOKENS, max_length - longest)
     return SelectedPrompts([prompt for prompt, _ in chosen], [name for _, name in chosen], tokens)
