@@ -60,8 +60,14 @@ def save_drafter(
         description["training"] = {"steps": result.num_steps, "tokens": result.num_tokens, "seconds": round(result.seconds, 2),
                                    "parameters": result.num_parameters, "taken": result.result_step,
                                    "max_length": result.max_text_length}  # fmt: skip
-        if result.start_forecast is not None:
-            description["training"] |= {"forecast_at_start": result.start_forecast, "forecast": result.end_forecast}
+        gain = result.gain
+        if gain is not None:
+            description["training"] |= {
+                "forecast_at_start": gain.start,
+                "forecast": gain.end,
+                "gain_interval": gain.interval,
+                "places": gain.num_places,
+            }
     files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
     layout = drafter.saved.layout
     for name, tensor in collect_tensors(drafter).items():

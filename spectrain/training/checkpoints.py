@@ -26,6 +26,7 @@ from spectrain.models.checked_tensors import DamagedFile, read_tensors, save_ten
 from spectrain.models.target import Target
 
 from .adapters import select_stage_groups
+from .validation_history import HeldOutGain
 
 CHECKSUM_KEY = "sha256"
 DELETE_ADVICE = "delete the checkpoint to go on from the one before"
@@ -249,24 +250,8 @@ class TrainingResult:
     result_step: int
     # Length of the longest text in the data, in tokens.
     max_text_length: int
-    # Expected tokens per forward on held-out data before the first step, and of the result; None where they were not measured.
-    start_forecast: float | None = None
-    end_forecast: float | None = None
-
-    def describe_loss(self) -> str | None:
-        """Return a sentence if the training has made the drafter worse on held-out data, or no better; None otherwise."""
-        start, end = self.start_forecast, self.end_forecast
-        if start is None or end is None:
-            return None
-        before = f"{start:g} tokens per forward on held-out data before the first step"
-        if end < start:
-            return (
-                f"the training has made the drafter worse: {end:g} tokens per forward on held-out data, and {before}; lower "
-                "trainer.lr, train on more data, or keep the best weights by trainer.keep_best=true"
-            )
-        if self.result_step == 0:
-            return f"no step has made the drafter better than it was: {before}, whose weights are the result; lower trainer.lr"
-        return None
+    # What the training added on held-out data; None where that was not measured.
+    gain: HeldOutGain | None = None
 
 
 @dataclass
@@ -353,32 +338,6 @@ def select_trained_groups(drafter: Drafter, target: Target, stage: int) -> list[
     for parameter in [*drafter.parameters(), *target.parameters()]:
         parameter.requires_grad_(id(parameter) in trained)
     return groups
-
-
-@dataclass
-class ValidationHistory:
-    """The results of the validations so far."""
-
-    # The highest forecast; 0 before any validation.
-    best: float = 0.0
-    # The step after which it was measured; 0 before the first step.
-    best_step: int = 0
-    # Validations since then.
-    without_gain: int = 0
-    # The forecast before the first step, and the newest one; None where they were not measured.
-    start: float | None = None
-    newest: float | None = None
-
-    def add_forecast(self, forecast: float, step: int) -> bool:
-        """Add a validation; tell whether it is the best so far."""
-        self.newest = forecast
-        if step == 0:
-            self.start = forecast
-        if forecast > self.best:
-            self.best, self.best_step, self.without_gain = forecast, step, 0
-            return True
-        self.without_gain += 1
-        return False
 
 
 def best_weights_path(run: Path, step: int) -> Path:
