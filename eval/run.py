@@ -56,7 +56,7 @@ from spectrain.runs.candidate import Candidate
 from spectrain.trees.measurements import Calibration, RuleForecast
 
 # Systems whose trees are calibrated together with the drafter's own.
-CALIBRATED = ("shipped", "untrained", "shipped-tree", "untrained-tree", "static_drafter", "copies", "retrieval")
+CALIBRATED = ("shipped", "untrained", "shipped-tree", "start-tree", "untrained-tree", "static_drafter", "copies", "retrieval")
 MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 
 

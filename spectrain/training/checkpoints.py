@@ -364,6 +364,29 @@ def delete_best_except(run: Path, steps: set[int]) -> None:
             shutil.rmtree(path)
 
 
+def start_weights_path(run: Path) -> Path:
+    """Return the path of the weights that a training with fitted initial weights began with."""
+    return run / "start" / "model.safetensors"
+
+
+def save_start(run: Path, drafter: Drafter) -> None:
+    """Save the weights of a drafter before the first step, for a score to compare with."""
+    delete_start(run)
+    with atomic_write(start_weights_path(run).parent, folder=True, remedy=resume_advice(run)) as scratch:
+        save_tensors(collect_tensors(drafter), scratch / "model.safetensors")
+
+
+def load_start(run: Path, drafter: Drafter) -> None:
+    """Load the weights that a training began with into its drafter; raise `DamagedFile` if they are not what was saved."""
+    path = start_weights_path(run)
+    load_tensors(drafter, read_tensors(path, f"delete {path.parent}, and the score leaves the start out"))
+
+
+def delete_start(run: Path) -> None:
+    """Delete the weights that a training began with, if they were saved."""
+    shutil.rmtree(start_weights_path(run).parent, ignore_errors=True)
+
+
 class WeightAverages:
     """Exponential moving averages (Polyak) of every trained parameter, by name, in float32.
 

@@ -36,6 +36,7 @@ from .checkpoints import (
     load_trained_weights,
     save_best,
     save_checkpoint,
+    save_start,
     select_trained_groups,
 )  # fmt: skip
 from .initial_fit import fit_initial_weights
@@ -96,6 +97,8 @@ class TrainingRun(RunProgress):
         else:
             stream = dataset.stream_batches(self.trainer.batch_settings, batches_per_step=self.trainer.accumulate)
             self.data_position = fit_initial_weights(self, self.drafter, self.target, stream)
+            if self.data_position is not None and self.parallel.is_main:
+                save_start(run, self.drafter)
             if self.trainer.lr == "auto":
                 self.choose_rates()
         self.start_training()
