@@ -53,10 +53,8 @@ def prepare_process() -> None:
         2,
         12,
     )  # prompts that a rule is chosen by, of 6, and tokens, of 32
-    held_out.MAX_CONVERSATIONS, held_out.ANSWER_TOKENS = (
-        2,
-        16,
-    )  # conversations that trainings look at, of 8, and tokens of an answer, of 32
+    # Conversations that trainings look at, of 24, tokens of an answer, of 32, and the places that they must give, of 2,000.
+    held_out.MAX_CONVERSATIONS, held_out.ANSWER_TOKENS, held_out.MIN_PLACES = 2, 16, 1
     torch.set_num_threads(1)
 
 

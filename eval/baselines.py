@@ -27,7 +27,7 @@ from spectrain.runs.candidate import Candidate
 from spectrain.runs.drafters import find_shipped_drafter, load_shipped_drafter
 from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
-FIXED = "fixed"  # acceptance of the drafter, the untrained and the shipped one in the same fixed trees
+FIXED = "fixed"  # acceptance of the drafter, its start, the untrained and the shipped one in the same fixed trees
 DEFAULT_BASELINES = ("own", "auto", RECOMMENDED, "retrieval", "chain", "shipped", "untrained", FIXED, "ngram")
 COPYING = {RECOMMENDED, "retrieval"}  # baselines that may copy from a store
 OWN_STORE = "own"  # the answers that a run was trained on
@@ -64,7 +64,10 @@ class Baselines(EvalExtension):
             *self._training_free(candidate, others, store),
         ]
         own = candidate.default_builder or candidate.builder
-        return [*systems, *(self.fixed_trees.systems(own, [first, *systems]) if FIXED in self.names else [])]
+        if FIXED not in self.names:
+            return systems
+        start = None if candidate.make_start is None else candidate.make_start()
+        return [*systems, *self.fixed_trees.systems(own, [first, *systems], start)]
 
     def _same_drafter(self, candidate: Candidate, first: System, store: Datastore | None) -> list[System]:
         """Return the same drafter with other trees."""

@@ -1,7 +1,7 @@
 """Acceptance in fixed trees: the quality of every drafter in the same trees, apart from whether drafting pays here.
 
 A tree that goes by measured times may draft nothing, so its tokens per forward say how often it drafted, not how good the
-drafter is. The drafter, an untrained one and the shipped one are therefore decoded in the same fixed trees too.
+drafter is. The drafter, its start, an untrained one and the shipped one are therefore decoded in the same fixed trees too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.decoding.session import check_compatibility
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.errors import UserError
 from spectrain.eval.columns import DRAFTER
@@ -28,8 +30,12 @@ from spectrain.eval.systems import System, describe_tree
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 CHAIN, TREE = "chain", "tree"  # keys of the fixed trees
-UNTRAINED = "untrained"  # name of the system that is the drafter before training
-SUBJECTS = (DRAFTER, UNTRAINED, "shipped")  # systems whose drafters are decoded in the fixed trees
+UNTRAINED = "untrained"
+"""Name of the system that is the drafter before anything was learned."""
+START = "start"
+"""Name of the drafter with its fitted initial weights, which the first step of training began with."""
+SUBJECTS = (DRAFTER, START, UNTRAINED, "shipped")
+"""Names of the systems whose drafters are decoded in the fixed trees."""
 SHAPE = ("depth", "budget", "top_k", "children", "temperature", "seed", "stop", "stop_on")
 """Settings of a chain or a tree of EAGLE-2 that decide what it drafts."""
 
@@ -50,16 +56,16 @@ def choose_trees(own: TreeBuilder, rule: AcceptanceRule, capabilities: Capabilit
         return trees
     is_usable = not own.is_chain and not own.decides_to_draft and not own.uses_latency
     for builder in (Eagle2(), *([own] if is_usable else [])):
-        if capabilities.is_copier or allows_tree(rule, builder):
+        if allows_tree(rule, builder, capabilities):
             trees[TREE] = builder
             break
     return trees
 
 
-def allows_tree(rule: AcceptanceRule, builder: TreeBuilder) -> bool:
-    """Tell whether a rule is valid for the trees of a builder."""
+def allows_tree(rule: AcceptanceRule, builder: TreeBuilder, capabilities: Capabilities) -> bool:
+    """Tell whether a rule is valid for the trees of a builder and a drafter with these capabilities."""
     try:
-        rule.check_children(builder.children, builder.is_chain)
+        check_compatibility(capabilities, builder, rule)
     except UserError:
         return False
     return True
@@ -83,13 +89,17 @@ class FixedTrees:
         # Name of the system that decodes with a fixed tree, by tree and by drafter.
         self.names: dict[str, dict[str, str]] = {}
 
-    def systems(self, own: TreeBuilder, systems: Sequence[System]) -> list[System]:
-        """Return the systems to decode without timing them; a timed system that drafts the same is not decoded again."""
+    def systems(self, own: TreeBuilder, systems: Sequence[System], start: Drafter | None = None) -> list[System]:
+        """Return the systems to decode without timing them; a timed system that drafts the same is not decoded again.
+
+        `start` is the drafter with its fitted initial weights, where training began with them.
+        """
         self.trees = choose_trees(own, systems[0].rule, systems[0].drafter.capabilities)
         self.names = {key: {} for key in self.trees}
         untimed = []
+        subjects = [*systems, *([] if start is None else [replace(systems[0], name=START, label=START, drafter=start)])]
         for key, builder in self.trees.items():
-            for system in systems:
+            for system in subjects:
                 if system.name not in SUBJECTS:
                     continue
                 plain = replace(system, name=f"{system.name}-{key}", builder=builder, guard=None, pruning=None)
@@ -113,7 +123,7 @@ class FixedTrees:
                 "label": f"chain of {depth}" if builder.is_chain else describe_tree(builder),
                 "tree": {"name": builder.name, "depth": depth, "budget": builder.budget, "children": builder.children},
                 "drafters": {drafter: measure_acceptance(part) for drafter, part in answers.items()},
-                "gain": measure_gain(answers[DRAFTER], answers[UNTRAINED]) if UNTRAINED in answers else None,
+                "gain": next((measure_gain(answers, before) for before in (START, UNTRAINED) if before in answers), None),
             }
         return entries
 
@@ -130,8 +140,9 @@ def measure_acceptance(turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-def measure_gain(after: Sequence[Turn], before: Sequence[Turn]) -> dict[str, Any]:
-    """Divide the tokens per forward after training by those before it, with the 95 % interval over prompts."""
+def measure_gain(answers: Mapping[str, Sequence[Turn]], over: str) -> dict[str, Any]:
+    """Divide the tokens per forward of the drafter by those of another one, with the 95 % interval over prompts."""
+    after, before = answers[DRAFTER], answers[over]
     columns = np.concatenate([acceptance_columns(after), acceptance_columns(before)], axis=1)
     ratio = pooled_acceptance(after) / pooled_acceptance(before)
-    return {"over": UNTRAINED, "ratio": round(ratio, 4), "ci95": interval(columns, (1, -1, -1, 1))}
+    return {"over": over, "ratio": round(ratio, 4), "ci95": interval(columns, (1, -1, -1, 1))}

@@ -19,6 +19,7 @@ from spectrain.eval.columns import (
     list_systems,
 )
 from spectrain.eval.context import format_length
+from spectrain.eval.fixed_trees import START, UNTRAINED
 from spectrain.eval.noise import is_possible
 from spectrain.eval.user_times import describe_user_times
 from spectrain.export.trained_length import describe_trained_length
@@ -59,7 +60,7 @@ def recommend_system(summary: Summary) -> Iterator[str]:
 
 
 def describe_acceptance(summary: Summary) -> Iterator[str]:
-    """Say how good the drafter is in each fixed tree, beside the untrained one, without any fit, and the shipped one."""
+    """Say how good the drafter is in each fixed tree, beside its start, the untrained one and the shipped one."""
     for entry in (summary.get("acceptance") or {}).values():
         drafters, gain = entry["drafters"], entry["gain"]
         text = f"Tokens per forward in a fixed tree ({entry['label']}): "
@@ -68,7 +69,10 @@ def describe_acceptance(summary: Summary) -> Iterator[str]:
         else:
             before, after = (format_length_with_ends(drafters[name]) for name in (gain["over"], DRAFTER))
             ends = format_interval(gain["ci95"])
-            text += f"untrained {before}, this drafter {after}: {gain['ratio']:.2f} times{f' (95 % {ends})' if ends else ''}"
+            name = "before training" if gain["over"] == START else UNTRAINED
+            text += f"{name} {before}, this drafter {after}: {gain['ratio']:.2f} times{f' (95 % {ends})' if ends else ''}"
+            if gain["over"] == START and UNTRAINED in drafters:
+                text += f"; without the fit {format_length_with_ends(drafters[UNTRAINED])}"
         if "shipped" in drafters:
             text += f"; shipped drafter {format_length_with_ends(drafters['shipped'])}"
         yield text + "."

@@ -56,7 +56,7 @@ from spectrain.runs.candidate import Candidate
 from spectrain.trees.measurements import Calibration, RuleForecast
 
 # Systems whose trees are calibrated together with the drafter's own.
-CALIBRATED = ("shipped", "untrained", "shipped-tree", "untrained-tree", "static_drafter", "copies", "retrieval")
+CALIBRATED = ("shipped", "untrained", "shipped-tree", "start-tree", "untrained-tree", "static_drafter", "copies", "retrieval")
 MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 
 
@@ -150,7 +150,7 @@ class Evaluation(PromptedEvaluation):
     def _prepare(self, candidate: Candidate, extensions: list[EvalExtension]) -> tuple[Candidate, RuleForecast | None]:
         """Check the candidate, move it to the target's device, tune it, and choose a rule if it is left open."""
         target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
-        check_compatibility(drafter, builder, rule)
+        check_compatibility(drafter.capabilities, builder, rule)
         for extension in extensions:
             extension.check(candidate)
             extension.snapshot(candidate)

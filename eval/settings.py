@@ -47,8 +47,8 @@ class EvalSettings:
     batch_size: int = 1
     # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped, untrained, ngram, retrieval
     # and those of installed packages; transformers decodes generate, prompt_lookup, assistant and early_exit. With fixed, the
-    # drafter, the untrained and the shipped one are also decoded in the same fixed trees, a chain of 3 and 16 nodes, without
-    # times.
+    # drafter, its start, the untrained and the shipped one are also decoded in the same fixed trees, without times: a chain of
+    # 3 and 16 nodes.
     baselines: tuple[str, ...] = DEFAULT_BASELINES
     # Score a chain of 3 first, and the drafter's own tree and tree=auto as further systems. Default of train, eval and compare:
     # true if no tree= is given.

@@ -3,21 +3,21 @@
 import difflib
 from collections.abc import Iterable
 
-from spectrain.output.text import mask_secrets
+from spectrain.output.text import clean_line
 
 
 class UserError(ValueError):
     """A mistake that the user can correct. The message is one sentence: what, where and how; the exit status is 2."""
 
     def __str__(self) -> str:
-        return mask_secrets(super().__str__())
+        return clean_line(super().__str__())
 
 
 class RunError(RuntimeError):
     """A run that failed although its settings are valid. The message is one sentence; the exit status is 1."""
 
     def __str__(self) -> str:
-        return mask_secrets(super().__str__())
+        return clean_line(super().__str__())
 
 
 class RunInterrupted(Exception):

@@ -116,7 +116,7 @@ class Chat:
 
         rule, builder, drafter = spec.acceptance.build(), spec.tree.build(), load_drafter(spec, folder, target)
         if self.measured and rule.lossless and not Session(target, rule, engine=self.engine).prefers_capture:
-            check_compatibility(drafter, builder, rule)
+            check_compatibility(drafter.capabilities, builder, rule)
             if supports_auto_tree(target, drafter, builder) and not drafter.capabilities.has_no_q:
                 drafter = DrafterWithCopies(drafter, CopySource(open_answer_store(spec, folder, target, None)))
                 builder, rule = Auto(budget=MAX_TREE_NODES), rule.matching_rule()

@@ -12,7 +12,7 @@ from spectrain.export.card import render_card
 from spectrain.export.converter import convert, read_drafter, refuse_nonempty, resolve_target, write_checked
 from spectrain.export.hub import push as upload
 from spectrain.export.layouts import detect_layout, read_files, select_layout
-from spectrain.export.linter import lint
+from spectrain.export.linter import UNREADABLE, lint_files
 from spectrain.export.targets import TargetFiles
 from spectrain.files import atomic_write
 from spectrain.output.console import make_console
@@ -107,14 +107,15 @@ def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
     if run is None:
         raise UserError("run: say which drafter, as in spectrain lint DIR, or run=DIR")
     directory = resolve_directory(run)
-    results = lint(directory, requested_target(target))
+    files = read_files(directory)
+    results = lint_files(files, requested_target(target))
     console = make_console(highlight=False, soft_wrap=True)
     for finding in results:
         console.print(f"{finding.level} {finding.name}: {finding.problem}", markup=False)
         console.print(f"    why: {finding.consequence}", markup=False)
         console.print(f"    mend: {finding.remedy}", markup=False)
     errors = sum(finding.level == "error" for finding in results)
-    title = detect_layout(read_files(directory)).title
+    title = "no layout" if any(finding.name == UNREADABLE for finding in results) else detect_layout(files).title
     warnings = format_count(len(results) - errors, "warning")
     if errors:
         raise RunError(f"{directory} ({title}): {format_count(errors, 'error')}, {warnings}")

@@ -18,6 +18,7 @@ from .command_only import drop_command_only, list_saved_settings
 
 # Bytes; the settings of a model take a few thousand.
 MAX_FILE_BYTES = 16_000_000
+EXAMPLES = {"drafter": "eagle3", "target": "smollm2", "tree": "eagle2", "acceptance": "greedy"}
 COPY_AGAIN = "copy the file again"
 
 
@@ -85,11 +86,24 @@ def check_no_directives(content: dict[str, Any], path: Path) -> dict[str, Any]:
 def parse_description(content: Any, path: Path) -> dict[str, Any]:
     """Return a drafter's description as nodes: `drafter` and, if present, `target`, `tree` and `acceptance`."""
     groups = parse_groups(content, path)
-    for group in ("drafter", "target", "tree", "acceptance"):
-        node, optional = groups.get(group), group != "drafter"
-        if not (isinstance(node, dict) and "_target_" in node) and not (optional and node is None):
-            raise UserError(f"{path}: this is not a drafter's description: it names no {group}; copy the file again")
+    check_choices(groups, path)
+    if groups.get("drafter") is None:
+        raise UserError(f"{path}: this is not a drafter's description: it names no drafter; copy the file again")
     return groups
+
+
+def check_choices(groups: dict[str, Any], path: Path, place: str = "") -> None:
+    """Raise a UserError where a group of a drafter's description is neither null nor a choice with its settings, or its recipe
+    is no name; `place` stands before their keys."""
+    for group in ("drafter", "target", "tree", "acceptance"):
+        node = groups.get(group)
+        if node is not None and not (isinstance(node, dict) and "_target_" in node):
+            raise UserError(
+                f"{path}: this is not a drafter's description: {place}{group} is not a choice with its settings, as in "
+                f'{{"choice": "{EXAMPLES[group]}"}}; copy the file again'
+            )
+    if not isinstance(groups.get("recipe"), str | None):
+        raise UserError(f"{path}: {place}recipe is not a recipe's name; copy the file again")
 
 
 def parse_groups(content: Any, path: Path) -> dict[str, Any]:

@@ -190,16 +190,14 @@ def is_too_short(examples: list[Example], min_length: int) -> bool:
 def split_held_out(conversations: list[list[Example]], share: float) -> tuple[list[Example], list[Example]]:
     """Split the examples into those to train on and those held out for validation.
 
-    The held-out part is a share of the conversations, and at least one of them if there are two. A hash of the content
-    decides, so the order of the conversations does not matter, and a duplicate never lands in both parts.
+    A hash of a conversation's first example is compared with the share, so its side depends neither on the order nor on what
+    else is in the data, and a duplicate never lands in both parts. Of a few conversations none may be held out.
     """
-    chance = {group[0].content_hash: Random(f"held out/{group[0].content_hash}").random() for group in conversations if group}
-    count = min(max(1, sum(drawn < share for drawn in chance.values())), len(chance) - 1) if share else 0
-    chosen = set(sorted(chance, key=chance.__getitem__)[: max(0, count)])
     training: list[Example] = []
     apart: list[Example] = []
     for group in conversations:
-        (apart if group and group[0].content_hash in chosen else training).extend(group)
+        is_held_out = bool(group) and Random(f"held out/{group[0].content_hash}").random() < share
+        (apart if is_held_out else training).extend(group)
     return training, apart
 
 

@@ -177,6 +177,8 @@ class ConversationReader(ABC):
         if not tokenized:
             raise UserError(f"data.min_length={self.min_length}: every conversation is shorter; lower it")
         examples, held_out = split_held_out([group for group, _, _ in tokenized], self.held_out)
+        if not examples and held_out:
+            raise UserError(f"data.held_out={self.held_out:g}: it leaves nothing to train on; lower it")
         if not examples:
             raise UserError(f"data.max_length={self.max_length}: it cuts off every answer; raise it")
         return Dataset(

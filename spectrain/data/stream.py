@@ -193,6 +193,8 @@ class StreamReader(ConversationReader):
         results = [self.try_tokenize(template, conversation) for conversation in conversations]
         usable = [result for result in results if result is not None]
         examples, apart = split_held_out([row_examples for row_examples, _, _ in usable], self.held_out)
+        if not examples and apart:
+            raise UserError(f"data.held_out={self.held_out:g}: it leaves nothing to train on; lower it")
         if not examples:
             reason = self.first_skip_reason or f"data.max_length={self.max_length} cuts off every answer"
             raise UserError(f"data.path={self.path}: its first {len(conversations)} conversations teach nothing; {reason}")

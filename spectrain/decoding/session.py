@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from spectrain.drafters.base import Drafter, Drafts
-from spectrain.drafters.capabilities import TunableDrafter
+from spectrain.drafters.capabilities import Capabilities, TunableDrafter
 from spectrain.errors import UserError
 from spectrain.models.fast import pack_linears, unpack_linears
 from spectrain.models.images import have_images
@@ -104,7 +104,7 @@ class Session:
         engine: EngineChoice = "auto",
     ) -> Session:
         """Make a session: move the drafter to the target's device, tune it, and calibrate the builder where it needs that."""
-        check_compatibility(drafter, builder, rule)
+        check_compatibility(drafter.capabilities, builder, rule)
         target.pack_weights()
         prepare_for_decoding(drafter, target)
         choose_threads(target, prompts)
@@ -272,16 +272,16 @@ def make_fallback(target: Target, engine: EngineChoice) -> Fallback:
     return Fallback(target.device, last_mode="captured" if engine == "captured" else "eager")
 
 
-def check_compatibility(drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule) -> None:
-    """Raise a UserError where the rule is not valid for the trees of this drafter and builder."""
-    if drafter.capabilities.has_no_q and "deterministic" not in rule.children:
+def check_compatibility(capabilities: Capabilities, builder: TreeBuilder, rule: AcceptanceRule) -> None:
+    """Raise a UserError where the rule is not valid for the trees of a drafter with these capabilities and this builder."""
+    if capabilities.has_no_q and "deterministic" not in rule.children:
         raise UserError(
             f"acceptance={rule.name}: it weighs p against the q that a child was drawn from, and copied tokens have none, nor "
             "have matched texts; use acceptance=greedy or match"
         )
-    if drafter.capabilities.has_no_q and not drafter.capabilities.is_copier and builder.children != "deterministic":
+    if capabilities.has_no_q and not capabilities.is_copier and builder.children != "deterministic":
         raise UserError(f"tree.children={builder.children}: copied tokens are not drawn; use tree.children=deterministic")
-    if not drafter.capabilities.is_copier:  # otherwise nothing is drawn, whatever the builder is made for
+    if not capabilities.is_copier:  # otherwise nothing is drawn, whatever the builder is made for
         rule.check_children(builder.children, builder.is_chain)
 
 

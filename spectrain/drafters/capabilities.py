@@ -54,6 +54,9 @@ class Capabilities:
 
     # Another drafter can contain it: it leaves verification to the target and adds no nodes to the tree.
     nestable: bool = True
+    # It drafts from the text and the target's features in `layers` alone, so features that were recorded serve as well as the
+    # target itself. Families that run the target to draft, or add nodes to its forwards, do not.
+    drafts_from_features: bool = False
     # It drafts chains, and refuses a tree that branches.
     chains_only: bool = False
     # It looks drafts up and computes no distribution, so nothing is drawn.

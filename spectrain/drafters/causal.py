@@ -46,7 +46,7 @@ class Causal(Drafter, RewindableDrafter):
     """
 
     saved = SavedFiles(shape=("architecture", "num_layers", "model", "stop_head"))
-    capabilities = Capabilities(capture=Capture(state_names=("cache",)), scores_path_at_once=True)
+    capabilities = Capabilities(drafts_from_features=True, capture=Capture(state_names=("cache",)), scores_path_at_once=True)
 
     def __init__(
         self,

@@ -110,7 +110,8 @@ class Pard(Drafter):
         self.features = nn.Linear(wide, self.model.width, bias=False) if wide else None
         self.last: Tensor | None = None  # [B, 1, F] the features of the last committed token
         self.saved = replace(self.saved, settings=describe_model(self.model))
-        self.capabilities = Capabilities(capture=Capture(state_names=("cache", *(("last",) if wide else ()))))
+        capture = Capture(state_names=("cache", *(("last",) if wide else ())))
+        self.capabilities = Capabilities(drafts_from_features=True, capture=capture)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start the mask near the mean embedding."""

@@ -119,11 +119,15 @@ def fastest_line(summary: Mapping[str, Any]) -> list[str]:
 
 
 def acceptance_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return the drafter's tokens per forward in every fixed tree, with those of the untrained drafter."""
+    """Return the drafter's tokens per forward in every fixed tree, with those before training and those without a fit."""
     lines = []
     for entry in (summary.get("acceptance") or {}).values():
         drafters = {name: f"{part['pooled']:.2f}{format_interval(part['ci95'])}" for name, part in entry["drafters"].items()}
-        before = f"; untrained {drafters['untrained']}" if "untrained" in drafters else ""
+        before = "".join(
+            f"; {title} {drafters[name]}"
+            for name, title in (("start", "before training"), ("untrained", "untrained"))
+            if name in drafters
+        )
         lines.append(f"Tokens per forward in a fixed tree, {entry['label']}: {drafters['drafter']}{before}.")
     return lines
 

@@ -15,6 +15,7 @@ from spectrain.provenance import package_versions
 from .layout import DESCRIPTION_KEYS, MALFORMED_ERRORS, METADATA_FILE, DrafterCheckpoint, Layout, write_json
 from .layouts import detect_layout, read_files, select_layout
 from .linter import NOT_DATA, check_files
+from .loading_check import check_settings
 from .targets import TargetFiles
 
 LAYOUT_SETTINGS = (
@@ -37,7 +38,9 @@ def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterC
         if finding.level == "error" and not finding.is_repairable:
             raise UserError(f"{directory}: {finding.problem} ({finding.name}); {finding.remedy}")
     try:
-        return layout.read(files, target)
+        drafter = layout.read(files, target)
+        check_settings(files, drafter)
+        return drafter
     except UserError:
         raise
     except KeyError as error:

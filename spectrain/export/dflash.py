@@ -18,7 +18,7 @@ from spectrain.errors import UserError
 
 from .eagle3 import drafter_layer_config
 from .fused import HEAD, SIZE_KEYS, FusedConfig, FusedLayout, equal_when_rounded, flatten_config, require_keys
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, MissingTarget
 from .table import list_packages
 from .targets import TargetFiles
 
@@ -215,11 +215,11 @@ class DFlashLayout(FusedLayout):
     ) -> None:
         if HEAD not in tensors or config.has_draft_vocabulary:
             return
-        if target is None or not equal_when_rounded(tensors[HEAD], target.load_head()):
-            raise UserError(
-                f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and with the full vocabulary {self.choice} uses "
-                f"the target's{'; if they are equal, give --target' if target is None else ''}"
-            )
+        problem = f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and {self.choice} then uses the target's"
+        if target is None:
+            raise MissingTarget(f"{problem}; if they are equal, give --target")
+        if not equal_when_rounded(tensors[HEAD], target.load_head()):
+            raise UserError(f"{problem}; train it with a draft vocabulary")
         del tensors[HEAD]
 
     def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:

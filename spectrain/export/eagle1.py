@@ -46,7 +46,7 @@ class OriginalEagle1(FusedLayout):
         "norm": "a norm before or after the layer, which our layer lacks",
         **FusedLayout.foreign_parts,
     }
-    fixed_values: ClassVar[dict[str, Any]] = {"num_hidden_layers": 1, "hidden_act": "silu"}
+    fixed_values: ClassVar[dict[str, Any]] = {**FusedLayout.fixed_values, "num_hidden_layers": 1}
 
     def matches_files(self, files: DrafterFiles) -> bool:
         shape = files.tensors["fc.weight"].shape if "fc.weight" in files.tensors else ()

@@ -16,7 +16,7 @@ from spectrain.drafters.layers.layers import LAYER_KEYS, llama_layer_settings
 from spectrain.errors import UserError
 
 from .fused import HEAD, FusedConfig, FusedLayout, layer_rope
-from .layout import DrafterCheckpoint, DrafterFiles
+from .layout import DrafterCheckpoint, DrafterFiles, MissingTarget
 from .targets import TargetFiles
 
 NUM_FUSED_LAYERS = 3
@@ -57,7 +57,7 @@ class Eagle3Layout(FusedLayout):
     ) -> None:
         if HEAD not in tensors:
             if target is None:
-                raise UserError(f"{files.directory}: {HEAD} is missing, so it is the target's; give --target")
+                raise MissingTarget(f"{files.directory}: {HEAD} is missing, so it is the target's; give --target")
             tensors[HEAD] = target.load_head().to(tensors["fc.weight"].dtype)
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:

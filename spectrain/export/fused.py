@@ -118,7 +118,7 @@ class FusedLayout(Layout):
     # Tensors in place of which engines use the target's, whatever the files hold.
     replaced_tensors: ClassVar[tuple[str, ...]] = ()
     # Key of config.json -> the only value that the family's class can represent.
-    fixed_values: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
+    fixed_values: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
     @abstractmethod
     def parse_config(self, files: DrafterFiles) -> FusedConfig:

@@ -18,13 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain.config.choices import choice_name
-from spectrain.config.saved import check_no_directives, parse_groups, read_json_object
+from spectrain.config.saved import check_choices, check_no_directives, parse_groups, read_json_object
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
-from spectrain.models.checked_tensors import read_tensors
-from spectrain.models.model_sizes import check_sizes, refuse_odd_files
+from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors
+from spectrain.models.model_sizes import DRAFTER_SIZES, check_sizes, refuse_odd_files
 from spectrain.servers.commands import DrafterLaunch
 
+from .config_types import check_types
 from .targets import TargetFiles
 
 DESCRIPTION_KEYS = ("tree", "acceptance", "recipe")
@@ -58,8 +59,7 @@ class DrafterFiles:
         if directory.is_dir():
             refuse_odd_files(directory)
         if (directory / "config.json").exists():
-            config = read_json_object(directory / "config.json")
-            check_sizes(config, directory / "config.json")
+            config = read_config(directory)
         elif not (directory / "adapter_config.json").exists():  # a peft directory has no config.json
             raise UserError(f"{directory}: there is no config.json in it; give the directory of a drafter")
         weight_files = sorted(directory.glob("*.safetensors"))
@@ -75,7 +75,7 @@ class DrafterFiles:
             raise UserError(f"{directory}: there are no weights (*.safetensors) in it; give the directory of a drafter")
         tensors: dict[str, Tensor] = {}
         for path in weight_files:
-            tensors |= read_tensors(path, "copy the file again")
+            tensors |= read_tensors(path, "copy the file again", MAX_DRAFTER_TENSORS)
         return DrafterFiles(directory, config, tensors)
 
     def read_sidecar(self, name: str) -> dict[str, Any]:
@@ -88,11 +88,15 @@ class DrafterFiles:
         path = self.directory / METADATA_FILE
         content = read_json_object(path) if path.exists() else {}
         description = parse_groups(content.pop("description", {}), path)
+        check_choices(description, path, "description.")
         check_no_directives(content, path)
         drafter, target = content.get("drafter", {}), content.get("target", {})
         if not isinstance(drafter, dict) or not isinstance(target, dict) or "choice" in drafter:
             raise UserError(f"{path}: drafter and target hold no settings; copy the file again")
-        names = {key: str(target[key]) for key in ("said", "tokenizer") if target.get(key)}
+        for key in ("said", "name", "tokenizer"):
+            if not isinstance(target.get(key), str | None):
+                raise UserError(f"{path}: target.{key}={str(target[key])[:100]}: use a text; copy the file again")
+        names = {key: target[key] for key in ("said", "tokenizer") if target.get(key)}
         return ExportMetadata(
             drafter, description, names.get("said"), names.get("tokenizer"), content.get("exits"), content.get("mask_row")
         )
@@ -104,6 +108,15 @@ class DrafterFiles:
         if node is not None and (not isinstance(node, dict) or "_target_" not in node):
             raise UserError(f"{path}: {group} is not a choice; copy the file again")
         return node
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read a drafter's config.json; raise UserError for sizes that no model has, and for known keys of a wrong type."""
+    path = directory / "config.json"
+    config = read_json_object(path)
+    check_sizes(config, path, DRAFTER_SIZES)
+    check_types(config, path)
+    return config
 
 
 @dataclass(frozen=True)
@@ -201,6 +214,8 @@ class Layout(ABC):
     holds_target: ClassVar[bool] = False  # its directory is a target that contains the drafter
     needs_engine: ClassVar[bool] = False  # its files are written in the environment of its engine
     pickled_names: ClassVar[tuple[str, ...]] = ()  # pickled copies of its weights for readers that know no other files
+    # Whether `expected_tensors` builds spectrain's drafter from config.json, so that no other check need build it.
+    builds_drafter: ClassVar[bool] = False
     mixes_dtypes: ClassVar[bool] = False  # its readers expect some tensors in float32, whatever type the others have
 
     @property
@@ -268,10 +283,18 @@ class Layout(ABC):
         return {}
 
 
+class RefusedSettings(ValueError):
+    """Settings of spectrain's own that its constructors refuse; the message is that of the refusal."""
+
+
+class MissingTarget(UserError):
+    """A drafter's files can only be read with those of its target."""
+
+
 def require_target(target: TargetFiles | None, purpose: str) -> TargetFiles:
-    """Return the target's files, or raise UserError saying what they are needed for."""
+    """Return the target's files, or raise MissingTarget saying what they are needed for."""
     if target is None:
-        raise UserError(f"--target: {purpose}; say which target the drafter is for, a directory or a name on the hub")
+        raise MissingTarget(f"--target: {purpose}; say which target the drafter is for, a directory or a name on the hub")
     return target
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.rope import RopeError
 
 from .command_only_findings import check_command_only
-from .layout import MALFORMED_ERRORS, DrafterFiles, ExpectedTensors, Finding, Layout
+from .layout import MALFORMED_ERRORS, DrafterFiles, ExpectedTensors, Finding, Layout, RefusedSettings
 from .layouts import detect_layout, read_files
+from .loading_check import check_loading
 from .targets import TargetFiles, tokenizer_hash
 
 MISSING_TENSOR_FAULTS = {
@@ -30,6 +32,8 @@ MISSING_TENSOR_FAULTS = {
 }
 MAX_UNKNOWN = 20
 """Unknown tensors that are named one by one."""
+UNREADABLE = "unreadable"
+"""The fault of files whose layout cannot be told because of a value of a wrong type."""
 NOT_DATA = "not-data"
 """The fault of settings that are more than data."""
 NOT_DATA_CONSEQUENCE = "a file from elsewhere must not decide what runs on your machine, nor for how long"
@@ -38,22 +42,41 @@ NONZERO_TENSORS = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.w
 
 def lint(directory: Path, target: TargetFiles | None) -> list[Finding]:
     """Return every fault of a drafter's directory, errors first."""
-    files = read_files(directory)
+    return lint_files(read_files(directory), target)
+
+
+def lint_files(files: DrafterFiles, target: TargetFiles | None) -> list[Finding]:
+    """Return every fault of a drafter's files, errors first."""
     try:
         layout = detect_layout(files)
     except UserError:
         raise
     except MALFORMED_ERRORS as error:
-        return [malformed_finding(f"a value of a wrong type ({first_line(error)})")]
+        return [replace(malformed_finding(f"a value of a wrong type ({first_line(error)})"), name=UNREADABLE)]
     findings = list(check_files(files, layout, target))
-    is_sound = all(finding.level == "warning" and finding.name != "not-representable" for finding in findings)
-    if target is not None and is_sound:
+    if is_sound(findings):
+        findings += guard_check(partial(require_loadable, files, layout, target))
+    if target is not None and is_sound(findings):
         from .measure import find_misinterpretation
 
         # The measurement shows whether the drafter was trained with another rotary embedding.
         findings = [finding for finding in findings if finding.name != "rope"]
         findings += find_misinterpretation(layout.read(files, target), target, layout)
     return sorted(findings, key=lambda finding: finding.level)
+
+
+def is_sound(findings: list[Finding]) -> bool:
+    """Tell whether spectrain can read files with these findings."""
+    return all(finding.level == "warning" and finding.name != "not-representable" for finding in findings)
+
+
+def require_loadable(files: DrafterFiles, layout: Layout, target: TargetFiles | None) -> Iterator[Finding]:
+    """Yield a fault where eval would refuse the files."""
+    try:
+        check_loading(files, layout, target)
+    except UserError as error:
+        raise RefusedSettings(str(error)) from error
+    yield from ()
 
 
 def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None) -> Iterator[Finding]:
@@ -63,13 +86,21 @@ def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None)
     yield from check_command_only(files.directory)
     if directives:
         return
-    yield from check_values(files, layout)
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        lambda: check_values(files, layout),
+        lambda: check_shapes(files, layout.expected_tensors(files)),
+        lambda: layout.findings(files),
+    ]
+    if target is not None:
+        checks += [lambda: layout.findings_with_target(files, target), lambda: check_tokenizer(files, target)]
+    # The same key may stop several checks.
+    yield from dict.fromkeys(finding for check in checks for finding in guard_check(check))
+
+
+def guard_check(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Yield what a check finds, and a fault in place of any error that settings of a wrong type raise."""
     try:
-        yield from check_shapes(files, layout.expected_tensors(files))
-        yield from layout.findings(files)
-        if target is not None:
-            yield from layout.findings_with_target(files, target)
-            yield from check_tokenizer(files, target)
+        yield from check()
     except KeyError as error:
         yield Finding(
             "missing-key", "error", f"config.json lacks {error}", "engines stop or use a default that may be wrong",
@@ -78,6 +109,11 @@ def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None)
     except RopeError as error:
         yield Finding(
             "rope-unreadable", "error", f"config.json: {error}", "engines stop, or rotate by other angles than in training",
+            "write it as it was when the drafter was trained",
+        )  # fmt: skip
+    except RefusedSettings as error:
+        yield Finding(
+            "malformed", "error", f"config.json: {error}", "no command can use it",
             "write it as it was when the drafter was trained",
         )  # fmt: skip
     except UserError:

@@ -19,9 +19,12 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
+from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, MissingTarget, write_json, write_tensors
 from .targets import TargetFiles
-from .vocabulary import add_maps, target_ids
+from .vocabulary import add_maps, check_vocabulary, target_ids
+
+MAX_COUNT = 64
+"""Heads, and blocks of a head, that drafter=medusa has at most."""
 
 
 class MedusaLayout(Layout):
@@ -31,7 +34,10 @@ class MedusaLayout(Layout):
     head_name: ClassVar[str]  # the name of a head's output layer
 
     def file_names(self, heads: int, layers: int) -> dict[str, str]:
-        """Return the layout's name of every tensor, by spectrain's name."""
+        """Return the layout's name of every tensor, by spectrain's name; raise ValueError for counts that no drafter has."""
+        for count in (heads, layers):
+            if not 0 <= count <= MAX_COUNT:
+                raise ValueError(f"{count} heads or blocks, and there are {MAX_COUNT} of each at most")
         names = {
             f"heads.{head}.blocks.{layer}.linear.{kind}": self.block_name.format(head=head, layer=layer, kind=kind)
             for head in range(heads) for layer in range(layers) for kind in ("weight", "bias")
@@ -78,7 +84,7 @@ class OriginalMedusa(MedusaLayout):
         tensors = strip_prefix(files)
         if shares_head(files):
             if target is None:
-                raise UserError(
+                raise MissingTarget(
                     f"{files.directory}: 0.{num_layers(files)}.weight is missing, because heads of version 2 end in the "
                     "target's output layer; give --target"
                 )
@@ -195,6 +201,8 @@ class VllmMedusa(MedusaLayout):
                 "vLLM allocates vocab_size rows for such heads and stops while it loads them",
                 "fill them up: spectrain convert DIR OUT --to vllm", is_repairable=True,
             )  # fmt: skip
+        if "d2t" in tensors:
+            yield from check_vocabulary(int(config["vocab_size"]), {"d2t": tensors["d2t"]})
         ids = tensors.get("token_map")
         if ids is not None and (ids.is_floating_point() or bool((ids < 0).any() or (ids >= config["vocab_size"]).any())):
             yield Finding(

@@ -18,7 +18,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.provenance import package_versions
 from spectrain.servers.commands import DrafterLaunch
 
-from .adapters import adapter_shape
+from .adapters import adapter_shape, check_adapter
 from .dflash import BLOCK_SETTINGS, FAMILIES, BlockFamily
 from .eagle3 import complete_layer, complete_settings
 from .fused import build_meta_drafter
@@ -30,6 +30,8 @@ from .layout import (
     ExpectedTensors,
     Finding,
     Layout,
+    MissingTarget,
+    RefusedSettings,
     write_json,
     write_tensors,
 )
@@ -50,6 +52,7 @@ class NativeLayout(Layout):
 
     title = "spectrain's own layout"
     covers_all = True
+    builds_drafter = True
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return "drafter" in files.config
@@ -60,15 +63,17 @@ class NativeLayout(Layout):
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         """Return the tensors of the drafter that config.json describes, built on the device "meta".
 
-        Where it cannot be built, which other findings report, or its target would have to be downloaded, any tensor will do.
+        Where its target would have to be downloaded, or is not named, any tensor will do. Raise RefusedSettings where the
+        drafter cannot be built.
         """
-        present = ExpectedTensors({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
         try:
             drafter = self._build_drafter(files)
-        except (UserError, *MALFORMED_ERRORS, KeyError):
-            return present
+        except MissingTarget:
+            drafter = None
+        except (UserError, *MALFORMED_ERRORS) as error:
+            raise RefusedSettings(first_line(error)) from error
         if drafter is None:
-            return present
+            return ExpectedTensors({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
         shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
         file_names = {name: drafter.saved.layout.get(name, ("", name))[1] for name in shapes}
         # Of tied tensors, named_parameters lists the first, and only that one is saved.
@@ -80,10 +85,12 @@ class NativeLayout(Layout):
 
     def _build_drafter(self, files: DrafterFiles) -> Drafter | None:
         """Build the drafter that config.json describes on the device "meta"; None where its target is not at hand."""
-        target = self._target_files(files)
+        target, settings = self._target_files(files), files.read_group("drafter") or {}
+        check_node("drafter", settings)
         if target is None or not target.is_local:
             return None
-        return build_meta_drafter(self._resolve_settings(files), target.build_meta_target())
+        # The settings as eval takes them: what weights or target determine in a conversion is not filled in here.
+        return build_meta_drafter(settings, target.build_meta_target())
 
     def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
         return {"spectrain": DrafterLaunch("chain", path, CHAIN_TOKENS)}
@@ -105,25 +112,8 @@ class NativeLayout(Layout):
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         if {"d2t", "t2d"} <= files.tensors.keys():
             yield from check_vocabulary(len(files.tensors["t2d"]), files.tensors)
-        for group in ("drafter", "tree", "acceptance"):
-            try:
-                self._check_group(files, group)
-            except (UserError, *MALFORMED_ERRORS) as error:
-                yield Finding(
-                    "malformed", "error", f"config.json: {first_line(error)}", "no command can use it",
-                    "write it as it was when the drafter was trained",
-                )  # fmt: skip
-
-    def _check_group(self, files: DrafterFiles, group: str) -> None:
-        """Raise a UserError where eval would refuse a group: its settings one by one, and what its constructor refuses."""
-        node = files.read_group(group)
-        if node is None:
-            return
-        check_node(group, node)
-        if group == "drafter":
-            self._build_drafter(files)
-        else:
-            GroupSpec.from_node(group, node).build()
+        if adapter := files.read_sidecar("adapter_config.json"):
+            yield from check_adapter(adapter, files.tensors)
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         target_files = self._target_files(files)
@@ -205,7 +195,7 @@ def shape_of_block(
 def require_named_target(target: TargetFiles | None, files: DrafterFiles) -> TargetFiles:
     """Return the target that settings depend on, or raise UserError where config.json names none."""
     if target is None:
-        raise UserError(f"{files.directory / 'config.json'}: it names no target, and settings depend on it; write target")
+        raise MissingTarget(f"{files.directory / 'config.json'}: it names no target, and settings depend on it; write target")
     return target
 
 

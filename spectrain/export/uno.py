@@ -6,11 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
+from .adapters import check_adapter
 from .layout import METADATA_FILE, DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
 from .targets import TargetFiles
 
@@ -20,11 +20,6 @@ LINEAR_MODULES = {
 }  # fmt: skip
 UNO_CLASS = "spectrain.drafters.uno.Uno"
 ADAPTER_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(self_attn|mlp)\.(\w+_proj)\.lora_([AB])\.weight")
-PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none",), "use_rslora": (False, None), "use_dora": (False, None),
-    "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}), "fan_in_fan_out": (False, None),
-}  # fmt: skip
-"""peft's settings that must have their defaults, so that the update is alpha / r B A x and nothing else is trained."""
 NUM_MASKS = 7
 """The default number of masks: a draft of 8 tokens, as the authors serve it."""
 
@@ -46,7 +41,9 @@ class UnoLayout(Layout):
         adapter = files.read_sidecar("adapter_config.json")
         matches = [match for name in files.tensors if (match := ADAPTER_TENSOR.fullmatch(name))]
         shapes: dict[str, tuple[int | None, ...]] = {}
-        for layer in range(1 + max((int(match[1]) for match in matches), default=0)):
+        # A name may hold any number; more layers than tensors are missing in any case.
+        last = min(max((int(match[1]) for match in matches), default=0), len(matches))
+        for layer in range(1 + last):
             for linear in adapter["target_modules"]:
                 prefix = f"base_model.model.model.layers.{layer}.{LINEAR_MODULES.get(linear, '?')}.{linear}"
                 shapes[f"{prefix}.lora_A.weight"] = (adapter["r"], None)
@@ -55,13 +52,8 @@ class UnoLayout(Layout):
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         adapter = files.read_sidecar("adapter_config.json")
-        for key, allowed in PLAIN_LORA_VALUES.items():
-            if key in adapter and adapter[key] not in allowed:
-                yield Finding(
-                    "adapter-setting", "error", f"adapter_config.json: {key} is {adapter[key]}",
-                    "SGLang adds alpha / r B A x of plain LoRA, so it computes another drafter", "train plain LoRA",
-                )  # fmt: skip
-        for name in sorted(set(adapter["target_modules"]) - set(LINEAR_MODULES)):
+        yield from check_adapter(adapter, files.tensors)
+        for name in sorted(set(map(str, adapter["target_modules"])) - set(LINEAR_MODULES)):
             yield Finding(
                 "adapter-module", "error", f"adapter_config.json: target_modules names {name}",
                 f"SGLang supports Uno's adapter on {', '.join(LINEAR_MODULES)}", "leave it out of training",

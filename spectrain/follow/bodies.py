@@ -91,6 +91,14 @@ async def read_body(scope: Scope, receive: Receive, limit: int, held: HeldBytes)
             return b"".join(parts)
 
 
+async def close_other_connection(scope: Scope, send: Send) -> bool:
+    """Close a connection that is not HTTP, such as a web socket; return whether it was one."""
+    if scope["type"] == "http":
+        return False
+    await send({"type": "websocket.close"})
+    return True
+
+
 async def send_response(
     send: Send,
     status: int,
@@ -140,8 +148,7 @@ class BoundedApplication:
         self.num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await send({"type": "websocket.close"})
+        if await close_other_connection(scope, send):
             return
         receiver = RequestReceiver(receive)
         try:

@@ -6,6 +6,7 @@ A setting that would be ignored is refused, so that an answer is never silently 
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -109,9 +110,9 @@ class CompletionBody(BaseModel):
         return self.max_completion_tokens or self.max_tokens or default
 
     @property
+    @abstractmethod
     def num_characters(self) -> int:
         """Return the characters of the prompt."""
-        raise NotImplementedError
 
 
 class ChatBody(CompletionBody):

@@ -26,6 +26,7 @@ from .bodies import (
     RequestReceiver,
     Scope,
     Send,
+    close_other_connection,
     read_body,
     send_error,
     send_refusal,
@@ -146,9 +147,7 @@ class Proxy:
             yield
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            # A connection of another kind, such as a web socket, is closed.
-            await send({"type": "websocket.close"})
+        if await close_other_connection(scope, send):
             return
         receiver = RequestReceiver(receive)
         try:

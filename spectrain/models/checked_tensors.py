@@ -19,6 +19,8 @@ from torch import Tensor
 from spectrain.errors import UserError, first_line
 
 CHECKSUM_KEY = "sha256"
+MAX_DRAFTER_TENSORS = 1 << 15
+"""Tensors of one file of a drafter; the largest targets have 90,000 in all of their files, and a few hundred in each."""
 
 
 class DamagedFile(UserError):
@@ -62,11 +64,17 @@ def open_tensors(path: Path, remedy: str = "copy the file again") -> Iterator[An
         raise DamagedFile(f"{path}: it cannot be read ({first_line(error)}); {remedy}") from error
 
 
-def read_tensors(path: Path, remedy: str) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file; raise `DamagedFile` if it cannot be read or is not what was saved."""
+def read_tensors(path: Path, remedy: str, limit: int | None = None) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file; raise `DamagedFile` if it cannot be read, is not what was saved, or holds more
+    tensors than `limit`."""
     with open_tensors(path, remedy) as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        metadata, names = file.metadata() or {}, list(file.keys())
+        if limit is not None and len(names) > limit:
+            raise DamagedFile(
+                f"{path}: it holds {', '.join(names[:3])} and {len(names) - 3} more tensors, and no such file has more than "
+                f"{limit}; {remedy}"
+            )
+        tensors = {name: file.get_tensor(name) for name in names}
     saved = metadata.get(CHECKSUM_KEY)
     if saved is not None and saved != hash_tensors(tensors):
         raise DamagedFile(f"{path}: it is damaged: its tensors do not have the checksum that they were saved with; {remedy}")

@@ -1,6 +1,7 @@
 """Sizes that a config.json may name: ones that no model has are refused before anything is built by them."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ MAX_SIZES = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts"), 1 << 16),
     **dict.fromkeys(("medusa_num_layers", "num_nextn_predict_layers", "mtp_num_layers"), 256),
     "medusa_num_heads": 64, "hidden_size": 1 << 20, "intermediate_size": 1 << 24, "vocab_size": 10_000_000,
-    "n_routed_experts": 1 << 16,
+    "n_routed_experts": 1 << 16, "num_heads": 1 << 16, "max_position_embeddings": 1 << 30,
 }  # fmt: skip
+# A drafter of more layers than any target would take seconds to build, even without data.
+DRAFTER_SIZES = {**MAX_SIZES, **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 256)}
+# Keys of the number that a norm adds to a variance; published models have 1e-3 at most.
+NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+MAX_EPSILON = 0.01
 
 # Files that are read whole; a tokenizer takes up to 40 MB, and the index of many experts a few.
 TEXT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
@@ -43,11 +49,35 @@ def refuse_odd_files(directory: Path) -> None:
             )
 
 
-def check_sizes(config: dict[str, Any], path: Path) -> None:
-    """Raise a UserError for the first size of a configuration, or of a part of it, that is larger than that of any model."""
+def check_sizes(config: dict[str, Any], path: Path, limits: Mapping[str, int] = MAX_SIZES) -> None:
+    """Raise a UserError for the first size of a configuration, or of a part of it, that no model has.
+
+    Null stands for a default. A list has a value for every layer, as of models whose layers differ.
+    """
     for key, value in iterate_settings(config):
-        if key in MAX_SIZES and isinstance(value, (int, float)) and value > MAX_SIZES[key]:
-            raise UserError(f"{path}: {key}={value}: use {MAX_SIZES[key]} or less; copy the file again")
+        remedy = None
+        if key in limits:
+            remedy = find_wrong_size(value, limits[key])
+        elif key in NORM_EPSILONS and value is not None and not is_number(value, MAX_EPSILON):
+            remedy = f"use a number above 0 that is {MAX_EPSILON} or less"
+        if remedy is not None:
+            raise UserError(f"{path}: {key}={str(value)[:100]}: {remedy}; copy the file again")
+
+
+def find_wrong_size(value: Any, limit: int) -> str | None:
+    """Return what to write in place of a size; None for a size that a model may have, or for null."""
+    sizes = value if isinstance(value, list) else [value]
+    for size in sizes:
+        if size is None or (is_number(size, limit, least=0) and int(size) == size):
+            continue
+        is_large = isinstance(size, (int, float)) and size > limit
+        return f"use {limit} or less" if is_large else f"use a whole number from 0 to {limit}"
+    return None
+
+
+def is_number(value: Any, limit: float, least: float = math.ulp(0.0)) -> bool:
+    """Tell whether a value is a number, and no truth value, from `least` to `limit`."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= limit
 
 
 def iterate_settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -57,5 +87,7 @@ def iterate_settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in parts.pop().items():
             if isinstance(value, dict):
                 parts.append(value)
-            else:
-                yield str(key), value
+                continue
+            if isinstance(value, list):
+                parts += [part for part in value if isinstance(part, dict)]
+            yield str(key), value

@@ -14,6 +14,7 @@ from spectrain.models.step_cost import BatchShape
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.training.validation import count_validation_rows, select_prompts
+from spectrain.training.validation_schedule import MAX_VALIDATIONS, count_affordable
 
 from .footprint import Models
 from .operations import drafting_weights, flops_per_token
@@ -132,14 +133,28 @@ def count_operations(spec: RunSpec, models: Models, work: Workload) -> Operation
     features, step = flops_per_token(models, work.batches)
     epochs = 0.0 if reads_features(spec) else target_epochs(spec, models, work)
     trained = work.padded * (features * epochs + step * work.epochs)
-    return Operations(features, step, trained + count_validations(models, work) * validation_flops(models, work))
+    each, recorded = validation_flops(models, work), recording_flops(models, work)
+    during = count_affordable(trained, recorded + each, each) if each else 0
+    return Operations(features, step, trained + recorded + count_validations(models, work, during) * each)
 
 
-def count_validations(models: Models, work: Workload) -> int:
-    """Return how often the run drafts for the held-out data."""
-    trainer = models.trainer
-    every = trainer.save_every if trainer.eval_every is None else trainer.eval_every
-    return math.ceil(work.num_steps / every) if every else 1
+def count_validations(models: Models, work: Workload, affordable: int) -> int:
+    """Return how often the run drafts for the held-out data: before the first step, after some steps, and at the end.
+
+    `affordable` of them between start and end fit into the share of the time that they may take.
+    """
+    trainer, last = models.trainer, work.num_steps
+    if trainer.eval_every is not None:
+        return 1 + math.ceil(last / trainer.eval_every)
+    saved = (last - 1) // trainer.save_every if trainer.save_every else 0
+    return 2 + max(saved, min(affordable, MAX_VALIDATIONS - 2, last - 1))
+
+
+def recording_flops(models: Models, work: Workload) -> float:
+    """Return the operations by which the target answers the held-out prompts, once before the training."""
+    rows = count_validation_rows(select_prompts(work.dataset.held_out, models.target.max_length))
+    layers, output, _ = drafting_weights(models)
+    return 2.0 * (rows.num_recorded * layers + rows.num_answered * output)
 
 
 def validation_flops(models: Models, work: Workload) -> float:
@@ -148,4 +163,5 @@ def validation_flops(models: Models, work: Workload) -> float:
     """
     rows = count_validation_rows(select_prompts(work.dataset.held_out, models.target.max_length))
     layers, output, drafter = drafting_weights(models)
-    return 2.0 * ((rows.num_prompt + rows.num_verified) * layers + rows.num_verified * output + rows.num_drafted * drafter)
+    rerun = 0 if models.drafter.capabilities.drafts_from_features else rows.num_recorded
+    return 2.0 * (rerun * layers + rows.num_judged * output + rows.num_drafted * drafter)

@@ -31,6 +31,7 @@ class Candidate:
     open_store: Callable[[], Datastore | None] = lambda: None
     # Saves a drafter that learned while it was scored.
     save_learned: Callable[[Drafter], None] | None = None
-    default_builder: TreeBuilder | None = (
-        None  # the tree that it came with, where one that this machine's times favour is scored first
-    )
+    # The tree that it came with, where one that this machine's times favour is scored first.
+    default_builder: TreeBuilder | None = None
+    # Makes the same drafter with its fitted initial weights; None where training began with others.
+    make_start: Callable[[], Drafter] | None = None

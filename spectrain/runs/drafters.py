@@ -3,7 +3,8 @@
 import inspect
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.session import prepare_for_decoding
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.drafters.capabilities import FittedDrafter, adapts_layers
-from spectrain.errors import RunError, UserError
+from spectrain.errors import RunError, UserError, describe_error
+from spectrain.export.adapters import require_plain_adapter
 from spectrain.export.converter import read_drafter
-from spectrain.export.layout import DrafterCheckpoint
+from spectrain.export.layout import MALFORMED_ERRORS, DrafterCheckpoint, read_config
 from spectrain.export.targets import TargetFiles
 from spectrain.files import REPEAT_COMMAND, atomic_write
 from spectrain.models.chat_template import ChatTemplate
-from spectrain.models.checked_tensors import read_tensors, save_tensors
+from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors, save_tensors
 from spectrain.models.loading import build_meta_network
 from spectrain.models.target import Target
 from spectrain.provenance import package_versions
@@ -58,8 +60,14 @@ def save_drafter(
         description["training"] = {"steps": result.num_steps, "tokens": result.num_tokens, "seconds": round(result.seconds, 2),
                                    "parameters": result.num_parameters, "taken": result.result_step,
                                    "max_length": result.max_text_length}  # fmt: skip
-        if result.start_forecast is not None:
-            description["training"] |= {"forecast_at_start": result.start_forecast, "forecast": result.end_forecast}
+        gain = result.gain
+        if gain is not None:
+            description["training"] |= {
+                "forecast_at_start": gain.start,
+                "forecast": gain.end,
+                "gain_interval": gain.interval,
+                "places": gain.num_places,
+            }
     files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
     layout = drafter.saved.layout
     for name, tensor in collect_tensors(drafter).items():
@@ -138,15 +146,31 @@ def _find_inner_directory(key: str, value: str) -> Path:
 
 def load_drafter(spec: RunSpec, run: Path, target: Target) -> Drafter:
     """Build the drafter of `spec`, with the weights of `run` if it is a run folder or a drafter directory."""
-    drafter = build_drafter(spec.drafter, target)
     directory = find_drafter_directory(run)
-    if directory is not None:
-        load_weights(drafter, directory, target)
-        if drafter.capabilities.target_training and find_trained_target(run) is None:
-            raise UserError(
-                f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
-            )
+    if directory is None:
+        return build_drafter(spec.drafter, target)
+    with explain_malformed(directory):
+        drafter = build_drafter(spec.drafter, target)
+    load_weights(drafter, directory, target)
+    if drafter.capabilities.target_training and find_trained_target(run) is None:
+        raise UserError(
+            f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
+        )
     return drafter
+
+
+@contextmanager
+def explain_malformed(directory: Path) -> Iterator[None]:
+    """Turn what a constructor raises for settings of a wrong type into a UserError that names the drafter's directory."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except (*MALFORMED_ERRORS, KeyError) as error:
+        raise UserError(
+            f"{directory}: no drafter can be built from its settings ({describe_error(error)}); copy its files again, or leave "
+            "out what the command changes of drafter"
+        ) from error
 
 
 def load_for_decoding(directory: Path, target: Target) -> Drafter:
@@ -168,9 +192,11 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
     if is_native(directory):
         names = {location: name for name, location in layout.items()}
         for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
-            stored = read_tensors(directory / file, "copy the file again")
+            stored = read_tensors(directory / file, "copy the file again", MAX_DRAFTER_TENSORS)
             tensors = {names.get((file, there), there): tensor for there, tensor in stored.items()}
             weights, home = weights | tensors, home | dict.fromkeys(tensors, file)
+            if file == "adapter_model.safetensors":
+                require_plain_adapter(directory, stored)
     else:
         ours = {there: name for name, (_, there) in layout.items()}
         foreign = read_drafter(directory, None if target is None else TargetFiles(target.path)).tensors
@@ -200,8 +226,7 @@ def load_description(directory: Path, target: GroupSpec | None) -> dict[str, Any
     """
     settings: Any = target.node if target else None
     if is_native(directory):
-        path = directory / "config.json"
-        return parse_description(read_json(path), path)
+        return parse_description(read_config(directory), directory / "config.json")
     foreign: DrafterCheckpoint = read_drafter(directory, TargetFiles.from_settings(settings) if settings else None)
     if settings is None and foreign.target is not None:
         settings = TargetFiles(foreign.target).settings

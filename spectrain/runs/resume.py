@@ -16,7 +16,7 @@ from spectrain.features.store import hash_file
 from spectrain.files import write_text
 from spectrain.models.fingerprint import hash_tokenizer
 from spectrain.models.target import Target
-from spectrain.training.checkpoints import checkpoint_step, delete_best_except
+from spectrain.training.checkpoints import checkpoint_step, delete_best_except, delete_start
 
 from .drafters import list_inner_directories
 from .folder import require_drafter_directory
@@ -169,7 +169,9 @@ def find_data_difference(before: dict[str, Any], now: dict[str, Any]) -> str | N
 
 
 def delete_unfinished(run: Path) -> None:
-    """Delete what a run without a checkpoint has left: its metrics, its best weights and the state of its tracker."""
+    """Delete what a run without a checkpoint has left: its metrics, its start and best weights, and the
+    state of its tracker."""
     for name in ("metrics.jsonl", "tracker.json"):
         (run / name).unlink(missing_ok=True)
     delete_best_except(run, set())
+    delete_start(run)

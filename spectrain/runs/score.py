@@ -20,6 +20,7 @@ from spectrain.errors import UserError
 from spectrain.files import atomic_write, make_folder_once, require_writable
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance, processor_name
+from spectrain.training.checkpoints import load_start, start_weights_path
 from spectrain.training.metrics import Tracker, track_run
 
 from .candidate import Candidate
@@ -129,6 +130,13 @@ def make_candidate(
     trainable = dataset is not None and has_weights(drafter) and not training
     # The saved settings no longer describe the initial drafter.
     trainable = trainable and (began is not spec or not drafter.saved.settings)
+
+    def make_start() -> Drafter:
+        assert dataset is not None
+        start = init_drafter(began, target, dataset)
+        load_start(run, start)
+        return start
+
     return Candidate(
         target,
         drafter,
@@ -139,6 +147,7 @@ def make_candidate(
         (spec.target.build) if training and trained is not None else None,
         lambda: open_answer_store(spec, run, target, dataset),
         lambda learnt: save_drafter(folder / "drafter", learnt, spec),
+        make_start=make_start if trainable and start_weights_path(run).exists() else None,
     )
 
 

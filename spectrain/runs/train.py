@@ -72,10 +72,6 @@ def train_and_score(spec: RunSpec, target: Target | None = None, dataset: Datase
             score_finished(spec, trained)
         elif trained.inputs.evaluation is not None:
             score_trained(spec, trained)
-        if trained.result is not None and trained.accelerator.is_main_process:
-            warning = trained.result.describe_loss()
-            if warning is not None:
-                print(f"{trained.folder}: {warning}", flush=True)
     disconnect_processes()
     return trained.folder
 
@@ -108,6 +104,8 @@ def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Datas
         if message is not None and accelerator.is_main_process:
             print(message, flush=True)
     if accelerator.is_main_process:
+        if result.gain is not None:
+            print(f"{run}: {result.gain.describe()}", flush=True)
         save_trained(inputs, spec, run, result)
         tracker.log_drafter(run / "drafter")
     return TrainedRun(run, accelerator, inputs, result, tracker)
@@ -139,6 +137,9 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     adapted = describe_adapters(drafter) if spec.adapter else None
     report_lines = [summary, *data.limit_lines(), *dataset.source_lines, *dataset.unread_lines()]
     report_lines += filter(None, [report, adapted])
+    share = spec.data.get("held_out")
+    if share and not dataset.held_out:
+        report_lines.append(f"data.held_out={share:g} holds out none of these conversations, so nothing is validated; raise it")
     if dataset.held_out and not target.has_layers:
         report_lines.append("validation on held-out conversations is left out: it decodes with the target (target.parts=head)")
     facts = collect_facts(spec, target, weights, dataset, source)

@@ -33,9 +33,8 @@ class Budget:
 
     def record_time(self, parallel: ParallelStrategy) -> None:
         """Record the time after a step, by the main process's clock."""
-        if self.max_seconds is None:
-            return
-        seconds = self._measure_seconds(parallel)
+        used = time.monotonic() - self.start_time
+        seconds = used if self.max_seconds is None else self._measure_seconds(parallel)
         self.time_spent = TimeSpent(seconds, self.time_spent.first or seconds)
 
     def has_spent(self, share: float, parallel: ParallelStrategy) -> bool:
@@ -55,6 +54,23 @@ class Budget:
         if used <= first:
             return min(self.max_steps, ASSUMED_STEPS)
         return min(self.max_steps, max(step, 1 + (step - 1) * (self.max_seconds - first) / (used - first)))
+
+    @property
+    def is_paced(self) -> bool:
+        """Tell whether a step after the first one was timed, or no time limit makes the number of steps an estimate."""
+        return self.max_seconds is None or self.time_spent.seconds > self.time_spent.first
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The seconds of the time limit that were left after the newest step; None without a limit."""
+        return None if self.max_seconds is None else max(0.0, self.max_seconds - self.time_spent.seconds)
+
+    def total_seconds(self, step: int) -> float | None:
+        """Return the estimated seconds of the whole run after `step` steps; None before a second step is timed."""
+        used, first = self.time_spent.seconds, self.time_spent.first
+        if step < 2 or used <= first:
+            return None
+        return used + max(0.0, self.num_steps(step) - step) * (used - first) / (step - 1)
 
     def is_done(self, step: int) -> bool:
         """Tell whether the budget is used up, or less than half a step of it is left."""

@@ -26,6 +26,7 @@ from spectrain.models.checked_tensors import DamagedFile, read_tensors, save_ten
 from spectrain.models.target import Target
 
 from .adapters import select_stage_groups
+from .validation_history import HeldOutGain
 
 CHECKSUM_KEY = "sha256"
 DELETE_ADVICE = "delete the checkpoint to go on from the one before"
@@ -161,13 +162,19 @@ def set_aside_damaged(run: Path) -> None:
 
 def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Collect parameters and buffers by name, on the CPU; of tied ones, which share their memory, only the first."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in select_untied(module).items()}
+
+
+def select_untied(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name where they lie; of tied ones, only the first. On the device "meta", where nothing
+    has memory, those are tied that are one object."""
     tensors: dict[str, Tensor] = {}
     storages: set[tuple[int, torch.Size]] = set()
-    for name, tensor in module.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        key = (id(tensor) if tensor.is_meta else tensor.data_ptr(), tensor.shape)
         if key not in storages or not tensor.numel():
             storages.add(key)
-            tensors[name] = tensor.detach().cpu().contiguous()
+            tensors[name] = tensor
     return tensors
 
 
@@ -181,7 +188,7 @@ def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield tensors that do not match between a drafter and its files: the first of each kind, and its fault."""
-    expected, state = collect_tensors(module), module.state_dict()
+    expected, state = select_untied(module), module.state_dict()
     kinds = {
         "has another shape": [name for name in weights if name in state and weights[name].shape != state[name].shape],
         "holds fractions": [
@@ -243,24 +250,8 @@ class TrainingResult:
     result_step: int
     # Length of the longest text in the data, in tokens.
     max_text_length: int
-    # Expected tokens per forward on held-out data before the first step, and of the result; None where they were not measured.
-    start_forecast: float | None = None
-    end_forecast: float | None = None
-
-    def describe_loss(self) -> str | None:
-        """Return a sentence if the training has made the drafter worse on held-out data, or no better; None otherwise."""
-        start, end = self.start_forecast, self.end_forecast
-        if start is None or end is None:
-            return None
-        before = f"{start:g} tokens per forward on held-out data before the first step"
-        if end < start:
-            return (
-                f"the training has made the drafter worse: {end:g} tokens per forward on held-out data, and {before}; lower "
-                "trainer.lr, train on more data, or keep the best weights by trainer.keep_best=true"
-            )
-        if self.result_step == 0:
-            return f"no step has made the drafter better than it was: {before}, whose weights are the result; lower trainer.lr"
-        return None
+    # What the training added on held-out data; None where that was not measured.
+    gain: HeldOutGain | None = None
 
 
 @dataclass
@@ -349,32 +340,6 @@ def select_trained_groups(drafter: Drafter, target: Target, stage: int) -> list[
     return groups
 
 
-@dataclass
-class ValidationHistory:
-    """The results of the validations so far."""
-
-    # The highest forecast; 0 before any validation.
-    best: float = 0.0
-    # The step after which it was measured; 0 before the first step.
-    best_step: int = 0
-    # Validations since then.
-    without_gain: int = 0
-    # The forecast before the first step, and the newest one; None where they were not measured.
-    start: float | None = None
-    newest: float | None = None
-
-    def add_forecast(self, forecast: float, step: int) -> bool:
-        """Add a validation; tell whether it is the best so far."""
-        self.newest = forecast
-        if step == 0:
-            self.start = forecast
-        if forecast > self.best:
-            self.best, self.best_step, self.without_gain = forecast, step, 0
-            return True
-        self.without_gain += 1
-        return False
-
-
 def best_weights_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"best-{step:06d}"
 
@@ -397,6 +362,29 @@ def delete_best_except(run: Path, steps: set[int]) -> None:
     for path in (run / "checkpoints").glob("best-*[0-9]"):
         if path not in paths:
             shutil.rmtree(path)
+
+
+def start_weights_path(run: Path) -> Path:
+    """Return the path of the weights that a training with fitted initial weights began with."""
+    return run / "start" / "model.safetensors"
+
+
+def save_start(run: Path, drafter: Drafter) -> None:
+    """Save the weights of a drafter before the first step, for a score to compare with."""
+    delete_start(run)
+    with atomic_write(start_weights_path(run).parent, folder=True, remedy=resume_advice(run)) as scratch:
+        save_tensors(collect_tensors(drafter), scratch / "model.safetensors")
+
+
+def load_start(run: Path, drafter: Drafter) -> None:
+    """Load the weights that a training began with into its drafter; raise `DamagedFile` if they are not what was saved."""
+    path = start_weights_path(run)
+    load_tensors(drafter, read_tensors(path, f"delete {path.parent}, and the score leaves the start out"))
+
+
+def delete_start(run: Path) -> None:
+    """Delete the weights that a training began with, if they were saved."""
+    shutil.rmtree(start_weights_path(run).parent, ignore_errors=True)
 
 
 class WeightAverages:

@@ -152,16 +152,23 @@ class TrainingProgress:
             self.num_steps = self.pace.total = num_steps
             self.bar.update(self.task, total=num_steps)
 
-    def update(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        """Report a finished step, with `metrics` where it is logged."""
+    def update(
+        self, step: int, metrics: dict[str, Any] | None = None, seconds_left: float | None = None, is_paced: bool = True
+    ) -> None:
+        """Report a finished step, with `metrics` where it is logged.
+
+        `seconds_left` is what a time limit leaves; before steps are timed (not `is_paced`) their number is not shown.
+        """
         if metrics is not None:
             self.line = _format_line(metrics)
         if self.is_live:
-            self.bar.update(self.task, completed=step, line=self.line)
+            self.bar.update(self.task, completed=step, line=self.line, total=self.num_steps if is_paced else None)
             return
         is_end = metrics is not None and step in (self.num_steps, self.first_step + 1)
         if self.is_enabled and (self.pace.is_due() or is_end):
-            print(f"step {step} of {self.num_steps}  {self.line}  {self.pace.time_left(step)}", flush=True)
+            count = f"step {step} of {self.num_steps}" if is_paced else f"step {step}"
+            left = self.pace.time_left(step) if seconds_left is None else f"{format_duration(seconds_left)} left"
+            print(f"{count}  {self.line}  {left}", flush=True)
 
 
 def _format_line(metrics: dict[str, Any]) -> str:

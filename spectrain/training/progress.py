@@ -2,7 +2,7 @@
 
 import socket
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from spectrain.data.dataset import BatchStream
 from spectrain.features.base import Source
 
 from .budget import Budget, TimeSpent
-from .checkpoints import Tally, ValidationHistory, WeightAverages, best_weights_path, delete_best_except, set_random_state
+from .checkpoints import Tally, WeightAverages, best_weights_path, delete_best_except, set_random_state
 from .parallel import ParallelStrategy, summarize_processes
 from .settings import TrainerSettings
+from .validation_history import ValidationHistory
 
 
 class RunProgress:
@@ -77,9 +78,9 @@ class RunProgress:
         self.rates = progress.get("rates", {})
         self.budget.resume_from(TimeSpent(**progress["spent"]))
         self.validation_history = ValidationHistory(**progress["looks"])
-        if self.trainer.keep_best and not best_weights_path(self.run, self.validation_history.best_step).exists():
+        if self.trainer.keep_best is not False and not best_weights_path(self.run, self.validation_history.best_step).exists():
             # Its weights are gone.
-            self.validation_history = ValidationHistory(start=self.validation_history.start)
+            self.validation_history = replace(self.validation_history, best=0.0, best_step=0, without_gain=0)
         self.saved_best_step = self.validation_history.best_step
         if shared.is_main:
             delete_best_except(self.run, {self.saved_best_step})

@@ -36,6 +36,7 @@ from .checkpoints import (
     load_trained_weights,
     save_best,
     save_checkpoint,
+    save_start,
     select_trained_groups,
 )  # fmt: skip
 from .initial_fit import fit_initial_weights
@@ -44,7 +45,8 @@ from .progress import RunProgress
 from .rates import choose_rates, describe_rates, split_by_rate
 from .settings import TrainerSettings
 from .stop_signals import StopSignals
-from .validation import measure_acceptance
+from .validation import HeldOutTexts, measure_acceptance, record_held_out
+from .validation_schedule import ValidationSchedule, count_affordable
 
 TRIAL_STEPS = 2  # steps that each number of threads is timed by, twice as many at the start
 
@@ -70,6 +72,10 @@ class TrainingRun(RunProgress):
         self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
+        # The places of validations; None where nothing is validated.
+        self.held_out: HeldOutTexts | None = None
+        self.recording_seconds = 0.0  # that the target took to answer the held-out prompts
+        self.validation_schedule = ValidationSchedule()
 
     # Beginning
 
@@ -91,6 +97,8 @@ class TrainingRun(RunProgress):
         else:
             stream = dataset.stream_batches(self.trainer.batch_settings, batches_per_step=self.trainer.accumulate)
             self.data_position = fit_initial_weights(self, self.drafter, self.target, stream)
+            if self.data_position is not None and self.parallel.is_main:
+                save_start(run, self.drafter)
             if self.trainer.lr == "auto":
                 self.choose_rates()
         self.start_training()
@@ -264,22 +272,44 @@ class TrainingRun(RunProgress):
         target_parameters = {f"target.{name}": p for name, p in self.target.named_parameters() if id(p) not in own}
         return named | target_parameters
 
-    def validate(self, held_out: list[Example], sources: list[str]) -> dict[str, Any]:
-        """Validate the drafter, with averaged weights where there are any, on held-out data; return the measures.
+    def record_held_out(self, dataset: Dataset) -> None:
+        """Let the target answer the held-out prompts, before anything has trained it."""
+        began = time.perf_counter()
+        self.held_out = record_held_out(self.target, self.drafter.layers, dataset.held_out, dataset.held_out_sources)
+        self.recording_seconds = time.perf_counter() - began
+        if self.held_out is not None and self.parallel.is_main:
+            print(
+                f"validation: up to {self.held_out.num_places:,} drafts after {self.held_out.num_roots:,} tokens of "
+                f"{len(self.held_out.sources)} held-out answers, which the target wrote in {self.recording_seconds:.1f} s",
+                flush=True,
+            )
 
-        `sources` names the source of each held-out example of a mixture.
-        """
+    def plan_validations(self) -> None:
+        """Plan the next validation by the times measured so far. Every process must call this."""
+        history, total = self.validation_history, self.budget.total_seconds(self.step)
+        affordable = 0
+        if total is not None:
+            affordable = count_affordable(total, self.recording_seconds + history.seconds, history.newest_seconds)
+        affordable = self.parallel.all_gather(affordable)[0]
+        self.validation_schedule.update(history.newest_step, self.num_steps, history.count, affordable)
+
+    def validate(self) -> dict[str, Any]:
+        """Validate the drafter, with averaged weights where there are any, on held-out data; return the measures."""
+        assert self.held_out is not None
         self.monitor.report_status(self.step, "drafting for what was held out")
         parameters = self.named_parameters()
         with nullcontext() if self.averages is None else self.averages.swap_weights(parameters):
-            metrics = measure_acceptance(self.drafter, self.target, held_out, sources)
-            is_best = self.validation_history.add_forecast(self.parallel.all_gather(metrics["forecast"])[0], self.step)
-            if is_best and self.trainer.keep_best:
+            began = time.perf_counter()
+            measured = self.parallel.all_gather(measure_acceptance(self.drafter, self.target, self.held_out))[0]
+            forecast = measured.metrics["forecast"]
+            is_best = self.validation_history.add_forecast(forecast, self.step, measured)
+            self.validation_history.add_seconds(time.perf_counter() - began)
+            if is_best and self.trainer.keep_best is not False:
                 weights = self.parallel.gather_trained_weights(self.drafter, self.target)
                 if self.parallel.is_main:
                     save_best(self.run, self.step, weights)
                     delete_best_except(self.run, {self.step, self.saved_best_step})
-        return metrics
+        return measured.metrics
 
     # Ending
 
@@ -351,7 +381,7 @@ class TrainingRun(RunProgress):
             self.averages.copy_to(parameters)
         self.parallel.restore_tensors()
         history = self.validation_history
-        takes_best = self.trainer.keep_best and history.best > 0
+        takes_best = history.takes_best(self.trainer.keep_best)
         if takes_best and (self.parallel.is_reusable or self.parallel.is_main):
             load_trained_weights(self.drafter, self.target, load_best(self.run, history.best_step))
         changes = self.drafter.capabilities.target_training
@@ -367,6 +397,5 @@ class TrainingRun(RunProgress):
             self.parallel.is_reusable,
             history.best_step if takes_best else self.step,
             self.max_text_length,
-            history.start,
-            history.best if takes_best else history.newest,
+            history.measure_gain(takes_best, self.step),
         )

@@ -208,10 +208,12 @@ class TrainerSettings:
     seed: Seed = 0
     # Number of steps between two checkpoints; null saves only when the run stops or ends.
     save_every: Count | None = None
-    # Number of steps between two validations on held-out data; null validates with every checkpoint and at the end.
+    # Number of steps between two validations on held-out data; null validates with every checkpoint, at the end, and between
+    # them as often as fits into 5 % of the measured time.
     eval_every: Count | None = None
-    # Save the weights with the best validation as the result instead of the last ones.
-    keep_best: bool = False
+    # Take the weights with the best validation as the result, those of the start included, instead of the last ones; null takes
+    # them where the last ones are below the start, or below the best by more than chance.
+    keep_best: bool | None = None
     # Number of validations in a row without improvement after which the run ends; null never ends it early.
     stop_after: Count | None = None
     # Decay of a moving average of the weights, as in 0.999, which is validated and saved; null keeps no average.

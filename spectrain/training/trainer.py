@@ -1,5 +1,6 @@
 """The training loop. It knows no drafter family: a drafter provides its losses and its parameter groups."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,6 +70,8 @@ class Trainer(TrainerSettings):
         self._validate(drafter, source, shared)
         self._validate_held_out(shared, dataset, target)
         job = TrainingRun(self, drafter, target, source, shared, self.num_steps(dataset, shared.num_data_ranks))
+        if can_validate(job, dataset):
+            job.record_held_out(dataset)
         torch.manual_seed(self.seed)
         begun = job.restore_or_start(run, dataset)
         if shared.is_main:
@@ -77,10 +80,10 @@ class Trainer(TrainerSettings):
             print(how + self._describe_batches(dataset) if begun is None else f"going on from {begun}", flush=True)
         with TrainingReport(job, tracker) as report, StopSignals() as stop, job.monitor:
             try:
-                at_start = self._measure_start(job, dataset)
+                at_start = self._measure_start(job)
                 while not job.is_done:
                     self._run_step(job, stop)
-                    report.record_step(self._step_metrics(job, dataset, at_start))
+                    report.record_step(self._step_metrics(job, at_start))
                     if self._is_save_due(job) and not job.is_done:
                         job.save()
                         report.record_checkpoint(checkpoint_path(run, job.step))
@@ -104,30 +107,49 @@ class Trainer(TrainerSettings):
             source.leave_writing()
         return shared
 
-    def _measure_start(self, job: TrainingRun, dataset: Dataset) -> dict[str, Any] | None:
+    def _measure_start(self, job: TrainingRun) -> dict[str, Any] | None:
         """Return a validation before the first step, which shows whether training makes the drafter better; None without."""
-        if job.step or job.is_done or not can_validate(job, dataset):
+        if job.step or job.is_done or job.held_out is None:
             return None
-        return job.validate(dataset.held_out, dataset.held_out_sources)
+        metrics, history = job.validate(), job.validation_history
+        if job.parallel.is_main and history.num_places:
+            bounds = metrics.get("forecast_interval")
+            interval = "" if bounds is None else f" (95 % interval {bounds[0]:.3f} to {bounds[1]:.3f})"
+            print(
+                f"start, before step 1: {history.start:.3f} tokens per forward over {history.num_places:,} held-out places"
+                f"{interval}, measured in {history.newest_seconds:.1f} s",
+                flush=True,
+            )
+        return metrics
 
-    def _step_metrics(
-        self, job: TrainingRun, dataset: Dataset, at_start: dict[str, Any] | None = None
-    ) -> dict[str, Any] | None:
+    def _step_metrics(self, job: TrainingRun, at_start: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the metrics of the last step where they are due, with a validation where one is due, and after the first step
         with that before it."""
         is_end = job.is_done
-        due = self._is_save_due(job) if self.eval_every is None else job.step % self.eval_every == 0
-        measures = (due or is_end) and can_validate(job, dataset)
+        measures = job.held_out is not None and (is_end or self._is_validation_due(job))
         if not (is_end or job.step == 1 or job.step % self.log_every == 0 or measures):
             return None
         metrics = job.collect_metrics()
         if job.step == 1 and at_start is not None:
             metrics["held_out_at_start"] = at_start
         if measures:
-            metrics["held_out"] = job.validate(dataset.held_out, dataset.held_out_sources)
-            if job.validation_history.start is not None:
-                metrics["forecast_at_start"] = job.validation_history.start
+            metrics["held_out"] = job.validate()
+            history = job.validation_history
+            metrics["validation_seconds"] = round(job.recording_seconds + history.seconds, 2)
+            job.validation_schedule.next_step = math.inf
+            if history.start is not None:
+                metrics["forecast_at_start"] = history.start
+                metrics["gain_interval"] = history.compare("start", "newest")
         return metrics
+
+    def _is_validation_due(self, job: TrainingRun) -> bool:
+        """Tell whether a validation is due before the end."""
+        if self.eval_every is not None:
+            return job.step % self.eval_every == 0
+        # Planned anew from time to time: all processes have to agree.
+        if job.step == 2 or job.step % self.log_every == 0:
+            job.plan_validations()
+        return self._is_save_due(job) or job.step >= job.validation_schedule.next_step
 
     def _is_save_due(self, job: TrainingRun) -> bool:
         """Tell whether a checkpoint is due."""
@@ -163,7 +185,7 @@ class Trainer(TrainerSettings):
                 target.require_layers(f"trainer.{key}={value}")
             if value and not dataset.held_out:
                 raise UserError(
-                    f"trainer.{key}={value}: nothing is held out to look at; say how much, as in data.held_out=0.02"
+                    f"trainer.{key}={value}: nothing is held out to look at; raise the share, as in data.held_out=0.1"
                 )
             if value and not shared.unsharded:
                 raise UserError(
@@ -226,8 +248,9 @@ class TrainingReport:
         if self.metrics_file is not None and metrics is not None:
             self.metrics_file.write(metrics)
             self.tracker.log_metrics({key: value for key, value in metrics.items() if key != "step"}, self.job.step)
+        budget = self.job.budget
         self.progress.set_num_steps(self.job.step if self.job.is_done else round(self.job.num_steps))
-        self.progress.update(self.job.step, metrics)
+        self.progress.update(self.job.step, metrics, budget.seconds_left, budget.is_paced)
 
     def record_checkpoint(self, checkpoint: Path) -> None:
         if self.metrics_file is not None:

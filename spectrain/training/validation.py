@@ -1,26 +1,32 @@
-"""Validation: the acceptance of a drafter's drafts during training, on held-out conversations."""
+"""Validation: the acceptance of a drafter's drafts during training, on held-out conversations.
+
+The places of a validation are fixed by the data and the target: the target answers held-out prompts greedily, once, before the
+training, and every validation drafts after each token of these answers. Shapes: C conversations, R roots, K draft depths.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from typing import Any, NamedTuple
 
 import torch
+from scipy.special import stdtrit
+from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.generation import Generation
-from spectrain.decoding.loop import decode
-from spectrain.decoding.teacher_forcing import TeacherForcedBuilder, run_teacher_forced
+from spectrain.decoding.replay import RecordedTexts, ReplayedDrafts, record_answers, record_features, replay
 from spectrain.drafters.base import Drafter
+from spectrain.models.features import Layer
 from spectrain.models.target import Target
-from spectrain.trees import Chain
 
-MAX_CONVERSATIONS = 8  # conversations that are looked at
-ANSWER_TOKENS = 32  # tokens of the target's own answer to each
-DRAFT_DEPTH = 4  # drafts at each of its places, or as many as the drafter makes
+MIN_PLACES = 2000  # drafts that a validation judges, where the held-out data allows as many
+MAX_CONVERSATIONS = 24  # conversations whose answers are drafted
+ANSWER_TOKENS = 32  # tokens of the target's own answer to each; more where there are fewer conversations
+MAX_ANSWER_TOKENS = 512  # tokens of an answer at most, however few conversations there are
+DRAFT_DEPTH = 4  # drafts at each place, or as many as the drafter makes
 
 
 @contextmanager
@@ -34,73 +40,162 @@ def evaluation_mode(drafter: Drafter) -> Iterator[None]:
         drafter.train(training)
 
 
-def select_prompts(examples: list[Example], max_length: int) -> list[list[int]]:
-    """Select the prompts of a validation, for a target of this context length."""
-    return [example.prompt for example in examples if len(example.prompt) + ANSWER_TOKENS <= max_length][:MAX_CONVERSATIONS]
+class SelectedPrompts(NamedTuple):
+    """The prompts of a validation, the source of each, and the number of tokens that the target answers."""
+
+    prompts: list[list[int]]
+    sources: list[str]
+    answer_tokens: int
+
+
+def select_prompts(examples: list[Example], max_length: int, sources: Sequence[str] = ()) -> SelectedPrompts:
+    """Select the prompts of a validation, for a target of this context length, and the length of the answers.
+
+    Without sources all prompts have the same name.
+    """
+    names = sources or [""] * len(examples)
+    fitting = [(ex.prompt, name) for ex, name in zip(examples, names) if len(ex.prompt) + ANSWER_TOKENS <= max_length]
+    chosen = fitting[:MAX_CONVERSATIONS]
+    longest = max((len(prompt) for prompt, _ in chosen), default=0)
+    # Half more than needed, because some answers end early and some drafters make fewer drafts.
+    per_text = 1.5 * MIN_PLACES / max(1, len(chosen))
+    needed = 1 + math.ceil((per_text + DRAFT_DEPTH * (DRAFT_DEPTH - 1) / 2) / DRAFT_DEPTH)
+    tokens = min(max(ANSWER_TOKENS, needed), MAX_ANSWER_TOKENS, max_length - longest)
+    return SelectedPrompts([prompt for prompt, _ in chosen], [name for _, name in chosen], tokens)
 
 
 class ValidationRows(NamedTuple):
-    """The largest numbers of rows that a validation runs: it drafts answers with no draft accepted, then with all accepted."""
+    """The largest numbers of rows that recording the answers runs through the target, and each validation."""
 
-    num_prompt: int  # prompt tokens; only the last one's logits are needed
-    num_verified: int
-    num_drafted: int
+    num_recorded: int  # tokens of prompts and answers, once before the training
+    num_answered: int  # of these, the tokens whose logits are needed
+    num_judged: int  # rows of the target's output layer in each validation
+    num_drafted: int  # rows of the drafter in each validation, which reads the prompts too
 
 
-def count_validation_rows(prompts: list[list[int]]) -> ValidationRows:
+def count_validation_rows(selected: SelectedPrompts) -> ValidationRows:
     """Count the rows of a validation over prompts from `select_prompts`."""
-    rounds = len(prompts) * (ANSWER_TOKENS - 1 + math.ceil((ANSWER_TOKENS - 1) / (DRAFT_DEPTH + 1)))
-    return ValidationRows(2 * sum(map(len, prompts)), rounds * (DRAFT_DEPTH + 1), rounds * DRAFT_DEPTH)
+    count, roots = len(selected.prompts), selected.answer_tokens - 1
+    prompts = sum(map(len, selected.prompts))
+    recorded, drafted = prompts + count * roots, prompts + count * roots * DRAFT_DEPTH
+    return ValidationRows(recorded, count * (roots + 1), count * roots, drafted)
 
 
-def measure_acceptance(
-    drafter: Drafter, target: Target, examples: list[Example], sources: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Measure a drafter on the target's own greedy answers to the prompts of these examples, by depth.
+@dataclass(frozen=True)
+class HeldOutTexts:
+    """The places of a run's validations: the target's answers to held-out prompts, with its features."""
 
-    Every draft before the judged one is correct. `agreement` is the share of positions at which the most likely draft is the
+    texts: RecordedTexts
+    # The source of each text in a mixture; empty names otherwise.
+    sources: list[str]
+    layers: tuple[Layer, ...]
+
+    @property
+    def num_roots(self) -> int:
+        """The number of tokens after which a drafter drafts."""
+        return sum(self.texts.num_roots)
+
+    @property
+    def num_places(self) -> int:
+        """The largest number of drafts that a validation judges: as many after each root as the answer has tokens left."""
+        return sum(max(0, roots - depth) for roots in self.texts.num_roots for depth in range(DRAFT_DEPTH))
+
+
+@torch.no_grad()
+def record_held_out(
+    target: Target, layers: tuple[Layer, ...], examples: list[Example], sources: Sequence[str] = ()
+) -> HeldOutTexts | None:
+    """Let the target answer the held-out prompts, all of them together; None where no prompt fits its context."""
+    selected = select_prompts(examples, target.max_length, sources)
+    if not selected.prompts:
+        return None
+    with torch.random.fork_rng():
+        return HeldOutTexts(record_answers(target, selected.prompts, selected.answer_tokens, layers), selected.sources, layers)
+
+
+class Validation(NamedTuple):
+    """The measures of a validation as metrics.jsonl has them, and what each conversation adds to the forecast's error."""
+
+    metrics: dict[str, Any]
+    influences: list[float]
+
+
+def measure_acceptance(drafter: Drafter, target: Target, held_out: HeldOutTexts) -> Validation:
+    """Measure a drafter on the target's own greedy answers, by depth.
+
+    Every draft before the judged one is correct. `agreement` is the share of places at which the most likely draft is the
     target's most likely token, `acceptance` the mean sum of min(p, q), which is how often a drawn draft is accepted, and
-    `places` the number of positions. `forecast` is the expected tokens per forward of a chain, 1 + a_1 + a_1 a_2 + ..., and
-    `acceptance_length` that of the chains that drafted the answers. With `sources`, the source of each example, `by_source`
-    holds the same for the prompts of each source. The weights and the random numbers of the training stay as they are.
+    `places` the number of places. `forecast` is the expected tokens per forward of a chain, 1 + a_1 + a_1 a_2 + ...,
+    `forecast_interval` its 95 % interval over conversations, and `acceptance_length` the tokens per round of the chains that
+    would draft the answers. For a mixture, `by_source` holds the same for each source. The weights and the random numbers of
+    the training stay as they are.
     """
-    prompts = select_prompts(examples, target.max_length)
-    names = select_sources(examples, target.max_length, sources)
+    texts = held_out.texts
     with evaluation_mode(drafter), torch.random.fork_rng():
-        answers = [decode(target, [prompt], Greedy(), ANSWER_TOKENS, drafter, Chain(DRAFT_DEPTH))[0] for prompt in prompts]
-        groups = {source: [answer for answer, name in zip(answers, names) if name == source] for source in dict.fromkeys(names)}
-        # With every draft before a token correct.
-        forced = {
-            source: run_teacher_forced(
-                target, drafter, Chain(DRAFT_DEPTH), Greedy(), [answer.prompt for answer in group], ANSWER_TOKENS, group
-            )
-            for source, group in groups.items()
-        }
-    result = summarize_acceptance([*forced.values()], answers)
-    if sources:
-        result["by_source"] = {source: summarize_acceptance([forced[source]], group) for source, group in groups.items()}
-    return result
+        if drafter.capabilities.target_training is not None:
+            texts = record_features(target, texts, held_out.layers)
+        judged = replay(target, drafter, texts, DRAFT_DEPTH)
+    metrics, influences = summarize_acceptance(judged)
+    if any(held_out.sources):
+        metrics["by_source"] = {}
+        for source in dict.fromkeys(held_out.sources):
+            rows = torch.tensor([name == source for name in held_out.sources])
+            parts = {name: getattr(judged, name)[rows] for name in ("is_judged", "hits", "overlaps")}
+            metrics["by_source"][source] = summarize_acceptance(replace(judged, **parts)).metrics
+    return Validation(metrics, influences)
 
 
-def select_sources(examples: list[Example], max_length: int, sources: Sequence[str]) -> list[str]:
-    """Return the source of each prompt from `select_prompts`; without sources all have the same name."""
-    names = sources or [""] * len(examples)
-    fitting = [name for example, name in zip(examples, names) if len(example.prompt) + ANSWER_TOKENS <= max_length]
-    return fitting[:MAX_CONVERSATIONS]
-
-
-def summarize_acceptance(forced: list[TeacherForcedBuilder], answers: list[Generation]) -> dict[str, Any]:
-    """Return the measures of answers that were drafted for in one or more groups."""
-    rounds = [emitted for answer in answers for emitted in answer.complete_round_lengths]
-    counts, hits, overlaps = (
-        [sum(values) for values in zip(*(getattr(group, name) for group in forced))]
-        for name in ("counts", "top1_sums", "overlap_sums")
-    )
-    acceptance = [total / count for total, count in zip(overlaps, counts) if count]
-    return {
-        "agreement": [round(total / count, 4) for total, count in zip(hits, counts) if count],
+def summarize_acceptance(judged: ReplayedDrafts) -> Validation:
+    """Return the measures of judged drafts."""
+    rounds = judged.round_lengths()
+    counts = judged.is_judged.sum((0, 1))
+    reached = counts > 0
+    counts = counts[reached]
+    agreement, acceptance = ((part.sum((0, 1))[reached] / counts).tolist() for part in (judged.hits, judged.overlaps))
+    influences = forecast_influences(judged.overlaps.sum(1)[:, reached], judged.is_judged.sum(1)[:, reached])
+    forecast = 1 + sum(accumulate(acceptance, mul))
+    metrics = {
+        "agreement": [round(share, 4) for share in agreement],
         "acceptance": [round(share, 4) for share in acceptance],
-        "places": [count for count in counts if count],
+        "places": counts.tolist(),
         "acceptance_length": round(sum(rounds) / len(rounds), 4) if rounds else None,
-        "forecast": round(1 + sum(accumulate(acceptance, mul)), 4),
+        "forecast": round(forecast, 4),
+        "forecast_interval": interval_around(forecast, influences),
+        "conversations": len(influences),
     }
+    return Validation(metrics, influences)
+
+
+def forecast_influences(sums: Tensor, counts: Tensor) -> list[float]:
+    """Return what each conversation adds to the error of the forecast, from its sums and counts [C, K] of places by depth.
+
+    The places of a text are not independent, so the error is that of the conversations (the delta method for ratios of
+    clusters): u_c = sum over d of dF/da_d (s_cd - a_d n_cd) / N_d. Conversations without a place are left out.
+    """
+    with_places = counts.sum(1) > 0
+    sums, counts = sums[with_places].double(), counts[with_places].double()
+    totals = counts.sum(0)
+    rates = sums.sum(0) / totals
+    depths = range(len(rates))
+    others = [[float(torch.cat([rates[:depth], rates[depth + 1 : last + 1]]).prod()) for last in depths] for depth in depths]
+    slopes = torch.tensor([sum(products[depth:]) for depth, products in enumerate(others)], dtype=torch.float64)
+    influences: list[float] = ((sums - rates * counts) / totals * slopes).sum(1).tolist()
+    return influences
+
+
+def interval_around(value: float, influences: Sequence[float]) -> list[float] | None:
+    """Return the 95 % interval of a value by Student's t, from its influences [C]; None below two conversations."""
+    count = len(influences)
+    if count < 2:
+        return None
+    error = math.sqrt(count / (count - 1) * sum(influence**2 for influence in influences))
+    margin = float(stdtrit(count - 1, 0.975)) * error
+    return [round(value - margin, 4), round(value + margin, 4)]
+
+
+def difference_interval(before: float, after: float, influences: tuple[Sequence[float], Sequence[float]]) -> list[float] | None:
+    """Return the 95 % interval of `after` - `before`, which were measured at the same places; None where it is unknown."""
+    first, second = influences
+    if len(first) != len(second):
+        return None
+    return interval_around(after - before, [late - early for early, late in zip(first, second)])

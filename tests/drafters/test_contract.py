@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
+from spectrain.decoding.replay import record_answers, replay
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.errors import UserError
@@ -177,6 +179,22 @@ def test_nestable_drafters_leave_verification_to_the_target(name: str) -> None:
     """A drafter inside another one is not called to verify, so one with a verification of its own is not nestable."""
     drafter = make(name, get_shared_target())
     assert not drafter.capabilities.nestable or type(drafter).verify is Drafter.verify
+
+
+@pytest.mark.parametrize("name", each(toys=False), indirect=True)
+def test_a_drafter_from_features_needs_no_target(name: str) -> None:
+    """With recorded features it drafts what it drafts while the target runs the same tokens; others say that they cannot."""
+    target = copy.deepcopy(get_shared_target())
+    drafter = make(name, target)
+    if not drafter.capabilities.drafts_from_features or not is_trainable(drafter):
+        return
+    drafter.eval().prepare(target, make_conversations().token_counts(target.head.vocab_size))
+    texts = record_answers(target, [list(range(3, 11)), list(range(20, 25))], 6, drafter.layers)
+    recorded = replay(target, drafter, texts, 3)
+    drafter.capabilities = replace(drafter.capabilities, drafts_from_features=False)
+    rerun = replay(target, drafter, texts, 3)
+    assert torch.equal(recorded.is_judged, rerun.is_judged)
+    assert torch.allclose(recorded.overlaps, rerun.overlaps, atol=2e-4)
 
 
 def stages(drafter: Drafter, num_steps: int) -> list[int]:

@@ -44,10 +44,10 @@ def test_every_family_works_with_every_tree(name: str) -> None:
             refusal = find_refusal(name, drafter, builder)
             if refusal is not None:
                 with pytest.raises(UserError, match=refusal):
-                    check_compatibility(drafter, builder, rule)
+                    check_compatibility(drafter.capabilities, builder, rule)
                     decode(target, [PROMPT], rule, 6, drafter, builder)
                 continue
-            check_compatibility(drafter, builder, rule)
+            check_compatibility(drafter.capabilities, builder, rule)
             assert decode(target, [PROMPT], rule, 6, drafter, builder)[0].output
 
 

@@ -27,6 +27,7 @@ from spectrain.features.base import BatchRequest, SourceError
 from spectrain.features.batch import Batch
 from spectrain.features.live_source import LiveSource
 from spectrain.models.target import Target
+from spectrain.training.checkpoints import load_start, start_weights_path
 from spectrain.training.trainer import Trainer
 
 VARIANTS: list[dict[str, Any]] = [
@@ -212,6 +213,24 @@ def test_a_fit_reads_as_many_tokens_as_it_is_told(shallow: Target, tmp_path: Pat
         trainer.fit(drafter, shallow, dataset, source, tmp_path, on_step=stop)
     expected = counts[0] if counts[0] >= 100 else counts[0] + counts[1] if counts[0] + counts[1] >= 100 else sum(counts)
     assert f"initial weights fitted to {expected} tokens" in capsys.readouterr().out
+
+
+def test_the_fitted_start_is_saved(shallow: Target, tmp_path: Path) -> None:
+    """A training that changes nothing ends with the weights that it saved before its first step."""
+    drafter = make_drafter(shallow, fit_tokens=100)
+    trainer = Trainer(lr=1e-30, weight_decay=0.0, max_steps=1, batch_tokens=60)
+    trainer.fit(drafter, shallow, make_dataset(), LiveSource(), tmp_path)
+    start = make_drafter(shallow, fit_tokens=0)
+    untrained = {name: value.clone() for name, value in start.state_dict().items()}
+    load_start(tmp_path, start)
+    for name, value in drafter.state_dict().items():
+        # Entries of 0 change by the rate.
+        assert torch.allclose(value, start.state_dict()[name], rtol=1e-6, atol=1e-29), name
+    assert not torch.equal(untrained["fc.weight"], start.state_dict()["fc.weight"])
+    Trainer(lr=1e-3, max_steps=1, batch_tokens=60).fit(
+        make_drafter(shallow, fit_tokens=0), shallow, make_dataset(), LiveSource(), tmp_path / "unfitted"
+    )
+    assert not start_weights_path(tmp_path / "unfitted").exists()
 
 
 class LostSource(LiveSource):

@@ -168,10 +168,10 @@ def test_what_weighs_q_is_refused(shallow: Target) -> None:
     """Rules that need q, and sampled children, are refused, because copies have no q."""
     for drafter in (Retrieval(shallow), Hybrid(shallow, INNER)):
         with pytest.raises(UserError, match="acceptance=recursive.*copied tokens have none"):
-            check_compatibility(drafter, Chain(2), RecursiveRejection())
-        check_compatibility(drafter, Chain(2), Match(1.0))
+            check_compatibility(drafter.capabilities, Chain(2), RecursiveRejection())
+        check_compatibility(drafter.capabilities, Chain(2), Match(1.0))
     with pytest.raises(UserError, match="tree.children=sampled: copied tokens are not drawn"):
-        check_compatibility(drafter, Chain(2, "sampled"), Match(1.0))
+        check_compatibility(drafter.capabilities, Chain(2, "sampled"), Match(1.0))
 
 
 def test_a_hybrid_takes_a_drafter_by_its_directory(shallow: Target, tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from spectrain.decoding.acceptance.rejection import SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.capabilities import Capabilities
 from spectrain.drafters.causal import Causal
+from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.columns import AUTOREGRESSIVE, choose_fastest
 from spectrain.eval.fixed_trees import choose_trees
-from spectrain.eval.notes import recommend_system
+from spectrain.eval.notes import describe_acceptance, recommend_system
 from spectrain.eval.run import Evaluation
 from spectrain.export.card import fastest_line
 from spectrain.models.target import Target
@@ -64,6 +65,31 @@ def test_fixed_trees_are_those_that_a_drafter_can_draft(shallow: Target) -> None
         SpeculativeSampling().check_children(Eagle2().children, False)
     assert choose_trees(Chain(5), Greedy(), Ngram(shallow).capabilities)["tree"].budget == 16
     assert "tree" not in choose_trees(Chain(5, "sampled"), SpeculativeSampling(), Capabilities())
+
+
+def test_the_gain_is_over_the_start_of_the_training(shallow: Target, tmp_path: Path) -> None:
+    """Where the drafter before the first step is known, it is decoded in the fixed trees, and the gain is the ratio to it."""
+    drafter, start, untrained = Causal(shallow, num_layers=2), Causal(shallow, num_layers=1), EarlyExit(shallow, 1)
+    candidate = Candidate(
+        shallow, drafter, Chain(4), Greedy(), SETTING, make_untrained=lambda: untrained, make_start=lambda: start
+    )
+    summary = make_evaluation(tmp_path, ("untrained", "fixed")).score(candidate, tmp_path / "out")
+    samples = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
+    rounds = [
+        length
+        for sample in samples
+        for length in decode(shallow, [sample["prompt_tokens"]], Greedy(), NUM_TOKENS, start, Chain(3))[
+            0
+        ].complete_round_lengths
+    ]
+    entry = summary["acceptance"]["chain"]
+    drafters, gain = entry["drafters"], entry["gain"]
+    assert set(drafters) == {"drafter", "start", "untrained"} and "start" not in summary["compared"]
+    assert drafters["start"]["pooled"] == pytest.approx(sum(rounds) / len(rounds), abs=1e-4)
+    assert gain["over"] == "start"
+    assert gain["ratio"] == pytest.approx(drafters["drafter"]["pooled"] / drafters["start"]["pooled"], abs=1e-3)
+    sentence = next(describe_acceptance(summary))
+    assert "before training" in sentence and "without the fit" in sentence
 
 
 def make_summary(ratios: dict[str, float], quotable: bool = True) -> dict[str, Any]:

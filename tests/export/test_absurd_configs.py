@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
+from spectrain.runs.drafters import load_for_decoding
 
 from .test_converter import ours
 
@@ -40,11 +42,28 @@ EVERYWHERE: dict[str, tuple[Edit, str]] = {
     "a list of classes": (set_value("architectures", value=["x"] * 20_000), LONG_LIST),
     "a large group": (set_value("x", value={str(number): 1 for number in LONG}), LONG_LIST),
     "a list in a list": (set_value("x", value=[[LONG]]), LONG_LIST),
-    "10^6 layers": (set_value("num_hidden_layers", value=10**6), "num_hidden_layers=1000000: use 4096 or less"),
+    "10^6 layers": (set_value("num_hidden_layers", value=10**6), "num_hidden_layers=1000000: use 256 or less"),
     "10^9 wide": (set_value("x", "hidden_size", value=10**9), "hidden_size=1000000000: use 1048576 or less"),
     "deep brackets": (lambda config: '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
     "deep groups": (lambda config: '{"x":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
     "a long number": (lambda config: '{"x": ' + "9" * 5000 + "}", "this is not JSON"),
+    "a large epsilon": (set_value("rms_norm_eps", value=0.5), "rms_norm_eps=0.5: use a number above 0 that is 0.01 or less"),
+    "an epsilon of zero": (set_value("x", "norm_eps", value=0), "norm_eps=0: use a number above 0"),
+    "a fraction of a head": (set_value("x", "num_attention_heads", value=1.5), "1.5: use a whole number from 0 to 65536"),
+    "a negative width": (set_value("hidden_size", value=-1), "hidden_size=-1: use a whole number from 0 to 1048576"),
+    "true layers": (set_value("num_hidden_layers", value=True), "True: use a whole number from 0 to 256"),
+    "NaN tokens": (set_value("vocab_size", value=float("nan")), "vocab_size=nan: use a whole number from 0 to 10000000"),
+    "a size in a list": (set_value("x", value=[{"hidden_size": 10**9}]), "hidden_size=1000000000: use 1048576 or less"),
+    "a list as a flag": (set_value("attention_bias", value=[[1]]), "attention_bias=[[1]]: use true or false"),
+    "a text as a flag": (set_value("norm_before_residual", value="no"), "norm_before_residual=no: use true or false"),
+    "a number as a type": (set_value("torch_dtype", value=1), "torch_dtype=1: use a text"),
+    "a class in a list": (set_value("architectures", value=[["x"]]), "architectures=[['x']]: use a list of texts"),
+    "half a token": (set_value("eos_token_id", value=[0.5]), "eos_token_id=[0.5]: use a whole number from 0 to 10000000"),
+    "no drafts": (set_value("x", value=[{"speculative_tokens": 0}]), "speculative_tokens=0: use a whole number from 1 to 4096"),
+    "a text as layers": (
+        set_value("eagle_aux_hidden_state_layer_ids", value="a" * 100_000),
+        "a: use a list of at most 256 layers",
+    ),
     "no settings": (lambda config: [1], "it holds no settings"),
     "nothing": (lambda config: "", "this is not JSON"),
     "half of it": (lambda config: json.dumps(config)[:100], "this is not JSON"),
@@ -55,6 +74,14 @@ OWN: dict[str, tuple[Edit, str]] = {
     "300 layers": (set_value("drafter", "num_layers", value=300), "use 256 or less"),
     "a wide head": (set_value("drafter", "head_rank", value=10**9), "use 65536 or less"),
     "true": (set_value("drafter", "ttt_steps", value=True), "write a number"),
+    "a tree without a choice": (set_value("tree", value=0.5), "tree is not a choice with its settings"),
+    "a rule without a choice": (set_value("acceptance", value={"x": 1}), "acceptance is not a choice with its settings"),
+    "a deep tree": (set_value("tree", "depth", value=10**9), "use 4096 or less"),
+    "a recipe": (set_value("recipe", value=[1]), "recipe is not a recipe's name"),
+    "another family's sizes": (
+        set_value("drafter", "architecture", value={"model_type": "llama"}),
+        "drafter.architecture.model_type: there is no such key",
+    ),
 }
 CASES = [(layout, name) for layout in ("own", "vllm", "sglang", "medusa") for name in EVERYWHERE]
 
@@ -108,6 +135,89 @@ def test_absurd_configurations_are_refused(layouts: dict[str, Path], tmp_path: P
 def test_absurd_settings_of_our_own_layout_are_refused(layouts: dict[str, Path], tmp_path: Path, name: str) -> None:
     edit, problem = OWN[name]
     check_refused(copy_with(layouts["own"], tmp_path / "drafter", edit), problem)
+
+
+METADATA: dict[str, tuple[Edit, str]] = {
+    "a tree": (set_value("description", "tree", value=0.5), "description.tree is not a choice with its settings"),
+    "a recipe": (set_value("description", "recipe", value=1), "description.recipe is not a recipe's name"),
+    "a target": (set_value("target", "said", value=-0.5), "target.said=-0.5: use a text"),
+    "an unknown setting": (set_value("drafter", "x", value=1), "drafter.x: there is no such key"),
+    "a setting of a wrong type": (set_value("drafter", "ttt_steps", value="x"), "drafter.ttt_steps=x"),
+    "a setting that the layout has": (set_value("drafter", "vocab_size", value=7), "drafter.vocab_size=7, and the other files"),
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_absurd_values_beside_an_export_are_refused(layouts: dict[str, Path], tmp_path: Path, name: str) -> None:
+    edit, problem = METADATA[name]
+    folder = copy_with(layouts["vllm"], tmp_path / "drafter", lambda config: config)
+    path = folder / "spectrain.json"
+    content = edit(json.loads(path.read_text()))
+    path.unlink()
+    path.write_text(json.dumps(content))
+    check_refused(folder, problem)
+
+
+ADAPTERS: dict[str, tuple[str, str, Any, str]] = {
+    "modules in a list": (
+        "adapter_config",
+        "target_modules",
+        [[10**9]],
+        "target_modules is [[1000000000]], and the factors are",
+    ),
+    "a module that is not adapted": (
+        "adapter_config",
+        "target_modules",
+        ["x"],
+        "target_modules is ['x'], and the factors are for down_proj",
+    ),
+    "transposed": ("adapter_config", "fan_in_fan_out", -1, "fan_in_fan_out is -1, and plain LoRA has False"),
+    "another rank": ("adapter_config", "r", 3, "r is 3, and the factors have rank 2"),
+    "an endless update": ("adapter_config", "lora_alpha", 1e300, "lora_alpha is 1e+300, and it is a number above 0"),
+    "another layer": ("adapter_config", "layers_to_transform", [-1], "layers_to_transform is [-1], and the factors are for [0"),
+    "DoRA": ("adapter_config", "use_dora", True, "use_dora is True, and plain LoRA has False"),
+    "no masks": ("gated_lora", "num_masks", None, "num_masks is None, and the other files imply 2"),
+    "a width": ("gated_lora", "width", "float99", "width is float99, and the other files imply 128"),
+    "a sampler": ("gated_lora", "sampler", float("inf"), "sampler is inf, and the other files imply True"),
+    "a rank": ("gated_lora", "rank", 7, "rank is 7, and the other files imply 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> dict[str, Path]:
+    """Return a gated LoRA drafter in our own and in peft's layout."""
+    folder = tmp_path_factory.mktemp("adapters")
+    own = ours(folder / "own", tiny, "gated_lora", num_masks=2, rank=2)
+    return {"own": own, "peft": convert(own, folder / "peft", "peft", TargetFiles("tiny"))}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_another_kind_are_refused(adapters: dict[str, Path], tiny: Target, tmp_path: Path, name: str) -> None:
+    """Lint and eval name the file, the key and what is right; eval of our own layout reads adapter_config.json too."""
+    stem, key, value, problem = ADAPTERS[name]
+    for layout in ("peft",) if stem == "gated_lora" else ("peft", "own"):
+        folder = tmp_path / layout
+        shutil.copytree(adapters[layout], folder)
+        path = folder / f"{stem}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+        assert any(f"{stem}.json: {problem}" in error for error in lint_errors(folder)), lint_errors(folder)
+        with pytest.raises(UserError) as refused:
+            load_for_decoding(folder, tiny)
+        assert f"{stem}.json: {problem}" in str(refused.value)
+
+
+def test_files_of_many_tensors_are_not_read(layouts: dict[str, Path], tmp_path: Path) -> None:
+    """A header of 100,000 entries is refused with a few of their names before any of them is read."""
+    folder = copy_with(layouts["vllm"], tmp_path / "drafter", lambda config: config)
+    content = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    end = len(content) - 8 - size
+    header |= {f"a.{number}": {"dtype": "F32", "shape": [0], "data_offsets": [end, end]} for number in range(100_000)}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    check_refused(folder, "it holds a.0, a.1, a.10 and 100013 more tensors, and no such file has more than 32768")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])

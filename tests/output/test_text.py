@@ -91,6 +91,22 @@ def test_ordinary_text_stays(text: str) -> None:
     assert clean_text(text) == text
 
 
+@pytest.mark.parametrize("part", ["a", "a.", "a-", "--", "auth-", "x://"])
+def test_long_words_are_read_once(part: str) -> None:
+    """A text of 300,000 characters without a space, which patterns that begin anywhere would read 10^10 times, and a secret
+    behind it."""
+    text = part * (300_000 // len(part))
+    assert mask_secrets(text) == text
+    assert mask_secrets(f"{text} my-api-key=abc") == f"{text} my-api-key=***"
+
+
+def test_an_error_is_one_short_line() -> None:
+    """Line breaks and control characters of a file are visible, and a very long value loses its middle."""
+    assert str(UserError("x=a\nspectrain: done\x1b[2J: use b")) == "x=a\\nspectrain: done\\x1b[2J: use b"
+    text = str(RunError(f"x={'a' * 100_000}: use b"))
+    assert text.startswith("x=aaa") and text.endswith("aaa: use b") and len(text) < 2000
+
+
 def test_settings_keep_what_is_no_secret() -> None:
     kept = {"max_tokens": 3, "mask_token": "<m>", "n": None, "api_key_variable": "MY_KEY"}
     settings = {**kept, "api_key": "x", "headers": {"Authorization": "y", "X-Org": "z"}}

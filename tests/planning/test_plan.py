@@ -31,10 +31,10 @@ from spectrain.models.target import Target
 from spectrain.planning.footprint import Models, bytes_of
 from spectrain.planning.operations import mean_keys
 from spectrain.planning.plan import Plan, plan
-from spectrain.planning.workload import Workload, validation_flops
+from spectrain.planning.workload import Workload, recording_flops, validation_flops
 from spectrain.runs.drafters import init_drafter
 from spectrain.training.trainer import Trainer
-from spectrain.training.validation import measure_acceptance
+from spectrain.training.validation import measure_acceptance, record_held_out
 from tests.memory_tracker import FORMULAS
 
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_memory_and_flops_of_a_run(words: str, small_target: tuple[str, str], tm
 
 
 def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan has the FLOPs of drafting for two prompts, without attention, where hardly a draft is accepted."""
+    """The plan has the FLOPs of recording two answers, and those of drafting for them, without attention."""
     torch.manual_seed(0)
     monkeypatch.setattr(Target, "stop_ids", frozenset())
     # The counter sees torch's operations, but not kernels.
@@ -119,10 +119,14 @@ def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytes
     texts = [torch.randint(3, 2000, (length,)).tolist() for length in (20, 31)]
     held_out = [Example(text, [False] * (len(text) - 1) + [True]) for text in texts]
     models = Models(shallow, drafter, Trainer(), torch.device("cpu"), 1)
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as recording:
+        recorded = record_held_out(shallow, drafter.layers, held_out)
+    assert recorded is not None
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        metrics = measure_acceptance(drafter, shallow, held_out)
+        metrics = measure_acceptance(drafter, shallow, recorded).metrics
     assert metrics["acceptance_length"] < 1.1
     work = Workload(Dataset([], 0, 0, 0, held_out=held_out), [], 1, 1.0, 1.0, 1.0, True)
+    assert recording_flops(models, work) / recording.get_total_flops() == WITHIN
     assert validation_flops(models, work) / counter.get_total_flops() == WITHIN
 
 

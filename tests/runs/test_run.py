@@ -72,7 +72,8 @@ def test_a_run_leaves_what_the_readme_says(finished_run: Path) -> None:
     assert {"rounds", "drafted_rounds"} <= summary["compared"]["auto"].keys()
     assert set(summary["acceptance"]) == {"chain", "tree"} and summary["acceptance"]["tree"]["tree"]["budget"] == 16
     for entry in summary["acceptance"].values():
-        before, after = (entry["drafters"][name] for name in ("untrained", "drafter"))
+        assert entry["gain"]["over"] == "start" and "untrained" in entry["drafters"]
+        before, after = (entry["drafters"][name] for name in (entry["gain"]["over"], "drafter"))
         assert after["rounds"] == after["drafted_rounds"] > 0
         assert entry["gain"]["ratio"] == pytest.approx(after["pooled"] / before["pooled"], abs=1e-3)
     assert summary["acceptance"]["chain"]["drafters"]["drafter"]["pooled"] == summary["acceptance_length"]["pooled"]

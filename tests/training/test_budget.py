@@ -21,6 +21,8 @@ from spectrain.training import validation
 from spectrain.training.checkpoints import TrainingResult
 from spectrain.training.settings import Muon, Wsd
 from spectrain.training.trainer import Trainer
+from spectrain.training.validation import Validation
+from spectrain.training.validation_history import ValidationHistory
 
 
 def make_examples(count: int, seed: int) -> list[Example]:
@@ -75,7 +77,11 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 def set_forecasts(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     """Let validation measure these forecasts, one after the other."""
     steps = iter(values)
-    monkeypatch.setattr(training_run, "measure_acceptance", lambda *_: {"forecast": next(steps), "acceptance": []})
+
+    def measure_next(*_: object) -> Validation:
+        return Validation({"forecast": next(steps), "acceptance": [], "places": [2000]}, [])
+
+    monkeypatch.setattr(training_run, "measure_acceptance", measure_next)
 
 
 class Clock:
@@ -158,6 +164,7 @@ def test_a_slow_first_step_plans_nothing() -> None:
     assert budget.num_steps(1) == training_budget.ASSUMED_STEPS
     budget.time_spent = training_budget.TimeSpent(24.0, 20.0)
     assert budget.num_steps(3) == 1 + 2 * 40 / 4 and not budget.is_done(3)
+    assert budget.total_seconds(3) == 60.0 and budget.seconds_left == 36.0 and budget.is_paced
     assert training_budget.Budget(15, 1.0).num_steps(0) == 15 and training_budget.Budget(15, None).is_done(15)
 
 
@@ -176,32 +183,56 @@ def test_the_best_validation_is_the_result(shallow: Target, tmp_path: Path, monk
     assert [path.name for path in (tmp_path / "checkpoints").glob("best-*")] == ["best-000004"]
 
 
-@pytest.mark.parametrize("keep_best", [False, True])
+@pytest.mark.parametrize("keep_best", [False, True, None])
 def test_a_training_below_its_start_says_so(
-    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_best: bool
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_best: bool | None
 ) -> None:
     """The drafter is measured before the first step; that is in the metrics, and the best weights may be those of the start."""
     set_forecasts(monkeypatch, [1.5, 1.2, 1.4])
     weights, lines, result = fit_drafter(shallow, tmp_path, held_out=1, eval_every=4, keep_best=keep_best)
     assert lines[0]["held_out_at_start"]["forecast"] == 1.5
     assert [line["forecast_at_start"] for line in lines if "held_out" in line] == [1.5, 1.5]
-    assert (result.start_forecast, result.end_forecast) == (1.5, 1.5 if keep_best else 1.4)
-    sentence = result.describe_loss()
-    assert sentence is not None
-    if keep_best:
-        assert result.result_step == 0 and "no step has made the drafter better than it was: 1.5 tokens" in sentence
+    assert result.gain is not None and (result.gain.start, result.gain.end) == (1.5, 1.5 if keep_best is not False else 1.4)
+    sentence = result.gain.describe()
+    if keep_best is not False:
+        assert result.result_step == 0 and sentence.startswith("Training added nothing to its start: 1.500 tokens per forward")
         assert_equal(dict(make_drafter(shallow).state_dict()), weights)
     else:
-        assert "made the drafter worse: 1.4 tokens per forward" in sentence and "1.5 tokens per forward" in sentence
+        assert sentence.startswith("Training took 6.7 % from its start: 1.500 -> 1.400 tokens per forward")
 
 
 def test_a_training_above_its_start_says_nothing(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without held-out data nothing is known, and a killed run remembers its start."""
     set_forecasts(monkeypatch, [1.5, 1.4, 1.4, 1.6])
-    _, lines, result = fit_drafter(shallow, tmp_path / "better", kill_at=5, held_out=1, max_steps=6)
-    assert result.start_forecast == lines[-1]["forecast_at_start"] == 1.5
-    assert result.end_forecast is not None and (result.describe_loss() is None) == (result.end_forecast >= 1.5)
-    assert fit_drafter(shallow, tmp_path / "plain", max_steps=1)[2].describe_loss() is None
+    _, lines, result = fit_drafter(shallow, tmp_path / "better", kill_at=5, held_out=1, eval_every=3, max_steps=6)
+    assert result.gain is not None and result.gain.start == lines[-1]["forecast_at_start"] == 1.5
+    assert fit_drafter(shallow, tmp_path / "plain", max_steps=1)[2].gain is None
+
+
+def test_what_a_training_added_is_said_with_its_interval() -> None:
+    """Both ends were measured at the same places, so the interval is that of the paired differences."""
+    history = ValidationHistory()
+    for step, forecast, influences in ((0, 1.360, [0.03, -0.03]), (40, 1.424, [0.031, -0.031]), (60, 1.300, [0.0, 0.0])):
+        history.add_forecast(forecast, step, Validation({"places": [2000, 703]}, influences))
+    gain = history.measure_gain(history.takes_best(None), 60)
+    assert gain is not None and gain.result_step == 40
+    # Student's t of one degree of freedom is 12.706, and the error of the differences 0.002.
+    assert gain.interval == pytest.approx([0.064 - 12.706 * 0.002, 0.064 + 12.706 * 0.002], abs=1e-3)
+    assert gain.describe() == (
+        "Training added 4.7 % to its start: 1.360 -> 1.424 tokens per forward over 2,703 places "
+        "(95 % interval of the difference +0.039 to +0.089); the result has the weights of step 40, the best of 60"
+    )
+
+
+def test_the_default_keeps_the_start_where_every_step_is_worse() -> None:
+    """It also keeps the last weights where the best ones are better by chance only."""
+    worse, chance = ValidationHistory(), ValidationHistory()
+    for step, forecast in ((0, 1.5), (4, 1.4), (8, 1.45)):
+        worse.add_forecast(forecast, step, Validation({"places": [2000]}, [0.1, -0.1]))
+    assert worse.takes_best(None) and worse.best_step == 0
+    for step, forecast, influences in ((0, 1.4, [0.1, -0.1]), (4, 1.51, [0.1, -0.1]), (8, 1.5, [-0.1, 0.1])):
+        chance.add_forecast(forecast, step, Validation({"places": [2000]}, influences))
+    assert not chance.takes_best(None) and chance.takes_best(True) and not worse.takes_best(False)
 
 
 def test_a_training_that_gains_nothing_stops(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,9 +264,9 @@ def test_validation_measures_the_average(shallow: Target, tmp_path: Path, monkey
     """Validation measures the weights that would be saved, and leaves the training's own unchanged."""
     validated: list[dict[str, torch.Tensor]] = []
 
-    def record_validated(drafter: Eagle3, *_: Any) -> dict[str, float]:
+    def record_validated(drafter: Eagle3, *_: Any) -> Validation:
         validated.append({name: value.clone() for name, value in drafter.state_dict().items()})
-        return {"forecast": 1.0, "acceptance": []}
+        return Validation({"forecast": 1.0, "acceptance": []}, [])
 
     monkeypatch.setattr(training_run, "measure_acceptance", record_validated)
     weights, *_ = fit_drafter(shallow, tmp_path, held_out=1, ema=0.5, eval_every=4)
@@ -249,5 +280,5 @@ def test_validation_measures_the_average(shallow: Target, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("options", [{"keep_best": True}, {"stop_after": 2}, {"eval_every": 5}])
 def test_validation_needs_held_out_data(shallow: Target, tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"trainer.{next(iter(options))}=.*nothing is held out.*data.held_out=0.02"):
+    with pytest.raises(UserError, match=f"trainer.{next(iter(options))}=.*nothing is held out.*data.held_out=0.1"):
         fit_drafter(shallow, tmp_path, held_out=0, **options)

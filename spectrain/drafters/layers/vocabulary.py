@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class VocabularyDrafter(Drafter):
     """A drafter whose head covers only the tokens that the assistant uses most; it cannot draft the others."""
 
-    capabilities = Capabilities(on_policy=OnPolicy())
+    capabilities = Capabilities(drafts_from_features=True, on_policy=OnPolicy())
     d2t: Tensor
     t2d: Tensor
     divergence: str

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 from spectrain.errors import UserError
-from spectrain.export.adapters import adapter_shape
-from spectrain.export.layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout, write_json, write_tensors
+from spectrain.export.adapters import adapter_shape, check_adapter
+from spectrain.export.layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
 from spectrain.export.targets import TargetFiles
 
 GATED_LORA_CLASS = "spectrain_research.gated_lora.drafter.GatedLora"
@@ -25,16 +26,34 @@ class PeftLayout(Layout):
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         settings = files.read_sidecar("gated_lora.json")
-        shapes: dict[str, tuple[int | None, ...]] = {
-            name: (settings["rank"], None) if ".lora_A" in name else (None, settings["rank"])
-            for name in files.tensors if name.startswith("base_model.")
-        }  # fmt: skip
+        # Another check compares their ranks with the settings.
+        shapes: dict[str, tuple[int | None, ...]] = dict.fromkeys(
+            (name for name in files.tensors if name.startswith("base_model.")), (None, None)
+        )
         shapes["masks"] = (settings["num_masks"], None)
         if settings["sampler"]:
             for part in ("first", "first_norm", "second"):
                 kind = (None,) if part.endswith("norm") else (None, None)
                 shapes |= {f"sampler.{part}.weight": kind, f"sampler.{part}.bias": (None,)}
         return ExpectedTensors(shapes)
+
+    def findings(self, files: DrafterFiles) -> Iterator[Finding]:
+        adapter, settings = files.read_sidecar("adapter_config.json"), files.read_sidecar("gated_lora.json")
+        yield from check_adapter(adapter, files.tensors)
+        implied = {**adapter_shape(files.tensors, adapter), "width": files.tensors["masks"].shape[1]}
+        for key, value in implied.items():
+            current = settings.get(key)
+            if isinstance(current, bool) != isinstance(value, bool) or current != value:
+                yield Finding(
+                    "gate-setting", "error",
+                    f"gated_lora.json: {key} is {str(current)[:100]}, and the other files imply {value}",
+                    "spectrain builds another drafter", f"write {value}",
+                )  # fmt: skip
+        if not isinstance(settings.get("gate"), str | None):
+            yield Finding(
+                "gate-setting", "error", f"gated_lora.json: gate is {str(settings['gate'])[:100]}, and it is a text",
+                "no reader can mean it", "copy the file again",
+            )  # fmt: skip
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         settings, metadata = files.read_sidecar("gated_lora.json"), files.read_metadata()

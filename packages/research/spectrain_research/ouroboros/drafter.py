@@ -59,6 +59,8 @@ class Ouroboros(NestedDrafter):
         phrases_from_text: bool = True,
     ) -> None:
         super().__init__(target, inner)
+        # It reads the logits of its verification.
+        self.capabilities = replace(self.capabilities, drafts_from_features=False)
         self.num_phrases, self.length, self.phrases_from_text = phrases, max(2, length), phrases_from_text
         self.pools: list[PhrasePool] = []
         # The tree of this round, the target's predictions at its nodes, and the number of the inner drafter's nodes.

@@ -309,10 +309,10 @@ def test_what_is_carried_over_must_not_be_weighed() -> None:
 def test_rules_that_weigh_refuse_matched_texts(shallow: Target, model_paths: dict[str, str], rule: SequentialRule) -> None:
     """Rules that weigh p against q accept shared tokens alone, because only their q is known."""
     drawn_chain = Chain(3, "sampled")
-    check_compatibility(Universal(shallow, model_paths["bytes"]), drawn_chain, rule)
+    check_compatibility(Universal(shallow, model_paths["bytes"]).capabilities, drawn_chain, rule)
     for match in ("text", "timewarp"):
         with pytest.raises(UserError, match=f"acceptance={rule.name}: it weighs p against the q"):
-            check_compatibility(Universal(shallow, model_paths["bytes"], match), drawn_chain, rule)  # type: ignore[arg-type]
+            check_compatibility(Universal(shallow, model_paths["bytes"], match).capabilities, drawn_chain, rule)  # type: ignore[arg-type]
 
 
 # Settings
