@@ -9,6 +9,7 @@ import inspect
 import re
 import textwrap
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hydra.utils import get_object
 
 from spectrain.config.build import find_config_type
 from spectrain.config.choices import _read_constructors, conf_folders
+from spectrain.config.installed import find_package_folder, list_conf_modules
 from spectrain.config.signatures import PACKAGE_ROOT, list_keys
 
 CONSTRUCTORS = sorted({path for group in _read_constructors(tuple(conf_folders())).values() for path in group.values()})
@@ -23,12 +25,19 @@ STORED = re.compile(r"^ *self\.\w+(?:, self\.\w+)*(?:: [^=\n]+)? = ", re.MULTILI
 FOLDERS = ("eval", "kernels", ".")  # the first two are links, which the walk of the package does not follow
 
 
+def list_folders() -> list[Path]:
+    """Return the folders of the core's code, and those of installed packages of choices."""
+    packages = {module.partition(".")[0] for module in list_conf_modules()}
+    installed = [folder for package in sorted(packages) if (folder := find_package_folder(package)) is not None]
+    return [(PACKAGE_ROOT / folder).resolve() for folder in FOLDERS] + installed
+
+
 @cache
 def read_attributes() -> frozenset[str]:
-    """Return the names of all attributes that the package's code reads."""
+    """Return the names of all attributes that the code reads."""
     names: set[str] = set()
-    for folder in FOLDERS:
-        for path in (PACKAGE_ROOT / folder).resolve().rglob("*.py"):
+    for folder in list_folders():
+        for path in folder.rglob("*.py"):
             names |= {*re.findall(r"\.([a-z]\w*)", STORED.sub("", path.read_text()))}
     return frozenset(names)
 

@@ -16,7 +16,8 @@ from hydra.utils import get_object
 from spectrain.config import values
 from spectrain.config.build import check_node, check_overrides, describe_type, find_config_type
 from spectrain.config.choices import _read_constructors, conf_folders, load_schema
-from spectrain.config.signatures import PACKAGE_ROOT, list_choices, list_keys
+from spectrain.config.installed import load_entry_points
+from spectrain.config.signatures import PACKAGE_ROOT, list_choices, list_keys, list_own_keys
 from spectrain.errors import UserError
 
 CONSTRUCTORS = sorted({path for group in _read_constructors(tuple(conf_folders())).values() for path in group.values()})
@@ -54,11 +55,20 @@ def test_settings_are_those_that_python_finds(target: str) -> None:
     constructor = find_config_type(constructor) or constructor
     hints = get_hints(constructor)
     expected = {name: p for name, p in inspect.signature(constructor).parameters.items() if is_plain(hints.get(name))}
-    assert [key.name for key in list_keys(target)] == list(expected)
-    for key in list_keys(target):
+    keys = list_own_keys(target)
+    assert [key.name for key in keys] == list(expected)
+    for key in keys:
         assert key.hint == hints[key.name], key.name
         assert (key.default is None) == (expected[key.name].default is inspect.Parameter.empty)
         assert key.choices == list_choices(hints[key.name])
+
+
+def test_parts_of_packages_join_the_settings() -> None:
+    """A choice that takes parts has its own settings first, then those of each part, whose declarations count."""
+    target = "spectrain.eval.default.DefaultEvaluation"
+    parts = [f"{part.__module__}.{part.__qualname__}" for part in load_entry_points("eval")]
+    declared = {key.name: key for path in (target, *parts) for key in list_own_keys(path)}
+    assert list_keys(target) == list(declared.values())
 
 
 WRONG = {
