@@ -40,6 +40,17 @@ def link_environment(site: Path, folder: Path) -> None:
             (folder / entry.name).symlink_to(entry)
 
 
+def link_programs(programs: Path, folder: Path) -> None:
+    """Link the compiled programs of this environment, such as linters; scripts would run with this environment's Python."""
+    for program in programs.iterdir():
+        if program.is_symlink() or not program.is_file() or (folder / program.name).exists():
+            continue
+        with program.open("rb") as file:
+            is_script = file.read(2) == b"#!"
+        if os.access(program, os.X_OK) and not is_script:
+            (folder / program.name).symlink_to(program)
+
+
 def main() -> None:
     """Make the environment."""
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -48,6 +59,7 @@ def main() -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     folder = FOLDER / "lib" / version / "site-packages"
     link_environment(site, folder)
+    link_programs(Path(sysconfig.get_path("scripts")), FOLDER / "bin")
     print(f"{os.path.relpath(FOLDER, ROOT)}: everything of this environment but {', '.join(sorted(list_hidden_names(site)))}")
 
 
