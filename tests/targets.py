@@ -1,9 +1,14 @@
 """Targets with few layers, for tests that ask whether two ways of computing agree: a forward's layers are most of its cost."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spectrain.models.loading import load_tiny
@@ -34,3 +39,23 @@ def make_random_target(vocab_size: int, num_layers: int = 1, seed: int = 0, shar
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness)
     return Target(model, tokenizer, "random", "")
+
+
+@contextmanager
+def count_attention_nodes(target: Target) -> Iterator[list[list[int]]]:
+    """Record the number of nodes of each call of each layer's attention; a skipped layer does not call its attention."""
+    calls: list[list[int]] = [[] for _ in target.layers]
+
+    def make_hook(layer: int) -> Any:
+        def record_nodes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[layer].append((args[0] if args else kwargs["hidden_states"]).shape[1])
+
+        return record_nodes
+
+    attentions: list[Any] = [layer.self_attn for layer in target.layers]
+    handles = [each.register_forward_pre_hook(make_hook(index), with_kwargs=True) for index, each in enumerate(attentions)]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -169,8 +169,8 @@ def find_data_difference(before: dict[str, Any], now: dict[str, Any]) -> str | N
 
 
 def delete_unfinished(run: Path) -> None:
-    """Delete what a run without a checkpoint has left: its metrics, its start and best weights, and the
-    state of its tracker."""
+    """Delete what a run without a checkpoint has left: its metrics, the weights of its start and of its best validation, and
+    the state of its tracker."""
     for name in ("metrics.jsonl", "tracker.json"):
         (run / name).unlink(missing_ok=True)
     delete_best_except(run, set())

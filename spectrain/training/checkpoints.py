@@ -344,10 +344,15 @@ def best_weights_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"best-{step:06d}"
 
 
+def _save_weights(run: Path, folder: Path, weights: dict[str, Tensor]) -> None:
+    """Save weights in a new folder of a run, which is there as a whole or not at all."""
+    with atomic_write(folder, folder=True, remedy=resume_advice(run)) as scratch:
+        save_tensors(weights, scratch / "model.safetensors")
+
+
 def save_best(run: Path, step: int, weights: dict[str, Tensor]) -> None:
     """Save the weights of the best validation in the folder of the checkpoints."""
-    with atomic_write(best_weights_path(run, step), folder=True, remedy=resume_advice(run)) as scratch:
-        save_tensors(weights, scratch / "model.safetensors")
+    _save_weights(run, best_weights_path(run, step), weights)
 
 
 def load_best(run: Path, step: int) -> dict[str, Tensor]:
@@ -372,8 +377,7 @@ def start_weights_path(run: Path) -> Path:
 def save_start(run: Path, drafter: Drafter) -> None:
     """Save the weights of a drafter before the first step, for a score to compare with."""
     delete_start(run)
-    with atomic_write(start_weights_path(run).parent, folder=True, remedy=resume_advice(run)) as scratch:
-        save_tensors(collect_tensors(drafter), scratch / "model.safetensors")
+    _save_weights(run, start_weights_path(run).parent, collect_tensors(drafter))
 
 
 def load_start(run: Path, drafter: Drafter) -> None:

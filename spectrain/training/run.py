@@ -304,6 +304,8 @@ class TrainingRun(RunProgress):
             forecast = measured.metrics["forecast"]
             is_best = self.validation_history.add_forecast(forecast, self.step, measured)
             self.validation_history.add_seconds(time.perf_counter() - began)
+            # Until the next one is planned.
+            self.validation_schedule = ValidationSchedule()
             if is_best and self.trainer.keep_best is not False:
                 weights = self.parallel.gather_trained_weights(self.drafter, self.target)
                 if self.parallel.is_main:

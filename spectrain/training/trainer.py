@@ -1,6 +1,5 @@
 """The training loop. It knows no drafter family: a drafter provides its losses and its parameter groups."""
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -126,6 +125,8 @@ class Trainer(TrainerSettings):
         """Return the metrics of the last step where they are due, with a validation where one is due, and after the first step
         with that before it."""
         is_end = job.is_done
+        if job.held_out is not None and not is_end:
+            self._plan_validations(job)
         measures = job.held_out is not None and (is_end or self._is_validation_due(job))
         if not (is_end or job.step == 1 or job.step % self.log_every == 0 or measures):
             return None
@@ -136,19 +137,20 @@ class Trainer(TrainerSettings):
             metrics["held_out"] = job.validate()
             history = job.validation_history
             metrics["validation_seconds"] = round(job.recording_seconds + history.seconds, 2)
-            job.validation_schedule.next_step = math.inf
             if history.start is not None:
                 metrics["forecast_at_start"] = history.start
                 metrics["gain_interval"] = history.compare("start", "newest")
         return metrics
 
+    def _plan_validations(self, job: TrainingRun) -> None:
+        """Plan the next validation anew from time to time, at steps of which all processes know, unless a setting says when."""
+        if self.eval_every is None and (job.step == 2 or job.step % self.log_every == 0):
+            job.plan_validations()
+
     def _is_validation_due(self, job: TrainingRun) -> bool:
         """Tell whether a validation is due before the end."""
         if self.eval_every is not None:
             return job.step % self.eval_every == 0
-        # Planned anew from time to time: all processes have to agree.
-        if job.step == 2 or job.step % self.log_every == 0:
-            job.plan_validations()
         return self._is_save_due(job) or job.step >= job.validation_schedule.next_step
 
     def _is_save_due(self, job: TrainingRun) -> bool:

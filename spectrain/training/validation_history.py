@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from .validation import Validation, difference_interval, interval_around
+from .validation import Validation, difference_interval
 
 
 @dataclass(frozen=True)
@@ -11,8 +11,6 @@ class HeldOutGain:
 
     start: float
     end: float
-    start_interval: list[float] | None
-    end_interval: list[float] | None
     # Of the difference, which is known better than both ends.
     interval: list[float] | None
     num_places: int
@@ -126,8 +124,6 @@ class ValidationHistory:
         return HeldOutGain(
             self.start,
             value,
-            interval_around(self.start, self.influences.get("start", [])),
-            interval_around(value, self.influences.get(end, [])),
             self.compare("start", end),
             self.num_places,
             self.best_step if takes_best else num_steps,

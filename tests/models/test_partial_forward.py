@@ -1,7 +1,6 @@
 """A tree whose nodes were run in parts, in another order and among others, is verified as one that was run at once."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
@@ -22,6 +21,7 @@ from spectrain.models.target import Target
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.models.architectures import save_small
 from tests.models.test_target import SIZE, VOCAB, WINDOW, build, random_tokens
+from tests.targets import count_attention_nodes
 from tests.trees.tables import check_structure
 
 LAYERS = 4
@@ -243,26 +243,6 @@ def test_deeper_and_smaller_trees_equal_verifying(
         assert_verified(case, partial, tree, random)
 
 
-@contextmanager
-def count_nodes(target: Target) -> Iterator[list[list[int]]]:
-    """Count the nodes of each call of each layer's attention."""
-    calls: list[list[int]] = [[] for _ in target.layers]
-
-    def make_hook(layer: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[layer].append((args[0] if args else kwargs["hidden_states"]).shape[1])
-
-        return hook
-
-    attentions: list[Any] = [layer.self_attn for layer in target.layers]
-    handles = [each.register_forward_pre_hook(make_hook(index), with_kwargs=True) for index, each in enumerate(attentions)]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @pytest.mark.sweep(3)
 @CHILDREN
 @pytest.mark.parametrize("deeper", [None, 3])
@@ -272,7 +252,7 @@ def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: 
         random, case = Random(seed), Case(target, [9])
         tree = case.tree(children, random)
         partial = case.make_part(2)
-        with count_nodes(target) as calls:
+        with count_attention_nodes(target) as calls:
             part_tree, _ = run_shuffled_part(partial, tree, random)
             if deeper is not None:
                 partial.run_to_layer(tree, deeper)

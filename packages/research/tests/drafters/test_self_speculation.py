@@ -1,12 +1,11 @@
 """Drafting with a part of the target: how often its layers run, where chains end, and what Kangaroo's adapter computes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -22,6 +21,7 @@ from spectrain.trees.base import Prefix
 from spectrain.trees.token_tree import TokenTree
 from spectrain_research.kangaroo.drafter import Kangaroo
 from spectrain_research.layer_skip.drafter import LayerSkipping
+from tests.targets import count_attention_nodes
 from tests.trees.tables import Path, paths
 
 LIMIT = 12
@@ -32,26 +32,6 @@ TEXTS = ("The bees find the hive. The bees", "one two three four one two three f
 def prompts(tiny: Target) -> list[list[int]]:
     """Three prompts of different lengths."""
     return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-
-
-@contextmanager
-def count_attention_nodes(target: Target) -> Iterator[list[list[int]]]:
-    """Record the number of nodes of each call of each layer's attention; a skipped layer does not call its attention."""
-    calls: list[list[int]] = [[] for _ in target.layers]
-
-    def make_hook(layer: int) -> Any:
-        def record_nodes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[layer].append((args[0] if args else kwargs["hidden_states"]).shape[1])
-
-        return record_nodes
-
-    attentions: list[Any] = [layer.self_attn for layer in target.layers]
-    handles = [each.register_forward_pre_hook(make_hook(index), with_kwargs=True) for index, each in enumerate(attentions)]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Recording(Rollout):
