@@ -22,7 +22,9 @@ os.environ["HYDRA_FULL_ERROR"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare each process that runs tests; the process that only hands them out need not import what they do."""
+    """Prepare each process that runs tests; the process that only hands them out need not import
+    what they do.
+    """
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         prepare_process()
 
@@ -36,7 +38,8 @@ def prepare_process() -> None:
     from tests.interpreting import patch_triton_interpreter
 
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere; a GPU compiles kernels
+        # before triton is imported anywhere; a GPU compiles kernels
+        os.environ["TRITON_INTERPRET"] = "1"
         patch_triton_interpreter()
     hydra.compose = compose_once(hydra.compose)
 
@@ -47,14 +50,19 @@ def prepare_process() -> None:
 
     register_resolvers()
     memory.TOKENS = 8  # enough for a peak; scoring takes 24
-    latency.measure_latency.__defaults__ = (1,)  # times that each size of tree is timed, of 5: no test compares them
-    calibration.calibrate_builders.__defaults__ = (12,)  # tokens that a tree is searched on, of 64 of each prompt
+    # times that each size of tree is timed, of 5: no test compares them
+    latency.measure_latency.__defaults__ = (1,)
+    # tokens that a tree is searched on, of 64 of each prompt
+    calibration.calibrate_builders.__defaults__ = (12,)
     calibration.RULE_TRIAL_PROMPTS, calibration.RULE_TRIAL_TOKENS = (
         2,
         12,
     )  # prompts that a rule is chosen by, of 6, and tokens, of 32
-    # Conversations that trainings look at, of 24, tokens of an answer, of 32, and the places that they must give, of 2,000.
-    held_out.MAX_CONVERSATIONS, held_out.ANSWER_TOKENS, held_out.MIN_PLACES = 2, 16, 1
+    # Conversations that trainings look at, of 24, tokens of an answer, of 32, and the places that
+    # they must give, of 2,000.
+    held_out.MAX_CONVERSATIONS = 2
+    held_out.ANSWER_TOKENS = 16
+    held_out.MIN_PLACES = 1
     torch.set_num_threads(1)
 
 
@@ -80,7 +88,9 @@ def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shallow(shallow_folder: Path) -> Target:
-    """Return the tiny target's first three layers, on packed linears, for what would be the same with all layers."""
+    """Return the tiny target's first three layers, on packed linears, for what would be the same
+    with all layers.
+    """
     from spectrain.models.loading import load_hf
 
     target = load_hf(str(shallow_folder))

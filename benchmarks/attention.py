@@ -1,7 +1,8 @@
 """Tree attention against its floor and against other implementations, on the same tensors.
 
-Shapes: B batch, N tree nodes, P prefix, T = P + N slots, H query heads, K key-value heads, D head size. A system turns a
-problem into work. A system that needs a mask gets the tree's, dense or in its own form.
+Shapes: B batch, N tree nodes, P prefix, T = P + N slots, H query heads, K key-value heads, D head
+size. A system turns a problem into work. A system that needs a mask gets the tree's, dense or in
+its own form.
 """
 
 import importlib
@@ -22,14 +23,25 @@ from spectrain.kernels.tree_attention import Visibility, tree_attention
 from spectrain.models.device import synchronize_device
 from spectrain.trees.token_tree import TokenTree
 
-from .measure import ResultFile, TimedWork, Work, check_alive, paired_ratio, relative_error, summarize_times, time_interleaved
+from .measure import (
+    ResultFile,
+    TimedWork,
+    Work,
+    check_alive,
+    paired_ratio,
+    relative_error,
+    summarize_times,
+    time_interleaved,
+)
 
 MIN_ROTATION_BYTES = 120_000_000
 """Bytes of keys and values in rotation: twice the L2 cache of an H200."""
 H200_CEILINGS = {"bytes_per_second": 4.3e12, "flops_per_second": 790e12}
 """Rates of an H200: copying, and bf16 products of random data."""
 REACHABLE_PRODUCT_SHARE = 0.60
-"""Share of a large product's rate: Triton's flash attention reaches 477 of 790 TFLOP/s (H100, head size 128, 16k)."""
+"""Share of a large product's rate: Triton's flash attention reaches 477 of 790 TFLOP/s (H100,
+head size 128, 16k).
+"""
 FIXED_SECONDS = 5e-6
 """Seconds of any shape: two launches, the first loads, and the merge of the splits."""
 MAX_DIFFERENCE = 0.05
@@ -54,7 +66,8 @@ class AttentionCell:
     batch: int
     prefix: int
     nodes: int
-    heads: tuple[int, int, int] | None = None  # query heads, key-value heads, head size; None for the table's
+    # query heads, key-value heads, head size; None for the table's
+    heads: tuple[int, int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -78,21 +91,31 @@ def random_tree(batch: int, num_nodes: int, device: torch.device, seed: int = 0)
 
 
 class AttentionProblem:
-    """Queries, keys and values in so many buffers that no launch finds its own in the cache, laid out as in a TreeCache."""
+    """Queries, keys and values in so many buffers that no launch finds its own in the cache,
+    laid out as in a TreeCache.
+    """
 
-    def __init__(self, cell: AttentionCell, geometry: Geometry, num_buffers: int | None = None) -> None:
+    def __init__(
+        self, cell: AttentionCell, geometry: Geometry, num_buffers: int | None = None
+    ) -> None:
         self.cell, self.geometry = cell, geometry
-        slots, heads, width = cell.prefix + cell.nodes, geometry.num_kv_heads, geometry.head_size
+        slots = cell.prefix + cell.nodes
+        heads = geometry.num_kv_heads
+        width = geometry.head_size
         size = 2 * cell.batch * slots * heads * width * geometry.dtype.itemsize
         self.num_buffers = num_buffers or min(32, max(4, -(-MIN_ROTATION_BYTES // size)))
         like: dict[str, Any] = {"dtype": geometry.dtype, "device": geometry.device}
         self.storage = torch.randn(self.num_buffers, 2, cell.batch, slots, heads, width, **like)
-        queries = torch.randn(self.num_buffers, cell.batch, cell.nodes, geometry.num_heads, width, **like)
+        queries = torch.randn(
+            self.num_buffers, cell.batch, cell.nodes, geometry.num_heads, width, **like
+        )
         self.queries = queries.transpose(2, 3)  # [buffers, B, H, N, D]
         self.scale = width**-0.5
         tree = random_tree(cell.batch, cell.nodes, geometry.device)
         lengths = torch.full((cell.batch,), cell.prefix, device=geometry.device)
-        self.visibility = Visibility(lengths, cell.prefix, tree.ancestors, lengths[:, None] + tree.depths, None)
+        self.visibility = Visibility(
+            lengths, cell.prefix, tree.ancestors, lengths[:, None] + tree.depths, None
+        )
         self.visibility.packed_words()
 
     def launch_inputs(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,9 +139,14 @@ class AttentionProblem:
 
 
 def count_cost(cell: AttentionCell, geometry: Geometry) -> tuple[int, int]:
-    """Return the bytes that must move (keys, values, queries, output, once each) and the operations of both products."""
-    batch, nodes, slots = cell.batch, cell.nodes, cell.prefix + cell.nodes
-    heads, width = geometry.num_heads, geometry.head_size
+    """Return the bytes that must move (keys, values, queries, output, once each) and the
+    operations of both products.
+    """
+    batch = cell.batch
+    nodes = cell.nodes
+    slots = cell.prefix + cell.nodes
+    heads = geometry.num_heads
+    width = geometry.head_size
     elements = 2 * batch * (slots * geometry.num_kv_heads + nodes * heads) * width
     return elements * geometry.dtype.itemsize, 4 * batch * nodes * slots * heads * width
 
@@ -130,14 +158,18 @@ class TimeBounds(NamedTuple):
     goal: float  # upper limit for tree attention
 
 
-def time_bounds(cell: AttentionCell, geometry: Geometry, ceilings: dict[str, float] = H200_CEILINGS) -> TimeBounds:
+def time_bounds(
+    cell: AttentionCell, geometry: Geometry, ceilings: dict[str, float] = H200_CEILINGS
+) -> TimeBounds:
     """Return the floor of a cell, and its goal: 5 us plus the longer of its bytes and its products.
 
-    The goal allows products 0.60 of a large product's rate, and bytes the full rate of a copy, as measured. With four query
-    heads a key-value head and a prefix of 32k tokens, products bind from 28 nodes on (H200), and bytes below.
+    The goal allows products 0.60 of a large product's rate, and bytes the full rate of a copy, as
+    measured. With four query heads a key-value head and a prefix of 32k tokens, products bind from
+    28 nodes on (H200), and bytes below.
     """
     size, operations = count_cost(cell, geometry)
-    by_bytes, by_products = size / ceilings["bytes_per_second"], operations / ceilings["flops_per_second"]
+    by_bytes = size / ceilings["bytes_per_second"]
+    by_products = operations / ceilings["flops_per_second"]
     reachable = max(by_bytes, by_products / REACHABLE_PRODUCT_SHARE)
     return TimeBounds(1e6 * max(by_bytes, by_products), 1e6 * (reachable + FIXED_SECONDS))
 
@@ -148,25 +180,38 @@ def candidate_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
 
 def sdpa_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
     """Return torch's attention with a dense mask and its own treatment of grouped heads."""
-    options: dict[str, Any] = {"attn_mask": problem.dense_mask, "scale": problem.scale, "enable_gqa": True}
+    options: dict[str, Any] = {
+        "attn_mask": problem.dense_mask,
+        "scale": problem.scale,
+        "enable_gqa": True,
+    }
     return lambda i: F.scaled_dot_product_attention(*problem.launch_inputs(i), **options)
 
 
 def repeated_sdpa_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
-    """Return torch's attention with keys and values repeated for every query head, as transformers does under a mask."""
+    """Return torch's attention with keys and values repeated for every query head, as
+    transformers does under a mask.
+    """
     group = problem.geometry.num_heads // problem.geometry.num_kv_heads
 
     def attend(i: int) -> Tensor:
         q, k, v = problem.launch_inputs(i)
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=problem.dense_mask, scale=problem.scale)
+        k = k.repeat_interleave(group, 1)
+        v = v.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=problem.dense_mask, scale=problem.scale
+        )
 
     return attend
 
 
 def flex_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
-    """Return FlexAttention, compiled on a GPU, which reads the tree from its words; its block mask is built beforehand."""
-    words, prefix, nodes = problem.visibility.packed_words(), problem.cell.prefix, problem.cell.nodes
+    """Return FlexAttention, compiled on a GPU, which reads the tree from its words; its block
+    mask is built beforehand.
+    """
+    words = problem.visibility.packed_words()
+    prefix = problem.cell.prefix
+    nodes = problem.cell.nodes
 
     def is_visible(b: Tensor, h: Tensor, q: Tensor, slot: Tensor) -> Tensor:
         node = (slot - prefix).clamp(0, nodes - 1)
@@ -174,7 +219,12 @@ def flex_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
 
     def build_mask() -> Any:
         return create_block_mask(
-            is_visible, problem.cell.batch, None, nodes, prefix + nodes, device=str(problem.geometry.device)
+            is_visible,
+            problem.cell.batch,
+            None,
+            nodes,
+            prefix + nodes,
+            device=str(problem.geometry.device),
         )
 
     build_mask()
@@ -186,21 +236,33 @@ def flex_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
     if problem.geometry.device.type == "cuda":
         torch.compiler.reset()  # otherwise the ninth shape would run uncompiled
         attend = torch.compile(flex_attention, dynamic=False)
-    return lambda i: attend(*problem.launch_inputs(i), block_mask=mask, scale=problem.scale, enable_gqa=True)
+    return lambda i: attend(
+        *problem.launch_inputs(i), block_mask=mask, scale=problem.scale, enable_gqa=True
+    )
 
 
 def flashinfer_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
-    """Return FlashInfer's prefill kernel for ragged batches with a custom mask, planned beforehand."""
+    """Return FlashInfer's prefill kernel for ragged batches with a custom mask, planned
+    beforehand.
+    """
     library = importlib.import_module("flashinfer")
     notes["version"] = getattr(library, "__version__", None)
-    geometry, cell, mask = problem.geometry, problem.cell, problem.dense_mask
+    geometry = problem.geometry
+    cell = problem.cell
+    mask = problem.dense_mask
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=geometry.device)
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     rows = torch.arange(cell.batch + 1, dtype=torch.int32, device=geometry.device)
     wrapper.plan(
-        rows * cell.nodes, rows * (cell.prefix + cell.nodes), geometry.num_heads, geometry.num_kv_heads, geometry.head_size,
-        custom_mask=None if mask is None else mask.flatten(), sm_scale=problem.scale, q_data_type=geometry.dtype,
-    )  # fmt: skip
+        rows * cell.nodes,
+        rows * (cell.prefix + cell.nodes),
+        geometry.num_heads,
+        geometry.num_kv_heads,
+        geometry.head_size,
+        custom_mask=None if mask is None else mask.flatten(),
+        sm_scale=problem.scale,
+        q_data_type=geometry.dtype,
+    )
 
     def attend(i: int) -> Tensor:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in problem.launch_inputs(i))
@@ -211,11 +273,15 @@ def flashinfer_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
 
 
 def unmasked_work(problem: AttentionProblem, notes: dict[str, Any]) -> Work:
-    """Return FlashAttention over every slot: a wrong output from the same bytes, which a masked kernel can hardly beat."""
+    """Return FlashAttention over every slot: a wrong output from the same bytes, which a masked
+    kernel can hardly beat.
+    """
 
     def attend(i: int) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(*problem.launch_inputs(i), scale=problem.scale, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                *problem.launch_inputs(i), scale=problem.scale, enable_gqa=True
+            )
 
     return attend
 
@@ -232,8 +298,12 @@ SYSTEMS: dict[str, System] = {
 """The systems that are timed; each receives the problem and a dictionary for its notes."""
 
 
-def prepare_system(name: str, problem: AttentionProblem, launches: int, notes: dict[str, Any]) -> TimedWork:
-    """Return a system ready to be timed; raise where it cannot run here or computes something else."""
+def prepare_system(
+    name: str, problem: AttentionProblem, launches: int, notes: dict[str, Any]
+) -> TimedWork:
+    """Return a system ready to be timed; raise where it cannot run here or computes something
+    else.
+    """
     work = SYSTEMS[name](problem, notes)
     if name not in ("ours", "unmasked"):
         error = relative_error(work(0), problem.candidate_output)
@@ -243,18 +313,26 @@ def prepare_system(name: str, problem: AttentionProblem, launches: int, notes: d
 
 
 def prepare_systems(
-    problem: AttentionProblem, results: ResultFile, launches: int, notes: dict[str, dict[str, Any]], failed: dict[str, str]
+    problem: AttentionProblem,
+    results: ResultFile,
+    launches: int,
+    notes: dict[str, dict[str, Any]],
+    failed: dict[str, str],
 ) -> dict[str, TimedWork]:
-    """Return every system that runs here, ready to be timed; `failed` receives why another does not run.
+    """Return every system that runs here, ready to be timed; `failed` receives why another does not
+    run.
 
-    A system that leaves the device unusable ends the process and is skipped in every later cell; so is one that was running
-    when a process ended twice otherwise. Only tree attention is tried in every cell.
+    A system that leaves the device unusable ends the process and is skipped in every later cell; so
+    is one that was running when a process ended twice otherwise. Only tree attention is tried in
+    every cell.
     """
     replays: dict[str, TimedWork] = {}
     for name in SYSTEMS:
         attempt = f"{problem.cell.name}/{name}"
         if name != "ours" and results.count_crashes(name) > 1:
-            failed[name] = "RuntimeError: it left the device unusable, or the process ended twice while it ran"
+            failed[name] = (
+                "RuntimeError: it left the device unusable, or the process ended twice while it ran"
+            )
             continue
         results.begin_attempt(attempt)
         try:
@@ -270,9 +348,16 @@ def prepare_systems(
 
 @torch.no_grad()
 def table_row(
-    cell: AttentionCell, geometry: Geometry, results: ResultFile, ceilings: dict[str, float], launches: int, repeats: int
+    cell: AttentionCell,
+    geometry: Geometry,
+    results: ResultFile,
+    ceilings: dict[str, float],
+    launches: int,
+    repeats: int,
 ) -> dict[str, Any]:
-    """Measure every system, interleaved; return the times, the share of the floor, and the ratios to tree attention."""
+    """Measure every system, interleaved; return the times, the share of the floor, and the
+    ratios to tree attention.
+    """
     problem = AttentionProblem(cell, geometry)
     failed: dict[str, str] = {}
     notes: dict[str, dict[str, Any]] = {name: {} for name in SYSTEMS}
@@ -283,16 +368,30 @@ def table_row(
         for name, seconds in samples.items()
     }
     row: dict[str, Any] = {
-        "batch": cell.batch, "prefix": cell.prefix, "nodes": cell.nodes, "heads": geometry.num_heads,
-        "kv_heads": geometry.num_kv_heads, "head_size": geometry.head_size, "repeats": repeats, "buffers": problem.num_buffers,
-        "us": systems, "not_run": failed,
-    }  # fmt: skip
+        "batch": cell.batch,
+        "prefix": cell.prefix,
+        "nodes": cell.nodes,
+        "heads": geometry.num_heads,
+        "kv_heads": geometry.num_kv_heads,
+        "head_size": geometry.head_size,
+        "repeats": repeats,
+        "buffers": problem.num_buffers,
+        "us": systems,
+        "not_run": failed,
+    }
     row["bytes"], row["flops"] = count_cost(cell, geometry)
     row["floor_us"], row["goal_us"] = time_bounds(cell, geometry, ceilings)
     row["constant_floor_us"] = time_bounds(cell, geometry).floor
     if "ours" not in samples:
         return {**row, "failed": failed["ours"]}
     median = systems["ours"]["median"]
-    row |= {"share_of_floor": row["floor_us"] / median, "share_of_constant_floor": row["constant_floor_us"] / median}
-    row["times_ours"] = {name: paired_ratio(samples["ours"], baseline) for name, baseline in samples.items() if name != "ours"}
+    row |= {
+        "share_of_floor": row["floor_us"] / median,
+        "share_of_constant_floor": row["constant_floor_us"] / median,
+    }
+    row["times_ours"] = {
+        name: paired_ratio(samples["ours"], baseline)
+        for name, baseline in samples.items()
+        if name != "ours"
+    }
     return row

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.axes`: the three sweeps of `eval.sweep` for several drafters, on the tiny target and on SmolLM2.
+"""`python -m benchmarks.axes`: the three sweeps of `eval.sweep` for several drafters, on the tiny
+target and on SmolLM2.
 
-Drafters are trained with few steps first, or need no training. What was trained or measured before is not done again, and every
-sweep is written at once, so an interrupted run goes on where it stopped. One thread; plain and drafted rounds alternate.
+Drafters are trained with few steps first, or need no training. What was trained or measured before
+is not done again, and every sweep is written at once, so an interrupted run goes on where it
+stopped. One thread; plain and drafted rounds alternate.
 """
 
 import json
@@ -16,16 +18,22 @@ from spectrain.provenance import collect_provenance
 from .command import list_defaults, run_benchmark
 
 TRAINING = [
-    "target=tiny", "data.limit=null", "data.max_length=512", "trainer.batch_tokens=512", "trainer.seed=0",
-    "trainer.max_steps=400", "trainer.resume=auto", "eval=none",
-]  # fmt: skip
+    "target=tiny",
+    "data.limit=null",
+    "data.max_length=512",
+    "trainer.batch_tokens=512",
+    "trainer.seed=0",
+    "trainer.max_steps=400",
+    "trainer.resume=auto",
+    "eval=none",
+]
 SCORING = ["eval.baselines=[]", "eval.oracle=false", "eval.report=false", "eval.repeats=1"]
 CHAIN = ["tree=chain", "tree.depth=3"]
 TRAINED = ("eagle3", "medusa1", "gkd", "dflash")
 SHIPPED = "drafter=smollm2-eagle3"
 AUTO = ["tree=auto", "eval.max_new_tokens=64"]
-"""Longer answers, because the first trials of a number of prompts are a larger share of short ones. On tiny also more
-prompts."""
+"""Longer answers, because the first trials of a number of prompts are a larger share of short ones.
+On tiny also more prompts."""
 DRAFTERS: dict[str, dict[str, list[str]]] = {
     "tiny": {
         **{f"{recipe}, chain of 3": [f"run=WORK/{recipe}", *CHAIN] for recipe in TRAINED},
@@ -63,7 +71,9 @@ SWEEPS: dict[str, dict[str, list[str]]] = {
 
 @dataclass
 class AxesBench:
-    """Train the drafters of the tiny target, and sweep every drafter over batch size, context and temperature."""
+    """Train the drafters of the tiny target, and sweep every drafter over batch size, context
+    and temperature.
+    """
 
     # Folder of the trained drafters and of the scores.
     work: str = "runs/axes"
@@ -88,23 +98,43 @@ class AxesBench:
                     if over in measured:
                         continue
                     measured[over] = self.sweep_drafter(target, name, over)
-                    setting = {"training": TRAINING, "scoring": SCORING, "sweeps": SWEEPS, **collect_provenance()}
+                    setting = {
+                        "training": TRAINING,
+                        "scoring": SCORING,
+                        "sweeps": SWEEPS,
+                        **collect_provenance(),
+                    }
                     write_text(out, json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
 
     def sweep_drafter(self, target: str, name: str, over: str) -> dict[str, Any]:
-        """Sweep a drafter over one axis, and return the axis with its command, commit, date and hardware."""
+        """Sweep a drafter over one axis, and return the axis with its command, commit, date and
+        hardware.
+        """
         words = DRAFTERS[target][name]
         for recipe in TRAINED:
             if f"run=WORK/{recipe}" in words and not (self.folder / recipe / "drafter").exists():
-                dispatch_command(["train", f"recipe={recipe}", *TRAINING, f"run={self.folder / recipe}"])
+                dispatch_command(
+                    ["train", f"recipe={recipe}", *TRAINING, f"run={self.folder / recipe}"]
+                )
         label = "".join(sign if sign.isalnum() else "-" for sign in f"{target}-{name}-{over}")
         given = [word.replace("WORK", str(self.folder)) for word in words]
-        run = next((word for word in given if word.startswith("run=")), None) or f"run={self.folder / 'scores' / label}"
+        run = (
+            next((word for word in given if word.startswith("run=")), None)
+            or f"run={self.folder / 'scores' / label}"
+        )
         settings = list_defaults([f"eval.sweep={over}", *SWEEPS[target][over], *SCORING], words)
-        dispatch_command(["eval", *given, *([] if run in given else [run]), *settings, f"eval.name={label}"])
-        summary = json.loads((Path(run.removeprefix("run=")) / "eval" / label / "summary.json").read_text())
+        dispatch_command(
+            ["eval", *given, *([] if run in given else [run]), *settings, f"eval.name={label}"]
+        )
+        summary = json.loads(
+            (Path(run.removeprefix("run=")) / "eval" / label / "summary.json").read_text()
+        )
         facts = {key: summary["setting"][key] for key in ("commit", "date", "hardware")}
-        return {"command": " ".join(["eval", *words, *settings]).replace("WORK", "runs/axes"), **facts, **summary["axis"]}
+        return {
+            "command": " ".join(["eval", *words, *settings]).replace("WORK", "runs/axes"),
+            **facts,
+            **summary["axis"],
+        }
 
 
 if __name__ == "__main__":

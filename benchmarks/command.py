@@ -1,6 +1,8 @@
-"""The command line of a benchmark, `python -m benchmarks.NAME key=value ..`: each argument of its constructor is a key.
+"""The command line of a benchmark, `python -m benchmarks.NAME key=value ..`: each argument of its
+constructor is a key.
 
-It imports nothing outside the standard library but `UserError`, because a GPU machine may have torch, triton and rich only.
+It imports nothing outside the standard library but `UserError`, because a GPU machine may have
+torch, triton and rich only.
 """
 
 import inspect
@@ -14,7 +16,9 @@ from spectrain.errors import UserError
 
 
 def run_benchmark(benchmark: type) -> None:
-    """Construct a benchmark from the words of the command line and run it; exit with status 2 after a mistake in a word."""
+    """Construct a benchmark from the words of the command line and run it; exit with status 2
+    after a mistake in a word.
+    """
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
         return print(describe_settings(benchmark))
@@ -35,7 +39,9 @@ def describe_settings(benchmark: type) -> str:
 
 
 def parse_settings(benchmark: type, words: list[str]) -> dict[str, Any]:
-    """Return the arguments that `key=value` words give, each converted to the type of the benchmark's parameter."""
+    """Return the arguments that `key=value` words give, each converted to the type of the
+    benchmark's parameter.
+    """
     parameters = inspect.signature(benchmark).parameters
     types = get_type_hints(vars(benchmark)["__init__"])
     settings: dict[str, Any] = {}
@@ -44,7 +50,11 @@ def parse_settings(benchmark: type, words: list[str]) -> dict[str, Any]:
         if not equals or key not in parameters:
             raise UserError(f"{word}: write key=value, where key is {', '.join(parameters)}")
         settings[key] = convert_value(key, text, types[key])
-    missing = [name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in settings]
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in settings
+    ]
     if missing:
         raise UserError(f"{missing[0]}: it has no default; add {missing[0]}=VALUE")
     return settings
@@ -57,7 +67,9 @@ def list_defaults(defaults: Iterable[str], words: Iterable[str]) -> list[str]:
 
 
 def convert_value(key: str, text: str, expected: Any) -> Any:
-    """Return the value that `text` stands for: null for None, true or false, a number, a word, or a list in brackets."""
+    """Return the value that `text` stands for: null for None, true or false, a number, a word,
+    or a list in brackets.
+    """
     options = get_args(expected)
     if get_origin(expected) is Literal:
         if text not in options:
@@ -70,8 +82,16 @@ def convert_value(key: str, text: str, expected: Any) -> Any:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise UserError(f"{key}={text}: give a number, true, false, or a list in brackets") from error
-    is_right = isinstance(value, list) if get_origin(expected) is tuple else isinstance(value, (expected, int))
+        raise UserError(
+            f"{key}={text}: give a number, true, false, or a list in brackets"
+        ) from error
+    is_right = (
+        isinstance(value, list)
+        if get_origin(expected) is tuple
+        else isinstance(value, (expected, int))
+    )
     if not is_right or isinstance(value, bool) != (expected is bool):
-        raise UserError(f"{key}={text}: give a value of the type {getattr(expected, '__name__', expected)}")
+        raise UserError(
+            f"{key}={text}: give a value of the type {getattr(expected, '__name__', expected)}"
+        )
     return tuple(value) if isinstance(value, list) else value

@@ -1,7 +1,9 @@
-"""Every kernel against its definition in float64, on the same inputs widened; path verification against its reference.
+"""Every kernel against its definition in float64, on the same inputs widened; path verification
+against its reference.
 
-A check lists cases; a case returns the actual and the expected outputs and whether the kernel ran. Memory that outputs are
-likely to be allocated from holds NaN beforehand, and so do cache slots that nothing may read.
+A check lists cases; a case returns the actual and the expected outputs and whether the kernel ran.
+Memory that outputs are likely to be allocated from holds NaN beforehand, and so do cache slots that
+nothing may read.
 """
 
 import math
@@ -60,11 +62,16 @@ class KernelCheck:
     tolerance: dict[torch.dtype, float] = field(default_factory=lambda: dict.fromkeys(DTYPES, 0.0))
 
 
-def check_case(check: KernelCheck, case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the row of a case: the largest error of any output, absolute and relative, against the tolerance."""
+def check_case(
+    check: KernelCheck, case: Case, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Return the row of a case: the largest error of any output, absolute and relative, against
+    the tolerance.
+    """
     torch.manual_seed(0)
     outcome = case(dtype, device)
-    errors, largest = [], []
+    errors = []
+    largest = []
     for name, expected in outcome.expected.items():
         actual = outcome.actual[name]
         assert actual.shape == expected.shape, name
@@ -72,9 +79,13 @@ def check_case(check: KernelCheck, case: Case, dtype: torch.dtype, device: torch
         largest.append(float((actual.double() - expected.double()).abs().max()))
     within = max(errors) <= check.tolerance[dtype]
     return {
-        "dtype": str(dtype).removeprefix("torch."), "by_kernel": outcome.by_kernel, "tolerance": check.tolerance[dtype],
-        "max_error": finite_or_none(max(largest)), "relative_error": finite_or_none(max(errors)), "within": within,
-    }  # fmt: skip
+        "dtype": str(dtype).removeprefix("torch."),
+        "by_kernel": outcome.by_kernel,
+        "tolerance": check.tolerance[dtype],
+        "max_error": finite_or_none(max(largest)),
+        "relative_error": finite_or_none(max(errors)),
+        "within": within,
+    }
 
 
 def finite_or_none(number: float) -> float | None:
@@ -84,7 +95,11 @@ def finite_or_none(number: float) -> float | None:
 
 def poison_memory(device: torch.device, *sizes: int) -> None:
     """Leave NaN in the memory that the next outputs of these sizes in bytes will probably get."""
-    blocks = [torch.full((size // 4 + 1,), float("nan"), device=device) for size in sizes for _ in range(2)]
+    blocks = [
+        torch.full((size // 4 + 1,), float("nan"), device=device)
+        for size in sizes
+        for _ in range(2)
+    ]
     blocks.clear()
 
 
@@ -97,8 +112,11 @@ def attention_case(
     widths: tuple[int, int] = (128, 128),
     **extra_options: Any,
 ) -> KernelOutcome:
-    """Run tree attention over ragged prefixes with keys and values of these widths; `sinks=True` draws a sink for each head."""
-    batch, longest = len(lengths), max(lengths)
+    """Run tree attention over ragged prefixes with keys and values of these widths; `sinks=True`
+    draws a sink for each head.
+    """
+    batch = len(lengths)
+    longest = max(lengths)
     tree: TokenTree = random_tree(batch, nodes, device)
     rows = torch.tensor(lengths, device=device)
     positions = rows[:, None] + tree.depths
@@ -109,19 +127,26 @@ def attention_case(
     options = {"scale": widths[0] ** -0.5} | extra_options
     if extra_options.get("sinks"):
         options["sinks"] = torch.randn(heads[0], device=device).to(dtype)
-    expected = tree_attention.tree_attention_reference(query.double(), keys.double(), values.double(), visibility, **options)
+    expected = tree_attention.tree_attention_reference(
+        query.double(), keys.double(), values.double(), visibility, **options
+    )
     by_kernel = tree_attention._can_run_kernel(query, keys, values)
-    # Only for the kernel: the reference's dense mask gives these slots a weight of 0, and 0 NaN is NaN.
+    # Only for the kernel: the reference's dense mask gives these slots a weight of 0, and 0 NaN is
+    # NaN.
     if by_kernel:
         for row, length in enumerate(lengths):
             storage[row, length + nodes :] = float("nan")
     poison_memory(device, query.numel() * dtype.itemsize, query.numel() * 4)
     return KernelOutcome(
-        {"out": tree_attention.tree_attention(query, keys, values, visibility, **options)}, {"out": expected}, by_kernel
+        {"out": tree_attention.tree_attention(query, keys, values, visibility, **options)},
+        {"out": expected},
+        by_kernel,
     )
 
 
-def row_kl_case(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, top_k: int = 0) -> KernelOutcome:
+def row_kl_case(
+    dtype: torch.dtype, device: torch.device, rows: int, vocab: int, top_k: int = 0
+) -> KernelOutcome:
     """Compute losses and gradients of rows of logits with the row kernel."""
     logits = torch.randn(rows, vocab, device=device).mul_(3).to(dtype)
     ids = p = log_p = None
@@ -131,17 +156,26 @@ def row_kl_case(dtype: torch.dtype, device: torch.device, rows: int, vocab: int,
     else:
         log_p = torch.randn(rows, vocab, device=device).mul_(3).log_softmax(-1)
     weight = torch.rand(rows, device=device)
-    wide, widened = logits.double(), [None if x is None else x.double() for x in (log_p, p)]
-    expected = row_kl.row_kl_reference(wide, widened[0], ids, widened[1], weight.double(), 0.8, 30.0, True)
+    wide = logits.double()
+    widened = [None if x is None else x.double() for x in (log_p, p)]
+    expected = row_kl.row_kl_reference(
+        wide, widened[0], ids, widened[1], weight.double(), 0.8, 30.0, True
+    )
     by_kernel = row_kl.can_run_kernel(logits)
     run = row_kl.row_kl if by_kernel else row_kl.row_kl_reference
     poison_memory(device, rows * 4, rows * 8)
     outputs = run(logits, log_p, ids, p, weight, 0.8, 30.0, True)
-    return KernelOutcome({"loss": outputs[0], "gradient": logits}, {"loss": expected[0], "gradient": wide}, by_kernel)
+    return KernelOutcome(
+        {"loss": outputs[0], "gradient": logits}, {"loss": expected[0], "gradient": wide}, by_kernel
+    )
 
 
-def divergence_case(dtype: torch.dtype, device: torch.device, rows: int, width: int, vocab: int) -> KernelOutcome:
-    """Compute loss and gradients of the fused output layer and KL, against autograd over the full matrices."""
+def divergence_case(
+    dtype: torch.dtype, device: torch.device, rows: int, width: int, vocab: int
+) -> KernelOutcome:
+    """Compute loss and gradients of the fused output layer and KL, against autograd over the
+    full matrices.
+    """
     hidden = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype).requires_grad_()
     final = torch.randn(rows, width, device=device).to(dtype)
@@ -153,34 +187,59 @@ def divergence_case(dtype: torch.dtype, device: torch.device, rows: int, width: 
     wide_loss = (log_p.exp() * (log_p - log_q)).sum()
     expected = wide_loss.detach(), *torch.autograd.grad(wide_loss, (wide_hidden, wide_weight))
     poison_memory(device, hidden.numel() * 4, weight.numel() * 4)
-    loss = linear_divergence.linear_divergence(hidden, linear_divergence.Projection(weight), target, chunk=rows // 2 + 1).loss
+    loss = linear_divergence.linear_divergence(
+        hidden, linear_divergence.Projection(weight), target, chunk=rows // 2 + 1
+    ).loss
     outputs = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
     names = ("loss", "of hidden", "of weight")
-    return KernelOutcome(dict(zip(names, outputs)), dict(zip(names, expected)), row_kl.can_run_kernel(hidden))
+    return KernelOutcome(
+        dict(zip(names, outputs)), dict(zip(names, expected)), row_kl.can_run_kernel(hidden)
+    )
 
 
 def commit_case(
-    dtype: torch.dtype, device: torch.device, nodes: int, counts: tuple[int, ...], layers: int, heads: int, width: int
+    dtype: torch.dtype,
+    device: torch.device,
+    nodes: int,
+    counts: tuple[int, ...],
+    layers: int,
+    heads: int,
+    width: int,
 ) -> KernelOutcome:
     """Move the accepted path: cache, features and lengths, which are copies and must be equal."""
-    batch, steps = len(counts), max(1, *counts)
+    batch = len(counts)
+    steps = max(1, *counts)
     storage = torch.randn(layers, 2, batch, 300 + nodes, heads, width, device=device).to(dtype)
     lengths = torch.randint(0, 300, (batch,), device=device)
     moves = torch.stack([torch.randperm(nodes)[:steps].sort().values for _ in counts]).to(device)
     hidden = torch.randn(batch, nodes, 3, heads * width, device=device).to(dtype)
     new_features = hidden.new_full((batch, steps, *hidden.shape[2:]), float("nan"))
-    wide = storage.double(), lengths.clone(), moves, torch.tensor(counts, device=device), hidden.double(), new_features.double()
+    wide = (
+        storage.double(),
+        lengths.clone(),
+        moves,
+        torch.tensor(counts, device=device),
+        hidden.double(),
+        new_features.double(),
+    )
     kv_commit.kv_commit_reference(*wide)
     kv_commit.kv_commit(storage, lengths, moves, wide[3], hidden, new_features)
     names = ("storage", "lengths", "fresh")
     outputs = dict(zip(names, (storage, lengths, new_features)))
-    return KernelOutcome(outputs, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), runs_on(storage.device))
+    return KernelOutcome(
+        outputs, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), runs_on(storage.device)
+    )
 
 
-def append_case(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, heads: int, width: int) -> KernelOutcome:
+def append_case(
+    dtype: torch.dtype, device: torch.device, batch: int, nodes: int, heads: int, width: int
+) -> KernelOutcome:
     """Write new keys and values after ragged rows: copies, which must be equal."""
     store = torch.randn(2, batch, 300 + nodes, heads, width, device=device).to(dtype)
-    keys, values = (torch.randn(batch, nodes, heads, width, device=device).to(dtype).transpose(1, 2) for _ in range(2))
+    keys, values = (
+        torch.randn(batch, nodes, heads, width, device=device).to(dtype).transpose(1, 2)
+        for _ in range(2)
+    )
     lengths = torch.randint(0, 290, (batch,), device=device)
     wide = store.double()
     kv_append.kv_append_reference(wide, keys.double(), values.double(), lengths, 10)
@@ -188,9 +247,14 @@ def append_case(dtype: torch.dtype, device: torch.device, batch: int, nodes: int
     return KernelOutcome({"store": store}, {"store": wide}, runs_on(store.device))
 
 
-def emit_case(dtype: torch.dtype, device: torch.device, counts: tuple[int, ...], nodes: int, stops: int) -> KernelOutcome:
-    """Commit a round's tokens: its emitted tokens, the changed texts and the round's log, equal in every dtype."""
-    batch, steps = len(counts), max(counts)
+def emit_case(
+    dtype: torch.dtype, device: torch.device, counts: tuple[int, ...], nodes: int, stops: int
+) -> KernelOutcome:
+    """Commit a round's tokens: its emitted tokens, the changed texts and the round's log, equal
+    in every dtype.
+    """
+    batch = len(counts)
+    steps = max(counts)
     tree = random_tree(batch, nodes, device)
     path = torch.stack([torch.randperm(nodes)[:steps].sort().values for _ in counts]).to(device)
     rows = torch.arange(batch, device=device)
@@ -201,11 +265,23 @@ def emit_case(dtype: torch.dtype, device: torch.device, counts: tuple[int, ...],
         (token_commit.token_commit_reference, round_log.round_log_reference),
     ):
         texts = token_commit.TextBatch(
-            rows.new_zeros(batch, 400), 3 * rows, rows % 3 != 1, 5 + 3 * rows, torch.arange(stops, device=device)
+            rows.new_zeros(batch, 400),
+            3 * rows,
+            rows % 3 != 1,
+            5 + 3 * rows,
+            torch.arange(stops, device=device),
         )
         emitted, counts_left = commit(*numbers, texts)
         lines = rows.new_zeros(4, batch, steps + 4)
-        log(lines, rows.new_full((1,), 6), emitted, counts_left, tree.depths, tree.valid, tree.tokens % 2 > 0)
+        log(
+            lines,
+            rows.new_full((1,), 6),
+            emitted,
+            counts_left,
+            tree.depths,
+            tree.valid,
+            tree.tokens % 2 > 0,
+        )
         outputs.append({"emitted": emitted, "kept": counts_left, **texts._asdict(), "lines": lines})
     actual, expected = outputs
     return KernelOutcome(actual, expected, runs_on(device))
@@ -220,20 +296,32 @@ def verify_case(
     vocab: int,
     truncation: tuple[int, float] = (0, 1.0),
 ) -> KernelOutcome:
-    """Verify trees by a rule: path, counts and next token equal the reference's, on logits apart enough for any rounding."""
+    """Verify trees by a rule: path, counts and next token equal the reference's, on logits apart
+    enough for any rounding.
+    """
     tree = random_tree(batch, nodes, device)
     logits = torch.randn(batch, nodes, vocab, device=device).mul_(2).to(dtype)
     likely = logits.argmax(-1).gather(1, tree.parents.clamp(min=0))
     tokens = torch.where(torch.rand(batch, nodes, device=device) < 0.6, likely, tree.tokens % vocab)
     height = int(tree.depths.max())
-    trees = tree_walks.TreeNodes(tokens, tree.parents, torch.ones_like(tokens, dtype=torch.bool), height, nodes)
+    trees = tree_walks.TreeNodes(
+        tokens, tree.parents, torch.ones_like(tokens, dtype=torch.bool), height, nodes
+    )
     positions = 100 + tree.depths
-    draws = tree_walks.SamplingSpec(host_key(9, 1), torch.arange(batch, device=device), positions, 0.5, *truncation)
+    draws = tree_walks.SamplingSpec(
+        host_key(9, 1), torch.arange(batch, device=device), positions, 0.5, *truncation
+    )
     q = torch.randn(batch, nodes, vocab, device=device).softmax(-1)
-    arguments: dict[str, tuple[Any, ...]] = {"greedy": (), "match": (draws,), "recursive": (q, None, False, draws)}
+    arguments: dict[str, tuple[Any, ...]] = {
+        "greedy": (),
+        "match": (draws,),
+        "recursive": (q, None, False, draws),
+    }
     poison_memory(device, batch * nodes * 8, batch * vocab * 4)
     expected = getattr(tree_walks, f"tree_{rule}_reference")(trees, logits, *arguments[rule])
-    outputs = getattr(tree_recursive if rule == "recursive" else tree_verify, f"tree_{rule}")(trees, logits, *arguments[rule])
+    outputs = getattr(tree_recursive if rule == "recursive" else tree_verify, f"tree_{rule}")(
+        trees, logits, *arguments[rule]
+    )
     return KernelOutcome(outputs._asdict(), expected._asdict(), tree_verify.can_run_kernel(logits))
 
 
@@ -244,26 +332,44 @@ CHECKS: dict[str, KernelCheck] = {
             "B=1 prefix=8192 N=1": partial(attention_case, lengths=(8192,), nodes=1),
             "B=1 prefix=8192 N=64": partial(attention_case, lengths=(8192,), nodes=64),
             "B=1 prefix=32768 N=16": partial(attention_case, lengths=(32768,), nodes=16),
-            "B=8 ragged to 1000 N=64": partial(attention_case, lengths=(1000, 0, 1, 63, 64, 65, 300, 999), nodes=64),
+            "B=8 ragged to 1000 N=64": partial(
+                attention_case, lengths=(1000, 0, 1, 63, 64, 65, 300, 999), nodes=64
+            ),
             "B=3 ragged to 300 N=100 D=64": partial(
                 attention_case, lengths=(300, 7, 128), nodes=100, heads=(8, 8), widths=(64, 64)
             ),
             "28 to 4 heads": partial(attention_case, lengths=(1000, 150), nodes=64, heads=(28, 4)),
-            "16 to 2 heads of 256": partial(attention_case, lengths=(1000, 150), nodes=64, heads=(16, 2), widths=(256, 256)),
-            "8 heads of 80": partial(attention_case, lengths=(1000, 150), nodes=64, heads=(8, 8), widths=(80, 80)),
+            "16 to 2 heads of 256": partial(
+                attention_case, lengths=(1000, 150), nodes=64, heads=(16, 2), widths=(256, 256)
+            ),
+            "8 heads of 80": partial(
+                attention_case, lengths=(1000, 150), nodes=64, heads=(8, 8), widths=(80, 80)
+            ),
             "window 200": partial(attention_case, lengths=(1000, 150), nodes=64, window=200),
             "softcap 2": partial(attention_case, lengths=(1000, 150), nodes=64, softcap=2.0),
             "sinks, window 128, 64 heads of 64": partial(
-                attention_case, lengths=(1000, 150), nodes=64, heads=(64, 8), widths=(64, 64), window=128, sinks=True
+                attention_case,
+                lengths=(1000, 150),
+                nodes=64,
+                heads=(64, 8),
+                widths=(64, 64),
+                window=128,
+                sinks=True,
             ),
             "keys of 192, values of 128": partial(
                 attention_case, lengths=(1000, 150), nodes=64, heads=(16, 16), widths=(192, 128)
             ),
         },
         {
-            "B=1 N=1": partial(attention_case, lengths=(70,), nodes=1, heads=(4, 2), widths=(16, 16)),
-            "B=2 ragged N=9": partial(attention_case, lengths=(65, 3), nodes=9, heads=(4, 2), widths=(16, 16)),
-            "sinks, narrow values": partial(attention_case, lengths=(65,), nodes=5, heads=(4, 2), widths=(24, 16), sinks=True),
+            "B=1 N=1": partial(
+                attention_case, lengths=(70,), nodes=1, heads=(4, 2), widths=(16, 16)
+            ),
+            "B=2 ragged N=9": partial(
+                attention_case, lengths=(65, 3), nodes=9, heads=(4, 2), widths=(16, 16)
+            ),
+            "sinks, narrow values": partial(
+                attention_case, lengths=(65,), nodes=5, heads=(4, 2), widths=(24, 16), sinks=True
+            ),
         },
         {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3},
     ),
@@ -274,22 +380,37 @@ CHECKS: dict[str, KernelCheck] = {
             "512 rows, V=128256": partial(row_kl_case, rows=512, vocab=128256),
             "512 rows, V=128256, 64 kept": partial(row_kl_case, rows=512, vocab=128256, top_k=64),
         },
-        {"5 rows, V=300": partial(row_kl_case, rows=5, vocab=300), "4 kept": partial(row_kl_case, rows=5, vocab=300, top_k=4)},
+        {
+            "5 rows, V=300": partial(row_kl_case, rows=5, vocab=300),
+            "4 kept": partial(row_kl_case, rows=5, vocab=300, top_k=4),
+        },
         {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3},
     ),
     "linear_divergence": KernelCheck(
         (linear_divergence, row_kl),
-        {"1024 rows, D=1024, V=32000": partial(divergence_case, rows=1024, width=1024, vocab=32000)},
+        {
+            "1024 rows, D=1024, V=32000": partial(
+                divergence_case, rows=1024, width=1024, vocab=32000
+            )
+        },
         {"9 rows, D=16, V=50": partial(divergence_case, rows=9, width=16, vocab=50)},
         {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2},
     ),
     "kv_commit": KernelCheck(
         (kv_commit,),
         {
-            "32 layers, N=64": partial(commit_case, nodes=64, counts=(1, 5, 9, 33), layers=32, heads=8, width=128),
-            "3 layers, N=100": partial(commit_case, nodes=100, counts=(0, 100), layers=3, heads=2, width=80),
+            "32 layers, N=64": partial(
+                commit_case, nodes=64, counts=(1, 5, 9, 33), layers=32, heads=8, width=128
+            ),
+            "3 layers, N=100": partial(
+                commit_case, nodes=100, counts=(0, 100), layers=3, heads=2, width=80
+            ),
         },
-        {"2 layers, N=9": partial(commit_case, nodes=9, counts=(1, 4), layers=2, heads=2, width=16)},
+        {
+            "2 layers, N=9": partial(
+                commit_case, nodes=9, counts=(1, 4), layers=2, heads=2, width=16
+            )
+        },
     ),
     "kv_append": KernelCheck(
         (kv_append,),
@@ -310,17 +431,25 @@ CHECKS: dict[str, KernelCheck] = {
     "tree_verify": KernelCheck(
         (tree_verify, tree_recursive, sampling_cuts, tree_walks, counter),
         {
-            "greedy, B=8 N=64": partial(verify_case, rule="greedy", batch=8, nodes=64, vocab=128256),
-            "greedy, B=1 N=256": partial(verify_case, rule="greedy", batch=1, nodes=256, vocab=32000),
+            "greedy, B=8 N=64": partial(
+                verify_case, rule="greedy", batch=8, nodes=64, vocab=128256
+            ),
+            "greedy, B=1 N=256": partial(
+                verify_case, rule="greedy", batch=1, nodes=256, vocab=32000
+            ),
             "match, B=8 N=64": partial(verify_case, rule="match", batch=8, nodes=64, vocab=128256),
             "match, top-k 50 top-p 0.9": partial(
                 verify_case, rule="match", batch=4, nodes=16, vocab=128256, truncation=(50, 0.9)
             ),
-            "recursive, B=4 N=16": partial(verify_case, rule="recursive", batch=4, nodes=16, vocab=128256),
+            "recursive, B=4 N=16": partial(
+                verify_case, rule="recursive", batch=4, nodes=16, vocab=128256
+            ),
         },
         {
             "greedy": partial(verify_case, rule="greedy", batch=2, nodes=9, vocab=50),
-            "match, top-k 9": partial(verify_case, rule="match", batch=2, nodes=9, vocab=50, truncation=(9, 1.0)),
+            "match, top-k 9": partial(
+                verify_case, rule="match", batch=2, nodes=9, vocab=50, truncation=(9, 1.0)
+            ),
             "recursive": partial(verify_case, rule="recursive", batch=2, nodes=5, vocab=50),
         },
     ),
@@ -333,4 +462,9 @@ def iterate_cases(toy: bool = False) -> Iterator[tuple[str, KernelCheck, Case, t
     for kernel, check in CHECKS.items():
         for dtype in DTYPES:
             for name, case in (check.toy_cases if toy else check.cases).items():
-                yield f"correctness/{kernel}/{str(dtype).removeprefix('torch.')}/{name}", check, case, dtype
+                yield (
+                    f"correctness/{kernel}/{str(dtype).removeprefix('torch.')}/{name}",
+                    check,
+                    case,
+                    dtype,
+                )

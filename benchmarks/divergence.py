@@ -1,4 +1,5 @@
-"""The fused output layer and loss against unfused torch: time and peak memory of loss and gradients.
+"""The fused output layer and loss against unfused torch: time and peak memory of loss and
+gradients.
 
 Shapes: R rows, D width, V vocabulary.
 """
@@ -15,7 +16,14 @@ from torch import Tensor
 from spectrain.errors import describe_error
 from spectrain.kernels.linear_divergence import HeadTarget, Projection, linear_divergence
 
-from .measure import TimedWork, check_alive, paired_ratio, relative_error, summarize_times, time_interleaved
+from .measure import (
+    TimedWork,
+    check_alive,
+    paired_ratio,
+    relative_error,
+    summarize_times,
+    time_interleaved,
+)
 
 Gradients = tuple[Tensor, ...]
 
@@ -35,7 +43,9 @@ class LossShape:
 
 
 def peak_memory(work: Callable[[], Any], device: torch.device) -> int | None:
-    """Return the peak bytes that a call allocates on a GPU beyond those in use before; None elsewhere."""
+    """Return the peak bytes that a call allocates on a GPU beyond those in use before; None
+    elsewhere.
+    """
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -53,17 +63,28 @@ def unfused_loss(hidden: Tensor, weight: Tensor, final: Tensor, target_weight: T
     return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
 
-def loss_systems(hidden: Tensor, weight: Tensor, final: Tensor, target_weight: Tensor) -> dict[str, Callable[[int], Gradients]]:
-    """Return functions of loss and gradients of the drafter's states and output layer, fused and unfused."""
+def loss_systems(
+    hidden: Tensor, weight: Tensor, final: Tensor, target_weight: Tensor
+) -> dict[str, Callable[[int], Gradients]]:
+    """Return functions of loss and gradients of the drafter's states and output layer, fused and
+    unfused.
+    """
 
     def compute_fused(i: int) -> Gradients:
-        loss = linear_divergence(hidden, Projection(weight), HeadTarget(final, Projection(target_weight))).loss
+        loss = linear_divergence(
+            hidden, Projection(weight), HeadTarget(final, Projection(target_weight))
+        ).loss
         return torch.autograd.grad(loss, (hidden, weight))
 
     def compute_unfused(i: int) -> Gradients:
-        return torch.autograd.grad(unfused_loss(hidden, weight, final, target_weight), (hidden, weight))
+        return torch.autograd.grad(
+            unfused_loss(hidden, weight, final, target_weight), (hidden, weight)
+        )
 
-    systems: dict[str, Callable[[int], Gradients]] = {"fused": compute_fused, "unfused": compute_unfused}
+    systems: dict[str, Callable[[int], Gradients]] = {
+        "fused": compute_fused,
+        "unfused": compute_unfused,
+    }
     if hidden.device.type == "cuda":
         torch.compiler.reset()
         compiled = torch.compile(unfused_loss, dynamic=False)
@@ -73,12 +94,18 @@ def loss_systems(hidden: Tensor, weight: Tensor, final: Tensor, target_weight: T
     return systems
 
 
-def divergence_row(loss: LossShape, dtype: torch.dtype, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Measure times, interleaved, and peaks of both; return what share of unfused torch's time and memory fusion takes."""
+def divergence_row(
+    loss: LossShape, dtype: torch.dtype, device: torch.device, repeats: int
+) -> dict[str, Any]:
+    """Measure times, interleaved, and peaks of both; return what share of unfused torch's time
+    and memory fusion takes.
+    """
     rows, width, vocab = loss.rows, loss.width, loss.vocab
     scale = width**-0.5
     hidden, final = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
-    weight, target_weight = (torch.randn(vocab, width, dtype=dtype, device=device) * scale for _ in range(2))
+    weight, target_weight = (
+        torch.randn(vocab, width, dtype=dtype, device=device) * scale for _ in range(2)
+    )
     works = loss_systems(hidden.requires_grad_(), weight.requires_grad_(), final, target_weight)
     replays: dict[str, TimedWork] = {}
     peaks: dict[str, int | None] = {}
@@ -88,7 +115,9 @@ def divergence_row(loss: LossShape, dtype: torch.dtype, device: torch.device, re
         try:
             errors = [relative_error(actual, expected) for actual, expected in zip(work(0), answer)]
             if max(errors) > 0.05:
-                raise ValueError(f"its gradients differ from the fused ones by {max(errors):.2g} of their size")
+                raise ValueError(
+                    f"its gradients differ from the fused ones by {max(errors):.2g} of their size"
+                )
             peaks[name] = peak_memory(partial(work, 0), device)
             replays[name] = TimedWork(work, device, launches=1, graph=False)
         except Exception as error:
@@ -96,11 +125,18 @@ def divergence_row(loss: LossShape, dtype: torch.dtype, device: torch.device, re
             check_alive(device)
     samples = time_interleaved(replays, repeats)
     row: dict[str, Any] = {
-        "rows": rows, "width": width, "vocab": vocab, "repeats": repeats, "not_run": failed, "peak_bytes": peaks,
+        "rows": rows,
+        "width": width,
+        "vocab": vocab,
+        "repeats": repeats,
+        "not_run": failed,
+        "peak_bytes": peaks,
         "us": {name: summarize_times(seconds) for name, seconds in samples.items()},
-    }  # fmt: skip
+    }
     if not {"fused", "unfused"} <= set(samples):
         return {**row, "failed": "; ".join(failed.values())}
     row["time_ratio"] = paired_ratio(samples["unfused"], samples["fused"])
-    row["memory_ratio"] = peaks["fused"] / peaks["unfused"] if peaks["fused"] and peaks["unfused"] else None
+    row["memory_ratio"] = (
+        peaks["fused"] / peaks["unfused"] if peaks["fused"] and peaks["unfused"] else None
+    )
     return row

@@ -2,8 +2,9 @@
 
     python -m benchmarks.follow_alarms out=eval/results/follow-alarms.json
 
-A stream is the mean accepted tokens per draft of one request after another, drawn from one of three distributions. In half of
-the streams nothing changes; in the others the mean falls after the reference.
+A stream is the mean accepted tokens per draft of one request after another, drawn from one of three
+distributions. In half of the streams nothing changes; in the others the mean falls after the
+reference.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from spectrain.files import write_text
 from spectrain.follow.drift import DriftTest
 from spectrain.provenance import collect_provenance
 
-RATE, HORIZON, REFERENCE, FALL = 0.05, 1000, 48, 0.8
+RATE = 0.05
+HORIZON = 1000
+REFERENCE = 48
+FALL = 0.8
 Values = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int], Values]
 
@@ -44,7 +48,11 @@ def draw_two(generator: np.random.Generator, count: int) -> Values:
     return values
 
 
-DISTRIBUTIONS: dict[str, Draw] = {"skewed": draw_skewed, "normal": draw_normal, "two values": draw_two}
+DISTRIBUTIONS: dict[str, Draw] = {
+    "skewed": draw_skewed,
+    "normal": draw_normal,
+    "two values": draw_two,
+}
 
 
 def count_until_alarm(test: DriftTest, values: Values) -> int | None:
@@ -56,7 +64,8 @@ def measure_distribution(draw: Draw, streams: int) -> dict[str, Any]:
     """Return the share of streams with a false alarm, and the requests until a fall is noticed."""
     generator = np.random.default_rng(0)
     deviation = float(draw(generator, 100_000).std())
-    false_alarms, delays = 0, []
+    false_alarms = 0
+    delays = []
     for _ in range(streams):
         for fall in (0.0, FALL * deviation):
             test = DriftTest(REFERENCE, HORIZON, RATE)

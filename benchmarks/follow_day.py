@@ -1,12 +1,15 @@
-"""A day of traffic in minutes: English chat, then Spanish questions in another template, which the drafter has not seen.
+"""A day of traffic in minutes: English chat, then Spanish questions in another template, which the
+drafter has not seen.
 
-    python -m benchmarks.follow_day              # one seed, with this project's engine: make follow-demo
-    python -m benchmarks.follow_day seeds=0,1,2 out=eval/results/follow-day.json
-    python -m benchmarks.follow_day server=vllm server.python=ENV/bin/python out=eval/results/follow-vllm.json
-    python -m benchmarks.follow_day quiet=1500 out=eval/results/follow-quiet.json   # so many requests, no change
+    python -m benchmarks.follow_day              # one seed, with this project's engine: make
+    follow-demo python -m benchmarks.follow_day seeds=0,1,2 out=eval/results/follow-day.json python
+    -m benchmarks.follow_day server=vllm server.python=ENV/bin/python
+    out=eval/results/follow-vllm.json python -m benchmarks.follow_day quiet=1500
+    out=eval/results/follow-quiet.json   # so many requests, no change
 
-It trains a small EAGLE-3 drafter for the tiny target on the first kind, and starts `spectrain follow` with its server behind
-the proxy. It prints when drift was noticed, when a better drafter served, and the tokens per forward of both kinds.
+It trains a small EAGLE-3 drafter for the tiny target on the first kind, and starts `spectrain
+follow` with its server behind the proxy. It prints when drift was noticed, when a better drafter
+served, and the tokens per forward of both kinds.
 """
 
 from __future__ import annotations
@@ -50,17 +53,31 @@ from .follow_traffic import (
     tokens_per_second,
 )
 
-NUM_TRAINED, NUM_FIRST, NUM_AFTER = 160, 72, 40
+NUM_TRAINED = 160
+NUM_FIRST = 72
+NUM_AFTER = 40
 BATCH = 32
-START_SECONDS, LONGEST_SECONDS = 600.0, 900.0
+START_SECONDS = 600.0
+LONGEST_SECONDS = 900.0
 OPTIONS = {
-    "follow.reference": 32, "follow.horizon": 500, "follow.least_new": 40, "follow.held_out": 24, "follow.prove_tokens": 32,
-    "follow.tolerance": 0.1, "follow.pause_seconds": 15, "follow.rollback_after": 24, "follow.start": "true",
-}  # fmt: skip
+    "follow.reference": 32,
+    "follow.horizon": 500,
+    "follow.least_new": 40,
+    "follow.held_out": 24,
+    "follow.prove_tokens": 32,
+    "follow.tolerance": 0.1,
+    "follow.pause_seconds": 15,
+    "follow.rollback_after": 24,
+    "follow.start": "true",
+}
 # What a server needs beside them.
 SERVER_OPTIONS: dict[str, dict[str, Any]] = {
     "spectrain": {},
-    "vllm": {"server.max_length": 1024, "server.draft_tokens": 3, "server.arguments": "[--max-num-seqs,8]"},
+    "vllm": {
+        "server.max_length": 1024,
+        "server.draft_tokens": 3,
+        "server.arguments": "[--max-num-seqs,8]",
+    },
 }
 
 
@@ -71,8 +88,8 @@ class DayResult:
     seed: int
     tokens_per_forward: dict[str, float | None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    # Tokens per second of requests, one at a time: with the first drafter before and during the training of the candidate,
-    # and with the second drafter.
+    # Tokens per second of requests, one at a time: with the first drafter before and during the
+    # training of the candidate, and with the second drafter.
     tokens_per_second: dict[str, float | None] = field(default_factory=dict)
     promoted: dict[str, Any] | None = None
     events: list[str] = field(default_factory=list)
@@ -87,30 +104,61 @@ def train_first_drafter(folder: Path, seed: int, minutes: float) -> None:
     examples = answer_requests(target, make_chats(seed)[:NUM_TRAINED])
     folder.mkdir(parents=True, exist_ok=True)
     write_examples(folder / "first.jsonl", examples)
-    words = ["recipe=eagle3", "target=tiny", f"run={folder / 'run'}", "data=tokens", f"data.path={folder / 'first.jsonl'}"]
-    words += ["data.limit=null", "eval=none", "trainer.epochs=1000", f"trainer.max_minutes={minutes}", f"trainer.seed={seed}"]
-    subprocess.run([sys.executable, "-m", "spectrain", "train", *words], check=True, stdout=subprocess.DEVNULL)
+    words = [
+        "recipe=eagle3",
+        "target=tiny",
+        f"run={folder / 'run'}",
+        "data=tokens",
+        f"data.path={folder / 'first.jsonl'}",
+    ]
+    words += [
+        "data.limit=null",
+        "eval=none",
+        "trainer.epochs=1000",
+        f"trainer.max_minutes={minutes}",
+        f"trainer.seed={seed}",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "spectrain", "train", *words], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 def answer_requests(target: Target, bodies: list[Body]) -> list[Example]:
     """Return requests with the target's answers as training sequences."""
-    prompts = [tokenize_conversation(RecordedConversation("", 0.0, body, ""), target)[0] for body in bodies]
+    prompts = [
+        tokenize_conversation(RecordedConversation("", 0.0, body, ""), target)[0] for body in bodies
+    ]
     examples = []
     for start in range(0, len(prompts), BATCH):
         for text in decode(target, prompts[start : start + BATCH], Greedy(), ANSWER_TOKENS):
-            examples.append(Example(text.prompt + text.output, [False] * len(text.prompt) + [True] * len(text.output)))
+            examples.append(
+                Example(
+                    text.prompt + text.output,
+                    [False] * len(text.prompt) + [True] * len(text.output),
+                )
+            )
     return examples
 
 
 @contextmanager
 def run_follow(run: Path, server: str, words: list[str]) -> Iterator[str]:
     """Run `spectrain follow` on a run, and yield the address of its proxy."""
-    port, engine_port = find_free_port(), find_free_port()
+    port = find_free_port()
+    engine_port = find_free_port()
     options = [f"{key}={value}" for key, value in {**OPTIONS, **SERVER_OPTIONS[server]}.items()]
-    command = [sys.executable, "-m", "spectrain", "follow", f"run={run}", f"follow.listen=127.0.0.1:{port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "spectrain",
+        "follow",
+        f"run={run}",
+        f"follow.listen=127.0.0.1:{port}",
+    ]
     with (run.parent / "follow.log").open("ab") as log:
         process = subprocess.Popen(
-            [*command, f"server={server}", f"server.port={engine_port}", *options, *words], stdout=log, stderr=log
+            [*command, f"server={server}", f"server.port={engine_port}", *options, *words],
+            stdout=log,
+            stderr=log,
         )
         try:
             wait_for_proxy(f"http://127.0.0.1:{port}", process, run.parent / "follow.log")
@@ -122,21 +170,28 @@ def run_follow(run: Path, server: str, words: list[str]) -> Iterator[str]:
 
 def wait_for_proxy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait until the proxy answers."""
-    deadline, headers = time.monotonic() + START_SECONDS, bearer_header(read_control_key())
+    deadline = time.monotonic() + START_SECONDS
+    headers = bearer_header(read_control_key())
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(f"{url}/metrics", headers=headers, timeout=5, trust_env=False).status_code == 200:
+            if (
+                httpx.get(f"{url}/metrics", headers=headers, timeout=5, trust_env=False).status_code
+                == 200
+            ):
                 return
         except httpx.TransportError:
             time.sleep(0.5)
     raise SystemExit(f"spectrain follow did not start: {log.read_text()[-2000:]}")
 
 
-def simulate_day(folder: Path, seed: int, minutes: float, server: str, words: list[str]) -> DayResult:
+def simulate_day(
+    folder: Path, seed: int, minutes: float, server: str, words: list[str]
+) -> DayResult:
     """Send a day of traffic through follow, and return what happened."""
     require_first_drafter(folder, seed, minutes)
     ledger = folder / "run" / "follow" / "ledger.jsonl"
-    chats, questions = iter(make_chats(seed)[NUM_TRAINED:]), iter(make_questions(seed))
+    chats = iter(make_chats(seed)[NUM_TRAINED:])
+    questions = iter(make_questions(seed))
     with run_follow(folder / "run", server, [f"follow.train_minutes={minutes}", *words]) as url:
         report(f"seed {seed}: the first kind of traffic begins")
         first = send_all(url, islice(chats, NUM_FIRST))
@@ -148,7 +203,9 @@ def simulate_day(folder: Path, seed: int, minutes: float, server: str, words: li
         roll_back(folder / "run", ledger)
         rolled_back = send_all(url, islice(questions, NUM_AFTER))
     entries = [*read_ledger(ledger)]
-    return summarize_day(seed, change, entries, [first, second, after_questions, after_chats, rolled_back])
+    return summarize_day(
+        seed, change, entries, [first, second, after_questions, after_chats, rolled_back]
+    )
 
 
 def roll_back(run: Path, ledger: Path) -> None:
@@ -169,43 +226,67 @@ def require_first_drafter(folder: Path, seed: int, minutes: float) -> None:
         train_first_drafter(folder, seed, minutes)
 
 
-def summarize_day(seed: int, change: float, entries: list[dict[str, Any]], parts: list[list[SentAnswer]]) -> DayResult:
-    """Return what happened, from the ledger and the parts of the traffic: the first kind, the second kind until a better
-    drafter serves, the second and the first kind afterwards, and the second kind after a roll-back by command."""
+def summarize_day(
+    seed: int, change: float, entries: list[dict[str, Any]], parts: list[list[SentAnswer]]
+) -> DayResult:
+    """Return what happened, from the ledger and the parts of the traffic: the first kind, the
+    second kind until a better drafter serves, the second and the first kind afterwards, and the
+    second kind after a roll-back by command."""
     first, second, after_questions, after_chats, rolled_back = parts
     moments = {}
     for event in ("drift", "training", "trained", "promoted", "rolled back"):
-        moment = next((entry["time"] for entry in entries if entry["event"] == event and entry["time"] > change), None)
+        moment = next(
+            (
+                entry["time"]
+                for entry in entries
+                if entry["event"] == event and entry["time"] > change
+            ),
+            None,
+        )
         if moment is not None:
             moments[event] = moment
-    swapped, training = moments.get("promoted", float("inf")), moments.get("training", float("inf"))
+    swapped = moments.get("promoted", float("inf"))
+    training = moments.get("training", float("inf"))
     trained = moments.get("trained", float("inf"))
     answers = [answer for part in parts for answer in part]
     return DayResult(
         seed,
         {
             "first kind, before": tokens_per_forward(first, "chat"),
-            "second kind, before": tokens_per_forward((answer for answer in second if answer.time < swapped), "questions"),
+            "second kind, before": tokens_per_forward(
+                (answer for answer in second if answer.time < swapped), "questions"
+            ),
             "second kind, after": tokens_per_forward(after_questions, "questions"),
             "first kind, after": tokens_per_forward(after_chats, "chat"),
             "second kind, rolled back": tokens_per_forward(rolled_back, "questions"),
         },
         {event: round(moment - change, 1) for event, moment in moments.items()},
         {
-            "before training": tokens_per_second(answer for answer in second if answer.time < training),
+            "before training": tokens_per_second(
+                answer for answer in second if answer.time < training
+            ),
             "during training": tokens_per_second(
-                answer for answer in second if training < answer.time - answer.seconds and answer.time < trained
+                answer
+                for answer in second
+                if training < answer.time - answer.seconds and answer.time < trained
             ),
             "after the swap": tokens_per_second(after_questions),
         },
         next((entry for entry in entries if entry["event"] == "promoted"), None),
         [f"{entry['time'] - change:+.0f} s {entry['event']}" for entry in entries],
-        [(round(entry.time - change, 2), entry.kind, entry.accepted, entry.rounds) for entry in answers],
+        [
+            (round(entry.time - change, 2), entry.kind, entry.accepted, entry.rounds)
+            for entry in answers
+        ],
     )
 
 
-def simulate_quiet(folder: Path, seed: int, minutes: float, server: str, count: int, words: list[str]) -> dict[str, Any]:
-    """Send requests of the first kind alone, and return the events of the ledger, which should hold no drift."""
+def simulate_quiet(
+    folder: Path, seed: int, minutes: float, server: str, count: int, words: list[str]
+) -> dict[str, Any]:
+    """Send requests of the first kind alone, and return the events of the ledger, which should
+    hold no drift.
+    """
     require_first_drafter(folder, seed, minutes)
     run = folder / "run"
     chats = make_chats(seed)[NUM_TRAINED:]
@@ -214,7 +295,10 @@ def simulate_quiet(folder: Path, seed: int, minutes: float, server: str, count: 
         answers = send_all(url, bodies)
     events = [entry["event"] for entry in read_ledger(run / "follow" / "ledger.jsonl")]
     rate = tokens_per_forward(answers, "chat")
-    report(f"seed {seed}: {len(answers)} requests without a change, {rate} tokens per forward, events: {', '.join(events)}")
+    report(
+        f"seed {seed}: {len(answers)} requests without a change, {rate} tokens per forward, "
+        f"events: {', '.join(events)}"
+    )
     return {
         "seed": seed,
         "requests": len(answers),
@@ -224,9 +308,12 @@ def simulate_quiet(folder: Path, seed: int, minutes: float, server: str, count: 
     }
 
 
-def send_until_promoted(url: str, questions: Iterator[Body], ledger: Path, began: float) -> list[SentAnswer]:
+def send_until_promoted(
+    url: str, questions: Iterator[Body], ledger: Path, began: float
+) -> list[SentAnswer]:
     """Send requests of the second kind until a better drafter serves, or the time is over."""
-    answers, deadline = list[SentAnswer](), time.monotonic() + LONGEST_SECONDS
+    answers = list[SentAnswer]()
+    deadline = time.monotonic() + LONGEST_SECONDS
     while time.monotonic() < deadline:
         answers += send_all(url, islice(questions, 4))
         events = [entry["event"] for entry in read_ledger(ledger) if entry["time"] > began]
@@ -242,15 +329,19 @@ def send_until_promoted(url: str, questions: Iterator[Body], ledger: Path, began
 
 def describe_day(result: DayResult) -> str:
     """Return the line that the demonstration prints."""
-    rates = {name: f"{rate:.2f}" for name, rate in result.tokens_per_forward.items() if rate is not None}
+    rates = {
+        name: f"{rate:.2f}" for name, rate in result.tokens_per_forward.items() if rate is not None
+    }
     shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
     if result.promoted is None:
         return f"seed {result.seed}: not promoted ({shown}); events: {'; '.join(result.events)}"
-    new, old = result.promoted["new"], result.promoted["old"]
+    new = result.promoted["new"]
+    old = result.promoted["old"]
     return (
-        f"seed {result.seed}: promoted {result.seconds['promoted']:.0f} s after the change (drift noticed after "
-        f"{result.seconds.get('drift', float('nan')):.0f} s): new traffic {new['gain']:+.1%} {new['interval']}, "
-        f"old {old['gain']:+.1%} {old['interval']}; live tokens per forward: {shown}"
+        f"seed {result.seed}: promoted {result.seconds['promoted']:.0f} s after the change (drift "
+        f"noticed after {result.seconds.get('drift', float('nan')):.0f} s): new traffic "
+        f"{new['gain']:+.1%} {new['interval']}, old {old['gain']:+.1%} {old['interval']}; live "
+        f"tokens per forward: {shown}"
     )
 
 
@@ -261,22 +352,38 @@ def report(text: str) -> None:
 
 def main(words: list[str]) -> None:
     """Simulate the day of every seed, or the same traffic without a change."""
-    own = {"seeds": "0", "work": "runs/follow-demo", "minutes": "0.6", "out": "", "server": "spectrain", "quiet": "0"}
+    own = {
+        "seeds": "0",
+        "work": "runs/follow-demo",
+        "minutes": "0.6",
+        "out": "",
+        "server": "spectrain",
+        "quiet": "0",
+    }
     settings = dict(word.split("=", 1) for word in words)
     passed = [f"{key}={value}" for key, value in settings.items() if key not in own]
     own |= {key: value for key, value in settings.items() if key in own}
     torch.set_num_threads(1)
     results: list[Any] = []
     for seed in map(int, own["seeds"].split(",")):
-        began, folder = time.monotonic(), Path(own["work"]) / str(seed)
+        began = time.monotonic()
+        folder = Path(own["work"]) / str(seed)
         if int(own["quiet"]):
-            results.append(simulate_quiet(folder, seed, float(own["minutes"]), own["server"], int(own["quiet"]), passed))
+            results.append(
+                simulate_quiet(
+                    folder, seed, float(own["minutes"]), own["server"], int(own["quiet"]), passed
+                )
+            )
         else:
             day = simulate_day(folder, seed, float(own["minutes"]), own["server"], passed)
             results.append(asdict(day))
             report(f"{describe_day(day)}; {time.monotonic() - began:.0f} s")
         if own["out"]:
-            setting = {"server": own["server"], "minutes": float(own["minutes"]), "options": OPTIONS}
+            setting = {
+                "server": own["server"],
+                "minutes": float(own["minutes"]),
+                "options": OPTIONS,
+            }
             content = {"provenance": collect_provenance(), "setting": setting, "days": results}
             write_text(Path(own["out"]), json.dumps(content, indent=1) + "\n")
     if own["out"] and not int(own["quiet"]):

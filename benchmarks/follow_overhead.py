@@ -1,9 +1,11 @@
-"""What the proxy of `spectrain follow` adds to a request, and what recording costs, at 1, 16 and 200 streams.
+"""What the proxy of `spectrain follow` adds to a request, and what recording costs, at 1, 16 and
+200 streams.
 
     python -m benchmarks.follow_overhead out=eval/results/follow-overhead.json
 
-A server in a process of its own streams 16 parts, one every 20 ms, or answers at once. Requests go to it directly and through a
-proxy in another process, in turn. A row holds medians over requests: milliseconds to the first part, and to the whole answer.
+A server in a process of its own streams 16 parts, one every 20 ms, or answers at once. Requests go
+to it directly and through a proxy in another process, in turn. A row holds medians over requests:
+milliseconds to the first part, and to the whole answer.
 """
 
 from __future__ import annotations
@@ -28,10 +30,14 @@ from spectrain.follow.settings import ListenSettings
 from spectrain.follow.upstream import UpstreamSwitch
 from spectrain.servers.ports import find_free_port
 
-NUM_PARTS, PART_SECONDS = 16, 0.02
+NUM_PARTS = 16
+PART_SECONDS = 0.02
 NUM_REQUESTS = {1: 60, 16: 160, 200: 600}
 BODY = {"prompt": "x" * 1000, "max_tokens": 16}
-PART = b'data: {"choices": [{"index": 0, "text": "some words of an answer", "token_ids": [1, 2, 3]}]}\n\n'
+PART = (
+    b'data: {"choices": [{"index": 0, "text": "some words of an answer", "token_ids": [1, 2, '
+    b"3]}]}\n\n"
+)
 MODES = {"direct": "", "proxy": "sample=0", "proxy, recorded": "sample=1"}
 
 
@@ -43,7 +49,13 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
         body += message.get("body", b"")
         if not message.get("more_body"):
             break
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-type", b"text/event-stream")],
+        }
+    )
     if b'"stream"' in body:
         for _ in range(NUM_PARTS):
             await send({"type": "http.response.body", "body": PART, "more_body": True})
@@ -79,7 +91,9 @@ def run_process(*words: str) -> Iterator[None]:
         process.wait()
 
 
-async def measure_request(session: aiohttp.ClientSession, url: str, streams: bool) -> tuple[float, float]:
+async def measure_request(
+    session: aiohttp.ClientSession, url: str, streams: bool
+) -> tuple[float, float]:
     """Return the milliseconds to the first part of an answer, and to its end."""
     began = time.perf_counter()
     body = {**BODY, **({"stream": True} if streams else {})}
@@ -92,7 +106,9 @@ async def measure_request(session: aiohttp.ClientSession, url: str, streams: boo
     return 1000 * (at_first - began), 1000 * (time.perf_counter() - began)
 
 
-async def measure(urls: dict[str, str], concurrency: int, streams: bool) -> dict[str, list[tuple[float, float]]]:
+async def measure(
+    urls: dict[str, str], concurrency: int, streams: bool
+) -> dict[str, list[tuple[float, float]]]:
     """Send batches of concurrent requests to every address in turn; return their times."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in urls}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -122,16 +138,31 @@ def run_all() -> list[dict[str, Any]]:
     rows = []
     with (
         run_process("role=server", f"port={ports['direct']}"),
-        run_process("role=proxy", f"port={ports['proxy']}", f"upstream={urls['direct']}", MODES["proxy"]),
-        run_process("role=proxy", f"port={ports['proxy, recorded']}", f"upstream={urls['direct']}", MODES["proxy, recorded"]),
+        run_process(
+            "role=proxy", f"port={ports['proxy']}", f"upstream={urls['direct']}", MODES["proxy"]
+        ),
+        run_process(
+            "role=proxy",
+            f"port={ports['proxy, recorded']}",
+            f"upstream={urls['direct']}",
+            MODES["proxy, recorded"],
+        ),
     ):
         for url in urls.values():
             asyncio.run(asyncio.wait_for(wait_for(url), 120))
         for streams, concurrency in ((False, 1), (True, 1), (True, 16), (True, 200)):
             for name, times in asyncio.run(measure(urls, concurrency, streams)).items():
                 first, complete = (round(median(column), 2) for column in zip(*times))
-                rows.append({"streams": concurrency, "streamed": streams, "way": name, "first_ms": first, "whole_ms": complete,
-                             "requests": len(times)})  # fmt: skip
+                rows.append(
+                    {
+                        "streams": concurrency,
+                        "streamed": streams,
+                        "way": name,
+                        "first_ms": first,
+                        "whole_ms": complete,
+                        "requests": len(times),
+                    }
+                )
                 print(rows[-1], flush=True)
     return rows
 
@@ -140,7 +171,12 @@ def main(words: list[str]) -> None:
     """Run a role of the measurement, or all of it."""
     settings = dict(word.split("=", 1) for word in words)
     if "role" in settings:
-        serve(settings["role"], int(settings["port"]), settings.get("upstream", ""), float(settings.get("sample", "0")))
+        serve(
+            settings["role"],
+            int(settings["port"]),
+            settings.get("upstream", ""),
+            float(settings.get("sample", "0")),
+        )
         return
     rows = run_all()
     if "out" in settings:

@@ -1,4 +1,6 @@
-"""The plot of a day of traffic: tokens per forward over time by kind of traffic, a panel for each seed."""
+"""The plot of a day of traffic: tokens per forward over time by kind of traffic, a panel for
+each seed.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ KINDS = {"chat": "first kind", "questions": "second kind"}
 
 
 def average_requests(answers: list[list[Any]], kind: str) -> tuple[list[float], list[float]]:
-    """Return the times and the tokens per forward of a kind, each the average of some requests after one another."""
+    """Return the times and the tokens per forward of a kind, each the average of some requests
+    after one another.
+    """
     chosen = [answer for answer in answers if answer[1] == kind and answer[3]]
-    times, rates = list[float](), list[float]()
+    times = list[float]()
+    rates = list[float]()
     for start in range(0, len(chosen) - NUM_AVERAGED + 1, NUM_AVERAGED):
         group = chosen[start : start + NUM_AVERAGED]
         times.append(sum(answer[0] for answer in group) / len(group))
@@ -38,11 +43,19 @@ def plot_days(path: Path, days: list[dict[str, Any]]) -> None:
         for axes, day in zip(panels, days):
             for kind, marker in zip(KINDS, "o^"):
                 times, rates = average_requests(day["answers"], kind)
-                axes.plot(times, rates, marker=marker, markersize=4, linestyle=":", label=KINDS[kind])
+                axes.plot(
+                    times, rates, marker=marker, markersize=4, linestyle=":", label=KINDS[kind]
+                )
             axes.axvline(0, color="0.3", linewidth=0.8, label="traffic changes")
             for number, (event, label) in enumerate(EVENTS.items()):
                 if event in day["seconds"]:
-                    axes.axvline(day["seconds"][event], color=f"C{number + 2}", linewidth=0.8, linestyle="--", label=label)
+                    axes.axvline(
+                        day["seconds"][event],
+                        color=f"C{number + 2}",
+                        linewidth=0.8,
+                        linestyle="--",
+                        label=label,
+                    )
             axes.set(title=f"seed {day['seed']}", xlabel="seconds after the change")
         panels[0].set(ylabel="tokens per forward")
         panels[0].legend(fontsize=7)

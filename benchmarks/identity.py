@@ -25,7 +25,10 @@ FAMILIES: dict[str, DrafterFactory] = {
     "autoregressive": lambda target: (None, None),
     "eagle3 eagle2": lambda target: (Eagle3(target, vocab_size=1024), Eagle2(4, 16)),
     "eagle3 chain": lambda target: (Eagle3(target, vocab_size=1024), Chain(3)),
-    "medusa static": lambda target: (Medusa(target, num_heads=3, vocab_size=1024), Static(paths=[[0], [1], [0, 0], [0, 1]])),
+    "medusa static": lambda target: (
+        Medusa(target, num_heads=3, vocab_size=1024),
+        Static(paths=[[0], [1], [0, 0], [0, 1]]),
+    ),
     "hydra eagle2": lambda target: (
         load_constructor("drafter", "hydra")(target, num_heads=3, vocab_size=1024),
         Eagle2(3, 10, 3),
@@ -33,7 +36,9 @@ FAMILIES: dict[str, DrafterFactory] = {
     "causal chain": lambda target: (Causal(target, num_layers=2), Chain(3)),
     "pard chain": lambda target: (Pard(target, num_drafts=4, num_layers=2), Chain(4)),
 }
-"""Untrained drafters: some of their drafts are accepted, most are not, and neither may change the answer."""
+"""Untrained drafters: some of their drafts are accepted, most are not, and neither may change
+the answer.
+"""
 
 
 def target_loaders(directory: str | None, device: torch.device) -> dict[str, Callable[[], Target]]:
@@ -46,14 +51,18 @@ def target_loaders(directory: str | None, device: torch.device) -> dict[str, Cal
 
 
 def identity_row(load: Callable[[], Target], family: str, new_tokens: int) -> dict[str, Any]:
-    """Count differing answers over a batch of three prompts and of one, each decoded twice so that graphs are replayed."""
+    """Count differing answers over a batch of three prompts and of one, each decoded twice so
+    that graphs are replayed.
+    """
     torch.manual_seed(0)
     target = load()
     drafter, builder = FAMILIES[family](target)
     if drafter is not None:
         drafter.prepare(target, torch.ones(target.head.vocab_size))
         drafter = drafter.to(target.device, target.dtype).eval()
-    prompts = [torch.randint(target.head.vocab_size, (length,)).tolist() for length in PROMPT_LENGTHS]
+    prompts = [
+        torch.randint(target.head.vocab_size, (length,)).tolist() for length in PROMPT_LENGTHS
+    ]
     engine = CapturedRunner(target, Greedy(), drafter, builder)
     pairs = []
     for batch in (prompts, prompts[:1]):
@@ -62,7 +71,11 @@ def identity_row(load: Callable[[], Target], family: str, new_tokens: int) -> di
             pairs += list(zip(engine.decode(batch, new_tokens, ignore_eos=True), expected))
     rounds = [count for answer, _ in pairs for count in answer.complete_round_lengths]
     return {
-        "target": target.name, "backend": engine.backend, "captured": any(state.graphs for state in engine.states.values()),
-        "answers": len(pairs), "tokens": sum(len(answer.output) for answer, _ in pairs),
-        "differing": sum(answer.output != reference.output for answer, reference in pairs), "tau": sum(rounds) / len(rounds),
-    }  # fmt: skip
+        "target": target.name,
+        "backend": engine.backend,
+        "captured": any(state.graphs for state in engine.states.values()),
+        "answers": len(pairs),
+        "tokens": sum(len(answer.output) for answer, _ in pairs),
+        "differing": sum(answer.output != reference.output for answer, reference in pairs),
+        "tau": sum(rounds) / len(rounds),
+    }

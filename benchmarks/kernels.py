@@ -1,7 +1,9 @@
-"""`python -m benchmarks.kernels`: the machine's limits, the kernels' correctness, and how close they come to the limits.
+"""`python -m benchmarks.kernels`: the machine's limits, the kernels' correctness, and how close
+they come to the limits.
 
-Parts: ceilings (copy bandwidth and a large matrix product, which every part measures first), correctness, table (tree attention
-and its alternatives at the shape of Llama-3.1-8B), tuning (tree attention with other tiles) and divergence (the fused loss).
+Parts: ceilings (copy bandwidth and a large matrix product, which every part measures first),
+correctness, table (tree attention and its alternatives at the shape of Llama-3.1-8B), tuning (tree
+attention with other tiles) and divergence (the fused loss).
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +32,8 @@ class KernelSizes:
 
     copied_bytes: int = 2 << 30
     product_width: int = 8192
-    heads: tuple[int, int, int] = (32, 8, 128)  # query heads, key-value heads, head size: Llama-3.1-8B
+    # query heads, key-value heads, head size: Llama-3.1-8B
+    heads: tuple[int, int, int] = (32, 8, 128)
     batches: tuple[int, ...] = (1, 8)
     prefixes: tuple[int, ...] = (1024, 8192, 32768)
     nodes: tuple[int, ...] = (64, 32, 16, 8, 1)
@@ -40,31 +43,53 @@ class KernelSizes:
     launches: int = 32
     repeats: int = 50
     loss_repeats: int = 20
-    other_heads: tuple[tuple[int, int, int], ...] = ((28, 4, 128), (64, 8, 64), (16, 2, 256))  # Qwen2-7B, gpt-oss, Qwen3-Next
+    # Qwen2-7B, gpt-oss, Qwen3-Next
+    other_heads: tuple[tuple[int, int, int], ...] = ((28, 4, 128), (64, 8, 64), (16, 2, 256))
 
     def table_cells(self) -> list[AttentionCell]:
-        """Return the rows of the table: the largest trees first, then the largest tree of one sequence with other heads."""
+        """Return the rows of the table: the largest trees first, then the largest tree of one
+        sequence with other heads.
+        """
         most, *fewer = [
-            [AttentionCell(*shape) for shape in product(self.batches, self.prefixes, (nodes,))] for nodes in self.nodes
+            [AttentionCell(*shape) for shape in product(self.batches, self.prefixes, (nodes,))]
+            for nodes in self.nodes
         ]
         middle = self.prefixes[len(self.prefixes) // 2]
-        others = [AttentionCell(self.batches[0], middle, self.nodes[0], heads) for heads in self.other_heads]
+        others = [
+            AttentionCell(self.batches[0], middle, self.nodes[0], heads)
+            for heads in self.other_heads
+        ]
         return [*most, *others, *(cell for cells in fewer for cell in cells)]
 
     def tuned_cells(self) -> list[AttentionCell]:
-        """Return the cells by which tiles are chosen: the largest trees that have goals, a small tree, and a single node."""
-        middle, longest = self.prefixes[len(self.prefixes) // 2], self.prefixes[-1]
-        shapes = [(middle, self.nodes[0]), (longest, self.nodes[0]), (middle, self.nodes[len(self.nodes) // 2]), (middle, 1)]
+        """Return the cells by which tiles are chosen: the largest trees that have goals, a small
+        tree, and a single node.
+        """
+        middle = self.prefixes[len(self.prefixes) // 2]
+        longest = self.prefixes[-1]
+        shapes = [
+            (middle, self.nodes[0]),
+            (longest, self.nodes[0]),
+            (middle, self.nodes[len(self.nodes) // 2]),
+            (middle, 1),
+        ]
         return [AttentionCell(self.batches[0], *shape) for shape in dict.fromkeys(shapes)]
 
-    def cell_geometry(self, cell: AttentionCell, dtype: torch.dtype, device: torch.device) -> Geometry:
+    def cell_geometry(
+        self, cell: AttentionCell, dtype: torch.dtype, device: torch.device
+    ) -> Geometry:
         return Geometry(*(cell.heads or self.heads), dtype, device)
 
     def loss_shapes(self) -> list[LossShape]:
-        return [LossShape(rows, self.loss_width, vocab) for rows, vocab in product(self.loss_rows, self.vocabularies)]
+        return [
+            LossShape(rows, self.loss_width, vocab)
+            for rows, vocab in product(self.loss_rows, self.vocabularies)
+        ]
 
 
-TOY = KernelSizes(1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,), 2, 3, 3, ((3, 1, 8),))
+TOY = KernelSizes(
+    1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,), 2, 3, 3, ((3, 1, 8),)
+)
 """Sizes that run every line in seconds on any machine; the numbers mean nothing."""
 
 
@@ -86,16 +111,24 @@ class KernelBench(Bench):
         return TOY if self.toy else KernelSizes()
 
     def plan_measurements(self) -> Iterator[Measurement]:
-        """Yield the part's rows by their worth: ceilings, a case of every kernel, the sizes that have goals, then the rest."""
+        """Yield the part's rows by their worth: ceilings, a case of every kernel, the sizes that
+        have goals, then the rest.
+        """
         parts = {
             "correctness": self.plan_correctness,
             "table": self.plan_table,
             "tuning": self.plan_tuning,
             "divergence": self.plan_divergence,
         }
-        measurements = {name: list(plan()) for name, plan in parts.items() if self.part in ("all", name)}
-        cases, table = measurements.get("correctness", []), measurements.get("table", [])
-        first = [*self.first_cases(cases), *table[: len(self.sizes.batches) * len(self.sizes.prefixes)]]
+        measurements = {
+            name: list(plan()) for name, plan in parts.items() if self.part in ("all", name)
+        }
+        cases = measurements.get("correctness", [])
+        table = measurements.get("table", [])
+        first = [
+            *self.first_cases(cases),
+            *table[: len(self.sizes.batches) * len(self.sizes.prefixes)],
+        ]
         yield from self.plan_ceilings()
         yield from first
         planned = {step.name for step in first}
@@ -118,25 +151,46 @@ class KernelBench(Bench):
 
     def plan_correctness(self) -> Iterator[Measurement]:
         for name, check, case, dtype in iterate_cases(self.toy):
-            yield Measurement(name, source_digest(*check.modules), partial(check_case, check, case, dtype, self.device))
+            yield Measurement(
+                name,
+                source_digest(*check.modules),
+                partial(check_case, check, case, dtype, self.device),
+            )
 
     def plan_table(self) -> Iterator[Measurement]:
         for cell in self.sizes.table_cells():
-            yield Measurement(cell.name, source_digest(tree_attention), partial(self.cell_row, table_row, cell))
+            yield Measurement(
+                cell.name, source_digest(tree_attention), partial(self.cell_row, table_row, cell)
+            )
 
-    def cell_row(self, measure: Callable[..., dict[str, Any]], cell: AttentionCell) -> dict[str, Any]:
+    def cell_row(
+        self, measure: Callable[..., dict[str, Any]], cell: AttentionCell
+    ) -> dict[str, Any]:
         """Measure a row of the table or of the tuning at a cell."""
         geometry = self.sizes.cell_geometry(cell, self.dtype, self.device)
-        return measure(cell, geometry, self.results, self.machine_rates(), self.sizes.launches, self.sizes.repeats)
+        return measure(
+            cell,
+            geometry,
+            self.results,
+            self.machine_rates(),
+            self.sizes.launches,
+            self.sizes.repeats,
+        )
 
     def plan_tuning(self) -> Iterator[Measurement]:
         for cell in self.sizes.tuned_cells():
-            yield Measurement(f"tuning/{cell.name}", source_digest(tree_attention), partial(self.cell_row, tuning_row, cell))
+            yield Measurement(
+                f"tuning/{cell.name}",
+                source_digest(tree_attention),
+                partial(self.cell_row, tuning_row, cell),
+            )
 
     def plan_divergence(self) -> Iterator[Measurement]:
         rest = self.dtype, self.device, self.sizes.loss_repeats
         for loss in self.sizes.loss_shapes():
-            yield Measurement(loss.name, source_digest(linear_divergence), partial(divergence_row, loss, *rest))
+            yield Measurement(
+                loss.name, source_digest(linear_divergence), partial(divergence_row, loss, *rest)
+            )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m benchmarks.large_targets [--out eval/results/large-targets.json]
 
-Every row is what `spectrain plan` writes for its settings; a test compares the rows with the command.
+Every row is what `spectrain plan` writes for its settings; a test compares the rows with the
+command.
 """
 
 import argparse
@@ -16,9 +17,25 @@ from spectrain.files import write_text
 from spectrain.provenance import collect_provenance
 
 RESULTS = Path(__file__).parents[1] / "eval" / "results" / "large-targets.json"
-TARGETS = ("llama-3.1-8b", "llama-3.1-70b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3")
-SHARED = ("recipe=eagle3", "target=hf", "data=hub", "data.path=NAME", "trainer.epochs=1", "trainer.gradient_checkpointing=true",
-          "plan.device=cuda", "plan.device_gb=80", "plan.tokens=100000000")  # fmt: skip
+TARGETS = (
+    "llama-3.1-8b",
+    "llama-3.1-70b",
+    "qwen3-30b-a3b",
+    "qwen3-235b-a22b",
+    "gpt-oss-120b",
+    "deepseek-v3",
+)
+SHARED = (
+    "recipe=eagle3",
+    "target=hf",
+    "data=hub",
+    "data.path=NAME",
+    "trainer.epochs=1",
+    "trainer.gradient_checkpointing=true",
+    "plan.device=cuda",
+    "plan.device_gb=80",
+    "plan.tokens=100000000",
+)
 """What all rows have in common; a batch is one text of the largest length."""
 HEAD = ("target.parts=head", "source=server", "server=vllm")
 SETTINGS: tuple[tuple[str, ...], ...] = (

@@ -1,8 +1,10 @@
-"""What a round of the engine costs in launches and memory, counted without a GPU and without running anything.
+"""What a round of the engine costs in launches and memory, counted without a GPU and without
+running anything.
 
-The round runs on tensors that have shapes and no data ("meta"), by the kernels that a GPU runs, before anything is compiled:
-fused, it launches fewer. Whatever asked the device for
-a value would have none to get and fail, so a count is also a proof that the host waits for nothing inside a round.
+The round runs on tensors that have shapes and no data ("meta"), by the kernels that a GPU runs,
+before anything is compiled: fused, it launches fewer. Whatever asked the device for a value would
+have none to get and fail, so a count is also a proof that the host waits for nothing inside a
+round.
 """
 
 from __future__ import annotations
@@ -20,17 +22,25 @@ from spectrain.decoding.generation import ROUND_PARTS
 from spectrain.decoding.loop import Request
 from spectrain.decoding.static_rounds import RoundTimer
 
-# Launches of our own operations; one launch where the table has none. Attention splits keys and combines; a verdict chooses and
-# walks; rejection walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part; a commit advances
-# the lengths. Where top-k or top-p cut, candidates take two launches: for a verdict one more than choosing, for rejection two.
+# Launches of our own operations; one launch where the table has none. Attention splits keys and
+# combines; a verdict chooses and walks; rejection walks, draws and, beside kernels, looks the draft
+# vocabulary up and picks the best part; a commit advances the lengths. Where top-k or top-p cut,
+# candidates take two launches: for a verdict one more than choosing, for rejection two.
 LAUNCHES = {
     "spectrain::tree_attention": 2,
     "spectrain::tree_match": 2,
     "spectrain::tree_recursive": 7,
     "spectrain::kv_commit": 2,
 }
-CUTTING = {"spectrain::tree_match": 1, "spectrain::tree_recursive": 2}  # more where a cut, one of the last two, is given
-SILENT = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
+# more where a cut, one of the last two, is given
+CUTTING = {"spectrain::tree_match": 1, "spectrain::tree_recursive": 2}
+SILENT = {
+    "aten::empty",
+    "aten::new_empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty_strided",
+}
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -50,7 +60,9 @@ class LaunchCounter(TorchDispatchMode):
         devices = {tensor.device.type for tensor in (*inputs, *outputs) if tensor.dim()}
         assert devices <= {"meta"}, f"{name} has a tensor on the host"
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-        new_tensors = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in storages]
+        new_tensors = [
+            tensor for tensor in outputs if tensor.untyped_storage()._cdata not in storages
+        ]
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         if (new_tensors or writes) and name not in SILENT:
             cuts = name in CUTTING and any(cut is not None for cut in args[-2:])
@@ -59,12 +71,18 @@ class LaunchCounter(TorchDispatchMode):
         return out
 
 
-def count_round(engine: CapturedRunner, batch: int = 1, prompt: int = 16, new_tokens: int = 32) -> dict[str, dict[str, int]]:
-    """Launches and bytes made in every part of a round, of an engine whose target and drafter are on the device "meta"."""
+def count_round(
+    engine: CapturedRunner, batch: int = 1, prompt: int = 16, new_tokens: int = 32
+) -> dict[str, dict[str, int]]:
+    """Launches and bytes made in every part of a round, of an engine whose target and drafter
+    are on the device "meta".
+    """
     assert engine.target.device.type == "meta", "move the target and the drafter to meta first"
     counts = {}
     with torch.no_grad():
-        engine.start_batch(Request([[0] * prompt] * batch, new_tokens, list(range(batch)), frozenset()))
+        engine.start_batch(
+            Request([[0] * prompt] * batch, new_tokens, list(range(batch)), frozenset())
+        )
         for _ in range(2):  # the first reads the prompt
             engine.run_uncaptured_round(RoundTimer(engine.target.device))
         parts = engine.run_parts()

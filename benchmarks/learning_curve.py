@@ -1,9 +1,11 @@
 """Learning curve of a drafter: tokens per forward of its checkpoints on the prompts of one score.
 
-    python -m benchmarks.learning_curve score=runs/NAME/eval/heldout 'drafters=["smollm2-eagle3","runs/NAME"]' 'seen=[3,5]'
+    python -m benchmarks.learning_curve score=runs/NAME/eval/heldout
+    'drafters=["smollm2-eagle3","runs/NAME"]' 'seen=[3,5]'
 
-A checkpoint is a choice of `drafter=`, a run or a directory. The prompts, with the answers before later turns, and the answers
-that the target gives are those of the score's samples.jsonl, so nothing is decoded without a draft.
+A checkpoint is a choice of `drafter=`, a run or a directory. The prompts, with the answers before
+later turns, and the answers that the target gives are those of the score's samples.jsonl, so
+nothing is decoded without a draft.
 """
 
 import json
@@ -24,11 +26,16 @@ from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 from .command import run_benchmark
 
-TREES: dict[str, TreeBuilder] = {"chain of 3": Chain(depth=3), "16 nodes": Eagle2(depth=5, budget=16, top_k=4)}
+TREES: dict[str, TreeBuilder] = {
+    "chain of 3": Chain(depth=3),
+    "16 nodes": Eagle2(depth=5, budget=16, top_k=4),
+}
 
 
 class LearningCurve:
-    """Decode the prompts of a score with every checkpoint of a drafter, greedy, and add a row for each to a JSON file."""
+    """Decode the prompts of a score with every checkpoint of a drafter, greedy, and add a row
+    for each to a JSON file.
+    """
 
     def __init__(
         self,
@@ -46,19 +53,34 @@ class LearningCurve:
         out: str = "eval/results/learning-curve.json",
     ) -> None:
         if len(drafters) != len(seen):
-            raise UserError(f"seen: it names {len(seen)} numbers of tokens for {len(drafters)} drafters; name one for each")
+            raise UserError(
+                f"seen: it names {len(seen)} numbers of tokens for {len(drafters)} drafters; name "
+                "one for each"
+            )
         if not (Path(score) / "samples.jsonl").is_file():
-            raise UserError(f"score={score}: no samples.jsonl is there; name a folder that spectrain eval wrote")
-        self.samples = [json.loads(line) for line in (Path(score) / "samples.jsonl").read_text().splitlines()]
-        self.checkpoints, self.target = dict(zip(drafters, seen)), Target.from_pretrained(target, "bfloat16")
-        self.prompts, self.out = prompts, Path(out)
+            raise UserError(
+                f"score={score}: no samples.jsonl is there; name a folder that spectrain eval wrote"
+            )
+        self.samples = [
+            json.loads(line) for line in (Path(score) / "samples.jsonl").read_text().splitlines()
+        ]
+        self.checkpoints = dict(zip(drafters, seen))
+        self.target = Target.from_pretrained(target, "bfloat16")
+        self.prompts = prompts
+        self.out = Path(out)
 
     def run(self) -> None:
         """Score every checkpoint and write the file after each."""
         self.target.pack_weights()
         for name, seen in self.checkpoints.items():
-            drafter = prepare_for_decoding(spectrain.Drafter.from_pretrained(name, self.target).module, self.target)
-            row: dict[str, Any] = {"drafter": Path(name).name, "tokens_seen": seen, "prompts": self.prompts}
+            drafter = prepare_for_decoding(
+                spectrain.Drafter.from_pretrained(name, self.target).module, self.target
+            )
+            row: dict[str, Any] = {
+                "drafter": Path(name).name,
+                "tokens_seen": seen,
+                "prompts": self.prompts,
+            }
             for tree, builder in TREES.items():
                 row[tree] = self._score(Session(self.target, Greedy(), drafter, builder))
             print(json.dumps(row), flush=True)
@@ -70,12 +92,19 @@ class LearningCurve:
         for sample in self.samples:
             (answer,) = session.decode([sample["prompt_tokens"]], len(sample["output_tokens"]))
             if answer.output != sample["output_tokens"]:
-                raise RunError(f"prompt {sample['id']}: the answer is not that of the score; use the score's target and dtype")
+                raise RunError(
+                    f"prompt {sample['id']}: the answer is not that of the score; use the score's "
+                    "target and dtype"
+                )
             tokens, rounds = counts.setdefault(sample["id"], [0, 0])
             counts[sample["id"]] = [tokens + len(answer.output), rounds + len(answer.round_lengths)]
         columns = np.array(list(counts.values()), dtype=np.float64)
         tokens, rounds = columns.sum(0)
-        return {"acceptance_length": round(tokens / rounds, 4), "ci95": interval(columns, (1, -1)), "tokens": int(tokens)}
+        return {
+            "acceptance_length": round(tokens / rounds, 4),
+            "ci95": interval(columns, (1, -1)),
+            "tokens": int(tokens),
+        }
 
     def _add_row(self, row: dict[str, Any]) -> None:
         results = json.loads(self.out.read_text()) if self.out.exists() else {"rows": []}

@@ -1,7 +1,9 @@
-"""Long documents whose later parts repeat earlier ones at any distance, from the embedded conversations.
+"""Long documents whose later parts repeat earlier ones at any distance, from the embedded
+conversations.
 
-A document is a sequence of segments: new passages, facts ("The number of orchard 12 is 48213."), and repetitions of passages
-and facts that stand anywhere before them in the document. Who reads only the newest tokens cannot predict most repetitions.
+A document is a sequence of segments: new passages, facts ("The number of orchard 12 is 48213."),
+and repetitions of passages and facts that stand anywhere before them in the document. Who reads
+only the newest tokens cannot predict most repetitions.
 """
 
 import random
@@ -14,9 +16,23 @@ from spectrain.data.readers import EmbeddedReader
 
 HELD_OUT_EVERY = 20
 """Every so many conversations one is left to tests."""
-MIN_PASSAGE, MAX_PASSAGE = 96, 192  # tokens
-REPEATED_SHARE, FACT_SHARE = 0.5, 0.2
-THINGS = ("lighthouse", "orchard", "ferry", "archive", "workshop", "harbor", "observatory", "bakery", "quarry", "library")
+# tokens
+MIN_PASSAGE = 96
+MAX_PASSAGE = 192
+REPEATED_SHARE = 0.5
+FACT_SHARE = 0.2
+THINGS = (
+    "lighthouse",
+    "orchard",
+    "ferry",
+    "archive",
+    "workshop",
+    "harbor",
+    "observatory",
+    "bakery",
+    "quarry",
+    "library",
+)
 
 
 @dataclass(frozen=True)
@@ -50,13 +66,17 @@ def read_passages(tokenizer: Any, held_out: bool) -> list[list[int]]:
             continue
         text = "\n\n".join(message["content"] for message in conversation.messages) + "\n\n"
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        parts = [tokens[start : start + MAX_PASSAGE] for start in range(0, len(tokens), MAX_PASSAGE)]
+        parts = [
+            tokens[start : start + MAX_PASSAGE] for start in range(0, len(tokens), MAX_PASSAGE)
+        ]
         passages += [part for part in parts if len(part) >= MIN_PASSAGE]
     return passages
 
 
 class RepeatingWriter(ABC):
-    """Writes documents of any length, whose segments are new or repeat earlier ones, the same documents from the same seed."""
+    """Writes documents of any length, whose segments are new or repeat earlier ones, the same
+    documents from the same seed.
+    """
 
     fact_share: float
 
@@ -80,10 +100,14 @@ class RepeatingWriter(ABC):
         return Document(tokens, segments)
 
     def _write_segment(self, segments: list[Segment]) -> Segment:
-        """Write the segment after others: a new one, or a repetition of any of them with equal chances."""
+        """Write the segment after others: a new one, or a repetition of any of them with equal
+        chances.
+        """
         start = segments[-1].end if segments else 0
         is_fact = self.random.random() < self.fact_share
-        new = [segment for segment in segments if segment.source is None and segment.is_fact == is_fact]
+        new = [
+            segment for segment in segments if segment.source is None and segment.is_fact == is_fact
+        ]
         if new and self.draw_repetition(start):
             repeated = self.random.choice(new)
             return Segment(start, repeated.tokens, repeated.start, is_fact)
@@ -113,7 +137,9 @@ class DocumentWriter(RepeatingWriter):
         return self._write_fact() if is_fact else self.unused.pop()
 
     def _write_fact(self) -> list[int]:
-        thing, number, value = self.random.choice(THINGS), self.random.randrange(100), self.random.randrange(10_000, 100_000)
+        thing = self.random.choice(THINGS)
+        number = self.random.randrange(100)
+        value = self.random.randrange(10_000, 100_000)
         text = f"The number of {thing} {number} is {value}.\n\n"
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens

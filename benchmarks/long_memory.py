@@ -1,11 +1,11 @@
-"""Peak memory of EAGLE-3's training on tiny by the length of a text, planned and measured, on one process or on several that
-share the text (float32; the target runs too):
+"""Peak memory of EAGLE-3's training on tiny by the length of a text, planned and measured, on one
+process or on several that share the text (float32; the target runs too):
 
     python -m benchmarks.long_memory
     torchrun --nproc-per-node 2 -m benchmarks.long_memory
 
-Every storage that an operation returns is counted until it is freed, by whatever thread: torch's profiler misses those that
-gloo's threads free. The largest peak of all processes counts.
+Every storage that an operation returns is counted until it is freed, by whatever thread: torch's
+profiler misses those that gloo's threads free. The largest peak of all processes counts.
 """
 
 import json
@@ -83,39 +83,67 @@ class LongMemory:
     def run(self) -> None:
         rows = [self._measure_length(length) for length in self.lengths]
         if self.out is not None and os.environ.get("RANK", "0") == "0":
-            write_text(Path(self.out), json.dumps({"rows": rows, "provenance": collect_provenance()}, indent=2) + "\n")
+            write_text(
+                Path(self.out),
+                json.dumps({"rows": rows, "provenance": collect_provenance()}, indent=2) + "\n",
+            )
 
     def _measure_length(self, length: int) -> dict[str, float]:
         """Return planned and measured bytes of one length, and print them."""
         with tempfile.TemporaryDirectory() as folder:
-            spec, processes = self._make_settings(length, Path(folder)), int(os.environ.get("WORLD_SIZE", "1"))
-            examples = [Example([3 + n % 2000 for n in range(length)], [False] + [True] * (length - 1))]
+            spec = self._make_settings(length, Path(folder))
+            processes = int(os.environ.get("WORLD_SIZE", "1"))
+            examples = [
+                Example([3 + n % 2000 for n in range(length)], [False] + [True] * (length - 1))
+            ]
             models = Models.from_spec(spec, torch.device("cpu"), 1000, processes)
             parts = peak_memory(models, [batch_shape(examples, False)])
             target = load_hf(str(Path(folder) / "target"), dtype="float32")
-            drafter, trainer = spec.drafter.build(target=target), Trainer.from_spec(spec)
+            drafter = spec.drafter.build(target=target)
+            trainer = Trainer.from_spec(spec)
             with StorageTracker() as tracker:
-                # Weights that a first operation returns are counted by the tracker, so only the others are added.
+                # Weights that a first operation returns are counted by the tracker, so only the
+                # others are added.
                 target.pack_weights()
-                trainer.fit(drafter, target, Dataset(examples, 1, 0, 0), LiveSource(), Path(folder) / "run")
+                trainer.fit(
+                    drafter, target, Dataset(examples, 1, 0, 0), LiveSource(), Path(folder) / "run"
+                )
             weights = [*target.parameters(), *drafter.parameters(), *drafter.buffers()]
-            resident = bytes_of(weight for weight in weights if weight.untyped_storage()._cdata not in tracker.sizes)
+            resident = bytes_of(
+                weight for weight in weights if weight.untyped_storage()._cdata not in tracker.sizes
+            )
             measured = max(gather_object([resident + tracker.highest]))
         planned = sum(parts.values())
         if os.environ.get("RANK", "0") == "0":
-            print(f"{length} tokens, {processes} processes: planned {planned / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
-                  f"ratio {planned / measured:.2f}; {parts}", flush=True)  # fmt: skip
-        return {"length": length, "processes": processes, "planned_bytes": planned, "measured_bytes": measured}
+            print(
+                (
+                    f"{length} tokens, {processes} processes: planned {planned / 1e6:.1f} MB, "
+                    f"measured {measured / 1e6:.1f} MB, ratio {planned / measured:.2f}; {parts}"
+                ),
+                flush=True,
+            )
+        return {
+            "length": length,
+            "processes": processes,
+            "planned_bytes": planned,
+            "measured_bytes": measured,
+        }
 
     def _make_settings(self, length: int, folder: Path) -> RunSpec:
         """Return the settings of a training on a copy of tiny that takes texts of any length."""
         shutil.copytree(TINY, folder / "target")
         config = json.loads((TINY / "config.json").read_text())
-        write_text(folder / "target" / "config.json", json.dumps({**config, "max_position_embeddings": max(self.lengths)}))
+        write_text(
+            folder / "target" / "config.json",
+            json.dumps({**config, "max_position_embeddings": max(self.lengths)}),
+        )
         settings = {
-            "batch_tokens": length, "max_steps": STEPS, "mixed_precision": "no",
-            "gradient_checkpointing": self.gradient_checkpointing, "context_parallel": int(os.environ.get("WORLD_SIZE", "1")),
-        }  # fmt: skip
+            "batch_tokens": length,
+            "max_steps": STEPS,
+            "mixed_precision": "no",
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "context_parallel": int(os.environ.get("WORLD_SIZE", "1")),
+        }
         return RunSpec(
             target=GroupSpec("target", "hf", {"model": str(folder / "target"), "dtype": "float32"}),
             drafter=GroupSpec("drafter", "eagle3", {"ttt_steps": self.ttt_steps}),

@@ -1,4 +1,6 @@
-"""Tokens per forward of drafters by position in long documents, with every prompt read once for all of them."""
+"""Tokens per forward of drafters by position in long documents, with every prompt read once for
+all of them.
+"""
 
 import json
 import time
@@ -28,13 +30,16 @@ from .context import continue_prompt
 from .long_documents import Document
 
 RANGES = ((0, 1024), (1024, 2048), (2048, 4096), (4096, 8192))
-DEPTH, ANSWER_TOKENS = 4, 48
+DEPTH = 4
+ANSWER_TOKENS = 48
 ROWS = 512
 """Rows of the logits that exist at one time."""
 EXTRA_SLOTS = 64
 """Slots of the caches for the nodes of a round."""
 LEAD_TOKENS = 16
-"""Tokens of a segment that a prompt ends with, so that it is clear whether the segment repeats another one."""
+"""Tokens of a segment that a prompt ends with, so that it is clear whether the segment repeats
+another one.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class System:
     name: str
     run: str  # folder of the training, or directory of a drafter
     changes: dict[str, Any] = field(default_factory=dict, hash=False)  # settings of the drafter
-    # Number of first tokens that stay when all but the newest `window` tokens of a prompt are left out; None reads all.
+    # Number of first tokens that stay when all but the newest `window` tokens of a prompt are left
+    # out; None reads all.
     sinks: int | None = None
     window: int = 0
 
@@ -52,7 +58,9 @@ class System:
         """Build the drafter with its weights."""
         folder = work / self.run
         directory = folder if (folder / "config.json").exists() else folder / "drafter"
-        spec = GroupSpec.from_node("drafter", load_description(directory, None)["drafter"]).with_settings(**self.changes)
+        spec = GroupSpec.from_node(
+            "drafter", load_description(directory, None)["drafter"]
+        ).with_settings(**self.changes)
         drafter = build_drafter(spec, target)
         load_weights(drafter, directory, target)
         return drafter.eval()
@@ -72,8 +80,8 @@ class LongPrompt:
 
 @dataclass
 class EvictedContext(Context):
-    """A context whose drafter reads only some positions of the prompt, numbered as if these were all (StreamingLLM,
-    Xiao et al., 2024)."""
+    """A context whose drafter reads only some positions of the prompt, numbered as if these were
+    all (StreamingLLM, Xiao et al., 2024)."""
 
     read_positions: Tensor | None = None  # [1, P]
 
@@ -86,48 +94,81 @@ class EvictedContext(Context):
 
 
 def evict_prompt(context: Context, sinks: int, window: int) -> Context:
-    """Return the context with the first `sinks` and the last `window` positions of its prompt for the drafter."""
+    """Return the context with the first `sinks` and the last `window` positions of its prompt
+    for the drafter.
+    """
     length = int(context.lengths)
     if length <= sinks + window:
         return context
     read = torch.cat([torch.arange(sinks), torch.arange(length - window, length)])[None]
     parts = {part.name: getattr(context, part.name) for part in fields(Context)}
-    parts |= {"new_features": context.new_features.gather(read), "num_new": torch.tensor([sinks + window])}
+    parts |= {
+        "new_features": context.new_features.gather(read),
+        "num_new": torch.tensor([sinks + window]),
+    }
     return EvictedContext(**parts, read_positions=read)
 
 
 def make_prompts(documents: Sequence[Document]) -> list[LongPrompt]:
-    """Return prompts from documents: two of each range of positions, one in a repetition and one in new text."""
-    prompts, count = list[LongPrompt](), len(documents)
+    """Return prompts from documents: two of each range of positions, one in a repetition and one
+    in new text.
+    """
+    prompts = list[LongPrompt]()
+    count = len(documents)
     for number, document in enumerate(documents):
         for low, high in RANGES:
-            # Prompts of a range end at another place in each document, and their answers inside the range.
+            # Prompts of a range end at another place in each document, and their answers inside the
+            # range.
             first = low + max(256, (high - low) // 8)
             start = first + (high - first - 3 * ANSWER_TOKENS) * number // count
             for kind in ("repeated", "new"):
                 prompt = cut_prompt(document, start, kind, f"{low // 1024}-{high // 1024}k", number)
-                prompts += [] if prompt is None or len(prompt.tokens) + ANSWER_TOKENS > high else [prompt]
+                prompts += (
+                    [] if prompt is None or len(prompt.tokens) + ANSWER_TOKENS > high else [prompt]
+                )
     return prompts
 
 
-def cut_prompt(document: Document, start: int, kind: str, position: str, number: int) -> LongPrompt | None:
-    """Return the prompt that ends in the first passage of a kind after `start`; None if there is none."""
+def cut_prompt(
+    document: Document, start: int, kind: str, position: str, number: int
+) -> LongPrompt | None:
+    """Return the prompt that ends in the first passage of a kind after `start`; None if there is
+    none.
+    """
     for segment in document.segments:
         is_repeated = segment.source is not None
         if segment.start >= start and not segment.is_fact and is_repeated == (kind == "repeated"):
-            end, distance = segment.start + LEAD_TOKENS, None if segment.source is None else segment.start - segment.source
-            return LongPrompt(f"{number} {position} {kind}", document.tokens[:end], position, kind, distance)
+            end = segment.start + LEAD_TOKENS
+            distance = None if segment.source is None else segment.start - segment.source
+            return LongPrompt(
+                f"{number} {position} {kind}", document.tokens[:end], position, kind, distance
+            )
     return None
 
 
 @torch.inference_mode()
-def score_systems(systems: Sequence[System], work: Path, target: Target, prompts: Sequence[LongPrompt]) -> None:
-    """Continue every prompt with each system that has not done so yet, and write the numbers after each prompt."""
+def score_systems(
+    systems: Sequence[System], work: Path, target: Target, prompts: Sequence[LongPrompt]
+) -> None:
+    """Continue every prompt with each system that has not done so yet, and write the numbers
+    after each prompt.
+    """
     rows = {system: read_scores(work, system) for system in systems}
     done = {system: {row["id"] for row in rows[system]} for system in systems}
-    missing = {prompt.id: [system for system in systems if prompt.id not in done[system]] for prompt in prompts}
-    drafters = {system: system.load(work, target) for system in systems if any(system in some for some in missing.values())}
-    layers = tuple(dict.fromkeys(("final", *(layer for drafter in drafters.values() for layer in drafter.layers))))
+    missing = {
+        prompt.id: [system for system in systems if prompt.id not in done[system]]
+        for prompt in prompts
+    }
+    drafters = {
+        system: system.load(work, target)
+        for system in systems
+        if any(system in some for some in missing.values())
+    }
+    layers = tuple(
+        dict.fromkeys(
+            ("final", *(layer for drafter in drafters.values() for layer in drafter.layers))
+        )
+    )
     for prompt in prompts:
         if not missing[prompt.id]:
             continue
@@ -135,25 +176,45 @@ def score_systems(systems: Sequence[System], work: Path, target: Target, prompts
         nats = measure_nats(target, context, prompt)
         reference = continue_prompt(context, None, RootOnlyBuilder())
         for system in missing[prompt.id]:
-            reduced = context if system.sinks is None else evict_prompt(context, system.sinks, system.window)
+            reduced = (
+                context
+                if system.sinks is None
+                else evict_prompt(context, system.sinks, system.window)
+            )
             start = time.process_time()
             answer = continue_prompt(reduced, drafters[system], Chain(DEPTH))
             seconds = round(time.process_time() - start, 4)
-            rows[system].append(describe_answer(prompt, answer, reference) | {"nats": nats, "cpu_seconds": seconds})
+            rows[system].append(
+                describe_answer(prompt, answer, reference) | {"nats": nats, "cpu_seconds": seconds}
+            )
             write_text(score_path(work, system), json.dumps(rows[system]))
-        lengths = {system.name: rows[system][-1]["tokens"] / rows[system][-1]["rounds"] for system in missing[prompt.id]}
+        lengths = {
+            system.name: rows[system][-1]["tokens"] / rows[system][-1]["rounds"]
+            for system in missing[prompt.id]
+        }
         print(f"scored: {prompt.id}, {len(prompt.tokens)} tokens, {nats}", lengths, flush=True)
 
 
 def measure_nats(target: Target, context: Context, prompt: LongPrompt) -> dict[str, list[float]]:
-    """Return the sum of the target's losses in nats and the number of tokens by position, over all tokens of a prompt."""
-    final, tokens = context.new_features.at_layer("final")[0], torch.tensor(prompt.tokens)
-    losses = torch.cat([
-        torch.nn.functional.cross_entropy(target.head.logits(part).float(), labels, reduction="none")
-        for part, labels in zip(final[:-1].split(ROWS), tokens[1:].split(ROWS))
-    ])  # fmt: skip
-    parts = {f"{low // 1024}-{high // 1024}k": losses[max(0, low - 1) : high - 1] for low, high in RANGES}
-    return {name: [round(float(part.sum()), 2), len(part)] for name, part in parts.items() if len(part)}
+    """Return the sum of the target's losses in nats and the number of tokens by position, over
+    all tokens of a prompt.
+    """
+    final = context.new_features.at_layer("final")[0]
+    tokens = torch.tensor(prompt.tokens)
+    losses = torch.cat(
+        [
+            torch.nn.functional.cross_entropy(
+                target.head.logits(part).float(), labels, reduction="none"
+            )
+            for part, labels in zip(final[:-1].split(ROWS), tokens[1:].split(ROWS))
+        ]
+    )
+    parts = {
+        f"{low // 1024}-{high // 1024}k": losses[max(0, low - 1) : high - 1] for low, high in RANGES
+    }
+    return {
+        name: [round(float(part.sum()), 2), len(part)] for name, part in parts.items() if len(part)
+    }
 
 
 def read_scores(work: Path, system: System) -> list[dict[str, Any]]:
@@ -177,36 +238,63 @@ def read_prompt(target: Target, prompt: LongPrompt, layers: tuple[Any, ...]) -> 
     return context
 
 
-def describe_answer(prompt: LongPrompt, answer: Generation, reference: Generation) -> dict[str, Any]:
+def describe_answer(
+    prompt: LongPrompt, answer: Generation, reference: Generation
+) -> dict[str, Any]:
     """Return tokens and rounds of an answer, and whether it is the target's own answer."""
     rounds = answer.complete_round_lengths
     return {
-        "id": prompt.id, "position": prompt.position, "kind": prompt.kind, "distance": prompt.distance,
-        "length": len(prompt.tokens), "tokens": sum(rounds), "rounds": len(rounds),
+        "id": prompt.id,
+        "position": prompt.position,
+        "kind": prompt.kind,
+        "distance": prompt.distance,
+        "length": len(prompt.tokens),
+        "tokens": sum(rounds),
+        "rounds": len(rounds),
         "identical": answer.output == reference.output,
-    }  # fmt: skip
+    }
 
 
 def summarize_scores(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return tokens per forward with 95 % intervals over prompts by position, of all prompts and of each kind."""
-    rows, table = list(rows), dict[str, Any]()
+    """Return tokens per forward with 95 % intervals over prompts by position, of all prompts and
+    of each kind.
+    """
+    rows = list(rows)
+    table = dict[str, Any]()
     for low, high in RANGES:
         name = f"{low // 1024}-{high // 1024}k"
         placed = [row for row in rows if row["position"] == name]
-        kinds = {"all": placed, **{kind: [row for row in placed if row["kind"] == kind] for kind in ("repeated", "new")}}
+        kinds = {
+            "all": placed,
+            **{
+                kind: [row for row in placed if row["kind"] == kind] for kind in ("repeated", "new")
+            },
+        }
         table[name] = {kind: pool_rounds(part) for kind, part in kinds.items()}
-    return {"by_position": table, "identical": sum(row["identical"] for row in rows), "checked": len(rows)}
+    return {
+        "by_position": table,
+        "identical": sum(row["identical"] for row in rows),
+        "checked": len(rows),
+    }
 
 
 def pool_rounds(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return tokens per forward over all rounds of some prompts, with a 95 % interval over prompts."""
+    """Return tokens per forward over all rounds of some prompts, with a 95 % interval over
+    prompts.
+    """
     columns = np.array([[row["tokens"], row["rounds"]] for row in rows], dtype=np.float64)
     tokens, rounds = columns.sum(0)
-    return {"acceptance_length": round(float(tokens / rounds), 4), "ci95": interval(columns, (1, -1)), "prompts": len(rows)}
+    return {
+        "acceptance_length": round(float(tokens / rounds), 4),
+        "ci95": interval(columns, (1, -1)),
+        "prompts": len(rows),
+    }
 
 
 def measure_seconds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return the CPU milliseconds per token of answers by position, without the target's reading of the prompt."""
+    """Return the CPU milliseconds per token of answers by position, without the target's reading
+    of the prompt.
+    """
     sums: dict[str, list[float]] = {}
     for row in rows:
         seconds, tokens = sums.get(row["position"], [0.0, 0])
@@ -214,11 +302,26 @@ def measure_seconds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
     return {name: round(1e3 * seconds / tokens, 2) for name, (seconds, tokens) in sums.items()}
 
 
-def compare_scores(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return tokens per forward relative to those of another system, over the prompts of both beyond 1k, with an interval."""
+def compare_scores(
+    rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return tokens per forward relative to those of another system, over the prompts of both
+    beyond 1k, with an interval.
+    """
     others = {row["id"]: row for row in reference}
-    pairs = [(row, others[row["id"]]) for row in rows if row["id"] in others and row["position"] != "0-1k"]
-    columns = np.array([[row["tokens"], row["rounds"], other["tokens"], other["rounds"]] for row, other in pairs], dtype=float)
+    pairs = [
+        (row, others[row["id"]])
+        for row in rows
+        if row["id"] in others and row["position"] != "0-1k"
+    ]
+    columns = np.array(
+        [[row["tokens"], row["rounds"], other["tokens"], other["rounds"]] for row, other in pairs],
+        dtype=float,
+    )
     tokens, rounds, other_tokens, other_rounds = (float(value) for value in columns.sum(0))
     ratio = tokens / rounds / (other_tokens / other_rounds)
-    return {"ratio": round(ratio, 4), "ci95": interval(columns, (1, -1, -1, 1)), "prompts": len(pairs)}
+    return {
+        "ratio": round(ratio, 4),
+        "ci95": interval(columns, (1, -1, -1, 1)),
+        "prompts": len(pairs),
+    }

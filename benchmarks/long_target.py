@@ -1,13 +1,16 @@
-"""A small target that uses its whole context of 8,192 tokens: a Llama of three layers, trained on synthetic documents.
+"""A small target that uses its whole context of 8,192 tokens: a Llama of three layers, trained on
+synthetic documents.
 
     python -m benchmarks.long_target [folder=runs/long-target] [out=eval/results/long-target.json]
 
-The documents (`private_documents`) return to their own passages and facts at any distance. The attention that copies is not
-left to chance: the heads of the first layer begin as heads that mostly attend one and two tokens back, those of the second as
-induction heads (Olsson et al., 2022), and training does the rest, first on short documents and last on ones of 8,192 tokens.
-The folder is an ordinary one of transformers, so every command takes it as `target=hf target.model=FOLDER`. Its language is
-synthetic: a word tokenizer reads the words of these documents only. Numbers on this target show how length acts on a drafter.
-They do not show the level of acceptance in natural text.
+The documents (`private_documents`) return to their own passages and facts at any distance. The
+attention that copies is not left to chance: the heads of the first layer begin as heads that mostly
+attend one and two tokens back, those of the second as induction heads (Olsson et al., 2022), and
+training does the rest, first on short documents and last on ones of 8,192 tokens. The folder is an
+ordinary one of transformers, so every command takes it as `target=hf target.model=FOLDER`. Its
+language is
+synthetic: a word tokenizer reads the words of these documents only. Numbers on this target show how
+length acts on a drafter. They do not show the level of acceptance in natural text.
 
 Shapes: B documents, T tokens, D width, W values of a word's embedding, C values of its code.
 """
@@ -38,26 +41,46 @@ from .long_documents import Document
 from .long_scoring import RANGES
 from .private_documents import KEY_WORDS, SPECIAL, VALUE_WORDS, PrivateWriter, WordChain
 
-VOCAB_SIZE, WIDTH, HEADS, HEAD_DIM, LAYERS, MAX_LENGTH = 512, 128, 2, 64, 3, 8192
-ROPE_THETA, SHORT_LENGTH = 1e7, 512
+VOCAB_SIZE = 512
+WIDTH = 128
+HEADS = 2
+HEAD_DIM = 64
+LAYERS = 3
+MAX_LENGTH = 8192
+ROPE_THETA = 1e7
+SHORT_LENGTH = 512
 EXTENDED_ROPE = {
-    "rope_type": "llama3", "rope_theta": ROPE_THETA, "factor": MAX_LENGTH / SHORT_LENGTH, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": SHORT_LENGTH,
-}  # fmt: skip
-"""Llama 3.1's scaling: pairs of values that turn slowly turn 16 times slower still, so that words match at any distance."""
-WORD, CODE = 64, 32
-"""Values of the residual stream that hold the word itself, and values of the code of each of the two words before it."""
+    "rope_type": "llama3",
+    "rope_theta": ROPE_THETA,
+    "factor": MAX_LENGTH / SHORT_LENGTH,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": SHORT_LENGTH,
+}
+"""Llama 3.1's scaling: pairs of values that turn slowly turn 16 times slower still, so that
+words match at any distance.
+"""
+WORD = 64
+CODE = 32
+"""Values of the residual stream that hold the word itself, and values of the code of each of the
+two words before it.
+"""
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|> {{ message['role'] }}\n{{ message['content'] }} <|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|> assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|> {{ message['role'] }}\n{{ message['content'] }} "
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|> assistant\n{% endif %}"
 )
-BATCH_TOKENS, WARM_UP_STEPS, SEED, EXTENDED_SEED = 4096, 20, 0, 10
+BATCH_TOKENS = 4096
+WARM_UP_STEPS = 20
+SEED = 0
+EXTENDED_SEED = 10
 LOOKUP_DISTANCES = (512, 1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the training, on documents of one length, with a learning rate that falls linearly."""
+    """A part of the training, on documents of one length, with a learning rate that falls
+    linearly.
+    """
 
     length: int
     steps: int
@@ -66,11 +89,15 @@ class Stage:
 
 
 STAGES = (
-    Stage(256, 300, (3e-3, 1.859e-3), (16, 32)), Stage(512, 200, (1.239e-3, 7.324e-4)), Stage(2048, 120, (5.493e-4, 3.211e-4)),
+    Stage(256, 300, (3e-3, 1.859e-3), (16, 32)),
+    Stage(512, 200, (1.239e-3, 7.324e-4)),
+    Stage(2048, 120, (5.493e-4, 3.211e-4)),
     Stage(8192, 90, (2.141e-4, 1e-4)),
-)  # fmt: skip
+)
 EXTENDED_STAGES = (Stage(2048, 60, (8e-4, 4e-4)), Stage(8192, 30, (4e-4, 5e-5)))
-"""Stages after the rotary embedding was extended; words at a distance of 4,096 tokens were matched rarely before."""
+"""Stages after the rotary embedding was extended; words at a distance of 4,096 tokens were
+matched rarely before.
+"""
 
 
 @dataclass
@@ -90,10 +117,16 @@ class LongTarget:
             train_target(folder)
         model = load_pretrained(LlamaForCausalLM, folder, "folder", dtype=torch.float32)
         documents = write_documents(1, MAX_LENGTH, self.documents)
-        results = {**measure_target(model, documents), "training": json.loads((folder / "training.json").read_text())}
+        results = {
+            **measure_target(model, documents),
+            "training": json.loads((folder / "training.json").read_text()),
+        }
         print(json.dumps(results, indent=1))
         if self.out is not None:
-            write_text(Path(self.out), json.dumps({**results, "provenance": collect_provenance()}, indent=1) + "\n")
+            write_text(
+                Path(self.out),
+                json.dumps({**results, "provenance": collect_provenance()}, indent=1) + "\n",
+            )
 
 
 def write_documents(seed: int, length: int, count: int) -> list[Document]:
@@ -111,12 +144,19 @@ def make_words() -> list[str]:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of words between spaces, with a chat template of ChatML's form."""
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(make_words())}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {word: number for number, word in enumerate(make_words())}, unk_token="<unk>"
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<unk>",
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<unk>",
         additional_special_tokens=["<|im_start|>"],
-    )  # fmt: skip
+    )
     fast.chat_template = TEMPLATE
     return fast
 
@@ -124,26 +164,41 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model() -> LlamaForCausalLM:
     """Return the untrained model, with heads that copy."""
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        bos_token_id=None, pad_token_id=SPECIAL.index("<|endoftext|>"), eos_token_id=SPECIAL.index("<|im_end|>"),
-    ))  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=HEAD_DIM,
+            max_position_embeddings=MAX_LENGTH,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+            bos_token_id=None,
+            pad_token_id=SPECIAL.index("<|endoftext|>"),
+            eos_token_id=SPECIAL.index("<|im_end|>"),
+        )
+    )
     init_copying(model)
     return model
 
 
 @torch.no_grad()
 def init_copying(model: LlamaForCausalLM) -> None:
-    """Initialise the embedding and the first two layers so that the model copies what followed the last two words before.
+    """Initialise the embedding and the first two layers so that the model copies what followed the
+    last two words before.
 
-    An embedding is a constant, then the word [W - 1], then zeros [2 C]. In the first layer, head h mostly attends h + 1 tokens
-    back and writes the code of that word to its part of the zeros. In the second layer, keys hold the codes of the two words
-    before a token, and queries the codes of the current word and the one before it, in the pairs of values that turn slowest;
-    where both agree, the head adds the token's word to the residual stream.
+    An embedding is a constant, then the word [W - 1], then zeros [2 C]. In the first layer, head h
+    mostly attends h + 1 tokens back and writes the code of that word to its part of the zeros. In
+    the second layer, keys hold the codes of the two words before a token, and queries the codes of
+    the current word and the one before it, in the pairs of values that turn slowest; where both
+    agree, the head adds the token's word to the residual stream.
     """
-    embedding, code = model.model.embed_tokens.weight, torch.linalg.qr(torch.randn(WORD - 1, CODE))[0].T  # [C, W - 1]
+    # [C, W - 1]
+    embedding = model.model.embed_tokens.weight
+    code = torch.linalg.qr(torch.randn(WORD - 1, CODE))[0].T
     embedding.normal_()
     embedding[:, WORD:], embedding[:, 0] = 0, 4.0
     model.model.norm.weight.fill_(0.12)
@@ -153,27 +208,41 @@ def init_copying(model: LlamaForCausalLM) -> None:
             linear.weight.mul_(0.2)
     for head in range(HEADS):
         _attend_back(first, head, head + 1)
-        rows, written = slice(head * HEAD_DIM, head * HEAD_DIM + CODE), slice(WORD + head * CODE, WORD + (head + 1) * CODE)
+        rows = slice(head * HEAD_DIM, head * HEAD_DIM + CODE)
+        written = slice(WORD + head * CODE, WORD + (head + 1) * CODE)
         first.v_proj.weight[rows, 1:WORD] = code
         first.o_proj.weight[written, rows] = torch.eye(CODE)
         _match_words(second, head, code)
 
 
 def _attend_back(attention: Any, head: int, distance: int) -> None:
-    """Make a head attend a number of tokens back, by the phases of the eight pairs of values that turn fastest."""
+    """Make a head attend a number of tokens back, by the phases of the eight pairs of values
+    that turn fastest.
+    """
     for pair in range(8):
-        angle, row = ROPE_THETA ** (-2 * pair / HEAD_DIM) * distance, head * HEAD_DIM + pair
+        angle = ROPE_THETA ** (-2 * pair / HEAD_DIM) * distance
+        row = head * HEAD_DIM + pair
         attention.q_proj.weight[row, 0] = 2.6 * math.cos(angle)
         attention.q_proj.weight[row + HEAD_DIM // 2, 0] = -2.6 * math.sin(angle)
         attention.k_proj.weight[row, 0] = 2.6
 
 
 def _match_words(attention: Any, head: int, code: Tensor) -> None:
-    """Make a head copy the word of a token before which the last two words stand, by half of the codes [C, W - 1]."""
-    half, start, scale = CODE // 2, head * HEAD_DIM, 3**0.5
-    slow = [start + value for value in (*range(HEAD_DIM // 4, HEAD_DIM // 2), *range(3 * HEAD_DIM // 4, HEAD_DIM))]
+    """Make a head copy the word of a token before which the last two words stand, by half of the
+    codes [C, W - 1].
+    """
+    half = CODE // 2
+    start = head * HEAD_DIM
+    scale = 3**0.5
+    slow = [
+        start + value
+        for value in (*range(HEAD_DIM // 4, HEAD_DIM // 2), *range(3 * HEAD_DIM // 4, HEAD_DIM))
+    ]
     part = slice(head * half, (head + 1) * half)
-    one_back, two_back = (slice(WORD + number * CODE + part.start, WORD + number * CODE + part.stop) for number in range(2))
+    one_back, two_back = (
+        slice(WORD + number * CODE + part.start, WORD + number * CODE + part.stop)
+        for number in range(2)
+    )
     attention.q_proj.weight[slow[:half], 1:WORD] = scale * code[part]
     attention.k_proj.weight[slow[:half], one_back] = scale * torch.eye(half)
     attention.q_proj.weight[slow[half:], one_back] = scale * torch.eye(half)
@@ -183,7 +252,9 @@ def _match_words(attention: Any, head: int, code: Tensor) -> None:
 
 
 def train_target(folder: Path) -> None:
-    """Train the target in stages of growing length, and save it with its tokenizer and the cost of each stage."""
+    """Train the target in stages of growing length, and save it with its tokenizer and the cost
+    of each stage.
+    """
     model = make_model()
     log = train_stages(model, STAGES, SEED)
     extend_rope(model)
@@ -199,11 +270,14 @@ def extend_rope(model: LlamaForCausalLM) -> None:
 
 @torch.no_grad()
 def separate_head(model: LlamaForCausalLM) -> None:
-    """Give the model an output layer of its own that takes over the weights of the final norm, and leave these at 1.
+    """Give the model an output layer of its own that takes over the weights of the final norm, and
+    leave these at 1.
 
-    The logits stay the same. A drafter that begins with the target's output layer and a norm of ones so begins with its scale.
+    The logits stay the same. A drafter that begins with the target's output layer and a norm of
+    ones so begins with its scale.
     """
-    norm, weight = model.model.norm.weight, model.model.embed_tokens.weight
+    norm = model.model.norm.weight
+    weight = model.model.embed_tokens.weight
     model.lm_head.weight = torch.nn.Parameter(weight * norm)
     model.config.tie_word_embeddings = False
     norm.fill_(1)
@@ -217,25 +291,44 @@ def save_target(model: LlamaForCausalLM, folder: Path, log: list[dict[str, Any]]
     write_text(folder / "training.json", json.dumps(log))
 
 
-def train_stages(model: LlamaForCausalLM, stages: Sequence[Stage], seed: int) -> list[dict[str, Any]]:
+def train_stages(
+    model: LlamaForCausalLM, stages: Sequence[Stage], seed: int
+) -> list[dict[str, Any]]:
     """Train a model with AdamW through stages, and return the cost and the last loss of each."""
     pack_linears(model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-    log, done = list[dict[str, Any]](), 0
+    log = list[dict[str, Any]]()
+    done = 0
     for stage in stages:
-        start, losses = time.process_time(), list[float]()
+        start = time.process_time()
+        losses = list[float]()
         for number, batch in enumerate(iterate_batches(stage, seed)):
             falling = stage.lr[0] + (stage.lr[1] - stage.lr[0]) * number / stage.steps
             optimizer.param_groups[0]["lr"] = falling * min(1, (done + 1) / WARM_UP_STEPS)
             loss = measure_losses(model, batch).mean()
             take_step(model, optimizer, loss)
-            losses, done = [*losses[-9:], loss.item()], done + 1
+            losses = [*losses[-9:], loss.item()]
+            done = done + 1
             if number % 10 == 9:
-                nats, seconds = sum(losses) / len(losses), time.process_time() - start
-                print(f"{stage.length} tokens, step {number + 1}: {nats:.3f} nats, {seconds:.0f} CPU seconds", flush=True)
-        tokens, seconds = stage.steps * max(BATCH_TOKENS, stage.length), round(time.process_time() - start, 1)
+                nats = sum(losses) / len(losses)
+                seconds = time.process_time() - start
+                print(
+                    f"{stage.length} tokens, step {number + 1}: {nats:.3f} nats, {seconds:.0f} "
+                    "CPU seconds",
+                    flush=True,
+                )
+        tokens = stage.steps * max(BATCH_TOKENS, stage.length)
+        seconds = round(time.process_time() - start, 1)
         nats = round(sum(losses) / len(losses), 3)
-        log.append({"length": stage.length, "steps": stage.steps, "tokens": tokens, "cpu_seconds": seconds, "nats": nats})
+        log.append(
+            {
+                "length": stage.length,
+                "steps": stage.steps,
+                "tokens": tokens,
+                "cpu_seconds": seconds,
+                "nats": nats,
+            }
+        )
     unpack_linears(model)
     return log
 
@@ -244,20 +337,25 @@ def iterate_batches(stage: Stage, seed: int) -> Iterator[Tensor]:
     """Yield the batches [B, T] of a stage."""
     writer = PrivateWriter(WordChain.build_chain(VOCAB_SIZE), seed, stage.passage_tokens)
     for _ in range(stage.steps):
-        documents = [writer.write_document(stage.length) for _ in range(max(1, BATCH_TOKENS // stage.length))]
+        documents = [
+            writer.write_document(stage.length) for _ in range(max(1, BATCH_TOKENS // stage.length))
+        ]
         yield torch.tensor([document.tokens for document in documents])
 
 
 def measure_losses(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
     """Return the losses [B, T - 1] in nats of all tokens but the first of documents [B, T]."""
     logits = model(tokens, use_cache=False).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    return torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), tokens[:, 1:], reduction="none"
+    )
 
 
 @torch.inference_mode()
 def measure_target(model: LlamaForCausalLM, documents: Sequence[Document]) -> dict[str, Any]:
-    """Return perplexity by position of all tokens, of repeated passages and of new ones, and the share of values of repeated
-    facts that are the target's first choice by the distance back to the fact."""
+    """Return perplexity by position of all tokens, of repeated passages and of new ones, and the
+    share of values of repeated facts that are the target's first choice by the distance back to the
+    fact."""
     sums: dict[str, dict[str, list[float]]] = {kind: {} for kind in ("all", "repeated", "new")}
     lookups: dict[str, list[int]] = {}
     for document in documents:
@@ -269,14 +367,19 @@ def measure_target(model: LlamaForCausalLM, documents: Sequence[Document]) -> di
             name = f"{low // 1024}-{high // 1024}k"
             add_losses(sums["all"], name, nats[max(0, low - 1) : high - 1])
             for segment in document.segments:
-                # What a passage begins with is any word, and the second word does not show yet which passage it is.
+                # What a passage begins with is any word, and the second word does not show yet
+                # which passage it is.
                 part = nats[segment.start + 1 : segment.end - 1]
                 if low <= segment.start < high and not segment.is_fact:
                     add_losses(sums["new" if segment.source is None else "repeated"], name, part)
         count_lookups(lookups, document, is_right)
-    perplexity = {kind: {name: round(math.exp(nats / count), 3) for name, (nats, count) in parts.items()}
-                  for kind, parts in sums.items()}  # fmt: skip
-    shares = {name: {"right": right, "words": words} for name, (right, words) in sorted(lookups.items())}
+    perplexity = {
+        kind: {name: round(math.exp(nats / count), 3) for name, (nats, count) in parts.items()}
+        for kind, parts in sums.items()
+    }
+    shares = {
+        name: {"right": right, "words": words} for name, (right, words) in sorted(lookups.items())
+    }
     return {"documents": len(documents), "perplexity": perplexity, "lookups": shares}
 
 
@@ -287,7 +390,9 @@ def add_losses(sums: dict[str, list[float]], name: str, nats: Tensor) -> None:
 
 
 def count_lookups(lookups: dict[str, list[int]], document: Document, is_right: Tensor) -> None:
-    """Count, by the distance to the newest earlier occurrence, the words of values of repeated facts that are predicted."""
+    """Count, by the distance to the newest earlier occurrence, the words of values of repeated
+    facts that are predicted.
+    """
     newest: dict[int, int] = {}
     for segment in document.segments:
         if not segment.is_fact:

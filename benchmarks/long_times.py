@@ -1,5 +1,6 @@
-"""CPU seconds per token of a training step of EAGLE-3 on tiny by the length of a text: of the target's forward, and of the
-drafter's forward and backward with loss on all tokens or on a window (`trainer.loss_tokens`). One thread, float32.
+"""CPU seconds per token of a training step of EAGLE-3 on tiny by the length of a text: of the
+target's forward, and of the drafter's forward and backward with loss on all tokens or on a window
+(`trainer.loss_tokens`). One thread, float32.
 
     python -m benchmarks.long_times [out=FILE]
 """
@@ -53,21 +54,37 @@ class LongTimes:
         rows = [self._time_length(length) for length in self.lengths]
         if self.out is not None:
             results = {"ttt_steps": self.ttt_steps, "loss_tokens": self.loss_tokens, "rows": rows}
-            write_text(Path(self.out), json.dumps({**results, "provenance": collect_provenance()}, indent=2) + "\n")
+            write_text(
+                Path(self.out),
+                json.dumps({**results, "provenance": collect_provenance()}, indent=2) + "\n",
+            )
 
     def _time_length(self, length: int) -> dict[str, Any]:
         """Return the CPU milliseconds per token of the text of each part, and print them."""
-        batch = collate([Example([3 + n % 2000 for n in range(length)], [False] + [True] * (length - 1))], False)
+        batch = collate(
+            [Example([3 + n % 2000 for n in range(length)], [False] + [True] * (length - 1))], False
+        )
 
         seconds = dict[str, float]()
-        seconds["target"], features = time_call(lambda: self.target.features(batch.tokens, self.drafter.layers))
+        seconds["target"], features = time_call(
+            lambda: self.target.features(batch.tokens, self.drafter.layers)
+        )
         complete = replace(batch, features=features)
         seconds["all tokens"], _ = time_call(lambda: self._run_step(complete))
         if length > self.loss_tokens:
             # Windows lie at random places.
-            windows = [sample_loss_windows(complete, self.loss_tokens, seed, 0) for seed in range(4)]
-            seconds["window"] = sum(time_call(partial(self._run_step, window))[0] for window in windows) / len(windows)
-        row = {"length": length, "ms_per_token": {name: round(1e3 * value / length, 4) for name, value in seconds.items()}}
+            windows = [
+                sample_loss_windows(complete, self.loss_tokens, seed, 0) for seed in range(4)
+            ]
+            seconds["window"] = sum(
+                time_call(partial(self._run_step, window))[0] for window in windows
+            ) / len(windows)
+        row = {
+            "length": length,
+            "ms_per_token": {
+                name: round(1e3 * value / length, 4) for name, value in seconds.items()
+            },
+        }
         print(row, flush=True)
         return row
 
@@ -78,13 +95,16 @@ class LongTimes:
 
 
 def time_call(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the CPU seconds of a call, the least of several calls where one is short, and its result."""
+    """Return the CPU seconds of a call, the least of several calls where one is short, and its
+    result.
+    """
     best = total = 0.0
     while total < LEAST_SECONDS:
         start = time.process_time()
         result = call()
         spent = time.process_time() - start
-        best, total = min(best or spent, spent), total + spent
+        best = min(best or spent, spent)
+        total = total + spent
     return best, result
 
 

@@ -1,8 +1,8 @@
 """Machines of a rehearsed cluster: network namespaces of this machine, joined by a bridge.
 
-Each has its own network, address and host name; disk, processors and process numbers are shared. Everything lives in namespaces
-that `enter_private_namespaces` makes, so it disappears with the program, whatever happens, and root's rights are not needed
-where users may make namespaces.
+Each has its own network, address and host name; disk, processors and process numbers are shared.
+Everything lives in namespaces that `enter_private_namespaces` makes, so it disappears with the
+program, whatever happens, and root's rights are not needed where users may make namespaces.
 """
 
 import os
@@ -18,24 +18,32 @@ from spectrain.errors import UserError
 
 INSIDE = "SPECTRAIN_REHEARSAL_INSIDE"
 BRIDGE = "spectrain"
-# Retransmissions until the system gives a connection up, about 100 seconds; its default of 15 takes a quarter of an hour.
+# Retransmissions until the system gives a connection up, about 100 seconds; its default of 15 takes
+# a quarter of an hour.
 TCP_RETRIES = 8
 
 
 def enter_private_namespaces() -> None:
-    """Run this program again, with the same words, in new namespaces; exit with its status. Return where this has been done."""
+    """Run this program again, with the same words, in new namespaces; exit with its status.
+    Return where this has been done.
+    """
     if os.environ.get(INSIDE):
         return
     own = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
     own += [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     try:
-        tried = subprocess.run([*own, "ip", "link", "add", BRIDGE, "type", "bridge"], capture_output=True, text=True)
+        tried = subprocess.run(
+            [*own, "ip", "link", "add", BRIDGE, "type", "bridge"], capture_output=True, text=True
+        )
     except FileNotFoundError as error:
-        raise UserError("rehearsal: unshare is missing; install util-linux and iproute2 on a Linux machine") from error
+        raise UserError(
+            "rehearsal: unshare is missing; install util-linux and iproute2 on a Linux machine"
+        ) from error
     if tried.returncode:
         raise UserError(
-            f"rehearsal: this machine makes no network namespaces ({tried.stderr.strip()}); run it as root, outside of a "
-            "container or in one with the capabilities NET_ADMIN and SYS_ADMIN"
+            f"rehearsal: this machine makes no network namespaces ({tried.stderr.strip()}); run "
+            "it as root, outside of a container or in one with the capabilities NET_ADMIN and "
+            "SYS_ADMIN"
         )
     words = [sys.executable, *sys.orig_argv[1:]]
     sys.exit(subprocess.run([*own, *words], env={**os.environ, INSIDE: "1"}).returncode)
@@ -70,7 +78,20 @@ class Machine:
     def connect(self) -> None:
         """Make the machine and connect it to the bridge."""
         run_command("ip", "netns", "add", self.name)
-        run_command("ip", "link", "add", "name", self.port, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        run_command(
+            "ip",
+            "link",
+            "add",
+            "name",
+            self.port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            self.name,
+        )
         run_command("ip", "-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
         limit = f"echo {TCP_RETRIES} > /proc/sys/net/ipv4/tcp_retries2"
         run_command("nsenter", f"--net=/run/netns/{self.name}", "sh", "-c", limit)
@@ -98,8 +119,12 @@ class Machine:
         with log.open("ab") as output:
             self.launcher = subprocess.Popen(
                 ["nsenter", f"--net=/run/netns/{self.name}", *named],
-                env=environment, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                env=environment,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     @property
     def is_running(self) -> bool:
@@ -113,7 +138,10 @@ class Machine:
     def worker(self) -> int:
         """Return the process id of the worker that the launcher has started."""
         assert self.launcher is not None
-        children = [Path(task, "children").read_text() for task in Path(f"/proc/{self.launcher.pid}/task").iterdir()]
+        children = [
+            Path(task, "children").read_text()
+            for task in Path(f"/proc/{self.launcher.pid}/task").iterdir()
+        ]
         for process in map(int, " ".join(children).split()):
             if b"spectrain" in Path(f"/proc/{process}/cmdline").read_bytes():
                 return process
@@ -138,7 +166,8 @@ class Machine:
 
     def slow_down(self, seconds: float, share: float, period: float = 0.2) -> None:
         """Let the worker run in a share of the time only, for some seconds."""
-        process, end = self.worker(), time.monotonic() + seconds
+        process = self.worker()
+        end = time.monotonic() + seconds
         with suppress(ProcessLookupError):
             while time.monotonic() < end:
                 os.kill(process, signal.SIGSTOP)
@@ -152,7 +181,10 @@ def make_machines(count: int, folder: Path) -> list[Machine]:
     machines = [Machine(index) for index in range(count)]
     run_command("mount", "-t", "tmpfs", "tmpfs", "/run")
     hosts = folder / "hosts"
-    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{machine.address} {machine.name}\n" for machine in machines))
+    hosts.write_text(
+        "127.0.0.1 localhost\n"
+        + "".join(f"{machine.address} {machine.name}\n" for machine in machines)
+    )
     run_command("mount", "--bind", str(hosts), "/etc/hosts")
     run_command("ip", "link", "add", BRIDGE, "type", "bridge")
     for device in ("lo", BRIDGE):

@@ -27,22 +27,44 @@ MACHINE_KEYS = ("gpu", "driver", "processor", "torch", "triton", "dtype", "toy")
 
 
 def describe_setting(device: torch.device, dtype: torch.dtype, toy: bool) -> dict[str, Any]:
-    """Return what all rows of a file have in common: machine, software, and when and how they were measured."""
+    """Return what all rows of a file have in common: machine, software, and when and how they
+    were measured.
+    """
     facts = collect_provenance()
-    machine = {"gpu": facts["hardware"]["gpu"] if device.type == "cuda" else None, "processor": facts["hardware"]["processor"]}
-    software = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": facts["versions"].get("triton")}
-    fixed = {**machine, **query_driver(device), **software, "dtype": str(dtype).removeprefix("torch."), "toy": toy}
+    machine = {
+        "gpu": facts["hardware"]["gpu"] if device.type == "cuda" else None,
+        "processor": facts["hardware"]["processor"],
+    }
+    software = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": facts["versions"].get("triton"),
+    }
+    fixed = {
+        **machine,
+        **query_driver(device),
+        **software,
+        "dtype": str(dtype).removeprefix("torch."),
+        "toy": toy,
+    }
     return {**fixed, **{key: facts[key] for key in ("date", "commit", "command", "versions")}}
 
 
 def query_driver(device: torch.device) -> dict[str, str | None]:
     """Return the GPU's driver, highest clocks and power limit from nvidia-smi."""
-    names = {"driver": "driver_version", "clock": "clocks.max.sm", "memory_clock": "clocks.max.mem", "power": "power.limit"}
+    names = {
+        "driver": "driver_version",
+        "clock": "clocks.max.sm",
+        "memory_clock": "clocks.max.mem",
+        "power": "power.limit",
+    }
     if device.type != "cuda":
         return dict.fromkeys(names)
     query = ["nvidia-smi", f"--query-gpu={','.join(names.values())}", "--format=csv,noheader"]
     try:
-        line = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()[0]
+        line = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return dict.fromkeys(names)
     return dict(zip(names, (part.strip() for part in line.split(","))))
@@ -51,8 +73,9 @@ def query_driver(device: torch.device) -> dict[str, str | None]:
 class ResultFile:
     """Rows measured on one machine, in a JSON file that is rewritten after each of them.
 
-    An interrupted run loses at most one row and continues from there. An existing row is measured again only where it failed,
-    or where the hash of the measured code, which it carries, has changed.
+    An interrupted run loses at most one row and continues from there. An existing row is measured
+    again only where it failed, or where the hash of the measured code, which it carries, has
+    changed.
     """
 
     def __init__(self, path: Path, setting: dict[str, Any]) -> None:
@@ -66,14 +89,23 @@ class ResultFile:
     def _load_rows(self) -> None:
         try:
             content = json.loads(self.path.read_text())
-            rows, setting = content["rows"], content["setting"]
+            rows = content["rows"]
+            setting = content["setting"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"out={self.path}: it does not hold measured rows; give another name") from error
+            raise UserError(
+                f"out={self.path}: it does not hold measured rows; give another name"
+            ) from error
         differing = [key for key in MACHINE_KEYS if setting.get(key) != self.setting[key]]
         if differing:
-            differences = ", ".join(f"{key} {setting.get(key)}, here {self.setting[key]}" for key in differing)
-            raise UserError(f"out={self.path}: it was measured elsewhere ({differences}); give another name")
-        self.rows, self.attempts, self.setting = rows, content.get("attempts", {}), setting
+            differences = ", ".join(
+                f"{key} {setting.get(key)}, here {self.setting[key]}" for key in differing
+            )
+            raise UserError(
+                f"out={self.path}: it was measured elsewhere ({differences}); give another name"
+            )
+        self.rows = rows
+        self.attempts = content.get("attempts", {})
+        self.setting = setting
         self.goal_values = content.get("lines", {})
 
     def has_row(self, name: str, source: str | None) -> bool:
@@ -82,7 +114,9 @@ class ResultFile:
         return "failed" not in row and row.get("source") == source
 
     def count_failures(self, name: str) -> int:
-        """Return how often a row went wrong before: the processes that it ended, or 1 for a failure."""
+        """Return how often a row went wrong before: the processes that it ended, or 1 for a
+        failure.
+        """
         return self.attempts.get(name, 0) or int("failed" in self.rows.get(name, {}))
 
     def count_crashes(self, system: str) -> int:
@@ -90,7 +124,9 @@ class ResultFile:
         return sum(count for name, count in self.attempts.items() if name.endswith(f"/{system}"))
 
     def begin_attempt(self, name: str) -> int:
-        """Record that risky work begins, before it can end the process; return how often it had begun without ending."""
+        """Record that risky work begins, before it can end the process; return how often it had
+        begun without ending.
+        """
         before = self.attempts.get(name, 0)
         self.attempts[name] = before + 1
         self.save()
@@ -110,10 +146,13 @@ class ResultFile:
 
 
 class TimedWork:
-    """Work that is ready to be timed: on a GPU a graph of several launches, elsewhere or without a graph plain calls."""
+    """Work that is ready to be timed: on a GPU a graph of several launches, elsewhere or without
+    a graph plain calls.
+    """
 
     def __init__(self, work: Work, device: torch.device, launches: int, graph: bool = True) -> None:
-        self.device, self.launches = device, 1
+        self.device = device
+        self.launches = 1
         self.replay: Callable[[], Any] = lambda: [work(i) for i in range(self.launches)]
         self.measure_seconds()  # compiles, and allocates workspaces
         self.launches = max(1, min(launches, int(MAX_REPLAY_SECONDS / self.measure_seconds())))
@@ -149,13 +188,22 @@ class TimedWork:
 
 
 def time_interleaved(replays: dict[str, TimedWork], repeats: int) -> dict[str, list[float]]:
-    """Return `repeats` samples of each work's seconds a launch, in an order drawn anew for every repeat."""
-    return sample_shuffled({name: replay.measure_seconds for name, replay in replays.items()}, repeats)
+    """Return `repeats` samples of each work's seconds a launch, in an order drawn anew for every
+    repeat.
+    """
+    return sample_shuffled(
+        {name: replay.measure_seconds for name, replay in replays.items()}, repeats
+    )
 
 
-def sample_shuffled(works: dict[str, Callable[[], SampleT]], repeats: int) -> dict[str, list[SampleT]]:
-    """Return what each function returned in `repeats` calls, in an order drawn anew for every repeat."""
-    order, generator = list(works), random.Random(0)
+def sample_shuffled(
+    works: dict[str, Callable[[], SampleT]], repeats: int
+) -> dict[str, list[SampleT]]:
+    """Return what each function returned in `repeats` calls, in an order drawn anew for every
+    repeat.
+    """
+    order = list(works)
+    generator = random.Random(0)
     samples: dict[str, list[SampleT]] = {name: [] for name in works}
     for _ in range(repeats):
         generator.shuffle(order)
@@ -176,11 +224,17 @@ def paired_ratio(candidate: list[float], baseline: list[float]) -> float:
 
 
 def check_alive(device: torch.device) -> None:
-    """Raise where an error has left the GPU's context unusable, since later work would fail for no fault of its own."""
+    """Raise where an error has left the GPU's context unusable, since later work would fail for
+    no fault of its own.
+    """
     synchronize_device(device)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return |actual - expected| / |expected| over all entries, or infinity where an entry is not a number."""
-    error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
+    """Return |actual - expected| / |expected| over all entries, or infinity where an entry is
+    not a number.
+    """
+    error = float(
+        (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300)
+    )
     return error if error == error else float("inf")

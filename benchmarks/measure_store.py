@@ -1,8 +1,10 @@
-"""What a feature store's types cost: bytes a token, error of features, acceptance length after training EAGLE-3 from it.
+"""What a feature store's types cost: bytes a token, error of features, acceptance length after
+training EAGLE-3 from it.
 
     python -m benchmarks.measure_store [--work DIR] [--out eval/results/store.json] [--seeds 2]
 
-The tiny target, 160 conversations, 2 epochs, 20 held-out prompts of 64 tokens, greedy, chain of 4; a minute a training.
+The tiny target, 160 conversations, 2 epochs, 20 held-out prompts of 64 tokens, greedy, chain of 4;
+a minute a training.
 """
 
 import argparse
@@ -22,9 +24,18 @@ from spectrain.models.loading import load_tiny
 from spectrain.provenance import collect_provenance
 
 SETTINGS = [
-    "recipe=eagle3", "target=tiny", "data.limit=160", "data.max_length=512", "trainer.epochs=2", "tree=chain", "tree.depth=4",
-    "eval.limit=20", "eval.max_new_tokens=64", "eval.baselines=[]", "eval.oracle=false",
-]  # fmt: skip
+    "recipe=eagle3",
+    "target=tiny",
+    "data.limit=160",
+    "data.max_length=512",
+    "trainer.epochs=2",
+    "tree=chain",
+    "tree.depth=4",
+    "eval.limit=20",
+    "eval.max_new_tokens=64",
+    "eval.baselines=[]",
+    "eval.oracle=false",
+]
 
 
 def spectrain(*arguments: str) -> None:
@@ -32,20 +43,31 @@ def spectrain(*arguments: str) -> None:
 
 
 def train_and_score(run: Path, seed: int, source: list[str]) -> dict[str, Any]:
-    """Train and score, unless an earlier call did; return the acceptance length and the time share of features."""
+    """Train and score, unless an earlier call did; return the acceptance length and the time
+    share of features.
+    """
     summary = run / "eval" / "heldout" / "summary.json"
     if not summary.exists():
-        spectrain("train", *SETTINGS, f"trainer.seed={seed}", f"run={run}", "trainer.resume=auto", *source)
+        spectrain(
+            "train", *SETTINGS, f"trainer.seed={seed}", f"run={run}", "trainer.resume=auto", *source
+        )
     scores = json.loads(summary.read_text())
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     length = scores["acceptance_length"]
-    return {"seed": seed, "acceptance_length": length["pooled"], "ci95": length["ci95"],
-            "loss": last["loss"], "target_time_share": last["time_share"]["target"],
-            "identical": scores["lossless"]["identical"]}  # fmt: skip
+    return {
+        "seed": seed,
+        "acceptance_length": length["pooled"],
+        "ci95": length["ci95"],
+        "loss": last["loss"],
+        "target_time_share": last["time_share"]["target"],
+        "identical": scores["lossless"]["identical"],
+    }
 
 
 def measure_errors(path: Path, data: Dataset) -> dict[str, float]:
-    """Return for every layer the mean relative error of a token's stored features against the exact ones."""
+    """Return for every layer the mean relative error of a token's stored features against the
+    exact ones.
+    """
     target = load_tiny()
     target.pack_weights()
     store = FeatureStore(path)
@@ -63,7 +85,9 @@ def measure_errors(path: Path, data: Dataset) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/store"))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "eval" / "results" / "store.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "eval" / "results" / "store.json"
+    )
     parser.add_argument("--seeds", type=int, default=2)
     options = parser.parse_args()
     work = options.work.absolute()
@@ -72,7 +96,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = [
         {
             "features": "live",
-            "trainings": [train_and_score(work / f"live-{s}", s, ["source=live"]) for s in range(options.seeds)],
+            "trainings": [
+                train_and_score(work / f"live-{s}", s, ["source=live"])
+                for s in range(options.seeds)
+            ],
         }
     ]
     for thrifty in (False, True):
@@ -81,26 +108,52 @@ def main() -> None:
             path = work / "stores" / name
             source = [f"source.path={path}"]
             spectrain(
-                "data", "store", *SETTINGS, *source, f"source.dtype={dtype}", f"source.supervised_only={str(thrifty).lower()}"
+                "data",
+                "store",
+                *SETTINGS,
+                *source,
+                f"source.dtype={dtype}",
+                f"source.supervised_only={str(thrifty).lower()}",
             )
             store = FeatureStore(path)
             trains = (
                 dtype == "int8" if thrifty else dtype != "float32"
             )  # what is read is the same, so the others train the same
             seeds = (1 if thrifty else options.seeds) if trains else 0
-            rows.append({
-                "features": dtype, "supervised_only": thrifty,
-                "bytes_per_token": sum(map(store.contents.num_bytes, data.examples)) / data.num_tokens,
-                "bytes_on_disk": store.num_bytes, "layers": list(store.layers), "width": target.width,
-                "relative_error": measure_errors(path, data),
-                "trainings": [train_and_score(work / f"{name}-{s}", s, ["source=store", *source]) for s in range(seeds)],
-            })  # fmt: skip
-    setting = {"target": target.name, "settings": SETTINGS, "tokens": data.num_tokens, "supervised": data.num_supervised,
-               "dtype": "float32", **collect_provenance()}  # fmt: skip
+            rows.append(
+                {
+                    "features": dtype,
+                    "supervised_only": thrifty,
+                    "bytes_per_token": sum(map(store.contents.num_bytes, data.examples))
+                    / data.num_tokens,
+                    "bytes_on_disk": store.num_bytes,
+                    "layers": list(store.layers),
+                    "width": target.width,
+                    "relative_error": measure_errors(path, data),
+                    "trainings": [
+                        train_and_score(work / f"{name}-{s}", s, ["source=store", *source])
+                        for s in range(seeds)
+                    ],
+                }
+            )
+    setting = {
+        "target": target.name,
+        "settings": SETTINGS,
+        "tokens": data.num_tokens,
+        "supervised": data.num_supervised,
+        "dtype": "float32",
+        **collect_provenance(),
+    }
     options.out.write_text(json.dumps({"setting": setting, "stores": rows}, indent=1) + "\n")
     for row in rows:
         lengths = [run["acceptance_length"] for run in row["trainings"]]
-        print(row["features"], row.get("supervised_only"), row.get("bytes_per_token"), row.get("relative_error"), lengths)
+        print(
+            row["features"],
+            row.get("supervised_only"),
+            row.get("bytes_per_token"),
+            row.get("relative_error"),
+            lengths,
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""EAGLE-3's training step on a CPU: CPU seconds and peak memory, with joined attention and with one mask for all steps.
+"""EAGLE-3's training step on a CPU: CPU seconds and peak memory, with joined attention and with one
+mask for all steps.
 
 python -m benchmarks.measure_unrolled > table.md          a quarter of an hour of one thread
 
-SmolLM2's geometry, random weights and features; loss and gradients of the drafter, without the target's forward. Each case is a
-process of its own, and takes the less of two steps. The mask is what was before: [T, T + (steps - 1) T].
+SmolLM2's geometry, random weights and features; loss and gradients of the drafter, without the
+target's forward. Each case is a process of its own, and takes the less of two steps. The mask is
+what was before: [T, T + (steps - 1) T].
 """
 
 import os
@@ -13,11 +15,15 @@ import sys
 import time
 from unittest.mock import patch
 
-LENGTHS, STEPS, WAYS = (512, 1024, 2048), (3, 7), ("masked", "joined")
+LENGTHS = (512, 1024, 2048)
+STEPS = (3, 7)
+WAYS = ("masked", "joined")
 
 
 def measure(length: int, steps: int, way: str) -> tuple[float, float]:
-    """Return the CPU seconds of a step, and the peak memory in MiB above the memory before the first step."""
+    """Return the CPU seconds of a step, and the peak memory in MiB above the memory before the
+    first step.
+    """
     import torch
 
     from benchmarks.models import ModelGeometry, random_drafter, random_target
@@ -28,7 +34,15 @@ def measure(length: int, steps: int, way: str) -> tuple[float, float]:
     if way == "masked":
         patch.object(attention, "is_mergeable", lambda q, v: False).start()
     model = ModelGeometry(
-        layers=3, width=576, inner=1536, heads=9, kv_heads=3, head_size=64, vocab=49152, draft_vocab=8192, context=8192
+        layers=3,
+        width=576,
+        inner=1536,
+        heads=9,
+        kv_heads=3,
+        head_size=64,
+        vocab=49152,
+        draft_vocab=8192,
+        context=8192,
     )
     target = random_target(model, torch.device("cpu"), torch.float32)
     drafter = random_drafter(target, model, torch.float32, steps)
@@ -51,11 +65,16 @@ def read_resident_memory() -> int:
 
 def main() -> None:
     print(f"load {os.getloadavg()[0]:.1f} at the start", file=sys.stderr)
-    print("| tokens | steps | seconds, masked | joined | MiB, masked | joined |\n|---|---|---|---|---|---|")
+    print(
+        "| tokens | steps | seconds, masked | joined | MiB, masked | joined "
+        "|\n|---|---|---|---|---|---|"
+    )
     for length in LENGTHS:
         for steps in STEPS:
             measurements = [measure_in_process(length, steps, way) for way in WAYS]
-            cells = [f"{seconds:.1f}" for seconds, _ in measurements] + [f"{memory:.0f}" for _, memory in measurements]
+            cells = [f"{seconds:.1f}" for seconds, _ in measurements] + [
+                f"{memory:.0f}" for _, memory in measurements
+            ]
             print(f"| {length} | {steps} | {' | '.join(cells)} |", flush=True)
     print(f"load {os.getloadavg()[0]:.1f} at the end", file=sys.stderr)
 

@@ -1,8 +1,8 @@
-"""Peak memory of an online training step, target and EAGLE-3 drafter on one device: `spectrain plan`'s prediction and a
-measurement.
+"""Peak memory of an online training step, target and EAGLE-3 drafter on one device: `spectrain
+plan`'s prediction and a measurement.
 
-The geometry is that of Llama-3.1-8B, weights are random. On a GPU the allocator reports the peak; on a CPU torch's profiler,
-which records every allocation.
+The geometry is that of Llama-3.1-8B, weights are random. On a GPU the allocator reports the peak;
+on a CPU torch's profiler, which records every allocation.
 """
 
 import tempfile
@@ -76,20 +76,34 @@ class OnlineBench(Bench):
             yield Measurement(name, source_digest(step_cost, footprint), work)
 
 
-def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return planned and measured peak bytes of a training step over conversations whose every token is supervised."""
-    examples = [Example([1] * length, [False] + [True] * (length - 1)) for _ in range(conversations)]
+def online_row(
+    sizes: OnlineSizes, conversations: int, length: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return planned and measured peak bytes of a training step over conversations whose every
+    token is supervised.
+    """
+    examples = [
+        Example([1] * length, [False] + [True] * (length - 1)) for _ in range(conversations)
+    ]
     dataset = Dataset(examples, conversations, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(sizes, conversations * length, folder)
-        batches, models = [batch_shape(examples, False)], Models.from_spec(config, device, 1000)
-        parts, flops = peak_memory(models, batches), flops_per_token(models, batches)
+        batches = [batch_shape(examples, False)]
+        models = Models.from_spec(config, device, 1000)
+        parts = peak_memory(models, batches)
+        flops = flops_per_token(models, batches)
         measured = measure_training(config, sizes, dataset, device, dtype, Path(folder))
     return {
-        "conversations": conversations, "length": length, "ttt_steps": sizes.ttt_steps, "dtype": str(dtype),
-        "planned_bytes": sum(parts.values()), "measured_bytes": measured,
-        "planned_over_measured": sum(parts.values()) / measured, "parts": parts, "flops_per_token": sum(flops),
-    }  # fmt: skip
+        "conversations": conversations,
+        "length": length,
+        "ttt_steps": sizes.ttt_steps,
+        "dtype": str(dtype),
+        "planned_bytes": sum(parts.values()),
+        "measured_bytes": measured,
+        "planned_over_measured": sum(parts.values()) / measured,
+        "parts": parts,
+        "flops_per_token": sum(flops),
+    }
 
 
 def make_config(sizes: OnlineSizes, batch_tokens: int, folder: str) -> RunSpec:
@@ -97,8 +111,14 @@ def make_config(sizes: OnlineSizes, batch_tokens: int, folder: str) -> RunSpec:
     llama_config(sizes.model).save_pretrained(folder)
     return RunSpec(
         target=GroupSpec("target", "hf", {"model": folder}),
-        drafter=GroupSpec("drafter", "eagle3", {"ttt_steps": sizes.ttt_steps, "vocab_size": sizes.model.draft_vocab}),
-        trainer=GroupSpec("trainer", "default", {"batch_tokens": batch_tokens, "max_steps": sizes.steps}),
+        drafter=GroupSpec(
+            "drafter",
+            "eagle3",
+            {"ttt_steps": sizes.ttt_steps, "vocab_size": sizes.model.draft_vocab},
+        ),
+        trainer=GroupSpec(
+            "trainer", "default", {"batch_tokens": batch_tokens, "max_steps": sizes.steps}
+        ),
     )
 
 
@@ -109,7 +129,12 @@ def llama_config(model: ModelGeometry) -> LlamaConfig:
 
 
 def measure_training(
-    spec: RunSpec, sizes: OnlineSizes, dataset: Dataset, device: torch.device, dtype: torch.dtype, folder: Path
+    spec: RunSpec,
+    sizes: OnlineSizes,
+    dataset: Dataset,
+    device: torch.device,
+    dtype: torch.dtype,
+    folder: Path,
 ) -> int:
     """Return the bytes that training holds at its peak."""
     tokenizer = load_tokenizer(str(folder), False, required=False)
@@ -120,11 +145,15 @@ def measure_training(
     target.pack_weights()
     trainer = Trainer.from_spec(spec)
     work = partial(trainer.fit, drafter, target, dataset, LiveSource(), folder / "run")
-    return measure_peak(work, bytes_of([*target.parameters(), *drafter.parameters(), *drafter.buffers()]), device)
+    return measure_peak(
+        work, bytes_of([*target.parameters(), *drafter.parameters(), *drafter.buffers()]), device
+    )
 
 
 def measure_peak(work: Callable[[], Any], resident_bytes: int, device: torch.device) -> int:
-    """Return the most bytes in tensors while `work` runs; `resident_bytes` are allocated before it."""
+    """Return the most bytes in tensors while `work` runs; `resident_bytes` are allocated before
+    it.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -1,10 +1,13 @@
-"""What the training of each recipe adds to its start: validation before the first step and after the last one.
+"""What the training of each recipe adds to its start: validation before the first step and after
+the last one.
 
-    python -m benchmarks.recipe_gains                         # every recipe on tiny with its own rate and with trainer.lr=auto
-    python -m benchmarks.recipe_gains 'recipes=["eagle3"]' 'seeds=[0,1,2]' steps=300
+    python -m benchmarks.recipe_gains                         # every recipe on tiny with its own
+    rate and with trainer.lr=auto python -m benchmarks.recipe_gains 'recipes=["eagle3"]'
+    'seeds=[0,1,2]' steps=300
 
-Each training is a command of its own. Validations judge the drafts at the same places of held-out answers in all of them, so
-the difference of two rows is one of the drafters. Rows that the file of the results holds already are not measured again.
+Each training is a command of its own. Validations judge the drafts at the same places of held-out
+answers in all of them, so the difference of two rows is one of the drafters. Rows that the file of
+the results holds already are not measured again.
 """
 
 import json
@@ -26,7 +29,9 @@ OWN_RATE = "recipe"
 
 
 class RecipeGains:
-    """Train recipes for a number of steps, and write the tokens per forward of chains before and after to a JSON file."""
+    """Train recipes for a number of steps, and write the tokens per forward of chains before and
+    after to a JSON file.
+    """
 
     def __init__(
         self,
@@ -68,7 +73,9 @@ class RecipeGains:
                     write_text(self.out, json.dumps(results, indent=1) + "\n")
 
     def _measure(self, recipe: str, rate: str, seed: int) -> dict[str, Any]:
-        """Train once; return the two validations, the highest rate and the seconds of the whole command."""
+        """Train once; return the two validations, the highest rate and the seconds of the whole
+        command.
+        """
         limit = "null" if self.conversations is None else self.conversations
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "run"
@@ -90,17 +97,28 @@ class RecipeGains:
             process = subprocess.run(command, capture_output=True, text=True)
             seconds = time.monotonic() - began
             if process.returncode:
-                return {"error": process.stderr.strip().splitlines()[-1] if process.stderr.strip() else "it failed"}
+                return {
+                    "error": process.stderr.strip().splitlines()[-1]
+                    if process.stderr.strip()
+                    else "it failed"
+                }
             lines = (run / "metrics.jsonl").read_text().splitlines()
-            return summarize_run([json.loads(line) for line in lines]) | {"seconds": round(seconds, 1)}
+            return summarize_run([json.loads(line) for line in lines]) | {
+                "seconds": round(seconds, 1)
+            }
 
 
 def summarize_run(metrics: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the first and the last validation of a run say, and its highest rate."""
-    first = next((line["held_out_at_start"] for line in metrics if "held_out_at_start" in line), None)
+    first = next(
+        (line["held_out_at_start"] for line in metrics if "held_out_at_start" in line), None
+    )
     last = metrics[-1].get("held_out")
     if first is None or last is None:
-        raise RunError("metrics.jsonl: it has no validation at the start and the end; hold conversations out (data.held_out)")
+        raise RunError(
+            "metrics.jsonl: it has no validation at the start and the end; hold conversations out "
+            "(data.held_out)"
+        )
     measures = ("forecast", "forecast_interval", "agreement", "places")
     return {
         "start": {name: first.get(name) for name in measures},

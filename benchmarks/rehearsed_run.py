@@ -17,8 +17,21 @@ from .machines import Machine, run_command
 MULTINODE = str(Path(__file__).resolve().parents[1] / "conf" / "accelerate" / "multinode.yaml")
 # A drafter of one layer for the target that ships, on texts of 64 tokens.
 SETTINGS = [
-    *("recipe=eagle3", "target=tiny", "data.limit=40", "data.max_length=64", "data.held_out=0", "drafter.ttt_steps=2"),
-    *("drafter.vocab_size=512", "eval=none", "trainer.batch_tokens=128", "trainer.log_every=1", "trainer.save_every=5"),
+    *(
+        "recipe=eagle3",
+        "target=tiny",
+        "data.limit=40",
+        "data.max_length=64",
+        "data.held_out=0",
+        "drafter.ttt_steps=2",
+    ),
+    *(
+        "drafter.vocab_size=512",
+        "eval=none",
+        "trainer.batch_tokens=128",
+        "trainer.log_every=1",
+        "trainer.save_every=5",
+    ),
     *("trainer.patience=5", "trainer.timeout=3", "trainer.resume=auto"),
 ]
 # Seconds until a run that no longer advances counts as hung.
@@ -50,7 +63,9 @@ class Cluster:
     def unmount_disk(self) -> None:
         run_command("umount", str(self.disk))
 
-    def launch(self, launcher: Launcher, machines: list[Machine], port: int = PORT, suffix: str = "") -> None:
+    def launch(
+        self, launcher: Launcher, machines: list[Machine], port: int = PORT, suffix: str = ""
+    ) -> None:
         """Start the training on some machines."""
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -66,14 +81,53 @@ class Cluster:
         for machine in doubles:
             machine.end()
 
-    def _launch_words(self, launcher: Launcher, count: int, rank: int, port: int = PORT) -> list[str]:
-        task = ["-m", "spectrain", "train", *SETTINGS, f"trainer.max_steps={self.steps}", f"run={self.run}"]
+    def _launch_words(
+        self, launcher: Launcher, count: int, rank: int, port: int = PORT
+    ) -> list[str]:
+        task = [
+            "-m",
+            "spectrain",
+            "train",
+            *SETTINGS,
+            f"trainer.max_steps={self.steps}",
+            f"run={self.run}",
+        ]
         if launcher == "accelerate":
-            sizes = ["--num_machines", str(count), "--num_processes", str(count), "--machine_rank", str(rank)]
-            meeting = ["--main_process_ip", self.machines[0].address, "--main_process_port", "29500"]
-            return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", MULTINODE, *sizes, *meeting, *task]
-        nodes, restarts = (f"{count - 1}:{count}", "3") if launcher == "elastic" else (str(count), "0")
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.machines[0].name}:{port}", "--rdzv-id", f"run{port}"]
+            sizes = [
+                "--num_machines",
+                str(count),
+                "--num_processes",
+                str(count),
+                "--machine_rank",
+                str(rank),
+            ]
+            meeting = [
+                "--main_process_ip",
+                self.machines[0].address,
+                "--main_process_port",
+                "29500",
+            ]
+            return [
+                sys.executable,
+                "-m",
+                "accelerate.commands.launch",
+                "--config_file",
+                MULTINODE,
+                *sizes,
+                *meeting,
+                *task,
+            ]
+        nodes, restarts = (
+            (f"{count - 1}:{count}", "3") if launcher == "elastic" else (str(count), "0")
+        )
+        meeting = [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"{self.machines[0].name}:{port}",
+            "--rdzv-id",
+            f"run{port}",
+        ]
         sizes = ["--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", restarts]
         return [sys.executable, "-m", "torch.distributed.run", *sizes, *meeting, *task]
 
@@ -110,7 +164,9 @@ class Cluster:
         return self.num_logged() >= step
 
     def wait_for_end(self, machines: list[Machine]) -> bool:
-        """Wait until the launchers of these machines have ended; tell whether they have, before they count as hung."""
+        """Wait until the launchers of these machines have ended; tell whether they have, before
+        they count as hung.
+        """
         deadline = time.monotonic() + HANG_SECONDS
         while any(machine.is_running for machine in machines) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -122,9 +178,14 @@ class Cluster:
         return {path.name: path.stat().st_size for path in self.folder.glob("*.log")}
 
     def read_logs(self, offsets: dict[str, int]) -> str:
-        """Return what was printed on all machines since the logs had these sizes, with DIR for the run folder."""
+        """Return what was printed on all machines since the logs had these sizes, with DIR for
+        the run folder.
+        """
         paths = sorted(self.folder.glob("*.log"))
-        texts = [path.read_bytes()[offsets.get(path.name, 0) :].decode(errors="replace") for path in paths]
+        texts = [
+            path.read_bytes()[offsets.get(path.name, 0) :].decode(errors="replace")
+            for path in paths
+        ]
         return "\n".join(texts).replace(str(self.run), "DIR")
 
     def messages(self) -> list[str]:
@@ -140,7 +201,8 @@ class Cluster:
 
     def fill_disk(self, num_free: int) -> None:
         """Fill the disk of the run folder up to this number of bytes."""
-        # The training writes meanwhile, so the disk is filled until it is full, and then some of it is freed.
+        # The training writes meanwhile, so the disk is filled until it is full, and then some of it
+        # is freed.
         with (self.disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(num_free))
@@ -161,7 +223,9 @@ class Cluster:
 
 
 class RunObserver:
-    """Observes a training from the moment of a fault on: its steps, and the first message that matches an expression."""
+    """Observes a training from the moment of a fault on: its steps, and the first message that
+    matches an expression.
+    """
 
     def __init__(self, cluster: Cluster, expression: str) -> None:
         self.cluster, self.expression = cluster, expression
@@ -184,7 +248,12 @@ class RunObserver:
         self.thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop_event.set()
         self.thread.join()
         self._look()
@@ -199,13 +268,19 @@ class RunObserver:
             self._look()
 
     def _look(self) -> None:
-        now, step = time.monotonic(), self.cluster.num_logged()
+        now = time.monotonic()
+        step = self.cluster.num_logged()
         if step > self.step:
             self.pause_seconds = max(self.pause_seconds, now - self.step_time)
             self.step_time = now
         self.num_repeated += max(0, self.step - step)
         self.step = step
         if self.expression and self.message is None:
-            matches = [message for message in self.cluster.messages() if re.search(self.expression, message)]
+            matches = [
+                message
+                for message in self.cluster.messages()
+                if re.search(self.expression, message)
+            ]
             if matches:
-                self.message, self.message_seconds = matches[0], now - self.start_time
+                self.message = matches[0]
+                self.message_seconds = now - self.start_time

@@ -1,8 +1,10 @@
-"""Rounds of the engine at any size and length, without trained weights, text or a prefix that was read.
+"""Rounds of the engine at any size and length, without trained weights, text or a prefix that was
+read.
 
-Shapes: B batch, N nodes, P path length, V vocabulary. Weights are random and a prefix is random numbers in the caches, which
-cost as much as real ones. A script decides how much of a draft is accepted (`ScriptedAcceptance`). So a real model's time a
-round is measured without the model; its acceptance is measured elsewhere.
+Shapes: B batch, N nodes, P path length, V vocabulary. Weights are random and a prefix is random
+numbers in the caches, which cost as much as real ones. A script decides how much of a draft is
+accepted (`ScriptedAcceptance`). So a real model's time a round is measured without the model; its
+acceptance is measured elsewhere.
 """
 
 import time
@@ -33,42 +35,58 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 PROMPT_LENGTH = 8
 """Tokens of the prompt that is read before the prefix is filled with random numbers."""
 SPARE_SLOTS = 192
-"""Slots after the limit of a cache that several engines share: more than any of their rounds needs."""
+"""Slots after the limit of a cache that several engines share: more than any of their rounds
+needs.
+"""
 UNLIMITED_TOKENS = 1 << 30
 """Tokens that a row may emit."""
 
 
 class ScriptedAcceptance(Greedy):
-    """Accept as many nodes of the path of first children as a script says for the row's length. NOT lossless.
+    """Accept as many nodes of the path of first children as a script says for the row's length. NOT
+    lossless.
 
-    It costs as much as `Greedy`: it computes every node's best token, and the last accepted node's is the bonus.
+    It costs as much as `Greedy`: it computes every node's best token, and the last accepted node's
+    is the bonus.
     """
 
     name = "scripted"
     lossless = False
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self.emit_counts = torch.ones(slots, dtype=torch.int64, device=device)  # tokens of a round, by committed length
+        # tokens of a round, by committed length
+        self.emit_counts = torch.ones(slots, dtype=torch.int64, device=device)
 
     def set_script(self, start: int, counts: list[int]) -> None:
-        """Let rounds from length `start` on emit these numbers of tokens in turn; later rounds emit one."""
-        script, length = torch.ones(len(self.emit_counts), dtype=torch.int64), start
+        """Let rounds from length `start` on emit these numbers of tokens in turn; later rounds
+        emit one.
+        """
+        script = torch.ones(len(self.emit_counts), dtype=torch.int64)
+        length = start
         for count in counts:
-            # Every length of the round has its count, so that a shorter round stays within the script.
+            # Every length of the round has its count, so that a shorter round stays within the
+            # script.
             script[length : length + count] = count
             length += count
         self.emit_counts.copy_(script)
 
-    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
+    def __call__(
+        self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor
+    ) -> AcceptedPath:
         index = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
         real = tree.valid & tree.can_emit
         siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & real[:, None]
-        first = real & ~(siblings & (index < index[:, None])).any(-1)  # [B, N], the first child of its parent
-        accepted = (first[:, None] | ~tree.ancestors).all(-1) & (tree.depths < self.emit_counts[positions[:, :1] - 1])
+        # [B, N], the first child of its parent
+        first = real & ~(siblings & (index < index[:, None])).any(-1)
+        accepted = (first[:, None] | ~tree.ancestors).all(-1) & (
+            tree.depths < self.emit_counts[positions[:, :1] - 1]
+        )
         levels = torch.arange(tree.max_path_nodes, device=index.device)[:, None]  # [P, 1]
         path = torch.where(accepted[:, None] & (tree.depths[:, None] <= levels), index, 0).amax(-1)
         return AcceptedPath(
-            path, accepted.sum(1), self.choose_tokens(logits, sequence_ids, positions).gather(1, path[:, -1:])[:, 0]
+            path,
+            accepted.sum(1),
+            self.choose_tokens(logits, sequence_ids, positions).gather(1, path[:, -1:])[:, 0],
         )
 
 
@@ -78,10 +96,12 @@ def split_evenly(tau: float, rounds: int) -> list[int]:
 
 
 def fixed_paths(nodes: int, depth: int) -> list[list[int]]:
-    """Return the paths of a tree of `nodes` nodes, the root included: the first choices, then the second at each level, and so
-    on."""
+    """Return the paths of a tree of `nodes` nodes, the root included: the first choices, then the
+    second at each level, and so on."""
     depth = min(depth, nodes - 1)
-    return [[0] * level + [choice] for choice in range(nodes) for level in range(depth)][: nodes - 1]
+    return [[0] * level + [choice] for choice in range(nodes) for level in range(depth)][
+        : nodes - 1
+    ]
 
 
 class FixedTreeDrafter(Drafter):
@@ -96,7 +116,9 @@ class FixedTreeDrafter(Drafter):
         indices = {(): 0, **{path: index for index, path in enumerate(builder.paths, 1)}}
         parents = [-1, *(indices[path[:-1]] for path in builder.paths)]
         self.register_buffer("parents", torch.tensor(parents, device=device))
-        self.register_buffer("choices", torch.tensor([path[-1] for path in builder.paths], device=device))
+        self.register_buffer(
+            "choices", torch.tensor([path[-1] for path in builder.paths], device=device)
+        )
 
     def draft(self, context: Context) -> Draft:
         builder = context.builder
@@ -121,7 +143,9 @@ class UncapturedRounds(CapturedRunner):
 
 @dataclass
 class BenchFixture:
-    """A batch at a prefix, and what its engines share, above all the storage of the target's cache."""
+    """A batch at a prefix, and what its engines share, above all the storage of the target's
+    cache.
+    """
 
     target: Target
     batch: int
@@ -140,7 +164,14 @@ class BenchFixture:
         assert cache.max_length <= self.cache_slots + SPARE_SLOTS
         if self.storage is None:
             slots = self.cache_slots + SPARE_SLOTS
-            shape = (target.num_layers, 2, self.batch, slots, config.num_key_value_heads, config.head_dim)
+            shape = (
+                target.num_layers,
+                2,
+                self.batch,
+                slots,
+                config.num_key_value_heads,
+                config.head_dim,
+            )
             self.storage = torch.empty(shape, dtype=target.dtype, device=target.device)
             for layer in self.storage:  # 32 bits cannot count the elements of all layers
                 layer.normal_()
@@ -163,7 +194,8 @@ class ScriptedRun:
         self.engine, self.fixture = engine, fixture
         self.state = engine.get_state(fixture.batch, fixture.cache_slots)
         fixture.lend_storage(self.state)
-        prompts, limit = [[1] * PROMPT_LENGTH] * fixture.batch, fixture.cache_slots - PROMPT_LENGTH - 1
+        prompts = [[1] * PROMPT_LENGTH] * fixture.batch
+        limit = fixture.cache_slots - PROMPT_LENGTH - 1
         engine.start_batch(Request(prompts, limit, list(range(fixture.batch)), frozenset()))
         self.state.context.tokens.random_(engine.target.head.vocab_size)
         self.state.context.active.fill_(True)
@@ -184,10 +216,13 @@ class ScriptedRun:
         """Return to the prefix, with a script for the rounds to come."""
         context, prefix = self.state.context, self.fixture.prefix
         if isinstance(self.engine.rule, ScriptedAcceptance):
-            self.engine.rule.set_script(prefix, split_evenly(tau, int(self.fixture.max_emitted / tau)))
+            self.engine.rule.set_script(
+                prefix, split_evenly(tau, int(self.fixture.max_emitted / tau))
+            )
         context.cache.lengths.fill_(prefix)
         for cache in self._drafter_caches:
-            cache.lengths.copy_(context.cache.lengths - context.num_new)  # the last commit is still unread
+            # the last commit is still unread
+            cache.lengths.copy_(context.cache.lengths - context.num_new)
         context.active.fill_(True)
         context.tokens_left.fill_(UNLIMITED_TOKENS)
         if self.state.log is not None:
@@ -209,8 +244,15 @@ class ScriptedRun:
         record = self._run_rounds(reads)
         rounds = len(record.round_lengths)
         seconds = (time.perf_counter() - start) / rounds
-        parts = {part: sum(times[part] for times in record.round_seconds) / rounds for part in ROUND_PARTS[:-1]}
-        return RoundSample(seconds, {**parts, "outside": seconds - sum(parts.values())}, sum(record.round_lengths) / rounds)
+        parts = {
+            part: sum(times[part] for times in record.round_seconds) / rounds
+            for part in ROUND_PARTS[:-1]
+        }
+        return RoundSample(
+            seconds,
+            {**parts, "outside": seconds - sum(parts.values())},
+            sum(record.round_lengths) / rounds,
+        )
 
     def time_part(self, part: int, launches: int = 4) -> float:
         """Return the seconds of one part of a round, launched repeatedly without the others."""
@@ -230,7 +272,9 @@ class ScriptedRun:
         return timer.elapsed_seconds(*timer.events) / launches
 
     def find_synchronization(self) -> str | None:
-        """Run one uncaptured round in which waiting for the device is an error; return the error or None. Needs a GPU."""
+        """Run one uncaptured round in which waiting for the device is an error; return the error
+        or None. Needs a GPU.
+        """
         self.reset()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -248,7 +292,8 @@ EngineMaker = Callable[[ExecutionMode], CapturedRunner]
 
 
 def prepare(make: EngineMaker, fixture: BenchFixture, notes: dict[str, str]) -> ScriptedRun:
-    """Return a run of the fastest engine that works here: compiled and captured, captured only, or neither.
+    """Return a run of the fastest engine that works here: compiled and captured, captured only, or
+    neither.
 
     `notes` receives the reason for each mode that failed.
     """
@@ -260,14 +305,23 @@ def prepare(make: EngineMaker, fixture: BenchFixture, notes: dict[str, str]) -> 
 
 
 def engine_maker(
-    fixture: BenchFixture, rounds: int, drafter: Drafter | None = None, builder: TreeBuilder | None = None
+    fixture: BenchFixture,
+    rounds: int,
+    drafter: Drafter | None = None,
+    builder: TreeBuilder | None = None,
 ) -> EngineMaker:
-    """Return a function that makes an engine of a mode: autoregressive, or with a drafter and scripted acceptance."""
+    """Return a function that makes an engine of a mode: autoregressive, or with a drafter and
+    scripted acceptance.
+    """
     device = fixture.target.device
 
     def make_engine(mode: ExecutionMode) -> CapturedRunner:
         runner = UncapturedRounds if mode == "eager" else CapturedRunner
-        rule = Greedy() if drafter is None else ScriptedAcceptance(fixture.cache_slots + SPARE_SLOTS, device)
+        rule = (
+            Greedy()
+            if drafter is None
+            else ScriptedAcceptance(fixture.cache_slots + SPARE_SLOTS, device)
+        )
         # Engines share the drafter's weights, but not its caches.
         return runner(fixture.target, rule, copy(drafter), builder, rounds, COMPILE_BACKENDS[mode])
 

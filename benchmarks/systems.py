@@ -1,8 +1,9 @@
-"""`python -m benchmarks.systems`: the speed of every system of docs/systems.md on the tiny target, drafted and plain in turn.
+"""`python -m benchmarks.systems`: the speed of every system of docs/systems.md on the tiny target,
+drafted and plain in turn.
 
-The rows stand in benchmarks/systems.yaml, each with the arguments of `spectrain eval` that decode with the system. Drafters
-are trained with few steps first. What was trained or scored before is not done again, and every row is written at once, so an
-interrupted run goes on where it stopped.
+The rows stand in benchmarks/systems.yaml, each with the arguments of `spectrain eval` that decode
+with the system. Drafters are trained with few steps first. What was trained or scored before is not
+done again, and every row is written at once, so an interrupted run goes on where it stopped.
 """
 
 import json
@@ -22,11 +23,22 @@ from .command import list_defaults, run_benchmark
 
 SYSTEMS = Path(__file__).with_name("systems.yaml")
 SIZE = ["eval.limit=16", "eval.max_new_tokens=48", "eval.repeats=1"]
-RECORDED = ("acceptance_length", "acceptance_by_depth", "speedup", "time_share", "noise", "memory", "drift", "beams")
+RECORDED = (
+    "acceptance_length",
+    "acceptance_by_depth",
+    "speedup",
+    "time_share",
+    "noise",
+    "memory",
+    "drift",
+    "beams",
+)
 
 
 def read_systems() -> dict[str, Any]:
-    """Return the trainings, the scored rows and the described systems of benchmarks/systems.yaml."""
+    """Return the trainings, the scored rows and the described systems of
+    benchmarks/systems.yaml.
+    """
     systems: dict[str, Any] = yaml.safe_load(SYSTEMS.read_text())
     return systems
 
@@ -48,9 +60,17 @@ class SystemsBench:
         rows: dict[str, Any] = json.loads(out.read_text())["rows"] if out.exists() else {}
         for name in self.rows or [name for name in self.systems["rows"] if name not in rows]:
             if name not in self.systems["rows"]:
-                raise UserError(f"rows={name}: {SYSTEMS.name} has no such row; choose from {', '.join(self.systems['rows'])}")
+                raise UserError(
+                    f"rows={name}: {SYSTEMS.name} has no such row; choose from "
+                    f"{', '.join(self.systems['rows'])}"
+                )
             rows[name] = self.measure_row(name)
-            setting = {"target": "tiny", "training": TRAINING, "scoring": [*SIZE, *SCORING], **collect_provenance()}
+            setting = {
+                "target": "tiny",
+                "training": TRAINING,
+                "scoring": [*SIZE, *SCORING],
+                **collect_provenance(),
+            }
             write_text(out, json.dumps({"setting": setting, "rows": rows}, indent=1) + "\n")
 
     def measure_row(self, name: str) -> dict[str, Any]:
@@ -64,18 +84,28 @@ class SystemsBench:
         folder = self.folder / "scores" / "".join(sign if sign.isalnum() else "-" for sign in name)
         scored = list_defaults([f"run={folder}"], words)
         dispatch_command(["eval", *arguments, *scored, *defaults, f"eval.name={folder.name}"])
-        parent = next((Path(word.removeprefix("run=")) for word in [*arguments, *scored] if word.startswith("run=")), folder)
-        return self.read_summary(parent / "eval" / folder.name / "summary.json", [*words, *defaults])
+        parent = next(
+            (
+                Path(word.removeprefix("run="))
+                for word in [*arguments, *scored]
+                if word.startswith("run=")
+            ),
+            folder,
+        )
+        return self.read_summary(
+            parent / "eval" / folder.name / "summary.json", [*words, *defaults]
+        )
 
     def read_summary(self, path: Path, words: list[str]) -> dict[str, Any]:
         """Return the recorded parts of a summary with the command and the commit."""
         summary = json.loads(path.read_text())
         return {
             "command": " ".join(["eval", *words]).replace("WORK", "runs"),
-            "commit": summary["setting"]["commit"], "prompts": summary["setting"]["prompts"],
+            "commit": summary["setting"]["commit"],
+            "prompts": summary["setting"]["prompts"],
             **{key: summary[key] for key in RECORDED if key in summary},
             "lossless": {key: summary["lossless"][key] for key in ("rule", "checked", "identical")},
-        }  # fmt: skip
+        }
 
     def train(self, run: str) -> None:
         """Train a drafter, after the one that it starts from."""
@@ -85,7 +115,9 @@ class SystemsBench:
                 self.train(other)
         if not (self.folder / run / "drafter").exists():
             defaults = list_defaults(TRAINING, words)
-            dispatch_command(["train", *self.fill_folder(words), *defaults, f"run={self.folder / run}"])
+            dispatch_command(
+                ["train", *self.fill_folder(words), *defaults, f"run={self.folder / run}"]
+            )
 
     def fill_folder(self, words: list[str]) -> list[str]:
         """Return arguments in which WORK is the folder of the trained drafters."""
@@ -94,7 +126,10 @@ class SystemsBench:
 
 def names_run(word: str, run: str) -> bool:
     """Tell whether an argument names the folder of a training."""
-    return any(part in (f"WORK/{run}", f"WORK/{run}/target") for part in word.partition("=")[2].strip("[]").split(","))
+    return any(
+        part in (f"WORK/{run}", f"WORK/{run}/target")
+        for part in word.partition("=")[2].strip("[]").split(",")
+    )
 
 
 if __name__ == "__main__":

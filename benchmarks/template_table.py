@@ -1,4 +1,6 @@
-"""What becomes of each kind of row with each chat template: `python -m benchmarks.template_table` prints Markdown."""
+"""What becomes of each kind of row with each chat template: `python -m
+benchmarks.template_table` prints Markdown.
+"""
 
 from collections import Counter
 
@@ -10,14 +12,20 @@ from tests.data.test_templates import ROWS
 
 
 def describe_row(name: str, row: str) -> str:
-    """Return how many tokens a row has and how many carry loss, what is reported, or why it is refused."""
+    """Return how many tokens a row has and how many carry loss, what is reported, or why it is
+    refused.
+    """
     unread: Counter[str] = Counter()
     try:
         examples = tokenize_conversation(
             make_template(name), parse_conversation(ROWS[row], "row", unread=unread), unread=unread
         )
     except UserError as error:
-        reason = "the template renders no tool call" if "tool calls" in str(error) else "the template refuses its roles"
+        reason = (
+            "the template renders no tool call"
+            if "tool calls" in str(error)
+            else "the template refuses its roles"
+        )
         return f"refused: {reason}"
     tokens = sum(len(example.tokens) for example in examples)
     text = f"{sum(sum(example.mask) for example in examples)} of {tokens} tokens"

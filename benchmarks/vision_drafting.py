@@ -1,8 +1,10 @@
-"""`python -m benchmarks.vision_drafting`: drafters for a tiny target of text and images, drafted and plain in turn.
+"""`python -m benchmarks.vision_drafting`: drafters for a tiny target of text and images, drafted
+and plain in turn.
 
-A Qwen2.5-VL of four layers learns to describe pictures of coloured squares; then each drafter is trained on its features by its
-recipe, and held-out pictures are described. Acceptance and speed have 95 % intervals over prompts. It needs the repository's
-tests, whose small processor reads the pictures.
+A Qwen2.5-VL of four layers learns to describe pictures of coloured squares; then each drafter is
+trained on its features by its recipe, and held-out pictures are described. Acceptance and speed
+have 95 % intervals over prompts. It needs the repository's tests, whose small processor reads the
+pictures.
 """
 
 import json
@@ -78,31 +80,51 @@ class VisionDrafting:
             train_target(work / NAME, self.pictures, self.steps)
         rows = {}
         for name, words in ROWS.items():
-            rows[name] = self.measure_row(work / NAME, work / "".join(sign if sign.isalnum() else "-" for sign in name), words)
+            rows[name] = self.measure_row(
+                work / NAME, work / "".join(sign if sign.isalnum() else "-" for sign in name), words
+            )
             print(name, rows[name], flush=True)
             setting = {key: value for key, value in vars(self).items() if isinstance(value, int)}
             write_text(
-                Path(self.out), json.dumps({"setting": {**setting, **collect_provenance()}, "rows": rows}, indent=1) + "\n"
+                Path(self.out),
+                json.dumps({"setting": {**setting, **collect_provenance()}, "rows": rows}, indent=1)
+                + "\n",
             )
 
     def measure_row(self, folder: Path, run: Path, words: str) -> dict[str, Any]:
         """Train one drafter and decode the held-out prompts, plain and drafted in turn."""
         target = load_target(NAME, folder)
         settings = dict(word.split("=", 1) for word in words.split()) | {
-            "run": run, "target": "hf", "target.model": target.path, "data": "jsonl", "data.path": str(self.pictures),
-            "eval": "none", "trainer.max_steps": self.drafter_steps, "trainer.batch_tokens": 1024, "trainer.resume": "auto",
-        }  # fmt: skip
+            "run": run,
+            "target": "hf",
+            "target.model": target.path,
+            "data": "jsonl",
+            "data.path": str(self.pictures),
+            "eval": "none",
+            "trainer.max_steps": self.drafter_steps,
+            "trainer.batch_tokens": 1024,
+            "trainer.resume": "auto",
+        }
         with hydra_context():
             spec = compose_spec(settings)
         training.train_and_score(spec, target, None)
         drafter = load_drafter(spec, run, target)
-        chats = [chat.messages[:1] for chat in JsonlReader(str(self.pictures)).load_conversations()[:HELD_OUT]]
+        chats = [
+            chat.messages[:1]
+            for chat in JsonlReader(str(self.pictures)).load_conversations()[:HELD_OUT]
+        ]
         prompts = [tokenize_prompt(target.template, chat, target.vision) for chat in chats]
         target.pack_weights()
         prepare_for_decoding(drafter, target)
         tune_drafter(drafter, target, lambda: prompts[self.prompts : self.prompts + 4], 4)
-        drafted, plain = Session(target, Greedy(), drafter, Chain(4)), Session(target, Greedy())
-        return summarize_rows([compare_prompt(drafted, plain, prompt, self.new_tokens) for prompt in prompts[: self.prompts]])
+        drafted = Session(target, Greedy(), drafter, Chain(4))
+        plain = Session(target, Greedy())
+        return summarize_rows(
+            [
+                compare_prompt(drafted, plain, prompt, self.new_tokens)
+                for prompt in prompts[: self.prompts]
+            ]
+        )
 
 
 def train_target(folder: Path, pictures: Path, steps: int) -> None:
@@ -110,35 +132,51 @@ def train_target(folder: Path, pictures: Path, steps: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(True)
     model = make_model(NAME, tokenizer).train()
-    images, template = make_image_processor(model, tokenizer), ChatTemplate(tokenizer)
+    images = make_image_processor(model, tokenizer)
+    template = ChatTemplate(tokenizer)
     examples: list[Example] = [
         example
         for chat in JsonlReader(str(pictures)).load_conversations()[HELD_OUT:]
         for example in tokenize_conversation(template, chat, images)
     ]
-    optimizer, order, began = torch.optim.AdamW(model.parameters(), lr=3e-3), np.random.default_rng(0), time.monotonic()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    order = np.random.default_rng(0)
+    began = time.monotonic()
     for step in range(steps):
         batch = [examples[index] for index in order.choice(len(examples), 12, replace=False)]
-        loss = cross_entropy(model, [list(example.tokens) for example in batch], collect_pixels(batch, model))
+        loss = cross_entropy(
+            model, [list(example.tokens) for example in batch], collect_pixels(batch, model)
+        )
         take_step(model, optimizer, loss)
         if step % 50 == 49:
-            print(f"step {step + 1}: {loss.item():.3f} nats, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"step {step + 1}: {loss.item():.3f} nats, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def compare_prompt(drafted: Session, plain: Session, prompt: list[int], new_tokens: int) -> dict[str, float]:
+def compare_prompt(
+    drafted: Session, plain: Session, prompt: list[int], new_tokens: int
+) -> dict[str, float]:
     """Decode a prompt both ways, and return tokens, rounds and seconds."""
     answers = {}
     for name, session in (("plain", plain), ("drafted", drafted)):
         session.decode([prompt], 4)
         start = time.perf_counter()
-        answers[name] = session.decode([prompt], new_tokens, ignore_eos=True)[0], time.perf_counter() - start
+        answers[name] = (
+            session.decode([prompt], new_tokens, ignore_eos=True)[0],
+            time.perf_counter() - start,
+        )
     (reference, plain_seconds), (answer, seconds) = answers["plain"], answers["drafted"]
     return {
-        "tokens": sum(answer.round_lengths), "rounds": len(answer.round_lengths), "plain_seconds": plain_seconds,
-        "seconds": seconds, "identical": answer.output == reference.output,
-    }  # fmt: skip
+        "tokens": sum(answer.round_lengths),
+        "rounds": len(answer.round_lengths),
+        "plain_seconds": plain_seconds,
+        "seconds": seconds,
+        "identical": answer.output == reference.output,
+    }
 
 
 def summarize_rows(rows: list[dict[str, float]]) -> dict[str, Any]:
@@ -147,12 +185,17 @@ def summarize_rows(rows: list[dict[str, float]]) -> dict[str, Any]:
     def ratio(above: str, below: str) -> list[float]:
         columns = np.array([[row[above], row[below]] for row in rows], dtype=np.float64)
         low, high = interval(columns, (1, -1)) or (np.nan, np.nan)
-        return [round(float(value), 3) for value in (columns[:, 0].sum() / columns[:, 1].sum(), low, high)]
+        return [
+            round(float(value), 3)
+            for value in (columns[:, 0].sum() / columns[:, 1].sum(), low, high)
+        ]
 
     return {
-        "acceptance_length": ratio("tokens", "rounds"), "speedup": ratio("plain_seconds", "seconds"),
-        "identical": sum(bool(row["identical"]) for row in rows), "checked": len(rows),
-    }  # fmt: skip
+        "acceptance_length": ratio("tokens", "rounds"),
+        "speedup": ratio("plain_seconds", "seconds"),
+        "identical": sum(bool(row["identical"]) for row in rows),
+        "checked": len(rows),
+    }
 
 
 if __name__ == "__main__":

@@ -27,8 +27,19 @@ from spectrain.runs.candidate import Candidate
 from spectrain.runs.drafters import find_shipped_drafter, load_shipped_drafter
 from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
-FIXED = "fixed"  # acceptance of the drafter, its start, the untrained and the shipped one in the same fixed trees
-DEFAULT_BASELINES = ("own", "auto", RECOMMENDED, "retrieval", "chain", "shipped", "untrained", FIXED, "ngram")
+# acceptance of the drafter, its start, the untrained and the shipped one in the same fixed trees
+FIXED = "fixed"
+DEFAULT_BASELINES = (
+    "own",
+    "auto",
+    RECOMMENDED,
+    "retrieval",
+    "chain",
+    "shipped",
+    "untrained",
+    FIXED,
+    "ngram",
+)
 COPYING = {RECOMMENDED, "retrieval"}  # baselines that may copy from a store
 OWN_STORE = "own"  # the answers that a run was trained on
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
@@ -39,7 +50,9 @@ OURS = ("own", "auto", RECOMMENDED, "chain", "shipped", "untrained", FIXED, *TRA
 
 @dataclass
 class Baselines(EvalExtension):
-    """Baselines by name: those of OURS run in this engine, those of TRANSFORMERS in transformers."""
+    """Baselines by name: those of OURS run in this engine, those of TRANSFORMERS in
+    transformers.
+    """
 
     names: Sequence[str]
     assistant: str | None = None
@@ -51,7 +64,11 @@ class Baselines(EvalExtension):
     fixed_trees: FixedTrees = field(default_factory=FixedTrees)
 
     def check(self, candidate: Candidate) -> None:
-        if "early_exit" in self.names and self.exit_layer is None and not isinstance(candidate.drafter, DrafterWithExits):
+        if (
+            "early_exit" in self.names
+            and self.exit_layer is None
+            and not isinstance(candidate.drafter, DrafterWithExits)
+        ):
             raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
@@ -69,56 +86,116 @@ class Baselines(EvalExtension):
         start = None if candidate.make_start is None else candidate.make_start()
         return [*systems, *self.fixed_trees.systems(own, [first, *systems], start)]
 
-    def _same_drafter(self, candidate: Candidate, first: System, store: Datastore | None) -> list[System]:
+    def _same_drafter(
+        self, candidate: Candidate, first: System, store: Datastore | None
+    ) -> list[System]:
         """Return the same drafter with other trees."""
-        drafter, rule, capabilities = candidate.drafter, candidate.rule, candidate.drafter.capabilities
-        own, systems = candidate.default_builder or candidate.builder, []
-        # A requested tree that may draft nothing is always scored, although a chain stands at the top in its place.
+        drafter, rule, capabilities = (
+            candidate.drafter,
+            candidate.rule,
+            candidate.drafter.capabilities,
+        )
+        own = candidate.default_builder or candidate.builder
+        systems = []
+        # A requested tree that may draft nothing is always scored, although a chain stands at the
+        # top in its place.
         if candidate.default_builder is not None and ("own" in self.names or own.decides_to_draft):
             systems.append(System("own", f"drafter, {describe_tree(own)}", drafter, own, rule))
         if "auto" in self.names and supports_auto_tree(candidate.target, drafter, own):
-            systems.append(System("auto", f"drafter, {describe_tree(Auto())}", drafter, Auto(), rule))
+            systems.append(
+                System("auto", f"drafter, {describe_tree(Auto())}", drafter, Auto(), rule)
+            )
         if RECOMMENDED in self.names and not capabilities.is_copier and not capabilities.has_no_q:
             tree = retrieval_tree(candidate)
             label = f"drafter + retrieval, {describe_tree(tree)}{rule_suffix(candidate)}"
             merged = DrafterWithCopies(drafter, CopySource(store))
             systems.append(System(RECOMMENDED, label, merged, tree, rule.matching_rule()))
         chain = System("chain", "drafter, chain of 3", drafter, make_chain(own), rule)
-        if "chain" in self.names and not own.is_chain and not capabilities.is_copier and not drafts_alike(first, chain):
+        if (
+            "chain" in self.names
+            and not own.is_chain
+            and not capabilities.is_copier
+            and not drafts_alike(first, chain)
+        ):
             systems.append(chain)
         return systems
 
     def _other_drafters(self, candidate: Candidate) -> list[System]:
         """Return the shipped drafter, and the same one before its training."""
-        target, builder, rule, systems = candidate.target, candidate.builder, candidate.rule, []
+        target = candidate.target
+        builder = candidate.builder
+        rule = candidate.rule
+        systems = []
         if candidate.make_untrained is None:
             return []
         name = find_shipped_drafter(target) if "shipped" in self.names else None
         if name is not None:
-            systems.append(System("shipped", name, load_shipped_drafter(name, target), copy.deepcopy(builder), rule))
+            systems.append(
+                System(
+                    "shipped",
+                    name,
+                    load_shipped_drafter(name, target),
+                    copy.deepcopy(builder),
+                    rule,
+                )
+            )
         if "untrained" in self.names:
-            systems.append(System("untrained", "untrained", candidate.make_untrained(), copy.deepcopy(builder), rule))
+            systems.append(
+                System(
+                    "untrained",
+                    "untrained",
+                    candidate.make_untrained(),
+                    copy.deepcopy(builder),
+                    rule,
+                )
+            )
         return systems
 
-    def _training_free(self, candidate: Candidate, names: set[str], store: Datastore | None) -> list[System]:
-        """Return drafters that need no training. They copy text and sample nothing, so no rule can weigh p / q for them."""
-        target, own, systems = candidate.target, candidate.default_builder or candidate.builder, []
-        suffix, rule = rule_suffix(candidate), candidate.rule.matching_rule()
+    def _training_free(
+        self, candidate: Candidate, names: set[str], store: Datastore | None
+    ) -> list[System]:
+        """Return drafters that need no training. They copy text and sample nothing, so no rule
+        can weigh p / q for them.
+        """
+        target = candidate.target
+        own = candidate.default_builder or candidate.builder
+        systems = []
+        suffix = rule_suffix(candidate)
+        rule = candidate.rule.matching_rule()
         if "retrieval" in names:
             retrieval = Retrieval(target, None if store is None else str(store.folder))
-            systems.append(System("retrieval", f"retrieval alone{suffix}", retrieval, retrieval_tree(candidate), rule))
+            systems.append(
+                System(
+                    "retrieval",
+                    f"retrieval alone{suffix}",
+                    retrieval,
+                    retrieval_tree(candidate),
+                    rule,
+                )
+            )
         if "ngram" in names:
-            systems.append(System("ngram", f"n-gram lookup{suffix}", Ngram(target), Chain(min(3, own.depth)), rule))
+            systems.append(
+                System(
+                    "ngram", f"n-gram lookup{suffix}", Ngram(target), Chain(min(3, own.depth)), rule
+                )
+            )
         for name in (name for name in INSTALLED if name in names):
-            tree, drafter = Eagle2(own.depth, own.budget), load_constructor("drafter", name)(target)
+            tree = Eagle2(own.depth, own.budget)
+            drafter = load_constructor("drafter", name)(target)
             systems.append(System(name, f"{name}{suffix}", drafter, tree, rule))
         return systems
 
     def _open_store(self, candidate: Candidate) -> Datastore | None:
-        """Open the store to copy from, in addition to the text; a run's own store that holds a scored question is left out."""
+        """Open the store to copy from, in addition to the text; a run's own store that holds a
+        scored question is left out.
+        """
         if self.store is None:
             return None
-        store = candidate.open_store() if self.store == OWN_STORE else Datastore(self.store, candidate.target.tokenizer)
+        store = (
+            candidate.open_store()
+            if self.store == OWN_STORE
+            else Datastore(self.store, candidate.target.tokenizer)
+        )
         if store is None:
             return None
         try:
@@ -131,13 +208,19 @@ class Baselines(EvalExtension):
         return store
 
     def report(self, results: Results) -> dict[str, Any]:
-        fixed = {"acceptance": entries} if (entries := self.fixed_trees.summary(results.turns)) else {}
+        fixed = (
+            {"acceptance": entries} if (entries := self.fixed_trees.summary(results.turns)) else {}
+        )
         names = [name for name in self.names if name in TRANSFORMERS]
         if not names:
             return fixed
         drafter, target = results.candidate.drafter, results.candidate.target
         exit_layer = self.exit_layer or drafter.saved.settings.get("exit_layer")
-        return fixed | {"transformers": run_transformers(target, results.turns[DRAFTER], names, self.assistant, exit_layer)}
+        return fixed | {
+            "transformers": run_transformers(
+                target, results.turns[DRAFTER], names, self.assistant, exit_layer
+            )
+        }
 
 
 def drafter_choice(drafter: Drafter) -> str | None:
@@ -160,7 +243,8 @@ def rule_suffix(candidate: Candidate) -> str:
 def supports_auto_tree(target: Target, drafter: Drafter, builder: TreeBuilder) -> bool:
     """Tell whether tree=auto can replace a builder.
 
-    Processes that share a target must draft the same trees, which measured times do not give, and tree=auto samples nothing.
+    Processes that share a target must draft the same trees, which measured times do not give, and
+    tree=auto samples nothing.
     """
     is_separate = target.sharding == "none" and not drafter.capabilities.is_copier
     return is_separate and builder.children == "deterministic" and builder.name != Auto.name

@@ -1,7 +1,8 @@
 """The columns of all tables about an evaluation, each declared once.
 
-The terminal, the report page, a comparison and the trackers show them. A column of a system reads that system's entry in
-summary.json; a column of a run reads a row of comparison.json. A missing value is an empty cell.
+The terminal, the report page, a comparison and the trackers show them. A column of a system reads
+that system's entry in summary.json; a column of a run reads a row of comparison.json. A missing
+value is an empty cell.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +12,17 @@ from typing import Any, Literal
 from spectrain.eval.kinds import POSITIONS, TEXT_POSITIONS
 from spectrain.eval.noise import is_possible
 
-WIDE = 10  # ratio of the ends above which an interval is too wide to show: there were too few prompts
-RECOMMENDED = "copies"  # name of the system that stands first: the drafter's tree merged with retrieved continuations
+# ratio of the ends above which an interval is too wide to show: there were too few prompts
+WIDE = 10
+# name of the system that stands first: the drafter's tree merged with retrieved continuations
+RECOMMENDED = "copies"
 DRAFTER = "drafter"  # name of the system whose numbers stand at the top of summary.json
 AUTOREGRESSIVE = "autoregressive"  # name of decoding without a drafter
 
 ComparisonTable = Literal["terminal", "markdown"]
-"""A table of a comparison: the printed one, of 100 characters, or the one for a README and for docs/results."""
+"""A table of a comparison: the printed one, of 100 characters, or the one for a README and for
+docs/results.
+"""
 Entry = Mapping[str, Any]
 Row = dict[str, Any]
 
@@ -28,7 +33,9 @@ def format_number(value: float) -> str:
 
 
 def format_interval(interval: Sequence[float] | None) -> str:
-    """Format a 95 % interval: "" if there were too few prompts for one, "unknown" if it is too wide to mean anything."""
+    """Format a 95 % interval: "" if there were too few prompts for one, "unknown" if it is too
+    wide to mean anything.
+    """
     ends = known_interval(interval)
     if ends is not None:
         return f"{ends[0]:.2f} to {ends[1]:.2f}"
@@ -36,7 +43,9 @@ def format_interval(interval: Sequence[float] | None) -> str:
 
 
 def known_interval(interval: Sequence[float] | None) -> tuple[float, float] | None:
-    """Return the ends of a 95 % interval; None if there were too few prompts for one, or if it is too wide to mean anything."""
+    """Return the ends of a 95 % interval; None if there were too few prompts for one, or if it
+    is too wide to mean anything.
+    """
     if not interval:
         return None
     low, high = interval
@@ -44,7 +53,9 @@ def known_interval(interval: Sequence[float] | None) -> tuple[float, float] | No
 
 
 def format_speedup(speedup: Entry, unit: str = "") -> str:
-    """Format a speedup; an impossible one is not shown, and one that may not be quoted is marked with "?"."""
+    """Format a speedup; an impossible one is not shown, and one that may not be quoted is marked
+    with "?".
+    """
     if not is_possible(speedup):
         return "not to be quoted"
     return f"{speedup['ratio']:.2f}{unit}" + ("" if speedup.get("quotable", True) else "?")
@@ -56,7 +67,9 @@ def format_speedup_interval(speedup: Entry) -> str:
 
 
 def format_identical(lossless: Entry) -> str:
-    """Format how many answers equal their reference; "not checked" if the rule is lossless in distribution alone."""
+    """Format how many answers equal their reference; "not checked" if the rule is lossless in
+    distribution alone.
+    """
     if lossless["checked"]:
         return f"{lossless['identical']} of {lossless['checked']}"
     return "not checked" if lossless.get("lossless", True) else "lossy"
@@ -75,7 +88,9 @@ def format_bytes(count: float) -> str:
 def format_training(row: Entry) -> str:
     """Format the tokens and the seconds of a training run."""
     seconds = row.get("training_seconds")
-    return "" if seconds is None else f"{row.get('training_tokens', 0) / 1e3:.0f} k, {seconds:.0f} s"
+    return (
+        "" if seconds is None else f"{row.get('training_tokens', 0) / 1e3:.0f} k, {seconds:.0f} s"
+    )
 
 
 @dataclass(frozen=True)
@@ -90,9 +105,11 @@ class Column:
     description: str
     # Text of the value's 95 % interval; None for a value without one.
     interval: Callable[[Any], str] | None = None
-    # What trackers log, name -> key; null logs the value itself, under its key with underscores for dots.
+    # What trackers log, name -> key; null logs the value itself, under its key with underscores for
+    # dots.
     logged: Mapping[str, str] | None = None
-    # Tables of a comparison that have this column; an evaluation's table, report.html and trackers show every column.
+    # Tables of a comparison that have this column; an evaluation's table, report.html and trackers
+    # show every column.
     shown_in: tuple[ComparisonTable, ...] = ()
 
     def cell(self, entry: Entry) -> str:
@@ -106,9 +123,15 @@ class Column:
         return "" if value is None or self.interval is None else self.interval(value)
 
     def values(self, entry: Entry) -> Row:
-        """Return what trackers log of an entry, by name; values that were not measured are left out."""
+        """Return what trackers log of an entry, by name; values that were not measured are left
+        out.
+        """
         logged = self.logged or {self.key.replace(".", "_"): self.key}
-        return {name: value for name, key in logged.items() if (value := get_value(entry, key)) is not None}
+        return {
+            name: value
+            for name, key in logged.items()
+            if (value := get_value(entry, key)) is not None
+        }
 
 
 SYSTEM_COLUMNS = (
@@ -139,9 +162,14 @@ SYSTEM_COLUMNS = (
         "speedup",
         "speedup",
         format_speedup,
-        "Tokens per second over those of autoregressive decoding in the same engine, on the same prompts.",
+        "Tokens per second over those of autoregressive decoding in the same engine, on the same "
+        "prompts.",
         interval=format_speedup_interval,
-        logged={"speedup": "speedup.ratio", "speedup_low": "speedup.ci95.0", "speedup_high": "speedup.ci95.1"},
+        logged={
+            "speedup": "speedup.ratio",
+            "speedup_low": "speedup.ci95.0",
+            "speedup_high": "speedup.ci95.1",
+        },
         shown_in=("terminal", "markdown"),
     ),
     Column(
@@ -155,7 +183,8 @@ SYSTEM_COLUMNS = (
         "lossless",
         "identical",
         format_identical,
-        "Answers that equal the target's own, token by token; a rule that is lossless in distribution alone is not checked.",
+        "Answers that equal the target's own, token by token; a rule that is lossless in "
+        "distribution alone is not checked.",
         logged={"identical": "lossless.identical", "checked": "lossless.checked"},
         shown_in=("terminal", "markdown"),
     ),
@@ -164,7 +193,9 @@ SYSTEM_COLUMNS = (
 
 
 def group_column(key: str, title: str, rounds: str, logged: str) -> Column:
-    """Return the column of the tokens per forward of one group of rounds, a kind or a range of positions."""
+    """Return the column of the tokens per forward of one group of rounds, a kind or a range of
+    positions.
+    """
     return Column(
         key,
         title,
@@ -176,13 +207,23 @@ def group_column(key: str, title: str, rounds: str, logged: str) -> Column:
 
 
 KIND_COLUMNS = tuple(
-    group_column(f"by_kind.{kind}", kind.replace("_", " "), f"with {kind.replace('_', ' ')}", f"acceptance_of/{kind}")
+    group_column(
+        f"by_kind.{kind}",
+        kind.replace("_", " "),
+        f"with {kind.replace('_', ' ')}",
+        f"acceptance_of/{kind}",
+    )
     for kind in ("reasoning", "content", "tool_calls")
 )
 """Tokens per forward by kind of token, in the order of an answer."""
 
 POSITION_COLUMNS = tuple(
-    group_column(f"by_position.{name}", name, f"in the range {name} of the answer's tokens", f"acceptance_at_position/{name}")
+    group_column(
+        f"by_position.{name}",
+        name,
+        f"in the range {name} of the answer's tokens",
+        f"acceptance_at_position/{name}",
+    )
     for name in POSITIONS
 )
 """Tokens per forward by position in the answer."""
@@ -206,7 +247,9 @@ GROUP_COLUMNS = (
 """What rounds are grouped by -> the columns of the groups."""
 
 
-def percentile_column(key: str, title: str, description: str, logged_name: str | None = None) -> Column:
+def percentile_column(
+    key: str, title: str, description: str, logged_name: str | None = None
+) -> Column:
     """Return the column of the percentiles of a time, which trackers get by `logged_name`."""
     names = ("p50", "p95", "p99")
     return Column(
@@ -214,7 +257,9 @@ def percentile_column(key: str, title: str, description: str, logged_name: str |
         title,
         lambda times: " / ".join(format_milliseconds(times[name]) for name in names),
         f"{description}: percentiles 50, 95 and 99.",
-        logged=None if logged_name is None else {f"{logged_name}/{name}": f"{key}.{name}" for name in names},
+        logged=None
+        if logged_name is None
+        else {f"{logged_name}/{name}": f"{key}.{name}" for name in names},
     )
 
 
@@ -226,7 +271,10 @@ SERVING_COLUMNS = (
         "first_token_ms",
     ),
     percentile_column(
-        "serving.drafted.per_token_ms", "ms per token", "Milliseconds per later token, the mean of an answer", "per_token_ms"
+        "serving.drafted.per_token_ms",
+        "ms per token",
+        "Milliseconds per later token, the mean of an answer",
+        "per_token_ms",
     ),
     Column(
         "serving.drafted.tokens_per_second",
@@ -235,7 +283,10 @@ SERVING_COLUMNS = (
         "Tokens of all answers over the time from the first request to the last answer.",
     ),
     Column(
-        "serving.drafted.requests_per_second", "requests/s", format_number, "Answers over the time of all of them together."
+        "serving.drafted.requests_per_second",
+        "requests/s",
+        format_number,
+        "Answers over the time of all of them together.",
     ),
     Column(
         "serving.drafted.within_slo",
@@ -286,7 +337,9 @@ RUN_COLUMNS = (
 
 
 def get_value(entry: Entry, key: str) -> Any:
-    """Return the value at a dotted key, whose parts are names or positions in a list; None if a part is missing or null."""
+    """Return the value at a dotted key, whose parts are names or positions in a list; None if a
+    part is missing or null.
+    """
     value: Any = entry
     for part in filter(None, key.split(".")):
         if isinstance(value, Mapping):
@@ -304,8 +357,8 @@ def get_value(entry: Entry, key: str) -> Any:
 def autoregressive_entries(summary: Entry) -> list[Row]:
     """Return the entry of autoregressive decoding, the baseline of a summary, if there is one.
 
-    It holds the values that are known without a drafter; the cell of any other column is empty. A metric that autoregressive
-    decoding has too needs its key here.
+    It holds the values that are known without a drafter; the cell of any other column is empty. A
+    metric that autoregressive decoding has too needs its key here.
     """
     rate = get_value(summary, "tokens_per_second.autoregressive")
     entry = {
@@ -323,29 +376,46 @@ def order_systems(names: Sequence[str]) -> list[str]:
 
 
 def list_systems(summary: Entry) -> dict[str, Entry]:
-    """Return the entries to show by name, that with retrieval first; without those that a sweep shows in a table of its own."""
+    """Return the entries to show by name, that with retrieval first; without those that a sweep
+    shows in a table of its own.
+    """
     sweep = summary.get("sweep")
     entries = {DRAFTER: summary, **(summary.get("compared") or {})}
-    return {name: entries[name] for name in order_systems([*entries]) if not sweep or not name.startswith(f"{sweep['over']}-")}
+    return {
+        name: entries[name]
+        for name in order_systems([*entries])
+        if not sweep or not name.startswith(f"{sweep['over']}-")
+    }
 
 
 def label_row(entry: Entry) -> str:
-    """Return the label of a system's row, with the share of its rounds that drafted if it may decide not to draft."""
-    label, rounds = str(entry.get("label") or "drafter"), entry.get("rounds")
+    """Return the label of a system's row, with the share of its rounds that drafted if it may
+    decide not to draft.
+    """
+    label = str(entry.get("label") or "drafter")
+    rounds = entry.get("rounds")
     if not rounds or get_value(entry, "tree.undrafted_share") is None:
         return label
     return f"{label}; {entry['drafted_rounds'] / rounds:.0%} of the rounds drafted"
 
 
 def choose_fastest(summary: Entry) -> str | None:
-    """Return the name of the fastest system, the one to recommend: AUTOREGRESSIVE if none is faster than plain decoding.
+    """Return the name of the fastest system, the one to recommend: AUTOREGRESSIVE if none is faster
+    than plain decoding.
 
-    Every table and page takes its recommendation from here. None if no speedup may be quoted, or none was measured.
+    Every table and page takes its recommendation from here. None if no speedup may be quoted, or
+    none was measured.
     """
     entries = {name: entry for name, entry in list_systems(summary).items() if entry.get("speedup")}
-    if not entries or summary.get("server") or not (summary.get("speedup") or {}).get("quotable", True):
+    if (
+        not entries
+        or summary.get("server")
+        or not (summary.get("speedup") or {}).get("quotable", True)
+    ):
         return None
-    quotable = {name: entry["speedup"] for name, entry in entries.items() if is_quotable(entry["speedup"])}
+    quotable = {
+        name: entry["speedup"] for name, entry in entries.items() if is_quotable(entry["speedup"])
+    }
     if not quotable:
         return None
     best = max(quotable, key=lambda name: float(quotable[name]["ratio"]))
@@ -358,20 +428,32 @@ def is_quotable(speedup: Entry) -> bool:
 
 
 def list_serving_rows(summary: Entry) -> list[tuple[str, Entry]]:
-    """Return the labels and entries of a server's times by concurrency, with the drafter and, if measured, without."""
+    """Return the labels and entries of a server's times by concurrency, with the drafter and, if
+    measured, without.
+    """
     rows: list[tuple[str, Entry]] = []
     for entry in list_systems(summary).values():
         serving = entry.get("serving") or {}
         label = f"{serving.get('concurrency')} at once"
         rows += [(label, entry)] if "drafted" in serving else []
-        rows += [(f"{label}, without", {"serving": {"drafted": serving["plain"]}})] if "plain" in serving else []
+        rows += (
+            [(f"{label}, without", {"serving": {"drafted": serving["plain"]}})]
+            if "plain" in serving
+            else []
+        )
     return rows
 
 
 def list_groups(columns: Sequence[Column], entries: Sequence[Entry]) -> list[Column]:
-    """Return the columns, of kinds or of positions, that some entry has; none if there is content alone or the first range."""
+    """Return the columns, of kinds or of positions, that some entry has; none if there is
+    content alone or the first range.
+    """
     present = [column for column in columns if any(column.cell(entry) for entry in entries)]
-    return [] if present in ([KIND_COLUMNS[1]], [POSITION_COLUMNS[0]], [TEXT_POSITION_COLUMNS[0]]) else present
+    return (
+        []
+        if present in ([KIND_COLUMNS[1]], [POSITION_COLUMNS[0]], [TEXT_POSITION_COLUMNS[0]])
+        else present
+    )
 
 
 def tracked_values(entry: Entry) -> Row:
@@ -397,6 +479,11 @@ def tracked_comparison(comparison: Entry) -> list[Row]:
     rows = []
     for run in comparison["rows"]:
         facts = {key: run.get(key) for key in ("name", "label", "family", "trained")}
-        costs = {name: value for column in RUN_COLUMNS for name, value in column.values(run).items()}
-        rows += [{**facts, "drafting": system["label"], **tracked_values(system), **costs} for system in run["systems"]]
+        costs = {
+            name: value for column in RUN_COLUMNS for name, value in column.values(run).items()
+        }
+        rows += [
+            {**facts, "drafting": system["label"], **tracked_values(system), **costs}
+            for system in run["systems"]
+        ]
     return rows

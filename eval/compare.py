@@ -1,7 +1,9 @@
-"""`spectrain compare`: train every recipe on one target, data and budget, score all alike, and recommend one.
+"""`spectrain compare`: train every recipe on one target, data and budget, score all alike, and
+recommend one.
 
-Target and data are loaded once, and one recipe follows the other in this process; a family that trains the target gets a
-target of its own. Finished steps are not repeated: a comparison that was stopped continues with trainer.resume=auto.
+Target and data are loaded once, and one recipe follows the other in this process; a family that
+trains the target gets a target of its own. Finished steps are not repeated: a comparison that was
+stopped continues with trainer.resume=auto.
 """
 
 import gc
@@ -46,7 +48,8 @@ from spectrain.runs.train import train_and_score
 from spectrain.training.metrics import track_run
 from spectrain.training.trainer import Trainer
 
-COMMAND_KEYS = ("recipes", "run", "compare", "tree", "runs")  # settings of the command that no training has
+# settings of the command that no training has
+COMMAND_KEYS = ("recipes", "run", "compare", "tree", "runs")
 NUM_BATCHES = 2  # full batches that measure the speed of several prompts at once
 
 
@@ -58,23 +61,28 @@ class Comparison:
     seconds: float = 45.0
     # Training budget of each recipe in tokens; null trains for compare.seconds instead.
     tokens: int | None = None
-    # Drafters that need no training and are scored next to the recipes; null takes ngram, retrieval and those that installed
-    # packages name.
+    # Drafters that need no training and are scored next to the recipes; null takes ngram, retrieval
+    # and those that installed packages name.
     training_free: tuple[str, ...] | None = None
     # Number of prompts that are decoded together to measure throughput; null does not measure it.
     batch: int | None = 8
     # Number of conversations that every recipe trains on; null uses all of them.
     data_limit: int | None = None
-    # Names of the scores of one run to put side by side, as in [heldout,openvino-heldout], which engines made; all takes every
-    # score of the run. Null compares drafters.
+    # Names of the scores of one run to put side by side, as in [heldout,openvino-heldout], which
+    # engines made; all takes every score of the run. Null compares drafters.
     scores: str | list[str] | None = None
 
-    # Axes over which every drafter is swept as well: batch, context and temperature. Each takes a few times as long as a score.
+    # Axes over which every drafter is swept as well: batch, context and temperature. Each takes a
+    # few times as long as a score.
     sweeps: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         refuse_unknown("sweeps", self.sweeps, tuple(AXIS_LABELS), group="compare")
-        for key, value in (("seconds", self.seconds), ("tokens", self.tokens), ("batch", self.batch)):
+        for key, value in (
+            ("seconds", self.seconds),
+            ("tokens", self.tokens),
+            ("batch", self.batch),
+        ):
             if value is not None and not value > 0:
                 raise UserError(f"compare.{key}={value}: use more than 0")
 
@@ -82,31 +90,57 @@ class Comparison:
         """Return the drafters that need no training."""
         if self.training_free is not None:
             return self.training_free
-        return ("ngram", "retrieval", *(drafter.name for drafter in list_installed_baselines() if drafter.is_compared))
+        return (
+            "ngram",
+            "retrieval",
+            *(drafter.name for drafter in list_installed_baselines() if drafter.is_compared),
+        )
 
     @property
     def budget(self) -> str:
         """The budget of each recipe in words."""
-        return f"{self.seconds:g} seconds of training" if self.tokens is None else f"{self.tokens:,} tokens of training"
+        return (
+            f"{self.seconds:g} seconds of training"
+            if self.tokens is None
+            else f"{self.tokens:,} tokens of training"
+        )
 
 
-def compare(spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str] | None) -> dict[str, Any]:
-    """Train and score the recipes, or read finished runs; write comparison.json and report.html, and print the table."""
+def compare(
+    spec: RunSpec, compare: GroupSpec, recipes: Any, runs: Sequence[str] | None
+) -> dict[str, Any]:
+    """Train and score the recipes, or read finished runs; write comparison.json and report.html,
+    and print the table.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UserError("compare: it runs in one process; train with several by spectrain train, then compare the runs")
+        raise UserError(
+            "compare: it runs in one process; train with several by spectrain train, then compare "
+            "the runs"
+        )
     comparison: Comparison = compare.build()
     for key in ("max_steps", "max_minutes", "epochs"):
         if spec.overrides_key(f"trainer.{key}"):
-            raise UserError(f"trainer.{key}: a comparison trains by compare.seconds or compare.tokens; use one of these")
+            raise UserError(
+                f"trainer.{key}: a comparison trains by compare.seconds or compare.tokens; use "
+                "one of these"
+            )
     for key, advice in (("max_minutes", "use eval.limit"), ("serve_in", "use spectrain eval")):
         if spec.overrides_key(f"eval.{key}"):
-            raise UserError(f"eval.{key}: a comparison scores all drafters by this engine, on the same prompts; {advice}")
+            raise UserError(
+                f"eval.{key}: a comparison scores all drafters by this engine, on the same "
+                f"prompts; {advice}"
+            )
     if not spec.eval:
         raise UserError("eval=none: a comparison is made of scores; leave it out")
     if comparison.scores is not None and len(runs or ()) != 1:
-        raise UserError("compare.scores: it compares the scores of one run; name that run, as in spectrain compare runs/NAME")
+        raise UserError(
+            "compare.scores: it compares the scores of one run; name that run, as in spectrain "
+            "compare runs/NAME"
+        )
     with ExitStack() as stack:
-        return compare_in_folder(choose_folder(spec, bool(runs), stack), spec, compare, recipes, runs)
+        return compare_in_folder(
+            choose_folder(spec, bool(runs), stack), spec, compare, recipes, runs
+        )
 
 
 def compare_in_folder(
@@ -117,7 +151,9 @@ def compare_in_folder(
     if runs and comparison.scores is not None:
         scored = read_scores(Path(runs[0]), comparison.scores)
     elif runs:
-        scored = read_runs([Path(run) for run in runs], spec.evaluation_name, batched_name(comparison))
+        scored = read_runs(
+            [Path(run) for run in runs], spec.evaluation_name, batched_name(comparison)
+        )
     else:
         scored = Contest(spec, compare, comparison, folder).run(recipes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,29 +172,45 @@ def compare_in_folder(
 
 
 def choose_folder(spec: RunSpec, reads_runs: bool, stack: ExitStack) -> Path:
-    """Return the comparison's folder, locked until `stack` is closed; one that holds a comparison is allowed only to continue
-    it."""
+    """Return the comparison's folder, locked until `stack` is closed; one that holds a comparison
+    is allowed only to continue it."""
     if spec.run is None:
         base = Path("runs") / ("compare" if reads_runs else f"compare-{spec.target_name}")
         return stack.enter_context(
-            claim_new_folder(chain([base], (base.with_name(f"{base.name}-{number}") for number in count(1))))
+            claim_new_folder(
+                chain([base], (base.with_name(f"{base.name}-{number}") for number in count(1)))
+            )
         )
     folder = Path(spec.run)
-    if (folder / "comparison.json").exists() and not reads_runs and spec.trainer.get("resume") is None:
-        raise UserError(f"run={folder}: it holds a comparison already; choose another, or go on with trainer.resume=auto")
-    stack.enter_context(claim_folder(folder, LOCK_SECONDS if spec.trainer.get("resume") is not None else 0.0))
+    if (
+        (folder / "comparison.json").exists()
+        and not reads_runs
+        and spec.trainer.get("resume") is None
+    ):
+        raise UserError(
+            f"run={folder}: it holds a comparison already; choose another, or go on with "
+            "trainer.resume=auto"
+        )
+    stack.enter_context(
+        claim_folder(folder, LOCK_SECONDS if spec.trainer.get("resume") is not None else 0.0)
+    )
     return folder
 
 
 def read_runs(folders: Sequence[Path], name: str, batched: str) -> list[ScoredRun]:
-    """Read the evaluations of finished runs; the folder of a comparison stands for the runs in it."""
+    """Read the evaluations of finished runs; the folder of a comparison stands for the runs in
+    it.
+    """
     runs: list[ScoredRun] = []
     for folder in folders:
         inner = sorted(path.parents[2] for path in folder.glob(f"*/eval/{name}/summary.json"))
         for run in [folder] if (folder / "eval" / name).exists() or not inner else inner:
             runs.append(ScoredRun.read(run.name, run / "eval" / name, run / "eval" / batched))
     names = [run.name for run in runs]
-    return [replace(run, name=str(run.folder.parents[1])) if names.count(run.name) > 1 else run for run in runs]
+    return [
+        replace(run, name=str(run.folder.parents[1])) if names.count(run.name) > 1 else run
+        for run in runs
+    ]
 
 
 def batched_name(comparison: Comparison) -> str:
@@ -178,10 +230,18 @@ class Contest:
 
     def run(self, recipes: Any) -> list[ScoredRun]:
         """Train and score every drafter that is not finished yet."""
-        names, untrained = select_recipes(recipes), self.comparison.list_untrained()
+        names = select_recipes(recipes)
+        untrained = self.comparison.list_untrained()
         if not names and not untrained:
-            raise UserError("recipes: there is nothing to compare; name a recipe, a run or a drafter in compare.training_free")
-        self.passed = [override for override in self.spec.overrides if override_key(override) not in COMMAND_KEYS]
+            raise UserError(
+                "recipes: there is nothing to compare; name a recipe, a run or a drafter in "
+                "compare.training_free"
+            )
+        self.passed = [
+            override
+            for override in self.spec.overrides
+            if override_key(override) not in COMMAND_KEYS
+        ]
         specs = [self.compose_settings("recipe", name) for name in names]
         untrained_specs = [self.compose_settings("drafter", name) for name in untrained]
         if specs:
@@ -204,15 +264,26 @@ class Contest:
         return runs
 
     def write_settings(self) -> None:
-        """Write what all runs share; raise UserError if a comparison that continues would change it."""
+        """Write what all runs share; raise UserError if a comparison that continues would change
+        it.
+        """
         variable = ("trainer.resume", "tracker")
-        passed = sorted(override.lstrip("+") for override in self.passed if not override_key(override, 2).startswith(variable))
-        compared = {key: value for key, value in self.requested.node.items() if key not in ("training_free", "batch", "sweeps")}
+        passed = sorted(
+            override.lstrip("+")
+            for override in self.passed
+            if not override_key(override, 2).startswith(variable)
+        )
+        compared = {
+            key: value
+            for key, value in self.requested.node.items()
+            if key not in ("training_free", "batch", "sweeps")
+        }
         text = json.dumps({"compare": compared, "settings": passed}, default=str, indent=2) + "\n"
         file = self.folder / "compare.json"
         if file.exists() and file.read_text() != text:
             raise UserError(
-                f"run={self.folder}: this comparison began with other settings, those in {file}; use them, or another folder"
+                f"run={self.folder}: this comparison began with other settings, those in {file}; "
+                "use them, or another folder"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
@@ -222,17 +293,25 @@ class Contest:
         tree = HydraConfig.get().runtime.choices["tree"]
         capabilities = load_family(group, name).capabilities
         if capabilities.is_copier:
-            # Copies cost nothing: a chain is best, or auto if the drafter knows how likely they are.
+            # Copies cost nothing: a chain is best, or auto if the drafter knows how likely they
+            # are.
             tree = "auto" if capabilities.has_no_q else "chain"
         shared = ["++eval.baselines=[own,auto,copies,chain,fixed]", "++eval.oracle=false"]
-        config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *shared, *self.passed])
+        config = compose(
+            "train", overrides=[f"{group}={name}", f"tree={tree}", *shared, *self.passed]
+        )
         OmegaConf.set_struct(config, False)
         builder = GroupSpec.from_node("tree", config.tree)
         # The command's own settings of the tree replace the recipe's, as far as this tree has them.
-        own = {key: value for key, value in self.spec.tree.settings.items() if self.spec.overrides_key(f"tree.{key}")}
+        own = {
+            key: value
+            for key, value in self.spec.tree.settings.items()
+            if self.spec.overrides_key(f"tree.{key}")
+        }
         keys = {"_target_", *(key.name for key in list_keys(builder.path))}
         config.tree = {key: value for key, value in {**builder.node, **own}.items() if key in keys}
-        config.run, config.recipe_name = str(self.folder / name), name
+        config.run = str(self.folder / name)
+        config.recipe_name = name
         spec = RunSpec.from_config(config, self.spec.overrides).with_default_tree()
         is_limited = self.comparison.data_limit is not None or "limit" in spec.data.settings
         if is_limited and not spec.overrides_key("data.limit"):
@@ -245,7 +324,9 @@ class Contest:
             with log_to_file(Path(str(spec.run))):
                 dataset = self.load_dataset(spec)
                 resume = spec.trainer.get("resume") or "auto"
-                spec = spec.with_settings("trainer", **self.budget_settings(spec, dataset), resume=resume)
+                spec = spec.with_settings(
+                    "trainer", **self.budget_settings(spec, dataset), resume=resume
+                )
                 train_and_score(spec, self.select_target(spec), dataset)
             free_memory()
         run = self.score_batch(spec)
@@ -263,18 +344,30 @@ class Contest:
         return run
 
     def score_batch(self, spec: RunSpec) -> ScoredRun:
-        """Score a run with several prompts at once and over the axes of compare.sweeps, if that is missing, and read the
-        scores."""
-        run, name = Path(str(spec.run)), batched_name(self.comparison)
+        """Score a run with several prompts at once and over the axes of compare.sweeps, if that is
+        missing, and read the scores."""
+        run = Path(str(spec.run))
+        name = batched_name(self.comparison)
         quick = {"check": False, "oracle": False, "report": False}
         if (batch := self.comparison.batch) is not None:
-            self.score_again(spec, name, {"batch_size": batch, "limit": NUM_BATCHES * batch, "calibration_limit": 4, **quick})
+            self.score_again(
+                spec,
+                name,
+                {
+                    "batch_size": batch,
+                    "limit": NUM_BATCHES * batch,
+                    "calibration_limit": 4,
+                    **quick,
+                },
+            )
         for over in self.comparison.sweeps:
             self.score_again(spec, over, {"sweep": over, "baselines": [], **quick})
         return ScoredRun.read(run.name, run / "eval" / spec.evaluation_name, run / "eval" / name)
 
     def score_again(self, spec: RunSpec, name: str, settings: dict[str, Any]) -> None:
-        """Score a scored run once more, with other settings of `eval` and under another name, unless that is done."""
+        """Score a scored run once more, with other settings of `eval` and under another name,
+        unless that is done.
+        """
         run = Path(str(spec.run))
         if (run / "eval" / name / "summary.json").exists():
             return
@@ -291,17 +384,25 @@ class Contest:
         """Load the data of a configuration, tokenized once for all runs with the same settings."""
         key = json.dumps(spec.data.node, sort_keys=True)
         if key not in self.datasets:
-            self.datasets[key] = spec.data.build().make_dataset(self.target.template, self.target.vision)
+            self.datasets[key] = spec.data.build().make_dataset(
+                self.target.template, self.target.vision
+            )
         return self.datasets[key]
 
     def select_target(self, spec: RunSpec) -> Target:
-        """Return the shared target or, if the drafter's training changes the target, one of its own."""
+        """Return the shared target or, if the drafter's training changes the target, one of its
+        own.
+        """
         drafter: Drafter = spec.drafter.build(target=self.target)
-        target: Target = spec.target.build() if drafter.capabilities.target_training else self.target
+        target: Target = (
+            spec.target.build() if drafter.capabilities.target_training else self.target
+        )
         return target
 
     def budget_settings(self, spec: RunSpec, dataset: Dataset) -> dict[str, Any]:
-        """Return the budget in the trainer's settings: minutes by the clock, or the number of steps that use the tokens."""
+        """Return the budget in the trainer's settings: minutes by the clock, or the number of
+        steps that use the tokens.
+        """
         if self.comparison.tokens is None:
             return {"max_minutes": self.comparison.seconds / 60, "max_steps": None}
         trainer = Trainer.from_spec(spec)
@@ -331,11 +432,14 @@ def select_recipes(names: Any) -> list[str]:
         if name not in choices and (missing := explain_missing("recipe", name)) is not None:
             raise UserError(missing)
         if name not in choices:
-            raise UserError(f"recipes={name}: there is no such recipe; {suggest_nearest(name, choices)}")
+            raise UserError(
+                f"recipes={name}: there is no such recipe; {suggest_nearest(name, choices)}"
+            )
         if not trains_drafter(name):
             raise UserError(
-                f"recipes={name}: what it trains drafts nothing, so its row would be that of copied text; train it alone and "
-                f"score any drafter with it, as in acceptance={name} acceptance.path=RUN"
+                f"recipes={name}: what it trains drafts nothing, so its row would be that of "
+                "copied text; train it alone and score any drafter with it, as in "
+                f"acceptance={name} acceptance.path=RUN"
             )
     return list(dict.fromkeys(selected))
 
@@ -362,10 +466,18 @@ def log_to_file(run: Path) -> Iterator[None]:
 
 def print_progress(run: ScoredRun, training: str) -> None:
     """Print one line about a scored run."""
-    length, systems = run.summary["acceptance_length"]["pooled"], run.systems()
-    best = max((entry for entry in systems.values() if entry["speedup"]), key=lambda entry: float(entry["speedup"]["ratio"]))
+    length = run.summary["acceptance_length"]["pooled"]
+    systems = run.systems()
+    best = max(
+        (entry for entry in systems.values() if entry["speedup"]),
+        key=lambda entry: float(entry["speedup"]["ratio"]),
+    )
     text = f"{length:.2f} tokens per forward with {systems[DRAFTER]['label']}"
-    print(f"{run.name}: {training}; {text}; speedup {best['speedup']['ratio']:.2f} with {best['label']}", flush=True)
+    print(
+        f"{run.name}: {training}; {text}; speedup {best['speedup']['ratio']:.2f} with "
+        f"{best['label']}",
+        flush=True,
+    )
 
 
 def free_memory() -> None:

@@ -1,7 +1,7 @@
 """Several evaluations in one table: one row per drafter, and what differs between them.
 
-A row is an evaluation's folder. Evaluations are comparable if the same prompts were answered by the same target under the same
-settings; each further difference is a sentence among the caveats.
+A row is an evaluation's folder. Evaluations are comparable if the same prompts were answered by the
+same target under the same settings; each further difference is a sentence among the caveats.
 """
 
 import json
@@ -68,11 +68,14 @@ class ScoredRun:
     def read(cls, name: str, folder: Path, batched: Path | None = None) -> "ScoredRun":
         """Read the folder of an evaluation; raise UserError if it holds none."""
         if not (folder / "summary.json").exists():
-            raise UserError(f"{folder}: there is no score in it; make one with spectrain eval run=RUN")
+            raise UserError(
+                f"{folder}: there is no score in it; make one with spectrain eval run=RUN"
+            )
         summary = read_json_object(folder / "summary.json")
         if not (folder / "prompts.parquet").exists():
             raise UserError(
-                f"{folder}: its prompts.parquet is missing; score it again with spectrain eval run={folder.parents[1]}"
+                f"{folder}: its prompts.parquet is missing; score it again with spectrain eval "
+                f"run={folder.parents[1]}"
             )
         facts = folder.parents[1] / "provenance.json"
         batch_summary = None if batched is None else batched / "summary.json"
@@ -81,7 +84,9 @@ class ScoredRun:
             folder,
             summary,
             read_json_object(facts) if facts.exists() else {},
-            read_json_object(batch_summary) if batch_summary is not None and batch_summary.exists() else None,
+            read_json_object(batch_summary)
+            if batch_summary is not None and batch_summary.exists()
+            else None,
         )
 
     @property
@@ -125,37 +130,58 @@ class ScoredRun:
         return bool(self.eval_setting.get("trained", True))
 
     def prompts(self) -> dict[str, list[int]]:
-        """Return the first turn's tokens of every prompt; later turns hold the target's own answers."""
+        """Return the first turn's tokens of every prompt; later turns hold the target's own
+        answers.
+        """
         lines = map(json.loads, (self.folder / "samples.jsonl").read_text().splitlines())
         return {line["id"]: line["prompt_tokens"] for line in lines if line["turn"] == 0}
 
     def columns(self, system: str) -> dict[str, NDArray[np.float64]]:
         """Return a system's sums over each prompt [P], in the order of ids."""
-        rows = [row for row in pq.read_table(self.folder / "prompts.parquet").to_pylist() if row["system"] == system]
-        return {key: np.array([row[key] for row in rows], dtype=np.float64) for key in SPEED_COLUMNS}
+        rows = [
+            row
+            for row in pq.read_table(self.folder / "prompts.parquet").to_pylist()
+            if row["system"] == system
+        ]
+        return {
+            key: np.array([row[key] for row in rows], dtype=np.float64) for key in SPEED_COLUMNS
+        }
 
     def axes(self) -> dict[str, Entry]:
-        """Return the newest sweep of every axis among the run's scores of this target in this type."""
+        """Return the newest sweep of every axis among the run's scores of this target in this
+        type.
+        """
         found: dict[str, tuple[float, Entry]] = {}
         for path in self.folder.parent.glob("*/summary.json"):
             summary = read_json_object(path)
-            same = all(summary.get("setting", {}).get(key) == self.eval_setting.get(key) for key in ("target", "dtype"))
+            same = all(
+                summary.get("setting", {}).get(key) == self.eval_setting.get(key)
+                for key in ("target", "dtype")
+            )
             if (axis := summary.get("axis")) and same:
-                newest = max(found.get(axis["over"], (0.0, axis)), (path.stat().st_mtime, axis), key=lambda item: item[0])
+                newest = max(
+                    found.get(axis["over"], (0.0, axis)),
+                    (path.stat().st_mtime, axis),
+                    key=lambda item: item[0],
+                )
                 found[axis["over"]] = newest
         return {over: axis for over, (_, axis) in found.items()}
 
     def systems(self) -> dict[str, Entry]:
-        """Return the entries of the drafter with all its trees, and of the run's fastest system if that is another one."""
+        """Return the entries of the drafter with all its trees, and of the run's fastest system
+        if that is another one.
+        """
         return list_rows(self.summary)
 
 
 def list_rows(summary: Entry) -> dict[str, Entry]:
-    """Return the entries of `list_same_drafter` and, if another system is the fastest of the evaluation, that one too.
+    """Return the entries of `list_same_drafter` and, if another system is the fastest of the
+    evaluation, that one too.
 
     A comparison thus recommends what the evaluation's own table does.
     """
-    systems, fastest = list_same_drafter(summary), choose_fastest(summary)
+    systems = list_same_drafter(summary)
+    fastest = choose_fastest(summary)
     if fastest is None or fastest in systems or fastest not in summary["compared"]:
         return systems
     return {**systems, fastest: summary["compared"][fastest]}
@@ -163,7 +189,10 @@ def list_rows(summary: Entry) -> dict[str, Entry]:
 
 def list_same_drafter(summary: Entry) -> dict[str, Entry]:
     """Return the entries of the systems that are the drafter itself, by name, with short labels."""
-    entries = {DRAFTER: summary, **{name: summary["compared"][name] for name in SAME_DRAFTER if name in summary["compared"]}}
+    entries = {
+        DRAFTER: summary,
+        **{name: summary["compared"][name] for name in SAME_DRAFTER if name in summary["compared"]},
+    }
     short = {}
     for name in order_systems([*entries]):
         entry = entries[name]
@@ -181,13 +210,13 @@ def check_same(runs: Sequence[ScoredRun]) -> None:
             expected, actual = (run.compared_setting(key) for run in (first, other))
             if expected != actual and UNKNOWN_DTYPE not in (expected, actual):
                 raise UserError(
-                    f"{other.folder}: it was scored with {key} {actual}, and {first.folder} with {expected}; score both alike "
-                    "with spectrain eval"
+                    f"{other.folder}: it was scored with {key} {actual}, and {first.folder} with "
+                    f"{expected}; score both alike with spectrain eval"
                 )
         if other.prompts() != prompts:
             raise UserError(
-                f"{other.folder}: its prompts are not those of {first.folder}; score both with the same eval.prompts, "
-                "eval.limit and eval.categories"
+                f"{other.folder}: its prompts are not those of {first.folder}; score both with "
+                "the same eval.prompts, eval.limit and eval.categories"
             )
 
 
@@ -203,8 +232,13 @@ def list_differences(runs: Sequence[ScoredRun]) -> list[str]:
         if dtype := run.eval_setting.get("drafter_dtype"):
             by_dtype.setdefault(str(dtype), []).append(run.name)
     if len(by_dtype) > 1:
-        listed = "; ".join(f"{', '.join(names)} in {dtype}" for dtype, names in sorted(by_dtype.items()))
-        caveats.append(f"Drafters compute in different types: {listed}; acceptance differs by that rounding, too.")
+        listed = "; ".join(
+            f"{', '.join(names)} in {dtype}" for dtype, names in sorted(by_dtype.items())
+        )
+        caveats.append(
+            f"Drafters compute in different types: {listed}; acceptance differs by that rounding, "
+            "too."
+        )
     if len({run.facts["data"]["fingerprint"] for run in runs if run.facts.get("data")}) > 1:
         caveats.append("Trained on different data.")
     others = [run for run in runs if run.engine != ranking_engine(runs)]
@@ -215,28 +249,50 @@ def list_differences(runs: Sequence[ScoredRun]) -> list[str]:
         lossless = run.summary["lossless"]
         if lossless and lossless["differences"] and run.eval_setting["dtype"] != "float32":
             count = len(lossless["differences"])
-            caveats.append(f"{run.name}: {count} answers differ by the rounding of {run.eval_setting['dtype']}.")
+            caveats.append(
+                f"{run.name}: {count} answers differ by the rounding of "
+                f"{run.eval_setting['dtype']}."
+            )
     training = [run.eval_setting["training"] for run in runs if run.eval_setting.get("training")]
-    if len(training) > 1 and not any(are_similar([facts[key] for facts in training]) for key in ("seconds", "tokens")):
+    if len(training) > 1 and not any(
+        are_similar([facts[key] for facts in training]) for key in ("seconds", "tokens")
+    ):
         caveats.append("Trained with unequal budgets: both their seconds and their tokens differ.")
     caveats += [
-        f"{run.name} drafts with the target itself: its tokens per forward are those of {run.forwards} forwards."
+        f"{run.name} drafts with the target itself: its tokens per forward are those of "
+        f"{run.forwards} forwards."
         for run in runs
         if run.forwards > 1
     ]
-    caveats += [f"{run.name}: no speedup to be quoted: {run.summary['speedup']['reason']}." for run in runs if run.is_noisy]
+    caveats += [
+        f"{run.name}: no speedup to be quoted: {run.summary['speedup']['reason']}."
+        for run in runs
+        if run.is_noisy
+    ]
     return caveats + [describe_target_drift(run) for run in runs if run.summary.get("target_drift")]
 
 
 def ranking_engine(runs: Sequence[ScoredRun]) -> str:
-    """Return the engine that drafters are ranked by: captured rounds if any run used them, else our loop, else a server."""
-    return next(engine for engine in ("captured", "eager", "server") if any(run.engine == engine for run in runs))
+    """Return the engine that drafters are ranked by: captured rounds if any run used them, else
+    our loop, else a server.
+    """
+    return next(
+        engine
+        for engine in ("captured", "eager", "server")
+        if any(run.engine == engine for run in runs)
+    )
 
 
 def describe_data(runs: Sequence[ScoredRun]) -> str | None:
     """Describe the training data in words."""
-    data = {(run.facts["data"]["tokens"], run.facts["data"]["fingerprint"]) for run in runs if run.facts.get("data")}
-    return "; ".join(f"{tokens:,} tokens, fingerprint {name}" for tokens, name in sorted(data)) or None
+    data = {
+        (run.facts["data"]["tokens"], run.facts["data"]["fingerprint"])
+        for run in runs
+        if run.facts.get("data")
+    }
+    return (
+        "; ".join(f"{tokens:,} tokens, fingerprint {name}" for tokens, name in sorted(data)) or None
+    )
 
 
 def describe_target_drift(run: ScoredRun) -> str:
@@ -244,8 +300,8 @@ def describe_target_drift(run: ScoredRun) -> str:
     drift = run.summary["target_drift"]
     before, after = (drift[model]["perplexity"] for model in ("original", "trained"))
     return (
-        f"{run.name} changed the target: perplexity {before:.2f} to {after:.2f} on the original's greedy answers, the same "
-        f"most likely token in {drift['agreement']:.0%} of the positions."
+        f"{run.name} changed the target: perplexity {before:.2f} to {after:.2f} on the original's "
+        f"greedy answers, the same most likely token in {drift['agreement']:.0%} of the positions."
     )
 
 
@@ -275,9 +331,13 @@ def collect_axes(runs: Sequence[ScoredRun]) -> dict[str, list[Entry]]:
 
 
 def make_row(run: ScoredRun, folder: Path) -> Entry:
-    """Return one drafter's row of comparison.json; its evaluation's path is relative to `folder`."""
-    setting, summary = run.eval_setting, run.summary
-    training, lossless = setting.get("training") or {}, summary["lossless"]
+    """Return one drafter's row of comparison.json; its evaluation's path is relative to
+    `folder`.
+    """
+    setting = run.eval_setting
+    summary = run.summary
+    training = setting.get("training") or {}
+    lossless = summary["lossless"]
     keys = dict.fromkeys(
         [
             "label",
@@ -292,7 +352,9 @@ def make_row(run: ScoredRun, folder: Path) -> Entry:
             "time_share",
         ]
     )
-    keys |= dict.fromkeys(column.key.split(".")[0] for column in (*SYSTEM_COLUMNS, *TEXT_POSITION_COLUMNS))
+    keys |= dict.fromkeys(
+        column.key.split(".")[0] for column in (*SYSTEM_COLUMNS, *TEXT_POSITION_COLUMNS)
+    )
     # In half precision rounding may decide between tokens.
     same = not lossless or not lossless["differences"] or setting["dtype"] != "float32"
     is_exact = same and (lossless is None or lossless["lossless"])
@@ -308,7 +370,9 @@ def make_row(run: ScoredRun, folder: Path) -> Entry:
         "training_seconds": training.get("seconds"),
         "training_tokens": training.get("tokens"),
         "extra_memory": summary.get("memory", {}).get("extra"),
-        "lossless_to": ("trained target" if run.changes_target else "target") if is_exact else "nothing",
+        "lossless_to": ("trained target" if run.changes_target else "target")
+        if is_exact
+        else "nothing",
         "drift": summary.get("target_drift"),
     }
 

@@ -1,7 +1,9 @@
-"""Prompts of chosen lengths: documents stand before a question, so that a drafter is tested at any length of text.
+"""Prompts of chosen lengths: documents stand before a question, so that a drafter is tested at any
+length of text.
 
-A prompt of 4k has 4,096 tokens, those of the chat template included, so its answer begins at position 4,096. Documents are cut
-to the token; where the tokenizer joins the cut differently, a prompt is a token or two shorter.
+A prompt of 4k has 4,096 tokens, those of the chat template included, so its answer begins at
+position 4,096. Documents are cut to the token; where the tokenizer joins the cut differently, a
+prompt is a token or two shorter.
 """
 
 import re
@@ -20,20 +22,35 @@ from spectrain.eval.tasks import reference_of
 from spectrain.models.target import Target
 
 ContextMethod = Literal["concatenated", "repeated", "needle"]
-"""How documents fill a context: different ones in sequence, one of them again and again, or different ones with a sentence
-among them that the question is about."""
+"""How documents fill a context: different ones in sequence, one of them again and again, or
+different ones with a sentence among them that the question is about."""
 DESCRIPTIONS = {
     "concatenated": "different documents in sequence before each question",
     "repeated": "one document, repeated, before each question",
-    "needle": "different documents in sequence, with the sentence among them that each question is about",
+    "needle": (
+        "different documents in sequence, with the sentence among them that each question is about"
+    ),
 }
 STRIDE = 37  # documents between the first ones of successive prompts
 ATTEMPTS = 24  # cuts that are tried to reach a length exactly
-THINGS = ("lighthouse", "orchard", "ferry", "archive", "workshop", "harbor", "observatory", "bakery", "quarry", "library")
+THINGS = (
+    "lighthouse",
+    "orchard",
+    "ferry",
+    "archive",
+    "workshop",
+    "harbor",
+    "observatory",
+    "bakery",
+    "quarry",
+    "library",
+)
 
 
 def parse_length(value: int | str) -> int:
-    """Return a number of tokens from 4096, "4096" or "4k", where k is 1,024; raise UserError for anything else."""
+    """Return a number of tokens from 4096, "4096" or "4k", where k is 1,024; raise UserError for
+    anything else.
+    """
     match = re.fullmatch(r"([1-9]\d*)(k?)", str(value).strip().lower())
     if match is None:
         raise UserError(f"eval.context={value}: write a number of tokens, as in 4096 or 4k")
@@ -56,17 +73,25 @@ class ContextFiller:
 
     @classmethod
     def parse(
-        cls, lengths: Sequence[int | str] | int | str | None, method: ContextMethod, path: str | None
+        cls,
+        lengths: Sequence[int | str] | int | str | None,
+        method: ContextMethod,
+        path: str | None,
     ) -> "ContextFiller | None":
         """Return the filler that the settings describe; None without lengths."""
         if method not in get_args(ContextMethod):
-            raise UserError(f"eval.context_method={method}: choose from {', '.join(get_args(ContextMethod))}")
+            raise UserError(
+                f"eval.context_method={method}: choose from {', '.join(get_args(ContextMethod))}"
+            )
         if lengths is None:
             return None
         if isinstance(lengths, int | str):
             lengths = (lengths,)
         if not lengths:
-            raise UserError("eval.context=[]: name at least one length, as in eval.context=[4k], or leave it out")
+            raise UserError(
+                "eval.context=[]: name at least one length, as in eval.context=[4k], or leave it "
+                "out"
+            )
         return cls(tuple(sorted({parse_length(length) for length in lengths})), method, path)
 
     def describe(self) -> dict[str, Any]:
@@ -83,13 +108,19 @@ class ContextFiller:
         room = target.max_length - max_new_tokens
         if self.lengths[-1] > room:
             raise UserError(
-                f"eval.context={format_length(self.lengths[-1])}: {target.name} takes {target.max_length} tokens, "
-                f"{max_new_tokens} of them for the answer (eval.max_new_tokens); use lengths of up to {max(0, room)}"
+                f"eval.context={format_length(self.lengths[-1])}: {target.name} takes "
+                f"{target.max_length} tokens, {max_new_tokens} of them for the answer "
+                f"(eval.max_new_tokens); use lengths of up to {max(0, room)}"
             )
 
-    def fill_prompts(self, prompts: Sequence[Prompt], target: Target) -> tuple[list[Prompt], dict[str, int]]:
-        """Return every prompt at every length, and how many cannot be made, by reason. A prompt's category is its length."""
-        filled, skipped = list[Prompt](), dict[str, int]()
+    def fill_prompts(
+        self, prompts: Sequence[Prompt], target: Target
+    ) -> tuple[list[Prompt], dict[str, int]]:
+        """Return every prompt at every length, and how many cannot be made, by reason. A
+        prompt's category is its length.
+        """
+        filled = list[Prompt]()
+        skipped = dict[str, int]()
         for length in self.lengths:
             for number, prompt in enumerate(prompts):
                 made = self._fill_prompt(prompt, number, length, target)
@@ -98,7 +129,10 @@ class ContextFiller:
                 else:
                     skipped[made] = skipped.get(made, 0) + 1
         if not filled:
-            raise UserError(f"eval.context: no prompt can be extended ({', '.join(skipped)}); use other prompts or lengths")
+            raise UserError(
+                f"eval.context: no prompt can be extended ({', '.join(skipped)}); use other "
+                "prompts or lengths"
+            )
         return filled, skipped
 
     @cached_property
@@ -106,11 +140,16 @@ class ContextFiller:
         """The texts that contexts are made of."""
         if self.path is None:
             chats = load_embedded()
-            return ["\n".join(content_text(message["content"]) for message in chat.messages) for chat in chats]
+            return [
+                "\n".join(content_text(message["content"]) for message in chat.messages)
+                for chat in chats
+            ]
         texts = (conversation.text for conversation in TextReader(self.path).load_conversations())
         return [text.strip() for text in texts if text and text.strip()]
 
-    def _fill_prompt(self, prompt: Prompt, number: int, length: int, target: Target) -> Prompt | str:
+    def _fill_prompt(
+        self, prompt: Prompt, number: int, length: int, target: Target
+    ) -> Prompt | str:
         """Return a prompt of this length, or why there is none."""
         is_text = prompt.context.text is not None
         question = prompt.context.text if is_text else next(iter(prompt.turns), None)
@@ -120,7 +159,8 @@ class ContextFiller:
         prompt = replace(prompt, id=f"{prompt.id} at {name}", category=name, turns=prompt.turns[:1])
         sentence = ""
         if self.method == "needle":
-            thing, value = THINGS[number % len(THINGS)], 10_000 + (4_211 + 7_919 * number) % 90_000
+            thing = THINGS[number % len(THINGS)]
+            value = 10_000 + (4_211 + 7_919 * number) % 90_000
             sentence = f"The number of the {thing} is {value}."
             question = f"What is the number of the {thing}?"
             prompt = replace(prompt, reference=reference_of({"answer": value}))
@@ -150,21 +190,30 @@ class ContextFiller:
 
     def _iterate_tokens(self, number: int, target: Target) -> Iterator[int]:
         """Yield the tokens of the documents before a prompt, without end."""
-        first, documents = STRIDE * number, self._documents
+        first = STRIDE * number
+        documents = self._documents
         for step in count():
             text = documents[(first + (0 if self.method == "repeated" else step)) % len(documents)]
-            tokens: list[int] = target.tokenizer(f"{text}\n\n", add_special_tokens=False)["input_ids"]
+            tokens: list[int] = target.tokenizer(f"{text}\n\n", add_special_tokens=False)[
+                "input_ids"
+            ]
             target.template.check_embedded(tokens)
             yield from tokens
 
 
 def propose_cuts(room: int, limit: int) -> Iterator[int]:
     """Yield numbers of tokens near `room` and up to `limit`, the nearest first."""
-    yield from (cut for cut in sorted(range(room - ATTEMPTS, limit + 1), key=lambda cut: abs(cut - room)) if cut > 0)
+    yield from (
+        cut
+        for cut in sorted(range(room - ATTEMPTS, limit + 1), key=lambda cut: abs(cut - room))
+        if cut > 0
+    )
 
 
 def insert_sentence(text: str, sentence: str, number: int) -> str:
-    """Insert a sentence between two words of a text, at a depth that depends on the prompt's number."""
+    """Insert a sentence between two words of a text, at a depth that depends on the prompt's
+    number.
+    """
     if not sentence:
         return text
     words = text.split(" ")

@@ -1,11 +1,19 @@
-"""The evaluation that `eval=default` constructs: with sweeps over an axis, and with the parts of installed packages."""
+"""The evaluation that `eval=default` constructs: with sweeps over an axis, and with the parts of
+installed packages.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from spectrain.errors import UserError
-from spectrain.eval.axes.sweep import CONTEXT_LENGTHS, BatchSweep, ContextSweep, TemperatureSweep, limit_lengths
+from spectrain.eval.axes.sweep import (
+    CONTEXT_LENGTHS,
+    BatchSweep,
+    ContextSweep,
+    TemperatureSweep,
+    limit_lengths,
+)
 from spectrain.eval.baselines import TRANSFORMERS
 from spectrain.eval.extensions import EvalExtension
 from spectrain.eval.parts import EvalPart
@@ -21,8 +29,8 @@ class DefaultEvaluation(Evaluation):
     # The entry points whose settings join these; see config/parts.py.
     part_group: ClassVar[str] = "eval"
 
-    # What to vary for one drafter: the number of prompts at once (batch), the length of prompts (context) or the temperature;
-    # null varies nothing.
+    # What to vary for one drafter: the number of prompts at once (batch), the length of prompts
+    # (context) or the temperature; null varies nothing.
     sweep: Literal["batch", "context", "temperature"] | None = None
     # Numbers of prompts at once of eval.sweep=batch.
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -38,7 +46,9 @@ class DefaultEvaluation(Evaluation):
         super().__post_init__()
         refuse_empty("batches", self.batches)
         if not self.temperatures or min(self.temperatures) < 0:
-            raise UserError(f"eval.temperatures={list(self.temperatures)}: give temperatures of 0 or more")
+            raise UserError(
+                f"eval.temperatures={list(self.temperatures)}: give temperatures of 0 or more"
+            )
         for part in self.parts:
             part.check(self)
 
@@ -71,4 +81,7 @@ class DefaultEvaluation(Evaluation):
         return any(part.varies_trees for part in self.parts)
 
     def extra_extensions(self) -> list[EvalExtension]:
-        return [*(extension for part in self.parts for extension in part.extensions(self)), *self.make_sweep()]
+        return [
+            *(extension for part in self.parts for extension in part.extensions(self)),
+            *self.make_sweep(),
+        ]

@@ -1,6 +1,7 @@
 """The drafted and the accepted tokens of a few prompts: drafts.jsonl, which report.html shows.
 
-These prompts are decoded once more in the eager loop, apart from everything that is timed and with a draft in every round.
+These prompts are decoded once more in the eager loop, apart from everything that is timed and with
+a draft in every round.
 """
 
 from collections import Counter
@@ -15,13 +16,18 @@ from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
 from spectrain.trees.base import RoundResult, WrappedBuilder
 
-MAX_PROMPTS, MAX_TOKENS = 4, 128  # prompts, and tokens of each: little compared with what is timed
-Position = tuple[int, ...]  # a node's position in its tree: the rank of each node on its path among its siblings
+# prompts, and tokens of each: little compared with what is timed
+MAX_PROMPTS = 4
+MAX_TOKENS = 128
+# a node's position in its tree: the rank of each node on its path among its siblings
+Position = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class EmittableTree:
-    """One round's tree of nodes that can be emitted, the root first, and the number of tokens that it emitted."""
+    """One round's tree of nodes that can be emitted, the root first, and the number of tokens
+    that it emitted.
+    """
 
     tokens: list[int]
     # -1 at the root.
@@ -55,31 +61,54 @@ class TreeRecorder(WrappedBuilder):
         tree = round.tree
         nodes = (tree.valid & tree.can_emit)[0].nonzero()[:, 0].tolist()
         index = {node: number for number, node in enumerate(nodes)}
-        parents = [-1 if parent < 0 else index[parent] for parent in tree.parents[0, nodes].tolist()]
+        parents = [
+            -1 if parent < 0 else index[parent] for parent in tree.parents[0, nodes].tolist()
+        ]
         depths = cast(list[int], tree.depths[0, nodes].tolist())
-        self.drafts.append(EmittableTree(tree.tokens[0, nodes].tolist(), parents, depths, int(round.counts[0])))
+        self.drafts.append(
+            EmittableTree(tree.tokens[0, nodes].tolist(), parents, depths, int(round.counts[0]))
+        )
 
 
 def record_drafts(
-    target: Target, system: System, turns: Sequence[Turn], texts: dict[str, str], max_new_tokens: int
+    target: Target,
+    system: System,
+    turns: Sequence[Turn],
+    texts: dict[str, str],
+    max_new_tokens: int,
 ) -> list[dict[str, Any]]:
-    """Return the lines of drafts.jsonl: one per prompt, then one that counts positions of the tree over all of them.
+    """Return the lines of drafts.jsonl: one per prompt, then one that counts positions of the tree
+    over all of them.
 
-    The last line says how often each position was drafted and accepted, as {"tree": {"rounds": R, "places": {"0.1": [drafted,
-    accepted]}}}. turns: every turn of the evaluation in the order of its rows. texts: the user's first turn by the prompt's id.
+    The last line says how often each position was drafted and accepted, as {"tree": {"rounds": R,
+    "places": {"0.1": [drafted, accepted]}}}. turns: every turn of the evaluation in the order of
+    its rows. texts: the user's first turn by the prompt's id.
     """
-    lines, drafted, accepted, rounds = [], Counter[Position](), Counter[Position](), 0
+    lines = []
+    drafted = Counter[Position]()
+    accepted = Counter[Position]()
+    rounds = 0
     for row, turn in choose_turns(turns):
         recorder = TreeRecorder(system.builder)
         session = Session(target, system.rule, system.drafter, recorder, pruning=system.pruning)
-        (generation,) = session.decode([turn.drafted.prompt], min(max_new_tokens, MAX_TOKENS), [row])
-        shown, start = [], 1
+        (generation,) = session.decode(
+            [turn.drafted.prompt], min(max_new_tokens, MAX_TOKENS), [row]
+        )
+        shown = []
+        start = 1
         for number, draft in enumerate(recorder.drafts):
             path = draft.accepted_nodes(generation.output[start : start + draft.count - 1])
             before = generation.output[:start]
             tokens = node_texts(target.tokenizer, before, draft)
-            shown.append({"tokens": tokens, "parents": draft.parents, "depths": draft.depths, "kept": path,
-                          "emitted": draft.count})  # fmt: skip
+            shown.append(
+                {
+                    "tokens": tokens,
+                    "parents": draft.parents,
+                    "depths": draft.depths,
+                    "kept": path,
+                    "emitted": draft.count,
+                }
+            )
             start += draft.count
             if number < len(generation.complete_round_lengths):
                 positions = tree_positions(draft.parents)
@@ -87,9 +116,20 @@ def record_drafts(
                 accepted.update(positions[node] for node in path)
                 rounds += 1
         pieces = output_texts(target.tokenizer, generation.output)
-        lines.append({"id": turn.id, "turn": turn.turn, "category": turn.category, "prompt": texts[turn.id], "pieces": pieces,
-                      "rounds": shown})  # fmt: skip
-    counts = {".".join(map(str, position)): [drafted[position], accepted[position]] for position in sorted(drafted)}
+        lines.append(
+            {
+                "id": turn.id,
+                "turn": turn.turn,
+                "category": turn.category,
+                "prompt": texts[turn.id],
+                "pieces": pieces,
+                "rounds": shown,
+            }
+        )
+    counts = {
+        ".".join(map(str, position)): [drafted[position], accepted[position]]
+        for position in sorted(drafted)
+    }
     return [*lines, {"tree": {"rounds": rounds, "places": counts}}]
 
 
@@ -115,21 +155,32 @@ def tree_positions(parents: list[int]) -> list[Position]:
 
 
 def text_after(tokenizer: Any, before: list[int], token: int) -> str:
-    """Return what a token adds to the text; a character of several tokens belongs to its last one, the others end in U+FFFD."""
+    """Return what a token adds to the text; a character of several tokens belongs to its last
+    one, the others end in U+FFFD.
+    """
     text = tokenizer.decode([*before, token], clean_up_tokenization_spaces=False)
-    prefix = tokenizer.decode(before, clean_up_tokenization_spaces=False).rstrip("\ufffd") if before else ""
+    prefix = (
+        tokenizer.decode(before, clean_up_tokenization_spaces=False).rstrip("\ufffd")
+        if before
+        else ""
+    )
     return str(text[len(prefix) :])
 
 
 def output_texts(tokenizer: Any, output: list[int]) -> list[str]:
     """Return the pieces of a text, token by token; joined, they are the text."""
-    pieces = [text_after(tokenizer, output[:end], token).rstrip("\ufffd") for end, token in enumerate(output)]
+    pieces = [
+        text_after(tokenizer, output[:end], token).rstrip("\ufffd")
+        for end, token in enumerate(output)
+    ]
     text = tokenizer.decode(output, clean_up_tokenization_spaces=False)
     return [*pieces[:-1], pieces[-1] + text[len("".join(pieces)) :]]
 
 
 def node_texts(tokenizer: Any, before: list[int], draft: EmittableTree) -> list[str]:
-    """Return the text of every node after its own ancestors; the last tokens before the round are enough context."""
+    """Return the text of every node after its own ancestors; the last tokens before the round
+    are enough context.
+    """
     paths: list[list[int]] = []
     for token, parent in zip(draft.tokens, draft.parents):
         above = before[-9:-1] if parent < 0 else paths[parent]

@@ -1,4 +1,6 @@
-"""What the drafters of a comparison can gain in the engines that `spectrain bench engine` has measured on this machine."""
+"""What the drafters of a comparison can gain in the engines that `spectrain bench engine` has
+measured on this machine.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +17,14 @@ def advise_engines(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:
 
 
 def advise_drafter(times: EngineTimes, runs: Sequence[ScoredRun]) -> dict[str, str]:
-    """Return the drafter whose chain gains most in an engine, or none if none is faster than decoding without one."""
+    """Return the drafter whose chain gains most in an engine, or none if none is faster than
+    decoding without one.
+    """
     ratios = times.ratios(times.lengths[0])
     speedups: dict[str, tuple[float, Sequence[float], dict[int, float] | None]] = {}
     for run in runs:
-        by_position, own_ratios = chain_rates(run.summary), times.own_ratios(find_run(run.folder))
+        by_position = chain_rates(run.summary)
+        own_ratios = times.own_ratios(find_run(run.folder))
         if predicted := predict_speedups(own_ratios or ratios, by_position):
             speedups[run.name] = (max(predicted.values()), by_position, own_ratios)
     goal = f"in {ENGINES[times.engine].title}"

@@ -1,6 +1,8 @@
-"""The quality of the target at every exit. Shapes: T tokens, R supervised rows, D target width, V vocabulary.
+"""The quality of the target at every exit. Shapes: T tokens, R supervised rows, D target width, V
+vocabulary.
 
-Exit E reads the residual stream entering layer E through the final norm and the head; the last one is the model's own.
+Exit E reads the residual stream entering layer E through the final norm and the head; the last one
+is the model's own.
 """
 
 import math
@@ -18,8 +20,12 @@ from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 
 
-def judge_target(candidate: Candidate, turns: Sequence[Turn], max_new_tokens: int, folder: Path) -> dict[str, Any]:
-    """Measure what training changed in the target, and the quality of early exits, both on the untrained target's answers."""
+def judge_target(
+    candidate: Candidate, turns: Sequence[Turn], max_new_tokens: int, folder: Path
+) -> dict[str, Any]:
+    """Measure what training changed in the target, and the quality of early exits, both on the
+    untrained target's answers.
+    """
     target = candidate.target
     result: dict[str, Any] = {}
     texts = [(turn.autoregressive.prompt, turn.autoregressive.output) for turn in turns]
@@ -28,7 +34,9 @@ def judge_target(candidate: Candidate, turns: Sequence[Turn], max_new_tokens: in
         texts = own_answers(original, [prompt for prompt, _ in texts], max_new_tokens)
         result["target_drift"] = target_drift(original, target, texts, max_new_tokens)
     if isinstance(candidate.drafter, DrafterWithExits):
-        models = {"target": target} if original is None else {"original": original, "trained": target}
+        models = (
+            {"target": target} if original is None else {"original": original, "trained": target}
+        )
         result["exits"] = {name: exit_quality(model, texts) for name, model in models.items()}
         plot_exits(folder / "exits.svg", result["exits"])
     return result
@@ -36,9 +44,12 @@ def judge_target(candidate: Candidate, turns: Sequence[Turn], max_new_tokens: in
 
 @torch.no_grad()
 def exit_quality(target: Target, texts: Sequence[Text]) -> dict[str, list[float]]:
-    """Compute the perplexity of answers at every exit from 1 on, and how often the last exit has the same most likely token."""
+    """Compute the perplexity of answers at every exit from 1 on, and how often the last exit has
+    the same most likely token.
+    """
     count = target.num_layers
-    losses, agreed = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    losses = torch.zeros(count, dtype=torch.float64)
+    agreed = torch.zeros(count, dtype=torch.float64)
     judged = 0
     for prompt, answer in texts:
         tokens = torch.tensor([prompt + answer], device=target.device)
@@ -47,7 +58,9 @@ def exit_quality(target: Target, texts: Sequence[Text]) -> dict[str, list[float]
         following = tokens[0, len(prompt) :, None]
         best: Tensor | None = None
         for exit in reversed(range(count)):
-            log_p = target.head.logits(target.apply_final_norm(states[None, :, exit])[0]).log_softmax(-1)
+            log_p = target.head.logits(
+                target.apply_final_norm(states[None, :, exit])[0]
+            ).log_softmax(-1)
             best = log_p.argmax(-1) if best is None else best
             losses[exit] -= log_p.gather(-1, following).double().sum().cpu()
             agreed[exit] += (log_p.argmax(-1) == best).sum().cpu()
@@ -69,6 +82,8 @@ def plot_exits(path: Path, quality: dict[str, dict[str, list[float]]]) -> None:
         left.plot(exits, values["perplexity"], marker="o", label=name)
         right.plot(exits, values["agreement"], marker="o", label=name)
     left.set(xlabel="layers run", ylabel="perplexity of the answers", yscale="log")
-    right.set(xlabel="layers run", ylabel="same most likely token as the last layer", ylim=(0, 1.02))
+    right.set(
+        xlabel="layers run", ylabel="same most likely token as the last layer", ylim=(0, 1.02)
+    )
     left.legend()
     figure.savefig(path)

@@ -33,7 +33,9 @@ class Results:
 
 
 class EvalExtension:
-    """An addition to the drafter's own evaluation. It adds nothing unless a subclass overrides a method."""
+    """An addition to the drafter's own evaluation. It adds nothing unless a subclass overrides a
+    method.
+    """
 
     # The drafter changes while it decodes: it keeps its own tree and decodes once.
     changes_drafter: bool = False

@@ -1,7 +1,9 @@
-"""Acceptance in fixed trees: the quality of every drafter in the same trees, apart from whether drafting pays here.
+"""Acceptance in fixed trees: the quality of every drafter in the same trees, apart from whether
+drafting pays here.
 
-A tree that goes by measured times may draft nothing, so its tokens per forward say how often it drafted, not how good the
-drafter is. The drafter, its start, an untrained one and the shipped one are therefore decoded in the same fixed trees too.
+A tree that goes by measured times may draft nothing, so its tokens per forward say how often it
+drafted, not how good the drafter is. The drafter, its start, an untrained one and the shipped one
+are therefore decoded in the same fixed trees too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +31,15 @@ from spectrain.eval.metrics import (
 from spectrain.eval.systems import System, describe_tree
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
-CHAIN, TREE = "chain", "tree"  # keys of the fixed trees
+# keys of the fixed trees
+CHAIN = "chain"
+TREE = "tree"
 UNTRAINED = "untrained"
 """Name of the system that is the drafter before anything was learned."""
 START = "start"
-"""Name of the drafter with its fitted initial weights, which the first step of training began with."""
+"""Name of the drafter with its fitted initial weights, which the first step of training began
+with.
+"""
 SUBJECTS = (DRAFTER, START, UNTRAINED, "shipped")
 """Names of the systems whose drafters are decoded in the fixed trees."""
 SHAPE = ("depth", "budget", "top_k", "children", "temperature", "seed", "stop", "stop_on")
@@ -45,11 +51,14 @@ def make_chain(own: TreeBuilder) -> Chain:
     return Chain(3, own.children, own.temperature, own.seed)
 
 
-def choose_trees(own: TreeBuilder, rule: AcceptanceRule, capabilities: Capabilities) -> dict[str, TreeBuilder]:
-    """Return the fixed trees: a chain of 3, and EAGLE-2's tree of 16 nodes or the nearest valid one.
+def choose_trees(
+    own: TreeBuilder, rule: AcceptanceRule, capabilities: Capabilities
+) -> dict[str, TreeBuilder]:
+    """Return the fixed trees: a chain of 3, and EAGLE-2's tree of 16 nodes or the nearest valid
+    one.
 
-    The nearest tree is the drafter's own, if that branches and does not go by measured times; without one it is left out, as
-    for a drafter of chains.
+    The nearest tree is the drafter's own, if that branches and does not go by measured times;
+    without one it is left out, as for a drafter of chains.
     """
     trees: dict[str, TreeBuilder] = {CHAIN: make_chain(own)}
     if capabilities.chains_only:
@@ -63,7 +72,9 @@ def choose_trees(own: TreeBuilder, rule: AcceptanceRule, capabilities: Capabilit
 
 
 def allows_tree(rule: AcceptanceRule, builder: TreeBuilder, capabilities: Capabilities) -> bool:
-    """Tell whether a rule is valid for the trees of a builder and a drafter with these capabilities."""
+    """Tell whether a rule is valid for the trees of a builder and a drafter with these
+    capabilities.
+    """
     try:
         check_compatibility(capabilities, builder, rule)
     except UserError:
@@ -73,37 +84,62 @@ def allows_tree(rule: AcceptanceRule, builder: TreeBuilder, capabilities: Capabi
 
 def drafts_alike(system: System, other: System) -> bool:
     """Tell whether two systems draft the same trees with the same drafter."""
-    if system.drafter is not other.drafter or system.guard or system.pruning or system.runner_source:
+    if (
+        system.drafter is not other.drafter
+        or system.guard
+        or system.pruning
+        or system.runner_source
+    ):
         return False
-    first, second = system.builder, other.builder
+    first = system.builder
+    second = other.builder
     if type(first) is not type(second) or not isinstance(first, Chain | Eagle2):
         return first is second
     return all(getattr(first, key, None) == getattr(second, key, None) for key in SHAPE)
 
 
 class FixedTrees:
-    """Chooses which systems decode in the fixed trees, and makes the entry `acceptance` of summary.json of their turns."""
+    """Chooses which systems decode in the fixed trees, and makes the entry `acceptance` of
+    summary.json of their turns.
+    """
 
     def __init__(self) -> None:
         self.trees: dict[str, TreeBuilder] = {}
         # Name of the system that decodes with a fixed tree, by tree and by drafter.
         self.names: dict[str, dict[str, str]] = {}
 
-    def systems(self, own: TreeBuilder, systems: Sequence[System], start: Drafter | None = None) -> list[System]:
-        """Return the systems to decode without timing them; a timed system that drafts the same is not decoded again.
+    def systems(
+        self, own: TreeBuilder, systems: Sequence[System], start: Drafter | None = None
+    ) -> list[System]:
+        """Return the systems to decode without timing them; a timed system that drafts the same is
+        not decoded again.
 
         `start` is the drafter with its fitted initial weights, where training began with them.
         """
         self.trees = choose_trees(own, systems[0].rule, systems[0].drafter.capabilities)
         self.names = {key: {} for key in self.trees}
         untimed = []
-        subjects = [*systems, *([] if start is None else [replace(systems[0], name=START, label=START, drafter=start)])]
+        subjects = [
+            *systems,
+            *(
+                []
+                if start is None
+                else [replace(systems[0], name=START, label=START, drafter=start)]
+            ),
+        ]
         for key, builder in self.trees.items():
             for system in subjects:
                 if system.name not in SUBJECTS:
                     continue
-                plain = replace(system, name=f"{system.name}-{key}", builder=builder, guard=None, pruning=None)
-                plain = replace(plain, label=f"{system.name}, {describe_tree(builder)}", runner_source=None, is_timed=False)
+                plain = replace(
+                    system, name=f"{system.name}-{key}", builder=builder, guard=None, pruning=None
+                )
+                plain = replace(
+                    plain,
+                    label=f"{system.name}, {describe_tree(builder)}",
+                    runner_source=None,
+                    is_timed=False,
+                )
                 found = next((other.name for other in systems if drafts_alike(other, plain)), None)
                 self.names[key][system.name] = found or plain.name
                 if found is None:
@@ -111,19 +147,39 @@ class FixedTrees:
         return untimed
 
     def summary(self, turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
-        """Return the entry `acceptance` of summary.json, by tree: the tokens per forward of each drafter."""
+        """Return the entry `acceptance` of summary.json, by tree: the tokens per forward of each
+        drafter.
+        """
         entries = {}
         for key, builder in self.trees.items():
-            answers = {drafter: turns[name] for drafter, name in self.names[key].items() if turns.get(name)}
+            answers = {
+                drafter: turns[name] for drafter, name in self.names[key].items() if turns.get(name)
+            }
             if DRAFTER not in answers:
                 continue
             # A drafter with fewer heads or steps drafts less than the tree allows.
-            depth = max((depth for turn in answers[DRAFTER] for depth in turn.drafted.depths), default=0)
+            depth = max(
+                (depth for turn in answers[DRAFTER] for depth in turn.drafted.depths), default=0
+            )
             entries[key] = {
                 "label": f"chain of {depth}" if builder.is_chain else describe_tree(builder),
-                "tree": {"name": builder.name, "depth": depth, "budget": builder.budget, "children": builder.children},
-                "drafters": {drafter: measure_acceptance(part) for drafter, part in answers.items()},
-                "gain": next((measure_gain(answers, before) for before in (START, UNTRAINED) if before in answers), None),
+                "tree": {
+                    "name": builder.name,
+                    "depth": depth,
+                    "budget": builder.budget,
+                    "children": builder.children,
+                },
+                "drafters": {
+                    drafter: measure_acceptance(part) for drafter, part in answers.items()
+                },
+                "gain": next(
+                    (
+                        measure_gain(answers, before)
+                        for before in (START, UNTRAINED)
+                        if before in answers
+                    ),
+                    None,
+                ),
             }
         return entries
 
@@ -141,8 +197,11 @@ def measure_acceptance(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def measure_gain(answers: Mapping[str, Sequence[Turn]], over: str) -> dict[str, Any]:
-    """Divide the tokens per forward of the drafter by those of another one, with the 95 % interval over prompts."""
-    after, before = answers[DRAFTER], answers[over]
+    """Divide the tokens per forward of the drafter by those of another one, with the 95 %
+    interval over prompts.
+    """
+    after = answers[DRAFTER]
+    before = answers[over]
     columns = np.concatenate([acceptance_columns(after), acceptance_columns(before)], axis=1)
     ratio = pooled_acceptance(after) / pooled_acceptance(before)
     return {"over": over, "ratio": round(ratio, 4), "ci95": interval(columns, (1, -1, -1, 1))}

@@ -17,7 +17,9 @@ from spectrain.models.target import Target
 NEAR_TIE = 1e-4  # largest gap between float32 logits that counts as a tie
 
 Evidence = Literal["checked", "by construction", "none"]
-"""What a claim that outputs are the target's rests on: answers that were compared here, the rule alone, or nothing."""
+"""What a claim that outputs are the target's rests on: answers that were compared here, the rule
+alone, or nothing.
+"""
 
 
 @dataclass
@@ -47,16 +49,21 @@ class Identity:
 def check_identity(
     target: Target, systems: list[System], turns: dict[str, list[Turn]], max_new_tokens: int
 ) -> dict[str, Identity]:
-    """Compare every output with its reference: `generate` for greedy decoding, our autoregressive run for sampling.
+    """Compare every output with its reference: `generate` for greedy decoding, our autoregressive
+    run for sampling.
 
-    A rule that weighs p against q is lossless in distribution, not token by token, so nothing is compared: it is lossless by
-    construction, which tests of the rule show and no score does.
+    A rule that weighs p against q is lossless in distribution, not token by token, so nothing is
+    compared: it is lossless by construction, which tests of the rule show and no score does.
     """
     identities = {}
-    greedy = [system.name for system in systems if system.rule.fixes_choice and not system.rule.is_random]
+    greedy = [
+        system.name for system in systems if system.rule.fixes_choice and not system.rule.is_random
+    ]
     plain = plain_outputs(target, turns[greedy[0]], max_new_tokens) if greedy else []
     for system in systems:
-        identity = identities[system.name] = Identity(system.rule.name, system.rule.lossless, reference_of(system.rule))
+        identity = identities[system.name] = Identity(
+            system.rule.name, system.rule.lossless, reference_of(system.rule)
+        )
         if not system.rule.fixes_choice:
             continue
         sampled = [turn.autoregressive.output for turn in turns[system.name]]
@@ -76,19 +83,34 @@ def reference_of(rule: AcceptanceRule) -> str:
 def plain_outputs(target: Target, turns: list[Turn], max_new_tokens: int) -> list[list[int]]:
     """Answer every turn's prompt with `generate`."""
     with reference_model(target) as model:
-        return [generate(model, turn.autoregressive.prompt, max_new_tokens, target.stop_ids) for turn in turns]
+        return [
+            generate(model, turn.autoregressive.prompt, max_new_tokens, target.stop_ids)
+            for turn in turns
+        ]
 
 
 def _compare_turn(
-    target: Target, system: System, identity: Identity, turn: Turn, reference: list[int], row: int, max_new_tokens: int
+    target: Target,
+    system: System,
+    identity: Identity,
+    turn: Turn,
+    reference: list[int],
+    row: int,
+    max_new_tokens: int,
 ) -> None:
-    """Count a turn as identical or different; at a near tie of two logits, go on from the reference's token."""
+    """Count a turn as identical or different; at a near tie of two logits, go on from the
+    reference's token.
+    """
     identity.checked += 1
     output = list(turn.drafted.output)
     while (position := first_difference(output, reference)) is not None:
         location = {"id": turn.id, "turn": turn.turn, "position": position}
         # Noise decides a sampled token as well, so equal logits excuse no difference.
-        gap = None if system.rule.is_random else logit_gap(target, turn.drafted.prompt + reference[:position])
+        gap = (
+            None
+            if system.rule.is_random
+            else logit_gap(target, turn.drafted.prompt + reference[:position])
+        )
         if gap is None or not gap.is_tie or position >= len(reference):
             identity.differences.append({**location, "gap": None if gap is None else gap.size})
             return
@@ -99,7 +121,9 @@ def _compare_turn(
             output = prefix
             continue
         context = turn.drafted.prompt + prefix
-        output = prefix + Decoder(target, system.rule)(system, [context], remaining, [row])[0].output
+        output = (
+            prefix + Decoder(target, system.rule)(system, [context], remaining, [row])[0].output
+        )
     identity.identical += 1
 
 
@@ -112,7 +136,9 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
 
 
 class LogitGap(NamedTuple):
-    """The distance of the two best logits, and the distance below which the target's own rounding decides between them."""
+    """The distance of the two best logits, and the distance below which the target's own
+    rounding decides between them.
+    """
 
     size: float
     rounding: float
@@ -125,12 +151,18 @@ class LogitGap(NamedTuple):
 def logit_gap(target: Target, context: list[int]) -> LogitGap:
     """Compute the target's best logit minus its second best after `context`, in float64.
 
-    Rounding decides between two logits within twice the largest error of the target's own logits, a few tenths in bfloat16.
+    Rounding decides between two logits within twice the largest error of the target's own logits, a
+    few tenths in bfloat16.
     """
     with reference_model(target) as model, torch.inference_mode():
         images = get_images(context)
         inputs = {} if images is None else images.model_inputs(len(context), model)
-        rounded = model(torch.tensor([context], device=target.device), **inputs).logits[0, -1].double().cpu()
+        rounded = (
+            model(torch.tensor([context], device=target.device), **inputs)
+            .logits[0, -1]
+            .double()
+            .cpu()
+        )
         if is_quantized(model):
             # Quantized kernels have no float64.
             best = rounded.topk(2).values
@@ -142,4 +174,6 @@ def logit_gap(target: Target, context: list[int]) -> LogitGap:
         inputs = {} if images is None else images.model_inputs(len(context), exact)
         logits = exact(torch.tensor([context]), **inputs).logits[0, -1].double()
     best = logits.topk(2).values
-    return LogitGap(float(best[0] - best[1]), max(NEAR_TIE, 2 * float((rounded - logits).abs().max())))
+    return LogitGap(
+        float(best[0] - best[1]), max(NEAR_TIE, 2 * float((rounded - logits).abs().max()))
+    )

@@ -1,8 +1,10 @@
-"""Tokens per forward by kind of token, by position in the answer, and by position in the text: prompt and answer.
+"""Tokens per forward by kind of token, by position in the answer, and by position in the text:
+prompt and answer.
 
-The kinds are reasoning, content and tool calls, and the markers of the chat template separate them. A round counts for the
-kind and the position of the first token that it emits, with all of its tokens, so the rounds and tokens of the groups add up
-to those of the acceptance length. Position 0 of an answer is the token of the prefill, which belongs to no round.
+The kinds are reasoning, content and tool calls, and the markers of the chat template separate them.
+A round counts for the kind and the position of the first token that it emits, with all of its
+tokens, so the rounds and tokens of the groups add up to those of the acceptance length. Position 0
+of an answer is the token of the prefill, which belongs to no round.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,12 +31,16 @@ TEXT_POSITIONS = {
     "16k-32k": 32768,
     "32k+": None,
 }
-"""Ranges of positions in a text, its prompt included, in tokens -> the first position after the range."""
+"""Ranges of positions in a text, its prompt included, in tokens -> the first position after the
+range.
+"""
 
 
 @dataclass(frozen=True)
 class GroupedRound:
-    """A complete round: its group, the prompt that it belongs to, and the number of tokens that it emitted."""
+    """A complete round: its group, the prompt that it belongs to, and the number of tokens that
+    it emitted.
+    """
 
     group: str
     prompt_id: str
@@ -59,12 +65,19 @@ def position_range(position: int, ranges: Mapping[str, int | None] = POSITIONS) 
 
 
 def round_starts(generation: Generation) -> list[tuple[int, int]]:
-    """Return the position of the first token of each complete round, after the prefill's token, and its number of tokens.
+    """Return the position of the first token of each complete round, after the prefill's token, and
+    its number of tokens.
 
-    Rounds that begin after the answer are those of other answers, where a server only counts all of them together.
+    Rounds that begin after the answer are those of other answers, where a server only counts all of
+    them together.
     """
-    lengths, end = generation.complete_round_lengths, len(generation.output)
-    return [(1 + start, length) for start, length in zip(accumulate(lengths, initial=0), lengths) if 1 + start < end]
+    lengths = generation.complete_round_lengths
+    end = len(generation.output)
+    return [
+        (1 + start, length)
+        for start, length in zip(accumulate(lengths, initial=0), lengths)
+        if 1 + start < end
+    ]
 
 
 def average_rounds(names: Iterable[str], rounds: Iterable[GroupedRound]) -> dict[str, RoundNumbers]:
@@ -89,11 +102,15 @@ def summarize_rounds(rounds: Sequence[GroupedRound]) -> RoundNumbers:
 
 
 def opening_kind(template: ChatTemplate, conversation: Conversation) -> Kind:
-    """Return the kind of the first token after a prompt: a generation prompt may open the reasoning itself."""
+    """Return the kind of the first token after a prompt: a generation prompt may open the
+    reasoning itself.
+    """
     if conversation.text is not None or template.markers.reasoning is None:
         return "content"
     opening = render_chat(template, conversation, for_generation=True)
-    return template.markers.last_kind(opening[common_length(opening, render_chat(template, conversation)) :])
+    return template.markers.last_kind(
+        opening[common_length(opening, render_chat(template, conversation)) :]
+    )
 
 
 def kind_runs(kinds: Sequence[Kind]) -> list[dict[str, Any]]:

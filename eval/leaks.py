@@ -1,4 +1,6 @@
-"""Whether a store that a drafter copies from holds scored prompts or answers, which would measure memory."""
+"""Whether a store that a drafter copies from holds scored prompts or answers, which would
+measure memory.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +15,17 @@ NEAR_DUPLICATE = 0.5  # share of a prompt's phrases in the store
 
 
 def refuse_prompts(store: Datastore, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Refuse a store that holds a prompt's question; return the store's facts and the number of near duplicates."""
-    stored_questions, stored_phrases = set(store.questions.tolist()), set(store.phrases.tolist())
+    """Refuse a store that holds a prompt's question; return the store's facts and the number of
+    near duplicates.
+    """
+    stored_questions = set(store.questions.tolist())
+    stored_phrases = set(store.phrases.tolist())
     near = 0
     for prompt in prompts:
         if any(hash_text(turn) in stored_questions for turn in prompt.questions):
             raise UserError(
-                f"store {store.folder}: it holds the question of prompt {prompt.id}, which is to be scored; score "
-                "other prompts, or index the data without them"
+                f"store {store.folder}: it holds the question of prompt {prompt.id}, which is to "
+                "be scored; score other prompts, or index the data without them"
             )
         phrases = set().union(*map(hash_phrases, prompt.questions))
         near += len(phrases & stored_phrases) >= NEAR_DUPLICATE * len(phrases)
@@ -28,9 +33,14 @@ def refuse_prompts(store: Datastore, prompts: Sequence[Prompt]) -> dict[str, Any
 
 
 def check_no_leak(store: Datastore, prompts: Sequence[Prompt], setting: dict[str, Any]) -> None:
-    """Refuse a store that holds a scored question; else add its facts to the setting and print the near duplicates."""
+    """Refuse a store that holds a scored question; else add its facts to the setting and print
+    the near duplicates.
+    """
     facts = refuse_prompts(store, prompts)
-    print(f"{facts['near_duplicates']} of {len(prompts)} prompts resemble a question in {store.folder}.")
+    print(
+        f"{facts['near_duplicates']} of {len(prompts)} prompts resemble a question in "
+        f"{store.folder}."
+    )
     setting["store"] = facts
 
 
@@ -40,8 +50,10 @@ def refuse_answers(store: Datastore, turns: Sequence[Turn], tokenizer: Any) -> N
     for turn in turns:
         tokens = turn.autoregressive.output
         text_hash = hash_text(tokenizer.decode(tokens, skip_special_tokens=True))
-        if len(tokens) >= MIN_ANSWER and (text_hash in stored_answers or store.contains_tokens(tokens)):
+        if len(tokens) >= MIN_ANSWER and (
+            text_hash in stored_answers or store.contains_tokens(tokens)
+        ):
             raise UserError(
-                f"store {store.folder}: it holds the answer to prompt {turn.id}, which is scored; score other prompts, "
-                "or index the data without them"
+                f"store {store.folder}: it holds the answer to prompt {turn.id}, which is scored; "
+                "score other prompts, or index the data without them"
             )

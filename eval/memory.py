@@ -20,16 +20,20 @@ TOKENS = 24  # tokens that are decoded while memory is measured
 def extra_memory(
     target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompt: list[int]
 ) -> dict[str, int]:
-    """Measure the bytes that the drafter adds to decoding: its own `weights`, the `working` memory, and their sum `extra`.
+    """Measure the bytes that the drafter adds to decoding: its own `weights`, the `working` memory,
+    and their sum `extra`.
 
-    `working` is the difference of two peaks, with and without the drafter, of one prompt and a few tokens: caches, trees,
-    logits of more nodes.
+    `working` is the difference of two peaks, with and without the drafter, of one prompt and a few
+    tokens: caches, trees, logits of more nodes.
     """
     length = min(TOKENS, target.max_length - len(prompt))
     matching = rule.matching_rule()
-    with_drafter = peak_bytes(lambda: decode(target, [prompt], rule, length, drafter, builder), target.device)
+    with_drafter = peak_bytes(
+        lambda: decode(target, [prompt], rule, length, drafter, builder), target.device
+    )
     without = peak_bytes(lambda: decode(target, [prompt], matching, length), target.device)
-    # Quantized copies of the target's weights are no parameters of the drafter: only its cost names them.
+    # Quantized copies of the target's weights are no parameters of the drafter: only its cost names
+    # them.
     weights = own_bytes(target, nn.ModuleList([drafter, drafter.cost.weights(target)]))
     working = max(0, with_drafter - without)
     return {"weights": weights, "working": working, "extra": weights + working}
@@ -39,11 +43,17 @@ def own_bytes(target: Target, drafter: nn.Module) -> int:
     """Count the bytes of a drafter's parameters and buffers that are not the target's."""
     target_addresses = {tensor.data_ptr() for tensor in iterate_plain_tensors(target)}
     own = {tensor.data_ptr(): tensor for tensor in iterate_plain_tensors(drafter)}
-    return sum(tensor.numel() * tensor.element_size() for address, tensor in own.items() if address not in target_addresses)
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for address, tensor in own.items()
+        if address not in target_addresses
+    )
 
 
 def iterate_plain_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that hold a module's parameters and buffers: quantized weights wrap several, which have addresses."""
+    """Yield the tensors that hold a module's parameters and buffers: quantized weights wrap
+    several, which have addresses.
+    """
     pending: list[Any] = [*module.parameters(), *module.buffers()]
     while pending:
         tensor = pending.pop()
@@ -70,7 +80,9 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the most bytes held at a time by tensors that are made while it is entered, without an operation's inner ones."""
+    """Counts the most bytes held at a time by tensors that are made while it is entered, without
+    an operation's inner ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +93,9 @@ class MemoryCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [storage for storage in iterate_storages(result) if storage._cdata not in self.storages]
+        made = [
+            storage for storage in iterate_storages(result) if storage._cdata not in self.storages
+        ]
         before = {storage._cdata for storage in iterate_storages((args, kwargs))} if made else set()
         for storage in made:
             if storage._cdata not in before and storage._cdata not in self.storages:
@@ -89,7 +103,9 @@ class MemoryCounter(TorchDispatchMode):
                 self.bytes += storage.nbytes()
         # Freed storages matter only at a new peak.
         if self.bytes > self.peak:
-            self.storages = {address: entry for address, entry in self.storages.items() if not entry[0].expired()}
+            self.storages = {
+                address: entry for address, entry in self.storages.items() if not entry[0].expired()
+            }
             self.bytes = sum(size for _, size in self.storages.values())
             self.peak = max(self.peak, self.bytes)
         return result

@@ -1,9 +1,10 @@
 """The numbers of an evaluation, each defined once; system_numbers.py holds their types.
 
-A round is one draft, one target forward and its acceptance. Acceptance length is the mean number of tokens that a target
-forward emits, the bonus token included, pooled over rounds; the token of the prefill belongs to no round, and a last round
-that EOS or the limit cut short is left out. Rows decoded together share their batch's seconds: the share of each is the
-batch's over the number of rows. A prompt is all turns of one id.
+A round is one draft, one target forward and its acceptance. Acceptance length is the mean number of
+tokens that a target forward emits, the bonus token included, pooled over rounds; the token of the
+prefill belongs to no round, and a last round that EOS or the limit cut short is left out. Rows
+decoded together share their batch's seconds: the share of each is the batch's over the number of
+rows. A prompt is all turns of one id.
 Shapes: P prompts.
 """
 
@@ -25,7 +26,13 @@ from spectrain.eval.kinds import (
     position_range,
     round_starts,
 )
-from spectrain.eval.system_numbers import AcceptanceLength, CategoryNumbers, Rates, Speedup, TokensPerSecond
+from spectrain.eval.system_numbers import (
+    AcceptanceLength,
+    CategoryNumbers,
+    Rates,
+    Speedup,
+    TokensPerSecond,
+)
 from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
 
 
@@ -43,13 +50,19 @@ class Turn:
 
 
 def measure_system(
-    turns: Sequence[Turn], is_chain: bool, template: ChatTemplate | None = None, shares_times: bool = False
+    turns: Sequence[Turn],
+    is_chain: bool,
+    template: ChatTemplate | None = None,
+    shares_times: bool = False,
 ) -> dict[str, Any]:
-    """Compute the fields of `SystemNumbers`, by name. Without a chat template every token is content.
+    """Compute the fields of `SystemNumbers`, by name. Without a chat template every token is
+    content.
 
-    shares_times: prompts were decoded in batches; speedups then have no interval, because a batch's rows share its time.
+    shares_times: prompts were decoded in batches; speedups then have no interval, because a batch's
+    rows share its time.
     """
-    drafted, plain = [turn.drafted for turn in turns], [turn.autoregressive for turn in turns]
+    drafted = [turn.drafted for turn in turns]
+    plain = [turn.autoregressive for turn in turns]
     rounds = max(1, sum(len(generation.node_counts) for generation in drafted))
     pooled = pooled_acceptance(turns)
     categories = {
@@ -68,16 +81,25 @@ def measure_system(
         "tokens_by_round": count_round_lengths(turns),
         "drafted_rounds": count_drafted_rounds(turns)[0],
         "rounds": sum(len(generation.node_counts) for generation in drafted),
-        "nodes_per_round": round(sum(sum(generation.node_counts) for generation in drafted) / rounds, 2),
-        "drafting_nodes_per_round": round(sum(sum(generation.idle_counts) for generation in drafted) / rounds, 2),
+        "nodes_per_round": round(
+            sum(sum(generation.node_counts) for generation in drafted) / rounds, 2
+        ),
+        "drafting_nodes_per_round": round(
+            sum(sum(generation.idle_counts) for generation in drafted) / rounds, 2
+        ),
         "tokens_per_second": TokensPerSecond(
             round(tokens_per_second(plain), 3),
             round(tokens_per_second(drafted), 3),
-            Rates(round(per_user_tokens_per_second(plain), 3), round(per_user_tokens_per_second(drafted), 3)),
+            Rates(
+                round(per_user_tokens_per_second(plain), 3),
+                round(per_user_tokens_per_second(drafted), 3),
+            ),
         ),
         "speedup": measure_speedup(turns, shares_times),
         "time_share": time_share(turns),
-        "by_category": {category: measure_category(part, shares_times) for category, part in categories.items()},
+        "by_category": {
+            category: measure_category(part, shares_times) for category, part in categories.items()
+        },
         "by_kind": acceptance_by_kind(turns, template),
         "by_position": acceptance_by_position(turns),
         "by_text_position": acceptance_by_text_position(turns),
@@ -85,26 +107,38 @@ def measure_system(
 
 
 def price_tokens(rates: Rates, price_per_hour: float | None) -> dict[str, float | None] | None:
-    """Return the price of a million tokens at these rates without and with the drafter; None without a price of an hour."""
+    """Return the price of a million tokens at these rates without and with the drafter; None
+    without a price of an hour.
+    """
     if price_per_hour is None:
         return None
     seconds = {"autoregressive": rates.autoregressive, "drafted": rates.drafted}
-    return {name: round(price_per_hour / 3600 * 1e6 / rate, 6) if rate else None for name, rate in seconds.items()}
+    return {
+        name: round(price_per_hour / 3600 * 1e6 / rate, 6) if rate else None
+        for name, rate in seconds.items()
+    }
 
 
 def measure_category(turns: Sequence[Turn], shares_times: bool = False) -> CategoryNumbers:
     """Measure one category of prompts."""
     ends = acceptance_interval(turns), None if shares_times else speedup_interval(turns)
     return CategoryNumbers(
-        round(pooled_acceptance(turns), 4), round(speedup(turns), 4), len({turn.id for turn in turns}), *ends
+        round(pooled_acceptance(turns), 4),
+        round(speedup(turns), 4),
+        len({turn.id for turn in turns}),
+        *ends,
     )
 
 
 def measure_speedup(turns: Sequence[Turn], shares_times: bool = False) -> Speedup:
     """Measure the speedup with its interval and what predicts it."""
-    ratio, predicted, ends = speedup(turns), predicted_speedup(turns), None if shares_times else speedup_interval(turns)
+    ratio = speedup(turns)
+    predicted = predicted_speedup(turns)
+    ends = None if shares_times else speedup_interval(turns)
     unexplained = round(ratio / predicted - 1, 4) if predicted else None
-    return Speedup(round(ratio, 4), ends, None if predicted is None else round(predicted, 4), unexplained)
+    return Speedup(
+        round(ratio, 4), ends, None if predicted is None else round(predicted, 4), unexplained
+    )
 
 
 def pooled_acceptance(turns: Sequence[Turn]) -> float:
@@ -114,7 +148,9 @@ def pooled_acceptance(turns: Sequence[Turn]) -> float:
 
 
 def per_prompt_acceptance(turns: Sequence[Turn]) -> float:
-    """Average each prompt's tokens per target forward over prompts; a prompt without a complete round has none."""
+    """Average each prompt's tokens per target forward over prompts; a prompt without a complete
+    round has none.
+    """
     return _mean_of_ratios(acceptance_columns(turns))
 
 
@@ -125,18 +161,24 @@ def count_drafted_rounds(turns: Sequence[Turn]) -> tuple[int, int]:
 
 
 def count_round_lengths(turns: Sequence[Turn]) -> list[int]:
-    """Count complete rounds by length: entry k counts those that emitted k + 1 tokens, k drafted ones and the bonus."""
+    """Count complete rounds by length: entry k counts those that emitted k + 1 tokens, k drafted
+    ones and the bonus.
+    """
     rounds = [count for turn in turns for count in turn.drafted.complete_round_lengths]
     return [int(number) for number in np.bincount(rounds)[1:]] if rounds else []
 
 
 def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
-    """Compute, for each k, the share of rounds that accept token k, among those that accepted k - 1 and drafted k."""
+    """Compute, for each k, the share of rounds that accept token k, among those that accepted k
+    - 1 and drafted k.
+    """
     accepted: list[int] = []
     tried: list[int] = []
     for turn in turns:
         generation = turn.drafted
-        for count, depth in list(zip(generation.round_lengths, generation.depths))[: len(generation.complete_round_lengths)]:
+        for count, depth in list(zip(generation.round_lengths, generation.depths))[
+            : len(generation.complete_round_lengths)
+        ]:
             for level in range(1, min(depth, count) + 1):
                 while len(tried) < level:
                     tried.append(0)
@@ -146,29 +188,42 @@ def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
     return [round(hits / count, 4) for hits, count in zip(accepted, tried)]
 
 
-def acceptance_by_kind(turns: Sequence[Turn], template: ChatTemplate | None) -> dict[str, RoundNumbers]:
+def acceptance_by_kind(
+    turns: Sequence[Turn], template: ChatTemplate | None
+) -> dict[str, RoundNumbers]:
     """Average complete rounds by the kind of their first token."""
     rounds: list[GroupedRound] = []
     for turn in turns:
         output = turn.drafted.output
-        kinds = ["content"] * len(output) if template is None else token_kinds(template, output, turn.first_kind)
-        rounds += [GroupedRound(kinds[start], turn.id, length) for start, length in round_starts(turn.drafted)]
+        kinds = (
+            ["content"] * len(output)
+            if template is None
+            else token_kinds(template, output, turn.first_kind)
+        )
+        rounds += [
+            GroupedRound(kinds[start], turn.id, length)
+            for start, length in round_starts(turn.drafted)
+        ]
     return average_rounds(KINDS, rounds)
 
 
 def acceptance_by_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
     """Average complete rounds by the position of their first token in the answer."""
     rounds = [
-        GroupedRound(position_range(start), turn.id, length) for turn in turns for start, length in round_starts(turn.drafted)
+        GroupedRound(position_range(start), turn.id, length)
+        for turn in turns
+        for start, length in round_starts(turn.drafted)
     ]
     return average_rounds(POSITIONS, rounds)
 
 
 def acceptance_by_text_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers]:
-    """Average complete rounds by the position of their first token in the text; without the prompt's tokens, as from some
-    servers, a position is not known and its round is left out."""
+    """Average complete rounds by the position of their first token in the text; without the
+    prompt's tokens, as from some servers, a position is not known and its round is left out."""
     rounds = [
-        GroupedRound(position_range(len(turn.drafted.prompt) + start, TEXT_POSITIONS), turn.id, length)
+        GroupedRound(
+            position_range(len(turn.drafted.prompt) + start, TEXT_POSITIONS), turn.id, length
+        )
         for turn in turns
         if turn.drafted.prompt
         for start, length in round_starts(turn.drafted)
@@ -177,19 +232,24 @@ def acceptance_by_text_position(turns: Sequence[Turn]) -> dict[str, RoundNumbers
 
 
 def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | None]:
-    """Compute other projects' definitions; unlike ours, all count every round, the cut last one untrimmed.
+    """Compute other projects' definitions; unlike ours, all count every round, the cut last one
+    untrimmed.
 
     spec_bench: tokens per round, bonus in, pooled; ours (pooled) where no round is cut.
-    eagle, medusa: the same number, there called tau (new tokens per target forward) and acceleration rate.
+    eagle, medusa: the same number, there called tau (new tokens per target forward) and
+    acceleration rate.
     hass: the mean over prompts of accepted + 1; our per-prompt mean where no round is cut.
     gpt_fast: spec_bench's without the bonus, thus 1 less.
-    layerskip: drafted tokens accepted over tokens drafted, of a `chain` only: of a tree at most one per depth can be accepted.
+    layerskip: drafted tokens accepted over tokens drafted, of a `chain` only: of a tree at most one
+    per depth can be accepted.
     """
     tokens = sum(sum(turn.drafted.round_lengths) for turn in turns)
     rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
     drafted = sum(sum(turn.drafted.depths) for turn in turns)
     per_round = round(tokens / rounds, 4) if rounds else 1.0
-    every_round = _per_prompt(turns, lambda turn: (sum(turn.drafted.round_lengths), len(turn.drafted.round_lengths)))
+    every_round = _per_prompt(
+        turns, lambda turn: (sum(turn.drafted.round_lengths), len(turn.drafted.round_lengths))
+    )
     return {
         "spec_bench": per_round,
         "eagle": per_round,
@@ -201,14 +261,22 @@ def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | N
 
 
 def tokens_per_second(generations: Sequence[Generation]) -> float:
-    """Divide the decoded tokens of all rows, up to EOS or the limit and without the prefill's, by the decoding time."""
+    """Divide the decoded tokens of all rows, up to EOS or the limit and without the prefill's,
+    by the decoding time.
+    """
     seconds = sum(_decode_share(generation) for generation in generations)
     return sum(_num_decoded(generation) for generation in generations) / seconds if seconds else 0.0
 
 
 def per_user_tokens_per_second(generations: Sequence[Generation]) -> float:
-    """Average over rows a row's own decoded tokens over the undivided time until its last round ended."""
-    rates = [_num_decoded(generation) / generation.finish_seconds for generation in generations if generation.finish_seconds]
+    """Average over rows a row's own decoded tokens over the undivided time until its last round
+    ended.
+    """
+    rates = [
+        _num_decoded(generation) / generation.finish_seconds
+        for generation in generations
+        if generation.finish_seconds
+    ]
     return float(np.mean(rates)) if rates else 0.0
 
 
@@ -219,7 +287,8 @@ def speedup(turns: Sequence[Turn]) -> float:
 
 
 def predicted_speedup(turns: Sequence[Turn]) -> float | None:
-    """Multiply acceptance length by a row's share of an autoregressive step over that of a round's draft, verify and accept.
+    """Multiply acceptance length by a row's share of an autoregressive step over that of a round's
+    draft, verify and accept.
 
     None where the parts of a round were not timed, as by a server.
     """
@@ -228,7 +297,10 @@ def predicted_speedup(turns: Sequence[Turn]) -> float | None:
     if not steps or not rounds:
         return 0.0
     step = sum(_decode_share(turn.autoregressive) for turn in turns) / steps
-    cycle = sum(_share(turn.drafted, part) for turn in turns for part in ("draft", "verify", "accept")) / rounds
+    cycle = (
+        sum(_share(turn.drafted, part) for turn in turns for part in ("draft", "verify", "accept"))
+        / rounds
+    )
     return pooled_acceptance(turns) * step / cycle if cycle else None
 
 
@@ -256,13 +328,19 @@ def speed_columns(turns: Sequence[Turn]) -> Floats:
 
     def row(turn: Turn) -> tuple[float, ...]:
         pair = (turn.drafted, turn.autoregressive)
-        return tuple(value for generation in pair for value in (_num_decoded(generation), _decode_share(generation)))
+        return tuple(
+            value
+            for generation in pair
+            for value in (_num_decoded(generation), _decode_share(generation))
+        )
 
     return _per_prompt(turns, row)
 
 
 def _per_prompt(turns: Sequence[Turn], row: Callable[[Turn], tuple[float, ...]]) -> Floats:
-    """Sum each prompt's rows [P, C], in the order of ids: turns of one prompt are not independent."""
+    """Sum each prompt's rows [P, C], in the order of ids: turns of one prompt are not
+    independent.
+    """
     rows: dict[str, list[tuple[float, ...]]] = {}
     for turn in turns:
         rows.setdefault(turn.id, []).append(row(turn))
@@ -271,7 +349,13 @@ def _per_prompt(turns: Sequence[Turn], row: Callable[[Turn], tuple[float, ...]])
 
 def acceptance_columns(turns: Sequence[Turn]) -> Floats:
     """Sum tokens and number of each prompt's complete rounds [P, 2]."""
-    return _per_prompt(turns, lambda turn: (sum(turn.drafted.complete_round_lengths), len(turn.drafted.complete_round_lengths)))
+    return _per_prompt(
+        turns,
+        lambda turn: (
+            sum(turn.drafted.complete_round_lengths),
+            len(turn.drafted.complete_round_lengths),
+        ),
+    )
 
 
 def _mean_of_ratios(columns: Floats) -> float:

@@ -1,4 +1,6 @@
-"""The sentences below an evaluation's table: what explains its numbers, and what limits them. All are made of summary.json."""
+"""The sentences below an evaluation's table: what explains its numbers, and what limits them.
+All are made of summary.json.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,24 +29,31 @@ from spectrain.export.trained_length import describe_trained_length
 Summary = dict[str, Any]
 
 EXTENSION_NOTES: dict[str, Callable[[Any], Iterator[str]]] = {}
-"""Sentences of evaluation extensions: the key that an extension adds to summary.json -> the sentences about its value."""
+"""Sentences of evaluation extensions: the key that an extension adds to summary.json -> the
+sentences about its value.
+"""
 
 
 def recommend_system(summary: Summary) -> Iterator[str]:
-    """Say what to decode with and what it gained: the fastest system, if it is faster than decoding without a drafter."""
-    systems = {name: entry for name, entry in list_systems(summary).items() if entry["speedup"] is not None}
+    """Say what to decode with and what it gained: the fastest system, if it is faster than
+    decoding without a drafter.
+    """
+    systems = {
+        name: entry for name, entry in list_systems(summary).items() if entry["speedup"] is not None
+    }
     possible = {name: entry for name, entry in systems.items() if is_possible(entry["speedup"])}
     if len(possible) < 2 or summary.get("server"):
         return
-    fastest, prompts = choose_fastest(summary), summary["setting"]["prompts"]
+    fastest = choose_fastest(summary)
+    prompts = summary["setting"]["prompts"]
     best = max(possible.values(), key=lambda entry: float(entry["speedup"]["ratio"]))
     if fastest == AUTOREGRESSIVE or best["speedup"]["ratio"] <= 1:
         yield f"Use no drafter here: plain decoding is fastest, on {prompts} prompts."
         return
     if fastest is None:
         yield (
-            f"Nothing is recommended: no speedup may be quoted. Fastest as measured: {best['label']}, "
-            f"{format_speedup(best['speedup'])}, on {prompts} prompts."
+            "Nothing is recommended: no speedup may be quoted. Fastest as measured: "
+            f"{best['label']}, {format_speedup(best['speedup'])}, on {prompts} prompts."
         )
         return
     best = systems[fastest]
@@ -60,17 +69,25 @@ def recommend_system(summary: Summary) -> Iterator[str]:
 
 
 def describe_acceptance(summary: Summary) -> Iterator[str]:
-    """Say how good the drafter is in each fixed tree, beside its start, the untrained one and the shipped one."""
+    """Say how good the drafter is in each fixed tree, beside its start, the untrained one and
+    the shipped one.
+    """
     for entry in (summary.get("acceptance") or {}).values():
-        drafters, gain = entry["drafters"], entry["gain"]
+        drafters = entry["drafters"]
+        gain = entry["gain"]
         text = f"Tokens per forward in a fixed tree ({entry['label']}): "
         if gain is None:
             text += format_length_with_ends(drafters[DRAFTER])
         else:
-            before, after = (format_length_with_ends(drafters[name]) for name in (gain["over"], DRAFTER))
+            before, after = (
+                format_length_with_ends(drafters[name]) for name in (gain["over"], DRAFTER)
+            )
             ends = format_interval(gain["ci95"])
             name = "before training" if gain["over"] == START else UNTRAINED
-            text += f"{name} {before}, this drafter {after}: {gain['ratio']:.2f} times{f' (95 % {ends})' if ends else ''}"
+            text += (
+                f"{name} {before}, this drafter {after}: {gain['ratio']:.2f} "
+                f"times{f' (95 % {ends})' if ends else ''}"
+            )
             if gain["over"] == START and UNTRAINED in drafters:
                 text += f"; without the fit {format_length_with_ends(drafters[UNTRAINED])}"
         if "shipped" in drafters:
@@ -85,8 +102,14 @@ def format_length_with_ends(length: Mapping[str, Any]) -> str:
 
 
 def describe_worst_category(entry: Mapping[str, Any]) -> Iterator[str]:
-    """Name the category of prompts with the least speedup of a system, beside the one with the largest."""
-    categories = {name: numbers for name, numbers in entry.get("by_category", {}).items() if numbers["speedup"]}
+    """Name the category of prompts with the least speedup of a system, beside the one with the
+    largest.
+    """
+    categories = {
+        name: numbers
+        for name, numbers in entry.get("by_category", {}).items()
+        if numbers["speedup"]
+    }
     if len(categories) < 2:
         return
     ranked = sorted(categories, key=lambda name: float(categories[name]["speedup"]))
@@ -97,51 +120,76 @@ def describe_worst_category(entry: Mapping[str, Any]) -> Iterator[str]:
         texts.append(f"{name}, {numbers['speedup']:.2f}{f' (95 % {ends})' if ends else ''}")
     ratio = categories[ranked[-1]]["speedup"] / categories[ranked[0]]["speedup"]
     prompts = categories[ranked[0]].get("prompts", 0)
-    yield f"Worst category: {texts[0]} on {prompts} prompts; best: {texts[1]}, {ratio:.1f} times it."
+    yield (
+        f"Worst category: {texts[0]} on {prompts} prompts; best: {texts[1]}, {ratio:.1f} times it."
+    )
 
 
 def explain_numbers(summary: Summary) -> Iterator[str]:
     """Say where the time went, what was accepted, and what the speedup compares with."""
-    setting, limits = summary["setting"], summary.get("bounds", {})
+    setting = summary["setting"]
+    limits = summary.get("bounds", {})
     shares = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
-    batch = f" Tokens/s are of {setting['batch_size']} prompts at once." if setting["batch_size"] > 1 else ""
+    batch = (
+        f" Tokens/s are of {setting['batch_size']} prompts at once."
+        if setting["batch_size"] > 1
+        else ""
+    )
     if batch and summary["speedup"] and not summary["speedup"]["ci95"]:
         batch += " Speedups have no interval, because the prompts of a batch share its time."
     # The numbers at the top of the summary are the drafter's, without retrieval.
     if shares:
         yield f"Time of the drafter's rounds: {shares}.{batch}"
     yield (
-        f"Drafts of the drafter accepted by depth: {format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, "
+        "Drafts of the drafter accepted by depth: "
+        f"{format_rates(summary['acceptance_by_depth'])}. Device {setting['device']}, "
         f"{setting['dtype']}."
     )
     if summary.get("user_times"):
         yield describe_user_times(summary)
     if price := summary.get("price_per_million"):
-        yield f"Price of a million tokens: {price['autoregressive']:.4g} without the drafter, {price['drafted']:.4g} with it."
+        yield (
+            f"Price of a million tokens: {price['autoregressive']:.4g} without the drafter, "
+            f"{price['drafted']:.4g} with it."
+        )
     if joules := summary.get("joules_per_token"):
-        yield f"Joules per token: {joules['autoregressive']:.3g} without the drafter, {joules['drafted']:.3g} with it."
+        yield (
+            f"Joules per token: {joules['autoregressive']:.3g} without the drafter, "
+            f"{joules['drafted']:.3g} with it."
+        )
     if device := summary.get("other_device"):
-        listed = ", ".join(f"{speedup:.2f} at {size}" for size, speedup in device["by_batch"].items())
+        listed = ", ".join(
+            f"{speedup:.2f} at {size}" for size, speedup in device["by_batch"].items()
+        )
         numbers = f"{device['bandwidth']:g} GB/s and {device['tflops']:g} TFLOP/s"
-        yield f"Predicted speedup by prompts at once on a device of {numbers}, with each forward at its lower bound: {listed}."
+        yield (
+            f"Predicted speedup by prompts at once on a device of {numbers}, with each "
+            f"forward at its lower bound: {listed}."
+        )
     yield from _describe_precision(setting)
     if context := setting.get("context"):
         lengths = ", ".join(map(format_length, context["lengths"]))
         yield f"Prompts of {lengths} tokens: {context['description']}, from {context['documents']}."
     for subject, columns in GROUP_COLUMNS:
         if groups := list_groups(columns, [summary]):
-            yield f"Tokens per forward of the drafter by {subject}: {list_lengths(groups, summary)}."
+            yield (
+                f"Tokens per forward of the drafter by {subject}: {list_lengths(groups, summary)}."
+            )
     if (forwards := limits.get("forwards_per_round", 1)) > 1:
         length = summary["acceptance_length"]["pooled"]
-        yield f"A round takes {forwards} forwards of the target, so each gives {length / forwards:.2f} tokens."
+        yield (
+            f"A round takes {forwards} forwards of the target, so each gives "
+            f"{length / forwards:.2f} tokens."
+        )
     yield from _explain_forced(summary.get("forced"))
     if (rules := summary.get("rules")) and rules["better"] == "recursive":
         yield describe_rules(rules, is_used=summary["tree"]["children"] != "deterministic")
     yield from _explain_bounds(limits)
     for name, entry in summary.get("transformers", {}).items():
         yield (
-            f"transformers {name}: {entry['tokens_per_second']:.1f} tokens/s with prefill, {entry['speedup']:.2f} of its plain "
-            f"generate, {entry['tokens_per_forward']:.2f} tokens per forward."
+            f"transformers {name}: {entry['tokens_per_second']:.1f} tokens/s with prefill, "
+            f"{entry['speedup']:.2f} of its plain generate, {entry['tokens_per_forward']:.2f} "
+            "tokens per forward."
         )
     for key, describe in EXTENSION_NOTES.items():
         if summary.get(key):
@@ -154,7 +202,9 @@ def list_lengths(columns: Sequence[Column], entry: Summary) -> str:
     for column in columns:
         if value := column.cell(entry):
             ends = column.interval_cell(entry)
-            texts.append(f"{column.title.removeprefix('text ')} {value}{f' [{ends}]' if ends else ''}")
+            texts.append(
+                f"{column.title.removeprefix('text ')} {value}{f' [{ends}]' if ends else ''}"
+            )
     return ", ".join(texts)
 
 
@@ -162,8 +212,9 @@ def _describe_precision(setting: Summary) -> Iterator[str]:
     """Say that the drafter computes in another type than it was loaded in."""
     if setting.get("drafter_dtype") not in (None, setting["dtype"]):
         yield (
-            f"The drafter's large weights are in {setting['drafter_dtype']}, so other drafts may be accepted than in another "
-            f"engine; eval.drafter_dtype={setting['dtype']} decodes with the drafter as it was loaded."
+            f"The drafter's large weights are in {setting['drafter_dtype']}, so other drafts may "
+            f"be accepted than in another engine; eval.drafter_dtype={setting['dtype']} decodes "
+            "with the drafter as it was loaded."
         )
 
 
@@ -171,13 +222,17 @@ def _explain_forced(forced: Summary | None) -> Iterator[str]:
     """Say how good the drafter is on the target's own text."""
     if not forced:
         return
-    yield f"Correct on the target's own text, by depth: {format_rates(forced['agreement_by_depth'])}."
+    yield (
+        f"Correct on the target's own text, by depth: {format_rates(forced['agreement_by_depth'])}."
+    )
     if "forecast" in forced:
         forecast = forced["forecast"]
         yield (
-            f"There, sampled drafts would be accepted at rates {format_rates(forced['overlap_by_depth'])} (the sum of "
-            f"min(p, q)) and the most likely ones at {format_rates(forced['likeliest_by_depth'])}: {forecast['sampled']:.2f} "
-            f"and {forecast['greedy']:.2f} tokens per forward of a chain of this depth."
+            "There, sampled drafts would be accepted at rates "
+            f"{format_rates(forced['overlap_by_depth'])} (the sum of min(p, q)) and the most "
+            f"likely ones at {format_rates(forced['likeliest_by_depth'])}: "
+            f"{forecast['sampled']:.2f} and {forecast['greedy']:.2f} tokens per forward of a "
+            "chain of this depth."
         )
 
 
@@ -185,7 +240,8 @@ def _explain_bounds(limits: Summary) -> Iterator[str]:
     """Say what the speedup would be with perfect or free drafts."""
     if not limits.get("oracle"):
         return
-    floor, free = limits["autoregressive_of_floor"], limits["zero_cost_draft"]
+    floor = limits["autoregressive_of_floor"]
+    free = limits["zero_cost_draft"]
     yield (
         f"Speedup if every draft were right (chain): {limits['oracle']:.2f}"
         + ("" if free is None else f"; if drafting were free: {free:.2f}")
@@ -196,36 +252,49 @@ def _explain_bounds(limits: Summary) -> Iterator[str]:
 
 def describe_rules(rules: Summary, is_used: bool = False) -> str:
     """Say what sampling the children promises if the drafter is unsure."""
-    match, recursive = rules["match"], rules["recursive"]
+    match = rules["match"]
+    recursive = rules["recursive"]
     return (
-        f"With {rules['children']} children per node, acceptance=match accepts at rates {format_rates(match['kept_by_depth'])} "
-        "by depth, and acceptance=recursive tree.children=without_replacement at "
-        f"{format_rates(recursive['kept_by_depth'])}: "
+        f"With {rules['children']} children per node, acceptance=match accepts at rates "
+        f"{format_rates(match['kept_by_depth'])} by depth, and acceptance=recursive "
+        f"tree.children=without_replacement at {format_rates(recursive['kept_by_depth'])}: "
         + ("the latter was used." if is_used else "use the latter, or acceptance=sample.")
     )
 
 
 def list_caveats(summary: Summary) -> Iterator[str]:
-    """Say what cannot be quoted, what changed the output or the drafter, what was left out, and what was checked."""
+    """Say what cannot be quoted, what changed the output or the drafter, what was left out, and
+    what was checked.
+    """
     setting = summary["setting"]
     yield from describe_noise(summary)
     yield from _describe_quality(summary)
     yield from _describe_trained_target(summary)
-    if sentence := describe_trained_length(setting.get("training"), summary.get("by_text_position", {})):
+    if sentence := describe_trained_length(
+        setting.get("training"), summary.get("by_text_position", {})
+    ):
         yield sentence
     if pruning := summary.get("pruning"):
         yield (
-            f"Pruned after {pruning['layer']} layers by their top {pruning['top_k']}: {pruning['nodes_pruned']:.1%} of the "
-            f"nodes, {pruning['node_layers_saved']:.1%} of the node-layers and {pruning['work_saved']:.1%} of the work of "
-            "verification, with the early head counted."
+            f"Pruned after {pruning['layer']} layers by their top {pruning['top_k']}: "
+            f"{pruning['nodes_pruned']:.1%} of the nodes, {pruning['node_layers_saved']:.1%} of "
+            f"the node-layers and {pruning['work_saved']:.1%} of the work of verification, with "
+            "the early head counted."
         )
     if skipped := setting["drafter"].get("skipped"):
-        yield f"Drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again."
+        yield (
+            f"Drafted without layers {skipped}; "
+            f"drafter.skipped={str(skipped).replace(' ', '')} uses them again."
+        )
     yield from _describe_plain_rounds(summary)
     if guard := summary.get("guard"):
         yield f"Guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not."
     if setting.get("skipped"):
-        yield "Left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()) + "."
+        yield (
+            "Left out: "
+            + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items())
+            + "."
+        )
     if summary["lossless"] is not None:
         yield describe_identity(summary["lossless"])
 
@@ -233,24 +302,38 @@ def list_caveats(summary: Summary) -> Iterator[str]:
 def _describe_plain_rounds(summary: Summary) -> Iterator[str]:
     """Say in how many rounds the systems drafted that may decide not to."""
     deciding = [
-        entry for entry in list_systems(summary).values() if (entry.get("tree") or {}).get("undrafted_share") is not None
+        entry
+        for entry in list_systems(summary).values()
+        if (entry.get("tree") or {}).get("undrafted_share") is not None
     ]
     if parts := [
-        f"{entry['label']} in {entry['drafted_rounds']} of {entry['rounds']}" for entry in deciding if "rounds" in entry
+        f"{entry['label']} in {entry['drafted_rounds']} of {entry['rounds']}"
+        for entry in deciding
+        if "rounds" in entry
     ]:
-        yield f"Rounds that drafted: {'; '.join(parts)}. The others were plain steps, as a draft would not have paid."
+        yield (
+            f"Rounds that drafted: {'; '.join(parts)}. The others were plain steps, as a "
+            "draft would not have paid."
+        )
 
 
 def describe_noise(summary: Summary) -> Iterator[str]:
     """Say why speedups cannot be quoted, and what was done about unsteady times."""
-    entries = [entry for entry in (summary, *summary["compared"].values()) if entry["speedup"] is not None]
+    entries = [
+        entry for entry in (summary, *summary["compared"].values()) if entry["speedup"] is not None
+    ]
     if summary.get("noise", {}).get("repeats", 1) > 1:
-        yield "Times were unsteady, so every pair of runs was decoded again, alternating round by round, and that counts."
+        yield (
+            "Times were unsteady, so every pair of runs was decoded again, alternating round "
+            "by round, and that counts."
+        )
     doubtful = [entry for entry in entries if not entry["speedup"].get("quotable", True)]
     for reason in dict.fromkeys(entry["speedup"]["reason"] for entry in doubtful):
         labels = [entry["label"] for entry in doubtful if entry["speedup"]["reason"] == reason]
         subject = (
-            "Speedups are unreliable here" if len(labels) == len(entries) else f"Unreliable speedup of {', '.join(labels)}"
+            "Speedups are unreliable here"
+            if len(labels) == len(entries)
+            else f"Unreliable speedup of {', '.join(labels)}"
         )
         yield f"? {subject}: {reason}."
 
@@ -258,25 +341,30 @@ def describe_noise(summary: Summary) -> Iterator[str]:
 def _describe_quality(summary: Summary) -> Iterator[str]:
     """Say what drafting changed in the text, and how many answers were right."""
     if drift := summary.get("drift"):
-        before, after = drift["autoregressive"], drift["drafted"]
+        before = drift["autoregressive"]
+        after = drift["drafted"]
         yield (
-            f"Quality by the target's own judgement: perplexity {before['perplexity']:.2f} of its answers, "
-            f"{after['perplexity']:.2f} of the drafted ones; most likely tokens {before['most_likely']:.1%} and "
-            f"{after['most_likely']:.1%}."
+            f"Quality by the target's own judgement: perplexity {before['perplexity']:.2f} of its "
+            f"answers, {after['perplexity']:.2f} of the drafted ones; most likely tokens "
+            f"{before['most_likely']:.1%} and {after['most_likely']:.1%}."
         )
         if "agreement" in drift:
             yield (
-                f"Agreement with decoding without drafts: {drift['same_answers']} of {drift['checked']} answers are the same, "
-                f"and {drift['agreement']:.1%} of its tokens stand before the first difference."
+                f"Agreement with decoding without drafts: {drift['same_answers']} of "
+                f"{drift['checked']} answers are the same, and {drift['agreement']:.1%} of its "
+                "tokens stand before the first difference."
             )
     if task := summary.get("task"):
         if task["checked"]:
             yield (
-                f"Task: {task['drafted']} of {task['checked']} drafted answers right, {task['autoregressive']} of those "
-                "without drafts."
+                f"Task: {task['drafted']} of {task['checked']} drafted answers right, "
+                f"{task['autoregressive']} of those without drafts."
             )
         if task["not_run"]:
-            yield f"Task: {task['not_run']} programs were not run; eval.execute=true runs the model's programs on this machine."
+            yield (
+                f"Task: {task['not_run']} programs were not run; eval.execute=true runs the "
+                "model's programs on this machine."
+            )
 
 
 def _describe_trained_target(summary: Summary) -> Iterator[str]:
@@ -284,9 +372,10 @@ def _describe_trained_target(summary: Summary) -> Iterator[str]:
     if drift := summary.get("target_drift"):
         yield (
             "Drift of the trained target, on the original's greedy answers: perplexity "
-            f"{drift['original']['perplexity']:.2f} before, {drift['trained']['perplexity']:.2f} after; KL from the original "
-            f"{drift['kl']:.3f} nats per token; same most likely token {drift['agreement']:.1%}; {drift['same_answers']} of "
-            f"{drift['checked']} answers the same."
+            f"{drift['original']['perplexity']:.2f} before, {drift['trained']['perplexity']:.2f} "
+            f"after; KL from the original {drift['kl']:.3f} nats per token; same most likely "
+            f"token {drift['agreement']:.1%}; {drift['same_answers']} of {drift['checked']} "
+            "answers the same."
         )
         yield f"The output is that of the trained target in {summary['setting']['target_path']}."
 
@@ -294,12 +383,18 @@ def _describe_trained_target(summary: Summary) -> Iterator[str]:
 def describe_identity(lossless: Summary) -> str:
     """Say whether the outputs are the target's."""
     if lossless["differences"]:
-        return f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}."
+        return (
+            f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from "
+            f"{lossless['reference']}."
+        )
     if not lossless["lossless"]:
         return f"{lossy_warning(lossless['rule'])}."
     if lossless["checked"]:
         ties = len(lossless["near_ties"])
-        return f"The output is identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}."
+        return (
+            f"The output is identical to {lossless['reference']}, rule {lossless['rule']}; "
+            f"near ties: {ties}."
+        )
     return f"{describe_construction(lossless['rule'])}."
 
 

@@ -1,4 +1,6 @@
-"""Decoding with every draft right: the ceiling of a better drafter, and how often the drafter itself would have been right."""
+"""Decoding with every draft right: the ceiling of a better drafter, and how often the drafter
+itself would have been right.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,10 +19,15 @@ class Oracle:
     def __init__(self, first: System, decoder: Decoder) -> None:
         self.decoder = decoder
         self.forced = TeacherForcedBuilder({}, first.builder, first.rule)
-        self.system = System("oracle", "every draft right", first.drafter, self.forced, decoder.rule)
-        # If the drafter decodes in captured rounds, the eager loop counts what is right, and captured rounds give the time.
+        self.system = System(
+            "oracle", "every draft right", first.drafter, self.forced, decoder.rule
+        )
+        # If the drafter decodes in captured rounds, the eager loop counts what is right, and
+        # captured rounds give the time.
         is_eager = decoder.why_eager(first) is not None
-        self.captured = None if is_eager else replace(self.system, builder=PresetChainBuilder(self.forced))
+        self.captured = (
+            None if is_eager else replace(self.system, builder=PresetChainBuilder(self.forced))
+        )
         # Closed if the drafter drafts by itself: nothing can be forced on it.
         self.is_open = True
 
@@ -30,10 +37,16 @@ class Oracle:
         return any(self.forced.counts)
 
     def decode(
-        self, prompts: list[list[int]], limit: int, sequence_ids: list[int], answers: Sequence[Generation]
+        self,
+        prompts: list[list[int]],
+        limit: int,
+        sequence_ids: list[int],
+        answers: Sequence[Generation],
     ) -> list[Generation]:
         """Decode the target's own answers once more."""
-        self.forced.sequences = {key: answer.prompt + answer.output for key, answer in zip(sequence_ids, answers)}
+        self.forced.sequences = {
+            key: answer.prompt + answer.output for key, answer in zip(sequence_ids, answers)
+        }
         decoded = self.decoder(self.system, prompts, limit, sequence_ids)
         if self.captured is not None:
             decoded = self.decoder(self.captured, prompts, limit, sequence_ids)
@@ -41,20 +54,24 @@ class Oracle:
         return decoded
 
     def summary(self, measured: SystemSummary) -> dict[str, Any]:
-        """Return the entry `forced` of summary.json, which compares the drafter on the target's own text with decoding.
+        """Return the entry `forced` of summary.json, which compares the drafter on the target's own
+        text with decoding.
 
-        agreement_by_depth: how often the first child that the rule judges is accepted, EAGLE's n-alpha; depth d reads d - 1 of
-        the drafter's own states and the true tokens.
+        agreement_by_depth: how often the first child that the rule judges is accepted, EAGLE's
+        n-alpha; depth d reads d - 1 of the drafter's own states and the true tokens.
         acceptance_length: what a chain would reach if depths were independent.
-        overlap_by_depth: the sum of min(p, q), how often a sampled token is accepted if p and q have the rule's and the tree's
-        temperatures (p is 1 if the rule samples nothing).
+        overlap_by_depth: the sum of min(p, q), how often a sampled token is accepted if p and q
+        have the rule's and the tree's temperatures (p is 1 if the rule samples nothing).
         likeliest_by_depth: how often both have the same most likely token.
         forecast: the acceptance length of a chain at the rates of either.
         """
         agreement = round_rates([hits[0] for hits in self.forced.hit_rates])
-        overlap, likeliest = self.forced.mean_overlap, self.forced.top1_agreement
+        overlap = self.forced.mean_overlap
+        likeliest = self.forced.top1_agreement
         length = expected_length(agreement)
-        gaps = [accepted - correct for accepted, correct in zip(measured.acceptance_by_depth, agreement)]
+        gaps = [
+            accepted - correct for accepted, correct in zip(measured.acceptance_by_depth, agreement)
+        ]
         return {
             "agreement_by_depth": agreement,
             "gap_by_depth": round_rates(gaps),
@@ -62,7 +79,10 @@ class Oracle:
             "gap": round(measured.acceptance_length.pooled - length, 4),
             "overlap_by_depth": round_rates(overlap),
             "likeliest_by_depth": round_rates(likeliest),
-            "forecast": {"sampled": round(expected_length(overlap), 4), "greedy": round(expected_length(likeliest), 4)},
+            "forecast": {
+                "sampled": round(expected_length(overlap), 4),
+                "greedy": round(expected_length(likeliest), 4),
+            },
         }
 
 

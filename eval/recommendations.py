@@ -49,11 +49,15 @@ class Variant:
 
     @property
     def is_quotable(self) -> bool:
-        """Whether its speedup may be quoted: the machine was quiet, and it is within its tokens per forward."""
+        """Whether its speedup may be quoted: the machine was quiet, and it is within its tokens
+        per forward.
+        """
         return is_quotable(self.entry["speedup"]) and not self.run.is_noisy
 
     def equals(self, other: "Variant") -> bool | None:
-        """Tell whether the 95 % interval of the ratio of the two speedups holds 1; None where there is no interval."""
+        """Tell whether the 95 % interval of the ratio of the two speedups holds 1; None where
+        there is no interval.
+        """
         ends = ratio_interval(self, other)
         return None if ends is None else ends[0] <= 1 <= ends[1]
 
@@ -61,22 +65,32 @@ class Variant:
 def ratio_interval(variant: Variant, other: Variant) -> Interval:
     """Return the 95 % interval of one speedup over the other, prompt by prompt on the same prompts.
 
-    Returns None where either speedup has no interval, for example because prompts that are decoded together share their time.
+    Returns None where either speedup has no interval, for example because prompts that are decoded
+    together share their time.
     """
     if any(each.entry["speedup"]["ci95"] is None for each in (variant, other)):
         return None
-    first, second = variant.run.columns(variant.system), other.run.columns(other.system)
+    first = variant.run.columns(variant.system)
+    second = other.run.columns(other.system)
     if len(first["tokens"]) != len(second["tokens"]):
         return None
     columns = np.stack([part[key] for part in (first, second) for key in SPEED_COLUMNS], axis=-1)
     return interval(columns, (*SPEED_SIGNS, *(-sign for sign in SPEED_SIGNS)))
 
 
-def compare_runs(runs: Sequence[ScoredRun], folder: Path, budget: str | None = None) -> dict[str, Any]:
-    """Return the content of comparison.json; paths in it are relative to `folder`. Raise UserError for unlike runs."""
+def compare_runs(
+    runs: Sequence[ScoredRun], folder: Path, budget: str | None = None
+) -> dict[str, Any]:
+    """Return the content of comparison.json; paths in it are relative to `folder`. Raise
+    UserError for unlike runs.
+    """
     check_same(runs)
     rows = [make_row(run, folder) for run in runs]
-    variants = [Variant(run, system, entry, row) for run, row in zip(runs, rows) for system, entry in run.systems().items()]
+    variants = [
+        Variant(run, system, entry, row)
+        for run, row in zip(runs, rows)
+        for system, entry in run.systems().items()
+    ]
     axes = collect_axes(runs)
     advice = complete_scenarios(recommend(variants), variants, axes)
     return {
@@ -91,31 +105,59 @@ def compare_runs(runs: Sequence[ScoredRun], folder: Path, budget: str | None = N
 def recommend(variants: Sequence[Variant]) -> list[dict[str, str]]:
     """Say for each goal that a user may have which variant to take, and why."""
     engine = ranking_engine([variant.run for variant in variants])
-    untrained = [variant for variant in variants if variant.row["lossless_to"] == "target" and not variant.row["trained"]]
+    untrained = [
+        variant
+        for variant in variants
+        if variant.row["lossless_to"] == "target" and not variant.row["trained"]
+    ]
     variants = [variant for variant in variants if variant.run.engine == engine]
     exact = [variant for variant in variants if variant.row["lossless_to"] == "target"]
     if exact and not any(variant.entry["speedup"] for variant in exact):
         return [make_advice("tokens per forward", advise_length(exact))]
-    variants, exact = ([each for each in part if each.entry["speedup"]] for part in (variants, exact))
+    variants, exact = (
+        [each for each in part if each.entry["speedup"]] for part in (variants, exact)
+    )
     if not exact:
-        return [make_advice("any", ("none", "No drafter leaves the target's output unchanged under this rule."))]
+        return [
+            make_advice(
+                "any", ("none", "No drafter leaves the target's output unchanged under this rule.")
+            )
+        ]
     quotable = [variant for variant in exact if variant.is_quotable]
     if not quotable:
-        return [make_advice("one user", refuse_noisy(exact)), make_advice("tokens per forward", advise_length(exact))]
-    advice = [make_advice("one user", advise_latency(quotable, [variant for variant in variants if variant.is_quotable]))]
+        return [
+            make_advice("one user", refuse_noisy(exact)),
+            make_advice("tokens per forward", advise_length(exact)),
+        ]
+    advice = [
+        make_advice(
+            "one user",
+            advise_latency(quotable, [variant for variant in variants if variant.is_quotable]),
+        )
+    ]
     if any(variant.row["batched"] for variant in exact):
         advice.append(make_advice("many users", advise_throughput(exact)))
     if any(variant.row["extra_memory"] is not None for variant in exact):
         advice.append(make_advice("little memory", advise_memory(quotable)))
     if untrained and any(variant.row["trained"] for variant in exact):
-        without = [variant for variant in untrained if variant.entry["speedup"] and variant.is_quotable]
-        advice.append(make_advice("no training", advise_latency(without, without) if without else refuse_noisy(untrained)))
+        without = [
+            variant for variant in untrained if variant.entry["speedup"] and variant.is_quotable
+        ]
+        advice.append(
+            make_advice(
+                "no training",
+                advise_latency(without, without) if without else refuse_noisy(untrained),
+            )
+        )
     return advice
 
 
 def refuse_noisy(variants: Sequence[Variant]) -> tuple[str, str]:
     """Recommend none of drafters whose speedups may not be quoted, and say why they may not."""
-    reasons = [(variant.run.summary.get("speedup") or variant.entry["speedup"] or {}).get("reason") for variant in variants]
+    reasons = [
+        (variant.run.summary.get("speedup") or variant.entry["speedup"] or {}).get("reason")
+        for variant in variants
+    ]
     reason = next(filter(None, reasons), "none was measured")
     return "none", f"No speedup of them may be quoted: {reason}."
 
@@ -123,8 +165,14 @@ def refuse_noisy(variants: Sequence[Variant]) -> tuple[str, str]:
 def complete_scenarios(
     advice: list[dict[str, str]], variants: Sequence[Variant], axes: dict[str, list[dict[str, Any]]]
 ) -> list[dict[str, str]]:
-    """Add the scenarios that sweeps and categories decide, and name those that nothing was measured for."""
-    exact = {variant.run.name for variant in variants if variant.row["lossless_to"] == "target" and not variant.run.is_noisy}
+    """Add the scenarios that sweeps and categories decide, and name those that nothing was
+    measured for.
+    """
+    exact = {
+        variant.run.name
+        for variant in variants
+        if variant.row["lossless_to"] == "target" and not variant.run.is_noisy
+    }
     swept = {}
     for over, scenario in SCENARIOS.items():
         if lines := [axis for axis in axes.get(over, []) if axis["name"] in exact]:
@@ -139,11 +187,16 @@ def complete_scenarios(
 
 
 def advise_domains(exact: Sequence[Variant]) -> tuple[str, str] | None:
-    """Choose the drafter whose worst category of prompts is fastest; None if there is one category only."""
+    """Choose the drafter whose worst category of prompts is fastest; None if there is one
+    category only.
+    """
 
     def worst(variant: Variant) -> tuple[str, float]:
         categories = variant.entry.get("by_category") or {}
-        return min(((name, float(numbers["speedup"])) for name, numbers in categories.items()), key=lambda pair: pair[1])
+        return min(
+            ((name, float(numbers["speedup"])) for name, numbers in categories.items()),
+            key=lambda pair: pair[1],
+        )
 
     # With eval.context, categories are lengths.
     exact = [variant for variant in exact if not variant.run.eval_setting.get("context")]
@@ -153,8 +206,15 @@ def advise_domains(exact: Sequence[Variant]) -> tuple[str, str] | None:
         return None
     best = max(judged, key=lambda variant: worst(variant)[1])
     category, speedup = worst(best)
-    text = f"Its worst category, {category}, runs at {speedup:.2f}x, the most of all drafters' worst ones."
-    return ("no drafter", f"{best.name} is best: {text[0].lower()}{text[1:]}") if speedup <= 1 else (best.name, text)
+    text = (
+        f"Its worst category, {category}, runs at {speedup:.2f}x, the most of all drafters' "
+        "worst ones."
+    )
+    return (
+        ("no drafter", f"{best.name} is best: {text[0].lower()}{text[1:]}")
+        if speedup <= 1
+        else (best.name, text)
+    )
 
 
 def make_advice(goal: str, choice: tuple[str, str]) -> dict[str, str]:
@@ -163,9 +223,13 @@ def make_advice(goal: str, choice: tuple[str, str]) -> dict[str, str]:
 
 
 def advise_sampling(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:
-    """Advise acceptance=sample if calibration measured that sampling the children accepts more than sample-and-match."""
+    """Advise acceptance=sample if calibration measured that sampling the children accepts more
+    than sample-and-match.
+    """
     rules = {run.name: run.summary["rules"] for run in runs if run.summary.get("rules")}
-    better = {name: forecast for name, forecast in rules.items() if forecast["better"] == "recursive"}
+    better = {
+        name: forecast for name, forecast in rules.items() if forecast["better"] == "recursive"
+    }
     if not better or runs[0].eval_setting["rule"] == "sample":
         return []
     lengths = ", ".join(
@@ -173,46 +237,60 @@ def advise_sampling(runs: Sequence[ScoredRun]) -> list[dict[str, str]]:
         for name, forecast in better.items()
     )
     reason = (
-        "It samples children without replacement where that accepts more. By calibration, tokens per forward rise where "
-        f"drafters are unsure: {lengths}."
+        "It samples children without replacement where that accepts more. By calibration, tokens "
+        f"per forward rise where drafters are unsure: {lengths}."
     )
     return [make_advice("sampling", ("acceptance=sample", reason))]
 
 
 def advise_latency(exact: Sequence[Variant], variants: Sequence[Variant]) -> tuple[str, str]:
-    """Choose the fastest of the variants whose output is the target's, or none if none is faster."""
+    """Choose the fastest of the variants whose output is the target's, or none if none is
+    faster.
+    """
     best = max(exact, key=lambda variant: variant.speedup)
     if best.speedup <= 1:
         longest = max(exact, key=lambda variant: variant.length)
         return "no drafter", (
-            f"No drafter is faster than decoding without one here: the best, {best.name}, reaches {best.speedup:.2f}x. If "
-            f"verifying several tokens costs little more than one, {longest.name} gains most: {longest.length:.2f} tokens per "
-            "forward."
+            f"No drafter is faster than decoding without one here: the best, {best.name}, reaches "
+            f"{best.speedup:.2f}x. If verifying several tokens costs little more than one, "
+            f"{longest.name} gains most: {longest.length:.2f} tokens per forward."
         )
     ends = best.entry["speedup"]["ci95"]
     text = (
-        f"{best.speedup:.2f}x measured{format_ends(ends)}, {_prediction_text(best.entry['speedup']['predicted'])}"
-        f"{best.length:.2f} tokens per forward."
+        f"{best.speedup:.2f}x measured{format_ends(ends)}, "
+        f"{_prediction_text(best.entry['speedup']['predicted'])}{best.length:.2f} tokens per "
+        "forward."
     )
     if ends is None:
-        text += " The gain has no interval: score more prompts, one at a time, before relying on it."
+        text += (
+            " The gain has no interval: score more prompts, one at a time, before relying on it."
+        )
     elif ends[0] <= 1:
         text += " The gain is uncertain: score more prompts before relying on it."
-    rivals = [variant.name for variant in exact if variant.run is not best.run and best.equals(variant)]
+    rivals = [
+        variant.name for variant in exact if variant.run is not best.run and best.equals(variant)
+    ]
     if rivals:
         text += f" Not significantly different on these prompts: {', '.join(rivals)}."
     changed = [variant for variant in variants if variant.row["lossless_to"] == "trained target"]
     fastest = max(changed, key=lambda variant: variant.speedup, default=None)
     if fastest is not None and fastest.speedup > best.speedup and not fastest.equals(best):
-        text += f" {fastest.name} is faster still, {fastest.speedup:.2f}x, but changes the target's output."
+        text += (
+            f" {fastest.name} is faster still, {fastest.speedup:.2f}x, but changes the "
+            "target's output."
+        )
     return best.name, text
 
 
 def advise_length(exact: Sequence[Variant]) -> tuple[str, str]:
-    """Choose the drafter with most tokens per forward, where no speedup was measured or none may be quoted."""
+    """Choose the drafter with most tokens per forward, where no speedup was measured or none may
+    be quoted.
+    """
     longest = max(exact, key=lambda variant: variant.length)
     was_measured = any(variant.entry["speedup"] for variant in exact)
-    missing = "no speedup may be quoted" if was_measured else "nothing was measured without a drafter"
+    missing = (
+        "no speedup may be quoted" if was_measured else "nothing was measured without a drafter"
+    )
     return longest.name, f"{longest.length:.2f} tokens per forward; {missing}."
 
 
@@ -226,34 +304,47 @@ def advise_throughput(exact: Sequence[Variant]) -> tuple[str, str]:
     }
     if not rows:
         size = batches[0].row["batched"]["batch_size"]
-        return "none", f"No speedup with {size} prompts at once may be quoted: the machine was not quiet."
+        return (
+            "none",
+            f"No speedup with {size} prompts at once may be quoted: the machine was not quiet.",
+        )
     name, row = max(rows.items(), key=lambda item: item[1]["batched"]["speedup"]["ratio"])
     batched = row["batched"]
-    ratio, size, label = batched["speedup"]["ratio"], batched["batch_size"], batched["label"]
+    ratio = batched["speedup"]["ratio"]
+    size = batched["batch_size"]
+    label = batched["label"]
     if ratio <= 1:
         return "no drafter", (
-            f"With {size} prompts at once no drafter is faster than decoding without one: the best, {name} ({label}), reaches "
-            f"{ratio:.2f}x."
+            f"With {size} prompts at once no drafter is faster than decoding without one: the "
+            f"best, {name} ({label}), reaches {ratio:.2f}x."
         )
     return f"{name} ({label})", f"{ratio:.2f}x with {size} prompts at once."
 
 
 def advise_memory(exact: Sequence[Variant]) -> tuple[str, str]:
-    """Choose the drafter that adds least memory of those that are faster than decoding without one, and have at least half
-    of the longest's gain in tokens per forward."""
+    """Choose the drafter that adds least memory of those that are faster than decoding without one,
+    and have at least half of the longest's gain in tokens per forward."""
     faster = [variant for variant in exact if variant.speedup > 1]
     if not faster:
-        return "none", "No drafter is faster than decoding without one, so none is worth its memory."
+        return (
+            "none",
+            "No drafter is faster than decoding without one, so none is worth its memory.",
+        )
     longest = max(variant.length for variant in faster)
     good = [
-        variant for variant in faster if variant.length - 1 >= (longest - 1) / 2 and variant.row["extra_memory"] is not None
+        variant
+        for variant in faster
+        if variant.length - 1 >= (longest - 1) / 2 and variant.row["extra_memory"] is not None
     ]
     if not good:
-        return "unknown", "The drafters with the most tokens per forward were scored without their memory."
+        return (
+            "unknown",
+            "The drafters with the most tokens per forward were scored without their memory.",
+        )
     best = min(good, key=lambda variant: (variant.row["extra_memory"], -variant.length))
     return best.name, (
-        f"{best.row['extra_memory'] / 1e6:.1f} MB more than decoding without it, and {best.length:.2f} tokens per forward; the "
-        f"most of all is {longest:.2f}."
+        f"{best.row['extra_memory'] / 1e6:.1f} MB more than decoding without it, and "
+        f"{best.length:.2f} tokens per forward; the most of all is {longest:.2f}."
     )
 
 

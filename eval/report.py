@@ -1,4 +1,6 @@
-"""The tables that `spectrain eval` and `spectrain compare` print, and the Markdown table of a comparison."""
+"""The tables that `spectrain eval` and `spectrain compare` print, and the Markdown table of a
+comparison.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,44 +23,67 @@ from spectrain.eval.columns import (
     list_systems,
 )
 from spectrain.eval.extensions import EvalExtension
-from spectrain.eval.notes import describe_acceptance, explain_numbers, list_caveats, recommend_system
+from spectrain.eval.notes import (
+    describe_acceptance,
+    explain_numbers,
+    list_caveats,
+    recommend_system,
+)
 from spectrain.models.threads import format_threads
 from spectrain.output.console import make_console
 
 WIDTH = 100  # characters of a printed line
-MARKS = {"target": "", "trained target": "*", "nothing": "!"}  # after a run's name: lossless to what
+# after a run's name: lossless to what
+MARKS = {"target": "", "trained target": "*", "nothing": "!"}
 
 
 def open_console() -> Console:
     """Return a console of at most `WIDTH` characters."""
-    return make_console(width=min(WIDTH, make_console().width) if make_console().is_terminal else WIDTH)
+    return make_console(
+        width=min(WIDTH, make_console().width) if make_console().is_terminal else WIDTH
+    )
 
 
 # One evaluation
 
 
 def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = ()) -> None:
-    """Print what to decode with, all systems, then what extensions add and the sentences that explain the numbers."""
-    setting, console = summary["setting"], open_console()
+    """Print what to decode with, all systems, then what extensions add and the sentences that
+    explain the numbers.
+    """
+    setting = summary["setting"]
+    console = open_console()
     for sentence in recommend_system(summary):
         console.print(sentence, style="bold", markup=False, highlight=False)
     for sentence in describe_acceptance(summary):
         console.print(sentence, markup=False, highlight=False)
     precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
     table = Table(
-        title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens"
+        title=(
+            f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, "
+            f"{setting['max_new_tokens']} tokens"
+        )
         + precision,
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0,
-    )  # fmt: skip
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,
+    )
     table.add_column("", overflow="fold")
     for column in SYSTEM_COLUMNS:
-        for title in (column.title.replace(" per ", " per\n"), *(["95 %"] if column.interval else [])):
+        for title in (
+            column.title.replace(" per ", " per\n"),
+            *(["95 %"] if column.interval else []),
+        ):
             table.add_column(title, justify="right", no_wrap=True)
     for entry in (*autoregressive_entries(summary), *list_systems(summary).values()):
         cells = [
             text
             for column in SYSTEM_COLUMNS
-            for text in (column.cell(entry), *([column.interval_cell(entry)] if column.interval else []))
+            for text in (
+                column.cell(entry),
+                *([column.interval_cell(entry)] if column.interval else []),
+            )
         ]
         table.add_row(label_row(entry), *cells)
     console.print(table)
@@ -73,17 +98,28 @@ def print_table(summary: dict[str, Any], extensions: Sequence[EvalExtension] = (
 
 def comparison_columns(table: ComparisonTable) -> tuple[list[Column], list[Column]]:
     """Return the columns of systems and of runs in a table of a comparison."""
-    systems, runs = ([column for column in columns if table in column.shown_in] for columns in (SYSTEM_COLUMNS, RUN_COLUMNS))
+    systems, runs = (
+        [column for column in columns if table in column.shown_in]
+        for columns in (SYSTEM_COLUMNS, RUN_COLUMNS)
+    )
     return systems, runs
 
 
 def comparison_titles(table: ComparisonTable) -> list[str]:
     """Return the titles of a table of a comparison."""
-    return ["drafter", "tree", *(column.title for columns in comparison_columns(table) for column in columns)]
+    return [
+        "drafter",
+        "tree",
+        *(column.title for columns in comparison_columns(table) for column in columns),
+    ]
 
 
-def comparison_cells(run: dict[str, Any], table: ComparisonTable, join: Callable[[str, str], str]) -> Iterator[list[str]]:
-    """Return one line of cells for each system of a run; `join` puts a value and its interval into one cell."""
+def comparison_cells(
+    run: dict[str, Any], table: ComparisonTable, join: Callable[[str, str], str]
+) -> Iterator[list[str]]:
+    """Return one line of cells for each system of a run; `join` puts a value and its interval
+    into one cell.
+    """
     systems, runs = comparison_columns(table)
     for number, entry in enumerate(run["systems"]):
         values = [(column.cell(entry), column.interval_cell(entry)) for column in systems]
@@ -97,16 +133,27 @@ def comparison_cells(run: dict[str, Any], table: ComparisonTable, join: Callable
 
 def print_comparison(comparison: dict[str, Any]) -> None:
     """Print one line for each drafter and tree, then which of them to take."""
-    setting, console = comparison["setting"], open_console()
+    setting = comparison["setting"]
+    console = open_console()
     budget = f", {setting['budget']} each" if setting.get("budget") else ""
     table = Table(
-        title=f"{setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens{budget}; "
-        f"{setting['device']}, {setting['dtype']}",
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
-    )  # fmt: skip
+        title=(
+            f"{setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} "
+            f"tokens{budget}; {setting['device']}, {setting['dtype']}"
+        ),
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for number, title in enumerate(comparison_titles("terminal")):
-        folds, justify = title in ("drafter", "tree", "training"), "right" if number > 1 else "left"
-        lines = title.replace(" per ", " per\n").replace("batched ", "batched\n").replace("trained ", "trained\n")
+        folds = title in ("drafter", "tree", "training")
+        justify = "right" if number > 1 else "left"
+        lines = (
+            title.replace(" per ", " per\n")
+            .replace("batched ", "batched\n")
+            .replace("trained ", "trained\n")
+        )
         table.add_column(lines, justify=justify, overflow="fold", no_wrap=not folds)  # type: ignore[arg-type]
     for row in comparison["rows"]:
         for cells in comparison_cells(row, "terminal", "{}\n{}".format):
@@ -124,16 +171,24 @@ def print_comparison(comparison: dict[str, Any]) -> None:
 def print_advice(console: Console, comparison: dict[str, Any]) -> None:
     """Print the recommendations of a comparison."""
     for advice in comparison["recommendations"]:
-        console.print(Text().append(advice["goal"], "bold").append(f": {advice['choice']}. {advice['because']}"))
+        console.print(
+            Text()
+            .append(advice["goal"], "bold")
+            .append(f": {advice['choice']}. {advice['because']}")
+        )
 
 
 def print_engines(comparison: dict[str, Any]) -> None:
     """Print one line for each engine and its drafts, then which of them to take."""
-    setting, console = comparison["setting"], open_console()
+    setting = comparison["setting"]
+    console = open_console()
     table = Table(
         title=f"{setting['target']}: {setting['max_new_tokens']} tokens per prompt",
-        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
-    )  # fmt: skip
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for title in ("engine", "drafts", "types, threads"):
         table.add_column(title, overflow="fold")
     for title in ENGINE_TITLES:
@@ -147,7 +202,13 @@ def print_engines(comparison: dict[str, Any]) -> None:
     print_advice(console, comparison)
 
 
-ENGINE_TITLES = ("tokens per\nforward", "tokens/s\nplain", "tokens/s\ndrafted", "speedup", "identical")
+ENGINE_TITLES = (
+    "tokens per\nforward",
+    "tokens/s\nplain",
+    "tokens/s\ndrafted",
+    "speedup",
+    "identical",
+)
 
 
 def engine_cells(row: dict[str, Any]) -> Iterator[list[str]]:
@@ -157,7 +218,10 @@ def engine_cells(row: dict[str, Any]) -> Iterator[list[str]]:
     types = f"{engine['weights'] or 'unknown'}, drafter {engine['drafter_dtype'] or 'unknown'}, "
     types += format_threads(engine["threads"])
     for number, entry in enumerate(row["systems"]):
-        stacked = {name: f"{column.cell(entry)}\n{column.interval_cell(entry)}" for name, column in columns.items()}
+        stacked = {
+            name: f"{column.cell(entry)}\n{column.interval_cell(entry)}"
+            for name, column in columns.items()
+        }
         plain = (entry["tokens_per_second"] or {}).get("autoregressive")
         yield [
             *([row["label"], entry["label"], types] if number == 0 else ["", entry["label"], ""]),
@@ -170,11 +234,19 @@ def engine_cells(row: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def position_table(rows: Sequence[dict[str, Any]]) -> Table | None:
-    """Return the tokens per forward of each drafter and tree by position in the text; None without long texts."""
-    columns = list_groups(TEXT_POSITION_COLUMNS, [entry for row in rows for entry in row["systems"]])
+    """Return the tokens per forward of each drafter and tree by position in the text; None
+    without long texts.
+    """
+    columns = list_groups(
+        TEXT_POSITION_COLUMNS, [entry for row in rows for entry in row["systems"]]
+    )
     if not columns:
         return None
-    table = Table(title="tokens per forward by position in the text, in tokens", box=SIMPLE_HEAD, show_edge=False)
+    table = Table(
+        title="tokens per forward by position in the text, in tokens",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+    )
     for title in ("drafter", "tree"):
         table.add_column(title, overflow="fold")
     for column in columns:
@@ -194,26 +266,53 @@ def explain_marks(comparison: dict[str, Any]) -> Iterator[str]:
     yield "report.html shows predicted speedups and memory as well."
     references = {row["lossless_to"] for row in comparison["rows"]}
     if "trained target" in references:
-        yield "* The drafter's training changes the target: outputs are identical to those of the trained one."
+        yield (
+            "* The drafter's training changes the target: outputs are identical to those of "
+            "the trained one."
+        )
     if "nothing" in references:
         yield "! Lossy: the output is not the target's."
-    if any(not (entry["speedup"] or {}).get("quotable", True) for row in comparison["rows"] for entry in row["systems"]):
-        yield "? Not to be quoted: the machine was busy, or the speedup is above the tokens per forward."
+    if any(
+        not (entry["speedup"] or {}).get("quotable", True)
+        for row in comparison["rows"]
+        for entry in row["systems"]
+    ):
+        yield (
+            "? Not to be quoted: the machine was busy, or the speedup is above the tokens per "
+            "forward."
+        )
 
 
 def comparison_markdown(comparison: dict[str, Any]) -> str:
     """Return the table for a README, with its setting."""
-    titles, setting = comparison_titles("markdown"), comparison["setting"]
-    versions = ", ".join(f"{name} {setting['versions'][name]}" for name in ("torch", "transformers"))
+    titles = comparison_titles("markdown")
+    setting = comparison["setting"]
+    versions = ", ".join(
+        f"{name} {setting['versions'][name]}" for name in ("torch", "transformers")
+    )
     training = f"{setting['budget'] or 'finished runs'}, from {setting['data']}"
-    scoring = f"{setting['prompts']} prompts of at most {setting['max_new_tokens']} tokens, rule {setting['rule']}"
+    scoring = (
+        f"{setting['prompts']} prompts of at most {setting['max_new_tokens']} tokens, rule "
+        f"{setting['rule']}"
+    )
     commit = (setting["commit"] or "unknown")[:12]
-    machine = f"{setting['dtype']}, {setting['device']}, {setting['threads']} threads, {versions}, commit {commit}"
+    machine = (
+        f"{setting['dtype']}, {setting['device']}, {setting['threads']} threads, {versions}, "
+        f"commit {commit}"
+    )
     lines = [f"`{setting['target']}`; {training}; {scoring}; {machine}:", ""]
     lines += ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
     for row in comparison["rows"]:
-        lines += ["| " + " | ".join(cells) + " |" for cells in comparison_cells(row, "markdown", "{} [{}]".format)]
+        lines += [
+            "| " + " | ".join(cells) + " |"
+            for cells in comparison_cells(row, "markdown", "{} [{}]".format)
+        ]
     for axes in comparison.get("axes", {}).values():
         lines += ["", axis_markdown([(axis["name"], axis) for axis in axes])]
-    advice = [f"- {item['goal']}: **{item['choice']}**. {item['because']}" for item in comparison["recommendations"]]
-    return "\n".join([*lines, "", *advice, *(f"- {sentence}" for sentence in comparison["caveats"])])
+    advice = [
+        f"- {item['goal']}: **{item['choice']}**. {item['because']}"
+        for item in comparison["recommendations"]
+    ]
+    return "\n".join(
+        [*lines, "", *advice, *(f"- {sentence}" for sentence in comparison["caveats"])]
+    )

@@ -1,7 +1,8 @@
 """Score a drafter by really decoding: the one evaluator of every family.
 
-For every prompt the autoregressive run and the drafted runs follow each other, in an order that rotates, in one engine: same
-kernels, same cache, same stop handling. The reference of the lossless check is computed apart from all of them.
+For every prompt the autoregressive run and the drafted runs follow each other, in an order that
+rotates, in one engine: same kernels, same cache, same stop handling. The reference of the lossless
+check is computed apart from all of them.
 """
 
 import json
@@ -13,7 +14,12 @@ import torch
 
 from spectrain.data.chat import tokenize_question
 from spectrain.decoding.calibration import calibrate_builders, resolve_rule
-from spectrain.decoding.session import check_compatibility, choose_threads, prepare_for_decoding, tune_drafter
+from spectrain.decoding.session import (
+    check_compatibility,
+    choose_threads,
+    prepare_for_decoding,
+    tune_drafter,
+)
 from spectrain.drafters.capabilities import find_datastore
 from spectrain.errors import UserError
 from spectrain.eval.baselines import OWN_STORE, Baselines
@@ -56,7 +62,16 @@ from spectrain.runs.candidate import Candidate
 from spectrain.trees.measurements import Calibration, RuleForecast
 
 # Systems whose trees are calibrated together with the drafter's own.
-CALIBRATED = ("shipped", "untrained", "shipped-tree", "start-tree", "untrained-tree", "static_drafter", "copies", "retrieval")
+CALIBRATED = (
+    "shipped",
+    "untrained",
+    "shipped-tree",
+    "start-tree",
+    "untrained-tree",
+    "static_drafter",
+    "copies",
+    "retrieval",
+)
 MIN_ROOM = 64  # tokens that a calibration prompt leaves free in the context
 
 
@@ -66,9 +81,15 @@ class Evaluation(PromptedEvaluation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, is_given in (("concurrency", self.concurrency != (1,)), ("slo", self.slo is not None)):
+        for key, is_given in (
+            ("concurrency", self.concurrency != (1,)),
+            ("slo", self.slo is not None),
+        ):
             if is_given:
-                raise UserError(f"eval.{key}: it is about a running server; add server=vllm server.url=.., or leave it out")
+                raise UserError(
+                    f"eval.{key}: it is about a running server; add server=vllm server.url=.., or "
+                    "leave it out"
+                )
         if self.execute:
             check_execution(list(self._references.values()))
 
@@ -76,8 +97,8 @@ class Evaluation(PromptedEvaluation):
         target.require_layers("scoring with this engine (eval=none leaves it out of a training)")
         if self.drafter_dtype not in ("auto", dtype := str(target.dtype).removeprefix("torch.")):
             raise UserError(
-                f"eval.drafter_dtype={self.drafter_dtype}: a drafter computes in the target's type; use "
-                f"eval.drafter_dtype={dtype}, or add target.dtype={self.drafter_dtype}"
+                f"eval.drafter_dtype={self.drafter_dtype}: a drafter computes in the target's "
+                f"type; use eval.drafter_dtype={dtype}, or add target.dtype={self.drafter_dtype}"
             )
         super().check_prompts(target)
 
@@ -86,7 +107,9 @@ class Evaluation(PromptedEvaluation):
         return [*self.extra_extensions(), self._baselines()]
 
     def _baselines(self) -> Baselines:
-        return Baselines(self.baseline_names(), self.assistant, self.exit_layer, self.store, self.chosen)
+        return Baselines(
+            self.baseline_names(), self.assistant, self.exit_layer, self.store, self.chosen
+        )
 
     def baseline_names(self) -> list[str]:
         """Return the systems of `eval.baselines` to decode."""
@@ -97,17 +120,24 @@ class Evaluation(PromptedEvaluation):
         return []
 
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
-        """Decode every prompt with every system, write the results to `folder`, print the table, and return summary.json."""
-        extensions, limit = self.extensions(), self._make_limit()
+        """Decode every prompt with every system, write the results to `folder`, print the table,
+        and return summary.json.
+        """
+        extensions = self.extensions()
+        limit = self._make_limit()
         changes_drafter = any(extension.changes_drafter for extension in extensions)
         requested_rule = candidate.rule.name
         candidate, rule_forecast = self._prepare(candidate, extensions)
         if self.puts_chain_first(candidate) and not changes_drafter:
-            candidate = replace(candidate, builder=make_chain(candidate.builder), default_builder=candidate.builder)
+            candidate = replace(
+                candidate, builder=make_chain(candidate.builder), default_builder=candidate.builder
+            )
         systems, calibration = self._make_systems(candidate, extensions)
         decoder = self._make_decoder(candidate.target, systems[0])
         oracle = Oracle(systems[0], decoder) if self.oracle else None
-        decoding = Interleaving(decoder, systems, extensions, oracle, self.max_new_tokens, self.batch_size, limit)
+        decoding = Interleaving(
+            decoder, systems, extensions, oracle, self.max_new_tokens, self.batch_size, limit
+        )
         decoding.run(self.chosen)
         if limit is not None:
             self._leave_out(decoding.num_prompts, limit)
@@ -115,7 +145,11 @@ class Evaluation(PromptedEvaluation):
         results = self._measure(candidate, decoding, folder)
         folder.mkdir(parents=True, exist_ok=True)
         sections: dict[str, Any] = {}
-        forecasts = (rule_forecast, oracle.forced.rule_forecast if oracle else None, calibration.rules if calibration else None)
+        forecasts = (
+            rule_forecast,
+            oracle.forced.rule_forecast if oracle else None,
+            calibration.rules if calibration else None,
+        )
         if forecast := next((forecast for forecast in forecasts if forecast is not None), None):
             sections["rules"] = forecast.summary()
         limits = self._measure_limits(results, oracle)
@@ -130,7 +164,9 @@ class Evaluation(PromptedEvaluation):
         return summary
 
     def _make_limit(self) -> TimeLimit | None:
-        """Start the clock of a score with a limit of time, and let the categories of its prompts take turns."""
+        """Start the clock of a score with a limit of time, and let the categories of its prompts
+        take turns.
+        """
         if self.max_minutes is None:
             return None
         self.chosen = take_turns(self.chosen)
@@ -147,9 +183,16 @@ class Evaluation(PromptedEvaluation):
         """Return a row of values for each system of a summary, for trackers."""
         return tracked_systems(summary)
 
-    def _prepare(self, candidate: Candidate, extensions: list[EvalExtension]) -> tuple[Candidate, RuleForecast | None]:
-        """Check the candidate, move it to the target's device, tune it, and choose a rule if it is left open."""
-        target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
+    def _prepare(
+        self, candidate: Candidate, extensions: list[EvalExtension]
+    ) -> tuple[Candidate, RuleForecast | None]:
+        """Check the candidate, move it to the target's device, tune it, and choose a rule if it
+        is left open.
+        """
+        target = candidate.target
+        drafter = candidate.drafter
+        builder = candidate.builder
+        rule = candidate.rule
         check_compatibility(drafter.capabilities, builder, rule)
         for extension in extensions:
             extension.check(candidate)
@@ -162,29 +205,40 @@ class Evaluation(PromptedEvaluation):
         tune_drafter(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
         forecast = None
         if rule.is_unresolved and not self.varies_trees:
-            rule, builder, forecast = resolve_rule(target, drafter, builder, rule, lambda: self._calibration_prompts(target))
+            rule, builder, forecast = resolve_rule(
+                target, drafter, builder, rule, lambda: self._calibration_prompts(target)
+            )
         elif rule.is_unresolved:
             # This rule is valid for trees of every kind.
             rule = rule.matching_rule()
         return replace(candidate, rule=rule, builder=builder), forecast
 
     def puts_chain_first(self, candidate: Candidate) -> bool:
-        """Tell whether the numbers at the top are those of a chain of 3, in place of the drafter's own tree.
+        """Tell whether the numbers at the top are those of a chain of 3, in place of the drafter's
+        own tree.
 
-        They are if no tree was requested, or one that may draft nothing: its tokens per forward would not be the drafter's.
+        They are if no tree was requested, or one that may draft nothing: its tokens per forward
+        would not be the drafter's.
         """
         own = candidate.builder
         if self.varies_trees or (own.is_chain and own.depth == 3 and own.is_fixed):
             return False
         return self.measured or own.decides_to_draft
 
-    def _make_systems(self, candidate: Candidate, extensions: list[EvalExtension]) -> tuple[list[System], Calibration | None]:
+    def _make_systems(
+        self, candidate: Candidate, extensions: list[EvalExtension]
+    ) -> tuple[list[System], Calibration | None]:
         """Return the systems to decode, the drafter with its tree first, all of them prepared."""
         target, drafter, builder = candidate.target, candidate.drafter, candidate.builder
-        first = System(DRAFTER, f"drafter, {describe_tree(builder)}", drafter, builder, candidate.rule)
+        first = System(
+            DRAFTER, f"drafter, {describe_tree(builder)}", drafter, builder, candidate.rule
+        )
         for extension in extensions:
             first = extension.adapt_system(candidate, first)
-        systems = [first, *(system for extension in extensions for system in extension.systems(candidate, first))]
+        systems = [
+            first,
+            *(system for extension in extensions for system in extension.systems(candidate, first)),
+        ]
         for system in systems:
             prepare_for_decoding(system.drafter, target, low_precision=self.drafter_dtype == "auto")
         for extension in extensions:
@@ -192,7 +246,9 @@ class Evaluation(PromptedEvaluation):
         return systems, self._calibrate(target, systems)
 
     def _make_decoder(self, target: Target, first: System) -> Decoder:
-        """Return one engine for the drafter and what it is compared with: if it cannot be captured, nothing is."""
+        """Return one engine for the drafter and what it is compared with: if it cannot be
+        captured, nothing is.
+        """
         rule = first.rule.matching_rule()
         decoder = Decoder(target, rule, self.engine)
         reason = decoder.why_eager(first)
@@ -201,19 +257,26 @@ class Evaluation(PromptedEvaluation):
         if reason is None:
             return decoder
         if decoder.prefers_capture:
-            make_console(stderr=True).print(f"The drafter and all baselines run in the eager loop: {reason}.")
+            make_console(stderr=True).print(
+                f"The drafter and all baselines run in the eager loop: {reason}."
+            )
         return Decoder(target, rule)
 
     def _measure(self, candidate: Candidate, decoding: Interleaving, folder: Path) -> Results:
         """Compute the numbers of every system."""
         decoder, turns, target = decoding.decoder, decoding.turns, candidate.target
         self._refuse_answers(decoding, target)
-        noise = Noise(baseline_jitter(turns[DRAFTER]), machine_load(target.device), decoding.repeats)
+        noise = Noise(
+            baseline_jitter(turns[DRAFTER]), machine_load(target.device), decoding.repeats
+        )
         summaries = {}
         for system in decoding.systems:
-            answers, reason = turns[system.name], decoder.why_eager(system)
+            answers = turns[system.name]
+            reason = decoder.why_eager(system)
             is_eager = decoder.prefers_capture and reason is not None
-            numbers = measure_system(answers, system.builder.is_chain, target.template, self.batch_size > 1)
+            numbers = measure_system(
+                answers, system.builder.is_chain, target.template, self.batch_size > 1
+            )
             numbers["speedup"] = judge_speedup(numbers["speedup"], answers, noise)
             summaries[system.name] = SystemSummary(
                 **numbers,
@@ -222,7 +285,10 @@ class Evaluation(PromptedEvaluation):
                 engine="captured" if reason is None else "eager",
                 eager_because=reason if is_eager else None,
                 not_run={**decoder.fallback.failures} or None,
-                user_times={"bound_ms": self.bound_ms, **compare_user_times(answers, self.bound_ms)},
+                user_times={
+                    "bound_ms": self.bound_ms,
+                    **compare_user_times(answers, self.bound_ms),
+                },
                 joules_per_token=decoding.joules_per_token(system.name),
                 price_per_million=price_tokens(numbers["tokens_per_second"], self.price_per_hour),
                 pruning=None
@@ -241,7 +307,9 @@ class Evaluation(PromptedEvaluation):
         return Results(candidate, systems, turns, summaries, folder)
 
     def _refuse_answers(self, decoding: Interleaving, target: Target) -> None:
-        """Refuse a store that holds an answer; leave out systems that copied from the run's own such store."""
+        """Refuse a store that holds an answer; leave out systems that copied from the run's own
+        such store.
+        """
         for system in list(decoding.systems):
             if (store := find_datastore(system.drafter)) is None:
                 continue
@@ -255,7 +323,8 @@ class Evaluation(PromptedEvaluation):
 
     def _measure_limits(self, results: Results, oracle: Oracle | None) -> dict[str, Any]:
         """Measure what limits the speedup, and what drafting changed in the text."""
-        candidate, answers = results.candidate, results.turns[DRAFTER]
+        candidate = results.candidate
+        answers = results.turns[DRAFTER]
         limits: dict[str, Any] = {}
         has_forced = oracle is not None and oracle.rolled_out
         if oracle is not None and has_forced:
@@ -263,7 +332,9 @@ class Evaluation(PromptedEvaluation):
         ceiling = results.turns[ORACLE] if has_forced else []
         limits["bounds"] = speedup_limits(candidate.target, candidate.drafter, answers, ceiling)
         if self.other_device is not None:
-            limits["other_device"] = predict_device(candidate.target, candidate.drafter, answers, self.other_device)
+            limits["other_device"] = predict_device(
+                candidate.target, candidate.drafter, answers, self.other_device
+            )
         if not candidate.rule.lossless or self.quality:
             # Compare answers token by token if the rule should not change them.
             is_deterministic = not candidate.rule.matching_rule().is_random
@@ -274,17 +345,30 @@ class Evaluation(PromptedEvaluation):
 
     @property
     def _references(self) -> dict[str, Reference]:
-        return {prompt.id: prompt.reference for prompt in self.chosen if prompt.reference is not None}
+        return {
+            prompt.id: prompt.reference for prompt in self.chosen if prompt.reference is not None
+        }
 
     def _measure_costs(self, results: Results) -> dict[str, Any]:
         """Measure memory, what training did to the target, and the quality of early exits."""
-        candidate, answers = results.candidate, results.turns[DRAFTER]
-        decoding = candidate.target, candidate.drafter, candidate.builder, candidate.rule, answers[0].drafted.prompt
-        return {"memory": extra_memory(*decoding)} | judge_target(candidate, answers, self.max_new_tokens, results.folder)
+        candidate = results.candidate
+        answers = results.turns[DRAFTER]
+        decoding = (
+            candidate.target,
+            candidate.drafter,
+            candidate.builder,
+            candidate.rule,
+            answers[0].drafted.prompt,
+        )
+        return {"memory": extra_memory(*decoding)} | judge_target(
+            candidate, answers, self.max_new_tokens, results.folder
+        )
 
     def _describe_setting(self, results: Results, decoding: Interleaving) -> dict[str, Any]:
         """Return what the numbers depend on."""
-        candidate, drafter, summary = results.candidate, results.candidate.drafter, results.summaries[DRAFTER]
+        candidate = results.candidate
+        drafter = results.candidate.drafter
+        summary = results.summaries[DRAFTER]
         choices = decoding.decoder.thread_choices()
         return {
             **candidate.setting,
@@ -303,18 +387,28 @@ class Evaluation(PromptedEvaluation):
             "drafter": {**candidate.setting.get("drafter", {}), **drafter.saved.settings},
         }
 
-    def _write(self, results: Results, summary: dict[str, Any], calibration: Calibration | None) -> None:
-        """Write the files of an evaluation; summary.json comes after the others and says that all are there."""
-        folder, answers = results.folder, results.turns[DRAFTER]
+    def _write(
+        self, results: Results, summary: dict[str, Any], calibration: Calibration | None
+    ) -> None:
+        """Write the files of an evaluation; summary.json comes after the others and says that
+        all are there.
+        """
+        folder = results.folder
+        answers = results.turns[DRAFTER]
         turns = {system.name: results.turns[system.name] for system in results.systems}
-        write_lines(folder / "samples.jsonl", [sample_line(turn, results.candidate.target.template) for turn in answers])
+        write_lines(
+            folder / "samples.jsonl",
+            [sample_line(turn, results.candidate.target.template) for turn in answers],
+        )
         write_rounds(folder / "rounds.parquet", turns)
         write_prompts(folder / "prompts.parquet", turns)
         if calibration is not None:
             calibration.save(folder / "calibration.json")
         if self.report:
             texts = {prompt.id: prompt.questions[0] for prompt in self.chosen}
-            drafts = record_drafts(results.candidate.target, results.systems[0], answers, texts, self.max_new_tokens)
+            drafts = record_drafts(
+                results.candidate.target, results.systems[0], answers, texts, self.max_new_tokens
+            )
             write_lines(folder / "drafts.jsonl", drafts)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         if self.report:
@@ -322,20 +416,32 @@ class Evaluation(PromptedEvaluation):
 
     def _calibrate(self, target: Target, systems: list[System]) -> Calibration | None:
         """Prepare every builder that needs it; return what was measured for the drafter's own."""
-        first, calibration = systems[0], None
-        builders = [system.builder for system in systems if system.drafter is first.drafter or system.name in CALIBRATED]
+        first = systems[0]
+        calibration = None
+        builders = [
+            system.builder
+            for system in systems
+            if system.drafter is first.drafter or system.name in CALIBRATED
+        ]
         # Hit rates depend on how children are chosen.
         for children in dict.fromkeys(builder.children for builder in builders):
             group = [builder for builder in builders if builder.children == children]
             if any(builder.requirements for builder in group):
                 prompts = self._calibration_prompts(target)
-                longest = max(len(prompt.tokenize_for(target)) for prompt in self.chosen) + self.max_new_tokens
-                measured = calibrate_builders(target, first.drafter, group, first.rule, prompts, max_text_tokens=longest)
+                longest = (
+                    max(len(prompt.tokenize_for(target)) for prompt in self.chosen)
+                    + self.max_new_tokens
+                )
+                measured = calibrate_builders(
+                    target, first.drafter, group, first.rule, prompts, max_text_tokens=longest
+                )
                 calibration = measured if children == first.builder.children else calibration
         return calibration
 
     def _calibration_prompts(self, target: Target) -> list[list[int]]:
-        """Return openings of the embedded conversations, or of the prompts that eval.calibration names."""
+        """Return openings of the embedded conversations, or of the prompts that eval.calibration
+        names.
+        """
         if self.calibration is not None:
             prompts = read_prompts(self.calibration, self.calibration_limit).prompts
             tokens = [prompt.tokenize_for(target) for prompt in prompts]
@@ -343,5 +449,9 @@ class Evaluation(PromptedEvaluation):
             from spectrain.data.readers import EmbeddedReader
 
             conversations = EmbeddedReader(limit=self.calibration_limit).load_conversations()
-            tokens = [tokenize_question(target.template, conversation) for conversation in conversations]
-        return [prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length] or tokens[:1]
+            tokens = [
+                tokenize_question(target.template, conversation) for conversation in conversations
+            ]
+        return [
+            prompt for prompt in tokens if len(prompt) + MIN_ROOM <= target.max_length
+        ] or tokens[:1]

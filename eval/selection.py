@@ -11,20 +11,25 @@ from spectrain.models.target import Target
 
 @dataclass
 class PromptedEvaluation(EvalSettings):
-    """An evaluation with its prompts: `chosen`, and in `skipped` the numbers of those left out, by reason."""
+    """An evaluation with its prompts: `chosen`, and in `skipped` the numbers of those left out,
+    by reason.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         prompts = read_prompts(self.prompts, self.limit, self.categories)
         self.prompts_read = prompts
-        self.chosen, self.skipped = prompts.prompts, Counter(prompts.skipped)
+        self.chosen = prompts.prompts
+        self.skipped = Counter(prompts.skipped)
 
     def check_prompts(self, target: Target) -> None:
-        """Extend the prompts to the lengths of eval.context. Leave out those that do not fit the target's context with their
-        answer, and raise UserError if none fits."""
+        """Extend the prompts to the lengths of eval.context. Leave out those that do not fit the
+        target's context with their answer, and raise UserError if none fits."""
         if self.context_filler is not None:
             self.context_filler.check_fit(target, self.max_new_tokens)
-            self.chosen, omitted = self.context_filler.fill_prompts(self.prompts_read.prompts, target)
+            self.chosen, omitted = self.context_filler.fill_prompts(
+                self.prompts_read.prompts, target
+            )
             self.skipped = Counter(self.prompts_read.skipped) + Counter(omitted)
         lengths = [len(prompt.tokenize_for(target)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
@@ -32,10 +37,12 @@ class PromptedEvaluation(EvalSettings):
         if not fitting:
             raise UserError(
                 f"eval.prompts: the shortest prompt has {min(lengths)} tokens and, with "
-                f"eval.max_new_tokens={self.max_new_tokens}, none fits the context of {target.name} ({target.max_length} "
-                "tokens); shorten one of them"
+                f"eval.max_new_tokens={self.max_new_tokens}, none fits the context of "
+                f"{target.name} ({target.max_length} tokens); shorten one of them"
             )
         if len(fitting) < len(self.chosen):
             self.skipped["too long"] = len(self.chosen) - len(fitting)
             self.chosen = fitting
-        self.skipped |= Counter(reason for prompt in self.chosen for reason in prompt.list_unrendered(target))
+        self.skipped |= Counter(
+            reason for prompt in self.chosen for reason in prompt.list_unrendered(target)
+        )

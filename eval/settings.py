@@ -11,89 +11,112 @@ from spectrain.eval.baselines import COPYING, DEFAULT_BASELINES, OURS, OWN_STORE
 from spectrain.eval.context import ContextFiller, ContextMethod
 
 DrafterDtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""auto packs large weights of drafters into fewer bits on a CPU; a type computes with drafters as they were loaded."""
+"""auto packs large weights of drafters into fewer bits on a CPU; a type computes with drafters
+as they were loaded.
+"""
 ServingEngine = Literal["auto", "openvino", "llamacpp", "vllm"]
 
 
 @dataclass
 class EvalSettings:
-    """Settings of an evaluation: the prompts, the engine, the systems to compare, and what else to measure."""
+    """Settings of an evaluation: the prompts, the engine, the systems to compare, and what else
+    to measure.
+    """
 
     # Name of the folder under eval/ that receives the result.
     name: FolderName = "heldout"
-    # Prompts to score: a file or the name of a known benchmark; null uses the held-out prompts that ship with the project.
+    # Prompts to score: a file or the name of a known benchmark; null uses the held-out prompts that
+    # ship with the project.
     prompts: str | None = None
     # Prompt categories to score; null scores all of them.
     categories: list[str] | None = None
     # Largest number of prompts, taken from all categories in turn; null scores every prompt.
     limit: int | None = None
-    # Lengths in tokens that every prompt is extended to by documents before its question, as in [1k,4k,16k] or 4k, where k is
-    # 1,024. Null takes the prompts as they are.
+    # Lengths in tokens that every prompt is extended to by documents before its question, as in
+    # [1k,4k,16k] or 4k, where k is 1,024. Null takes the prompts as they are.
     context: tuple[int | str, ...] | int | str | None = None
-    # With eval.context, how documents precede the question: concatenated takes different ones, repeated repeats one, and needle
-    # takes different ones and asks for a sentence among them in place of the prompt's own question.
+    # With eval.context, how documents precede the question: concatenated takes different ones,
+    # repeated repeats one, and needle takes different ones and asks for a sentence among them in
+    # place of the prompt's own question.
     context_method: ContextMethod = "concatenated"
-    # With eval.context, a file or a folder of texts to take the documents from; null takes the embedded conversations.
+    # With eval.context, a file or a folder of texts to take the documents from; null takes the
+    # embedded conversations.
     documents: str | None = None
-    # Minutes that a score may take, from the search for trees to the report: as many prompts are decoded as fit, at least four,
-    # and categories take turns. Null decodes all prompts.
+    # Minutes that a score may take, from the search for trees to the report: as many prompts are
+    # decoded as fit, at least four, and categories take turns. Null decodes all prompts.
     max_minutes: float | None = None
-    # Engine for CPUs in which the drafter is scored as well, after all other scoring: openvino, llamacpp, vllm, or auto for the
-    # first of these that is installed and serves the drafter. Null scores it in none.
+    # Engine for CPUs in which the drafter is scored as well, after all other scoring: openvino,
+    # llamacpp, vllm, or auto for the first of these that is installed and serves the drafter. Null
+    # scores it in none.
     serve_in: ServingEngine | None = None
     # Largest number of tokens that one answer may have.
     max_new_tokens: int = 128
     # Number of prompts that are decoded together.
     batch_size: int = 1
-    # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped, untrained, ngram, retrieval
-    # and those of installed packages; transformers decodes generate, prompt_lookup, assistant and early_exit. With fixed, the
-    # drafter, its start, the untrained and the shipped one are also decoded in the same fixed trees, without times: a chain of
-    # 3 and 16 nodes.
+    # Systems to score next to the drafter. This engine decodes own, auto, copies, chain, shipped,
+    # untrained, ngram, retrieval and those of installed packages; transformers decodes generate,
+    # prompt_lookup, assistant and early_exit. With fixed, the drafter, its start, the untrained and
+    # the shipped one are also decoded in the same fixed trees, without times: a chain of 3 and 16
+    # nodes.
     baselines: tuple[str, ...] = DEFAULT_BASELINES
-    # Score a chain of 3 first, and the drafter's own tree and tree=auto as further systems. Default of train, eval and compare:
-    # true if no tree= is given.
+    # Score a chain of 3 first, and the drafter's own tree and tree=auto as further systems. Default
+    # of train, eval and compare: true if no tree= is given.
     measured: bool = False
-    # Store that the baselines copies and retrieval copy from, in addition to the text: own is the answers in a run's training
-    # data, any other value is a folder that spectrain data index wrote, and null is no store.
+    # Store that the baselines copies and retrieval copy from, in addition to the text: own is the
+    # answers in a run's training data, any other value is a folder that spectrain data index wrote,
+    # and null is no store.
     store: str | None = OWN_STORE
-    # Compare every output with its reference and, of a server that serves a run, every round with our own chain's.
+    # Compare every output with its reference and, of a server that serves a run, every round with
+    # our own chain's.
     check: bool = True
-    # Measure perplexity, agreement and the task score for a lossless rule too; a lossy rule always reports them.
+    # Measure perplexity, agreement and the task score for a lossless rule too; a lossy rule always
+    # reports them.
     quality: bool = False
-    # Run the programs that answer eval.prompts=humaneval on this machine, as this user, to score them.
+    # Run the programs that answer eval.prompts=humaneval on this machine, as this user, to score
+    # them.
     execute: bool = False
     # Decode once more with every draft correct, as the upper bound for a better drafter.
     oracle: bool = True
-    # Write report.html with example drafts, and measure what drafting adds to memory and what training changed in the target.
+    # Write report.html with example drafts, and measure what drafting adds to memory and what
+    # training changed in the target.
     report: bool = True
-    # Engine of all systems: captured replays rounds as CUDA graphs, eager runs them one by one, and auto captures on a GPU.
+    # Engine of all systems: captured replays rounds as CUDA graphs, eager runs them one by one, and
+    # auto captures on a GPU.
     engine: EngineChoice = "auto"
-    # Type in which drafters compute. auto takes the target's type, except that a CPU multiplies large weights in 8 bits or in
-    # bfloat16 where it can. The name of the target's type computes with the drafters as they were loaded, as other engines do.
+    # Type in which drafters compute. auto takes the target's type, except that a CPU multiplies
+    # large weights in 8 bits or in bfloat16 where it can. The name of the target's type computes
+    # with the drafters as they were loaded, as other engines do.
     drafter_dtype: DrafterDtype = "auto"
-    # Number of times to decode every pair of runs where times are unsteady; later repetitions interleave the two systems
-    # round by round.
+    # Number of times to decode every pair of runs where times are unsteady; later repetitions
+    # interleave the two systems round by round.
     repeats: int = 2
-    # Prompts on which trees are searched and timed; null uses openings of the embedded conversations.
+    # Prompts on which trees are searched and timed; null uses openings of the embedded
+    # conversations.
     calibration: str | None = None
     # Largest number of prompts for searching and timing trees.
     calibration_limit: int = 8
-    # Directory of the model that the assistant baseline drafts with; null is allowed without that baseline.
+    # Directory of the model that the assistant baseline drafts with; null is allowed without that
+    # baseline.
     assistant: str | None = None
-    # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit layer.
+    # Number of layers that the early_exit baseline drafts with; null uses the drafter's own exit
+    # layer.
     exit_layer: int | None = None
-    # Longest time between two tokens that a reader accepts, in milliseconds. Without a server, the share of the times within it
-    # is reported, and goodput counts the answers that keep it in 95 % of their tokens.
+    # Longest time between two tokens that a reader accepts, in milliseconds. Without a server, the
+    # share of the times within it is reported, and goodput counts the answers that keep it in 95 %
+    # of their tokens.
     bound_ms: float = 50.0
-    # Price of an hour of this machine, from which the price of a million tokens is computed; null computes none.
+    # Price of an hour of this machine, from which the price of a million tokens is computed; null
+    # computes none.
     price_per_hour: float | None = None
-    # Device to predict the speedup on, by its memory's gigabytes per second and its 10^12 operations per second in the target's
-    # type, as in {bandwidth: 3350, tflops: 989}; null predicts none.
+    # Device to predict the speedup on, by its memory's gigabytes per second and its 10^12
+    # operations per second in the target's type, as in {bandwidth: 3350, tflops: 989}; null
+    # predicts none.
     other_device: dict[str, float] | None = None
-    # With a server: numbers of requests at the same time, each of which is measured with every prompt.
+    # With a server: numbers of requests at the same time, each of which is measured with every
+    # prompt.
     concurrency: tuple[int, ...] = (1,)
-    # With a server: limits of the time to the first token and of the time per later token, as in {ttft: 500ms, itl: 50ms}.
-    # The share of requests within them is reported. Null reports none.
+    # With a server: limits of the time to the first token and of the time per later token, as in
+    # {ttft: 500ms, itl: 50ms}. The share of requests within them is reported. Null reports none.
     slo: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
@@ -104,18 +127,33 @@ class EvalSettings:
             if (value := getattr(self, key)) is not None and not value > 0:
                 raise UserError(f"eval.{key}={value}: use more than 0")
         device = self.other_device
-        if device is not None and (set(device) != {"bandwidth", "tflops"} or min(device.values()) <= 0):
-            raise UserError(f"eval.other_device={device}: give both numbers, as in {{bandwidth: 3350, tflops: 989}}")
+        if device is not None and (
+            set(device) != {"bandwidth", "tflops"} or min(device.values()) <= 0
+        ):
+            raise UserError(
+                f"eval.other_device={device}: give both numbers, as in {{bandwidth: 3350, tflops: "
+                f"989}}"
+            )
         for level in self.concurrency:
             refuse_below("concurrency", level, 1)
         if self.engine not in get_args(EngineChoice):
-            raise UserError(f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}")
+            raise UserError(
+                f"eval.engine={self.engine}: choose from {', '.join(get_args(EngineChoice))}"
+            )
         if self.serve_in not in (None, *get_args(ServingEngine)):
-            raise UserError(f"eval.serve_in={self.serve_in}: choose from {', '.join(get_args(ServingEngine))}")
+            raise UserError(
+                f"eval.serve_in={self.serve_in}: choose from {', '.join(get_args(ServingEngine))}"
+            )
         if self.drafter_dtype not in get_args(DrafterDtype):
-            raise UserError(f"eval.drafter_dtype={self.drafter_dtype}: choose from {', '.join(get_args(DrafterDtype))}")
+            raise UserError(
+                f"eval.drafter_dtype={self.drafter_dtype}: choose from "
+                f"{', '.join(get_args(DrafterDtype))}"
+            )
         for name in self.baselines:
-            if name not in (*OURS, *TRANSFORMERS) and (missing := explain_missing("drafter", name)) is not None:
+            if (
+                name not in (*OURS, *TRANSFORMERS)
+                and (missing := explain_missing("drafter", name)) is not None
+            ):
                 raise UserError(f"eval.baselines: {missing}")
         refuse_unknown("baselines", self.baselines, (*OURS, *TRANSFORMERS))
         self.context_filler = ContextFiller.parse(self.context, self.context_method, self.documents)
@@ -123,7 +161,9 @@ class EvalSettings:
             raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
 
     def describe_context(self) -> dict[str, Any]:
-        """Return the entry of the setting that says how prompts were extended; an empty one if they were not."""
+        """Return the entry of the setting that says how prompts were extended; an empty one if
+        they were not.
+        """
         return {} if self.context_filler is None else {"context": self.context_filler.describe()}
 
     @property
@@ -133,13 +173,17 @@ class EvalSettings:
 
     @property
     def varies_trees(self) -> bool:
-        """Whether trees of several kinds are decoded, so that the rule must be valid for all of them."""
+        """Whether trees of several kinds are decoded, so that the rule must be valid for all of
+        them.
+        """
         return False
 
     @property
     def reads_data(self) -> bool:
         """Whether the evaluation needs the data that a run was trained on."""
-        return bool({"untrained", *(COPYING if self.store == OWN_STORE else ())} & {*self.baselines})
+        return bool(
+            {"untrained", *(COPYING if self.store == OWN_STORE else ())} & {*self.baselines}
+        )
 
 
 def refuse_empty(key: str, numbers: tuple[int, ...] | None) -> None:
@@ -154,7 +198,11 @@ def refuse_below(key: str, value: Any, least: int) -> None:
         raise UserError(f"eval.{key}={value}: use {least} or more")
 
 
-def refuse_unknown(key: str, names: tuple[str, ...], choices: tuple[str, ...], group: str = "eval") -> None:
+def refuse_unknown(
+    key: str, names: tuple[str, ...], choices: tuple[str, ...], group: str = "eval"
+) -> None:
     """Refuse names that a setting does not know."""
     if unknown := sorted({*names} - {*choices}):
-        raise UserError(f"{group}.{key}: {unknown[0]!r} is unknown; choose from {', '.join(choices)}")
+        raise UserError(
+            f"{group}.{key}: {unknown[0]!r} is unknown; choose from {', '.join(choices)}"
+        )

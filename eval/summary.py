@@ -1,4 +1,6 @@
-"""What is written about an evaluation: summary.json, samples.jsonl, rounds.parquet, prompts.parquet."""
+"""What is written about an evaluation: summary.json, samples.jsonl, rounds.parquet,
+prompts.parquet.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,9 @@ PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass
 class EvaluationSummary:
-    """summary.json: the drafter's numbers at the top, the other systems' under `compared`, then what else was measured."""
+    """summary.json: the drafter's numbers at the top, the other systems' under `compared`, then
+    what else was measured.
+    """
 
     systems: dict[str, SystemSummary]
     # The drafter on the target's own text, and what limits the speedup: entries of the top level.
@@ -49,27 +53,35 @@ class EvaluationSummary:
             **self.sections,
             "setting": self.setting,
         }
-        # Name of the fastest system; "autoregressive" if no drafter is faster, null if no speedup may be quoted.
+        # Name of the fastest system; "autoregressive" if no drafter is faster, null if no speedup
+        # may be quoted.
         return {"recommended": choose_fastest(content), **content}
 
 
-def speedup_limits(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequence[Turn]) -> dict[str, Any]:
+def speedup_limits(
+    target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequence[Turn]
+) -> dict[str, Any]:
     """Compute the limits that the speedup compares with.
 
     engine_efficiency: speedup over tokens per forward.
-    zero_cost_draft: the speedup if drafting took no time; None if nodes that only draft run within the verification, because
-    drafting then has no time of its own.
-    oracle: the measured speedup of a chain as deep as the tree whose drafts are all right, the ceiling of a better drafter.
-    roofline: the speedup if a draft step, a step and a verification took the least time that this machine's memory and
-    arithmetic allow.
-    forwards_per_round: present if drafting runs the target too; tokens per forward count verifications alone.
+    zero_cost_draft: the speedup if drafting took no time; None if nodes that only draft run within
+    the verification, because drafting then has no time of its own.
+    oracle: the measured speedup of a chain as deep as the tree whose drafts are all right, the
+    ceiling of a better drafter.
+    roofline: the speedup if a draft step, a step and a verification took the least time that this
+    machine's memory and arithmetic allow.
+    forwards_per_round: present if drafting runs the target too; tokens per forward count
+    verifications alone.
     """
     length = metrics.pooled_acceptance(turns)
     rounds = sum(len(turn.drafted.round_seconds) for turn in turns)
     steps = sum(len(turn.autoregressive.round_seconds) for turn in turns)
     if not rounds or not steps:
         return {}
-    step = sum(sum(times.values()) for turn in turns for times in turn.autoregressive.round_seconds) / steps
+    step = (
+        sum(sum(times.values()) for turn in turns for times in turn.autoregressive.round_seconds)
+        / steps
+    )
     verify = sum(times["verify"] for turn in turns for times in turn.drafted.round_seconds) / rounds
     batch = turns[0].drafted.batch_size
     limits = measure_limits(target.device, target.dtype)
@@ -79,34 +91,49 @@ def speedup_limits(target: Target, drafter: Drafter, turns: Sequence[Turn], orac
     return {
         **({"forwards_per_round": forwards} if forwards > 1 else {}),
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),
-        "zero_cost_draft": None if any(sum(turn.drafted.idle_counts) for turn in turns) else round(length * step / verify, 4),
+        "zero_cost_draft": None
+        if any(sum(turn.drafted.idle_counts) for turn in turns)
+        else round(length * step / verify, 4),
         "oracle": round(metrics.speedup(oracle), 4) if oracle else None,
         "roofline": round(roofline, 4),
         "autoregressive_of_floor": round(floor / step, 4),
     }
 
 
-def roofline_speedup(target: Target, drafter: Drafter, turns: Sequence[Turn], limits: DeviceLimits, batch: int) -> float:
-    """Return the speedup of these tokens per forward if every forward took its lower bound on a device, for `batch` texts."""
+def roofline_speedup(
+    target: Target, drafter: Drafter, turns: Sequence[Turn], limits: DeviceLimits, batch: int
+) -> float:
+    """Return the speedup of these tokens per forward if every forward took its lower bound on a
+    device, for `batch` texts.
+    """
     rounds = sum(len(turn.drafted.round_lengths) for turn in turns)
     nodes = sum(sum(turn.drafted.node_counts) for turn in turns) / rounds
     depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
-    drafting = drafter.cost.num_passes(depth) * roofline_seconds(drafter.cost.weights(target), batch, limits)
+    drafting = drafter.cost.num_passes(depth) * roofline_seconds(
+        drafter.cost.weights(target), batch, limits
+    )
     verifying = roofline_seconds(target.model, batch * nodes, limits)
     step = roofline_seconds(target.model, batch, limits)
     return metrics.pooled_acceptance(turns) * step / (drafting + verifying)
 
 
-def predict_device(target: Target, drafter: Drafter, turns: Sequence[Turn], device: Mapping[str, float]) -> dict[str, Any]:
-    """Predict the speedup on a device of this bandwidth (GB/s) and arithmetic (TFLOP/s), by number of texts at once.
+def predict_device(
+    target: Target, drafter: Drafter, turns: Sequence[Turn], device: Mapping[str, float]
+) -> dict[str, Any]:
+    """Predict the speedup on a device of this bandwidth (GB/s) and arithmetic (TFLOP/s), by number
+    of texts at once.
 
-    Every forward takes its lower bound there, so attention over a long context and the start of kernels are left out; tokens
-    per forward and trees are those measured here. Nothing is predicted of answers without rounds.
+    Every forward takes its lower bound there, so attention over a long context and the start of
+    kernels are left out; tokens per forward and trees are those measured here. Nothing is predicted
+    of answers without rounds.
     """
     if not any(turn.drafted.round_lengths for turn in turns):
         return {}
     limits = DeviceLimits(device["bandwidth"] * 1e9, device["tflops"] * 1e12)
-    speedups = {size: round(roofline_speedup(target, drafter, turns, limits, size), 4) for size in PREDICTED_BATCHES}
+    speedups = {
+        size: round(roofline_speedup(target, drafter, turns, limits, size), 4)
+        for size in PREDICTED_BATCHES
+    }
     return {**device, "by_batch": speedups}
 
 
@@ -121,7 +148,9 @@ def sample_line(turn: Turn, template: ChatTemplate | None) -> dict[str, Any]:
         "output_tokens": drafted.output,
         "rounds": len(drafted.round_lengths),
         "accepted": drafted.round_lengths,
-        "kinds": [] if template is None else kind_runs(token_kinds(template, drafted.output, turn.first_kind)),
+        "kinds": []
+        if template is None
+        else kind_runs(token_kinds(template, drafted.output, turn.first_kind)),
     }
 
 
@@ -132,27 +161,56 @@ def write_rounds(path: Path, turns: dict[str, list[Turn]]) -> None:
         for turn in all_turns:
             drafted = turn.drafted
             for number, (tokens, depth, nodes, times) in enumerate(
-                zip(drafted.round_lengths, drafted.depths, drafted.node_counts, drafted.round_seconds)
+                zip(
+                    drafted.round_lengths,
+                    drafted.depths,
+                    drafted.node_counts,
+                    drafted.round_seconds,
+                )
             ):
                 is_complete = number < len(drafted.complete_round_lengths)
                 seconds = {f"{part}_seconds": times[part] for part in ROUND_PARTS}
-                rows.append({"system": system, "id": turn.id, "turn": turn.turn, "category": turn.category, "round": number,
-                             "tokens": tokens, "depth": depth, "nodes": nodes, "whole": is_complete, **seconds})  # fmt: skip
+                rows.append(
+                    {
+                        "system": system,
+                        "id": turn.id,
+                        "turn": turn.turn,
+                        "category": turn.category,
+                        "round": number,
+                        "tokens": tokens,
+                        "depth": depth,
+                        "nodes": nodes,
+                        "whole": is_complete,
+                        **seconds,
+                    }
+                )
     write_table(path, rows)
 
 
 def write_prompts(path: Path, turns: dict[str, list[Turn]]) -> None:
     """Write prompts.parquet: one row per prompt of every system, in the order of ids.
 
-    A row has decoded tokens, without the prefill's, and seconds, drafted and autoregressive; tokens and number of complete
-    rounds.
+    A row has decoded tokens, without the prefill's, and seconds, drafted and autoregressive; tokens
+    and number of complete rounds.
     """
-    columns = ("tokens", "seconds", "autoregressive_tokens", "autoregressive_seconds", "whole_tokens", "whole_rounds")
+    columns = (
+        "tokens",
+        "seconds",
+        "autoregressive_tokens",
+        "autoregressive_seconds",
+        "whole_tokens",
+        "whole_rounds",
+    )
     rows = []
     for system, answers in turns.items():
         names = sorted({turn.id for turn in answers})
-        values = np.concatenate([metrics.speed_columns(answers), metrics.acceptance_columns(answers)], axis=1)
-        rows += [{"system": system, "id": name, **dict(zip(columns, row))} for name, row in zip(names, values.tolist())]
+        values = np.concatenate(
+            [metrics.speed_columns(answers), metrics.acceptance_columns(answers)], axis=1
+        )
+        rows += [
+            {"system": system, "id": name, **dict(zip(columns, row))}
+            for name, row in zip(names, values.tolist())
+        ]
     write_table(path, rows)
 
 

@@ -1,4 +1,6 @@
-"""The numbers of one system, typed as summary.json holds them; metrics.py defines how each is computed."""
+"""The numbers of one system, typed as summary.json holds them; metrics.py defines how each is
+computed.
+"""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -73,7 +75,9 @@ OPTIONAL = {"optional": True}  # marks a field that is absent from summary.json 
 
 @dataclass(kw_only=True)
 class SystemNumbers:
-    """What decoding measured of one system: the keys of its entry in summary.json, in their order."""
+    """What decoding measured of one system: the keys of its entry in summary.json, in their
+    order.
+    """
 
     acceptance_length: AcceptanceLength
     acceptance_by_depth: list[float]
@@ -88,15 +92,19 @@ class SystemNumbers:
     # Share of the drafted decoding time that each part of a round took.
     time_share: dict[str, float]
     by_category: dict[str, CategoryNumbers]
-    # Rounds by the kind of their first token, and by its position in the answer and in the text; what does not occur is left
-    # out.
+    # Rounds by the kind of their first token, and by its position in the answer and in the text;
+    # what does not occur is left out.
     by_kind: dict[str, RoundNumbers]
     by_position: dict[str, RoundNumbers]
     by_text_position: dict[str, RoundNumbers]
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of summary.json."""
-        absent = {item.name for item in fields(self) if item.metadata.get("optional") and getattr(self, item.name) is None}
+        absent = {
+            item.name
+            for item in fields(self)
+            if item.metadata.get("optional") and getattr(self, item.name) is None
+        }
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
@@ -117,9 +125,11 @@ class SystemSummary(SystemNumbers):
     # How steady times were; of the drafter alone.
     noise: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
     guard: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
-    # The times that a reader of the answers sees, without the drafter and with it, and the bound that they are compared with.
+    # The times that a reader of the answers sees, without the drafter and with it, and the bound
+    # that they are compared with.
     user_times: dict[str, Any] | None = field(default=None, metadata=OPTIONAL)
-    # Joules of a token without the drafter and with it, prefill included, where the device counts them.
+    # Joules of a token without the drafter and with it, prefill included, where the device counts
+    # them.
     joules_per_token: dict[str, float] | None = field(default=None, metadata=OPTIONAL)
     # Price of a million tokens without the drafter and with it, by eval.price_per_hour.
     price_per_million: dict[str, float | None] | None = field(default=None, metadata=OPTIONAL)

@@ -8,7 +8,14 @@ import torch
 
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation, OnRound, interleave, no_callback
-from spectrain.decoding.session import EngineChoice, RoundGuard, RunnerSource, Session, TreePruner, make_fallback
+from spectrain.decoding.session import (
+    EngineChoice,
+    RoundGuard,
+    RunnerSource,
+    Session,
+    TreePruner,
+    make_fallback,
+)
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.models.threads import personal_variable
@@ -33,9 +40,13 @@ class System:
 
 
 class Decoder:
-    """Decodes with systems, each in a session of its own that is reused, or autoregressively (system None)."""
+    """Decodes with systems, each in a session of its own that is reused, or autoregressively
+    (system None).
+    """
 
-    def __init__(self, target: Target, rule: AcceptanceRule, choice: EngineChoice = "eager") -> None:
+    def __init__(
+        self, target: Target, rule: AcceptanceRule, choice: EngineChoice = "eager"
+    ) -> None:
         # The rule is that of autoregressive decoding.
         self.target, self.rule, self.choice = target, rule, choice
         self.sessions: dict[str, Session] = {}
@@ -43,9 +54,16 @@ class Decoder:
         self.fallback = make_fallback(target, choice)
 
     def __call__(
-        self, system: System | None, prompts: list[list[int]], limit: int, sequence_ids: list[int], watch: OnRound = no_callback
+        self,
+        system: System | None,
+        prompts: list[list[int]],
+        limit: int,
+        sequence_ids: list[int],
+        watch: OnRound = no_callback,
     ) -> list[Generation]:
-        """Decode prompts with a system, or autoregressively; `sequence_ids` key their random draws."""
+        """Decode prompts with a system, or autoregressively; `sequence_ids` key their random
+        draws.
+        """
         session = self.session(system)
         session.warm_up(prompts, limit, sequence_ids)
         return session.decode(prompts, limit, sequence_ids, on_round=watch)
@@ -58,28 +76,49 @@ class Decoder:
         They run one after the other if a worker would go on drafting during the other's rounds.
         """
         if system.runner_source is not None:
-            return self(None, prompts, limit, sequence_ids), self(system, prompts, limit, sequence_ids)
+            return self(None, prompts, limit, sequence_ids), self(
+                system, prompts, limit, sequence_ids
+            )
         sessions = self.session(None), self.session(system)
         for session in sessions:
             session.warm_up(prompts, limit, sequence_ids)
-        plain, drafted = interleave([session.decode_steps(prompts, limit, sequence_ids) for session in sessions])
+        plain, drafted = interleave(
+            [session.decode_steps(prompts, limit, sequence_ids) for session in sessions]
+        )
         return plain, drafted
 
     def choose_threads(self, systems: Sequence[System], prompt: list[int], limit: int) -> None:
-        """Choose the number of threads of autoregressive steps and of each system's rounds, and print it in one line."""
-        sessions = {"plain": self.session(None), **{system.name: self.session(system) for system in systems}}
+        """Choose the number of threads of autoregressive steps and of each system's rounds, and
+        print it in one line.
+        """
+        sessions = {
+            "plain": self.session(None),
+            **{system.name: self.session(system) for system in systems},
+        }
         for session in sessions.values():
             session.choose_threads(prompt, limit)
-        choices = [f"{name} {session.threads.describe()}" for name, session in sessions.items() if session.threads is not None]
+        choices = [
+            f"{name} {session.threads.describe()}"
+            for name, session in sessions.items()
+            if session.threads is not None
+        ]
         if choices:
             print(f"threads of a step, by measured times: {'; '.join(choices)}")
         elif self.target.device.type == "cpu" and (variable := personal_variable()) is not None:
             print(f"threads: {torch.get_num_threads()}, as {variable} says")
 
     def thread_choices(self) -> dict[str, Any]:
-        """Return the number of threads of autoregressive steps and of each system's rounds, with the measured times."""
-        sessions = {name.split(" ")[0] or "plain": session for name, session in self.sessions.items()}
-        return {name: session.threads.summary() for name, session in sessions.items() if session.threads is not None}
+        """Return the number of threads of autoregressive steps and of each system's rounds, with
+        the measured times.
+        """
+        sessions = {
+            name.split(" ")[0] or "plain": session for name, session in self.sessions.items()
+        }
+        return {
+            name: session.threads.summary()
+            for name, session in sessions.items()
+            if session.threads is not None
+        }
 
     def session(self, system: System | None) -> Session:
         """Return the session of a system."""
@@ -87,7 +126,13 @@ class Decoder:
             session = Session(self.target, self.rule, engine=self.choice, fallback=self.fallback)
             return self.sessions.setdefault("", session)
         parts = system.rule, system.drafter, system.builder, system.guard, system.pruning
-        session = Session(self.target, *parts, engine=self.choice, runner_source=system.runner_source, fallback=self.fallback)
+        session = Session(
+            self.target,
+            *parts,
+            engine=self.choice,
+            runner_source=system.runner_source,
+            fallback=self.fallback,
+        )
         return self.sessions.setdefault(f"{system.name} {system.builder.name}", session)
 
     @property
@@ -104,6 +149,12 @@ def describe_tree(builder: TreeBuilder) -> str:
     """Describe a builder in a few words."""
     sampled = "" if builder.children == "deterministic" else ", drawn"
     if builder.is_chain:
-        chain = f"{builder.name}, chain of up to {builder.depth}" if builder.uses_latency else f"chain of {builder.depth}"
+        chain = (
+            f"{builder.name}, chain of up to {builder.depth}"
+            if builder.uses_latency
+            else f"chain of {builder.depth}"
+        )
         return chain + sampled
-    return f"{builder.name}, {'up to ' if builder.uses_latency else ''}{builder.budget} nodes{sampled}"
+    return (
+        f"{builder.name}, {'up to ' if builder.uses_latency else ''}{builder.budget} nodes{sampled}"
+    )

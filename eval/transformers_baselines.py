@@ -14,11 +14,16 @@ from spectrain.models.target import Target
 
 
 def run_transformers(
-    target: Target, turns: Sequence[Turn], names: list[str], assistant: str | None, exit_layer: int | None
+    target: Target,
+    turns: Sequence[Turn],
+    names: list[str],
+    assistant: str | None,
+    exit_layer: int | None,
 ) -> dict[str, Any]:
     """Decode greedily by `generate`, plain and with its own drafting, prompt by prompt in turn.
 
-    All numbers include prefill, and each speedup is relative to plain `generate`, because that engine differs from ours.
+    All numbers include prefill, and each speedup is relative to plain `generate`, because that
+    engine differs from ours.
     """
     options: dict[str, dict[str, Any]] = {"generate": {}}
     if "prompt_lookup" in names:
@@ -27,18 +32,26 @@ def run_transformers(
         options["assistant"] = _load_assistant(target, assistant)
     if "early_exit" in names and exit_layer is not None:
         if exit_layer >= target.num_layers:
-            raise UserError(f"eval.exit_layer={exit_layer}: {target.name} has {target.num_layers} layers; use fewer")
+            raise UserError(
+                f"eval.exit_layer={exit_layer}: {target.name} has {target.num_layers} layers; use "
+                "fewer"
+            )
         options["early_exit"] = {"assistant_early_exit": exit_layer}
     seconds = dict.fromkeys(options, 0.0)
-    tokens, forwards, identical = dict.fromkeys(options, 0), dict.fromkeys(options, 0), dict.fromkeys(options, 0)
+    tokens = dict.fromkeys(options, 0)
+    forwards = dict.fromkeys(options, 0)
+    identical = dict.fromkeys(options, 0)
     with reference_model(target) as model, _count_forwards(model, target.num_layers) as calls:
         for number, turn in enumerate(turns):
             outputs = {}
             for offset in range(len(options)):
                 name = list(options)[(offset + number) % len(options)]
-                calls_before, start = len(calls), time.perf_counter()
+                calls_before = len(calls)
+                start = time.perf_counter()
                 limit = len(turn.autoregressive.output)
-                outputs[name] = generate(model, turn.autoregressive.prompt, limit, target.stop_ids, **options[name])
+                outputs[name] = generate(
+                    model, turn.autoregressive.prompt, limit, target.stop_ids, **options[name]
+                )
                 seconds[name] += time.perf_counter() - start
                 tokens[name] += len(outputs[name])
                 forwards[name] += len(calls) - calls_before
@@ -58,7 +71,9 @@ def run_transformers(
 
 
 def _load_assistant(target: Target, path: str) -> dict[str, Any]:
-    """Return the options of `generate` for an assistant, with both tokenizers if they differ (universal assisted decoding)."""
+    """Return the options of `generate` for an assistant, with both tokenizers if they differ
+    (universal assisted decoding).
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -69,10 +84,14 @@ def _load_assistant(target: Target, path: str) -> dict[str, Any]:
         raise
     except Exception as error:  # a foreign config.json may raise anything
         reason = explain_load_error(path, error)
-        raise UserError(f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a model's name") from error
+        raise UserError(
+            f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a "
+            "model's name"
+        ) from error
     decoding = {"assistant_model": model.to(target.device).eval()}
     sizes = {model.config.get_text_config().vocab_size, target.config.vocab_size}
-    # Of models with the same tokens, transformers refuses those whose embeddings are padded differently.
+    # Of models with the same tokens, transformers refuses those whose embeddings are padded
+    # differently.
     if tokenizer.get_vocab() != target.tokenizer.get_vocab() or len(sizes) > 1:
         decoding |= {"tokenizer": target.tokenizer, "assistant_tokenizer": tokenizer}
     return decoding
@@ -80,7 +99,9 @@ def _load_assistant(target: Target, path: str) -> dict[str, Any]:
 
 @contextmanager
 def _count_forwards(model: Any, num_layers: int) -> Iterator[list[int]]:
-    """Count forwards of the complete model; early exit drafts with the same model while its configuration says fewer layers."""
+    """Count forwards of the complete model; early exit drafts with the same model while its
+    configuration says fewer layers.
+    """
     calls: list[int] = []
 
     def record_call(module: Any, args: Any, output: Any) -> None:

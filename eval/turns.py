@@ -1,4 +1,6 @@
-"""Decoding in turn: for every prompt the autoregressive run and the drafted runs follow each other, in a rotating order."""
+"""Decoding in turn: for every prompt the autoregressive run and the drafted runs follow each
+other, in a rotating order.
+"""
 
 import gc
 import time
@@ -46,8 +48,9 @@ class TurnRequest:
 
 @contextmanager
 def skip_old_garbage() -> Iterator[None]:
-    """Leave objects that exist now out of garbage collection. A full collection visits all loaded libraries, which takes half a
-    second; that would count as time of whichever run it falls into."""
+    """Leave objects that exist now out of garbage collection. A full collection visits all loaded
+    libraries, which takes half a second; that would count as time of whichever run it falls into.
+    """
     gc.freeze()
     try:
         yield
@@ -56,7 +59,9 @@ def skip_old_garbage() -> Iterator[None]:
 
 
 class Interleaving:
-    """Decodes prompts with all systems; `turns` holds each system's answers, paired with the autoregressive ones."""
+    """Decodes prompts with all systems; `turns` holds each system's answers, paired with the
+    autoregressive ones.
+    """
 
     def __init__(
         self,
@@ -76,12 +81,18 @@ class Interleaving:
         self.turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         self.batches: list[list[TurnRequest]] = []
         self.left_out = Counter[str]()
-        self.console, self.pace = make_console(stderr=True), Pace(0)
-        # Joules and tokens of the autoregressive run and of every system, where the device counts energy.
+        self.console = make_console(stderr=True)
+        self.pace = Pace(0)
+        # Joules and tokens of the autoregressive run and of every system, where the device counts
+        # energy.
         self.read_energy = find_energy_reader(decoder.target.device)
-        self.joules, self.num_tokens = defaultdict[str, float](float), Counter[str]()
-        # How often all is decoded; how many prompts were decoded, and how many seconds the first time took.
-        self.repeats, self.num_prompts, self.seconds = 1, 0, 0.0
+        self.joules = defaultdict[str, float](float)
+        self.num_tokens = Counter[str]()
+        # How often all is decoded; how many prompts were decoded, and how many seconds the first
+        # time took.
+        self.repeats = 1
+        self.num_prompts = 0
+        self.seconds = 0.0
 
     @skip_old_garbage()
     def run(self, prompts: Sequence[Prompt]) -> None:
@@ -95,8 +106,11 @@ class Interleaving:
         for extension in self.extensions:
             extension.begin()
         starts = range(0, len(prompts), self.batch_size)
-        console, self.pace = self.console, Pace(len(prompts))
-        for first in track(starts, "prompts", console=console, disable=not console.is_terminal, transient=True):
+        console = self.console
+        self.pace = Pace(len(prompts))
+        for first in track(
+            starts, "prompts", console=console, disable=not console.is_terminal, transient=True
+        ):
             start = time.perf_counter()
             self._decode_conversations(prompts[first : first + self.batch_size])
             self.seconds += time.perf_counter() - start
@@ -104,14 +118,21 @@ class Interleaving:
             if self._is_out_of_time():
                 break
             if done < len(prompts):
-                self._print_progress(f"scored {done} of {len(prompts)} prompts  {self.pace.time_left(done)}")
+                self._print_progress(
+                    f"scored {done} of {len(prompts)} prompts  {self.pace.time_left(done)}"
+                )
 
     def _is_out_of_time(self) -> bool:
-        """Tell whether no time is left for another batch, or unsteady times could not be measured again after it."""
+        """Tell whether no time is left for another batch, or unsteady times could not be
+        measured again after it.
+        """
         if self.limit is None or self.num_prompts < MIN_PROMPTS:
             return False
         prompt_seconds = self.seconds / self.num_prompts
-        after_next = self._seconds_left(self.num_prompts + self.batch_size) - self.batch_size * prompt_seconds
+        after_next = (
+            self._seconds_left(self.num_prompts + self.batch_size)
+            - self.batch_size * prompt_seconds
+        )
         if after_next < 0:
             return True
         repeat_seconds = self._repeat_seconds(self.limit.repeats)
@@ -125,11 +146,21 @@ class Interleaving:
         if self.limit is None:
             return float("inf")
         num_runs = 1 + len(self.systems) + len(self.untimed) + (self.oracle is not None)
-        return self.limit.seconds_left(num_prompts, self.seconds / max(1, self.num_prompts) / num_runs)
+        return self.limit.seconds_left(
+            num_prompts, self.seconds / max(1, self.num_prompts) / num_runs
+        )
 
     def _repeat_seconds(self, times: int) -> float:
-        """Estimate the seconds that decoding every pair again takes; each system has an autoregressive run of its own."""
-        return (times - 1) * self.seconds * 2 * len(self.systems) / (1 + len(self.systems) + len(self.untimed))
+        """Estimate the seconds that decoding every pair again takes; each system has an
+        autoregressive run of its own.
+        """
+        return (
+            (times - 1)
+            * self.seconds
+            * 2
+            * len(self.systems)
+            / (1 + len(self.systems) + len(self.untimed))
+        )
 
     def _print_progress(self, line: str) -> None:
         """Print a line now and then if there is no terminal for a progress bar."""
@@ -142,12 +173,17 @@ class Interleaving:
         index = 0
         while chats:
             first = sum(map(len, self.batches)) + 1
-            batch = [self._make_request(*chat, sequence_id) for sequence_id, chat in enumerate(chats, first)]
+            batch = [
+                self._make_request(*chat, sequence_id)
+                for sequence_id, chat in enumerate(chats, first)
+            ]
             self.batches.append(batch)
             runs = self._decode(batch, len(self.batches) - 1)
             if self.oracle is not None and self.oracle.is_open:
                 texts, keys = batch_inputs(batch)
-                runs[ORACLE] = self.oracle.decode(texts, self.max_new_tokens, keys, runs[AUTOREGRESSIVE])
+                runs[ORACLE] = self.oracle.decode(
+                    texts, self.max_new_tokens, keys, runs[AUTOREGRESSIVE]
+                )
             for name, turns in pair_runs(batch, runs).items():
                 self.turns.setdefault(name, []).extend(turns)
             for extension in self.extensions:
@@ -157,11 +193,15 @@ class Interleaving:
             if chats:
                 self._print_progress(f"scored {index} turns of a prompt")
 
-    def _make_request(self, prompt: Prompt, answers: list[TurnAnswer], sequence_id: int) -> TurnRequest:
+    def _make_request(
+        self, prompt: Prompt, answers: list[TurnAnswer], sequence_id: int
+    ) -> TurnRequest:
         """Return the turn of a prompt that follows these answers."""
         target = self.decoder.target
         kind = opening_kind(target.template, prompt.conversation_for(target, answers))
-        return TurnRequest(prompt, len(answers), prompt.tokenize_for(target, answers), sequence_id, kind)
+        return TurnRequest(
+            prompt, len(answers), prompt.tokenize_for(target, answers), sequence_id, kind
+        )
 
     def _decode(self, batch: Sequence[TurnRequest], number: int) -> Runs:
         """Decode a batch with every system; the first one rotates from batch to batch."""
@@ -180,21 +220,30 @@ class Interleaving:
             if self.read_energy:
                 self.joules[name] += self.read_energy() - start
                 self.num_tokens[name] += sum(len(run.output) for run in runs[name])
-        return runs | {system.name: self.decoder(system, tokens, self.max_new_tokens, keys) for system in self.untimed}
+        return runs | {
+            system.name: self.decoder(system, tokens, self.max_new_tokens, keys)
+            for system in self.untimed
+        }
 
     def joules_per_token(self, name: str) -> dict[str, float] | None:
-        """Return the joules of a token without and with a system, prefill included; None where the device counts none."""
+        """Return the joules of a token without and with a system, prefill included; None where
+        the device counts none.
+        """
         if self.read_energy is None:
             return None
         pair = {"autoregressive": AUTOREGRESSIVE, "drafted": name}
-        return {key: round(self.joules[run] / max(1, self.num_tokens[run]), 6) for key, run in pair.items()}
+        return {
+            key: round(self.joules[run] / max(1, self.num_tokens[run]), 6)
+            for key, run in pair.items()
+        }
 
     @skip_old_garbage()
     def repeat(self, times: int) -> None:
-        """Decode every autoregressive and drafted pair again, `times` - 1 times, if the first times are unsteady.
+        """Decode every autoregressive and drafted pair again, `times` - 1 times, if the first times
+        are unsteady.
 
-        Rounds of the two alternate, and the pair whose ratio is the median counts. Nothing is repeated if that would take
-        minutes.
+        Rounds of the two alternate, and the pair whose ratio is the median counts. Nothing is
+        repeated if that would take minutes.
         """
         names = [system.name for system in self.systems]
         if times < 2 or not is_unsteady([self.turns[name] for name in names]):
@@ -202,17 +251,27 @@ class Interleaving:
         seconds = self._repeat_seconds(times)
         duration = format_duration(seconds)
         if seconds > min(PATIENCE, self._seconds_left(self.num_prompts)):
-            self.console.print(f"times are unsteady; decoding every pair again would take {duration} more, so it is not done")
+            self.console.print(
+                f"times are unsteady; decoding every pair again would take {duration} more, so it "
+                "is not done"
+            )
             return
-        self.console.print(f"times are unsteady: every pair is decoded again, round by round, which takes {duration} more")
+        self.console.print(
+            "times are unsteady: every pair is decoded again, round by round, which takes "
+            f"{duration} more"
+        )
         repeats: dict[str, list[list[Turn]]] = {name: [] for name in names}
         for _ in range(1, times):
             turns: dict[str, list[Turn]] = {name: [] for name in names}
             for batch in self.batches:
                 tokens, keys = batch_inputs(batch)
                 for system in self.systems:
-                    plain, drafted = self.decoder.decode_interleaved(system, tokens, self.max_new_tokens, keys)
-                    turns[system.name] += pair_runs(batch, {AUTOREGRESSIVE: plain, system.name: drafted})[system.name]
+                    plain, drafted = self.decoder.decode_interleaved(
+                        system, tokens, self.max_new_tokens, keys
+                    )
+                    turns[system.name] += pair_runs(
+                        batch, {AUTOREGRESSIVE: plain, system.name: drafted}
+                    )[system.name]
             for name in names:
                 repeats[name].append(turns[name])
         self.turns |= {name: median_pairs(all_turns) for name, all_turns in repeats.items()}
@@ -221,8 +280,11 @@ class Interleaving:
     def _continue_chats(
         self, chats: list[tuple[Prompt, list[TurnAnswer]]], generations: list[Generation]
     ) -> list[tuple[Prompt, list[TurnAnswer]]]:
-        """Return the chats that have another turn, with the target's own answer added; a chat that is too long ends."""
-        target, remaining = self.decoder.target, []
+        """Return the chats that have another turn, with the target's own answer added; a chat
+        that is too long ends.
+        """
+        target = self.decoder.target
+        remaining = []
         for (prompt, answers), generation in zip(chats, generations):
             tokens = [token for token in generation.output if token not in target.stop_ids]
             answers = [*answers, TurnAnswer(str(target.tokenizer.decode(tokens)), tokens)]
@@ -244,7 +306,14 @@ def pair_runs(batch: Sequence[TurnRequest], runs: Runs) -> dict[str, list[Turn]]
     """Pair every drafted run of a batch with the autoregressive one, by the system's name."""
     return {
         name: [
-            Turn(request.prompt.id, request.turn, request.prompt.category, plain, drafted, request.first_kind)
+            Turn(
+                request.prompt.id,
+                request.turn,
+                request.prompt.category,
+                plain,
+                drafted,
+                request.first_kind,
+            )
             for request, plain, drafted in zip(batch, runs[AUTOREGRESSIVE], run)
         ]
         for name, run in runs.items()

@@ -1,10 +1,12 @@
-"""Counter-based random numbers: number i of a key depends on the key and i alone, in torch and inside kernels.
+"""Counter-based random numbers: number i of a key depends on the key and i alone, in torch and
+inside kernels.
 
-A key of 64 bits is mixed from integers such as purpose, seed, sequence and position, each folded in by the finaliser of
-SplitMix64 (Steele, Lea and Flood, 2014); its numbers are those of Squares with four rounds (Widynski, 2020), 32 bits each.
-So a run is reproducible for any batching. Integers and uniform numbers are bit for bit the same on every device; Gumbel noise
-goes through logarithms and is the same up to their rounding.
-Torch has no uint64 arithmetic and uses int64 instead: products and sums wrap alike, right shifts are masked.
+A key of 64 bits is mixed from integers such as purpose, seed, sequence and position, each folded in
+by the finaliser of SplitMix64 (Steele, Lea and Flood, 2014); its numbers are those of Squares with
+four rounds (Widynski, 2020), 32 bits each. So a run is reproducible for any batching. Integers and
+uniform numbers are bit for bit the same on every device; Gumbel noise goes through logarithms and
+is the same up to their rounding. Torch has no uint64 arithmetic and uses int64 instead: products
+and sums wrap alike, right shifts are masked.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ try:
 except ImportError:  # not on Linux: only the torch functions exist
     triton = None
 
-WEYL, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+WEYL = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 MAX_UNIT = 1 - 2**-24  # the float32 below 1
 
 
@@ -55,8 +59,12 @@ def host_key(*parts: int) -> int:
 
 
 def make_key(*parts: int | Tensor) -> Tensor:
-    """Derive the key of these parts in this order; int64, broadcast, on the device of the tensors."""
-    num_host = next((index for index, part in enumerate(parts) if isinstance(part, Tensor)), len(parts))
+    """Derive the key of these parts in this order; int64, broadcast, on the device of the
+    tensors.
+    """
+    num_host = next(
+        (index for index, part in enumerate(parts) if isinstance(part, Tensor)), len(parts)
+    )
     key: int | Tensor = host_key(*(part for part in parts[:num_host] if isinstance(part, int)))
     for part in parts[num_host:]:
         key = fold_key(key, part)
@@ -64,7 +72,9 @@ def make_key(*parts: int | Tensor) -> Tensor:
 
 
 def random_bits(key: Tensor, counter: Tensor) -> Tensor:
-    """Return number `counter` of `key`, broadcast: integers from 0 to 2^32 - 1 in int64, by Squares with four rounds."""
+    """Return number `counter` of `key`, broadcast: integers from 0 to 2^32 - 1 in int64, by
+    Squares with four rounds.
+    """
     start = counter * key
     other = start + key
     x = start
@@ -101,7 +111,8 @@ def uniform_noise(key: Tensor, counter: Tensor) -> Tensor:
 def gumbel_noise(key: Tensor, size: int) -> Tensor:
     """Return the first `size` numbers of `key` [...] as standard Gumbel noise [..., size].
 
-    It is -log(-log1p(-u)), so that large noise, which decides the argmax, comes from small u, which has fine steps: up to 22.9.
+    It is -log(-log1p(-u)), so that large noise, which decides the argmax, comes from small u, which
+    has fine steps: up to 22.9.
     """
     counter = torch.arange(size, device=key.device)
     return uniform_noise(key[..., None], counter).neg_().log1p_().neg_().log_().neg_()
@@ -134,7 +145,9 @@ def bits_in_kernel(key, counter):  # type: ignore[no-untyped-def]
 @jit
 def unit_in_kernel(bits):  # type: ignore[no-untyped-def]
     """Compute `to_unit`."""
-    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+    return tl.minimum(
+        (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375
+    )
 
 
 @jit
@@ -145,7 +158,9 @@ def uniform_in_kernel(key, counter):  # type: ignore[no-untyped-def]
 
 @jit
 def gumbel_in_kernel(key, counter):  # type: ignore[no-untyped-def]
-    """Return number `counter` of `gumbel_noise`. log1p(-u) = log(w) u / (1 - w) with w = 1 - u as rounded (Kahan)."""
+    """Return number `counter` of `gumbel_noise`. log1p(-u) = log(w) u / (1 - w) with w = 1 - u
+    as rounded (Kahan).
+    """
     u = uniform_in_kernel(key, counter)
     rest = 1 - u
     gap = 1 - rest

@@ -1,13 +1,16 @@
-"""Kernels of decoder layers on a CPU, compiled by Numba: rotation, appending to the cache, and attention of several texts.
+"""Kernels of decoder layers on a CPU, compiled by Numba: rotation, appending to the cache, and
+attention of several texts.
 
-Shapes: B texts, N rows (tokens or tree nodes) of each, M appended nodes of each, H query heads, K key-value heads, d head size,
-T key slots.
+Shapes: B texts, N rows (tokens or tree nodes) of each, M appended nodes of each, H query heads, K
+key-value heads, d head size, T key slots.
 
-Tensors are passed by address. A node's bits are those of the same token alone, whatever other nodes lie between its ancestors,
-whatever other texts there are, and however many threads share the work (`cpu_attention_heads`, `cpu_team`).
+Tensors are passed by address. A node's bits are those of the same token alone, whatever other nodes
+lie between its ancestors, whatever other texts there are, and however many threads share the work
+(`cpu_attention_heads`, `cpu_team`).
 
-Numba keeps compiled code beside this file, or in the user's cache folder, until this file changes; save this file too after a
-change of cpu_vectors.py, cpu_attention_tiles.py, cpu_attention_heads.py or cpu_team.py.
+Numba keeps compiled code beside this file, or in the user's cache folder, until this file changes;
+save this file too after a change of cpu_vectors.py, cpu_attention_tiles.py, cpu_attention_heads.py
+or cpu_team.py.
 """
 
 from __future__ import annotations
@@ -37,44 +40,90 @@ SCALE_INDEX = 22  # of the job's numbers
 
 @compile_inline
 def attend_text(
-    queries: Any, node_stride: int, head_stride: int, keys: Any, values: Any, slot_stride: int, num_prefix: int,
-    num_appended: int, mask: Any, num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: Any, scale: float,
-    scratch: int, hidden: int,
-) -> None:  # fmt: skip
-    """Attend with queries [N, H, d] of these strides to the slots [T, K d] of a text, into [N, H d]."""
+    queries: Any,
+    node_stride: int,
+    head_stride: int,
+    keys: Any,
+    values: Any,
+    slot_stride: int,
+    num_prefix: int,
+    num_appended: int,
+    mask: Any,
+    num_nodes: int,
+    num_heads: int,
+    num_key_heads: int,
+    head_size: int,
+    out: Any,
+    scale: float,
+    scratch: int,
+    hidden: int,
+) -> None:
+    """Attend with queries [N, H, d] of these strides to the slots [T, K d] of a text, into [N, H
+    d].
+    """
     for head in range(num_key_heads):
         attend_head(
-            queries, node_stride, head_stride, keys, values, slot_stride, num_prefix, num_appended, mask, num_nodes, num_heads,
-            num_key_heads, head_size, out, np.float32(scale), scratch, hidden, head,
-        )  # fmt: skip
+            queries,
+            node_stride,
+            head_stride,
+            keys,
+            values,
+            slot_stride,
+            num_prefix,
+            num_appended,
+            mask,
+            num_nodes,
+            num_heads,
+            num_key_heads,
+            head_size,
+            out,
+            np.float32(scale),
+            scratch,
+            hidden,
+            head,
+        )
 
 
 @compile_inline
 def rotate_append(
-    heads: Any, cos: Any, sin: Any, keys: Any, values: Any, slot_stride: int, num_nodes: int, num_heads: int,
-    num_key_heads: int, head_size: int,
-) -> None:  # fmt: skip
-    """Rotate queries and keys of heads [N, H + 2 K, d] in place by cosines and sines [N, d], rounding every product and sum,
-    and write keys and values to the slots from the first on."""
-    half, count = head_size // 2, num_key_heads * head_size
+    heads: Any,
+    cos: Any,
+    sin: Any,
+    keys: Any,
+    values: Any,
+    slot_stride: int,
+    num_nodes: int,
+    num_heads: int,
+    num_key_heads: int,
+    head_size: int,
+) -> None:
+    """Rotate queries and keys of heads [N, H + 2 K, d] in place by cosines and sines [N, d],
+    rounding every product and sum, and write keys and values to the slots from the first on."""
+    half = head_size // 2
+    count = num_key_heads * head_size
     for n in range(num_nodes):
-        row, angle = n * (num_heads + 2 * num_key_heads) * head_size, n * head_size
-        first_cos, second_cos = carray(advance(cos, angle), (half,)), carray(advance(cos, angle + half), (half,))
-        first_sin, second_sin = carray(advance(sin, angle), (half,)), carray(advance(sin, angle + half), (half,))
+        row = n * (num_heads + 2 * num_key_heads) * head_size
+        angle = n * head_size
+        first_cos = carray(advance(cos, angle), (half,))
+        second_cos = carray(advance(cos, angle + half), (half,))
+        first_sin = carray(advance(sin, angle), (half,))
+        second_sin = carray(advance(sin, angle + half), (half,))
         for h in range(num_heads + num_key_heads):
             start = row + h * head_size
-            first, second = carray(advance(heads, start), (half,)), carray(advance(heads, start + half), (half,))
+            first = carray(advance(heads, start), (half,))
+            second = carray(advance(heads, start + half), (half,))
             for d in range(half):
-                x, y = first[d], second[d]
-                a, b = narrow(widen(x) * widen(first_cos[d]), x), narrow(-widen(y) * widen(first_sin[d]), x)
+                x = first[d]
+                y = second[d]
+                a = narrow(widen(x) * widen(first_cos[d]), x)
+                b = narrow(-widen(y) * widen(first_sin[d]), x)
                 first[d] = narrow(widen(a) + widen(b), x)
-                a, b = narrow(widen(y) * widen(second_cos[d]), x), narrow(widen(x) * widen(second_sin[d]), x)
+                a = narrow(widen(y) * widen(second_cos[d]), x)
+                b = narrow(widen(x) * widen(second_sin[d]), x)
                 second[d] = narrow(widen(a) + widen(b), x)
         new = carray(advance(heads, row + num_heads * head_size), (2 * count,))
-        new_keys, new_values = (
-            carray(advance(keys, n * slot_stride), (count,)),
-            carray(advance(values, n * slot_stride), (count,)),
-        )
+        new_keys = carray(advance(keys, n * slot_stride), (count,))
+        new_values = carray(advance(values, n * slot_stride), (count,))
         for i in range(count):
             new_keys[i], new_values[i] = new[i], new[count + i]
 
@@ -82,79 +131,193 @@ def rotate_append(
 @compile_inline
 def _append_texts(job: Any, queries: Any, cos: Any, sin: Any, keys: Any, values: Any) -> None:
     """Rotate the heads of every text of the job, and append keys and values to its slots."""
-    node_stride, slot_stride, num_appended, num_nodes = job[2], job[6], job[9], job[11]
-    num_heads, num_key_heads, head_size, num_texts = job[12], job[13], job[14], job[19]
-    first_slots, num_committed = carray(to_longs(job[7]), (num_texts,)), carray(to_longs(job[8]), (num_texts,))
+    node_stride = job[2]
+    slot_stride = job[6]
+    num_appended = job[9]
+    num_nodes = job[11]
+    num_heads = job[12]
+    num_key_heads = job[13]
+    head_size = job[14]
+    num_texts = job[19]
+    first_slots = carray(to_longs(job[7]), (num_texts,))
+    num_committed = carray(to_longs(job[8]), (num_texts,))
     for text in range(num_texts):
         node = text * num_nodes
         new = slot_stride * (first_slots[text] + num_committed[text] + num_appended - num_nodes)
         rotate_append(
-            advance(queries, node * node_stride), advance(cos, node * head_size), advance(sin, node * head_size),
-            advance(keys, new), advance(values, new), slot_stride, num_nodes, num_heads, num_key_heads, head_size,
-        )  # fmt: skip
+            advance(queries, node * node_stride),
+            advance(cos, node * head_size),
+            advance(sin, node * head_size),
+            advance(keys, new),
+            advance(values, new),
+            slot_stride,
+            num_nodes,
+            num_heads,
+            num_key_heads,
+            head_size,
+        )
 
 
 @compile_part
 def append_part_half(team: int, part: int, member: int) -> None:
     """Rotate and append the heads of all texts of the job in bfloat16."""
     job = job_numbers(team)
-    _append_texts(job, to_halves(job[1]), to_halves(job[20]), to_halves(job[21]), to_halves(job[4]), to_halves(job[5]))
+    _append_texts(
+        job,
+        to_halves(job[1]),
+        to_halves(job[20]),
+        to_halves(job[21]),
+        to_halves(job[4]),
+        to_halves(job[5]),
+    )
 
 
 @compile_part
 def append_part_float(team: int, part: int, member: int) -> None:
     """Rotate and append the heads of all texts of the job in float32."""
     job = job_numbers(team)
-    _append_texts(job, to_floats(job[1]), to_floats(job[20]), to_floats(job[21]), to_floats(job[4]), to_floats(job[5]))
+    _append_texts(
+        job,
+        to_floats(job[1]),
+        to_floats(job[20]),
+        to_floats(job[21]),
+        to_floats(job[4]),
+        to_floats(job[5]),
+    )
 
 
 @compile_inline
-def _attend_part(team: int, queries: Any, keys: Any, values: Any, out: Any, part: int, member: int) -> None:
-    job, scale = job_numbers(team), job_floats(team)[2 * SCALE_INDEX]
-    node_stride, head_stride, slot_stride, starts, lengths = job[2], job[3], job[6], job[7], job[8]
-    num_appended, masks, num_nodes, num_heads, num_key_heads, head_size = job[9], job[10], job[11], job[12], job[13], job[14]
-    text, hidden = part // num_key_heads, job[18]
-    node, shift = text * num_nodes, slot_stride * carray(to_longs(starts), (text + 1,))[text]
+def _attend_part(
+    team: int, queries: Any, keys: Any, values: Any, out: Any, part: int, member: int
+) -> None:
+    job = job_numbers(team)
+    scale = job_floats(team)[2 * SCALE_INDEX]
+    node_stride = job[2]
+    head_stride = job[3]
+    slot_stride = job[6]
+    starts = job[7]
+    lengths = job[8]
+    num_appended = job[9]
+    masks = job[10]
+    num_nodes = job[11]
+    num_heads = job[12]
+    num_key_heads = job[13]
+    head_size = job[14]
+    text = part // num_key_heads
+    hidden = job[18]
+    node = text * num_nodes
+    shift = slot_stride * carray(to_longs(starts), (text + 1,))[text]
     attend_head(
-        advance(queries, node * node_stride), node_stride, head_stride, advance(keys, shift), advance(values, shift),
-        slot_stride, carray(to_longs(lengths), (text + 1,))[text], num_appended, to_bytes(masks + node * num_appended),
-        num_nodes, num_heads, num_key_heads, head_size, advance(out, node * num_heads * head_size), scale,
-        job[16] + member * job[17], 0 if hidden == 0 else hidden + 8 * node, part % num_key_heads,
-    )  # fmt: skip
+        advance(queries, node * node_stride),
+        node_stride,
+        head_stride,
+        advance(keys, shift),
+        advance(values, shift),
+        slot_stride,
+        carray(to_longs(lengths), (text + 1,))[text],
+        num_appended,
+        to_bytes(masks + node * num_appended),
+        num_nodes,
+        num_heads,
+        num_key_heads,
+        head_size,
+        advance(out, node * num_heads * head_size),
+        scale,
+        job[16] + member * job[17],
+        0 if hidden == 0 else hidden + 8 * node,
+        part % num_key_heads,
+    )
 
 
 @compile_part
 def attend_part_half(team: int, part: int, member: int) -> None:
-    """Attend by one key-value head of a text of the job in bfloat16, as so many-th thread of the team."""
+    """Attend by one key-value head of a text of the job in bfloat16, as so many-th thread of the
+    team.
+    """
     job = job_numbers(team)
-    _attend_part(team, to_halves(job[1]), to_halves(job[4]), to_halves(job[5]), to_halves(job[15]), part, member)
+    _attend_part(
+        team,
+        to_halves(job[1]),
+        to_halves(job[4]),
+        to_halves(job[5]),
+        to_halves(job[15]),
+        part,
+        member,
+    )
 
 
 @compile_part
 def attend_part_float(team: int, part: int, member: int) -> None:
     """Attend by one key-value head of a text of the job in float32."""
     job = job_numbers(team)
-    _attend_part(team, to_floats(job[1]), to_floats(job[4]), to_floats(job[5]), to_floats(job[15]), part, member)
+    _attend_part(
+        team,
+        to_floats(job[1]),
+        to_floats(job[4]),
+        to_floats(job[5]),
+        to_floats(job[15]),
+        part,
+        member,
+    )
 
 
 @compile_cached
 def attend_texts(
-    append: int, attend: int, queries: int, node_stride: int, head_stride: int, cos: int, sin: int, keys: int, values: int,
-    slot_stride: int, starts: int, lengths: int, num_texts: int, num_appended: int, masks: int, num_nodes: int, num_heads: int,
-    num_key_heads: int, head_size: int, out: int, scale: float, scratch: int, scratch_bytes: int, hidden: int, team: int,
+    append: int,
+    attend: int,
+    queries: int,
+    node_stride: int,
+    head_stride: int,
+    cos: int,
+    sin: int,
+    keys: int,
+    values: int,
+    slot_stride: int,
+    starts: int,
+    lengths: int,
+    num_texts: int,
+    num_appended: int,
+    masks: int,
+    num_nodes: int,
+    num_heads: int,
+    num_key_heads: int,
+    head_size: int,
+    out: int,
+    scale: float,
+    scratch: int,
+    scratch_bytes: int,
+    hidden: int,
+    team: int,
     members: int,
-) -> None:  # fmt: skip
-    """Attend with queries [B, N, H, d] of these strides to the slots of each text, into [B, N, H d], by masks [B, N, M] and the
-    functions of parts for one type of numbers (`append_part_half`, `attend_part_half`).
+) -> None:
+    """Attend with queries [B, N, H, d] of these strides to the slots of each text, into [B, N, H
+    d], by masks [B, N, M] and the functions of parts for one type of numbers (`append_part_half`,
+    `attend_part_half`).
 
-    The slots of a text begin with number `starts` [B] of all slots [.., K d], and `lengths` [B] of them are committed. Of
-    these, each node does not see the first `hidden` [B, N], unless that is 0. Unless `cos` is 0, the queries are heads
-    [B, N, H + 2 K, d], which are rotated first, and whose keys and values are appended to the slots. So many threads of the
-    team share the key-value heads of the texts, each with so many bytes of `scratch`.
+    The slots of a text begin with number `starts` [B] of all slots [.., K d], and `lengths` [B] of
+    them are committed. Of these, each node does not see the first `hidden` [B, N], unless that is
+    0. Unless `cos` is 0, the queries are heads [B, N, H + 2 K, d], which are rotated first, and
+    whose keys and values are appended to the slots. So many threads of the team share the key-value
+    heads of the texts, each with so many bytes of `scratch`.
     """
-    job, parts = job_numbers(team), num_texts * num_key_heads
-    job[0], job[1], job[2], job[3], job[4], job[5] = attend, queries, node_stride, head_stride, keys, values
-    job[6], job[7], job[8], job[9], job[10], job[11] = slot_stride, starts, lengths, num_appended, masks, num_nodes
+    job = job_numbers(team)
+    parts = num_texts * num_key_heads
+    job[0], job[1], job[2], job[3], job[4], job[5] = (
+        attend,
+        queries,
+        node_stride,
+        head_stride,
+        keys,
+        values,
+    )
+    job[6], job[7], job[8], job[9], job[10], job[11] = (
+        slot_stride,
+        starts,
+        lengths,
+        num_appended,
+        masks,
+        num_nodes,
+    )
     job[12], job[13], job[14], job[15], job[16] = num_heads, num_key_heads, head_size, out, scratch
     job[17], job[18], job[19], job[20], job[21] = scratch_bytes, hidden, num_texts, cos, sin
     job_floats(team)[2 * SCALE_INDEX] = scale

@@ -1,12 +1,14 @@
 """Attention of the queries that share a key-value head on a CPU, compiled by Numba.
 
-Shapes: N nodes, M appended ones, H query heads, K key-value heads, G = H / K, d head size, T key slots, P = N G queries that
-share a key-value head, padded to a multiple of 16. A word of 32 bits is a float32 or a pair of bfloat16.
+Shapes: N nodes, M appended ones, H query heads, K key-value heads, G = H / K, d head size, T key
+slots, P = N G queries that share a key-value head, padded to a multiple of 16. A word of 32 bits is
+a float32 or a pair of bfloat16.
 
-Keys and values are read as they are stored, and sums are float32 in a fixed order: scores in the order of d, weights and
-weighted values in the order of T. A key that a node does not see adds 0. There are two ways with the same bits. With many
-queries a lane of a vector belongs to a query, and scores are [T, P]. With few it belongs to a key, and scores are [P, T]: one
-token of SmolLM2 has three queries a head, for which 13 of 16 lanes would be empty.
+Keys and values are read as they are stored, and sums are float32 in a fixed order: scores in the
+order of d, weights and weighted values in the order of T. A key that a node does not see adds 0.
+There are two ways with the same bits. With many queries a lane of a vector belongs to a query, and
+scores are [T, P]. With few it belongs to a key, and scores are [P, T]: one token of SmolLM2 has
+three queries a head, for which 13 of 16 lanes would be empty.
 """
 
 from __future__ import annotations
@@ -24,25 +26,56 @@ from .cpu_attention_tiles import (
     make_value_sum,
     make_weight_sum,
 )
-from .cpu_vectors import LANES, advance, as_words, compile_inline, count_words, narrow, to_floats, to_longs, to_words
+from .cpu_vectors import (
+    LANES,
+    advance,
+    as_words,
+    compile_inline,
+    count_words,
+    narrow,
+    to_floats,
+    to_longs,
+    to_words,
+)
 
 HIDDEN_SCORE = -1e30
-KEY_TILE, SHORT_KEY_TILE = 12, 8  # keys whose scores with up to two, or three, vectors of queries are summed in registers
-ROW_TILE, SHORT_ROW_TILE = 6, 3  # queries whose sums of 64 numbers lie in registers
+# keys whose scores with up to two, or three, vectors of queries are summed in registers
+KEY_TILE = 12
+SHORT_KEY_TILE = 8
+# queries whose sums of 64 numbers lie in registers
+ROW_TILE = 6
+SHORT_ROW_TILE = 3
 AHEAD = 2 * LANES  # slots that are fetched before they are scored
 FEW_ROWS = 8  # queries of a key-value head up to which a lane belongs to a key instead of a query
 
-score_12x1, score_12x2, score_8x3 = make_score_product(12, 1), make_score_product(12, 2), make_score_product(8, 3)
-score_1x1, score_1x2, score_1x3 = make_score_product(1, 1), make_score_product(1, 2), make_score_product(1, 3)
-sum_6x4, sum_3x4, sum_1x4 = make_value_sum(6, 4), make_value_sum(3, 4), make_value_sum(1, 4)
-sum_6x1, sum_1x1 = make_value_sum(6, 1), make_value_sum(1, 1)
-score_few_3, score_few_1 = make_transposed_product(3), make_transposed_product(1)
-add_weights_3, add_weights_1 = make_weight_sum(3), make_weight_sum(1)
+score_12x1 = make_score_product(12, 1)
+score_12x2 = make_score_product(12, 2)
+score_8x3 = make_score_product(8, 3)
+score_1x1 = make_score_product(1, 1)
+score_1x2 = make_score_product(1, 2)
+score_1x3 = make_score_product(1, 3)
+sum_6x4 = make_value_sum(6, 4)
+sum_3x4 = make_value_sum(3, 4)
+sum_1x4 = make_value_sum(1, 4)
+sum_6x1 = make_value_sum(6, 1)
+sum_1x1 = make_value_sum(1, 1)
+score_few_3 = make_transposed_product(3)
+score_few_1 = make_transposed_product(1)
+add_weights_3 = make_weight_sum(3)
+add_weights_1 = make_weight_sum(1)
 
 
 @compile_inline
 def _score_tile(
-    keys: Any, slot_stride: int, rows: int, queries: int, row_bytes: int, scores: int, words: int, scale: Any, vectors: int
+    keys: Any,
+    slot_stride: int,
+    rows: int,
+    queries: int,
+    row_bytes: int,
+    scores: int,
+    words: int,
+    scale: Any,
+    vectors: int,
 ) -> None:
     """Score 1 key, or as many as a tile has, with one to three vectors of queries."""
     if vectors == 1:
@@ -63,10 +96,21 @@ def _score_tile(
 
 @compile_inline
 def _score_keys(
-    keys: Any, slot_stride: int, length: int, queries: int, padded: int, scores: int, words: int, scale: Any
+    keys: Any,
+    slot_stride: int,
+    length: int,
+    queries: int,
+    padded: int,
+    scores: int,
+    words: int,
+    scale: Any,
 ) -> None:
-    """Store the scores [T, P] of keys with the queries [words, P]. The last tile begins early rather than end late."""
-    row_bytes, left, shift = 4 * padded, padded // LANES, 0
+    """Store the scores [T, P] of keys with the queries [words, P]. The last tile begins early
+    rather than end late.
+    """
+    row_bytes = 4 * padded
+    left = padded // LANES
+    shift = 0
     while left > 0:
         vectors = 2 if left == 4 else min(left, 3)
         tile = SHORT_KEY_TILE if vectors == 3 else KEY_TILE
@@ -74,9 +118,16 @@ def _score_keys(
         for first in range(0, length, rows):
             start = min(first, length - rows)
             _score_tile(
-                advance(keys, start * slot_stride), slot_stride, rows, queries + shift, row_bytes,
-                scores + shift + start * row_bytes, words, scale, vectors,
-            )  # fmt: skip
+                advance(keys, start * slot_stride),
+                slot_stride,
+                rows,
+                queries + shift,
+                row_bytes,
+                scores + shift + start * row_bytes,
+                words,
+                scale,
+                vectors,
+            )
         left -= vectors
         shift += 4 * LANES * vectors
 
@@ -110,24 +161,47 @@ def _sum_rows(
 
 @compile_inline
 def _sum_values(
-    values: Any, slot_stride: int, length: int, weights: int, weight_bytes: int, row_bytes: int, sums: int, num_rows: int,
+    values: Any,
+    slot_stride: int,
+    length: int,
+    weights: int,
+    weight_bytes: int,
+    row_bytes: int,
+    sums: int,
+    num_rows: int,
     head_size: int,
-) -> None:  # fmt: skip
-    """Store the values [T, d] weighted by weights with these bytes between slots and rows, summed, [rows, d]."""
-    left, shift = head_size // LANES, 0
+) -> None:
+    """Store the values [T, d] weighted by weights with these bytes between slots and rows,
+    summed, [rows, d].
+    """
+    left = head_size // LANES
+    shift = 0
     while left > 0:
-        width, row = 4 if left >= 4 else 1, 0
+        width = 4 if left >= 4 else 1
+        row = 0
         while row < num_rows:
             rest = num_rows - row
             # Rows that are few more than a tile of three take one of six, which begins early.
-            rows = ROW_TILE if rest >= ROW_TILE or (rest > SHORT_ROW_TILE and num_rows >= ROW_TILE) else SHORT_ROW_TILE
+            rows = (
+                ROW_TILE
+                if rest >= ROW_TILE or (rest > SHORT_ROW_TILE and num_rows >= ROW_TILE)
+                else SHORT_ROW_TILE
+            )
             if rows > num_rows or (width == 1 and rows == SHORT_ROW_TILE):
                 rows = 1
             start = min(row, num_rows - rows)
             _sum_rows(
-                advance(values, shift), slot_stride, weights + start * row_bytes, weight_bytes, row_bytes,
-                sums + 4 * (start * head_size + shift), 4 * head_size, length, rows, width,
-            )  # fmt: skip
+                advance(values, shift),
+                slot_stride,
+                weights + start * row_bytes,
+                weight_bytes,
+                row_bytes,
+                sums + 4 * (start * head_size + shift),
+                4 * head_size,
+                length,
+                rows,
+                width,
+            )
             row = start + rows
         left -= width
         shift += width * LANES
@@ -135,11 +209,19 @@ def _sum_values(
 
 @compile_inline
 def _hide_slots(
-    scores: Any, slot_step: int, row_step: int, mask: Any, num_prefix: int, num_appended: int, num_nodes: int, group: int,
+    scores: Any,
+    slot_step: int,
+    row_step: int,
+    mask: Any,
+    num_prefix: int,
+    num_appended: int,
+    num_nodes: int,
+    group: int,
     hidden: int,
-) -> None:  # fmt: skip
-    """Lower the scores, so many numbers apart by slot and by row, of the appended nodes that a node does not see by `mask`
-    [N, M], and of the first `hidden` [N] slots; it is 0 where every node sees all of these."""
+) -> None:
+    """Lower the scores, so many numbers apart by slot and by row, of the appended nodes that a node
+    does not see by `mask` [N, M], and of the first `hidden` [N] slots; it is 0 where every node
+    sees all of these."""
     if hidden != 0:
         counts = carray(to_longs(hidden), (num_nodes,))
         for n in range(num_nodes):
@@ -155,12 +237,23 @@ def _hide_slots(
 
 @compile_inline
 def _divide_rows(
-    sums: int, totals: int, num_rows: int, group: int, head_size: int, out: Any, out_start: int, out_stride: int
+    sums: int,
+    totals: int,
+    num_rows: int,
+    group: int,
+    head_size: int,
+    out: Any,
+    out_start: int,
+    out_stride: int,
 ) -> None:
-    """Store sums of weighted values [rows, d] over the sums of their weights [rows], in the type of the model."""
+    """Store sums of weighted values [rows, d] over the sums of their weights [rows], in the type
+    of the model.
+    """
     all_totals = carray(to_floats(totals), (num_rows,))
     for r in range(num_rows):
-        result = carray(advance(out, r // group * out_stride + out_start + r % group * head_size), (head_size,))
+        result = carray(
+            advance(out, r // group * out_stride + out_start + r % group * head_size), (head_size,)
+        )
         numbers = carray(to_floats(sums + 4 * r * head_size), (head_size,))
         for d in range(head_size):
             result[d] = narrow(numbers[d] / all_totals[r], result[d])
@@ -168,11 +261,20 @@ def _divide_rows(
 
 @compile_inline
 def _score_few(
-    keys: Any, values: Any, slot_stride: int, length: int, queries: int, num_rows: int, scores: int, row_bytes: int, words: int,
-    scale: Any, fetched: int,
-) -> None:  # fmt: skip
-    """Store the scores [rows, T] of at least 16 keys with a few queries [rows, words]. Tiles begin early rather than end late.
-    So many numbers of each slot, of all heads, are fetched ahead."""
+    keys: Any,
+    values: Any,
+    slot_stride: int,
+    length: int,
+    queries: int,
+    num_rows: int,
+    scores: int,
+    row_bytes: int,
+    words: int,
+    scale: Any,
+    fetched: int,
+) -> None:
+    """Store the scores [rows, T] of at least 16 keys with a few queries [rows, words]. Tiles begin
+    early rather than end late. So many numbers of each slot, of all heads, are fetched ahead."""
     row = 0
     while row < num_rows:
         rows = 3 if num_rows >= 3 else 1
@@ -183,7 +285,8 @@ def _score_few(
                 for near in range(slot, slot + LANES):
                     fetch_lines(advance(keys, min(near + AHEAD, length - 1) * slot_stride), fetched)
                     fetch_lines(advance(values, near * slot_stride), fetched)
-            tile, query = advance(keys, slot * slot_stride), queries + 4 * first * words
+            tile = advance(keys, slot * slot_stride)
+            query = queries + 4 * first * words
             output = scores + first * row_bytes + 4 * slot
             if rows == 3:
                 score_few_3(tile, slot_stride, query, output, row_bytes, words, scale)
@@ -206,12 +309,24 @@ def _sum_few(weights: int, row_bytes: int, length: int, num_rows: int, totals: i
 
 @compile_inline
 def _store_queries(
-    queries: Any, node_stride: int, head_stride: int, head: int, group: int, num_rows: int, words: int, stored: Any,
-    row_step: int, word_step: int,
-) -> None:  # fmt: skip
-    """Store the queries of one key-value head, with so many words between rows and between words."""
+    queries: Any,
+    node_stride: int,
+    head_stride: int,
+    head: int,
+    group: int,
+    num_rows: int,
+    words: int,
+    stored: Any,
+    row_step: int,
+    word_step: int,
+) -> None:
+    """Store the queries of one key-value head, with so many words between rows and between
+    words.
+    """
     for r in range(num_rows):
-        query = advance(queries, r // group * node_stride + (head * group + r % group) * head_stride)
+        query = advance(
+            queries, r // group * node_stride + (head * group + r % group) * head_stride
+        )
         q = carray(as_words(query), (words,))
         for i in range(words):
             stored[i * word_step + r * row_step] = q[i]
@@ -219,37 +334,76 @@ def _store_queries(
 
 @compile_inline
 def attend_head(
-    queries: Any, node_stride: int, head_stride: int, keys: Any, values: Any, slot_stride: int, num_prefix: int,
-    num_appended: int, mask: Any, num_nodes: int, num_heads: int, num_key_heads: int, head_size: int, out: Any, scale: Any,
-    scratch: int, hidden: int, head: int,
-) -> None:  # fmt: skip
-    """Attend with the queries of one key-value head, of queries [N, H, d] of these strides, to the slots [T, K d] of a text,
-    into [N, H d]."""
-    group, words = num_heads // num_key_heads, count_words(queries, head_size)
-    num_rows, length = num_nodes * group, num_prefix + num_appended
-    head_keys, head_values = advance(keys, head * head_size), advance(values, head * head_size)
+    queries: Any,
+    node_stride: int,
+    head_stride: int,
+    keys: Any,
+    values: Any,
+    slot_stride: int,
+    num_prefix: int,
+    num_appended: int,
+    mask: Any,
+    num_nodes: int,
+    num_heads: int,
+    num_key_heads: int,
+    head_size: int,
+    out: Any,
+    scale: Any,
+    scratch: int,
+    hidden: int,
+    head: int,
+) -> None:
+    """Attend with the queries of one key-value head, of queries [N, H, d] of these strides, to the
+    slots [T, K d] of a text, into [N, H d]."""
+    group = num_heads // num_key_heads
+    words = count_words(queries, head_size)
+    num_rows = num_nodes * group
+    length = num_prefix + num_appended
+    head_keys = advance(keys, head * head_size)
+    head_values = advance(values, head * head_size)
     is_few = num_rows <= FEW_ROWS and words % LANES == 0 and length >= LANES
-    # Scratch holds the queries, the scores that become weights, the sums of weights, and the sums of weighted values.
+    # Scratch holds the queries, the scores that become weights, the sums of weights, and the sums
+    # of weighted values.
     columns = num_rows if is_few else (num_rows + LANES - 1) // LANES * LANES
     slots = (length + LANES - 1) // LANES * LANES if is_few else length
     slot_step, row_step = (1, slots) if is_few else (columns, 1)
     scores = scratch + 4 * words * columns
     totals = scores + 4 * columns * slots
     sums = totals + 4 * columns
-    stored, all_scores = carray(to_words(scratch), (words * columns,)), carray(to_floats(scores), (columns * slots,))
-    # 1. Scores, [P, T] of a few queries and else [T, P]. What fills the last vector is hidden, or the scores of zeros.
+    stored = carray(to_words(scratch), (words * columns,))
+    all_scores = carray(to_floats(scores), (columns * slots,))
+    # 1. Scores, [P, T] of a few queries and else [T, P]. What fills the last vector is hidden, or
+    #    the scores of zeros.
     if is_few:
         fetched = num_key_heads * head_size if head == 0 else 0
-        _store_queries(queries, node_stride, head_stride, head, group, num_rows, words, stored, words, 1)
-        _score_few(head_keys, head_values, slot_stride, length, scratch, num_rows, scores, 4 * slots, words, scale, fetched)
+        _store_queries(
+            queries, node_stride, head_stride, head, group, num_rows, words, stored, words, 1
+        )
+        _score_few(
+            head_keys,
+            head_values,
+            slot_stride,
+            length,
+            scratch,
+            num_rows,
+            scores,
+            4 * slots,
+            words,
+            scale,
+            fetched,
+        )
         for r in range(num_rows):
             for t in range(length, slots):
                 all_scores[r * slots + t] = HIDDEN_SCORE
     else:
         stored[:] = 0
-        _store_queries(queries, node_stride, head_stride, head, group, num_rows, words, stored, 1, columns)
+        _store_queries(
+            queries, node_stride, head_stride, head, group, num_rows, words, stored, 1, columns
+        )
         _score_keys(head_keys, slot_stride, length, scratch, columns, scores, words, scale)
-    _hide_slots(all_scores, slot_step, row_step, mask, num_prefix, num_appended, num_nodes, group, hidden)
+    _hide_slots(
+        all_scores, slot_step, row_step, mask, num_prefix, num_appended, num_nodes, group, hidden
+    )
     # 2. Weights, in place, and their sums.
     if is_few:
         for r in range(num_rows):
@@ -259,5 +413,24 @@ def attend_head(
         for j in range(columns // LANES):
             exp_columns(scores + 4 * j * LANES, 4 * columns, length, totals + 4 * j * LANES)
     # 3. Weighted values.
-    _sum_values(head_values, slot_stride, length, scores, 4 * slot_step, 4 * row_step, sums, num_rows, head_size)
-    _divide_rows(sums, totals, num_rows, group, head_size, out, head * group * head_size, num_heads * head_size)
+    _sum_values(
+        head_values,
+        slot_stride,
+        length,
+        scores,
+        4 * slot_step,
+        4 * row_step,
+        sums,
+        num_rows,
+        head_size,
+    )
+    _divide_rows(
+        sums,
+        totals,
+        num_rows,
+        group,
+        head_size,
+        out,
+        head * group * head_size,
+        num_heads * head_size,
+    )

@@ -22,13 +22,14 @@ def can_choose_by_noise(logits: Tensor) -> bool:
 
 
 def choose_by_noise(logits: Tensor, keys: Tensor, temperature: float) -> Tensor:
-    """Return the tokens [...] with the largest sums of logits [..., V] over the temperature and the Gumbel noise of keys [...]:
-    those that torch finds in all sums."""
+    """Return the tokens [...] with the largest sums of logits [..., V] over the temperature and the
+    Gumbel noise of keys [...]: those that torch finds in all sums."""
     from .cpu_sampling import BLOCK, UNDECIDED
     from .cpu_sampling import choose_by_noise as run_kernel
 
     size = logits.shape[-1]
-    rows, flat_keys = logits.reshape(-1, size).float().contiguous(), keys.reshape(-1).contiguous()
+    rows = logits.reshape(-1, size).float().contiguous()
+    flat_keys = keys.reshape(-1).contiguous()
     assert len(rows) == len(flat_keys)
     chosen = torch.empty(len(rows), dtype=torch.int64)
     memory = working_memory((size + BLOCK) // 2 + 1)

@@ -1,7 +1,8 @@
-"""The interface to the compiled kernels of copied drafts on a CPU, and the reference of the trie in numpy.
+"""The interface to the compiled kernels of copied drafts on a CPU, and the reference of the trie in
+numpy.
 
-The kernels serve a process after `prepare_copy_kernels`, so that nothing is compiled in a round. Shapes: T tokens of a store, P
-occurrences, D tokens after each, S sources, N nodes, E estimates.
+The kernels serve a process after `prepare_copy_kernels`, so that nothing is compiled in a round.
+Shapes: T tokens of a store, P occurrences, D tokens after each, S sources, N nodes, E estimates.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ _kernels: list[Any] = []
 
 
 class MergedCopies(NamedTuple):
-    """A trie of continuations, the root first, parents before children, and the estimates of its sources."""
+    """A trie of continuations, the root first, parents before children, and the estimates of its
+    sources.
+    """
 
     tokens: np.ndarray  # [N]; the root's token and parent are meaningless
     parents: np.ndarray  # [N]
     depths: np.ndarray  # [N]
     nodes: np.ndarray  # [E] the node of each estimate
     sources: np.ndarray  # [E]
-    lengths: np.ndarray  # [E] matching tokens before the node, of the source's first continuation that contains it
+    # [E] matching tokens before the node, of the source's first continuation that contains it
+    lengths: np.ndarray
     counts: np.ndarray  # [E] continuations of the source that contain the node
     shares: np.ndarray  # [E] float64: the weight of the node over that of its parent
 
 
 def prepare_copy_kernels() -> None:
-    """Load the kernels, or compile them where this machine has not, and use them from now on; without Numba do nothing.
+    """Load the kernels, or compile them where this machine has not, and use them from now on;
+    without Numba do nothing.
 
     Each is called once with the types of its arguments in a round.
     """
@@ -39,7 +44,8 @@ def prepare_copy_kernels() -> None:
     from . import cpu_copy_kernels
 
     _kernels.append(cpu_copy_kernels)
-    store, suffixes = np.asarray([0, TEXT_END], dtype=np.int32), np.asarray([1, 0], dtype=np.int32)
+    store = np.asarray([0, TEXT_END], dtype=np.int32)
+    suffixes = np.asarray([1, 0], dtype=np.int32)
     for array in (store, suffixes):
         array.setflags(write=False)  # as those of a store are
     search_store(store, suffixes, [0], 1, 1, 1)
@@ -48,13 +54,22 @@ def prepare_copy_kernels() -> None:
 
 
 def search_store(
-    tokens: np.ndarray, suffixes: np.ndarray, text: list[int], depth: int, max_matches: int, min_matches: int
+    tokens: np.ndarray,
+    suffixes: np.ndarray,
+    text: list[int],
+    depth: int,
+    max_matches: int,
+    min_matches: int,
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return what `Datastore.find_continuations` does for the tokens and suffixes [T] of a store, or None without kernels."""
+    """Return what `Datastore.find_continuations` does for the tokens and suffixes [T] of a
+    store, or None without kernels.
+    """
     if not _kernels:
         return None
     tail = np.asarray(text[-MAX_MATCH:], dtype=np.int64)
-    lengths, continuations = _kernels[0].find_continuations(tokens, suffixes, tail, depth, max_matches, min_matches)
+    lengths, continuations = _kernels[0].find_continuations(
+        tokens, suffixes, tail, depth, max_matches, min_matches
+    )
     return lengths, continuations
 
 
@@ -64,7 +79,9 @@ def merge_continuations(
     """Compute `merge_continuations_reference`, by a kernel where one serves."""
     if not _kernels:
         return merge_continuations_reference(lengths, tokens, sources, num_sources, min_share)
-    ids, parents, depths, (nodes, entry_sources, matched, counts), shares = _kernels[0].merge_continuations(
+    ids, parents, depths, (nodes, entry_sources, matched, counts), shares = _kernels[
+        0
+    ].merge_continuations(
         np.ascontiguousarray(lengths), np.ascontiguousarray(tokens), sources, num_sources, min_share
     )
     return MergedCopies(ids, parents, depths, nodes, entry_sources, matched, counts, shares)
@@ -73,20 +90,25 @@ def merge_continuations(
 def merge_continuations_reference(
     lengths: np.ndarray, tokens: np.ndarray, sources: np.ndarray, num_sources: int, min_share: float
 ) -> MergedCopies:
-    """Merge continuations [P, D], padded with TEXT_END, of texts that match `lengths` [P] tokens, into one trie.
+    """Merge continuations [P, D], padded with TEXT_END, of texts that match `lengths` [P] tokens,
+    into one trie.
 
-    `sources` [P] ascend. A copy weighs 2 to the power of its length. Paths with a share below `min_share` of their source's
-    weight are left out. Nodes are ordered by the first continuation that contains them, of a source that has them often enough.
+    `sources` [P] ascend. A copy weighs 2 to the power of its length. Paths with a share below
+    `min_share` of their source's weight are left out. Nodes are ordered by the first continuation
+    that contains them, of a source that has them often enough.
     """
     if not len(tokens):
-        root, none = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        root = np.zeros(1, dtype=np.int64)
+        none = np.zeros(0, dtype=np.int64)
         return MergedCopies(root - 1, root, root, none, none, none, none, np.zeros(0))
     order = np.lexsort(tokens.T[::-1])
-    rows, is_own = SortedTrie(tokens[order]), sources[order] == np.arange(num_sources)[:, None]
+    rows = SortedTrie(tokens[order])
+    is_own = sources[order] == np.arange(num_sources)[:, None]
     # 1. Weights and counts [S, N] of every node per source; copies of longer matches weigh more.
     weights = rows.sum_rows(np.where(is_own, 2.0 ** lengths[order], 0.0))
     counts = rows.sum_rows(is_own.astype(np.int64))
-    # 2. Nodes that some source has often enough, ordered by the first continuation that contains them.
+    # 2. Nodes that some source has often enough, ordered by the first continuation that contains
+    #    them.
     first_rows = rows.min_rows(np.where(is_own, order, len(order)))
     is_large = (weights > 0) & (weights >= min_share * weights[:, :1]) & (rows.tokens != TEXT_END)
     is_large[:, 0] = False
@@ -103,28 +125,40 @@ def merge_continuations_reference(
     shares = weights.take(entries) / weights.take(entry_sources * len(creation_order) + parents)
     match_lengths = lengths.take(first_rows.take(entries)) + rows.depths.take(parents)
     return MergedCopies(
-        rows.tokens[nodes], new_ids[rows.parents[nodes]], rows.depths[nodes], new_ids.take(entry_nodes), entry_sources,
-        match_lengths, counts.take(entries), shares,
-    )  # fmt: skip
+        rows.tokens[nodes],
+        new_ids[rows.parents[nodes]],
+        rows.depths[nodes],
+        new_ids.take(entry_nodes),
+        entry_sources,
+        match_lengths,
+        counts.take(entries),
+        shares,
+    )
 
 
 class SortedTrie:
-    """Sorted continuations [P, D] as a trie: a node is a range of rows with a common prefix. Nodes are ordered by depth."""
+    """Sorted continuations [P, D] as a trie: a node is a range of rows with a common prefix.
+    Nodes are ordered by depth.
+    """
 
     def __init__(self, rows: np.ndarray) -> None:
-        begins = np.ones((rows.shape[1] + 1, len(rows)), dtype=bool)  # [1 + D, P] whether a node begins
+        # [1 + D, P] whether a node begins
+        begins = np.ones((rows.shape[1] + 1, len(rows)), dtype=bool)
         begins[0, 1:] = False
         begins[1:, 1:] = np.logical_or.accumulate(rows.T[:, 1:] != rows.T[:, :-1], axis=0)
         self.size = begins.size
         self.starts = np.flatnonzero(begins)
         self.depths, self.lows = np.divmod(self.starts, len(rows))
-        self.highs = np.append(self.starts[1:], self.size) - self.depths * len(rows)  # a node has the rows low to high
+        # a node has the rows low to high
+        self.highs = np.append(self.starts[1:], self.size) - self.depths * len(rows)
         # The root's token and parent are meaningless.
         self.tokens = rows[self.lows, self.depths - 1]
         self.parents = np.cumsum(begins)[self.starts - len(rows)] - 1
 
     def sum_rows(self, values: np.ndarray) -> np.ndarray:
-        """Sum values [S, P], which must add up without rounding, over the rows of every node: [S, N]."""
+        """Sum values [S, P], which must add up without rounding, over the rows of every node:
+        [S, N].
+        """
         totals = np.zeros((len(values), values.shape[1] + 1), dtype=values.dtype)
         values.cumsum(axis=1, out=totals[:, 1:])
         sums: np.ndarray = totals.take(self.highs, axis=1) - totals.take(self.lows, axis=1)
@@ -132,5 +166,7 @@ class SortedTrie:
 
     def min_rows(self, values: np.ndarray) -> np.ndarray:
         """Take the minimum of values [S, P] over the rows of every node: [S, N]."""
-        minima: np.ndarray = np.minimum.reduceat(np.tile(values, self.size // values.shape[1]), self.starts, axis=1)
+        minima: np.ndarray = np.minimum.reduceat(
+            np.tile(values, self.size // values.shape[1]), self.starts, axis=1
+        )
         return minima

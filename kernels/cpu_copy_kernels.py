@@ -1,7 +1,8 @@
-"""Kernels of copied drafts on a CPU, compiled by Numba: a search in a store, and the trie of what it found.
+"""Kernels of copied drafts on a CPU, compiled by Numba: a search in a store, and the trie of what
+it found.
 
-Shapes: T tokens of a store, L last tokens of a text, P occurrences, D tokens after each, S sources, N nodes, E estimates.
-Numbers are int64 where nothing else is said.
+Shapes: T tokens of a store, L last tokens of a text, P occurrences, D tokens after each, S sources,
+N nodes, E estimates. Numbers are int64 where nothing else is said.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ NO_NODE = -1
 
 @compile_inline
 def _compare(tokens: Any, start: int, query: Any, first: int) -> int:
-    """Return -1, 0 or 1 as the tokens from `start` on come before, begin with, or come after those of a query from `first`
-    on."""
+    """Return -1, 0 or 1 as the tokens from `start` on come before, begin with, or come after those
+    of a query from `first` on."""
     for i in range(first, len(query)):
         at = start + i - first
         if at >= len(tokens) or tokens[at] < query[i]:
@@ -32,14 +33,16 @@ def _compare(tokens: Any, start: int, query: Any, first: int) -> int:
 @compile_inline
 def _find_suffixes(tokens: Any, suffixes: Any, query: Any, first: int) -> Any:
     """Return the range of suffixes that begin with the query from `first` on."""
-    low, high = 0, len(suffixes)
+    low = 0
+    high = len(suffixes)
     while low < high:
         middle = (low + high) // 2
         if _compare(tokens, suffixes[middle], query, first) < 0:
             low = middle + 1
         else:
             high = middle
-    begin, high = low, len(suffixes)
+    begin = low
+    high = len(suffixes)
     while low < high:
         middle = (low + high) // 2
         if _compare(tokens, suffixes[middle], query, first) <= 0:
@@ -52,7 +55,8 @@ def _find_suffixes(tokens: Any, suffixes: Any, query: Any, first: int) -> Any:
 @compile_inline
 def _match_length(tokens: Any, suffixes: Any, tail: Any) -> int:
     """Return how many of the last tokens occur together in the store."""
-    low, high = 0, len(tail)
+    low = 0
+    high = len(tail)
     while low < high:
         middle = (low + high + 1) // 2
         begin, end = _find_suffixes(tokens, suffixes, tail, len(tail) - middle)
@@ -64,19 +68,30 @@ def _match_length(tokens: Any, suffixes: Any, tail: Any) -> int:
 
 
 @compile_cached
-def find_continuations(tokens: Any, suffixes: Any, tail: Any, depth: int, max_matches: int, min_matches: int) -> Any:
-    """Compute `Datastore.find_continuations` for the last tokens [L] of a text and the tokens and suffixes [T] of a store,
-    int32 each."""
-    ends, lengths = np.empty(max_matches, np.int64), np.empty(max_matches, np.int64)
-    length, count = _match_length(tokens, suffixes, tail), 0
+def find_continuations(
+    tokens: Any, suffixes: Any, tail: Any, depth: int, max_matches: int, min_matches: int
+) -> Any:
+    """Compute `Datastore.find_continuations` for the last tokens [L] of a text and the tokens and
+    suffixes [T] of a store, int32 each."""
+    ends = np.empty(max_matches, np.int64)
+    lengths = np.empty(max_matches, np.int64)
+    length = _match_length(tokens, suffixes, tail)
+    count = 0
     while length > 0 and count < min_matches:
         begin, end = _find_suffixes(tokens, suffixes, tail, len(tail) - length)
-        room, found, before = max_matches - count, end - begin, count
+        room = max_matches - count
+        found = end - begin
+        before = count
         step = (found - 1) / (room - 1) if room > 1 else 0.0
         for i in range(min(found, room)):
             # As numpy spaces them, whose last one is exact.
-            index = begin + i if found <= room else (end - 1 if 0 < i == room - 1 else int(i * step + begin))
-            position, is_new = suffixes[index] + length, True
+            index = (
+                begin + i
+                if found <= room
+                else (end - 1 if 0 < i == room - 1 else int(i * step + begin))
+            )
+            position = suffixes[index] + length
+            is_new = True
             for j in range(before):
                 is_new = is_new and ends[j] != position
             if is_new:
@@ -84,7 +99,8 @@ def find_continuations(tokens: Any, suffixes: Any, tail: Any, depth: int, max_ma
                 count += 1
         ends[before:count] = np.sort(ends[before:count])
         length -= 1
-    continuations, num_real = np.full((count, depth), TEXT_END, np.int64), 0
+    continuations = np.full((count, depth), TEXT_END, np.int64)
+    num_real = 0
     for i in range(count):
         for j in range(depth):
             at = ends[i] + j
@@ -98,19 +114,28 @@ def find_continuations(tokens: Any, suffixes: Any, tail: Any, depth: int, max_ma
 
 
 @compile_cached
-def merge_continuations(lengths: Any, tokens: Any, sources: Any, num_sources: int, min_share: float) -> Any:
+def merge_continuations(
+    lengths: Any, tokens: Any, sources: Any, num_sources: int, min_share: float
+) -> Any:
     """Compute `merge_continuations_reference` for occurrences of `sources` [P]."""
     num_rows, depth = tokens.shape
-    size, num_nodes = 1 + num_rows * depth, 1
-    ids, parents, depths = np.empty(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
+    size = 1 + num_rows * depth
+    num_nodes = 1
+    ids = np.empty(size, np.int64)
+    parents = np.zeros(size, np.int64)
+    depths = np.zeros(size, np.int64)
     ids[0] = TEXT_END
     # The newest child of a node, and the child of the same node before a node.
-    newest, previous = np.full(size, NO_NODE, np.int64), np.full(size, NO_NODE, np.int64)
-    weights, counts = np.zeros((num_sources, size)), np.zeros((num_sources, size), np.int64)
+    newest = np.full(size, NO_NODE, np.int64)
+    previous = np.full(size, NO_NODE, np.int64)
+    weights = np.zeros((num_sources, size))
+    counts = np.zeros((num_sources, size), np.int64)
     first_rows = np.zeros((num_sources, size), np.int64)
     # 1. A trie of all continuations, with weights and counts by source.
     for row in range(num_rows):
-        source, weight, node = sources[row], 2.0 ** lengths[row], 0
+        source = sources[row]
+        weight = 2.0 ** lengths[row]
+        node = 0
         weights[source, 0] += weight
         for level in range(depth):
             token = tokens[row, level]
@@ -129,25 +154,34 @@ def merge_continuations(lengths: Any, tokens: Any, sources: Any, num_sources: in
             weights[source, child] += weight
             counts[source, child] += 1
             node = child
-    # 2. Nodes that some source has often enough, ordered by the first continuation of such a source that contains them.
+    # 2. Nodes that some source has often enough, ordered by the first continuation of such a source
+    #    that contains them.
     is_large = np.zeros((num_sources, num_nodes), np.bool_)
-    order_keys, num_entries, last = np.empty(num_nodes, np.int64), 0, (num_rows + 1) * (depth + 1)
+    order_keys = np.empty(num_nodes, np.int64)
+    num_entries = 0
+    last = (num_rows + 1) * (depth + 1)
     for node in range(num_nodes):
         order_keys[node] = last
         for source in range(num_sources):
             weight = weights[source, node]
             if node > 0 and weight > 0 and weight >= min_share * weights[source, 0]:
                 is_large[source, node] = True
-                order_keys[node] = min(order_keys[node], first_rows[source, node] * (depth + 1) + depths[node])
+                order_keys[node] = min(
+                    order_keys[node], first_rows[source, node] * (depth + 1) + depths[node]
+                )
                 num_entries += 1
     order_keys[0] = -1
-    order, num_kept, new_ids = np.argsort(order_keys), 0, np.zeros(num_nodes, np.int64)
+    order = np.argsort(order_keys)
+    num_kept = 0
+    new_ids = np.zeros(num_nodes, np.int64)
     while num_kept < num_nodes and order_keys[order[num_kept]] < last:
         new_ids[order[num_kept]] = num_kept
         num_kept += 1
     kept = order[:num_kept]
     # 3. An estimate for every node of every source.
-    entries, shares, entry = np.empty((4, num_entries), np.int64), np.empty(num_entries), 0
+    entries = np.empty((4, num_entries), np.int64)
+    shares = np.empty(num_entries)
+    entry = 0
     for node in range(1, num_nodes):
         for source in range(num_sources):
             if is_large[source, node]:

@@ -1,7 +1,8 @@
 """The interface to the compiled kernels of drafting on a CPU: calls that take tensors.
 
-Shapes: F nodes, P tokens, N nodes of a draft, D width, O output width, H query heads, K key-value heads, d head
-size, I inner width, V draft vocabulary. Numba is imported at the first use, as `cpu_kernels` describes.
+Shapes: F nodes, P tokens, N nodes of a draft, D width, O output width, H query heads, K key-value
+heads, d head size, I inner width, V draft vocabulary. Numba is imported at the first use, as
+`cpu_kernels` describes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cpu_kernels import attention_size, count_members, current_team, has_cpu_kernels, working_memory, working_sums
+from .cpu_kernels import (
+    attention_size,
+    count_members,
+    current_team,
+    has_cpu_kernels,
+    working_memory,
+    working_sums,
+)
 
-PANEL_COLUMNS, INPUT_STEP = 32, 4
+PANEL_COLUMNS = 32
+INPUT_STEP = 4
 """Divisors of a linear's output and input width."""
 MIN_ROWS = 16
 """Nodes that the working memory of a drafter has room for at least."""
@@ -42,9 +51,12 @@ class ByteWeights:
     def __init__(self, packed: Any) -> None:
         weight, _ = torch.ops.quantized.linear_unpack(packed)
         numbers, (outputs, width) = weight.int_repr(), weight.shape
-        blocks = numbers.view(outputs // PANEL_COLUMNS, 2, PANEL_COLUMNS // 2, width // INPUT_STEP, INPUT_STEP)
+        blocks = numbers.view(
+            outputs // PANEL_COLUMNS, 2, PANEL_COLUMNS // 2, width // INPUT_STEP, INPUT_STEP
+        )
         self.panels = blocks.permute(0, 3, 1, 2, 4).contiguous()
-        self.scales, self.sums = weight.q_per_channel_scales().float(), numbers.sum(1, dtype=torch.int32)
+        self.scales = weight.q_per_channel_scales().float()
+        self.sums = numbers.sum(1, dtype=torch.int32)
         self.sizes = width, outputs
 
     @staticmethod
@@ -57,7 +69,9 @@ class ByteWeights:
         """Return the addresses and sizes, for kernels."""
         from .cpu_int8 import ByteLinear
 
-        return ByteLinear(self.panels.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), *self.sizes)
+        return ByteLinear(
+            self.panels.data_ptr(), self.scales.data_ptr(), self.sums.data_ptr(), *self.sizes
+        )
 
 
 class EagleShape(NamedTuple):
@@ -70,72 +84,117 @@ class EagleShape(NamedTuple):
 
 
 class EagleKernels:
-    """The kernels of EAGLE's layer with its weights: `norms` are input, hidden, later and final, `linears` qkv, output,
-    gate_up, down and head."""
+    """The kernels of EAGLE's layer with its weights: `norms` are input, hidden, later and final,
+    `linears` qkv, output, gate_up, down and head."""
 
     def __init__(
-        self, embedding: Tensor, norms: Mapping[str, Tensor], linears: Mapping[str, ByteWeights], shape: EagleShape
+        self,
+        embedding: Tensor,
+        norms: Mapping[str, Tensor],
+        linears: Mapping[str, ByteWeights],
+        shape: EagleShape,
     ) -> None:
-        self.kernels, self.shape = _import_kernels(), shape
-        self.embedding, self.linears = embedding.detach(), linears
+        self.kernels = _import_kernels()
+        self.shape = shape
+        self.embedding = embedding.detach()
+        self.linears = linears
         self.norms = {f"{name}_norm": norm.detach().float() for name, norm in norms.items()}
-        self.vocab_size, self.width = linears["head"].sizes[1], linears["output"].sizes[1]
+        self.vocab_size = linears["head"].sizes[1]
+        self.width = linears["output"].sizes[1]
         self.num_positions = self.num_rows = self.num_slots = self.num_members = 0
 
     def use_angles(self, cos: Tensor, sin: Tensor) -> None:
         """Use the cosines and sines [1, positions, d] of all positions of a text."""
-        self.angles, self.num_positions = torch.cat([cos, sin]).float(), cos.shape[1]
-        shape, linears = self.shape, {name: weights.linear for name, weights in self.linears.items()}
+        self.angles = torch.cat([cos, sin]).float()
+        self.num_positions = cos.shape[1]
+        shape = self.shape
+        linears = {name: weights.linear for name, weights in self.linears.items()}
         self.layer = self.kernels.EagleLayer(
-            embedding=self.embedding.data_ptr(), is_half=self.embedding.dtype == torch.bfloat16, **shape._asdict(), **linears,
-            **{name: norm.data_ptr() for name, norm in self.norms.items()}, cos=self.angles[0].data_ptr(),
+            embedding=self.embedding.data_ptr(),
+            is_half=self.embedding.dtype == torch.bfloat16,
+            **shape._asdict(),
+            **linears,
+            **{name: norm.data_ptr() for name, norm in self.norms.items()},
+            cos=self.angles[0].data_ptr(),
             sin=self.angles[1].data_ptr(),
-        )  # fmt: skip
+        )
 
-    def read_tokens(self, tokens: Tensor, hidden: Tensor, slots: Tensor, num_committed: int) -> Tensor:
-        """Run the next tokens [1, P] of a text with hidden states [1, P, D], and return their states. `slots` [2, T, K, d] are
-        those of the text."""
-        count, tokens = tokens.shape[1], tokens.contiguous()
+    def read_tokens(
+        self, tokens: Tensor, hidden: Tensor, slots: Tensor, num_committed: int
+    ) -> Tensor:
+        """Run the next tokens [1, P] of a text with hidden states [1, P, D], and return their
+        states. `slots` [2, T, K, d] are those of the text."""
+        count = tokens.shape[1]
+        tokens = tokens.contiguous()
         states = hidden.float().contiguous()
         states = states.clone() if states is hidden else states
         self._reserve(count, count)
-        viewed, no_nodes = self._view_slots(slots, num_committed, count, count), self.kernels.EagleNodes(0, 0, 0, 0)
+        viewed = self._view_slots(slots, num_committed, count, count)
+        no_nodes = self.kernels.EagleNodes(0, 0, 0, 0)
         self.kernels.run_nodes(
-            self.layer, self.memory, viewed, no_nodes, tokens.data_ptr(), 0, count, states.data_ptr(), 0
-        )  # fmt: skip
+            self.layer,
+            self.memory,
+            viewed,
+            no_nodes,
+            tokens.data_ptr(),
+            0,
+            count,
+            states.data_ptr(),
+            0,
+        )
         return states
 
     def score_states(self, states: Tensor) -> Tensor:
         """Return the log-probabilities [1, F, V] after nodes with states [1, F, D]."""
-        count, kernels = states.shape[1], self.kernels
+        count = states.shape[1]
+        kernels = self.kernels
         self._reserve(count, 1)
-        log_q, states = torch.empty(1, count, self.vocab_size), states.contiguous()
-        no_slots, no_nodes = kernels.EagleSlots(0, 0, 0, 0, 0), kernels.EagleNodes(0, 0, 0, 0)
+        log_q = torch.empty(1, count, self.vocab_size)
+        states = states.contiguous()
+        no_slots = kernels.EagleSlots(0, 0, 0, 0, 0)
+        no_nodes = kernels.EagleNodes(0, 0, 0, 0)
         kernels.run_nodes(
-            self.layer, self.memory, no_slots, no_nodes, 0, 0, count, states.data_ptr(), log_q.data_ptr()
-        )  # fmt: skip
+            self.layer,
+            self.memory,
+            no_slots,
+            no_nodes,
+            0,
+            0,
+            count,
+            states.data_ptr(),
+            log_q.data_ptr(),
+        )
         return log_q
 
-    def _view_slots(self, slots: Tensor, num_committed: int, num_appended: int, num_new: int) -> Any:
+    def _view_slots(
+        self, slots: Tensor, num_committed: int, num_appended: int, num_new: int
+    ) -> Any:
         """Return what kernels are told of the slots and of the working memory of attention."""
         num_heads, num_key_heads, size, _ = self.shape
-        rows, length = num_new * (num_heads // num_key_heads), num_committed + num_appended
+        rows = num_new * (num_heads // num_key_heads)
+        length = num_committed + num_appended
         memory = working_memory(attention_size(rows, length, size))
         keys = slots.data_ptr()
         values = keys + slots.stride(0) * FLOAT_BYTES
         return self.kernels.EagleSlots(keys, values, num_committed, num_appended, memory.data_ptr())
 
     def _reserve(self, num_rows: int, num_slots: int) -> None:
-        """Make the working memory large enough for calls over so many nodes, of so many that are appended, by as many threads
-        as torch uses."""
+        """Make the working memory large enough for calls over so many nodes, of so many that are
+        appended, by as many threads as torch uses."""
         members = count_members()
-        if num_rows <= self.num_rows and num_slots <= self.num_slots and members == self.num_members:
+        if (
+            num_rows <= self.num_rows
+            and num_slots <= self.num_slots
+            and members == self.num_members
+        ):
             return
         from .cpu_int8 import TeamProduct, multiply_bytes_part
 
         self.num_members = members
-        rows, self.num_slots = max(MIN_ROWS, num_rows, self.num_rows), max(MIN_ROWS, num_slots, self.num_slots)
-        self.num_rows, linears = rows, self.linears
+        rows = max(MIN_ROWS, num_rows, self.num_rows)
+        self.num_slots = max(MIN_ROWS, num_slots, self.num_slots)
+        self.num_rows = rows
+        linears = self.linears
         widest = max(weights.sizes[0] for weights in linears.values())
         floats = {
             "hidden": self.width,
@@ -149,9 +208,13 @@ class EagleKernels:
         self.buffers = {name: torch.empty(rows, size) for name, size in floats.items()}
         self.buffers["positions"] = torch.empty(rows, dtype=torch.int64)
         self.buffers["mask"] = torch.empty(rows, self.num_slots, dtype=torch.uint8)
-        self.rounded, self.sums = torch.empty(rows * widest, dtype=torch.uint8), working_sums()
-        function, team = multiply_bytes_part().address, current_team().address
-        product = TeamProduct(function, self.rounded.data_ptr(), self.sums.data_ptr(), team, members)
+        self.rounded = torch.empty(rows * widest, dtype=torch.uint8)
+        self.sums = working_sums()
+        function = multiply_bytes_part().address
+        team = current_team().address
+        product = TeamProduct(
+            function, self.rounded.data_ptr(), self.sums.data_ptr(), team, members
+        )
         self.memory = self.kernels.EagleMemory(
             **{name: buffer.data_ptr() for name, buffer in self.buffers.items()}, product=product
         )
@@ -160,9 +223,17 @@ class EagleKernels:
 class EagleDraft:
     """The nodes of one draft of one text, which kernels extend. The root is the first."""
 
-    def __init__(self, kernels: EagleKernels, root: Tensor, slots: Tensor, num_committed: int, capacity: int) -> None:
-        """Start from the root's state [1, 1, D], with room for `capacity` nodes, the root included."""
-        self.kernels, self.slots, self.num_committed, self.capacity, self.num_nodes = kernels, slots, num_committed, capacity, 1
+    def __init__(
+        self, kernels: EagleKernels, root: Tensor, slots: Tensor, num_committed: int, capacity: int
+    ) -> None:
+        """Start from the root's state [1, 1, D], with room for `capacity` nodes, the root
+        included.
+        """
+        self.kernels = kernels
+        self.slots = slots
+        self.num_committed = num_committed
+        self.capacity = capacity
+        self.num_nodes = 1
         self.states = torch.empty(capacity, kernels.width)
         self.states[0] = root[0, 0]
         self.depths = torch.zeros(capacity, dtype=torch.int64)
@@ -175,18 +246,29 @@ class EagleDraft:
         return self.kernels.score_states(self.states[None, :1])
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Add nodes with tokens [1, F] below `parents` [1, F], and return the log-probabilities [1, F, V] after them."""
-        kernels, count = self.kernels, tokens.shape[1]
+        """Add nodes with tokens [1, F] below `parents` [1, F], and return the log-probabilities
+        [1, F, V] after them.
+        """
+        kernels = self.kernels
+        count = tokens.shape[1]
         num_appended = self.num_nodes - 1 + count
         assert num_appended < self.capacity, f"a draft of {self.capacity} nodes is full"
         kernels._reserve(count, num_appended)
-        tokens, parents = tokens.contiguous(), parents.contiguous()
+        tokens = tokens.contiguous()
+        parents = parents.contiguous()
         log_q = torch.empty(1, count, kernels.vocab_size)
         slots = kernels._view_slots(self.slots, self.num_committed, num_appended, count)
         states = self.states[self.num_nodes].data_ptr()
         kernels.kernels.run_nodes(
-            kernels.layer, kernels.memory, slots, self.nodes, tokens.data_ptr(), parents.data_ptr(), count, states,
+            kernels.layer,
+            kernels.memory,
+            slots,
+            self.nodes,
+            tokens.data_ptr(),
+            parents.data_ptr(),
+            count,
+            states,
             log_q.data_ptr(),
-        )  # fmt: skip
+        )
         self.num_nodes += count
         return log_q

@@ -1,9 +1,11 @@
-"""EAGLE's layer over a few nodes of one text on a CPU, compiled by Numba: from tokens to log-probabilities in one call.
+"""EAGLE's layer over a few nodes of one text on a CPU, compiled by Numba: from tokens to
+log-probabilities in one call.
 
-It computes what the modules of the drafter compute on 8-bit weights. Attention is that of `cpu_attention`. Shapes:
-F new nodes, M appended nodes (the new ones last), N nodes of a draft (the root first, which is no appended node), D width, H
-query heads, K key-value heads, d head size, I inner width, V draft vocabulary. Tensors are passed by address; numbers are
-float32 where nothing else is said.
+It computes what the modules of the drafter compute on 8-bit weights. Attention is that of
+`cpu_attention`. Shapes: F new nodes, M appended nodes (the new ones last), N nodes of a draft (the
+root first, which is no appended node), D width, H query heads, K key-value heads, d head size, I
+inner width, V draft vocabulary. Tensors are passed by address; numbers are float32 where nothing
+else is said.
 """
 
 from __future__ import annotations
@@ -15,7 +17,16 @@ from numba import carray
 from .cpu_attention import attend_text, rotate_append
 from .cpu_floats import gate_rows, norm_row, normalize_row
 from .cpu_int8 import ByteLinear, TeamProduct, multiply_rounded
-from .cpu_vectors import advance, compile_cached, compile_inline, to_bytes, to_floats, to_halves, to_longs, widen
+from .cpu_vectors import (
+    advance,
+    compile_cached,
+    compile_inline,
+    to_bytes,
+    to_floats,
+    to_halves,
+    to_longs,
+    widen,
+)
 
 
 class EagleLayer(NamedTuple):
@@ -70,13 +81,18 @@ class EagleNodes(NamedTuple):
 
     states: int  # [N, D]
     depths: int  # int64 [N]
-    ancestors: int  # bytes [N, N]: whether a node is one of a node's ancestors or itself, without the root
+    # bytes [N, N]: whether a node is one of a node's ancestors or itself, without the root
+    ancestors: int
     capacity: int
 
 
 @compile_inline
-def _prepare_inputs(layer: EagleLayer, tokens: int, hidden: int, num_nodes: int, width: int, out: int) -> None:
-    """Store the normed embeddings of tokens [F] and the normed hidden states [F, D], side by side."""
+def _prepare_inputs(
+    layer: EagleLayer, tokens: int, hidden: int, num_nodes: int, width: int, out: int
+) -> None:
+    """Store the normed embeddings of tokens [F] and the normed hidden states [F, D], side by
+    side.
+    """
     ids = carray(to_longs(tokens), (num_nodes,))
     for n in range(num_nodes):
         first = to_floats(out + 8 * n * width)
@@ -90,13 +106,20 @@ def _prepare_inputs(layer: EagleLayer, tokens: int, hidden: int, num_nodes: int,
             for i in range(width):
                 embedded[i] = floats[i]
         norm_row(first, to_floats(layer.input_norm), first, width, layer.eps)
-        norm_row(to_floats(hidden + 4 * n * width), to_floats(layer.hidden_norm), advance(first, width), width, layer.eps)
+        norm_row(
+            to_floats(hidden + 4 * n * width),
+            to_floats(layer.hidden_norm),
+            advance(first, width),
+            width,
+            layer.eps,
+        )
 
 
 @compile_inline
 def _select_angles(layer: EagleLayer, memory: EagleMemory, num_nodes: int) -> None:
     """Store the cosines and sines of the nodes' positions."""
-    size, positions = layer.head_size, carray(to_longs(memory.positions), (num_nodes,))
+    size = layer.head_size
+    positions = carray(to_longs(memory.positions), (num_nodes,))
     for n in range(num_nodes):
         for table, part in ((layer.cos, 0), (layer.sin, 1)):
             source = carray(to_floats(table + 4 * positions[n] * size), (size,))
@@ -106,40 +129,79 @@ def _select_angles(layer: EagleLayer, memory: EagleMemory, num_nodes: int) -> No
 
 
 @compile_inline
-def _attend_nodes(layer: EagleLayer, memory: EagleMemory, slots: EagleSlots, num_nodes: int) -> None:
+def _attend_nodes(
+    layer: EagleLayer, memory: EagleMemory, slots: EagleSlots, num_nodes: int
+) -> None:
     """Rotate the heads, append keys and values to the slots, and attend."""
     _select_angles(layer, memory, num_nodes)
-    size, stride = layer.head_size, layer.num_key_heads * layer.head_size
+    size = layer.head_size
+    stride = layer.num_key_heads * layer.head_size
     shift = 4 * stride * (slots.num_committed + slots.num_appended - num_nodes)
     sines = memory.angles + 4 * num_nodes * size
     rotate_append(
-        to_floats(memory.heads), to_floats(memory.angles), to_floats(sines), to_floats(slots.keys + shift),
-        to_floats(slots.values + shift), stride, num_nodes, layer.num_heads, layer.num_key_heads, size,
-    )  # fmt: skip
+        to_floats(memory.heads),
+        to_floats(memory.angles),
+        to_floats(sines),
+        to_floats(slots.keys + shift),
+        to_floats(slots.values + shift),
+        stride,
+        num_nodes,
+        layer.num_heads,
+        layer.num_key_heads,
+        size,
+    )
     attend_text(
-        to_floats(memory.heads), (layer.num_heads + 2 * layer.num_key_heads) * size, size, to_floats(slots.keys),
-        to_floats(slots.values), stride, slots.num_committed, slots.num_appended, to_bytes(memory.mask), num_nodes,
-        layer.num_heads, layer.num_key_heads, size, to_floats(memory.attended), size**-0.5, slots.attention, 0,
-    )  # fmt: skip
+        to_floats(memory.heads),
+        (layer.num_heads + 2 * layer.num_key_heads) * size,
+        size,
+        to_floats(slots.keys),
+        to_floats(slots.values),
+        stride,
+        slots.num_committed,
+        slots.num_appended,
+        to_bytes(memory.mask),
+        num_nodes,
+        layer.num_heads,
+        layer.num_key_heads,
+        size,
+        to_floats(memory.attended),
+        size**-0.5,
+        slots.attention,
+        0,
+    )
 
 
 @compile_inline
 def _run_layer(
-    layer: EagleLayer, memory: EagleMemory, slots: EagleSlots, tokens: int, hidden: int, num_nodes: int, out: int
+    layer: EagleLayer,
+    memory: EagleMemory,
+    slots: EagleSlots,
+    tokens: int,
+    hidden: int,
+    num_nodes: int,
+    out: int,
 ) -> None:
-    """Run nodes with hidden states [F, D] and store their states [F, D]; their positions and mask lie in memory."""
-    width, inner = layer.output.num_outputs, layer.down.width
+    """Run nodes with hidden states [F, D] and store their states [F, D]; their positions and
+    mask lie in memory.
+    """
+    width = layer.output.num_outputs
+    inner = layer.down.width
     _prepare_inputs(layer, tokens, hidden, num_nodes, width, memory.inputs)
     multiply_rounded(memory.inputs, num_nodes, layer.qkv, memory.heads, memory.product)
     _attend_nodes(layer, memory, slots, num_nodes)
     multiply_rounded(memory.attended, num_nodes, layer.output, memory.summed, memory.product)
-    sums, residual = carray(to_floats(memory.summed), (num_nodes * width,)), carray(to_floats(hidden), (num_nodes * width,))
+    sums = carray(to_floats(memory.summed), (num_nodes * width,))
+    residual = carray(to_floats(hidden), (num_nodes * width,))
     for i in range(num_nodes * width):
         sums[i] += residual[i]
     for n in range(num_nodes):
         shift = 4 * n * width
         norm_row(
-            to_floats(memory.summed + shift), to_floats(layer.later_norm), to_floats(memory.inputs + shift), width, layer.eps
+            to_floats(memory.summed + shift),
+            to_floats(layer.later_norm),
+            to_floats(memory.inputs + shift),
+            width,
+            layer.eps,
         )
     multiply_rounded(memory.inputs, num_nodes, layer.gate_up, memory.inner, memory.product)
     gate_rows(to_floats(memory.inner), to_floats(memory.inputs), num_nodes, inner)
@@ -150,12 +212,20 @@ def _run_layer(
 
 
 @compile_inline
-def _score_states(layer: EagleLayer, memory: EagleMemory, states: int, num_nodes: int, out: int) -> None:
+def _score_states(
+    layer: EagleLayer, memory: EagleMemory, states: int, num_nodes: int, out: int
+) -> None:
     """Store the log-probabilities [F, V] after nodes with states [F, D]."""
     width = layer.output.num_outputs
     for n in range(num_nodes):
         shift = 4 * n * width
-        norm_row(to_floats(states + shift), to_floats(layer.final_norm), to_floats(memory.inputs + shift), width, layer.eps)
+        norm_row(
+            to_floats(states + shift),
+            to_floats(layer.final_norm),
+            to_floats(memory.inputs + shift),
+            width,
+            layer.eps,
+        )
     multiply_rounded(memory.inputs, num_nodes, layer.head, out, memory.product)
     for n in range(num_nodes):
         normalize_row(to_floats(out + 4 * n * layer.head.num_outputs), layer.head.num_outputs)
@@ -163,16 +233,28 @@ def _score_states(layer: EagleLayer, memory: EagleMemory, states: int, num_nodes
 
 @compile_inline
 def _add_nodes(
-    layer: EagleLayer, memory: EagleMemory, slots: EagleSlots, nodes: EagleNodes, parents: int, num_nodes: int
+    layer: EagleLayer,
+    memory: EagleMemory,
+    slots: EagleSlots,
+    nodes: EagleNodes,
+    parents: int,
+    num_nodes: int,
 ) -> None:
-    """Store the depths and ancestors of new nodes, and in memory their parents' states, their positions and their mask."""
-    width, capacity, above = layer.output.num_outputs, nodes.capacity, carray(to_longs(parents), (num_nodes,))
-    first, appended = slots.num_appended - num_nodes + 1, slots.num_appended
+    """Store the depths and ancestors of new nodes, and in memory their parents' states, their
+    positions and their mask.
+    """
+    width = layer.output.num_outputs
+    capacity = nodes.capacity
+    above = carray(to_longs(parents), (num_nodes,))
+    first = slots.num_appended - num_nodes + 1
+    appended = slots.num_appended
     depths = carray(to_longs(nodes.depths), (capacity,))
     ancestors = carray(to_bytes(nodes.ancestors), (capacity * capacity,))
-    positions, mask = carray(to_longs(memory.positions), (num_nodes,)), carray(to_bytes(memory.mask), (num_nodes * appended,))
+    positions = carray(to_longs(memory.positions), (num_nodes,))
+    mask = carray(to_bytes(memory.mask), (num_nodes * appended,))
     for n in range(num_nodes):
-        node, parent = first + n, above[n]
+        node = first + n
+        parent = above[n]
         depths[node] = depths[parent] + 1
         positions[n] = slots.num_committed - 1 + depths[node]
         for m in range(1, appended + 1):
@@ -197,14 +279,23 @@ def _store_positions(memory: EagleMemory, num_committed: int, num_tokens: int) -
 
 @compile_cached
 def run_nodes(
-    layer: EagleLayer, memory: EagleMemory, slots: EagleSlots, nodes: EagleNodes, tokens: int, parents: int, num_nodes: int,
-    states: int, out: int,
-) -> None:  # fmt: skip
-    """Run new nodes with tokens [F] below `parents` [F], store their states [F, D] and the log-probabilities [F, V] after them.
+    layer: EagleLayer,
+    memory: EagleMemory,
+    slots: EagleSlots,
+    nodes: EagleNodes,
+    tokens: int,
+    parents: int,
+    num_nodes: int,
+    states: int,
+    out: int,
+) -> None:
+    """Run new nodes with tokens [F] below `parents` [F], store their states [F, D] and the
+    log-probabilities [F, V] after them.
 
-    Where `parents` is 0, the tokens are the next ones of the text, and `states` are the hidden states that they are run with;
-    where `tokens` is 0, `states` are there. Where `out` is 0, nothing is scored. All this is one function, because each that
-    ran the layer would be compiled with a copy of it.
+    Where `parents` is 0, the tokens are the next ones of the text, and `states` are the hidden
+    states that they are run with; where `tokens` is 0, `states` are there. Where `out` is 0,
+    nothing is scored. All this is one function, because each that ran the layer would be compiled
+    with a copy of it.
     """
     if tokens != 0:
         hidden = states

@@ -1,5 +1,6 @@
-"""Kernels over rows of float32 numbers on a CPU, compiled by Numba, for drafting: what lies between the linears of a
-drafter and after them. Sums may be made in any order, because a drafter's last bits decide nothing.
+"""Kernels over rows of float32 numbers on a CPU, compiled by Numba, for drafting: what lies between
+the linears of a drafter and after them. Sums may be made in any order, because a drafter's last
+bits decide nothing.
 
 Shapes: N rows, D width, I inner width, V vocabulary, K children. Tensors are passed by address.
 """
@@ -15,7 +16,8 @@ from numba import carray, types
 
 from .cpu_vectors import WORD, advance, compile_inline, compile_reduction, intrinsic
 
-LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+LN2_HIGH = 0.693359375
+LN2_LOW = -2.12194440e-4
 LOWEST = -87.0  # exp of less is not a normal float32
 
 BLOCK = 64  # numbers whose largest is compared with the best ones
@@ -51,7 +53,8 @@ def exp_float(x: Any) -> Any:
 
 @compile_reduction
 def _sum_squares(x: Any, width: int) -> Any:
-    numbers, total = carray(x, (width,)), np.float32(0)
+    numbers = carray(x, (width,))
+    total = np.float32(0)
     for i in range(width):
         total += numbers[i] * numbers[i]
     return total
@@ -60,7 +63,9 @@ def _sum_squares(x: Any, width: int) -> Any:
 @compile_inline
 def norm_row(x: Any, weight: Any, out: Any, width: int, eps: float) -> None:
     """Store the RMS norm of a float32 row [D] times a weight [D]."""
-    numbers, scales, result = carray(x, (width,)), carray(weight, (width,)), carray(out, (width,))
+    numbers = carray(x, (width,))
+    scales = carray(weight, (width,))
+    result = carray(out, (width,))
     factor = np.float32(1) / np.sqrt(_sum_squares(x, width) / np.float32(width) + np.float32(eps))
     for i in range(width):
         result[i] = numbers[i] * factor * scales[i]
@@ -70,7 +75,8 @@ def norm_row(x: Any, weight: Any, out: Any, width: int, eps: float) -> None:
 def gate_rows(inner: Any, out: Any, rows: int, width: int) -> None:
     """Store silu(a) * b [N, I] of rows (a, b) [N, 2 I]."""
     for row in range(rows):
-        a, b = carray(advance(inner, 2 * row * width), (width,)), carray(advance(inner, (2 * row + 1) * width), (width,))
+        a = carray(advance(inner, 2 * row * width), (width,))
+        b = carray(advance(inner, (2 * row + 1) * width), (width,))
         result = carray(advance(out, row * width), (width,))
         for i in range(width):
             weight = exp_float(-abs(a[i]))
@@ -89,7 +95,8 @@ def find_largest(x: Any, width: int) -> Any:
 
 @compile_reduction
 def _sum_exps(x: Any, width: int, largest: float) -> Any:
-    numbers, total = carray(x, (width,)), np.float32(0)
+    numbers = carray(x, (width,))
+    total = np.float32(0)
     for i in range(width):
         total += exp_float(numbers[i] - largest)
     return total
@@ -98,7 +105,8 @@ def _sum_exps(x: Any, width: int, largest: float) -> Any:
 @compile_inline
 def normalize_row(logits: Any, width: int) -> None:
     """Replace logits [V] by their log-probabilities."""
-    numbers, largest = carray(logits, (width,)), find_largest(logits, width)
+    numbers = carray(logits, (width,))
+    largest = find_largest(logits, width)
     log_sum = largest + np.log(_sum_exps(logits, width, largest))
     for i in range(width):
         numbers[i] -= log_sum
@@ -106,7 +114,9 @@ def normalize_row(logits: Any, width: int) -> None:
 
 @compile_inline
 def _insert(value: float, index: int, values: Any, indices: Any, count: int) -> None:
-    """Insert a number into `count` numbers in descending order, after equal ones; the last one drops out."""
+    """Insert a number into `count` numbers in descending order, after equal ones; the last one
+    drops out.
+    """
     slot = count - 1
     while slot > 0 and value > values[slot - 1]:
         values[slot], indices[slot] = values[slot - 1], indices[slot - 1]
@@ -116,8 +126,12 @@ def _insert(value: float, index: int, values: Any, indices: Any, count: int) -> 
 
 @compile_inline
 def select_best(x: Any, width: int, count: int, out_values: Any, out_indices: Any) -> None:
-    """Store the `count` largest numbers of x [V] in descending order, the first of equal ones first, and their indices."""
-    numbers, values, indices = carray(x, (width,)), carray(out_values, (count,)), carray(out_indices, (count,))
+    """Store the `count` largest numbers of x [V] in descending order, the first of equal ones
+    first, and their indices.
+    """
+    numbers = carray(x, (width,))
+    values = carray(out_values, (count,))
+    indices = carray(out_indices, (count,))
     for i in range(count):
         values[i], indices[i] = numbers[i], i
         _insert(numbers[i], i, values, indices, i + 1)

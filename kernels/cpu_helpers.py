@@ -1,6 +1,7 @@
 """The helpers of a team of threads (`cpu_team`): what they run, and when they begin and end.
 
-Save this file too after a change of cpu_team.py, because Numba keeps compiled code until this file changes.
+Save this file too after a change of cpu_team.py, because Numba keeps compiled code until this file
+changes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from .cpu_vectors import compile_cached, compile_unlocked
 @compile_unlocked
 def run_helper(team: int, member: int) -> None:
     """Run parts of jobs until the team is closed."""
-    polls, job = 0, job_numbers(team)
+    polls = 0
+    job = job_numbers(team)
     while load_shared(team + IS_CLOSED) == 0:
         part = take_part(team, member) if member < job[MEMBERS_INDEX] else -1
         if part < 0:
@@ -54,7 +56,9 @@ def close_team(team: int) -> None:
 
 
 class Team:
-    """The threads that share the work of kernels: the one that calls them, and as many helpers as were needed so far."""
+    """The threads that share the work of kernels: the one that calls them, and as many helpers
+    as were needed so far.
+    """
 
     def __init__(self) -> None:
         # Lines of 64 bytes begin at multiples of 64.
@@ -64,12 +68,16 @@ class Team:
         self.process = os.getpid()
 
     def grow(self, members: int) -> int:
-        """Start helpers until there are so many threads, if the system can; return the number of threads to use."""
+        """Start helpers until there are so many threads, if the system can; return the number of
+        threads to use.
+        """
         if members <= len(self.helpers) + 1:
             return members
         members = min(members, MAX_MEMBERS) if CAN_SHARE else 1
         while len(self.helpers) + 1 < members:
-            helper = threading.Thread(target=run_helper, args=(self.address, len(self.helpers) + 1), daemon=True)
+            helper = threading.Thread(
+                target=run_helper, args=(self.address, len(self.helpers) + 1), daemon=True
+            )
             helper.start()
             self.helpers.append(helper)
         return members

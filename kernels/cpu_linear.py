@@ -1,13 +1,17 @@
-"""Linears of a few rows on a CPU with AVX-512, compiled by Numba: of bfloat16 where the processor multiplies that, or float32.
+"""Linears of a few rows on a CPU with AVX-512, compiled by Numba: of bfloat16 where the processor
+multiplies that, or float32.
 
-oneDNN reads the weights and then multiplies; here the next weights are fetched while a row after the other is multiplied, so up
-to 14 rows cost little more than one. More rows are multiplied in passes over a panel, each of which fetches its part of the
-next panel: fetching all of it in the first pass leaves memory idle in the others (16 rows of SmolLM2 in bfloat16: 12.2 ms
-instead of 10.0). Shapes: N rows, K input width, O output width, W words of 32 bits, each a float32 or a pair of bfloat16.
+oneDNN reads the weights and then multiplies; here the next weights are fetched while a row after
+the other is multiplied, so up to 14 rows cost little more than one. More rows are multiplied in
+passes over a panel, each of which fetches its part of the next panel: fetching all of it in the
+first pass leaves memory idle in the others (16 rows of SmolLM2 in bfloat16: 12.2 ms instead of
+10.0). Shapes: N rows, K input width, O output width, W words of 32 bits, each a float32 or a pair
+of bfloat16.
 
-Weights are stored in panels [O / 32, W, 2, 16] words: for a word of the inputs, the weights of 32 outputs. Products are added
-in float32 in the order of the inputs, and the sums of chunks of inputs afterwards. With the chunks of oneDNN a result in
-bfloat16 has its bits, which the caller checks (`cpu_kernels.find_chunk`).
+Weights are stored in panels [O / 32, W, 2, 16] words: for a word of the inputs, the weights of 32
+outputs. Products are added in float32 in the order of the inputs, and the sums of chunks of inputs
+afterwards. With the chunks of oneDNN a result in bfloat16 has its bits, which the caller checks
+(`cpu_kernels.find_chunk`).
 """
 
 from __future__ import annotations
@@ -38,45 +42,69 @@ from .cpu_vectors import (
 
 COLUMNS = 32  # outputs of a panel
 MAX_TILE_ROWS = 14  # whose sums fit in the registers, two vectors each
-FETCH_AHEAD = 12 * 1024  # bytes that a single pass fetches ahead: 6 KB is too late for 12 rows, 36 KB too early for 8
+# bytes that a single pass fetches ahead: 6 KB is too late for 12 rows, 36 KB too early for 8
+FETCH_AHEAD = 12 * 1024
 LINE = 64  # bytes of a vector
 SUMS_BYTES = 4 * MAX_TILE_ROWS * COLUMNS  # of one thread
-LEAST_PANELS = 4  # of a thread: it takes a microsecond to multiply one, and some tenths of it to give it away
+# of a thread: it takes a microsecond to multiply one, and some tenths of it to give it away
+LEAST_PANELS = 4
 PARTS_PER_MEMBER = 12
 
 
 @intrinsic
 def multiply_rows(
-    context: Any, like: Any, rows: Any, x: Any, x_stride: Any, panel: Any, words: Any, sums: Any, adds: Any, fetched: Any,
+    context: Any,
+    like: Any,
+    rows: Any,
+    x: Any,
+    x_stride: Any,
+    panel: Any,
+    words: Any,
+    sums: Any,
+    adds: Any,
+    fetched: Any,
     fetch_step: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Multiply 1 to 14 rows with a chunk of a panel, by code of their own for each number of rows.
 
-    Arguments: a pointer to numbers of the model's type, the number of rows, their address and the bytes between them, the
-    address of the panel's chunk, its number of words, the address of float32 sums [rows, 32], whether the products are added
-    to these sums or replace them, the address from which two lines are fetched with the first word, and the bytes by which it
-    grows with every word.
+    Arguments: a pointer to numbers of the model's type, the number of rows, their address and the
+    bytes between them, the address of the panel's chunk, its number of words, the address of
+    float32 sums [rows, 32], whether the products are added to these sums or replace them, the
+    address from which two lines are fetched with the first word, and the bytes by which it grows
+    with every word.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, num_rows, *operands = args
         is_half = like.dtype == types.uint16
-        emit_cases(builder, num_rows, MAX_TILE_ROWS, lambda number: _emit_tile(builder, number, is_half, *operands))
+        emit_cases(
+            builder,
+            num_rows,
+            MAX_TILE_ROWS,
+            lambda number: _emit_tile(builder, number, is_half, *operands),
+        )
         return context.get_dummy_value()
 
     return types.void(like, *[types.int64] * 6, types.boolean, types.int64, types.int64), generate
 
 
 def add_products(
-    vectors: VectorBuilder, multiply_add: Callable[[Any, Any, Any], Any], operands: tuple[Any, Any, Any], index: Any,
+    vectors: VectorBuilder,
+    multiply_add: Callable[[Any, Any, Any], Any],
+    operands: tuple[Any, Any, Any],
+    index: Any,
     totals: list[Any],
-) -> list[Any]:  # fmt: skip
-    """Add the products of word number `index` of every row with two vectors of weights to two totals per row.
+) -> list[Any]:
+    """Add the products of word number `index` of every row with two vectors of weights to two
+    totals per row.
 
-    Operands: the address of the rows and the bytes between them, and the address of the panel. The word stands in all lanes.
+    Operands: the address of the rows and the bytes between them, and the address of the panel. The
+    word stands in all lanes.
     """
     x, x_stride, panel = operands
-    start, first, after = vectors.offset(panel, index, 2 * LINE), vectors.offset(x, index, 4), []
+    start = vectors.offset(panel, index, 2 * LINE)
+    first = vectors.offset(x, index, 4)
+    after = []
     weights = [vectors.load(vectors.offset(start, WIDE(half), LINE), WORDS) for half in range(2)]
     for row in range(len(totals) // 2):
         word = vectors.load_repeated(vectors.offset(first, x_stride, row), WORD)
@@ -85,9 +113,18 @@ def add_products(
 
 
 def _emit_tile(
-    builder: Any, num_rows: int, is_half: bool, x: Any, x_stride: Any, panel: Any, words: Any, sums: Any, adds: Any,
-    fetched: Any, fetch_step: Any,
-) -> None:  # fmt: skip
+    builder: Any,
+    num_rows: int,
+    is_half: bool,
+    x: Any,
+    x_stride: Any,
+    panel: Any,
+    words: Any,
+    sums: Any,
+    adds: Any,
+    fetched: Any,
+    fetch_step: Any,
+) -> None:
     vectors = VectorBuilder(builder)
     multiply_add = vectors.multiply_pairs if is_half else vectors.multiply_words
 
@@ -98,13 +135,19 @@ def _emit_tile(
         return add_products(vectors, multiply_add, (x, x_stride, panel), index, totals)
 
     # The sums of this chunk, after those of the chunks before it.
-    for number, total in enumerate(vectors.loop(words, [vectors.constant(0.0)] * (2 * num_rows), add_word)):
+    for number, total in enumerate(
+        vectors.loop(words, [vectors.constant(0.0)] * (2 * num_rows), add_word)
+    ):
         address = builder.add(sums, WIDE(LINE * number))
-        vectors.store(builder.select(adds, builder.fadd(vectors.load(address), total), total), address)
+        vectors.store(
+            builder.select(adds, builder.fadd(vectors.load(address), total), total), address
+        )
 
 
 @compile_inline
-def _store_rows(sums: Any, biases: Any, has_biases: bool, out: Any, out_stride: int, rows: int) -> None:
+def _store_rows(
+    sums: Any, biases: Any, has_biases: bool, out: Any, out_stride: int, rows: int
+) -> None:
     """Store sums [rows, 32], with the biases [32] where there are any."""
     for r in range(rows):
         values = carray(advance(sums, r * COLUMNS), (COLUMNS,))
@@ -120,9 +163,19 @@ def _store_rows(sums: Any, biases: Any, has_biases: bool, out: Any, out_stride: 
 
 @compile_inline
 def _multiply_panels(
-    x: int, panels: int, biases: Any, has_biases: bool, out: Any, rows: int, words: int, num_outputs: int, chunk: int,
-    scratch: int, first_panel: int, end_panel: int,
-) -> None:  # fmt: skip
+    x: int,
+    panels: int,
+    biases: Any,
+    has_biases: bool,
+    out: Any,
+    rows: int,
+    words: int,
+    num_outputs: int,
+    chunk: int,
+    scratch: int,
+    first_panel: int,
+    end_panel: int,
+) -> None:
     passes = (rows + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
     most = (rows + passes - 1) // passes
     # Of two passes or more, each of the first two fetches one half of the next panel.
@@ -136,17 +189,50 @@ def _multiply_panels(
                 length = min(chunk, words - begin)
                 panel = panels + 4 * (first * words + COLUMNS * begin)
                 start = x + 4 * (row * words + begin)
-                multiply_rows(out, count, start, 4 * words, panel, length, scratch, begin > 0, fetched, fetch_step)
+                multiply_rows(
+                    out,
+                    count,
+                    start,
+                    4 * words,
+                    panel,
+                    length,
+                    scratch,
+                    begin > 0,
+                    fetched,
+                    fetch_step,
+                )
                 fetched += fetch_step * length
             result = advance(out, row * num_outputs + first)
-            _store_rows(to_floats(scratch), advance(biases, first), has_biases, result, num_outputs, count)
+            _store_rows(
+                to_floats(scratch), advance(biases, first), has_biases, result, num_outputs, count
+            )
 
 
 @compile_inline
 def _multiply_part(job: Any, biases: Any, out: Any, part: int, member: int) -> None:
-    x, panels, has_biases, rows, words, num_outputs, chunk = job[1], job[2], job[3] != 0, job[5], job[6], job[7], job[8]
-    scratch, end = job[9] + member * SUMS_BYTES, min((part + 1) * job[10], num_outputs // COLUMNS)
-    _multiply_panels(x, panels, biases, has_biases, out, rows, words, num_outputs, chunk, scratch, part * job[10], end)
+    x = job[1]
+    panels = job[2]
+    has_biases = job[3] != 0
+    rows = job[5]
+    words = job[6]
+    num_outputs = job[7]
+    chunk = job[8]
+    scratch = job[9] + member * SUMS_BYTES
+    end = min((part + 1) * job[10], num_outputs // COLUMNS)
+    _multiply_panels(
+        x,
+        panels,
+        biases,
+        has_biases,
+        out,
+        rows,
+        words,
+        num_outputs,
+        chunk,
+        scratch,
+        part * job[10],
+        end,
+    )
 
 
 @compile_part
@@ -172,14 +258,24 @@ def divide_panels(count: int, members: int) -> Any:
 
 @compile_cached
 def multiply_panels(
-    function: int, x: int, panels: int, biases: int, out: int, rows: int, words: int, num_outputs: int, chunk: int,
-    scratch: int, team: int, members: int,
-) -> None:  # fmt: skip
-    """Store x [N, W] times the weights in `panels`, [N, O], plus the biases [O], whose address may be 0, by the function of a
-    part.
+    function: int,
+    x: int,
+    panels: int,
+    biases: int,
+    out: int,
+    rows: int,
+    words: int,
+    num_outputs: int,
+    chunk: int,
+    scratch: int,
+    team: int,
+    members: int,
+) -> None:
+    """Store x [N, W] times the weights in `panels`, [N, O], plus the biases [O], whose address may
+    be 0, by the function of a part.
 
-    `chunk` counts words; `scratch` holds [members, 14, 32] float32. So many threads of the team share the panels, in parts of
-    some that follow each other.
+    `chunk` counts words; `scratch` holds [members, 14, 32] float32. So many threads of the team
+    share the panels, in parts of some that follow each other.
     """
     count = num_outputs // COLUMNS
     members, step = divide_panels(count, members)

@@ -1,7 +1,9 @@
-"""Kernels of a loss over the vocabulary on a CPU, compiled by Numba: KL(p || q) with its gradient, and the most likely entry.
+"""Kernels of a loss over the vocabulary on a CPU, compiled by Numba: KL(p || q) with its gradient,
+and the most likely entry.
 
-Shapes: r rows, V vocabulary, K stored tokens of a target. Tensors are passed by address; products are bfloat16. A row stays in
-the cache while it is read for its largest entry, for its exponentials and for its gradient, which overwrites it.
+Shapes: r rows, V vocabulary, K stored tokens of a target. Tensors are passed by address; products
+are bfloat16. A row stays in the cache while it is read for its largest entry, for its exponentials
+and for its gradient, which overwrites it.
 """
 
 from __future__ import annotations
@@ -13,20 +15,40 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 
-from .cpu_vectors import WORD, compile_cached, intrinsic, narrow, to_floats, to_halves, to_longs, widen
+from .cpu_vectors import (
+    WORD,
+    compile_cached,
+    intrinsic,
+    narrow,
+    to_floats,
+    to_halves,
+    to_longs,
+    widen,
+)
 
-LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
-ROUNDER = np.float32(1.5 * 2.0**23)  # adding it leaves a float32 rounded to an integer, in the low bits of the sum
+LOG2_E = np.float32(1.4426950408889634)
+LN2_HIGH = np.float32(0.693359375)
+LN2_LOW = np.float32(-2.12194440e-4)
+# adding it leaves a float32 rounded to an integer, in the low bits of the sum
+ROUNDER = np.float32(1.5 * 2.0**23)
 LOWEST = np.float32(-87.0)  # exp of less is below the smallest normal float32
 # Coefficients of e^r, |r| <= ln(2) / 2, of Cephes' expf.
-TERMS = tuple(map(np.float32, (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)))
+TERMS = tuple(
+    map(
+        np.float32,
+        (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5),
+    )
+)
 BLOCK = 256  # entries that are compared at one time
-ONE, ZERO = np.float32(1), np.float32(0)
+ONE = np.float32(1)
+ZERO = np.float32(0)
 
 
 def _compile_sum(function: Any) -> Any:
     """Compile a function of sums, which vectors may add in any order, into those that call it."""
-    return numba.njit(function, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "nnan"})
+    return numba.njit(
+        function, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "nnan"}
+    )
 
 
 def _compile_exact(function: Any) -> Any:
@@ -39,7 +61,9 @@ def _scale_by_power(context: Any, value: Any, shifted: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         exponent = builder.shl(builder.bitcast(args[1], WORD), WORD(23))
-        return builder.bitcast(builder.add(builder.bitcast(args[0], WORD), exponent), ir.FloatType())
+        return builder.bitcast(
+            builder.add(builder.bitcast(args[0], WORD), exponent), ir.FloatType()
+        )
 
     return types.float32(types.float32, types.float32), generate
 
@@ -74,7 +98,9 @@ def _order(context: Any, number: Any) -> Any:
 
 @_compile_exact
 def _is_in(z: Any, first: int, order: Any) -> Any:
-    """Tell whether one of BLOCK entries from the first on has this order; without an early exit, for vectors."""
+    """Tell whether one of BLOCK entries from the first on has this order; without an early exit,
+    for vectors.
+    """
     is_in = False
     for i in range(BLOCK):
         is_in |= _order(z[first + i]) == order
@@ -108,16 +134,28 @@ def _exponentials(z: Any, largest: Any, scale: Any, powers: Any) -> Any:
 
 
 @_compile_sum
-def _divergence(powers: Any, target: Any, target_largest: Any, target_scale: Any, z: Any, largest: Any, scale: Any) -> Any:
+def _divergence(
+    powers: Any,
+    target: Any,
+    target_largest: Any,
+    target_scale: Any,
+    z: Any,
+    largest: Any,
+    scale: Any,
+) -> Any:
     """Return the sum of e_i ((t_i - largest t) - (z_i - largest z)) over scaled products."""
     total = ZERO
     for i in range(len(z)):
-        total += powers[i] * ((widen(target[i]) - target_largest) * target_scale - (widen(z[i]) - largest) * scale)
+        total += powers[i] * (
+            (widen(target[i]) - target_largest) * target_scale - (widen(z[i]) - largest) * scale
+        )
     return total
 
 
 @_compile_exact
-def _store_gradient(z: Any, powers: Any, factor: Any, target_powers: Any, target_factor: Any) -> None:
+def _store_gradient(
+    z: Any, powers: Any, factor: Any, target_powers: Any, target_factor: Any
+) -> None:
     """Overwrite the products by factor e^z - target factor e^t."""
     for i in range(len(z)):
         z[i] = narrow(powers[i] * factor - target_powers[i] * target_factor, z[i])
@@ -125,21 +163,40 @@ def _store_gradient(z: Any, powers: Any, factor: Any, target_powers: Any, target
 
 @compile_cached
 def row_kl(
-    products: int, target: int, log_z: int, weights: int, losses: int, best: int, labels: int, rows: int, vocab: int,
-    scale: float, target_scale: float, with_grad: bool, scratch: int,
-) -> None:  # fmt: skip
-    """Compute `row_kl_reference` of products [r, V] and a target's products, or of its log-sum-exps where `log_z` is not 0.
+    products: int,
+    target: int,
+    log_z: int,
+    weights: int,
+    losses: int,
+    best: int,
+    labels: int,
+    rows: int,
+    vocab: int,
+    scale: float,
+    target_scale: float,
+    with_grad: bool,
+    scratch: int,
+) -> None:
+    """Compute `row_kl_reference` of products [r, V] and a target's products, or of its log-sum-exps
+    where `log_z` is not 0.
 
     `scratch` holds 2 V float32.
     """
-    factor, target_factor = np.float32(scale), np.float32(target_scale)
-    row_weights, row_losses = carray(to_floats(weights), (rows,)), carray(to_floats(losses), (rows,))
-    row_best, row_labels = carray(to_longs(best), (rows,)), carray(to_longs(labels), (rows,))
-    powers, target_powers = carray(to_floats(scratch), (vocab,)), carray(to_floats(scratch + 4 * vocab), (vocab,))
+    factor = np.float32(scale)
+    target_factor = np.float32(target_scale)
+    row_weights = carray(to_floats(weights), (rows,))
+    row_losses = carray(to_floats(losses), (rows,))
+    row_best = carray(to_longs(best), (rows,))
+    row_labels = carray(to_longs(labels), (rows,))
+    powers = carray(to_floats(scratch), (vocab,))
+    target_powers = carray(to_floats(scratch + 4 * vocab), (vocab,))
     for row in range(rows):
-        z, t = carray(to_halves(products + 2 * row * vocab), (vocab,)), carray(to_halves(target + 2 * row * vocab), (vocab,))
+        z = carray(to_halves(products + 2 * row * vocab), (vocab,))
+        t = carray(to_halves(target + 2 * row * vocab), (vocab,))
         row_best[row], row_labels[row] = _find_largest(z), _find_largest(t)
-        weight, largest, target_largest = row_weights[row], widen(z[row_best[row]]), widen(t[row_labels[row]])
+        weight = row_weights[row]
+        largest = widen(z[row_best[row]])
+        target_largest = widen(t[row_labels[row]])
         if weight == ZERO:
             row_losses[row] = ZERO
             if with_grad:
@@ -147,7 +204,9 @@ def row_kl(
             continue
         total = _exponentials(z, largest, factor, powers)
         target_total = _exponentials(t, target_largest, target_factor, target_powers)
-        divergence = _divergence(target_powers, t, target_largest, target_factor, z, largest, factor)
+        divergence = _divergence(
+            target_powers, t, target_largest, target_factor, z, largest, factor
+        )
         log_total = np.log(target_total)
         if log_z != 0:
             log_total = carray(to_floats(log_z), (rows,))[row] - target_largest * target_factor
@@ -161,14 +220,19 @@ def row_kl(
 
 
 @compile_cached
-def row_argmax(products: int, best: int, log_z: int, rows: int, vocab: int, scale: float, scratch: int) -> None:
-    """Store the most likely entries [r] of products [r, V] and, where `log_z` is not 0, their log-sum-exps; `scratch` holds V
-    float32."""
+def row_argmax(
+    products: int, best: int, log_z: int, rows: int, vocab: int, scale: float, scratch: int
+) -> None:
+    """Store the most likely entries [r] of products [r, V] and, where `log_z` is not 0, their
+    log-sum-exps; `scratch` holds V float32."""
     factor = np.float32(scale)
-    row_best, powers = carray(to_longs(best), (rows,)), carray(to_floats(scratch), (vocab,))
+    row_best = carray(to_longs(best), (rows,))
+    powers = carray(to_floats(scratch), (vocab,))
     for row in range(rows):
         z = carray(to_halves(products + 2 * row * vocab), (vocab,))
         row_best[row] = _find_largest(z)
         if log_z != 0:
             largest = widen(z[row_best[row]])
-            carray(to_floats(log_z), (rows,))[row] = np.log(_exponentials(z, largest, factor, powers)) + largest * factor
+            carray(to_floats(log_z), (rows,))[row] = (
+                np.log(_exponentials(z, largest, factor, powers)) + largest * factor
+            )

@@ -1,9 +1,11 @@
-"""Kernels over the rows of a layer on a CPU, compiled by Numba: norms with the sum before them, norms of heads, and gates.
+"""Kernels over the rows of a layer on a CPU, compiled by Numba: norms with the sum before them,
+norms of heads, and gates.
 
-Shapes: N rows, D width, I inner width, H query heads, K key-value heads, d head size. Tensors are passed by address. Every
-norm, and every number in bfloat16, has the bits of torch's own operations, which the caller checks once
-(`cpu_kernels.norm_lanes`): a norm sums its squares in the order of torch's vectors, and an activation is looked up among the
-65,536 that torch computed for every bfloat16. In float32 it is computed to the last bits.
+Shapes: N rows, D width, I inner width, H query heads, K key-value heads, d head size. Tensors are
+passed by address. Every norm, and every number in bfloat16, has the bits of torch's own operations,
+which the caller checks once (`cpu_kernels.norm_lanes`): a norm sums its squares in the order of
+torch's vectors, and an activation is looked up among the 65,536 that torch computed for every
+bfloat16. In float32 it is computed to the last bits.
 """
 
 from __future__ import annotations
@@ -33,10 +35,14 @@ ROWS_PER_LEVEL = 16  # of these, after which it adds them to a second set of sum
 
 @compile_inline
 def _sum_squares(x: Any, width: int, lanes: int, sums: Any) -> Any:
-    """Sum the squares of x [D] in float32 as torch sums a row with vectors of `lanes` numbers; `sums` is working memory."""
+    """Sum the squares of x [D] in float32 as torch sums a row with vectors of `lanes` numbers;
+    `sums` is working memory.
+    """
     step = VECTORS * lanes
-    rows, count = width // step, width // lanes
-    first, second = carray(sums, (step,)), carray(advance(sums, step), (step,))
+    rows = width // step
+    count = width // lanes
+    first = carray(sums, (step,))
+    second = carray(advance(sums, step), (step,))
     first[:] = np.float32(0)
     second[:] = np.float32(0)
     for row in range(rows):
@@ -72,13 +78,19 @@ def mean_squares(x: int, width: int, lanes: int, scratch: int) -> Any:
 
 
 @compile_inline
-def _norm_row(x: Any, weight: Any, out: Any, width: int, eps: float, lanes: int, scratch: int) -> None:
+def _norm_row(
+    x: Any, weight: Any, out: Any, width: int, eps: float, lanes: int, scratch: int
+) -> None:
     """Store the RMS norm of x [D] times the weight [D]; `out` may be x."""
-    numbers, w = carray(to_floats(scratch), (width,)), carray(weight, (width,))
-    source, result = carray(x, (width,)), carray(out, (width,))
+    numbers = carray(to_floats(scratch), (width,))
+    w = carray(weight, (width,))
+    source = carray(x, (width,))
+    result = carray(out, (width,))
     for i in range(width):
         numbers[i] = widen(source[i])
-    mean = _sum_squares(to_floats(scratch), width, lanes, to_floats(scratch + 4 * width)) / np.float32(width)
+    mean = _sum_squares(
+        to_floats(scratch), width, lanes, to_floats(scratch + 4 * width)
+    ) / np.float32(width)
     factor = np.float32(1) / np.sqrt(mean + np.float32(eps))
     for i in range(width):
         result[i] = narrow(widen(narrow(numbers[i] * factor, result[i])) * widen(w[i]), result[i])
@@ -86,14 +98,24 @@ def _norm_row(x: Any, weight: Any, out: Any, width: int, eps: float, lanes: int,
 
 @compile_inline
 def _add_norm(
-    hidden: Any, added: Any, adds: bool, weight: Any, summed: Any, normed: Any, rows: int, width: int, eps: float, lanes: int,
+    hidden: Any,
+    added: Any,
+    adds: bool,
+    weight: Any,
+    summed: Any,
+    normed: Any,
+    rows: int,
+    width: int,
+    eps: float,
+    lanes: int,
     scratch: int,
-) -> None:  # fmt: skip
+) -> None:
     for row in range(rows):
         shift = row * width
         x = advance(hidden, shift)
         if adds:
-            first, second = carray(x, (width,)), carray(advance(added, shift), (width,))
+            first = carray(x, (width,))
+            second = carray(advance(added, shift), (width,))
             x = advance(summed, shift)
             total = carray(x, (width,))
             for i in range(width):
@@ -103,70 +125,152 @@ def _add_norm(
 
 @compile_cached
 def add_norm_half(
-    hidden: int, added: int, weight: int, summed: int, normed: int, rows: int, width: int, eps: float, lanes: int, scratch: int
+    hidden: int,
+    added: int,
+    weight: int,
+    summed: int,
+    normed: int,
+    rows: int,
+    width: int,
+    eps: float,
+    lanes: int,
+    scratch: int,
 ) -> None:
-    """Store hidden + added [N, D] in `summed` and its RMS norm times the weight [D] in `normed`. Without `added`, which is then
-    0, only the norm is stored. All are bfloat16; `scratch` holds D + 256 float32."""
+    """Store hidden + added [N, D] in `summed` and its RMS norm times the weight [D] in `normed`.
+    Without `added`, which is then 0, only the norm is stored. All are bfloat16; `scratch` holds D +
+    256 float32."""
     _add_norm(
-        to_halves(hidden), to_halves(added), added != 0, to_halves(weight), to_halves(summed), to_halves(normed), rows, width,
-        eps, lanes, scratch,
-    )  # fmt: skip
+        to_halves(hidden),
+        to_halves(added),
+        added != 0,
+        to_halves(weight),
+        to_halves(summed),
+        to_halves(normed),
+        rows,
+        width,
+        eps,
+        lanes,
+        scratch,
+    )
 
 
 @compile_cached
 def add_norm_float(
-    hidden: int, added: int, weight: int, summed: int, normed: int, rows: int, width: int, eps: float, lanes: int, scratch: int
+    hidden: int,
+    added: int,
+    weight: int,
+    summed: int,
+    normed: int,
+    rows: int,
+    width: int,
+    eps: float,
+    lanes: int,
+    scratch: int,
 ) -> None:
     """Compute the same in float32."""
     _add_norm(
-        to_floats(hidden), to_floats(added), added != 0, to_floats(weight), to_floats(summed), to_floats(normed), rows, width,
-        eps, lanes, scratch,
-    )  # fmt: skip
+        to_floats(hidden),
+        to_floats(added),
+        added != 0,
+        to_floats(weight),
+        to_floats(summed),
+        to_floats(normed),
+        rows,
+        width,
+        eps,
+        lanes,
+        scratch,
+    )
 
 
 @compile_inline
 def _norm_heads(
-    heads: Any, query_weight: Any, key_weight: Any, rows: int, num_heads: int, num_key_heads: int, size: int, eps: float,
-    lanes: int, scratch: int,
-) -> None:  # fmt: skip
+    heads: Any,
+    query_weight: Any,
+    key_weight: Any,
+    rows: int,
+    num_heads: int,
+    num_key_heads: int,
+    size: int,
+    eps: float,
+    lanes: int,
+    scratch: int,
+) -> None:
     for row in range(rows):
         first = row * (num_heads + 2 * num_key_heads)
         for head in range(num_heads + num_key_heads):
             x = advance(heads, (first + head) * size)
-            _norm_row(x, query_weight if head < num_heads else key_weight, x, size, eps, lanes, scratch)
+            _norm_row(
+                x, query_weight if head < num_heads else key_weight, x, size, eps, lanes, scratch
+            )
 
 
 @compile_cached
 def norm_heads_half(
-    heads: int, query_weight: int, key_weight: int, rows: int, num_heads: int, num_key_heads: int, size: int, eps: float,
-    lanes: int, scratch: int,
-) -> None:  # fmt: skip
-    """Replace the queries and keys of heads [N, H + 2 K, d] in bfloat16 by their RMS norms times weights [d]."""
+    heads: int,
+    query_weight: int,
+    key_weight: int,
+    rows: int,
+    num_heads: int,
+    num_key_heads: int,
+    size: int,
+    eps: float,
+    lanes: int,
+    scratch: int,
+) -> None:
+    """Replace the queries and keys of heads [N, H + 2 K, d] in bfloat16 by their RMS norms times
+    weights [d].
+    """
     _norm_heads(
-        to_halves(heads), to_halves(query_weight), to_halves(key_weight), rows, num_heads, num_key_heads, size, eps, lanes,
+        to_halves(heads),
+        to_halves(query_weight),
+        to_halves(key_weight),
+        rows,
+        num_heads,
+        num_key_heads,
+        size,
+        eps,
+        lanes,
         scratch,
-    )  # fmt: skip
+    )
 
 
 @compile_cached
 def norm_heads_float(
-    heads: int, query_weight: int, key_weight: int, rows: int, num_heads: int, num_key_heads: int, size: int, eps: float,
-    lanes: int, scratch: int,
-) -> None:  # fmt: skip
+    heads: int,
+    query_weight: int,
+    key_weight: int,
+    rows: int,
+    num_heads: int,
+    num_key_heads: int,
+    size: int,
+    eps: float,
+    lanes: int,
+    scratch: int,
+) -> None:
     """Compute the same in float32."""
     _norm_heads(
-        to_floats(heads), to_floats(query_weight), to_floats(key_weight), rows, num_heads, num_key_heads, size, eps, lanes,
+        to_floats(heads),
+        to_floats(query_weight),
+        to_floats(key_weight),
+        rows,
+        num_heads,
+        num_key_heads,
+        size,
+        eps,
+        lanes,
         scratch,
-    )  # fmt: skip
+    )
 
 
 @compile_cached
 def gate_half(inner: int, activations: int, out: int, rows: int, width: int, copies: int) -> None:
-    """Store activation(a) * b [N, I] of rows (a, b) [N, 2 I] once or, after each other, `copies` times, in bfloat16;
-    `activations` are those of all bfloat16."""
+    """Store activation(a) * b [N, I] of rows (a, b) [N, 2 I] once or, after each other, `copies`
+    times, in bfloat16; `activations` are those of all bfloat16."""
     table = carray(to_halves(activations), (1 << 16,))
     for row in range(rows):
-        a, b = carray(to_halves(inner + 4 * row * width), (width,)), carray(to_halves(inner + (4 * row + 2) * width), (width,))
+        a = carray(to_halves(inner + 4 * row * width), (width,))
+        b = carray(to_halves(inner + (4 * row + 2) * width), (width,))
         y = carray(to_halves(out + 2 * row * width), (width,))
         # The lookups by themselves leave products that are computed in vectors.
         for i in range(width):
@@ -188,12 +292,17 @@ def gate_vectors(context: Any, inputs: Any, factors: Any, out: Any, count: Any) 
         one = vectors.constant(1.0)
 
         def gate(index: Any, values: list[Any]) -> list[Any]:
-            a, b = (vectors.load(vectors.offset(base, index, VECTOR_BYTES)) for base in (inputs, factors))
+            a, b = (
+                vectors.load(vectors.offset(base, index, VECTOR_BYTES))
+                for base in (inputs, factors)
+            )
             is_positive = builder.fcmp_ordered(">", a, vectors.constant(0.0))
             # The sigmoid by powers of numbers up to 0.
             power = vectors.exp(builder.select(is_positive, builder.fneg(a), a))
             share = builder.fdiv(builder.select(is_positive, one, power), builder.fadd(one, power))
-            vectors.store(builder.fmul(builder.fmul(a, share), b), vectors.offset(out, index, VECTOR_BYTES))
+            vectors.store(
+                builder.fmul(builder.fmul(a, share), b), vectors.offset(out, index, VECTOR_BYTES)
+            )
             return []
 
         vectors.loop(count, [], gate)

@@ -1,8 +1,10 @@
-"""Sampling by the Gumbel-max trick over a large vocabulary on a CPU, compiled by Numba: an argmax of logits plus noise.
+"""Sampling by the Gumbel-max trick over a large vocabulary on a CPU, compiled by Numba: an argmax
+of logits plus noise.
 
-Shapes: R rows, V vocabulary. The noise is that of `counter.gumbel_noise`. Few tokens need its logarithms: with u uniform, it is
-at most -log(u), and -log2(u) is at most a linear function of the bits of u as a float32. The logarithms are computed for tokens
-whose bound reaches the largest sum. A row whose two largest sums are so close that rounding decides is left to torch.
+Shapes: R rows, V vocabulary. The noise is that of `counter.gumbel_noise`. Few tokens need its
+logarithms: with u uniform, it is at most -log(u), and -log2(u) is at most a linear function of the
+bits of u as a float32. The logarithms are computed for tokens whose bound reaches the largest sum.
+A row whose two largest sums are so close that rounding decides is left to torch.
 """
 
 from __future__ import annotations
@@ -18,14 +20,21 @@ from .cpu_vectors import compile_cached, compile_inline, float_bits, to_floats, 
 BLOCK = 64  # tokens whose bounds are compared at a time
 UNDECIDED = -1
 BOUND_MARGIN = 0.01  # above the rounding errors of a bound
-CLOSE, CLOSE_SHARE = 1e-3, 1e-5  # a difference of two sums up to which rounding may decide, absolute and as a share of the sum
-UNIT, LARGEST = np.float32(2.0**-32), np.float32(1 - 2**-24)
-LN2, MANTISSA, EXPONENT_BIAS = np.float32(math.log(2)), np.float32(2.0**-23), np.float32(127)
+# a difference of two sums up to which rounding may decide, absolute and as a share of the sum
+CLOSE = 1e-3
+CLOSE_SHARE = 1e-5
+UNIT = np.float32(2.0**-32)
+LARGEST = np.float32(1 - 2**-24)
+LN2 = np.float32(math.log(2))
+MANTISSA = np.float32(2.0**-23)
+EXPONENT_BIAS = np.float32(127)
 
 
 @compile_inline
 def _uniform(key: Any, index: int) -> Any:
-    """Return number `index` of a key as a uniform float32: Squares with four rounds, as in `counter.uniform_noise`."""
+    """Return number `index` of a key as a uniform float32: Squares with four rounds, as in
+    `counter.uniform_noise`.
+    """
     half = np.uint64(32)
     start = np.uint64(index) * key
     other = start + key
@@ -70,7 +79,8 @@ def _choose(x: Any, size: int, key: Any, temperature: Any, bounds: Any) -> int:
     bounds[size:padded] = -np.inf
     # 1. Bounds of all sums.
     for start in range(0, size, BLOCK):
-        part, count = bounds[start : start + BLOCK], min(BLOCK, size - start)
+        part = bounds[start : start + BLOCK]
+        count = min(BLOCK, size - start)
         for i in range(count):
             log2 = np.float32(float_bits(_uniform(key, start + i))) * MANTISSA - EXPONENT_BIAS
             part[i] = x[start + i] / temperature - log2 * LN2
@@ -83,7 +93,9 @@ def _choose(x: Any, size: int, key: Any, temperature: Any, bounds: Any) -> int:
     total = _sum_exactly(x, temperature, key, _find_reaching(bounds, size, top, 0))
     least = np.float32(total - BOUND_MARGIN - 2 * CLOSE_SHARE * abs(total))
     # 3. The largest sum among the others, and the next.
-    best, second, chosen = -np.inf, -np.inf, UNDECIDED
+    best = -np.inf
+    second = -np.inf
+    chosen = UNDECIDED
     index = _find_reaching(bounds, size, least, 0)
     while index < size:
         total = _sum_exactly(x, temperature, key, index)
@@ -96,12 +108,16 @@ def _choose(x: Any, size: int, key: Any, temperature: Any, bounds: Any) -> int:
 
 
 @compile_cached
-def choose_by_noise(logits: int, keys: int, chosen: int, rows: int, size: int, temperature: float, scratch: int) -> None:
-    """Store the token [R] with the largest sum of noise and logits [R, V] over the temperature, in float32; UNDECIDED where
-    rounding may decide or the sum is infinite. Keys are int64 [R]; `scratch` holds V + BLOCK float32."""
+def choose_by_noise(
+    logits: int, keys: int, chosen: int, rows: int, size: int, temperature: float, scratch: int
+) -> None:
+    """Store the token [R] with the largest sum of noise and logits [R, V] over the temperature, in
+    float32; UNDECIDED where rounding may decide or the sum is infinite. Keys are int64 [R];
+    `scratch` holds V + BLOCK float32."""
     padded = (size + BLOCK - 1) // BLOCK * BLOCK
     bounds = carray(to_floats(scratch), (padded,))
-    all_keys, tokens = carray(to_longs(keys), (rows,)), carray(to_longs(chosen), (rows,))
+    all_keys = carray(to_longs(keys), (rows,))
+    tokens = carray(to_longs(chosen), (rows,))
     for row in range(rows):
         x = carray(to_floats(logits + 4 * row * size), (size,))
         tokens[row] = _choose(x, size, np.uint64(all_keys[row]), np.float32(temperature), bounds)

@@ -1,15 +1,18 @@
-"""A team of threads that share the parts of a job, compiled by Numba: the caller of a kernel, and helpers.
+"""A team of threads that share the parts of a job, compiled by Numba: the caller of a kernel, and
+helpers.
 
-A job is a list of numbers. The first is the address of the function that computes a part of it, so the code of a kernel is
-compiled once, for the caller and for its helpers.
+A job is a list of numbers. The first is the address of the function that computes a part of it, so
+the code of a kernel is compiled once, for the caller and for its helpers.
 
-The operations of a decoding step take some microseconds each, so helpers wait in compiled code without Python's lock: they poll
-for a job, and sleep where none comes for some tenths of a millisecond. The parts of a job are divided among the threads, and
-one that is done takes parts of another. So a helper that does not run, because other processes take its core, delays nothing
-but the part that it is in. Which thread computes a part changes no bit of it.
+The operations of a decoding step take some microseconds each, so helpers wait in compiled code
+without Python's lock: they poll for a job, and sleep where none comes for some tenths of a
+millisecond. The parts of a job are divided among the threads, and one that is done takes parts of
+another. So a helper that does not run, because other processes take its core, delays nothing but
+the part that it is in. Which thread computes a part changes no bit of it.
 
-A team is an array of int64, given by its address: for each thread a line of 64 bytes with the range of its parts that nobody
-took, a line that counts the parts that helpers finished, for each thread a line that tells whether it sleeps, and the job.
+A team is an array of int64, given by its address: for each thread a line of 64 bytes with the range
+of its parts that nobody took, a line that counts the parts that helpers finished, for each thread a
+line that tells whether it sleeps, and the job.
 """
 
 from __future__ import annotations
@@ -23,16 +26,24 @@ from .cpu_vectors import WIDE, compile_inline, intrinsic, to_floats, to_longs
 
 MAX_MEMBERS = 8
 LINE = 64  # bytes
-NUM_DONE, ASLEEP = LINE * MAX_MEMBERS, LINE * (MAX_MEMBERS + 1)  # where lines begin
+# where lines begin
+NUM_DONE = LINE * MAX_MEMBERS
+ASLEEP = LINE * (MAX_MEMBERS + 1)
 IS_CLOSED = ASLEEP + LINE * MAX_MEMBERS
 JOB = IS_CLOSED + LINE
-JOB_SIZE, MEMBERS_INDEX = 32, 31  # numbers of the job; the last is how many threads it is for
+# numbers of the job; the last is how many threads it is for
+JOB_SIZE = 32
+MEMBERS_INDEX = 31
 TEAM_BYTES = JOB + 8 * JOB_SIZE
 END_SHIFT = 32  # a range is its first part, and its end in the upper half
 POLLS = 4000  # of a helper before it sleeps
-YIELD_POLLS = 32  # of a helper before it lets another thread run on its core, such as one of torch's
+# of a helper before it lets another thread run on its core, such as one of torch's
+YIELD_POLLS = 32
 PATIENCE = 2000  # polls of the caller before it does
-FUTEX_CALL, FUTEX_WAIT, FUTEX_WAKE = 202, 128, 129  # on Linux for x86-64; those of one process
+# on Linux for x86-64; those of one process
+FUTEX_CALL = 202
+FUTEX_WAIT = 128
+FUTEX_WAKE = 129
 
 system_call = types.ExternalFunction("syscall", types.int64(*[types.int64] * 5))
 let_others_run = types.ExternalFunction("sched_yield", types.int32())
@@ -64,7 +75,9 @@ def add_shared(context: Any, address: Any, value: Any) -> Any:
     """Add to the int64 at an address, and return what it was before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], WIDE.as_pointer()), args[1], "seq_cst")
+        return builder.atomic_rmw(
+            "add", builder.inttoptr(args[0], WIDE.as_pointer()), args[1], "seq_cst"
+        )
 
     return types.int64(types.int64, types.int64), generate
 
@@ -104,18 +117,23 @@ def wake_sleepers(team: int, members: int) -> None:
 
 @compile_inline
 def open_job(team: int, members: int, parts: int) -> None:
-    """Divide the parts of the job, whose numbers are stored, among so many threads, and wake those that sleep."""
+    """Divide the parts of the job, whose numbers are stored, among so many threads, and wake
+    those that sleep.
+    """
     store_shared(team + NUM_DONE, 0)
     job_numbers(team)[MEMBERS_INDEX] = members
     for member in range(members):
-        first, end = member * parts // members, (member + 1) * parts // members
+        first = member * parts // members
+        end = (member + 1) * parts // members
         store_shared(team + LINE * member, end << END_SHIFT | first)
     wake_sleepers(team, members)
 
 
 @compile_inline
 def take_part(team: int, member: int) -> int:
-    """Return a part that nobody took, of the thread's own range or else of another's, or -1 where there is none."""
+    """Return a part that nobody took, of the thread's own range or else of another's, or -1
+    where there is none.
+    """
     mask = (1 << END_SHIFT) - 1
     for distance in range(MAX_MEMBERS):
         line = team + LINE * ((member + distance) % MAX_MEMBERS)
@@ -140,7 +158,9 @@ def wait_for_helpers(team: int, parts: int) -> None:
 
 @intrinsic
 def call_part(context: Any, function: Any, team: Any, part: Any, member: Any) -> Any:
-    """Call the function at an address, which computes a part of the job as so many-th thread of the team."""
+    """Call the function at an address, which computes a part of the job as so many-th thread of
+    the team.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [WIDE] * 3)
@@ -152,10 +172,12 @@ def call_part(context: Any, function: Any, team: Any, part: Any, member: Any) ->
 
 @compile_inline
 def run_job(team: int, members: int, parts: int) -> None:
-    """Compute the parts of the job, whose numbers are stored and whose first is the function of a part, with so many
-    threads."""
+    """Compute the parts of the job, whose numbers are stored and whose first is the function of a
+    part, with so many threads."""
     open_job(team, members, parts)
-    function, left, part = job_numbers(team)[0], parts, take_part(team, 0)
+    function = job_numbers(team)[0]
+    left = parts
+    part = take_part(team, 0)
     while part >= 0:
         call_part(function, team, part, 0)
         left -= 1
@@ -165,7 +187,9 @@ def run_job(team: int, members: int, parts: int) -> None:
 
 @compile_inline
 def rest(team: int, member: int, polls: int) -> int:
-    """Wait a moment, or sleep after so many polls without a job; return the next number of polls."""
+    """Wait a moment, or sleep after so many polls without a job; return the next number of
+    polls.
+    """
     if polls < POLLS:
         pause()
         if polls % YIELD_POLLS == YIELD_POLLS - 1:
@@ -174,7 +198,8 @@ def rest(team: int, member: int, polls: int) -> int:
     flag = team + ASLEEP + LINE * member
     store_shared(flag, 1)
     # A job that was opened before the flag was set wakes nobody.
-    mask, has_job = (1 << END_SHIFT) - 1, False
+    mask = (1 << END_SHIFT) - 1
+    has_job = False
     for other in range(MAX_MEMBERS):
         parts = load_shared(team + LINE * other)
         has_job = has_job or parts & mask < parts >> END_SHIFT

@@ -1,7 +1,9 @@
-"""Kernels of token trees on a CPU, compiled by Numba: what a round does besides its forwards, in place of small operations.
+"""Kernels of token trees on a CPU, compiled by Numba: what a round does besides its forwards, in
+place of small operations.
 
-Shapes: B batch, N nodes, F frontier nodes, K children of each, V vocabulary, P nodes of a path, T slots of a text, S stop
-tokens. Tensors are passed by address; numbers are int64, masks are bytes, log-probabilities and logits are float32.
+Shapes: B batch, N nodes, F frontier nodes, K children of each, V vocabulary, P nodes of a path, T
+slots of a text, S stop tokens. Tensors are passed by address; numbers are int64, masks are bytes,
+log-probabilities and logits are float32.
 """
 
 from __future__ import annotations
@@ -24,21 +26,40 @@ def _longs(address: int, count: int) -> Any:
 
 @compile_cached
 def append_children(
-    log_q: int, batch: int, num_frontier: int, vocabulary: int, width: int, draft_ids: int, frontier: int, num_old: int,
-    old_tokens: int, old_parents: int, old_scores: int, tokens: int, parents: int, scores: int, values: int, indices: int,
-) -> None:  # fmt: skip
-    """Append the `width` likeliest children by log q [B, F, V] of frontier nodes [B, F] to trees [B, N], which are stored with
-    them; `values` and `indices` hold [K] each. `draft_ids` [V] are target ids, or 0 where ids are the same."""
-    num_new, total = num_frontier * width, num_old + num_frontier * width
-    best, ids = carray(to_floats(values), (width,)), _longs(indices, width)
+    log_q: int,
+    batch: int,
+    num_frontier: int,
+    vocabulary: int,
+    width: int,
+    draft_ids: int,
+    frontier: int,
+    num_old: int,
+    old_tokens: int,
+    old_parents: int,
+    old_scores: int,
+    tokens: int,
+    parents: int,
+    scores: int,
+    values: int,
+    indices: int,
+) -> None:
+    """Append the `width` likeliest children by log q [B, F, V] of frontier nodes [B, F] to trees
+    [B, N], which are stored with them; `values` and `indices` hold [K] each. `draft_ids` [V] are
+    target ids, or 0 where ids are the same."""
+    num_new = num_frontier * width
+    total = num_old + num_frontier * width
+    best = carray(to_floats(values), (width,))
+    ids = _longs(indices, width)
     for b in range(batch):
-        old, new, nodes = 8 * b * num_old, 8 * b * total, _longs(frontier + 8 * b * num_frontier, num_frontier)
-        before, after = _longs(old_tokens + old, num_old), _longs(tokens + new, total)
-        above_before, above = _longs(old_parents + old, num_old), _longs(parents + new, total)
-        score_before, score = (
-            carray(to_floats(old_scores + old // 2), (num_old,)),
-            carray(to_floats(scores + new // 2), (total,)),
-        )
+        old = 8 * b * num_old
+        new = 8 * b * total
+        nodes = _longs(frontier + 8 * b * num_frontier, num_frontier)
+        before = _longs(old_tokens + old, num_old)
+        after = _longs(tokens + new, total)
+        above_before = _longs(old_parents + old, num_old)
+        above = _longs(parents + new, total)
+        score_before = carray(to_floats(old_scores + old // 2), (num_old,))
+        score = carray(to_floats(scores + new // 2), (total,))
         for n in range(num_old):
             after[n], above[n], score[n] = before[n], above_before[n], score_before[n]
         for f in range(num_frontier):
@@ -46,19 +67,35 @@ def append_children(
             select_best(row, vocabulary, width, to_floats(values), to_longs(indices))
             for k in range(width):
                 n = total - num_new + f * width + k
-                after[n] = ids[k] if draft_ids == 0 else carray(to_longs(draft_ids), (vocabulary,))[ids[k]]
+                after[n] = (
+                    ids[k] if draft_ids == 0 else carray(to_longs(draft_ids), (vocabulary,))[ids[k]]
+                )
                 above[n], score[n] = nodes[f], score_before[nodes[f]] + best[k]
 
 
 @compile_cached
 def select_nodes(
-    keep: int, count: int, batch: int, num_nodes: int, old_tokens: int, old_parents: int, old_scores: int, tokens: int,
-    parents: int, scores: int, valid: int, numbers: int,
-) -> None:  # fmt: skip
-    """Store the trees of nodes `keep` [B, count], which ascend; `numbers` holds [N]. Nodes of score -inf are not valid."""
+    keep: int,
+    count: int,
+    batch: int,
+    num_nodes: int,
+    old_tokens: int,
+    old_parents: int,
+    old_scores: int,
+    tokens: int,
+    parents: int,
+    scores: int,
+    valid: int,
+    numbers: int,
+) -> None:
+    """Store the trees of nodes `keep` [B, count], which ascend; `numbers` holds [N]. Nodes of
+    score -inf are not valid.
+    """
     renumbered = _longs(numbers, num_nodes)
     for b in range(batch):
-        old, new, kept = b * num_nodes, b * count, _longs(keep + 8 * b * count, count)
+        old = b * num_nodes
+        new = b * count
+        kept = _longs(keep + 8 * b * count, count)
         for i in range(count):
             renumbered[kept[i]] = i
         for i in range(count):
@@ -73,11 +110,13 @@ def select_nodes(
 @compile_inline
 def _find_argmax(x: Any, width: int) -> int:
     """Return the index of the largest number, the first of equal ones."""
-    best_start, best = 0, np.float32(-np.inf)
+    best_start = 0
+    best = np.float32(-np.inf)
     for first in range(0, width, ARGMAX_BLOCK):
         largest = find_largest(advance(x, first), min(ARGMAX_BLOCK, width - first))
         if largest > best:
-            best_start, best = first, largest
+            best_start = first
+            best = largest
     numbers = carray(x, (width,))
     for i in range(best_start, min(best_start + ARGMAX_BLOCK, width)):
         if numbers[i] == best:
@@ -87,26 +126,42 @@ def _find_argmax(x: Any, width: int) -> int:
 
 @compile_cached
 def accept_greedy(
-    tokens: int, parents: int, can_accept: int, logits: int, batch: int, num_nodes: int, vocabulary: int, height: int,
-    path: int, counts: int, bonus: int, numbers: int,
-) -> None:  # fmt: skip
-    """Accept the nodes [B, N] that have the most likely token of logits [B, N, V] after their parent; store the paths
-    [B, height + 1], the counts [B] and the tokens that follow [B]. `numbers` holds [2, N]."""
-    depths, choices = _longs(numbers, num_nodes), _longs(numbers + 8 * num_nodes, num_nodes)
+    tokens: int,
+    parents: int,
+    can_accept: int,
+    logits: int,
+    batch: int,
+    num_nodes: int,
+    vocabulary: int,
+    height: int,
+    path: int,
+    counts: int,
+    bonus: int,
+    numbers: int,
+) -> None:
+    """Accept the nodes [B, N] that have the most likely token of logits [B, N, V] after their
+    parent; store the paths [B, height + 1], the counts [B] and the tokens that follow [B].
+    `numbers` holds [2, N]."""
+    depths = _longs(numbers, num_nodes)
+    choices = _longs(numbers + 8 * num_nodes, num_nodes)
     for b in range(batch):
         shift = b * num_nodes
-        ids, above = _longs(tokens + 8 * shift, num_nodes), _longs(parents + 8 * shift, num_nodes)
+        ids = _longs(tokens + 8 * shift, num_nodes)
+        above = _longs(parents + 8 * shift, num_nodes)
         allowed = carray(to_bytes(can_accept + shift), (num_nodes,))
         depths[:], depths[0], last = -1, 0, 0
         for node in range(num_nodes):
             if depths[node] < 0:
                 continue
-            choices[node] = _find_argmax(to_floats(logits + 4 * (shift + node) * vocabulary), vocabulary)
+            choices[node] = _find_argmax(
+                to_floats(logits + 4 * (shift + node) * vocabulary), vocabulary
+            )
             last = node if depths[node] > depths[last] else last
             for child in range(node + 1, num_nodes):
                 if above[child] == node and ids[child] == choices[node] and allowed[child] != 0:
                     depths[child] = depths[node] + 1
-        steps, node = _longs(path + 8 * b * (height + 1), height + 1), last
+        steps = _longs(path + 8 * b * (height + 1), height + 1)
+        node = last
         _longs(counts, batch)[b], _longs(bonus, batch)[b] = depths[last] + 1, choices[last]
         for level in range(height, -1, -1):
             steps[level] = node
@@ -116,18 +171,41 @@ def accept_greedy(
 
 @compile_cached
 def commit_tokens(
-    nodes: int, path: int, counts: int, bonus: int, tokens: int, lengths: int, active: int, tokens_left: int, stop_ids: int,
-    batch: int, num_nodes: int, num_steps: int, num_slots: int, num_stops: int, emitted: int, num_emitted: int,
-) -> None:  # fmt: skip
+    nodes: int,
+    path: int,
+    counts: int,
+    bonus: int,
+    tokens: int,
+    lengths: int,
+    active: int,
+    tokens_left: int,
+    stop_ids: int,
+    batch: int,
+    num_nodes: int,
+    num_steps: int,
+    num_slots: int,
+    num_stops: int,
+    emitted: int,
+    num_emitted: int,
+) -> None:
     """Compute `token_commit_reference`, in place."""
-    stops, goes_on = _longs(stop_ids, num_stops), carray(to_bytes(active), (batch,))
+    stops = _longs(stop_ids, num_stops)
+    goes_on = carray(to_bytes(active), (batch,))
     for b in range(batch):
-        ids, steps = _longs(nodes + 8 * b * num_nodes, num_nodes), _longs(path + 8 * b * num_steps, num_steps)
-        count, results = _longs(counts, batch)[b], _longs(emitted + 8 * b * num_steps, num_steps)
-        text, length = _longs(tokens + 8 * b * num_slots, num_slots), _longs(lengths, batch)[b]
-        num_real, is_stopped = count if goes_on[b] != 0 else 0, False
+        ids = _longs(nodes + 8 * b * num_nodes, num_nodes)
+        steps = _longs(path + 8 * b * num_steps, num_steps)
+        count = _longs(counts, batch)[b]
+        results = _longs(emitted + 8 * b * num_steps, num_steps)
+        text = _longs(tokens + 8 * b * num_slots, num_slots)
+        length = _longs(lengths, batch)[b]
+        num_real = count if goes_on[b] != 0 else 0
+        is_stopped = False
         for step in range(num_steps):
-            results[step] = _longs(bonus, batch)[b] if step == count - 1 else ids[steps[min(step + 1, num_steps - 1)]]
+            results[step] = (
+                _longs(bonus, batch)[b]
+                if step == count - 1
+                else ids[steps[min(step + 1, num_steps - 1)]]
+            )
             if step < num_real:
                 text[min(length + 1 + step, num_slots - 1)] = results[step]
                 for s in range(num_stops):
@@ -142,9 +220,12 @@ def commit_tokens(
 def find_ancestors(parents: int, batch: int, num_nodes: int, ancestors: int, depths: int) -> None:
     """Store which nodes [B, N, N] are a node's ancestors or itself, and the depths [B, N]."""
     for b in range(batch):
-        above, levels = _longs(parents + 8 * b * num_nodes, num_nodes), _longs(depths + 8 * b * num_nodes, num_nodes)
+        above = _longs(parents + 8 * b * num_nodes, num_nodes)
+        levels = _longs(depths + 8 * b * num_nodes, num_nodes)
         mask = carray(to_bytes(ancestors + b * num_nodes * num_nodes), (num_nodes * num_nodes,))
         for n in range(num_nodes):
             levels[n] = 0 if above[n] < 0 else levels[above[n]] + 1
             for m in range(num_nodes):
-                mask[n * num_nodes + m] = m == n or (above[n] >= 0 and mask[above[n] * num_nodes + m] != 0)
+                mask[n * num_nodes + m] = m == n or (
+                    above[n] >= 0 and mask[above[n] * num_nodes + m] != 0
+                )

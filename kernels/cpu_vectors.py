@@ -1,7 +1,8 @@
-"""Vector code for kernels on a CPU: LLVM instructions that Numba has no names for. Importing it imports Numba.
+"""Vector code for kernels on a CPU: LLVM instructions that Numba has no names for. Importing it
+imports Numba.
 
-Numbers of a model are bfloat16, read as uint16, or float32; sums are float32. Vectors have 16 float32, or 16 words of 32 bits:
-each word is a float32 or a pair of bfloat16.
+Numbers of a model are bfloat16, read as uint16, or float32; sums are float32. Vectors have 16
+float32, or 16 words of 32 bits: each word is a float32 or a pair of bfloat16.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from numba import types
 from numba.core import cgutils
 
 LANES = 16
-WORD, WIDE, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+WORD = ir.IntType(32)
+WIDE = ir.IntType(64)
+FLOAT = ir.FloatType()
 VECTOR, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, ir.IntType(16)))
 VECTOR_BYTES = 4 * LANES
-LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440054690583e-4
-ROUNDER = 1.5 * 2.0**23  # adding it leaves a float32 rounded to an integer, in the low bits of the sum
+LN2_HIGH = 0.693359375
+LN2_LOW = -2.12194440054690583e-4
+# adding it leaves a float32 rounded to an integer, in the low bits of the sum
+ROUNDER = 1.5 * 2.0**23
 LOWEST = -87.0  # exp of less is below the smallest normal float32
 TAYLOR_TERMS = 7  # the remainder is below 1e-8 where |x| is at most ln(2) / 2
 
@@ -32,7 +37,9 @@ llvmlite.binding.initialize_native_asmparser()
 
 
 def compile_cached(function: Callable[..., Any]) -> Any:
-    """Compile a function for the types of its first call, and keep the code on disk for later processes."""
+    """Compile a function for the types of its first call, and keep the code on disk for later
+    processes.
+    """
     return numba.njit(function, error_model="numpy", cache=True)
 
 
@@ -42,9 +49,11 @@ def compile_unlocked(function: Callable[..., Any]) -> Any:
 
 
 def compile_part(function: Callable[[int, int, int], None]) -> Callable[[], Any]:
-    """Return a function that compiles this part of a job at its first call, keeps the code on disk, and returns it with its
-    address."""
-    return cache(lambda: numba.cfunc("void(int64, int64, int64)", error_model="numpy", cache=True)(function))
+    """Return a function that compiles this part of a job at its first call, keeps the code on disk,
+    and returns it with its address."""
+    return cache(
+        lambda: numba.cfunc("void(int64, int64, int64)", error_model="numpy", cache=True)(function)
+    )
 
 
 def compile_inline(function: Callable[..., Any]) -> Any:
@@ -53,12 +62,16 @@ def compile_inline(function: Callable[..., Any]) -> Any:
 
 
 def compile_reduction(function: Callable[..., Any]) -> Any:
-    """Compile a function into those that call it, with sums in any order, so that they are made in vectors."""
+    """Compile a function into those that call it, with sums in any order, so that they are made
+    in vectors.
+    """
     return numba.njit(function, error_model="numpy", fastmath={"reassoc", "nsz", "nnan"})
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Make a function of types, which returns a signature and what emits its code, into one of values."""
+    """Make a function of types, which returns a signature and what emits its code, into one of
+    values.
+    """
     return numba.extending.intrinsic(function)
 
 
@@ -75,29 +88,37 @@ def make_pointer(dtype: Any) -> Any:
     return pointer_at
 
 
-to_halves, to_floats = make_pointer(types.uint16), make_pointer(types.float32)
+to_halves = make_pointer(types.uint16)
+to_floats = make_pointer(types.float32)
 to_bytes = make_pointer(types.uint8)
-to_words, to_longs = make_pointer(types.int32), make_pointer(types.int64)
+to_words = make_pointer(types.int32)
+to_longs = make_pointer(types.int64)
 
 
 @intrinsic
 def advance(context: Any, pointer: Any, count: Any) -> Any:
     """Return the pointer `count` numbers after this one."""
-    return pointer(pointer, types.int64), lambda context, builder, signature, args: builder.gep(args[0], [args[1]])
+    return pointer(pointer, types.int64), lambda context, builder, signature, args: builder.gep(
+        args[0], [args[1]]
+    )
 
 
 @intrinsic
 def as_words(context: Any, pointer: Any) -> Any:
     """Return a pointer to numbers of a model as one to words of 32 bits."""
     signature = types.CPointer(types.int32)(pointer)
-    return signature, lambda context, builder, signature, args: builder.bitcast(args[0], WORD.as_pointer())
+    return signature, lambda context, builder, signature, args: builder.bitcast(
+        args[0], WORD.as_pointer()
+    )
 
 
 @intrinsic
 def count_words(context: Any, pointer: Any, count: Any) -> Any:
     """Return the words of 32 bits that `count` numbers of a model take."""
     shift = WIDE(1 if pointer.dtype == types.uint16 else 0)
-    return types.int64(pointer, types.int64), lambda context, builder, signature, args: builder.lshr(args[1], shift)
+    return types.int64(
+        pointer, types.int64
+    ), lambda context, builder, signature, args: builder.lshr(args[1], shift)
 
 
 @intrinsic
@@ -116,7 +137,9 @@ def widen(context: Any, number: Any) -> Any:
 @intrinsic
 def float_bits(context: Any, value: Any) -> Any:
     """Return the bits of a float32 as an int32."""
-    return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(args[0], WORD)
+    return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], WORD
+    )
 
 
 @intrinsic
@@ -138,7 +161,8 @@ def narrow(context: Any, value: Any, like: Any) -> Any:
 def emit_cases(builder: Any, number: Any, most: int, emit: Callable[[int], None]) -> None:
     """Emit code of its own for each value of `number` from 1 to `most`."""
     blocks = [builder.append_basic_block() for _ in range(most)]
-    done, cases = builder.append_basic_block(), builder.switch(number, blocks[-1])
+    done = builder.append_basic_block()
+    cases = builder.switch(number, blocks[-1])
     for value, block in enumerate(blocks, start=1):
         cases.add_case(WIDE(value), block)
         builder.position_at_end(block)
@@ -148,7 +172,9 @@ def emit_cases(builder: Any, number: Any, most: int, emit: Callable[[int], None]
 
 
 def emit_fetch(builder: Any, address: Any, locality: int) -> None:
-    """Fetch the line of an address, into the second-level cache by a locality of 2, and into the first by 3."""
+    """Fetch the line of an address, into the second-level cache by a locality of 2, and into the
+    first by 3.
+    """
     byte_pointer = ir.IntType(8).as_pointer()
     fetch_type = ir.FunctionType(ir.VoidType(), [byte_pointer, WORD, WORD, WORD])
     fetch = cgutils.get_or_insert_function(builder.module, fetch_type, "llvm.prefetch.p0")
@@ -161,7 +187,9 @@ class VectorBuilder:
     def __init__(self, builder: Any) -> None:
         self.builder = builder
         product = ir.FunctionType(VECTOR, [VECTOR] * 3)
-        self.fused = cgutils.get_or_insert_function(builder.module, product, f"llvm.fma.v{LANES}f32")
+        self.fused = cgutils.get_or_insert_function(
+            builder.module, product, f"llvm.fma.v{LANES}f32"
+        )
 
     def offset(self, base: Any, index: Any, size: int = 1) -> Any:
         """Return the address of element `index` of elements of `size` bytes."""
@@ -186,7 +214,9 @@ class VectorBuilder:
     def repeat(self, number: Any) -> Any:
         vector = ir.VectorType(number.type, LANES)
         first = self.builder.insert_element(ir.Constant(vector, ir.Undefined), number, WORD(0))
-        return self.builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
+        return self.builder.shuffle_vector(
+            first, ir.Constant(vector, ir.Undefined), ir.Constant(WORDS, [0] * LANES)
+        )
 
     def constant(self, number: float) -> Any:
         return ir.Constant(VECTOR, [number] * LANES)
@@ -198,23 +228,32 @@ class VectorBuilder:
         """Add to every sum the products of two bfloat16, one after the other."""
         if has_pair_products():
             kind = ir.FunctionType(VECTOR, [VECTOR, WORDS, WORDS])
-            return self.builder.call(ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False), [sums, a, b])
+            return self.builder.call(
+                ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", side_effect=False),
+                [sums, a, b],
+            )
         sums = self.multiply_add(self.widen_high(a), self.widen_high(b), sums)
         return self.multiply_add(self.widen_low(a), self.widen_low(b), sums)
 
     def multiply_words(self, a: Any, b: Any, sums: Any) -> Any:
         """Add to every sum the product of two float32, given as words."""
-        return self.multiply_add(self.builder.bitcast(a, VECTOR), self.builder.bitcast(b, VECTOR), sums)
+        return self.multiply_add(
+            self.builder.bitcast(a, VECTOR), self.builder.bitcast(b, VECTOR), sums
+        )
 
     def widen_low(self, words: Any) -> Any:
-        return self.builder.bitcast(self.builder.shl(words, ir.Constant(WORDS, [16] * LANES)), VECTOR)
+        return self.builder.bitcast(
+            self.builder.shl(words, ir.Constant(WORDS, [16] * LANES)), VECTOR
+        )
 
     def widen_high(self, words: Any) -> Any:
-        return self.builder.bitcast(self.builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES)), VECTOR)
+        return self.builder.bitcast(
+            self.builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES)), VECTOR
+        )
 
     def exp(self, x: Any) -> Any:
-        """Return e^x of numbers up to 0, to the last bits: 2^n e^r with r = x - n ln(2), by the Taylor series. Below LOWEST
-        it is 0."""
+        """Return e^x of numbers up to 0, to the last bits: 2^n e^r with r = x - n ln(2), by the
+        Taylor series. Below LOWEST it is 0."""
         builder = self.builder
         rounded = self.multiply_add(x, self.constant(1 / math.log(2)), self.constant(ROUNDER))
         n = builder.fsub(rounded, self.constant(ROUNDER))
@@ -225,7 +264,9 @@ class VectorBuilder:
             series = self.multiply_add(series, r, self.constant(1 / math.factorial(term)))
         exponent = builder.shl(builder.bitcast(rounded, WORDS), ir.Constant(WORDS, [23] * LANES))
         scaled = builder.bitcast(builder.add(builder.bitcast(series, WORDS), exponent), VECTOR)
-        return builder.select(builder.fcmp_ordered(">", x, self.constant(LOWEST)), scaled, self.constant(0.0))
+        return builder.select(
+            builder.fcmp_ordered(">", x, self.constant(LOWEST)), scaled, self.constant(0.0)
+        )
 
     def maximum(self, a: Any, b: Any) -> Any:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
@@ -240,22 +281,33 @@ class VectorBuilder:
         return self.builder.extract_element(vector, WORD(0))
 
     def transpose(self, rows: list[Any]) -> list[Any]:
-        """Return the columns of 16 vectors of words: each of four steps exchanges halves, of one number to eight."""
+        """Return the columns of 16 vectors of words: each of four steps exchanges halves, of one
+        number to eight.
+        """
         size = 1
         while size < LANES:
             low = [lane if not lane & size else LANES + lane - size for lane in range(LANES)]
             high = [lane + size if not lane & size else LANES + lane for lane in range(LANES)]
-            masks, rows = [ir.Constant(WORDS, lanes) for lanes in (low, high)], list(rows)
+            masks = [ir.Constant(WORDS, lanes) for lanes in (low, high)]
+            rows = list(rows)
             for first in (row for row in range(LANES) if not row & size):
                 pair = rows[first], rows[first + size]
-                rows[first], rows[first + size] = (self.builder.shuffle_vector(*pair, mask) for mask in masks)
+                rows[first], rows[first + size] = (
+                    self.builder.shuffle_vector(*pair, mask) for mask in masks
+                )
             size *= 2
         return rows
 
-    def loop(self, count: Any, initial: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-        """Run `step(index, values)` for every index below `count`, which is at least 1, and return its last values."""
-        builder, before = self.builder, self.builder.block
-        body, done = builder.append_basic_block(), builder.append_basic_block()
+    def loop(
+        self, count: Any, initial: list[Any], step: Callable[[Any, list[Any]], list[Any]]
+    ) -> list[Any]:
+        """Run `step(index, values)` for every index below `count`, which is at least 1, and
+        return its last values.
+        """
+        builder = self.builder
+        before = self.builder.block
+        body = builder.append_basic_block()
+        done = builder.append_basic_block()
         builder.branch(body)
         builder.position_at_end(body)
         index = builder.phi(WIDE)

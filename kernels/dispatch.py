@@ -1,4 +1,6 @@
-"""Where kernels run: on a GPU, or for tests in Triton's interpreter. SPECTRAIN_KERNELS=reference or =triton overrides it."""
+"""Where kernels run: on a GPU, or for tests in Triton's interpreter. SPECTRAIN_KERNELS=reference
+or =triton overrides it.
+"""
 
 import inspect
 import os
@@ -15,13 +17,21 @@ except ImportError:  # not on Linux: only the references exist
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Apply triton.jit where Triton is installed. Counts and random keys vary by call and are not specialised."""
-    changing = [name for name in inspect.signature(function).parameters if name == "key" or name.startswith("num_")]
+    """Apply triton.jit where Triton is installed. Counts and random keys vary by call and are
+    not specialised.
+    """
+    changing = [
+        name
+        for name in inspect.signature(function).parameters
+        if name == "key" or name.startswith("num_")
+    ]
     return function if triton is None else triton.jit(function, do_not_specialize=changing)
 
 
 def kernels_enabled(device: torch.device) -> bool:
-    """Tell whether kernels are enabled on a device: on a CPU only where they are requested and interpreted."""
+    """Tell whether kernels are enabled on a device: on a CPU only where they are requested and
+    interpreted.
+    """
     mode = os.environ.get("SPECTRAIN_KERNELS")
     if triton is None or mode == "reference":
         return False
@@ -35,7 +45,9 @@ def runs_on(device: torch.device) -> bool:
 
 @cache
 def _is_supported(device: torch.device) -> bool:
-    """Tell whether this is an NVIDIA GPU from Ampere on; "meta" counts as one. `plan` calls it on machines without a GPU."""
+    """Tell whether this is an NVIDIA GPU from Ampere on; "meta" counts as one. `plan` calls it
+    on machines without a GPU.
+    """
     if device.type == "meta":
         return True
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -1,15 +1,19 @@
-"""The divergence of a drafter from its target, straight from hidden states: output layer, loss and gradients in one.
+"""The divergence of a drafter from its target, straight from hidden states: output layer, loss and
+gradients in one.
 
 Shapes: R rows, r of them at a time, D width, V vocabulary, K stored tokens of a target.
-Logits exist for one chunk of rows at a time. Their gradient is computed in the forward pass, so only [R, D] for the states and
-[V, D] for the weight stay in memory. The matrix products are torch's. Between them a GPU runs one row kernel: log-sum-exp and
-argmax of the target's and the drafter's products, KL(p || q), and the gradient, which overwrites the logits. Other devices run
+Logits exist for one chunk of rows at a time. Their gradient is computed in the forward pass, so
+only [R, D] for the states and [V, D] for the weight stay in memory. The matrix products are
+torch's. Between them a GPU runs one row kernel: log-sum-exp and argmax of the target's and the
+drafter's products, KL(p || q), and the gradient, which overwrites the logits. Other devices run
 autograd on the chunk.
 
-Why not Liger's fused losses (0.8.5): on an H100 those of cross-entropy and Jensen-Shannon divergence cut rows into 1/32, small
-products that made a step of 1,024 rows 4.3 times slower than torch without fusion by Liger's own benchmark (of 0.3.1; a
-chunk of 2,048 rows keeps products large); its KL divergence needs all of p, [R, V]; none returns the most likely entries,
-weighs rows or reads a target's products. docs/results/kernels.md compares launches and bytes, also with cut-cross-entropy.
+Why not Liger's fused losses (0.8.5): on an H100 those of cross-entropy and Jensen-Shannon
+divergence cut rows into 1/32, small products that made a step of 1,024 rows 4.3 times slower than
+torch without fusion by Liger's own benchmark (of 0.3.1; a chunk of 2,048 rows keeps products
+large); its KL divergence needs all of p, [R, V]; none returns the most likely entries, weighs rows
+or reads a target's products. docs/results/kernels.md compares launches and bytes, also with
+cut-cross-entropy.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,19 +27,31 @@ from torch import Tensor
 from .cpu_divergence import argmax_logits, compare_logits, has_loss_kernels
 from .dispatch import runs_on
 from .onednn import fast_linear
-from .row_kl import TargetLogits, can_run_kernel, row_argmax, row_kl, row_kl_reference, scale_and_cap
+from .row_kl import (
+    TargetLogits,
+    can_run_kernel,
+    row_argmax,
+    row_kl,
+    row_kl_reference,
+    scale_and_cap,
+)
 
 CHUNK_ROWS = 2048
 """Rows whose logits exist at one time by default."""
 
 
 MAX_CPU_PRODUCTS = 1 << 23
-"""Products that exist at one time on a CPU where few of them are used. For more, the C library returns the memory each time,
-and the page faults of a new allocation take longer than the computation."""
+"""Products that exist at one time on a CPU where few of them are used. For more, the C library
+returns the memory each time, and the page faults of a new allocation take longer than the
+computation."""
 GPU_BLOCK_ROWS = 512
-"""Rows of a chunk that torch processes at one time on a GPU without the kernel; temporary copies are that much smaller."""
+"""Rows of a chunk that torch processes at one time on a GPU without the kernel; temporary copies
+are that much smaller.
+"""
 CPU_BLOCK_LOGITS = 1 << 17
-"""Logits of a chunk that torch processes at one time on a CPU; they stay in its cache and in allocated memory."""
+"""Logits of a chunk that torch processes at one time on a CPU; they stay in its cache and in
+allocated memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,9 @@ class Projection:
 
     def select_entries(self, chosen: Tensor | slice) -> "Projection":
         """Return the projection onto these vocabulary entries only."""
-        return replace(self, weight=self.weight[chosen], bias=None if self.bias is None else self.bias[chosen])
+        return replace(
+            self, weight=self.weight[chosen], bias=None if self.bias is None else self.bias[chosen]
+        )
 
     def at_temperature(self, temperature: float) -> "Projection":
         """Return the projection with its logits divided by a temperature."""
@@ -63,7 +81,9 @@ class Projection:
         return fast_linear(x.to(dtype), self.weight.to(dtype), bias)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Compute the logits of states, [r, D] -> [r, V], in float32, or in float64 for float64 weights."""
+        """Compute the logits of states, [r, D] -> [r, V], in float32, or in float64 for float64
+        weights.
+        """
         return scale_and_cap(self.compute_products(x), self.scale, self.softcap)
 
 
@@ -71,8 +91,8 @@ class Projection:
 class HeadTarget:
     """A target given by its final states; logits are computed for the requested rows only.
 
-    `head` holds the entries that the drafter has. p is renormalised over them. With `log_z`, the log-sum-exp over the full
-    vocabulary from `argmax_and_log_z`, p keeps the target's own mass.
+    `head` holds the entries that the drafter has. p is renormalised over them. With `log_z`, the
+    log-sum-exp over the full vocabulary from `argmax_and_log_z`, p keeps the target's own mass.
     """
 
     final: Tensor  # [R, D]
@@ -88,11 +108,15 @@ class HeadTarget:
     def target_logits(self, rows: slice) -> TargetLogits:
         """Return the unnormalised logits of these rows."""
         log_z = None if self.log_z is None else self.log_z[rows]
-        return TargetLogits(self.head.compute_products(self.final[rows]), self.head.scale, self.head.softcap, log_z)
+        return TargetLogits(
+            self.head.compute_products(self.final[rows]), self.head.scale, self.head.softcap, log_z
+        )
 
     def select_rows(self, rows: Tensor) -> "HeadTarget":
         """Select these rows, which may repeat."""
-        return replace(self, final=self.final[rows], log_z=None if self.log_z is None else self.log_z[rows])
+        return replace(
+            self, final=self.final[rows], log_z=None if self.log_z is None else self.log_z[rows]
+        )
 
 
 class TopK(NamedTuple):
@@ -113,14 +137,19 @@ class DivergenceResult(NamedTuple):
 TargetChunk = tuple[Tensor | None, Tensor | None, Tensor | None]
 """The target's distribution for a chunk: log p [r, V], or ids and p of a few tokens [r, K]."""
 Labels = Tensor | TopK | Callable[[slice], Tensor]
-"""The target's distribution: tokens [R], its top-k tokens, or a function from a slice of rows to log p [r, V], such as a
-`HeadTarget`. Where that object also has a method `target_logits`, the kernel reads its unnormalised products."""
+"""The target's distribution: tokens [R], its top-k tokens, or a function from a slice of rows to
+log p [r, V], such as a `HeadTarget`. Where that object also has a method `target_logits`, the
+kernel reads its unnormalised products."""
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype of a matrix product: the weight's, or autocast's."""
     kind = weight.device.type
-    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+    cast = (
+        torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+        and weight.dtype != torch.float64
+    )
     return torch.get_autocast_dtype(kind) if cast else weight.dtype
 
 
@@ -132,11 +161,14 @@ def _differentiate_rows(
     softcap: float | None,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return weighted losses [r] and the most likely entries [r] of products [r, V], which their gradient overwrites."""
+    """Return weighted losses [r] and the most likely entries [r] of products [r, V], which their
+    gradient overwrites.
+    """
     leaf = product.detach().requires_grad_(with_grad)
     with torch.set_grad_enabled(with_grad):
         log_q = scale_and_cap(leaf, scale, softcap).log_softmax(-1)
-        losses = torch.where(row_weight != 0, losses_of(log_q) * row_weight, 0.0)  # 0 even where the loss is not finite
+        # 0 even where the loss is not finite
+        losses = torch.where(row_weight != 0, losses_of(log_q) * row_weight, 0.0)
         total = losses.sum()
     if with_grad:
         (grad,) = torch.autograd.grad(total, leaf)
@@ -151,12 +183,16 @@ def _argmax_and_log_z(target: TargetLogits) -> tuple[Tensor, Tensor]:
         return outputs
     if has_loss_kernels(target.products, target.softcap):
         return argmax_logits(target, with_log_z=True)
-    best, log_z = zip(*((logits.argmax(-1), logits.logsumexp(-1)) for logits in _iterate_blocks(target)))
+    best, log_z = zip(
+        *((logits.argmax(-1), logits.logsumexp(-1)) for logits in _iterate_blocks(target))
+    )
     return torch.cat(best), torch.cat(log_z)
 
 
 def _argmax_rows(target: TargetLogits) -> Tensor:
-    """Return the most likely entries [r] of a target's logits; without the kernel, log-sum-exps are not computed."""
+    """Return the most likely entries [r] of a target's logits; without the kernel, log-sum-exps
+    are not computed.
+    """
     if can_run_kernel(target.products):
         return _argmax_and_log_z(target)[0]
     if has_loss_kernels(target.products, target.softcap):
@@ -172,13 +208,23 @@ def _iterate_blocks(target: TargetLogits) -> Iterator[Tensor]:
 
 def _block_rows(product: Tensor) -> int:
     """Return how many rows of products [r, V] torch processes at one time."""
-    return GPU_BLOCK_ROWS if product.device.type in ("cuda", "meta") else max(1, CPU_BLOCK_LOGITS // product.shape[1])
+    return (
+        GPU_BLOCK_ROWS
+        if product.device.type in ("cuda", "meta")
+        else max(1, CPU_BLOCK_LOGITS // product.shape[1])
+    )
 
 
-def argmax_and_log_z(final: Tensor, head: Projection, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the most likely token of every state [R, D] and the log-sum-exp of its logits, each [R], by chunks."""
+def argmax_and_log_z(
+    final: Tensor, head: Projection, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the most likely token of every state [R, D] and the log-sum-exp of its logits, each
+    [R], by chunks.
+    """
     best = torch.empty(len(final), dtype=torch.int64, device=final.device)
-    log_z = torch.empty(len(final), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=final.device)
+    log_z = torch.empty(
+        len(final), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=final.device
+    )
     with torch.no_grad():
         for rows in split_rows(len(final), chunk):
             best[rows], log_z[rows] = _argmax_and_log_z(
@@ -191,16 +237,24 @@ def argmax_and_log_z(final: Tensor, head: Projection, chunk: int | None = None) 
 def restrict_target(
     final: Tensor, head: Projection, entries: Tensor, own_mass: bool, chunk: int | None = None
 ) -> tuple[Tensor, "HeadTarget | CachedTarget"]:
-    """Return the most likely token [R] of a target's full vocabulary, and the target restricted to these entries.
+    """Return the most likely token [R] of a target's full vocabulary, and the target restricted to
+    these entries.
 
-    The restricted target is renormalised, or keeps its own mass with `own_mass`. Rows of one chunk are multiplied once: the
-    products that decide the most likely token contain those of the entries.
+    The restricted target is renormalised, or keeps its own mass with `own_mass`. Rows of one chunk
+    are multiplied once: the products that decide the most likely token contain those of the
+    entries.
     """
     if len(split_rows(len(final), chunk)) > 1:
         best, log_z = argmax_and_log_z(final, head, chunk)
         return best, HeadTarget(final, head.select_entries(entries), log_z if own_mass else None)
-    block_rows = max(1, MAX_CPU_PRODUCTS // len(head.weight)) if final.device.type == "cpu" else max(1, len(final))
-    labels, log_zs, products = [], [], []
+    block_rows = (
+        max(1, MAX_CPU_PRODUCTS // len(head.weight))
+        if final.device.type == "cpu"
+        else max(1, len(final))
+    )
+    labels = []
+    log_zs = []
+    products = []
     for states in final.split(block_rows):
         logits = TargetLogits(head.compute_products(states), head.scale, head.softcap)
         if own_mass:
@@ -210,7 +264,9 @@ def restrict_target(
             block_labels = _argmax_rows(logits)
         labels.append(block_labels)
         products.append(logits.products[:, entries])
-    restricted = TargetLogits(torch.cat(products), head.scale, head.softcap, torch.cat(log_zs) if own_mass else None)
+    restricted = TargetLogits(
+        torch.cat(products), head.scale, head.softcap, torch.cat(log_zs) if own_mass else None
+    )
     return torch.cat(labels), CachedTarget(restricted)
 
 
@@ -230,7 +286,9 @@ class CachedTarget:
 
 
 @torch.no_grad()
-def total_entropy(log_probs: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
+def total_entropy(
+    log_probs: Callable[[slice], Tensor], count: int, chunk: int | None = None
+) -> Tensor | float:
     """Sum -p log p over the `count` rows of a target, a chunk of log p [r, V] at a time."""
     total: Tensor | float = 0.0
     for rows in split_rows(count, chunk):
@@ -256,17 +314,28 @@ def linear_divergence(
     per_row: tuple[Tensor, ...] = (),
     chunk: int | None = None,
 ) -> DivergenceResult:
-    """Compute sum_r row_weight[r] divergence(p_r, q_r), q = softmax(head(hidden)), and the most likely entries.
+    """Compute sum_r row_weight[r] divergence(p_r, q_r), q = softmax(head(hidden)), and the most
+    likely entries.
 
-    Without a `divergence` this is KL(p || q), which for tokens is their cross-entropy. Otherwise it is a function (log p,
-    log q, *per_row) of a chunk, [r, V] and the rows' own [r, ...], to losses [r]. Gradients reach hidden [R, D] and the
-    head's weight and bias, where these require any. Rows of weight 0 add nothing to the loss or to a gradient.
+    Without a `divergence` this is KL(p || q), which for tokens is their cross-entropy. Otherwise it
+    is a function (log p, log q, *per_row) of a chunk, [r, V] and the rows' own [r, ...], to losses
+    [r]. Gradients reach hidden [R, D] and the head's weight and bias, where these require any. Rows
+    of weight 0 add nothing to the loss or to a gradient.
     """
     if divergence is not None and not callable(labels):
-        raise ValueError("a divergence needs the full log p: labels=tokens and labels=TopK are for divergence=None")
+        raise ValueError(
+            "a divergence needs the full log p: labels=tokens and labels=TopK are for "
+            "divergence=None"
+        )
     assert row_weight is None or not row_weight.requires_grad, "row weights are constants"
     job = _DivergenceTask(
-        head, labels, divergence, row_weight, per_row, split_rows(len(hidden), chunk), torch.is_grad_enabled()
+        head,
+        labels,
+        divergence,
+        row_weight,
+        per_row,
+        split_rows(len(hidden), chunk),
+        torch.is_grad_enabled(),
     )
     return DivergenceResult(*_LinearDivergence.apply(hidden, head.weight, head.bias, job))
 
@@ -284,28 +353,48 @@ class _DivergenceTask:
     def compare_chunk(
         self, product: Tensor, target: TargetChunk | TargetLogits, rows: slice, with_grad: bool
     ) -> tuple[Tensor, ...]:
-        """Return losses and both models' most likely entries [r]; the gradient overwrites the products [r, V]."""
+        """Return losses and both models' most likely entries [r]; the gradient overwrites the
+        products [r, V].
+        """
         dtype = torch.promote_types(product.dtype, torch.float32)
-        weight = product.new_ones(len(product), dtype=dtype) if self.row_weight is None else self.row_weight[rows].to(dtype)
+        weight = (
+            product.new_ones(len(product), dtype=dtype)
+            if self.row_weight is None
+            else self.row_weight[rows].to(dtype)
+        )
         if isinstance(target, TargetLogits) and not can_run_kernel(product):
             return compare_logits(product, target, weight, self.head.scale, with_grad)
         if isinstance(target, TargetLogits):
-            target_products, target_settings = target.products, target[1:]
+            target_products = target.products
+            target_settings = target[1:]
             return row_kl(
-                product, target_products, None, None, weight, self.head.scale, self.head.softcap, with_grad, *target_settings
+                product,
+                target_products,
+                None,
+                None,
+                weight,
+                self.head.scale,
+                self.head.softcap,
+                with_grad,
+                *target_settings,
             )
         parts: list[Tensor | None] = [product, weight, *target, *(x[rows] for x in self.per_row)]
         if self.divergence is None and can_run_kernel(product):
-            return row_kl(product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad)
+            return row_kl(
+                product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad
+            )
         size = _block_rows(product)
         blocks: list[list[Any]] = [
-            [x if x is None else x[start : start + size] for x in parts] for start in range(0, len(product), size)
+            [x if x is None else x[start : start + size] for x in parts]
+            for start in range(0, len(product), size)
         ]
         results = [self._compare_block(with_grad, *block) for block in blocks]
         return tuple(torch.cat(column) for column in zip(*results))
 
     def read_target(self, rows: slice, hidden: Tensor) -> TargetChunk | TargetLogits:
-        """Return log p [r, V], or ids and p of a few tokens [r, K], or the unnormalised logits that the kernel reads."""
+        """Return log p [r, V], or ids and p of a few tokens [r, K], or the unnormalised logits
+        that the kernel reads.
+        """
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         if isinstance(self.labels, Tensor):
             ids = self.labels[rows, None]
@@ -336,7 +425,12 @@ class _DivergenceTask:
             return row_kl_reference(product, log_p, ids, p, weight, scale, softcap, with_grad)
         assert log_p is not None
         losses, best = _differentiate_rows(
-            product, lambda log_q: divergence(log_p, log_q, *others), weight, scale, softcap, with_grad
+            product,
+            lambda log_q: divergence(log_p, log_q, *others),
+            weight,
+            scale,
+            softcap,
+            with_grad,
         )
         return losses, best, log_p.argmax(-1)
 
@@ -348,24 +442,34 @@ class _LinearDivergence(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _DivergenceTask
     ) -> tuple[Tensor, Tensor, Tensor]:
-        needs_grad = [job.grad_enabled and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+        needs_grad = [
+            job.grad_enabled and x is not None and x.requires_grad for x in (hidden, weight, bias)
+        ]
         dtype = _product_dtype(weight)
         wide_dtype = torch.promote_types(dtype, torch.float32)
-        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        w = weight.to(dtype)
+        b = None if bias is None else bias.to(dtype)
         loss = torch.zeros((), dtype=wide_dtype, device=hidden.device)
-        best, labels = (torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2))
+        best, labels = (
+            torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2)
+        )
         hidden_grad = torch.zeros_like(hidden) if needs_grad[0] else None
         weight_grad: Tensor | None = None
-        bias_grad = torch.zeros_like(bias, dtype=wide_dtype) if bias is not None and needs_grad[2] else None
+        bias_grad = (
+            torch.zeros_like(bias, dtype=wide_dtype) if bias is not None and needs_grad[2] else None
+        )
         for rows in job.chunks:
             h = hidden[rows].to(dtype)
             target = job.read_target(rows, h)  # first, because it needs temporary memory
             product = fast_linear(h, w, b)  # [r, V]
-            losses, best[rows], labels[rows] = job.compare_chunk(product, target, rows, any(needs_grad))
+            losses, best[rows], labels[rows] = job.compare_chunk(
+                product, target, rows, any(needs_grad)
+            )
             del target
             loss += losses.sum()
             if hidden_grad is not None:
-                hidden_grad[rows] = fast_linear(product, w.t())  # the products are their gradients now
+                # the products are their gradients now
+                hidden_grad[rows] = fast_linear(product, w.t())
             if needs_grad[1]:
                 weight_grad = _add_product(weight_grad, product, h, wide_dtype)
             if bias_grad is not None:
@@ -373,7 +477,9 @@ class _LinearDivergence(torch.autograd.Function):
             del product  # before the next one is made
         if needs_grad[1] and weight_grad is None:  # of no rows
             weight_grad = torch.zeros_like(weight)
-        weight_grad, bias_grad = (g if g is None else g.to(weight.dtype) for g in (weight_grad, bias_grad))
+        weight_grad, bias_grad = (
+            g if g is None else g.to(weight.dtype) for g in (weight_grad, bias_grad)
+        )
         ctx.save_for_backward(hidden_grad, weight_grad, bias_grad)
         ctx.mark_non_differentiable(best, labels)
         return loss, best, labels
@@ -381,7 +487,10 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, incoming: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("linear_divergence has no second derivative: it computes its gradients in the forward pass")
+            raise RuntimeError(
+                "linear_divergence has no second derivative: it computes its gradients in the "
+                "forward pass"
+            )
         return (*(g if g is None else g * incoming for g in ctx.saved_tensors), None)
 
 
@@ -413,7 +522,9 @@ def _adds_wide(left: Tensor, dtype: torch.dtype) -> bool:
 
 @cache
 def _counts_wide_totals() -> bool:
-    """Tell whether this torch computes such a product of meta tensors; 2.11 does not, although it does on a GPU."""
+    """Tell whether this torch computes such a product of meta tensors; 2.11 does not, although
+    it does on a GPU.
+    """
     left = torch.zeros(1, 1, dtype=torch.bfloat16, device="meta")
     try:
         torch.addmm(left.float(), left, left, out_dtype=torch.float32)
@@ -423,6 +534,8 @@ def _counts_wide_totals() -> bool:
 
 
 def _takes_wide_totals(version: str) -> bool:
-    """Tell whether this torch adds to a total of wider dtype; before 2.10 a GPU needed the dtype of the factors."""
+    """Tell whether this torch adds to a total of wider dtype; before 2.10 a GPU needed the dtype
+    of the factors.
+    """
     major, minor = (int(part) for part in version.split(".")[:2])
     return (major, minor) >= (2, 10)

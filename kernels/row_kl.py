@@ -1,7 +1,9 @@
-"""Row kernels of a loss on logits: KL(p || q) with its gradient, and the argmax with the log-sum-exp, one launch each.
+"""Row kernels of a loss on logits: KL(p || q) with its gradient, and the argmax with the
+log-sum-exp, one launch each.
 
-Shapes: r rows, V vocabulary, K stored tokens of a target. The kernels read products of states and an output layer, which are
-scaled and capped on the way. The reference in torch comes first; it is also the path without a GPU.
+Shapes: r rows, V vocabulary, K stored tokens of a target. The kernels read products of states and
+an output layer, which are scaled and capped on the way. The reference in torch comes first; it is
+also the path without a GPU.
 """
 
 from __future__ import annotations
@@ -42,17 +44,22 @@ class TargetLogits(NamedTuple):
 
     def select_rows(self, rows: slice | Tensor) -> TargetLogits:
         """Select these rows, which may repeat."""
-        return self._replace(products=self.products[rows], log_z=None if self.log_z is None else self.log_z[rows])
+        return self._replace(
+            products=self.products[rows], log_z=None if self.log_z is None else self.log_z[rows]
+        )
 
     def log_p(self, spent: bool = False) -> Tensor:
-        """Return log p [r, V] in float32, or float64. With `spent`, the products may be overwritten."""
+        """Return log p [r, V] in float32, or float64. With `spent`, the products may be
+        overwritten.
+        """
         logits = scale_and_cap(self.products, self.scale, self.softcap)
         spent = spent or logits is not self.products
         if self.log_z is not None:
             return logits.sub_(self.log_z[:, None]) if spent else logits - self.log_z[:, None]
         if not spent:
             return logits.log_softmax(-1)
-        for block in logits.split(SOFTMAX_ROWS):  # in place: a second [r, V] would be a fifth of a step's memory
+        # in place: a second [r, V] would be a fifth of a step's memory
+        for block in logits.split(SOFTMAX_ROWS):
             block.copy_(block.log_softmax(-1))
         return logits
 
@@ -70,11 +77,13 @@ def row_kl_reference(
     target_softcap: float | None = None,
     target_log_z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return KL(p || q) of every row times its weight, and the drafter's and the target's most likely entries, each [r].
+    """Return KL(p || q) of every row times its weight, and the drafter's and the target's most
+    likely entries, each [r].
 
-    q is the softmax of the products [r, V] of states and weight, scaled and capped. p is log_p [r, V], or that of a few
-    tokens, ids and p [r, K]. With `target_scale`, `log_p` holds the target's products instead, as in `TargetLogits`. With
-    `with_grad` the gradient with respect to the logits, (sum p) q - p, overwrites the products.
+    q is the softmax of the products [r, V] of states and weight, scaled and capped. p is log_p [r,
+    V], or that of a few tokens, ids and p [r, K]. With `target_scale`, `log_p` holds the target's
+    products instead, as in `TargetLogits`. With `with_grad` the gradient with respect to the
+    logits, (sum p) q - p, overwrites the products.
     """
     if log_p is not None and target_scale is not None:
         log_p = (
@@ -86,7 +95,8 @@ def row_kl_reference(
     log_q = logits.log_softmax(-1)
     best = log_q.argmax(-1)
     if log_p is not None:
-        p, labels = log_p.exp(), log_p.argmax(-1)
+        p = log_p.exp()
+        labels = log_p.argmax(-1)
         # p log p is 0 where p is 0. Autograd would add six passes.
         losses = (p * (log_p.clamp(min=torch.finfo(log_p.dtype).min) - log_q)).sum(-1)
     else:
@@ -139,7 +149,8 @@ if triton is not None:
         target_scale,
         target_softcap,
         target_log_z_ptr,
-        VOCAB: tl.constexpr,  # as a constant: the interpreter of triton 3.6 cannot loop to a runtime bound
+        # as a constant: the interpreter of triton 3.6 cannot loop to a runtime bound
+        VOCAB: tl.constexpr,
         SPARSE: tl.constexpr,  # 0 where p is dense
         BLOCK: tl.constexpr,
         BLOCK_SPARSE: tl.constexpr,
@@ -148,10 +159,12 @@ if triton is not None:
         HAS_PRODUCTS: tl.constexpr,  # log_p_ptr holds the target's unnormalised products
         WITH_GRAD: tl.constexpr,
     ):
-        """Compute loss, argmaxes and gradient of one row: sweep its blocks for log-sum-exp and loss, then for the gradient.
+        """Compute loss, argmaxes and gradient of one row: sweep its blocks for log-sum-exp and
+        loss, then for the gradient.
 
-        For unnormalised target logits zt, running sums of exp(zt - top) and exp(zt - top) (zt - z) are rescaled whenever their
-        running maximum `top_log_p` rises, as in an online softmax. Grid [r].
+        For unnormalised target logits zt, running sums of exp(zt - top) and exp(zt - top) (zt - z)
+        are rescaled whenever their running maximum `top_log_p` rises, as in an online softmax. Grid
+        [r].
         """
         # Locate the row.
         row = tl.program_id(0).to(tl.int64)
@@ -167,15 +180,25 @@ if triton is not None:
             sparse_index = tl.arange(0, BLOCK_SPARSE)
             is_sparse = sparse_index < SPARSE
             ids = tl.load(ids_ptr + row * SPARSE + sparse_index, mask=is_sparse, other=0)
-            sparse_p = tl.load(p_ptr + row * SPARSE + sparse_index, mask=is_sparse, other=0.0).to(tl.float32)
-            sparse_z, sparse_slope = _scale_and_cap_in_kernel(tl.load(product_ptr + ids), scale, softcap, SOFTCAPPED)
+            sparse_p = tl.load(p_ptr + row * SPARSE + sparse_index, mask=is_sparse, other=0.0).to(
+                tl.float32
+            )
+            sparse_z, sparse_slope = _scale_and_cap_in_kernel(
+                tl.load(product_ptr + ids), scale, softcap, SOFTCAPPED
+            )
             mass = tl.sum(sparse_p, 0)
             divergence = tl.sum(
-                tl.where(sparse_p > 0, sparse_p * (tl.log(tl.where(sparse_p > 0, sparse_p, 1.0)) - sparse_z), 0.0), 0
+                tl.where(
+                    sparse_p > 0,
+                    sparse_p * (tl.log(tl.where(sparse_p > 0, sparse_p, 1.0)) - sparse_z),
+                    0.0,
+                ),
+                0,
             )
             most_likely = tl.argmax(tl.where(is_sparse, sparse_p, -1.0), 0)
             labels = tl.sum(tl.where(sparse_index == most_likely, ids, 0), 0)
-        # 2. First sweep: online log-sum-exp and argmax of the drafter and, of dense targets, of p, with sum p (log p - z).
+        # 2. First sweep: online log-sum-exp and argmax of the drafter and, of dense targets, of p,
+        #    with sum p (log p - z).
         top = float("-inf")
         top_log_p = float("-inf")
         total = 0.0  # sum exp(z - top)
@@ -194,9 +217,13 @@ if triton is not None:
             top = new_top
             # 2b. The target's block; products are rescaled to their running maximum.
             if not SPARSE:
-                log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
+                log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(
+                    tl.float32
+                )
                 if HAS_PRODUCTS:
-                    log_p, _ = _scale_and_cap_in_kernel(log_p, target_scale, target_softcap, TARGET_SOFTCAPPED)
+                    log_p, _ = _scale_and_cap_in_kernel(
+                        log_p, target_scale, target_softcap, TARGET_SOFTCAPPED
+                    )
                     log_p = tl.where(is_entry, log_p, float("-inf"))
                 is_possible = log_p > float("-inf")
                 block_top_log_p = tl.max(log_p, 0)
@@ -204,12 +231,15 @@ if triton is not None:
                 new_top_log_p = tl.maximum(top_log_p, block_top_log_p)
                 if HAS_PRODUCTS:
                     rescale = tl.exp(top_log_p - new_top_log_p)
-                    mass, divergence = mass * rescale, divergence * rescale
+                    mass = mass * rescale
+                    divergence = divergence * rescale
                     p = tl.exp(log_p - new_top_log_p)
                 else:
                     p = tl.exp(log_p)
                 mass += tl.sum(p, 0)
-                divergence += tl.sum(p * (tl.where(is_possible, log_p, 0.0) - tl.where(is_possible, z, 0.0)), 0)
+                divergence += tl.sum(
+                    p * (tl.where(is_possible, log_p, 0.0) - tl.where(is_possible, z, 0.0)), 0
+                )
                 top_log_p = new_top_log_p
         # 3. Normalise: subtract both log-sum-exps, or the target's given one.
         log_z = top + tl.log(total)
@@ -220,7 +250,9 @@ if triton is not None:
                 target_log_z = tl.load(target_log_z_ptr + row).to(tl.float32)
             mass *= tl.exp(top_log_p - target_log_z)
             divergence = divergence * tl.exp(top_log_p - target_log_z) - mass * target_log_z
-        tl.store(loss_ptr + row, tl.where(row_weight != 0, row_weight * (divergence + mass * log_z), 0.0))
+        tl.store(
+            loss_ptr + row, tl.where(row_weight != 0, row_weight * (divergence + mass * log_z), 0.0)
+        )
         tl.store(best_ptr + row, best)
         tl.store(labels_ptr + row, labels)
         # 4. Second sweep: overwrite the products by the gradient, weight * slope * ((sum p) q - p).
@@ -234,13 +266,20 @@ if triton is not None:
                 z, slope = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
                 grad = mass * tl.exp(z - log_z)
                 if not SPARSE:
-                    log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
+                    log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(
+                        tl.float32
+                    )
                     if HAS_PRODUCTS:
-                        log_p, _ = _scale_and_cap_in_kernel(log_p, target_scale, target_softcap, TARGET_SOFTCAPPED)
+                        log_p, _ = _scale_and_cap_in_kernel(
+                            log_p, target_scale, target_softcap, TARGET_SOFTCAPPED
+                        )
                     grad -= tl.exp(log_p - target_log_z)
                 grad = tl.where(row_weight != 0, row_weight * slope * grad, 0.0)
-                tl.store(product_ptr + columns, grad.to(product_ptr.dtype.element_ty), mask=is_entry)
-            # 5. Sparse targets: write the entries of their tokens, for which the sweep has left out p.
+                tl.store(
+                    product_ptr + columns, grad.to(product_ptr.dtype.element_ty), mask=is_entry
+                )
+            # 5. Sparse targets: write the entries of their tokens, for which the sweep has left out
+            #    p.
             if SPARSE:
                 tl.debug_barrier()  # the sweep has written these entries too
                 grad = row_weight * sparse_slope * (mass * tl.exp(sparse_z - log_z) - sparse_p)
@@ -249,8 +288,9 @@ if triton is not None:
 
 
 KERNEL_BLOCKS = ((1024, 1024, 4), (1 << 31, 4096, 8))
-"""(largest vocabulary, entries a block, warps). Compiled for sm_90 the larger block takes 89 registers and no stack with dense
-p, so that two rows share a multiprocessor; of 8,192 entries with 16 warps one row fills it. Neither has been timed."""
+"""(largest vocabulary, entries a block, warps). Compiled for sm_90 the larger block takes 89
+registers and no stack with dense p, so that two rows share a multiprocessor; of 8,192 entries with
+16 warps one row fills it. Neither has been timed."""
 
 
 @torch.library.custom_op("spectrain::row_kl", mutates_args={"product"})
@@ -274,16 +314,36 @@ def row_kl(
     loss = product.new_empty(rows, dtype=torch.float32)
     best, labels = (product.new_empty(rows, dtype=torch.int64) for _ in range(2))
     num_sparse = 0 if ids is None else ids.shape[1]
-    block, warps = next((block, warps) for largest, block, warps in KERNEL_BLOCKS if vocab <= largest)
+    block, warps = next(
+        (block, warps) for largest, block, warps in KERNEL_BLOCKS if vocab <= largest
+    )
     with torch.cuda.device_of(product):
         _row_kl_kernel[(rows,)](
-            product, log_p, ids, p, row_weight.contiguous(), loss, best, labels,
-            product.stride(0), 0 if log_p is None else log_p.stride(0), scale, softcap or 1.0,
-            target_scale or 1.0, target_softcap or 1.0, None if target_log_z is None else target_log_z.contiguous(),
-            VOCAB=vocab, SPARSE=num_sparse, BLOCK=block, BLOCK_SPARSE=triton.next_power_of_2(max(1, num_sparse)),
-            SOFTCAPPED=softcap is not None, TARGET_SOFTCAPPED=target_softcap is not None, HAS_PRODUCTS=target_scale is not None,
-            WITH_GRAD=with_grad, num_warps=warps,
-        )  # fmt: skip
+            product,
+            log_p,
+            ids,
+            p,
+            row_weight.contiguous(),
+            loss,
+            best,
+            labels,
+            product.stride(0),
+            0 if log_p is None else log_p.stride(0),
+            scale,
+            softcap or 1.0,
+            target_scale or 1.0,
+            target_softcap or 1.0,
+            None if target_log_z is None else target_log_z.contiguous(),
+            VOCAB=vocab,
+            SPARSE=num_sparse,
+            BLOCK=block,
+            BLOCK_SPARSE=triton.next_power_of_2(max(1, num_sparse)),
+            SOFTCAPPED=softcap is not None,
+            TARGET_SOFTCAPPED=target_softcap is not None,
+            HAS_PRODUCTS=target_scale is not None,
+            WITH_GRAD=with_grad,
+            num_warps=warps,
+        )
     return loss, best, labels
 
 
@@ -301,15 +361,26 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _row_best_kernel(  # type: ignore[no-untyped-def]
-        product_ptr, best_ptr, log_z_ptr, product_stride, scale, softcap,
-        VOCAB: tl.constexpr, BLOCK: tl.constexpr, SOFTCAPPED: tl.constexpr,
-    ):  # fmt: skip
+        product_ptr,
+        best_ptr,
+        log_z_ptr,
+        product_stride,
+        scale,
+        softcap,
+        VOCAB: tl.constexpr,
+        BLOCK: tl.constexpr,
+        SOFTCAPPED: tl.constexpr,
+    ):
         """Find the most likely entry and the log-sum-exp of one row in one sweep; grid [r]."""
         row = tl.program_id(0).to(tl.int64)
-        top, total, best = float("-inf"), 0.0, 0
+        top = float("-inf")
+        total = 0.0
+        best = 0
         for start in range(0, VOCAB, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            product = tl.load(product_ptr + row * product_stride + columns, mask=columns < VOCAB, other=0.0)
+            product = tl.load(
+                product_ptr + row * product_stride + columns, mask=columns < VOCAB, other=0.0
+            )
             z, _ = _scale_and_cap_in_kernel(product, scale, softcap, SOFTCAPPED)
             z = tl.where(columns < VOCAB, z, float("-inf"))
             block_top = tl.max(z, 0)
@@ -323,16 +394,28 @@ if triton is not None:
 
 @torch.library.custom_op("spectrain::row_best", mutates_args=())
 def row_argmax(product: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Return the most likely entries and log-sum-exps [r] of products [r, V], scaled and capped, in float32, in one launch."""
+    """Return the most likely entries and log-sum-exps [r] of products [r, V], scaled and capped,
+    in float32, in one launch.
+    """
     rows, vocab = product.shape
     assert product.stride(1) == 1
     best, log_z = _empty_argmax(product)
-    block, warps = next((block, warps) for largest, block, warps in KERNEL_BLOCKS if vocab <= largest)
+    block, warps = next(
+        (block, warps) for largest, block, warps in KERNEL_BLOCKS if vocab <= largest
+    )
     with torch.cuda.device_of(product):
         _row_best_kernel[(rows,)](
-            product, best, log_z, product.stride(0), scale, softcap or 1.0,
-            VOCAB=vocab, BLOCK=block, SOFTCAPPED=softcap is not None, num_warps=warps,
-        )  # fmt: skip
+            product,
+            best,
+            log_z,
+            product.stride(0),
+            scale,
+            softcap or 1.0,
+            VOCAB=vocab,
+            BLOCK=block,
+            SOFTCAPPED=softcap is not None,
+            num_warps=warps,
+        )
     return best, log_z
 
 

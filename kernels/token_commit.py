@@ -1,7 +1,8 @@
 """Append the emitted tokens of a round to each text, and decide whether the text continues.
 
-Shapes: B batch, N nodes of a tree, P steps of the longest path, T slots of a text, S stop tokens. The reference in torch, some
-twenty small operations, comes first; it is also the path on a CPU. The kernel is one launch with a program per text.
+Shapes: B batch, N nodes of a tree, P steps of the longest path, T slots of a text, S stop tokens.
+The reference in torch, some twenty small operations, comes first; it is also the path on a CPU. The
+kernel is one launch with a program per text.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +31,9 @@ class TextBatch(NamedTuple):
 
 
 def gather_emitted(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor) -> Tensor:
-    """Gather the tokens of a round [B, P]: those of accepted nodes after the root, the bonus [B], then padding."""
+    """Gather the tokens of a round [B, P]: those of accepted nodes after the root, the bonus
+    [B], then padding.
+    """
     following = torch.cat([path[:, 1:], path[:, -1:]], dim=1)
     return nodes.gather(1, following).scatter(1, (counts - 1)[:, None], bonus[:, None])
 
@@ -38,12 +41,14 @@ def gather_emitted(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor) -
 def token_commit_reference(
     nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch
 ) -> tuple[Tensor, Tensor]:
-    """Append the first `counts` [B] tokens along `path` [B, P] to every active text, the bonus included.
+    """Append the first `counts` [B] tokens along `path` [B, P] to every active text, the bonus
+    included.
 
-    Returns the emitted tokens [B, P] and their number [B], 0 for a finished text. A text that has emitted a stop token or its
-    last allowed token is finished from then on.
+    Returns the emitted tokens [B, P] and their number [B], 0 for a finished text. A text that has
+    emitted a stop token or its last allowed token is finished from then on.
     """
-    emitted, emitted_counts = gather_emitted(nodes, path, counts, bonus), counts * texts.active
+    emitted = gather_emitted(nodes, path, counts, bonus)
+    emitted_counts = counts * texts.active
     steps = torch.arange(emitted.shape[1], device=emitted.device)
     slots = (texts.lengths[:, None] + 1 + steps).clamp(max=texts.tokens.shape[1] - 1)
     real = steps < emitted_counts[:, None]
@@ -56,13 +61,28 @@ def token_commit_reference(
 
 @jit
 def _emit_kernel(  # type: ignore[no-untyped-def]
-    nodes_ptr, path_ptr, counts_ptr, bonus_ptr, tokens_ptr, lengths_ptr, active_ptr, left_ptr, stops_ptr, emitted_ptr,
+    nodes_ptr,
+    path_ptr,
+    counts_ptr,
+    bonus_ptr,
+    tokens_ptr,
+    lengths_ptr,
+    active_ptr,
+    left_ptr,
+    stops_ptr,
+    emitted_ptr,
     emitted_counts_ptr,
-    num_nodes, num_steps, num_slots, num_stops, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+    num_nodes,
+    num_steps,
+    num_slots,
+    num_stops,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
     """Append to one text; grid [B]."""
     batch = tl.cast(tl.program_id(0), tl.int64)
-    step, stop = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_S)
+    step = tl.arange(0, BLOCK_P)
+    stop = tl.arange(0, BLOCK_S)
     inside = step < num_steps
     following = tl.minimum(step + 1, num_steps - 1)
     node = tl.load(path_ptr + batch * num_steps + following, mask=inside, other=0)
@@ -102,23 +122,46 @@ def _launch_emit(
     emitted, emitted_counts = _empty_outputs(nodes, path, counts)
     with torch.cuda.device_of(tokens):
         _emit_kernel[(batch,)](
-            nodes, path, counts, bonus, tokens, lengths, active, left, stops, emitted, emitted_counts,
-            nodes.shape[1], num_steps, tokens.shape[1], num_stops,
-            BLOCK_P=triton.next_power_of_2(num_steps), BLOCK_S=triton.next_power_of_2(max(1, num_stops)), num_warps=1,
-        )  # fmt: skip
+            nodes,
+            path,
+            counts,
+            bonus,
+            tokens,
+            lengths,
+            active,
+            left,
+            stops,
+            emitted,
+            emitted_counts,
+            nodes.shape[1],
+            num_steps,
+            tokens.shape[1],
+            num_stops,
+            BLOCK_P=triton.next_power_of_2(num_steps),
+            BLOCK_S=triton.next_power_of_2(max(1, num_stops)),
+            num_warps=1,
+        )
     return emitted, emitted_counts
 
 
 @_launch_emit.register_fake
-def _empty_outputs(nodes: Tensor, path: Tensor, counts: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _empty_outputs(
+    nodes: Tensor, path: Tensor, counts: Tensor, *others: Any
+) -> tuple[Tensor, Tensor]:
     return path.new_empty(path.shape), counts.new_empty(counts.shape)
 
 
-def token_commit(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch) -> tuple[Tensor, Tensor]:
-    """Do what `token_commit_reference` does, in place, without synchronisation, in one launch where the kernel runs."""
+def token_commit(
+    nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: TextBatch
+) -> tuple[Tensor, Tensor]:
+    """Do what `token_commit_reference` does, in place, without synchronisation, in one launch
+    where the kernel runs.
+    """
     if not runs_on(texts.tokens.device):
         if are_served(nodes, path, counts, bonus, *texts):
             return commit_tokens(nodes, path, counts, bonus, texts)
         return token_commit_reference(nodes, path, counts, bonus, texts)
-    outputs: tuple[Tensor, Tensor] = _launch_emit(*(x.contiguous() for x in (nodes, path, counts, bonus)), *texts)
+    outputs: tuple[Tensor, Tensor] = _launch_emit(
+        *(x.contiguous() for x in (nodes, path, counts, bonus)), *texts
+    )
     return outputs

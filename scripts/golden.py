@@ -1,9 +1,12 @@
-"""What must stay the same when code moves: weights, scores and exports of every recipe and family on the tiny target.
+"""What must stay the same when code moves: weights, scores and exports of every recipe and family
+on the tiny target.
 
     python -m scripts.golden record DIR      # writes DIR/golden.json
-    python -m scripts.golden compare DIR     # measures again and lists every difference; exit status 1 if there is one
+    python -m scripts.golden compare DIR     # measures again and lists every difference; exit
+    status 1 if there is one
 
-Floats differ between processors, so no test compares these numbers. Record before a change, and compare after it.
+Floats differ between processors, so no test compares these numbers. Record before a change, and
+compare after it.
 """
 
 import hashlib
@@ -12,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,11 +50,17 @@ TRAINING = [
 ]
 SCORED_RECIPES = ("eagle3", "medusa1", "dflash", "peagle", "gkd", "hydra", "kangaroo", "gated_lora")
 SCORED_CHOICES = ("ngram", "lookahead")
-SCORING = ["target=tiny", "eval.limit=2", "eval.max_new_tokens=24", "eval.baselines=[chain,ngram,lookahead,fixed]"]
+SCORING = [
+    "target=tiny",
+    "eval.limit=2",
+    "eval.max_new_tokens=24",
+    "eval.baselines=[chain,ngram,lookahead,fixed]",
+]
 # Parts of a summary that time, memory, the machine or the moment decides.
 UNSTABLE_KEYS = re.compile(
-    "second|speed|time|noise|memory|bytes|date|commit|version|thread|machine|hardware|device|price|cost|predicted|traffic|load"
-    "|recommended|bound|latency|command|path|provenance|jitter|energy|joule"
+    "second|speed|time|noise|memory|bytes|date|commit|version|thread|machine|hardware|device|price"
+    "|cost|predicted|traffic|load|recommended|bound|latency|command|path|provenance|jitter|energy"
+    "|joule"
 )
 DFLASH = {"block_size": 5, "num_layers": 2}
 SMALL: dict[str, dict[str, Any]] = {
@@ -64,7 +74,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "redrafter": {"vocab_size": 2048, "num_blocks": 1, "cell": "linear"},
     "domino": {**DFLASH, "gru_width": 12, "rank": 8},
     "xpress": {**DFLASH, "rank": 8, "num_passes": 2},
-    "lilicorr": {**DFLASH, "top_k": 4, "correction_layers": 1, "correction_heads": 2, "factor_width": 12},
+    "lilicorr": {
+        **DFLASH,
+        "top_k": 4,
+        "correction_layers": 1,
+        "correction_heads": 2,
+        "factor_width": 12,
+    },
     "gated_lora": {"num_masks": 2, "rank": 4},
     "uno": {"num_masks": 3, "rank": 4},
 }
@@ -94,7 +110,11 @@ def hash_tensors(path: Path) -> dict[str, str]:
     with safe_open(path, "pt") as file:
         for name in sorted(file.keys()):
             tensor = file.get_tensor(name).contiguous()
-            content = tensor.view(torch.uint8).numpy().tobytes() if tensor.dim() else str(tensor.item()).encode()
+            content = (
+                tensor.view(torch.uint8).numpy().tobytes()
+                if tensor.dim()
+                else str(tensor.item()).encode()
+            )
             hashes[name] = f"{tensor.dtype} {list(tensor.shape)} {hash_bytes(content)}"
     return hashes
 
@@ -114,20 +134,29 @@ def attempt(measure: Callable[[], Any], scratch: Path) -> Any:
 def train_recipe(recipe: str, folder: Path, target: Target) -> dict[str, Any]:
     """Train a recipe for six steps and return the hashes of the weights, and the losses."""
     torch.manual_seed(0)
-    spec = RunSpec.from_config(compose_words("train", [f"recipe={recipe}", *TRAINING, f"run={folder}"]))
+    spec = RunSpec.from_config(
+        compose_words("train", [f"recipe={recipe}", *TRAINING, f"run={folder}"])
+    )
     train_and_score(spec)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
-        "weights": {path.relative_to(folder).as_posix(): hash_tensors(path) for path in sorted(folder.rglob("*.safetensors"))
-                    if "checkpoints" not in path.parts},
+        "weights": {
+            path.relative_to(folder).as_posix(): hash_tensors(path)
+            for path in sorted(folder.rglob("*.safetensors"))
+            if "checkpoints" not in path.parts
+        },
         "losses": [line["loss"] for line in lines if "loss" in line],
-    }  # fmt: skip
+    }
 
 
 def drop_unstable(value: Any) -> Any:
     """Return a summary without what differs from run to run."""
     if isinstance(value, dict):
-        return {key: drop_unstable(entry) for key, entry in value.items() if not UNSTABLE_KEYS.search(key)}
+        return {
+            key: drop_unstable(entry)
+            for key, entry in value.items()
+            if not UNSTABLE_KEYS.search(key)
+        }
     return [drop_unstable(entry) for entry in value] if isinstance(value, list) else value
 
 
@@ -147,7 +176,11 @@ def score_words(words: list[str], folder: Path) -> dict[str, Any]:
 def export_drafter(start: Path, format_name: str, out: Path) -> dict[str, Any]:
     """Export a drafter in one format and return its files, tensors and texts."""
     export_command(str(start), format_name, str(out))
-    texts = {path.name: path.read_text() for path in sorted(out.glob("*")) if path.suffix in (".json", ".md")}
+    texts = {
+        path.name: path.read_text()
+        for path in sorted(out.glob("*"))
+        if path.suffix in (".json", ".md")
+    }
     files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     binaries = {path.name: hash_bytes(path.read_bytes()) for path in out.glob("*.gguf")}
     tensors = {path.name: hash_tensors(path) for path in sorted(out.glob("*.safetensors"))}
@@ -176,26 +209,35 @@ def measure_all(scratch: Path) -> dict[str, Any]:
     """Return everything that must stay the same: part -> case -> what was measured."""
     register_resolvers("cpu")
     torch.set_num_threads(1)
-    target, golden = load_tiny(), dict[str, Any]()
+    target = load_tiny()
+    golden = dict[str, Any]()
     golden["training"] = {}
     for recipe in choice_files("recipe", conf_folders()):
-        golden["training"][recipe] = attempt(lambda: train_recipe(recipe, scratch / recipe, target), scratch)  # noqa: B023
+        golden["training"][recipe] = attempt(
+            partial(train_recipe, recipe, scratch / recipe, target),
+            scratch,
+        )
         print(f"trained {recipe}", file=sys.stderr, flush=True)
     golden["scores"] = {}
-    cases = {name: (name, []) for name in SCORED_RECIPES} | {name: (name, [f"drafter={name}"]) for name in SCORED_CHOICES}
+    cases = {name: (name, []) for name in SCORED_RECIPES} | {
+        name: (name, [f"drafter={name}"]) for name in SCORED_CHOICES
+    }
     for name, (folder, words) in cases.items():
         for tree in ("chain", "eagle2"):
-            score = attempt(lambda: score_words([*words, f"tree={tree}", "tree.depth=4"], scratch / folder), scratch)  # noqa: B023
+            score = attempt(
+                partial(score_words, [*words, f"tree={tree}", "tree.depth=4"], scratch / folder),
+                scratch,
+            )
             golden["scores"][f"{name} {tree}"] = score
         print(f"scored {name}", file=sys.stderr, flush=True)
     golden["exports"] = {}
     for family in sorted(list_constructors("drafter")):
         start = scratch / "drafters" / family
-        made = attempt(lambda: make_drafter(family, start, target), scratch)  # noqa: B023
+        made = attempt(partial(make_drafter, family, start, target), scratch)
         golden["exports"][family] = made
         for format_name in () if made or family in SERVING_HINTS else EXPORT_FORMATS:
             out = scratch / "exports" / f"{family}-{format_name}"
-            exported = attempt(lambda: export_drafter(start, format_name, out), scratch)  # noqa: B023
+            exported = attempt(partial(export_drafter, start, format_name, out), scratch)
             golden["exports"][f"{family} {format_name}"] = exported
         print(f"exported {family}", file=sys.stderr, flush=True)
     return golden
@@ -206,7 +248,9 @@ def list_differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             missing = "(missing)"
-            yield from list_differences(before.get(key, missing), after.get(key, missing), f"{path}/{key}")
+            yield from list_differences(
+                before.get(key, missing), after.get(key, missing), f"{path}/{key}"
+            )
     elif before != after:
         yield f"{path}: {str(before)[:160]} -> {str(after)[:160]}"
 
@@ -222,7 +266,9 @@ def main() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n")
         return print(f"{path}: written")
-    path.with_name("compared.json").write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n")
+    path.with_name("compared.json").write_text(
+        json.dumps(measured, indent=1, sort_keys=True) + "\n"
+    )
     differences = list(list_differences(json.loads(path.read_text()), measured))
     print("\n".join([*differences, f"{len(differences)} differences"]))
     sys.exit(bool(differences))

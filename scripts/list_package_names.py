@@ -2,7 +2,8 @@
 
     python -m scripts.list_package_names
 
-Where a package is not installed, the command line says by this list which one has a name that it does not know.
+Where a package is not installed, the command line says by this list which one has a name that it
+does not know.
 """
 
 import json
@@ -25,7 +26,9 @@ def list_names() -> dict[str, dict[str, list[str]]]:
     for folder in list_conf_folders():
         if folder.is_relative_to(PACKAGES):
             groups: dict[str, Any] = {
-                group.name: list(choice_files(group.name, [folder])) for group in sorted(folder.iterdir()) if group.is_dir()
+                group.name: list(choice_files(group.name, [folder]))
+                for group in sorted(folder.iterdir())
+                if group.is_dir()
             }
             package = folder.relative_to(PACKAGES).parts[0]
             chosen = {group: choices for group, choices in groups.items() if choices}
@@ -34,15 +37,29 @@ def list_names() -> dict[str, dict[str, list[str]]]:
 
 
 def list_settings(package: str) -> dict[str, list[str]]:
-    """Return the settings that the parts of a package add to `eval`, and the formats that only its layouts have."""
+    """Return the settings that the parts of a package add to `eval`, and the formats that only
+    its layouts have.
+    """
     module = f"spectrain_{package}."
-    parts = [entry.value.replace(":", ".") for entry in list_entry_points("eval") if entry.value.startswith(module)]
+    parts = [
+        entry.value.replace(":", ".")
+        for entry in list_entry_points("eval")
+        if entry.value.startswith(module)
+    ]
     own = {key.name: key for key in list_own_keys(DEFAULT)}
-    rows = [row for layouts in load_entry_points("export") for row in layouts.rows if row.class_path.startswith(module)]
+    rows = [
+        row
+        for layouts in load_entry_points("export")
+        for row in layouts.rows
+        if row.class_path.startswith(module)
+    ]
     formats = {name for row in rows for name in row.formats.split()}
     formats -= {name for row in CORE_LAYOUTS for name in row.formats.split()}
     keys = {key.name: key for part in parts for key in list_keys(part)}
-    values = {f"eval.{name}": sorted({*keys[name].choices} - {*own[name].choices}) for name in own.keys() & keys.keys()}
+    values = {
+        f"eval.{name}": sorted({*keys[name].choices} - {*own[name].choices})
+        for name in own.keys() & keys.keys()
+    }
     return {"eval.": sorted(keys.keys() - own.keys()), **values, "format": sorted(formats)}
 
 

@@ -1,13 +1,16 @@
 """Generate the embedded conversations: hand-written prompts, answers by the target itself.
 
-    python scripts/make_embedded_data.py TARGET_DIR [--work build/embedded] [--out spectrain/data/conversations.jsonl.gz]
+    python scripts/make_embedded_data.py TARGET_DIR [--work build/embedded] [--out
+    spectrain/data/conversations.jsonl.gz]
 
 Prompts are read from data/embedded_prompts/*.jsonl. Answers are sampled in batches of 64 at a low
-temperature. Each finished batch is one file in --work, so a killed run goes on where it stopped; each
-batch has its own seed. 2,200 conversations take about an hour on two CPU cores, minutes on a GPU.
+temperature. Each finished batch is one file in --work, so a killed run goes on where it stopped;
+each batch has its own seed. 2,200 conversations take about an hour on two CPU cores, minutes on a
+GPU.
 
-Apart from `spectrain data regenerate`, which answers conversations anew that have answers already: here questions are all there
-is, answers that hit the limit are cut back to whole sentences, and the draws stay those of the data that ships.
+Apart from `spectrain data regenerate`, which answers conversations anew that have answers already:
+here questions are all there is, answers that hit the limit are cut back to whole sentences, and the
+draws stay those of the data that ships.
 """
 
 import argparse
@@ -20,7 +23,12 @@ import zlib
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from spectrain.models.fast import pack_linears
 from spectrain.models.pretrained import load_pretrained
@@ -35,9 +43,16 @@ def sample_answers(
     max_new_tokens: int,
     temperature: float,
 ) -> list[str]:
-    """Return the target's sampled reply to each conversation, cut back to full sentences where it hit the limit."""
-    texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
-    inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
+    """Return the target's sampled reply to each conversation, cut back to full sentences where
+    it hit the limit.
+    """
+    texts = [
+        tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)
+        for c in conversations
+    ]
+    inputs = tokenizer(
+        texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt"
+    )
     with torch.inference_mode():
         output = model.generate(
             **inputs.to(model.device),
@@ -70,17 +85,26 @@ def generate_conversations(
         rows = [i for i, p in enumerate(prompts) if len(p["turns"]) > turn]
         for i in rows:
             chats[i].append({"role": "user", "content": prompts[i]["turns"][turn]})
-        for i, text in zip(rows, sample_answers(model, tokenizer, [chats[i] for i in rows], max_new_tokens, temperature)):
+        for i, text in zip(
+            rows,
+            sample_answers(model, tokenizer, [chats[i] for i in rows], max_new_tokens, temperature),
+        ):
             chats[i].append({"role": "assistant", "content": text})
-    return [{"id": p["id"], "category": p["category"], "messages": c} for p, c in zip(prompts, chats)]
+    return [
+        {"id": p["id"], "category": p["category"], "messages": c} for p, c in zip(prompts, chats)
+    ]
 
 
 def read_batches(batch_size: int) -> dict[str, list[dict]]:
-    """Return prompts with an id, in named batches of one subject, equally many turns and similar length."""
+    """Return prompts with an id, in named batches of one subject, equally many turns and similar
+    length.
+    """
     batches = {}
     for path in sorted(PROMPTS.glob("*.jsonl")):
         lines = path.read_text().strip().split("\n")
-        prompts = [{"id": f"{path.stem}-{number}", **json.loads(line)} for number, line in enumerate(lines)]
+        prompts = [
+            {"id": f"{path.stem}-{number}", **json.loads(line)} for number, line in enumerate(lines)
+        ]
         prompts.sort(key=lambda p: (len(p["turns"]), len(p["turns"][0]), p["id"]))
         for number, start in enumerate(range(0, len(prompts), batch_size)):
             batches[f"{path.stem}-{number}"] = prompts[start : start + batch_size]
@@ -88,7 +112,9 @@ def read_batches(batch_size: int) -> dict[str, list[dict]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target", help="directory of the target, in transformers format")
     parser.add_argument("--work", type=Path, default=Path("build/embedded"))
     parser.add_argument("--out", type=Path, default=Path("spectrain/data/conversations.jsonl.gz"))
@@ -98,7 +124,11 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    model = load_pretrained(AutoModelForCausalLM, args.target, "target", dtype=torch.float32).eval().to(device)
+    model = (
+        load_pretrained(AutoModelForCausalLM, args.target, "target", dtype=torch.float32)
+        .eval()
+        .to(device)
+    )
     pack_linears(model)
     args.work.mkdir(parents=True, exist_ok=True)
     batches = read_batches(args.batch_size)
@@ -108,17 +138,23 @@ def main() -> None:
             continue
         began = time.monotonic()
         torch.manual_seed(zlib.crc32(name.encode()))
-        rows = generate_conversations(model, tokenizer, batch, args.max_new_tokens, args.temperature)
+        rows = generate_conversations(
+            model, tokenizer, batch, args.max_new_tokens, args.temperature
+        )
         scratch = part.with_suffix(".tmp")
         scratch.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(scratch, part)
         print(
-            f"batch {number + 1} of {len(batches)}: {len(rows)} conversations in {time.monotonic() - began:.0f} s",
+            f"batch {number + 1} of {len(batches)}: {len(rows)} conversations in "
+            f"{time.monotonic() - began:.0f} s",
             flush=True,
         )
     lines = "".join((args.work / f"{name}.jsonl").read_text() for name in batches)
     args.out.write_bytes(gzip.compress(lines.encode(), 9, mtime=0))
-    print(f"{args.out}: {sum(map(len, batches.values()))} conversations, {args.out.stat().st_size / 1e6:.2f} MB")
+    print(
+        f"{args.out}: {sum(map(len, batches.values()))} conversations, "
+        f"{args.out.stat().st_size / 1e6:.2f} MB"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The reference pages of the site: all settings and the Python interface, from the sentences that `--help` prints.
+"""The reference pages of the site: all settings and the Python interface, from the sentences that
+`--help` prints.
 
-mkdocs calls `on_files` (mkdocs.yml names this file as a hook), which adds the pages while the site is built. They are not
-committed.
-`python scripts/make_reference.py FOLDER` writes them into a folder.
+mkdocs calls `on_files` (mkdocs.yml names this file as a hook), which adds the pages while the site
+is built. They are not committed. `python scripts/make_reference.py FOLDER` writes them into a
+folder.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from spectrain.config.choices import (
 )
 from spectrain.config.signatures import SettingKey, list_keys
 
-SETTINGS_PAGE, INTERFACE_PAGE = "reference/settings.md", "reference/interface.md"
+SETTINGS_PAGE = "reference/settings.md"
+INTERFACE_PAGE = "reference/interface.md"
 # Methods that users call; the others serve drafters and the decoding loop.
 PUBLIC_METHODS = ("from_pretrained", "save_pretrained", "push_to_hub")
 
@@ -47,9 +49,10 @@ def render_settings() -> str:
     """Return the page of all commands, groups, choices and keys."""
     parts = [
         "# Settings",
-        "Every setting is `key=value`. A group chooses a file of `conf/`, such as `tree=chain`, and its keys follow it, such "
-        "as `tree.depth=4`. This page is generated from the sentences that `spectrain COMMAND --help` prints. `???` marks a "
-        "key that must be given; `(GPU: ..)` is the value on a GPU.",
+        "Every setting is `key=value`. A group chooses a file of `conf/`, such as `tree=chain`, "
+        "and its keys follow it, such as `tree.depth=4`. This page is generated from the "
+        "sentences that `spectrain COMMAND --help` prints. `???` marks a key that must be given; "
+        "`(GPU: ..)` is the value on a GPU.",
         "## Commands",
     ]
     parts += [render_command(name) for name in COMMANDS]
@@ -59,15 +62,20 @@ def render_settings() -> str:
 
 
 def configurations() -> list[str]:
-    return list(dict.fromkeys(command.config for command in COMMANDS.values() if command.config is not None))
+    return list(
+        dict.fromkeys(command.config for command in COMMANDS.values() if command.config is not None)
+    )
 
 
 def render_command(name: str) -> str:
-    """Return the section of a command: its purpose, examples, flags, results and the keys that belong to no group."""
+    """Return the section of a command: its purpose, examples, flags, results and the keys that
+    belong to no group.
+    """
     command = COMMANDS[name]
     lines = [f"### spectrain {name}", command.about]
     examples = "\n".join(
-        f"spectrain {name} {words}".rstrip() + f"      # {meaning}" for words, meaning in command.examples.items()
+        f"spectrain {name} {words}".rstrip() + f"      # {meaning}"
+        for words, meaning in command.examples.items()
     )
     lines.append(f"```sh\n{examples}\n```")
     if command.flags:
@@ -75,7 +83,9 @@ def render_command(name: str) -> str:
     lines.append(f"Results: {command.results}")
     if command.config is not None:
         schema = load_schema(command.config)
-        lines += [f"Groups: {', '.join(f'`{group}`' for group in sorted(schema.groups))}."] * bool(schema.groups)
+        lines += [f"Groups: {', '.join(f'`{group}`' for group in sorted(schema.groups))}."] * bool(
+            schema.groups
+        )
         lines += [render_keys("", schema.keys)] + [
             render_keys(f"{node}.", list_keys(target)) for node, target in schema.nodes.items()
         ]
@@ -91,7 +101,11 @@ def render_group(group: str) -> list[str]:
         if group == "recipe":
             parts.append(f"- `recipe={choice}`: {first_sentence(header)}.")
             continue
-        parts += [f"### {group}={choice}", header, render_keys(f"{group}.", list_keys(target) if target else [])]
+        parts += [
+            f"### {group}={choice}",
+            header,
+            render_keys(f"{group}.", list_keys(target) if target else []),
+        ]
     return parts
 
 
@@ -101,9 +115,13 @@ def render_keys(prefix: str, keys: list[SettingKey]) -> str:
     for key in keys:
         default = "???" if key.default is None else key.default
         values = (
-            f" One of {', '.join(f'`{value}`' for value in key.choices)}." if key.choices not in ((), ("true", "false")) else ""
+            f" One of {', '.join(f'`{value}`' for value in key.choices)}."
+            if key.choices not in ((), ("true", "false"))
+            else ""
         )
-        rows.append(f"| `{prefix}{key.name}` | `{default}` | {escape_cell(key.description + values)} |")
+        rows.append(
+            f"| `{prefix}{key.name}` | `{default}` | {escape_cell(key.description + values)} |"
+        )
     return "\n".join(["| key | default | description |", "|---|---|---|", *rows]) if rows else ""
 
 
@@ -115,20 +133,29 @@ def render_interface() -> str:
     """Return the page of the public names of the package, with signatures and docstrings."""
     import spectrain
 
-    parts = ["# Python interface", "The public names of `spectrain`. [The guide](../python.md) shows them in use."]
+    parts = [
+        "# Python interface",
+        "The public names of `spectrain`. [The guide](../python.md) shows them in use.",
+    ]
     for name in spectrain.__all__:
         value = getattr(spectrain, name)
         parts += [f"## spectrain.{name}", *describe_object(name, value)]
         for method in PUBLIC_METHODS:
             if hasattr(value, method):
-                parts += [f"### {name}.{method}", *describe_object(f"{name}.{method}", getattr(value, method))]
+                parts += [
+                    f"### {name}.{method}",
+                    *describe_object(f"{name}.{method}", getattr(value, method)),
+                ]
     return "\n\n".join(parts) + "\n"
 
 
 def describe_object(name: str, value: Any) -> list[str]:
     """Return the signature and the docstring of a function or a class."""
     signature = str(inspect.signature(value)).replace("'", "").replace("(self, ", "(")
-    return [f"```python\n{name}{signature}\n```", (inspect.getdoc(value) or "").replace("<", "&lt;")]
+    return [
+        f"```python\n{name}{signature}\n```",
+        (inspect.getdoc(value) or "").replace("<", "&lt;"),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Write docs/architectures.md, from what the tests find with every architecture (20 minutes on a core).
+"""Write docs/architectures.md, from what the tests find with every architecture (20 minutes on a
+core).
 
 python -m scripts.make_targets_page
 """
@@ -13,13 +14,14 @@ from tests.models.test_architectures import IDENTICAL, PAGE, outcomes, row
 
 INTRODUCTION = """# Architectures
 
-What the tests find with small random models (windows of 8 positions, experts, scaled and capped logits) of every
-architecture in transformers {version} (`make test-full`): {identical} of {total} are identical, the others are refused.
-[Targets](targets.md) explains the check.
+What the tests find with small random models (windows of 8 positions, experts, scaled and capped
+logits) of every architecture in transformers {version} (`make test-full`): {identical} of {total}
+are identical, the others are refused. [Targets](targets.md) explains the check.
 
-*Identical* means that all of these equal what transformers computes: features and logits of whole texts, logits at
-every node of random trees over three rounds of commits (alone and in a ragged batch), and 24 greedy tokens with copied
-n-grams and with an untrained EAGLE-3 drafter. Where only some of these hold, the table names them.
+*Identical* means that all of these equal what transformers computes: features and logits of whole
+texts, logits at every node of random trees over three rounds of commits (alone and in a ragged
+batch), and 24 greedy tokens with copied n-grams and with an untrained EAGLE-3 drafter. Where only
+some of these hold, the table names them.
 
 | architecture | identical | why not |
 |---|---|---|

@@ -14,7 +14,9 @@ RESULTS = Path(__file__).parents[1] / "eval" / "results"
 
 @dataclass(frozen=True)
 class ResultsPage:
-    """A page: its title, what was compared, the files of results, the command that wrote them, and the tables."""
+    """A page: its title, what was compared, the files of results, the command that wrote them,
+    and the tables.
+    """
 
     title: str
     introduction: str
@@ -27,9 +29,19 @@ class ResultsPage:
         """Return the markdown of the page."""
         results = [json.loads((RESULTS / name).read_text()) for name in self.files]
         sources = " and ".join(f"`eval/results/{name}`" for name in self.files)
-        first = f"Generated from {sources} by `scripts/make_results_pages.py`. The command that measured it:"
-        introduction, remarks = fill_paragraphs(self.introduction), fill_paragraphs(self.remarks)
-        parts = [f"# {self.title}", introduction, first, f"```sh\n{self.command}\n```", describe_setting(results[0])]
+        first = (
+            f"Generated from {sources} by `scripts/make_results_pages.py`. The command that "
+            "measured it:"
+        )
+        introduction = fill_paragraphs(self.introduction)
+        remarks = fill_paragraphs(self.remarks)
+        parts = [
+            f"# {self.title}",
+            introduction,
+            first,
+            f"```sh\n{self.command}\n```",
+            describe_setting(results[0]),
+        ]
         return "\n\n".join(filter(None, [*parts, self.make_tables(*results), remarks])) + "\n"
 
 

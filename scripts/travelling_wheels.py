@@ -1,10 +1,13 @@
-"""Which wheels must travel to a machine that has torch and no network: spectrain's needs, in pure Python, at our versions.
+"""Which wheels must travel to a machine that has torch and no network: spectrain's needs, in pure
+Python, at our versions.
 
-python -m scripts.travelling_wheels [THERE] > wheels.txt      THERE is what `pip list --format=freeze` prints on that machine
-python -m pip download --no-deps --only-binary=:all: -r wheels.txt -d wheels
-python -m pip install --no-index --no-deps --target site wheels/*.whl      there; with PYTHONPATH=site
+python -m scripts.travelling_wheels [THERE] > wheels.txt      THERE is what `pip list
+--format=freeze` prints on that machine python -m pip download --no-deps --only-binary=:all: -r
+wheels.txt -d wheels python -m pip install --no-index --no-deps --target site wheels/*.whl
+there; with PYTHONPATH=site
 
-What is compiled and missing there is named on stderr: its wheels are of a platform and a Python version.
+What is compiled and missing there is named on stderr: its wheels are of a platform and a Python
+version.
 """
 
 import sys
@@ -14,10 +17,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-TORCH = {"torch", "triton", "setuptools"}  # these bring what they need; a machine with a GPU has them
+# these bring what they need; a machine with a GPU has them
+TORCH = {"torch", "triton", "setuptools"}
 
 
-def find_requirements(package: str, requirements: dict[str, Distribution]) -> dict[str, Distribution]:
+def find_requirements(
+    package: str, requirements: dict[str, Distribution]
+) -> dict[str, Distribution]:
     """Return by name all installed distributions that a package needs, itself left out."""
     for text in distribution(package).requires or []:
         requirement = Requirement(text)
@@ -45,7 +51,11 @@ def read_names(present: str) -> set[str]:
 
 def main() -> None:
     present = read_names(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else set()
-    missing = {name: package for name, package in sorted(find_requirements("spectrain", {}).items()) if name not in present}
+    missing = {
+        name: package
+        for name, package in sorted(find_requirements("spectrain", {}).items())
+        if name not in present
+    }
     for name, package in missing.items():
         print(f"{name}=={package.version}", file=sys.stdout if is_pure(package) else sys.stderr)
 

@@ -1,7 +1,7 @@
 """Train drafters for speculative decoding, and measure their speedup.
 
-The Python interface loads on first use: `Target`, `Drafter`, `Answer`, `train`, `generate`, `evaluate` and
-`evaluate_server`.
+The Python interface loads on first use: `Target`, `Drafter`, `Answer`, `train`, `generate`,
+`evaluate` and `evaluate_server`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ let_threads_sleep()
 _LAZY_EXPORTS = {
     "Target": ("models.target", "Target"),
     "Drafter": ("cli.interface", "PretrainedDrafter"),
-    **{name: ("cli.interface", name) for name in ("Answer", "evaluate", "evaluate_server", "generate", "train")},
+    **{
+        name: ("cli.interface", name)
+        for name in ("Answer", "evaluate", "evaluate_server", "generate", "train")
+    },
 }
 
 

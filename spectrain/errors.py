@@ -1,4 +1,6 @@
-"""Exceptions that end a command with one sentence instead of a traceback, and suggestions of valid names."""
+"""Exceptions that end a command with one sentence instead of a traceback, and suggestions of
+valid names.
+"""
 
 import difflib
 from collections.abc import Iterable
@@ -7,14 +9,18 @@ from spectrain.output.text import clean_line
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct. The message is one sentence: what, where and how; the exit status is 2."""
+    """A mistake that the user can correct. The message is one sentence: what, where and how; the
+    exit status is 2.
+    """
 
     def __str__(self) -> str:
         return clean_line(super().__str__())
 
 
 class RunError(RuntimeError):
-    """A run that failed although its settings are valid. The message is one sentence; the exit status is 1."""
+    """A run that failed although its settings are valid. The message is one sentence; the exit
+    status is 1.
+    """
 
     def __str__(self) -> str:
         return clean_line(super().__str__())
@@ -36,7 +42,9 @@ def first_line(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error in one line of at most about 300 characters; a longer message loses its middle."""
+    """Describe an error in one line of at most about 300 characters; a longer message loses its
+    middle.
+    """
     message = " ".join(str(error).split())
     if len(message) > 300:
         message = f"{message[:100]} ... {message[-195:]}"

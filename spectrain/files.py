@@ -1,5 +1,6 @@
-"""Text files that users wrote; atomic writes: a file or folder is complete or absent, after a kill, a full disk or a power
-failure; and locks, so that two processes of one kind never write to one place at the same time."""
+"""Text files that users wrote; atomic writes: a file or folder is complete or absent, after a kill,
+a full disk or a power failure; and locks, so that two processes of one kind never write to one
+place at the same time."""
 
 import codecs
 import errno
@@ -33,9 +34,16 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # What the system says about a disk without space, and about a path where nothing can be written.
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PATH_ERRORS = (
-    errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EEXIST,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EEXIST,
     errno.ENXIO,
-)  # fmt: skip
+)
 # Bytes that the name of a scratch file is longer than that of the file.
 SCRATCH_NAME_BYTES = len(".12345678.part")
 # Characters of a path in a message.
@@ -45,17 +53,24 @@ LOCK_ATTEMPTS = 100
 
 
 @contextmanager
-def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_COMMAND, is_new: bool = False) -> Iterator[Path]:
-    """Yield a scratch path next to `destination`, which replaces it once it is complete and on disk.
+def atomic_write(
+    destination: Path, folder: bool = False, remedy: str = REPEAT_COMMAND, is_new: bool = False
+) -> Iterator[Path]:
+    """Yield a scratch path next to `destination`, which replaces it once it is complete and on
+    disk.
 
-    The path is that of a file or, with `folder`, of an empty folder. After any failure nothing of it is left, the earlier
-    content is unchanged, and a UserError or RunError names the destination. For a file, every process has its own scratch
-    path. A folder is written by one process at a time, so what a kill has left of it is removed first; a second process raises
-    `FolderBusy`. With `is_new` a folder is never replaced by another one: what a second process has written meanwhile raises a
-    UserError.
+    The path is that of a file or, with `folder`, of an empty folder. After any failure nothing of
+    it is left, the earlier content is unchanged, and a UserError or RunError names the destination.
+    For a file, every process has its own scratch path. A folder is written by one process at a
+    time, so what a kill has left of it is removed first; a second process raises `FolderBusy`. With
+    `is_new` a folder is never replaced by another one: what a second process has written meanwhile
+    raises a UserError.
     """
-    scratch = destination.with_name(f"{destination.name}.part" if folder else f"{destination.name}.{secrets.token_hex(4)}.part")
-    made = [above for above in scratch.parents if not above.exists()] if folder else []  # the innermost first
+    scratch = destination.with_name(
+        f"{destination.name}.part" if folder else f"{destination.name}.{secrets.token_hex(4)}.part"
+    )
+    # the innermost first
+    made = [above for above in scratch.parents if not above.exists()] if folder else []
     handle: int | None = None
     try:
         with explain_failed_write(destination, remedy):
@@ -66,7 +81,10 @@ def atomic_write(destination: Path, folder: bool = False, remedy: str = REPEAT_C
             for path in [*scratch.rglob("*"), scratch]:
                 _sync_to_disk(path)
             if is_new and destination.is_dir() and any(destination.iterdir()):
-                raise UserError(f"{destination}: another process has written it meanwhile; choose another folder")
+                raise UserError(
+                    f"{destination}: another process has written it meanwhile; choose another "
+                    "folder"
+                )
             _replace_path(scratch, destination)
             _sync_to_disk(destination.parent)
     except (UserError, RunError) as error:
@@ -103,11 +121,15 @@ def _lock_scratch(scratch: Path, destination: Path) -> int:
             os.close(handle)
             if not is_moved:
                 break
-    raise FolderBusy(f"{destination}: another process is writing it; let that finish, or name another folder")
+    raise FolderBusy(
+        f"{destination}: another process is writing it; let that finish, or name another folder"
+    )
 
 
 def make_folder_once(folder: Path, marker: str, write_content: Callable[[Path], object]) -> None:
-    """Write a folder of a cache unless it holds the file `marker`; while another process writes it, wait for that."""
+    """Write a folder of a cache unless it holds the file `marker`; while another process writes
+    it, wait for that.
+    """
     is_told = False
     while not (folder / marker).exists():
         try:
@@ -129,7 +151,8 @@ def write_text(destination: Path, text: str, remedy: str = REPEAT_COMMAND) -> No
 
 
 def open_text(path: Path, is_compressed: bool = False) -> TextIO:
-    """Open a text file that a user wrote: UTF-8, with or without a byte-order mark, compressed by gzip or not.
+    """Open a text file that a user wrote: UTF-8, with or without a byte-order mark, compressed by
+    gzip or not.
 
     A UserError says what to do with a file in another encoding that a byte-order mark names.
     """
@@ -146,7 +169,9 @@ def read_text(path: Path) -> str:
 
 
 def check_encoding(start: bytes, path: Path) -> None:
-    """Raise a UserError where the first bytes of a file are the byte-order mark of another encoding than UTF-8."""
+    """Raise a UserError where the first bytes of a file are the byte-order mark of another
+    encoding than UTF-8.
+    """
     encoding = next((name for mark, name in FOREIGN_MARKS.items() if start.startswith(mark)), None)
     if encoding is not None:
         raise UserError(f"{path}: it is {encoding} text; save it as UTF-8")
@@ -154,8 +179,8 @@ def check_encoding(start: bytes, path: Path) -> None:
 
 @contextmanager
 def explain_failed_write(destination: Path, remedy: str = REPEAT_COMMAND) -> Iterator[None]:
-    """Report a full disk, or a path where nothing can be written, in one sentence that names what could not be written; other
-    errors pass unchanged."""
+    """Report a full disk, or a path where nothing can be written, in one sentence that names what
+    could not be written; other errors pass unchanged."""
     try:
         yield
     except (UserError, RunError):
@@ -164,46 +189,67 @@ def explain_failed_write(destination: Path, remedy: str = REPEAT_COMMAND) -> Ite
         full = isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS
         if full or any(sign in str(error) for sign in ("No space left", "File too large")):
             raise UserError(
-                f"{destination}: the disk is full, so it was not saved and what was saved before is intact; free "
-                f"some space and {remedy}"
+                f"{destination}: the disk is full, so it was not saved and what was saved before "
+                f"is intact; free some space and {remedy}"
             ) from error
         reason = _find_path_error(error, destination)
         if reason is None:
             raise
-        raise UserError(f"{shorten_path(destination)}: it cannot be written ({reason}); choose another place") from error
+        raise UserError(
+            f"{shorten_path(destination)}: it cannot be written ({reason}); choose another place"
+        ) from error
 
 
 def _find_path_error(error: Exception, destination: Path) -> str | None:
-    """Return what the system says of a destination, its scratch path, something in them, or a folder above; None of an error
-    about anything else, such as a file that was read meanwhile."""
+    """Return what the system says of a destination, its scratch path, something in them, or a
+    folder above; None of an error about anything else, such as a file that was read meanwhile."""
     if isinstance(error, SafetensorError):
-        return next((os.strerror(number) for number in PATH_ERRORS if os.strerror(number) in str(error)), None)
+        return next(
+            (os.strerror(number) for number in PATH_ERRORS if os.strerror(number) in str(error)),
+            None,
+        )
     if not isinstance(error, OSError) or error.errno not in PATH_ERRORS or error.filename is None:
         return None
-    path, place = os.path.abspath(os.fsdecode(error.filename)), os.path.abspath(destination)
-    is_about = path.startswith(place) or f"{place}{os.sep}".startswith(f"{path.rstrip(os.sep)}{os.sep}")
+    path = os.path.abspath(os.fsdecode(error.filename))
+    place = os.path.abspath(destination)
+    is_about = path.startswith(place) or f"{place}{os.sep}".startswith(
+        f"{path.rstrip(os.sep)}{os.sep}"
+    )
     return os.strerror(error.errno) if is_about else None
 
 
 def require_writable(destination: Path, key: str) -> None:
-    """Raise a UserError where a file or a folder cannot be written, before anything slow runs; `key` names its setting."""
+    """Raise a UserError where a file or a folder cannot be written, before anything slow runs;
+    `key` names its setting.
+    """
     place = f"{key}={shorten_path(destination)}"
     try:
-        above = next(path for path in (destination, *destination.absolute().parents) if os.path.lexists(path))
+        above = next(
+            path for path in (destination, *destination.absolute().parents) if os.path.lexists(path)
+        )
         name_bytes = os.pathconf(above, "PC_NAME_MAX")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{place}: it cannot be written ({reason}); choose another place") from error
+        raise UserError(
+            f"{place}: it cannot be written ({reason}); choose another place"
+        ) from error
     # A scratch file has a longer name.
     if any(len(os.fsencode(name)) + SCRATCH_NAME_BYTES > name_bytes for name in destination.parts):
-        raise UserError(f"{place}: a name has at most {name_bytes - SCRATCH_NAME_BYTES} bytes here; choose a shorter one")
+        raise UserError(
+            f"{place}: a name has at most {name_bytes - SCRATCH_NAME_BYTES} bytes here; choose a "
+            "shorter one"
+        )
     if not above.is_dir() and above != destination:
         raise UserError(f"{place}: {above} is a file; choose another place")
     folder = above if above.is_dir() else above.absolute().parent
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        raise UserError(f"{place}: it cannot be written ({os.strerror(errno.EROFS)}); choose another place")
+        raise UserError(
+            f"{place}: it cannot be written ({os.strerror(errno.EROFS)}); choose another place"
+        )
     if not os.access(folder, os.W_OK):
-        raise UserError(f"{place}: it cannot be written ({os.strerror(errno.EACCES)}); choose another place")
+        raise UserError(
+            f"{place}: it cannot be written ({os.strerror(errno.EACCES)}); choose another place"
+        )
 
 
 def shorten_path(path: Path | str) -> str:
@@ -213,7 +259,9 @@ def shorten_path(path: Path | str) -> str:
 
 
 def _replace_path(scratch: Path, destination: Path) -> None:
-    """Move the scratch path to its destination. A folder cannot replace another, so an existing one is moved away first."""
+    """Move the scratch path to its destination. A folder cannot replace another, so an existing
+    one is moved away first.
+    """
     if not destination.is_dir():
         scratch.replace(destination)
         return
@@ -247,18 +295,25 @@ class LockTaken(UserError):
 
 
 @contextmanager
-def lock_file(path: Path, taken: str, remedy: str, seconds: float = 0.0, is_temporary: bool = False) -> Iterator[bool]:
-    """Hold the lock of a file; if another process has it for longer than `seconds`, raise `LockTaken`, which says `taken`,
-    names that process, and says the `remedy`.
+def lock_file(
+    path: Path, taken: str, remedy: str, seconds: float = 0.0, is_temporary: bool = False
+) -> Iterator[bool]:
+    """Hold the lock of a file; if another process has it for longer than `seconds`, raise
+    `LockTaken`, which says `taken`, names that process, and says the `remedy`.
 
     Yield whether the file system has locks. A temporary file is deleted at the end.
     """
     deadline = time.monotonic() + seconds
     file = path.open("a+b")
     try:
-        while (is_guarded := try_lock(file.fileno())) is None or not is_open_file(file.fileno(), path):
+        while (is_guarded := try_lock(file.fileno())) is None or not is_open_file(
+            file.fileno(), path
+        ):
             if is_guarded is None and time.monotonic() >= deadline:
-                holder = os.pread(file.fileno(), 300, 0).decode(errors="replace").strip() or "another process"
+                holder = (
+                    os.pread(file.fileno(), 300, 0).decode(errors="replace").strip()
+                    or "another process"
+                )
                 raise LockTaken(f"{taken} ({holder}); {remedy}")
             if is_guarded is None:
                 time.sleep(min(1.0, seconds))
@@ -277,8 +332,8 @@ def lock_file(path: Path, taken: str, remedy: str, seconds: float = 0.0, is_temp
 
 
 def try_lock(handle: int) -> bool | None:
-    """Lock an open file or folder until it is closed. Return None if another process has the lock, and False if the file
-    system has no locks."""
+    """Lock an open file or folder until it is closed. Return None if another process has the lock,
+    and False if the file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -289,7 +344,9 @@ def try_lock(handle: int) -> bool | None:
 
 
 def is_open_file(handle: int, path: Path) -> bool:
-    """Tell whether a path still leads to an open file or folder, which another process may have deleted or renamed."""
+    """Tell whether a path still leads to an open file or folder, which another process may have
+    deleted or renamed.
+    """
     try:
         current = path.stat()
     except FileNotFoundError:

@@ -35,21 +35,41 @@ def collect_provenance() -> dict[str, Any]:
     # Set where a checkout has no .git.
     commit = os.environ.get("SPECTRAIN_COMMIT")
     if (root / ".git").exists():
-        revision = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False)
-        commit = revision.stdout.strip() + ("+changes" if dirty.stdout.strip() else "") if revision.returncode == 0 else None
+        revision = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        dirty = subprocess.run(
+            ["git", "-C", str(root), "status", "--porcelain"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        commit = (
+            revision.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+            if revision.returncode == 0
+            else None
+        )
     return {
         "commit": commit,
         "versions": {"python": platform.python_version(), **package_versions()},
-        "hardware": {"machine": platform.machine(), "processor": processor_name(), "cores": os.cpu_count(),
-                     "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
+        "hardware": {
+            "machine": platform.machine(),
+            "processor": processor_name(),
+            "cores": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
         "command": mask_secrets(describe_command(read_launch())),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    }
 
 
 def read_launch() -> list[str]:
-    """Return the words of the command that started this process: the launcher's where one started several processes."""
+    """Return the words of the command that started this process: the launcher's where one
+    started several processes.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun and accelerate
         with suppress(psutil.Error):
             words = psutil.Process(os.getppid()).cmdline()
@@ -59,9 +79,12 @@ def read_launch() -> list[str]:
 
 
 def describe_command(words: list[str]) -> str:
-    """Return the command that the words of an interpreter's command line stand for: spectrain, a launcher, or a module."""
+    """Return the command that the words of an interpreter's command line stand for: spectrain, a
+    launcher, or a module.
+    """
     rest = words[1:]
-    while rest and rest[0].startswith("-") and rest[0] != "-m":  # an option of the interpreter, such as torchrun's -u
+    # an option of the interpreter, such as torchrun's -u
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
         rest = rest[2 if rest[0] in ("-X", "-W") else 1 :]
     if rest[:1] != ["-m"]:
         name = Path(rest[0]).name if rest else ""
@@ -71,7 +94,9 @@ def describe_command(words: list[str]) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that a result depends on; spectrain itself may run uninstalled, from a checkout."""
+    """Return the versions of the packages that a result depends on; spectrain itself may run
+    uninstalled, from a checkout.
+    """
     result = {}
     for package in REPORTED_PACKAGES:
         try:
@@ -84,14 +109,22 @@ def package_versions() -> dict[str, str]:
 def processor_name() -> str:
     """Return the name of the processor with its family and model, if the system reports them.
 
-    Virtual machines often name a line of processors alone, such as AMD EPYC, whose generations differ by a factor of two.
+    Virtual machines often name a line of processors alone, such as AMD EPYC, whose generations
+    differ by a factor of two.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    facts = {
+        key.strip(): value.strip()
+        for key, _, value in (line.partition(":") for line in reversed(lines))
+    }
     if "model name" not in facts:
         return platform.processor() or platform.machine()
-    numbers = ", ".join(f"{word} {facts[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if key in facts)
+    numbers = ", ".join(
+        f"{word} {facts[key]}"
+        for word, key in (("family", "cpu family"), ("model", "model"))
+        if key in facts
+    )
     return f"{facts['model name']} ({numbers})" if numbers else facts["model name"]

@@ -1,5 +1,5 @@
-"""The command line in processes of its own, forked from one that has imported everything: importing takes longer than what most
-tests let a process do."""
+"""The command line in processes of its own, forked from one that has imported everything: importing
+takes longer than what most tests let a process do."""
 
 import multiprocessing
 import os
@@ -11,7 +11,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-IMPORTED = ["pytest", "hydra", "transformers.models.llama.modeling_llama", "spectrain.runs.train", "spectrain.eval.run"]
+IMPORTED = [
+    "pytest",
+    "hydra",
+    "transformers.models.llama.modeling_llama",
+    "spectrain.runs.train",
+    "spectrain.eval.run",
+]
 
 
 @dataclass
@@ -22,7 +28,9 @@ class Command:
     output: "TemporaryDirectory[str]"
 
     def poll(self) -> int | None:
-        """Return the exit status: None while the process runs, negative after a signal killed it."""
+        """Return the exit status: None while the process runs, negative after a signal killed
+        it.
+        """
         return self.process.exitcode
 
     def signal(self, number: int) -> None:
@@ -32,7 +40,9 @@ class Command:
             os.kill(self.process.pid, number)
 
     def wait(self, timeout: float = 600) -> tuple[int, str, str]:
-        """Return the exit status, stdout and stderr; a process that takes longer is killed, which is an error."""
+        """Return the exit status, stdout and stderr; a process that takes longer is killed,
+        which is an error.
+        """
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.process.kill()
@@ -62,7 +72,9 @@ def start(
     cwd: Path | None = None,
     program: Callable[[], None] = spectrain,
 ) -> Command:
-    """Start a program with these words, in this directory and with these variables, by default those of this process."""
+    """Start a program with these words, in this directory and with these variables, by default
+    those of this process.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     output = TemporaryDirectory(prefix="spectrain-said-")
@@ -73,7 +85,13 @@ def start(
     return Command(process, output)
 
 
-def run(words: list[str], environment: dict[str, str], cwd: str, output: str, program: Callable[[], None]) -> None:
+def run(
+    words: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    output: str,
+    program: Callable[[], None],
+) -> None:
     """Run the program in the forked process."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(output, name), os.O_WRONLY | os.O_CREAT), number)

@@ -11,7 +11,9 @@ Compose = Callable[..., DictConfig]
 
 
 def compose_once(compose: Compose) -> Compose:
-    """Return hydra's `compose` with a cache: for the same words from the package alone it gives a copy of the first result."""
+    """Return hydra's `compose` with a cache: for the same words from the package alone it gives
+    a copy of the first result.
+    """
     composed: dict[tuple[str, ...], DictConfig] = {}
 
     @wraps(compose)

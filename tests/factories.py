@@ -1,4 +1,6 @@
-"""Factories of what many tests need: batches of random tokens with the target's features, and data sets of random texts."""
+"""Factories of what many tests need: batches of random tokens with the target's features, and
+data sets of random texts.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,21 +22,30 @@ from spectrain.models.target import Target
 def make_drafter(constructor: Any, target: Target, **settings: Any) -> Drafter:
     """Construct a drafter from its settings, which it takes directly or as one dataclass."""
     config_type = find_config_type(constructor)
-    drafter: Drafter = constructor(target, **(settings if config_type is None else {"config": config_type(**settings)}))
+    drafter: Drafter = constructor(
+        target, **(settings if config_type is None else {"config": config_type(**settings)})
+    )
     return drafter
 
 
 def add_noise(parameters: Iterable[Tensor], size: float = 1.0) -> None:
-    """Add normal noise to parameters, of `size` for the sum over their last dimension, so that all that they do matters."""
+    """Add normal noise to parameters, of `size` for the sum over their last dimension, so that
+    all that they do matters.
+    """
     with torch.no_grad():
         for parameter in parameters:
             parameter.add_(size * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
 
 
 def random_batch(
-    target: Target, layers: tuple[Layer, ...], shape: tuple[int, int] = (2, 32), has_prompt: bool = False
+    target: Target,
+    layers: tuple[Layer, ...],
+    shape: tuple[int, int] = (2, 32),
+    has_prompt: bool = False,
 ) -> Batch:
-    """Return random tokens, all supervised or, with a prompt, all but the first four and three of the first row."""
+    """Return random tokens, all supervised or, with a prompt, all but the first four and three
+    of the first row.
+    """
     torch.manual_seed(7)
     tokens = torch.randint(3, 2000, shape)
     mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -53,5 +64,7 @@ def dataset_with_spans(count: int) -> Dataset:
 
 
 def build_evaluation(**settings: Any) -> DefaultEvaluation:
-    """Build the evaluation of these settings of `eval`, with the parts of installed packages, as eval=default does."""
+    """Build the evaluation of these settings of `eval`, with the parts of installed packages, as
+    eval=default does.
+    """
     return DefaultEvaluation(**add_parts(DefaultEvaluation, settings))

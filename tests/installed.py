@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def load_cases(module: str) -> dict[str, Any]:
-    """Return name of a table -> further cases, which packages in packages/ have for a test module such as
-    tests.decoding.test_captured."""
+    """Return name of a table -> further cases, which packages in packages/ have for a test module
+    such as tests.decoding.test_captured."""
     cases: dict[str, Any] = {}
     folder, _, name = module.rpartition(".")
     for root in list_package_roots():
@@ -28,7 +28,9 @@ def load_cases(module: str) -> dict[str, Any]:
 
 
 def select_installed(group: str, choices: Any) -> Any:
-    """Return those of a table's choices, or of a list of choices, that this package or an installed one has."""
+    """Return those of a table's choices, or of a list of choices, that this package or an
+    installed one has.
+    """
     installed = list_constructors(group)
     if isinstance(choices, dict):
         return {name: value for name, value in choices.items() if name in installed}

@@ -1,8 +1,8 @@
 """Triton's interpreter without work that it repeats.
 
-Whenever a kernel calls a function of its own, the interpreter goes through all of triton.language and puts its stand-ins in
-place of builtins, where they stand already: more than half the time of a test whose kernels sort. Here it does so once a
-launch.
+Whenever a kernel calls a function of its own, the interpreter goes through all of triton.language
+and puts its stand-ins in place of builtins, where they stand already: more than half the time of a
+test whose kernels sort. Here it does so once a launch.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,9 @@ Names = frozenset[int]
 
 
 def patch_triton_interpreter() -> None:
-    """Patch the interpreter for later kernels; where Triton has no such inner parts any more, nothing is changed."""
+    """Patch the interpreter for later kernels; where Triton has no such inner parts any more,
+    nothing is changed.
+    """
     import triton.language as tl
     from triton.language import core
     from triton.runtime import interpreter
@@ -20,11 +22,14 @@ def patch_triton_interpreter() -> None:
     parts = ("_patch_lang", "GridExecutor", "InterpretedFunction", "InterpreterError")
     if not all(hasattr(interpreter, part) for part in parts):
         return
-    patched: set[Names] = set()  # which modules of Triton's language a function sees, of those that this launch has patched
+    # which modules of Triton's language a function sees, of those that this launch has patched
+    patched: set[Names] = set()
     launch: Callable[..., Any] = interpreter.GridExecutor.__call__
 
     def list_visible_modules(function: Any) -> Names:
-        return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is core)
+        return frozenset(
+            id(value) for value in function.__globals__.values() if value is tl or value is core
+        )
 
     def launch_grid(executor: Any, *args: Any, **kwargs: Any) -> Any:
         patched.clear()

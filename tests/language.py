@@ -1,4 +1,6 @@
-"""Measures of the language: function names, dialect words, sentences. `python tests/language.py PATH..` prints them."""
+"""Measures of the language: function names, dialect words, sentences. `python tests/language.py
+PATH..` prints them.
+"""
 
 from __future__ import annotations
 
@@ -244,13 +246,17 @@ IRREGULAR = frozenset(
         "written",
     ]
 )  # participles that do not end in -ed
-NOUNS = frozenset(["bound", "cut", "embed", "feed", "need", "seed", "set", "speed", "spread", "string", "timing"])
+NOUNS = frozenset(
+    ["bound", "cut", "embed", "feed", "need", "seed", "set", "speed", "spread", "string", "timing"]
+)
 """Words of the lists above, or with their endings, that are nouns or verbs of the field."""
 
 
 def words(name: str) -> list[str]:
     """Split an identifier into lower-case words, at underscores and capitals."""
-    return [word.lower() for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+", name)]
+    return [
+        word.lower() for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+", name)
+    ]
 
 
 def is_single_word(name: str) -> bool:
@@ -277,14 +283,20 @@ def function_names(paths: Iterable[Path]) -> set[str]:
 @cache
 def file_functions(path: Path) -> frozenset[str]:
     nodes = ast.walk(ast.parse(path.read_text()))
-    functions = (node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    functions = (
+        node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
     return frozenset(name for name in functions if not name.startswith("__"))
 
 
 def identifiers(path: Path) -> list[str]:
     """List every identifier of a file, in order, keywords left out."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    return [token.string for token in tokens if token.type == tokenize.NAME and not keyword.iskeyword(token.string)]
+    return [
+        token.string
+        for token in tokens
+        if token.type == tokenize.NAME and not keyword.iskeyword(token.string)
+    ]
 
 
 def dialect_per_thousand(paths: Iterable[Path]) -> float:
@@ -302,9 +314,15 @@ def print_measures(paths: list[Path]) -> None:
     """Print the measures of some files, with the names that break a rule."""
     names = function_names(paths)
     single = sorted(name for name in names if is_single_word(name))
-    findings = [(path, name) for path in paths for name in identifiers(path) if not DIALECT.isdisjoint(words(name))]
+    findings = [
+        (path, name)
+        for path in paths
+        for name in identifiers(path)
+        if not DIALECT.isdisjoint(words(name))
+    ]
     print(
-        f"one-word function names: {len(single)} of {len(names)} ({len(single) / max(1, len(names)):.0%}): {' '.join(single)}"
+        f"one-word function names: {len(single)} of {len(names)} "
+        f"({len(single) / max(1, len(names)):.0%}): {' '.join(single)}"
     )
     print(f"bare names: {' '.join(sorted(filter(is_bare, names)))}")
     print(f"dialect words per 1,000 identifiers: {dialect_per_thousand(paths):.1f}")
@@ -316,4 +334,10 @@ def print_measures(paths: list[Path]) -> None:
 
 if __name__ == "__main__":
     arguments = [Path(argument) for argument in sys.argv[1:]]
-    print_measures([path for each in arguments for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])])
+    print_measures(
+        [
+            path
+            for each in arguments
+            for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])
+        ]
+    )

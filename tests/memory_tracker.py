@@ -1,15 +1,19 @@
-"""Fake tensors, which have a shape and no data, and a tracker of the memory and work that a computation on them would take.
+"""Fake tensors, which have a shape and no data, and a tracker of the memory and work that a
+computation on them would take.
 
-Inside `MemoryTracker` every tensor that is made is a `FakeTensor`. Any model and any drafter runs on them unchanged, on a
-device that need not be here; memory is counted as storages come and go, FLOPs by torch's own formulas. What follows from small
-tensors of known values alone, such as tokens and loss masks, is really computed, so masks select as many rows as they would.
-Where a size would hang on values that nobody knows, the most is assumed, every row, and `MemoryTracker.assumed` counts how
-often; a question about such values is answered with yes, and a number among them is 1.
+Inside `MemoryTracker` every tensor that is made is a `FakeTensor`. Any model and any drafter runs
+on them unchanged, on a device that need not be here; memory is counted as storages come and go,
+FLOPs by torch's own formulas. What follows from small tensors of known values alone, such as tokens
+and loss masks, is really computed, so masks select as many rows as they would. Where a size would
+hang on values that nobody knows, the most is assumed, every row, and `MemoryTracker.assumed` counts
+how often; a question about such values is answered with yes, and a number among them is 1.
 
-torch's own `FakeTensorMode` with `MemTracker` gives the same peak where no size hangs on a value (three linears, AdamW, two
-steps: 57,738,272 bytes both). It follows no values, though, and every loss here selects supervised rows: with torch 2.13 the
-first `int(mask.sum())` of EAGLE-3's loss ends in DataDependentOutputException, with a ShapeEnv in GuardOnDataDependentSymNode;
-and moving a fake model to a device fails in `nn.Module._apply`. So ours stays.
+torch's own `FakeTensorMode` with `MemTracker` gives the same peak where no size hangs on a value
+(three linears, AdamW, two
+steps: 57,738,272 bytes both). It follows no values, though, and every loss here selects supervised
+rows: with torch 2.13 the first `int(mask.sum())` of EAGLE-3's loss ends in
+DataDependentOutputException, with a ShapeEnv in GuardOnDataDependentSymNode; and moving a fake
+model to a device fails in `nn.Module._apply`. So ours stays.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 aten = torch.ops.aten
 
-MAX_FOLLOWED = 1 << 22  # elements up to which values are followed; a float needs them rarely, and weights shall not have any
+# elements up to which values are followed; a float needs them rarely, and weights shall not have
+# any
+MAX_FOLLOWED = 1 << 22
 MAX_FOLLOWED_FLOATS = 1 << 10
 BLOCK = 512  # bytes: a GPU's allocator gives no less
 
@@ -38,17 +44,27 @@ Shape = tuple[int, ...]
 
 
 def attention_flops(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    """Count scores and their weighted sums, [B, H, T, D] against [B, K, S, D]; masked or not, as torch counts them too."""
+    """Count scores and their weighted sums, [B, H, T, D] against [B, K, S, D]; masked or not, as
+    torch counts them too.
+    """
     return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
-def attention_backward_flops(gradient: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    """Count the backward: five products, one of which computes the scores again, for two of the forward."""
+def attention_backward_flops(
+    gradient: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any
+) -> int:
+    """Count the backward: five products, one of which computes the scores again, for two of the
+    forward.
+    """
     return 5 * attention_flops(query, key, value) // 2
 
 
-def documents_flops(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, *args: Any, **kwargs: Any) -> int:
-    """Count flash attention by its own name, of [B, T, H, D] or of documents [T, H, D] packed from `starts` on."""
+def documents_flops(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, *args: Any, **kwargs: Any
+) -> int:
+    """Count flash attention by its own name, of [B, T, H, D] or of documents [T, H, D] packed
+    from `starts` on.
+    """
     heads, size = query.shape[-2:]
     lengths = [query.shape[1]] * query.shape[0] if starts is None else starts.diff().tolist()
     return sum(2 * heads * length**2 * (size + value.shape[-1]) for length in lengths)
@@ -79,24 +95,37 @@ FORMULAS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
     torch.ops.mkldnn._linear_pointwise: linear_flops,
 }
-"""What torch's own registry of FLOP formulas lacks, by the shapes of operands; its attention knows no grouped heads, and its
-sums of products none in another type."""
+"""What torch's own registry of FLOP formulas lacks, by the shapes of operands; its attention knows
+no grouped heads, and its sums of products none in another type."""
 
 OF_VALUES: dict[Any, Any] = {
-    aten._flash_attention_forward: documents_flops, aten._flash_attention_backward: documents_backward_flops
-}  # fmt: skip
+    aten._flash_attention_forward: documents_flops,
+    aten._flash_attention_backward: documents_backward_flops,
+}
 """By the values of operands, which a plan follows where they are few."""
 
-SELECTING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
-         aten.new_empty_strided.default}  # fmt: skip
+SELECTING = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
+EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.empty_strided.default,
+    aten.new_empty_strided.default,
+}
 
 
 class Storage:
     """One storage, for as long as a tensor is left that uses it."""
 
     def __init__(self, tracker: MemoryTracker, size: int, has_values: bool, part: str) -> None:
-        self.tracker, self.has_values, self.index = tracker, has_values, len(tracker.sizes)
+        self.tracker = tracker
+        self.has_values = has_values
+        self.index = len(tracker.sizes)
         tracker.sizes.append(size)
         tracker.parts.append(part)
         tracker.events.append(self.index)
@@ -106,7 +135,9 @@ class Storage:
 
 
 class FakeTensor(Tensor):
-    """A tensor without data, or with values that are followed; it says that it is on the planned device."""
+    """A tensor without data, or with values that are followed; it says that it is on the planned
+    device.
+    """
 
     stands_for_plain = True  # for one of torch's own kind, not for one of few bits
     body: Tensor  # on the device "meta", or real where values are known
@@ -114,19 +145,26 @@ class FakeTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, held: Storage) -> FakeTensor:
-        size, stride, offset = inner.shape, inner.stride(), inner.storage_offset()
+        size = inner.shape
+        stride = inner.stride()
+        offset = inner.storage_offset()
         wrapper: Any = Tensor._make_wrapper_subclass
         tensor: FakeTensor = wrapper(cls, size, stride, offset, dtype=inner.dtype, device="cpu")
         return tensor
 
     def __init__(self, inner: Tensor, held: Storage) -> None:
-        self.body, self.held = inner, held
+        self.body = inner
+        self.held = held
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        tracker = next(leaf.held.tracker for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
+        tracker = next(
+            leaf.held.tracker
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, FakeTensor)
+        )
         return tracker.__torch_dispatch__(func, types, args, kwargs)
 
     @property
@@ -151,7 +189,8 @@ class FakeTensor(Tensor):
         self.body, self.held = other.body, other.held
 
     def tolist(self) -> Any:
-        if not self.has_values and self.dtype.is_floating_point and self.dim() < 2:  # like `float` of each
+        # like `float` of each
+        if not self.has_values and self.dtype.is_floating_point and self.dim() < 2:
             return torch.ones(self.shape).tolist()
         return self.numpy().tolist()
 
@@ -167,7 +206,11 @@ class FakeTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             copied = self.detach().clone()
-            copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+            copied = (
+                nn.Parameter(copied, self.requires_grad)
+                if isinstance(self, nn.Parameter)
+                else copied
+            )
             memo[id(self)] = copied
         return memo[id(self)]
 
@@ -193,7 +236,8 @@ class MemoryTracker(TorchDispatchMode):
         self.assumed = 0
         self.sizes: list[int] = []  # of every storage that there ever was
         self.parts: list[str] = []
-        self.events: list[int] = []  # a storage's number where it came, its complement where it went
+        # a storage's number where it came, its complement where it went
+        self.events: list[int] = []
         self._redirect = _Redirect(device)
 
     def __enter__(self) -> MemoryTracker:
@@ -219,7 +263,8 @@ class MemoryTracker(TorchDispatchMode):
         for moment, event in enumerate(self.events):
             now += self.sizes[event] if event >= 0 else -self.sizes[~event]
             if moment >= first and now > most:
-                most, best = now, moment
+                most = now
+                best = moment
         sizes: Counter[str] = Counter()
         for event in self.events[: best + 1]:
             index = event if event >= 0 else ~event
@@ -231,7 +276,10 @@ class MemoryTracker(TorchDispatchMode):
         if func in SELECTING:
             args = (args[0], self._select_rows(args[1]), *args[2:])
         taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        has_values = all(_has_values(tensor) for tensor in taken) and sum(map(Tensor.numel, taken)) <= MAX_FOLLOWED
+        has_values = (
+            all(_has_values(tensor) for tensor in taken)
+            and sum(map(Tensor.numel, taken)) <= MAX_FOLLOWED
+        )
         has_values = has_values and func not in EMPTY
         wrappers: dict[int, FakeTensor] = {}
 
@@ -243,20 +291,30 @@ class MemoryTracker(TorchDispatchMode):
                 wrappers[id(body)] = value
             return body
 
-        plain, options = tree_map(inner, args), tree_map(inner, kwargs)
+        plain = tree_map(inner, args)
+        options = tree_map(inner, kwargs)
         if not has_values and func._schema.is_mutable:
             self._forget_values(func, args, kwargs)
         if has_values and not self._is_large(func, taken, plain, options):
             out = func(*plain, **options)
         else:
             out = self._run_fake(func, tree_map(_to_meta, plain), tree_map(_to_meta, options))
-        result = tree_map(lambda value: self._wrap_output(value, wrappers, func) if isinstance(value, Tensor) else value, out)
+        result = tree_map(
+            lambda value: (
+                self._wrap_output(value, wrappers, func) if isinstance(value, Tensor) else value
+            ),
+            out,
+        )
         if func._overloadpacket in self.formulas:
-            self.flops[self.phase] += self.formulas[func._overloadpacket](*args, **kwargs, out_val=result)
+            self.flops[self.phase] += self.formulas[func._overloadpacket](
+                *args, **kwargs, out_val=result
+            )
         return result
 
     def _is_large(self, func: Any, taken: list[Tensor], args: Any, kwargs: Any) -> bool:
-        """Tell whether a new tensor, whose size only its fake tells, is too large to follow its values."""
+        """Tell whether a new tensor, whose size only its fake tells, is too large to follow its
+        values.
+        """
         if taken or "device" not in kwargs:
             return False
         nobody = {"generator": None} if "generator" in kwargs else {}
@@ -264,19 +322,24 @@ class MemoryTracker(TorchDispatchMode):
         return not _may_have_values(output)
 
     def _run_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operation on unknown values; the largest, where the size depends on them."""
+        """Return the result of an operation on unknown values; the largest, where the size
+        depends on them.
+        """
         first: Any = args[0] if args else None
         if func is aten._local_scalar_dense.default:
             return True if first.dtype == torch.bool else 1.0 if first.is_floating_point() else 1
         if func in (aten.equal.default, aten.allclose.default):
             return True
         if func is aten.nonzero.default:
-            return self.assume(torch.empty(first.numel(), first.dim(), dtype=torch.int64, device="meta"))
+            return self.assume(
+                torch.empty(first.numel(), first.dim(), dtype=torch.int64, device="meta")
+            )
         if func is aten.masked_select.default:
             return self.assume(torch.empty(first.numel(), dtype=first.dtype, device="meta"))
         if func is torch.ops.mkldnn._reorder_linear_weight.default:
             return torch.empty_like(first)
-        if func._overloadpacket is aten.addmm and func._overloadname == "dtype_out":  # torch 2.11 knows none without data
+        # torch 2.11 knows none without data
+        if func._overloadpacket is aten.addmm and func._overloadname == "dtype_out":
             return kwargs["out"]
         return func(*args, **kwargs)
 
@@ -288,16 +351,24 @@ class MemoryTracker(TorchDispatchMode):
         for taken in wrappers.values():
             if taken.body.untyped_storage()._cdata == storage._cdata:
                 return FakeTensor(out, taken.held)
-        has_values, size = out.device.type == "cpu", storage.nbytes()
+        has_values = out.device.type == "cpu"
+        size = storage.nbytes()
         if has_values and not _may_have_values(out):
-            out, has_values = _to_meta(out), False
+            out = _to_meta(out)
+            has_values = False
         part = self.part
         if func is torch.ops.mkldnn._reorder_linear_weight.default:
             part = "packed copies of weights"
         elif out.dim() > 1 and out.shape[-1] in self.vocabularies:
             part = "logits"
         return FakeTensor(
-            out, Storage(self, -(-size // BLOCK) * BLOCK if self.device.type == "cuda" else size, has_values, part)
+            out,
+            Storage(
+                self,
+                -(-size // BLOCK) * BLOCK if self.device.type == "cuda" else size,
+                has_values,
+                part,
+            ),
         )
 
     def _select_rows(self, indices: Any) -> list[Any]:
@@ -311,7 +382,9 @@ class MemoryTracker(TorchDispatchMode):
         return rows
 
     def _forget_values(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Forget the values of tensors that unknown values are written to, and of all that share their storage."""
+        """Forget the values of tensors that unknown values are written to, and of all that share
+        their storage.
+        """
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -338,7 +411,9 @@ def _to_meta(value: Any) -> Any:
 
 
 class _Redirect(TorchFunctionMode):
-    """Does what a planned GPU would do, where torch without one would refuse, or do it as a CPU does."""
+    """Does what a planned GPU would do, where torch without one would refuse, or do it as a CPU
+    does.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -348,7 +423,8 @@ class _Redirect(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.device.type == "cuda" and func is not torch.device:
             if any(map(self._is_planned, (*args, *kwargs.values()))):
-                args, kwargs = tuple(map(self._to_cpu, args)), {key: self._to_cpu(value) for key, value in kwargs.items()}
+                args = tuple(map(self._to_cpu, args))
+                kwargs = {key: self._to_cpu(value) for key, value in kwargs.items()}
             if func is F.scaled_dot_product_attention:
                 return _gpu_attention(*args, **kwargs)
             if func is F.rms_norm:
@@ -356,7 +432,9 @@ class _Redirect(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_planned(self, value: Any) -> bool:
-        return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value[:4] == "cuda")
+        return (isinstance(value, torch.device) and value.type == "cuda") or (
+            isinstance(value, str) and value[:4] == "cuda"
+        )
 
     def _to_cpu(self, value: Any) -> Any:
         return torch.device("cpu") if self._is_planned(value) else value
@@ -372,8 +450,9 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run fused attention as a GPU has it: flash attention, and with a mask or in float32 the memory-efficient kernel; for a
-    mask with grouped heads cuDNN's, which `fused_attention` leaves nobody. None of them holds the scores.
+    """Run fused attention as a GPU has it: flash attention, and with a mask or in float32 the
+    memory-efficient kernel; for a mask with grouped heads cuDNN's, which `fused_attention` leaves
+    nobody. None of them holds the scores.
     """
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
@@ -384,15 +463,21 @@ def _gpu_attention(
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
         learns = query.requires_grad
-        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)[
-            0
-        ]
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, learns, dropout_p, is_causal, scale=scale
+        )[0]
     if bias is None:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True, dropout_p, is_causal, False, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    return aten._scaled_dot_product_cudnn_attention(
+        query, key, value, bias, True, dropout_p, is_causal, False, scale=scale
+    )[0]
 
 
-def _gpu_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _gpu_rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """Run one kernel where the dtypes agree, as on a GPU; otherwise torch composes it."""
     if weight is not None and weight.dtype != input.dtype:
         return torch.rms_norm(input, normalized_shape, weight, eps)
@@ -401,7 +486,9 @@ def _gpu_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = 
 
 @contextmanager
 def enable_autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    """Enable autocast of a GPU that need not be here: a CPU's does the work, and torch reports the GPU's as enabled."""
+    """Enable autocast of a GPU that need not be here: a CPU's does the work, and torch reports
+    the GPU's as enabled.
+    """
     if dtype is None:
         yield
         return

@@ -1,11 +1,12 @@
 """Of a long sweep `make test` runs a sample, `make test-full` every case.
 
-    @pytest.mark.sweep(8)                       # at least eight cases
-    @pytest.mark.sweep(8, free=("seed",))       # whose seeds need not all occur
-    @pytest.mark.sweep(8, cost=seconds_of)      # cheap ones rather than dear ones: cost is called with the case's parameters
+    @pytest.mark.sweep(8)                   # at least eight cases
+    @pytest.mark.sweep(8, free=("seed",))   # whose seeds need not all occur
+    @pytest.mark.sweep(8, cost=seconds_of)  # cheap ones: cost is called with the parameters
 
-The first case is always in the sample, and so is every value of every parameter that is not free: each dtype, tree, rule and
-family still runs, only not in every combination. Which cases fill it up follows from their ids, so it is the same everywhere.
+The first case is always in the sample, and so is every value of every parameter that is not free:
+each dtype, tree, rule and family still runs, only not in every combination. Which cases fill it up
+follows from their ids, so it is the same everywhere.
 """
 
 import random
@@ -29,10 +30,19 @@ def flatten_parameters(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def sample(cases: Sequence[Case], keep: int, free: Sequence[str] = (), cost: Callable[..., float] | None = None) -> set[str]:
-    """Return the ids of at least `keep` cases, the first among them, in which every value of every parameter occurs."""
+def sample(
+    cases: Sequence[Case],
+    keep: int,
+    free: Sequence[str] = (),
+    cost: Callable[..., float] | None = None,
+) -> set[str]:
+    """Return the ids of at least `keep` cases, the first among them, in which every value of
+    every parameter occurs.
+    """
     values = {
-        name: {(key, repr(value)) for key, value in flatten_parameters(parameters) if key not in free}
+        name: {
+            (key, repr(value)) for key, value in flatten_parameters(parameters) if key not in free
+        }
         for name, parameters in cases
     }
     price = {name: cost(**parameters) if cost else 1.0 for name, parameters in cases}
@@ -40,7 +50,9 @@ def sample(cases: Sequence[Case], keep: int, free: Sequence[str] = (), cost: Cal
     missing = set[Any]().union(*values.values()) - values[sampled[0]]
     others = sorted((name for name, _ in cases[1:]), key=lambda name: (crc32(name.encode()), name))
     while others and (missing or len(sampled) < keep):
-        best = max(others, key=lambda name: (len(values[name] & missing) / price[name], -price[name]))
+        best = max(
+            others, key=lambda name: (len(values[name] & missing) / price[name], -price[name])
+        )
         sampled.append(best)
         others.remove(best)
         missing -= values[best]
@@ -48,7 +60,9 @@ def sample(cases: Sequence[Case], keep: int, free: Sequence[str] = (), cost: Cal
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return few cases with a choice on each axis, in which every two choices on different axes meet."""
+    """Return few cases with a choice on each axis, in which every two choices on different axes
+    meet.
+    """
     draw = random.Random(0)
 
     def list_pairs(choices: tuple[Any, ...]) -> set[Any]:
@@ -72,12 +86,18 @@ def mark_unsampled(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of sweeps that are in no sample as slow."""
     sweeps = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
+        if (
+            isinstance(item, pytest.Function)
+            and item.get_closest_marker("sweep")
+            and not item.get_closest_marker("slow")
+        ):
             sweeps[item.nodeid.split("[")[0]].append(item)
     for cases in sweeps.values():
         mark = cases[0].get_closest_marker("sweep")
         assert mark is not None
-        sampled = sample([(case.nodeid, case.callspec.params) for case in cases], *mark.args, **mark.kwargs)
+        sampled = sample(
+            [(case.nodeid, case.callspec.params) for case in cases], *mark.args, **mark.kwargs
+        )
         for case in cases:
             if case.nodeid not in sampled:
                 case.add_marker(pytest.mark.slow)

@@ -1,4 +1,6 @@
-"""The core in an environment without the packages that add to it. `make test-core` runs all of its tests in one."""
+"""The core in an environment without the packages that add to it. `make test-core` runs all of
+its tests in one.
+"""
 
 import json
 import subprocess
@@ -65,7 +67,9 @@ def report() -> dict[str, Any]:
     """Return what a process without the packages prints."""
     hidden = {package.replace("-", "_") for package in read_package_names()}
     code = f"HIDDEN, WORDS = {hidden!r}, {[*MISSING.values()]!r}\n{HIDE}\n{RUN}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return printed

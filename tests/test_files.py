@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from spectrain.errors import UserError
-from spectrain.files import FolderBusy, atomic_write, explain_failed_write, make_folder_once, require_writable, write_text
+from spectrain.files import (
+    FolderBusy,
+    atomic_write,
+    explain_failed_write,
+    make_folder_once,
+    require_writable,
+    write_text,
+)
 
 
 class ProcessKilled(BaseException):
@@ -32,8 +39,12 @@ def read_content(path: Path, folder: bool) -> str:
 
 @pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize("before", [None, "old"])
-@pytest.mark.parametrize("failure", [None, ProcessKilled(), OSError(errno.ENOSPC, "full"), ValueError("other")], ids=str)
-def test_what_is_written_is_complete_or_as_before(tmp_path: Path, folder: bool, before: str | None, failure: Any) -> None:
+@pytest.mark.parametrize(
+    "failure", [None, ProcessKilled(), OSError(errno.ENOSPC, "full"), ValueError("other")], ids=str
+)
+def test_what_is_written_is_complete_or_as_before(
+    tmp_path: Path, folder: bool, before: str | None, failure: Any
+) -> None:
     """Whatever ends the writing, there is the new content or the old, and no other file."""
     path = tmp_path / "place"
     if before is not None:
@@ -47,15 +58,22 @@ def test_what_is_written_is_complete_or_as_before(tmp_path: Path, folder: bool, 
                 raise failure
     except (ProcessKilled, UserError, ValueError) as error:
         assert isinstance(error, UserError) == isinstance(failure, OSError)
-        assert not isinstance(error, UserError) or str(error).startswith(f"{path}: the disk is full")
+        assert not isinstance(error, UserError) or str(error).startswith(
+            f"{path}: the disk is full"
+        )
     expected = before if failure is not None else "new"
     assert list_names(tmp_path) == ([] if expected is None else ["place"])
     assert expected is None or read_content(path, folder) == expected
 
 
-def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything in a folder, and the folder, is synchronised while the old content still has the name."""
-    path, synced = tmp_path / "place", []
+def test_it_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything in a folder, and the folder, is synchronised while the old content still has
+    the name.
+    """
+    path = tmp_path / "place"
+    synced = []
     sync = os.fsync
 
     def record_sync(handle: int) -> None:
@@ -93,24 +111,34 @@ def test_a_full_disk_is_a_single_sentence(tmp_path: Path, number: int) -> None:
 
 
 def test_folders_made_for_what_failed_are_gone(tmp_path: Path) -> None:
-    """A refused folder leaves no empty ones above it; those that were there or hold something stay."""
+    """A refused folder leaves no empty ones above it; those that were there or hold something
+    stay.
+    """
     (tmp_path / "there").mkdir()
     for path in (tmp_path / "run" / "eval" / "heldout", tmp_path / "there" / "eval" / "heldout"):
         with pytest.raises(ValueError), atomic_write(path, folder=True):
             raise ValueError
     assert [path.name for path in tmp_path.rglob("*")] == ["there"]
-    with pytest.raises(ValueError), atomic_write(tmp_path / "run" / "eval" / "heldout", folder=True):
+    with (
+        pytest.raises(ValueError),
+        atomic_write(tmp_path / "run" / "eval" / "heldout", folder=True),
+    ):
         (tmp_path / "run" / "log.txt").touch()
         raise ValueError
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["log.txt", "run", "there"]
 
 
 def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
-    """A second writer is refused and leaves the first one's files alone; afterwards it may replace what was written."""
+    """A second writer is refused and leaves the first one's files alone; afterwards it may
+    replace what was written.
+    """
     path = tmp_path / "place"
     with atomic_write(path, folder=True) as scratch:
         write_content(scratch, True, "first")
-        with pytest.raises(FolderBusy, match="place: another process is writing it"), atomic_write(path, folder=True):
+        with (
+            pytest.raises(FolderBusy, match="place: another process is writing it"),
+            atomic_write(path, folder=True),
+        ):
             raise AssertionError
     assert read_content(path, True) == "first" and list_names(tmp_path) == ["place"]
     with atomic_write(path, folder=True) as scratch:
@@ -121,7 +149,10 @@ def test_a_folder_has_one_writer_at_a_time(tmp_path: Path) -> None:
 def test_a_new_folder_replaces_nothing(tmp_path: Path) -> None:
     """What another process has written after the check that there is nothing is kept."""
     path = tmp_path / "place"
-    with pytest.raises(UserError, match="meanwhile"), atomic_write(path, folder=True, is_new=True) as scratch:
+    with (
+        pytest.raises(UserError, match="meanwhile"),
+        atomic_write(path, folder=True, is_new=True) as scratch,
+    ):
         write_content(scratch, True, "mine")
         path.mkdir()
         write_content(path, True, "other")
@@ -129,8 +160,11 @@ def test_a_new_folder_replaces_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_kill_has_left_is_removed(tmp_path: Path) -> None:
-    """Files of a killed writer, or a link in the place of its folder, are no part of the new content."""
-    path, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    """Files of a killed writer, or a link in the place of its folder, are no part of the new
+    content.
+    """
+    path = tmp_path / "place"
+    elsewhere = tmp_path / "elsewhere"
     (tmp_path / "place.part").mkdir()
     write_content(tmp_path / "place.part", True, "half")
     with atomic_write(path, folder=True) as scratch:
@@ -143,7 +177,9 @@ def test_what_a_kill_has_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_cache_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Processes that need the same folder of a cache wait for the first of them, and write nothing again."""
+    """Processes that need the same folder of a cache wait for the first of them, and write
+    nothing again.
+    """
     calls: list[int] = []
 
     def write_slowly(scratch: Path) -> None:
@@ -151,26 +187,42 @@ def test_a_cache_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
         time.sleep(0.1)
         write_content(scratch, True, "content")
 
-    threads = [Thread(target=make_folder_once, args=(tmp_path / "place", "inside", write_slowly)) for _ in range(3)]
+    threads = [
+        Thread(target=make_folder_once, args=(tmp_path / "place", "inside", write_slowly))
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert calls == [1] and read_content(tmp_path / "place", True) == "content" and list_names(tmp_path) == ["place"]
+    assert (
+        calls == [1]
+        and read_content(tmp_path / "place", True) == "content"
+        and list_names(tmp_path) == ["place"]
+    )
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR])
+@pytest.mark.parametrize(
+    "number", [errno.EROFS, errno.EACCES, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR]
+)
 def test_a_path_that_cannot_be_written_is_a_single_sentence(tmp_path: Path, number: int) -> None:
     """The error names the destination; one about another file stays as it is."""
     sentence = rf"place: it cannot be written \({os.strerror(number)}\); choose another place"
     with pytest.raises(UserError, match=sentence), explain_failed_write(tmp_path / "place"):
         raise OSError(number, os.strerror(number), str(tmp_path / "place.part" / "file"))
-    with pytest.raises(OSError, match=os.strerror(number)), explain_failed_write(tmp_path / "place"):
+    with (
+        pytest.raises(OSError, match=os.strerror(number)),
+        explain_failed_write(tmp_path / "place"),
+    ):
         raise OSError(number, os.strerror(number), str(tmp_path / "source"))
 
 
-def test_paths_are_refused_before_anything_slow_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that are too long, files on the way, and folders and file systems that nobody may write."""
+def test_paths_are_refused_before_anything_slow_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that are too long, files on the way, and folders and file systems that nobody may
+    write.
+    """
     require_writable(tmp_path / "new" / "folder", "out")
     require_writable(Path("new") / "folder", "out")
     with pytest.raises(UserError, match=r"^out=.* \.\.\. .*: a name has at most 241 bytes here"):
@@ -178,9 +230,15 @@ def test_paths_are_refused_before_anything_slow_runs(tmp_path: Path, monkeypatch
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/out: .*file is a file; choose another place"):
         require_writable(tmp_path / "file" / "out", "out")
-    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"out: it cannot be written \(Permission denied\)"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(UserError, match=r"out: it cannot be written \(Permission denied\)"),
+    ):
         patched.setattr("os.access", lambda path, mode: False)
         require_writable(tmp_path / "out", "out")
-    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"cannot be written \(Read-only file system\)"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(UserError, match=r"cannot be written \(Read-only file system\)"),
+    ):
         patched.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
         require_writable(tmp_path / "out", "out")

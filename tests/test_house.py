@@ -1,4 +1,6 @@
-"""Rules of the code base: imports point to lower levels, class names are unique, and functions fit on a screen."""
+"""Rules of the code base: imports point to lower levels, class names are unique, and functions
+fit on a screen.
+"""
 
 import ast
 import re
@@ -14,8 +16,13 @@ from spectrain.config.missing import read_package_names
 
 ROOT = Path(__file__).parents[1]
 CODE = ("spectrain", "eval", "kernels")
-PACKAGES = tuple(path.parent.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("packages/*/spectrain_*/__init__.py")))
-"""The folders of code of the packages beside the core, which import it and which it finds by their entry points."""
+PACKAGES = tuple(
+    path.parent.relative_to(ROOT).as_posix()
+    for path in sorted(ROOT.glob("packages/*/spectrain_*/__init__.py"))
+)
+"""The folders of code of the packages beside the core, which import it and which it finds by
+their entry points.
+"""
 
 ROOMS = (
     ("kernels",),
@@ -36,7 +43,9 @@ ROOMS = (
     ("cli",),
     ("__init__", "__main__"),
 )
-"""The rooms, and the modules beside them, each of which imports from those of its line and the lines before it."""
+"""The rooms, and the modules beside them, each of which imports from those of its line and the
+lines before it.
+"""
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 LEVEL |= {Path(package).name: LEVEL["follow"] for package in PACKAGES}
 PLAIN = {"base", "capabilities", "context", "__init__"}  # modules in drafters/ that are no family
@@ -50,7 +59,8 @@ SINGLE_PROGRAM = {
 """Triton kernels of more than 60 lines: one program for the device is one function here."""
 IMPOSED = {
     "models/attention.py:layer_attention",  # transformers calls it, by these names
-    "models/compiled_layers.py:_attend_with_cache",  # an operation that torch traces takes no objects
+    # an operation that torch traces takes no objects
+    "models/compiled_layers.py:_attend_with_cache",
 }
 CONFIGURED = {
     "drafters/eagle1.py:Eagle1",
@@ -60,12 +70,18 @@ CONFIGURED = {
     "drafters/pard.py:Pard",
     "drafters/peagle.py:PEagle",
 }
-"""Classes whose constructors mirror a yaml of more than eight settings; packages name theirs beside their tests."""
+"""Classes whose constructors mirror a yaml of more than eight settings; packages name theirs
+beside their tests.
+"""
 
 
 @cache
 def list_sources(folder: str) -> list[Path]:
-    return [path for path in (ROOT / folder).rglob("*.py") if not any(part.is_symlink() for part in path.parents)]
+    return [
+        path
+        for path in (ROOT / folder).rglob("*.py")
+        if not any(part.is_symlink() for part in path.parents)
+    ]
 
 
 @cache
@@ -83,7 +99,9 @@ def code() -> list[Path]:
 
 
 def inside(path: Path) -> str:
-    """Return a file's path in the core, such as models/target.py, or in the packages, such as spectrain_NAME/saved.py."""
+    """Return a file's path in the core, such as models/target.py, or in the packages, such as
+    spectrain_NAME/saved.py.
+    """
     parts = path.relative_to(ROOT).parts
     return "/".join(parts[{"spectrain": 1, "packages": 2}.get(parts[0], 0) :])
 
@@ -94,7 +112,9 @@ def room_of(path: Path) -> str:
 
 @cache
 def imports(path: Path) -> set[str]:
-    """Return the modules of ours that a file imports, local and type-only imports too, without the `spectrain.`."""
+    """Return the modules of ours that a file imports, local and type-only imports too, without
+    the `spectrain.`.
+    """
     folders = inside(path).split("/")[:-1]
     package = folders if path.is_relative_to(ROOT / "packages") else ["spectrain", *folders]
     modules: set[str] = set()
@@ -106,7 +126,11 @@ def imports(path: Path) -> set[str]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             modules |= {f"{module}.{alias.name}" for alias in node.names}
     names = tuple(f"{Path(folder).name}." for folder in PACKAGES)
-    return {name.removeprefix("spectrain.") for name in modules if name.startswith(("spectrain.", *names))}
+    return {
+        name.removeprefix("spectrain.")
+        for name in modules
+        if name.startswith(("spectrain.", *names))
+    }
 
 
 def list_edges() -> Iterator[tuple[Path, str]]:
@@ -127,7 +151,11 @@ def test_every_room_has_a_level() -> None:
 
 def test_imports_point_to_lower_levels() -> None:
     """Each file imports from rooms on its own line or on an earlier one."""
-    wrong = {f"{inside(path)} -> {room}" for path, room in list_edges() if LEVEL[room] > LEVEL[room_of(path)]}
+    wrong = {
+        f"{inside(path)} -> {room}"
+        for path, room in list_edges()
+        if LEVEL[room] > LEVEL[room_of(path)]
+    }
     assert not wrong, sorted(wrong)
 
 
@@ -147,44 +175,63 @@ def test_the_core_imports_no_package() -> None:
     """The core finds packages by entry points, and packages do not import each other."""
     names = {Path(folder).name for folder in PACKAGES}
     for path in code():
-        assert not {name.split(".")[0] for name in imports(path)} & (names - {room_of(path)}), inside(path)
+        assert not {name.split(".")[0] for name in imports(path)} & (names - {room_of(path)}), (
+            inside(path)
+        )
 
 
 def test_the_tests_of_the_core_import_no_package() -> None:
     """They pass without the packages, whose tests may import them."""
     pattern = re.compile(
-        rf"^\s*(?:from|import) (?:packages|{'|'.join(Path(folder).name for folder in PACKAGES)})\b", re.MULTILINE
+        rf"^\s*(?:from|import) (?:packages|{'|'.join(Path(folder).name for folder in PACKAGES)})\b",
+        re.MULTILINE,
     )
     assert not [path for path in (ROOT / "tests").rglob("*.py") if pattern.search(path.read_text())]
 
 
 HOMONYMS = {
-    "adaptive", "beam", "beams", "bounded", "cast", "chosen", "codes", "controllers", "default", "devices",
-    "diffusion", "entropy", "exits", "falcon", "generated", "graph", "guidance", "hydra", "importance",
-    "int4", "joint", "judge", "loose", "mixture", "near", "nearby", "on_policy", "online", "opt", "other_device",
-    "overlap", "pipelines", "policy", "pruning", "rank", "router", "self", "shared", "sigmoid", "space",
+    "adaptive", "beam", "beams", "bounded", "cast", "chosen", "codes", "controllers", "default",
+    "devices",
+    "diffusion", "entropy", "exits", "falcon", "generated", "graph", "guidance", "hydra",
+    "importance",
+    "int4", "joint", "judge", "loose", "mixture", "near", "nearby", "on_policy", "online", "opt",
+    "other_device",
+    "overlap", "pipelines", "policy", "pruning", "rank", "router", "self", "shared", "sigmoid",
+    "space",
     "sweeps", "transport", "traversal", "union", "universal",
 }  # fmt: skip
-"""Names of ideas that are other things too: words, terms (on-policy), a library (hydra), a model (falcon), a type (int4)."""
+"""Names of ideas that are other things too: words, terms (on-policy), a library (hydra), a model
+(falcon), a type (int4).
+"""
 
 
 def list_idea_names() -> dict[str, set[str]]:
-    """Return group -> names: the choices that packages add, and under "" the folders of their ideas."""
+    """Return group -> names: the choices that packages add, and under "" the folders of their
+    ideas.
+    """
     groups: dict[str, set[str]] = defaultdict(set)
     for package in read_package_names().values():
         for group, names in package.items():
             if "." not in group and group != "format":
                 groups[group] |= {*names}
-    groups[""] = {path.parent.name for folder in PACKAGES for path in (ROOT / folder).glob("*/__init__.py")} - {"conf"}
+    groups[""] = {
+        path.parent.name for folder in PACKAGES for path in (ROOT / folder).glob("*/__init__.py")
+    } - {"conf"}
     return groups
 
 
 def test_no_idea_is_named_in_the_core() -> None:
-    """Neither code nor configuration has a name of an idea, as a word or as GROUP=NAME; packages.json alone lists them."""
+    """Neither code nor configuration has a name of an idea, as a word or as GROUP=NAME;
+    packages.json alone lists them.
+    """
     groups = list_idea_names()
     plain = {name for names in groups.values() for name in names} - HOMONYMS
     patterns = [rf"(?<![\w.-])(?:{'|'.join(sorted(plain))})(?![\w-])"]
-    patterns += [rf"\b{group}=(?:{'|'.join(sorted(names))})(?![\w-]|\.\w)" for group, names in groups.items() if group]
+    patterns += [
+        rf"\b{group}=(?:{'|'.join(sorted(names))})(?![\w-]|\.\w)"
+        for group, names in groups.items()
+        if group
+    ]
     pattern = re.compile("|".join(patterns))
     files = [
         *core_code(),
@@ -192,7 +239,11 @@ def test_no_idea_is_named_in_the_core() -> None:
         *(ROOT / "recipes").glob("*.yaml"),
         *(ROOT / "spectrain").rglob("*.yaml"),
     ]
-    found = {f"{path.relative_to(ROOT)}: {match[0]}" for path in files for match in pattern.finditer(path.read_text())}
+    found = {
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in files
+        for match in pattern.finditer(path.read_text())
+    }
     assert not found, sorted(found)
 
 
@@ -215,12 +266,16 @@ def test_families_are_apart() -> None:
 
 @pytest.mark.parametrize("room", ["training", "data", "features", "decoding"])
 def test_no_family_is_named(room: str) -> None:
-    """What trains, feeds and runs drafters neither imports a family nor asks for one by its name."""
+    """What trains, feeds and runs drafters neither imports a family nor asks for one by its
+    name.
+    """
     for path in list_sources(f"spectrain/{room}"):
         modules = {".".join(name.split(".")[:2]) for name in imports(path)}
         assert not {f"drafters.{family}" for family in list_families()} & modules, path
         strings = {
-            node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            node.value
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         assert not list_families() & strings, path
 
@@ -228,7 +283,9 @@ def test_no_family_is_named(room: str) -> None:
 def list_functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Yield every function of ours, as path:Class.name."""
 
-    def walk_functions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    def walk_functions(
+        node: ast.AST, name: str
+    ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield f"{name}{child.name}", child
@@ -259,9 +316,11 @@ def test_functions_take_few_parameters() -> None:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    """None has more than 60 lines, and one in a hundred at most more than 45; descriptions of settings in a signature are not
-    counted."""
-    lengths = {name: (node.end_lineno or 0) - node.body[0].lineno + 2 for name, node in list_functions()}
+    """None has more than 60 lines, and one in a hundred at most more than 45; descriptions of
+    settings in a signature are not counted."""
+    lengths = {
+        name: (node.end_lineno or 0) - node.body[0].lineno + 2 for name, node in list_functions()
+    }
     long = {name for name, length in lengths.items() if length > 60}
     assert long == SINGLE_PROGRAM, sorted(long ^ SINGLE_PROGRAM)
     lengthy = {name for name, length in lengths.items() if length > 45}
@@ -269,6 +328,11 @@ def test_functions_fit_on_a_screen() -> None:
 
 
 def test_class_names_are_unique() -> None:
-    counts = Counter(node.name for path in code() for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+    counts = Counter(
+        node.name
+        for path in code()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+    )
     repeated = {name for name, count in counts.items() if count > 1}
     assert not repeated, sorted(repeated)

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from spectrain.config.choices import conf_folders, list_constructors
 from spectrain.config.signatures import list_keys
-from tests.language import dialect_per_thousand, function_names, is_bare, is_sentence, is_single_word
+from tests.language import (
+    dialect_per_thousand,
+    function_names,
+    is_bare,
+    is_sentence,
+    is_single_word,
+)
 from tests.test_house import ROOT, code, imports, inside
 
 MAX_SINGLE_WORD = 0.10  # share of the distinct function names that are one word
@@ -26,8 +32,14 @@ def find_module(imported: str, paths: Mapping[str, Path]) -> str:
 
 def map_imports() -> dict[str, set[str]]:
     """Map every module to the modules that it imports, local and type-only imports counted."""
-    names = {inside(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in code()}
-    return {name: {find_module(each, names) for each in imports(path)} - {name, ""} for name, path in names.items()}
+    names = {
+        inside(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+        for path in code()
+    }
+    return {
+        name: {find_module(each, names) for each in imports(path)} - {name, ""}
+        for name, path in names.items()
+    }
 
 
 def test_function_names_are_verbs_with_objects() -> None:
@@ -49,9 +61,16 @@ def test_dialect_words_stay_out_of_tests_and_scripts() -> None:
 
 
 def test_settings_are_described_by_sentences() -> None:
-    groups = sorted({entry.name for folder in conf_folders() for entry in folder.iterdir() if entry.is_dir()})
+    groups = sorted(
+        {entry.name for folder in conf_folders() for entry in folder.iterdir() if entry.is_dir()}
+    )
     targets = {target for group in groups for target in list_constructors(group).values()}
-    missing = {f"{target}.{key.name}" for target in targets for key in list_keys(target) if not is_sentence(key.description)}
+    missing = {
+        f"{target}.{key.name}"
+        for target in targets
+        for key in list_keys(target)
+        if not is_sentence(key.description)
+    }
     assert not missing, sorted(missing)
 
 

@@ -19,22 +19,36 @@ OURS = {"spectrain", *(Path(folder).name for folder in PACKAGES)}
 
 
 def test_linked_folders_are_folders() -> None:
-    """Links that a checkout turned into text files would break imports: clone with core.symlinks=true."""
+    """Links that a checkout turned into text files would break imports: clone with
+    core.symlinks=true.
+    """
     assert all((ROOT / "spectrain" / name).is_dir() for name in ("conf", "eval", "kernels"))
     assert (ROOT / "conf" / "recipe").is_dir()
 
 
 def test_kernels_never_shadows_the_hugging_face_package() -> None:
-    """A regular package there would win over an installed `kernels` whenever the root is on sys.path."""
+    """A regular package there would win over an installed `kernels` whenever the root is on
+    sys.path.
+    """
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
 def test_every_import_is_declared() -> None:
-    """What the code imports is a dependency or in an extra that users install, not merely there because something else is."""
+    """What the code imports is a dependency or in an extra that users install, not merely there
+    because something else is.
+    """
     tomllib = pytest.importorskip("tomllib", reason="Python reads toml from 3.11 on")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [names for extra, names in project["optional-dependencies"].items() if extra not in ("dev", "docs")]
-    declared = {canonicalize_name(Requirement(name).name) for names in (project["dependencies"], *extras) for name in names}
+    extras = [
+        names
+        for extra, names in project["optional-dependencies"].items()
+        if extra not in ("dev", "docs")
+    ]
+    declared = {
+        canonicalize_name(Requirement(name).name)
+        for names in (project["dependencies"], *extras)
+        for name in names
+    }
     installed = packages_distributions()
     missing = set()
     # Plugins of servers run in the engine's environment.
@@ -43,29 +57,53 @@ def test_every_import_is_declared() -> None:
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
                 modules = [node.module]
-            for name in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - OURS:
+            for name in (
+                {module.split(".")[0] for module in modules} - sys.stdlib_module_names - OURS
+            ):
                 if not declared & set(map(canonicalize_name, installed.get(name, [name]))):
                     missing.add(name)
     assert not missing, f"add to pyproject.toml what ships {sorted(missing)}"
 
 
 def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
-    """The wheel, built by way of the sdist, ships code, configuration and data under one top-level name."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    """The wheel, built by way of the sdist, ships code, configuration and data under one
+    top-level name.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"spectrain"}
     assert not [name for name in names if "benchmarks" in name or "embedded_prompts" in name]
-    expected = ["conf/train.yaml", "conf/recipe/eagle3.yaml", "eval/run.py", "eval/page.html",
-              "kernels/tree_attention.py", "py.typed", "cli/help.yaml", "cli/completion.bash", "data/conversations.jsonl.gz",
-              "data/heldout.jsonl", "data/tiny/model.safetensors"]  # fmt: skip
+    expected = [
+        "conf/train.yaml",
+        "conf/recipe/eagle3.yaml",
+        "eval/run.py",
+        "eval/page.html",
+        "kernels/tree_attention.py",
+        "py.typed",
+        "cli/help.yaml",
+        "cli/completion.bash",
+        "data/conversations.jsonl.gz",
+        "data/heldout.jsonl",
+        "data/tiny/model.safetensors",
+    ]
     for name in expected:
         assert f"spectrain/{name}" in names, name
 
 
 def test_wheels_that_travel_are_pure_and_missing_there() -> None:
-    """What spectrain needs is followed to what that needs; torch's own needs stay behind, and nothing else is forgotten."""
+    """What spectrain needs is followed to what that needs; torch's own needs stay behind, and
+    nothing else is forgotten.
+    """
     requirements = find_requirements("spectrain", {})
     assert (
         {"rich", "transformers", "numpy", "mdurl"} <= set(requirements)
@@ -73,4 +111,7 @@ def test_wheels_that_travel_are_pure_and_missing_there() -> None:
         and "sympy" not in requirements
     )
     assert is_pure(requirements["rich"]) and not is_pure(requirements["numpy"])
-    assert read_names("Typing_Extensions==4.1\n-e here\nrich==15.0") == {"typing-extensions", "rich"}
+    assert read_names("Typing_Extensions==4.1\n-e here\nrich==15.0") == {
+        "typing-extensions",
+        "rich",
+    }

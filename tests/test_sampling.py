@@ -1,4 +1,6 @@
-"""Which cases of a sweep `make test` runs: a few, always the same, and among them every value of every parameter."""
+"""Which cases of a sweep `make test` runs: a few, always the same, and among them every value of
+every parameter.
+"""
 
 import os
 import subprocess
@@ -23,7 +25,9 @@ def list_values(sampled: set[str], key: str) -> set[Any]:
 
 @pytest.mark.parametrize("keep", [1, 4, 20, 54, 99])
 def test_every_value_occurs(keep: int) -> None:
-    """A sample has the first case, every value of every parameter but the free ones, and the requested number of cases."""
+    """A sample has the first case, every value of every parameter but the free ones, and the
+    requested number of cases.
+    """
     sampled = sample(CASES, keep, free=("seed",))
     assert (
         CASES[0][0] in sampled
@@ -35,23 +39,40 @@ def test_every_value_occurs(keep: int) -> None:
 
 
 def test_the_sample_stays() -> None:
-    """The sample follows from the ids: more cases, or another order after the first, change little or nothing."""
+    """The sample follows from the ids: more cases, or another order after the first, change
+    little or nothing.
+    """
     sampled = sample(CASES, 10)
-    assert sampled == sample(CASES[:1] + CASES[:0:-1], 10) and len(sampled & sample(CASES[:-9], 10)) > 5
+    assert (
+        sampled == sample(CASES[:1] + CASES[:0:-1], 10)
+        and len(sampled & sample(CASES[:-9], 10)) > 5
+    )
 
 
 def test_cheap_cases_come_first() -> None:
-    """Of two cases with equally many new values the cheaper one is sampled, and an expensive value occurs once."""
+    """Of two cases with equally many new values the cheaper one is sampled, and an expensive
+    value occurs once.
+    """
     sampled = sample(CASES, 12, cost=lambda size, tree, seed: float(size))
     assert sum("[64-" in name for name in sampled) == 1
 
 
 def test_every_pair_meets() -> None:
-    """Every two choices on different axes stand in one case, and there are far fewer cases than in the whole product."""
-    axes: list[tuple[Any, ...]] = [(1, 5, 64), ("chain", "star"), (None, 2.0), range(4), (False, True)]
+    """Every two choices on different axes stand in one case, and there are far fewer cases than
+    in the whole product.
+    """
+    axes: list[tuple[Any, ...]] = [
+        (1, 5, 64),
+        ("chain", "star"),
+        (None, 2.0),
+        range(4),
+        (False, True),
+    ]
     cases = pairwise(*axes)
     for first, second in combinations(range(len(axes)), 2):
-        assert {(case[first], case[second]) for case in cases} == set(product(axes[first], axes[second]))
+        assert {(case[first], case[second]) for case in cases} == set(
+            product(axes[first], axes[second])
+        )
     assert len(cases) <= 24 and cases == pairwise(*axes)
 
 
@@ -76,12 +97,28 @@ def test_other(size): ...
 
 
 def test_the_rest_is_slow(tmp_path: Path) -> None:
-    """What is in no sample is left out by -m "not slow" and runs with the slow tests; other tests are left alone."""
+    """What is in no sample is left out by -m "not slow" and runs with the slow tests; other
+    tests are left alone.
+    """
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(SWEEP)
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     for which, count in (("not slow", 12), ("slow", 6), ("slow or not slow", 18)):
-        command = [sys.executable, "-m", "pytest", "-q", "--rootdir", ".", "-c", os.devnull, "-m", which, "test_it.py"]
-        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--rootdir",
+            ".",
+            "-c",
+            os.devnull,
+            "-m",
+            which,
+            "test_it.py",
+        ]
+        ran = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
         assert f"{count} passed" in ran.stdout, ran.stdout

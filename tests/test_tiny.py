@@ -1,4 +1,6 @@
-"""The tiny target has real language statistics, so that acceptance lengths measured on it mean something."""
+"""The tiny target has real language statistics, so that acceptance lengths measured on it mean
+something.
+"""
 
 import pytest
 import torch
@@ -21,20 +23,29 @@ LENGTH = 48
 @pytest.fixture(scope="module")
 def prompts(tiny: Target) -> list[list[int]]:
     """Return the held-out prompts, on subjects that the tiny target was never trained on."""
-    openings = [[{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(None, 30).prompts]
+    openings = [
+        [{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(None, 30).prompts
+    ]
     return [tokenize_prompt(tiny.template, opening) for opening in openings]
 
 
-def measure_acceptance(tiny: Target, prompts: list[list[int]], drafter: Drafter, builder: Chain | Eagle2) -> float:
+def measure_acceptance(
+    tiny: Target, prompts: list[list[int]], drafter: Drafter, builder: Chain | Eagle2
+) -> float:
     rounds = [
-        n for p in prompts for g in decode(tiny, [p], Greedy(), LENGTH, drafter, builder) for n in g.complete_round_lengths
+        n
+        for p in prompts
+        for g in decode(tiny, [p], Greedy(), LENGTH, drafter, builder)
+        for n in g.complete_round_lengths
     ]
     return sum(rounds) / len(rounds)
 
 
 @pytest.mark.slow
 def test_entropy_of_held_out_text(tiny: Target, prompts: list[list[int]]) -> None:
-    """Over its own sampled answers to held-out prompts, the next token has at least two nats of entropy."""
+    """Over its own sampled answers to held-out prompts, the next token has at least two nats of
+    entropy.
+    """
     entropies = []
     for row, prompt in enumerate(prompts):
         answer = decode(tiny, [prompt], Match(1.0), LENGTH, sequence_ids=[row])[0].output
@@ -55,5 +66,8 @@ def test_copying_does_not_explain_it(tiny: Target, prompts: list[list[int]]) -> 
 def test_an_untrained_drafter_knows_nothing(tiny: Target, prompts: list[list[int]]) -> None:
     """EAGLE-3 before its first step accepts fewer than 1.2 tokens per forward, even with a tree."""
     drafter = Eagle3(tiny, ttt_steps=3).eval()
-    drafter.prepare(tiny, EmbeddedReader(limit=50).make_dataset(tiny.template).token_counts(tiny.head.vocab_size))
+    drafter.prepare(
+        tiny,
+        EmbeddedReader(limit=50).make_dataset(tiny.template).token_counts(tiny.head.vocab_size),
+    )
     assert measure_acceptance(tiny, prompts, drafter, Eagle2(depth=5, budget=16, top_k=4)) < 1.2

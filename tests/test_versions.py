@@ -1,4 +1,6 @@
-"""The bounds of dependencies: they allow what is tested, and each can be installed at its lower bound."""
+"""The bounds of dependencies: they allow what is tested, and each can be installed at its lower
+bound.
+"""
 
 from packaging.version import Version
 
@@ -6,16 +8,26 @@ from scripts.check_versions import lower_bound, make_pins, read_pins, read_requi
 
 
 def test_bounds_allow_the_tested_versions() -> None:
-    pins, requirements = read_pins(), read_requirements()
-    assert {"torch", "transformers", "datasets", "aiohttp"} <= {requirement.name for requirement in requirements}
+    pins = read_pins()
+    requirements = read_requirements()
+    assert {"torch", "transformers", "datasets", "aiohttp"} <= {
+        requirement.name for requirement in requirements
+    }
     for requirement in requirements:
-        assert requirement.name not in pins or pins[requirement.name] in requirement.specifier, requirement
+        assert requirement.name not in pins or pins[requirement.name] in requirement.specifier, (
+            requirement
+        )
 
 
 def test_an_api_that_moved_has_an_upper_bound() -> None:
-    """transformers 5.24 renamed an argument that release 5.40 drops: a release that nobody tested is not installed."""
+    """transformers 5.24 renamed an argument that release 5.40 drops: a release that nobody
+    tested is not installed.
+    """
     bounds = {requirement.name: requirement.specifier for requirement in read_requirements()}
-    assert not any(version in bounds["transformers"] for version in ("5.20.2", "5.40.0")) and "5.24.0" in bounds["transformers"]
+    assert (
+        not any(version in bounds["transformers"] for version in ("5.20.2", "5.40.0"))
+        and "5.24.0" in bounds["transformers"]
+    )
     assert "3.0" not in bounds["torch"]
 
 

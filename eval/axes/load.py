@@ -1,8 +1,10 @@
-"""A server under load, by simulation over measured times: requests arrive at random and are decoded together.
+"""A server under load, by simulation over measured times: requests arrive at random and are decoded
+together.
 
-Requests arrive as a Poisson process. Before every round the server admits those that wait, up to the largest measured number
-of texts, and reads their prompts one after the other (continuous batching). A round then advances all texts: by one token in
-the time of a step, or by a drawn number of tokens in the time of a drafted round. Every policy serves the same requests.
+Requests arrive as a Poisson process. Before every round the server admits those that wait, up to
+the largest measured number of texts, and reads their prompts one after the other (continuous
+batching). A round then advances all texts: by one token in the time of a step, or by a drawn number
+of tokens in the time of a drafted round. Every policy serves the same requests.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ LOADS = (0.1, 0.25, 0.5, 0.7, 0.85, 1.0, 1.2)
 
 @dataclass(frozen=True)
 class TimeTable:
-    """Measured times of a server by number of texts that are decoded together, and what a request needs."""
+    """Measured times of a server by number of texts that are decoded together, and what a
+    request needs.
+    """
 
     # Seconds of a step without a drafter, and of a drafted round.
     step_seconds: dict[int, float]
@@ -45,24 +49,35 @@ class TimeTable:
 
     def mean_round(self, num_texts: int) -> float:
         """Return the mean tokens of a drafted round."""
-        return float(sum(length * share for length, share in enumerate(self.nearest_lengths(num_texts), 1)))
+        return float(
+            sum(length * share for length, share in enumerate(self.nearest_lengths(num_texts), 1))
+        )
 
     def interpolate(self, seconds: dict[int, float], num_texts: int) -> float:
-        """Return the seconds of a round with so many texts, interpolated linearly between the measured numbers."""
+        """Return the seconds of a round with so many texts, interpolated linearly between the
+        measured numbers.
+        """
         sizes = sorted(seconds)
         return float(np.interp(num_texts, sizes, [seconds[size] for size in sizes]))
 
     def pays(self, num_texts: int) -> bool:
         """Tell whether drafting emits more tokens per second with so many texts."""
-        drafted, step = (self.interpolate(part, num_texts) for part in (self.round_seconds, self.step_seconds))
+        drafted, step = (
+            self.interpolate(part, num_texts) for part in (self.round_seconds, self.step_seconds)
+        )
         return self.mean_round(num_texts) * step > drafted
 
     def capacity(self) -> float:
-        """Return the requests per second that the server can keep up with, drafting where it pays."""
+        """Return the requests per second that the server can keep up with, drafting where it
+        pays.
+        """
         tokens = float(np.mean(self.answer_tokens)) - 1
         rates = []
         for size in self.step_seconds:
-            rounds = tokens * self.step_seconds[size], tokens / self.mean_round(size) * self.round_seconds[size]
+            rounds = (
+                tokens * self.step_seconds[size],
+                tokens / self.mean_round(size) * self.round_seconds[size],
+            )
             rates.append(size / max(size * self.prefill_seconds + min(rounds), 1e-12))
         return max(rates)
 
@@ -96,7 +111,8 @@ class LoadPoint:
 
     # Requests per second that arrive.
     rate: float
-    # Tokens per second, of all answers and of those with 95 % of the times between tokens within the bound.
+    # Tokens per second, of all answers and of those with 95 % of the times between tokens within
+    # the bound.
     throughput: float
     goodput: float
     # 95th percentiles, in milliseconds: from the arrival to the first token, and between tokens.
@@ -109,22 +125,37 @@ class LoadPoint:
 
 
 def simulate_load(
-    table: TimeTable, policy: Policy, rate: float, bound_ms: float = 50.0, num_requests: int = NUM_REQUESTS, seed: int = 0
+    table: TimeTable,
+    policy: Policy,
+    rate: float,
+    bound_ms: float = 50.0,
+    num_requests: int = NUM_REQUESTS,
+    seed: int = 0,
 ) -> LoadPoint:
     """Simulate requests that arrive at `rate` per second until all are answered."""
     random = np.random.default_rng(seed)
     arrivals = np.cumsum(random.exponential(1 / rate, num_requests))
     lengths = random.choice(np.asarray(table.answer_tokens), num_requests)
-    requests = [SimulatedRequest(float(start), int(count), int(count)) for start, count in zip(arrivals, lengths)]
+    requests = [
+        SimulatedRequest(float(start), int(count), int(count))
+        for start, count in zip(arrivals, lengths)
+    ]
     num_texts = serve_requests(table, policy, requests, random)
     return summarize_load(requests, rate, bound_ms, num_texts)
 
 
 def serve_requests(
-    table: TimeTable, policy: Policy, requests: Sequence[SimulatedRequest], random: np.random.Generator
+    table: TimeTable,
+    policy: Policy,
+    requests: Sequence[SimulatedRequest],
+    random: np.random.Generator,
 ) -> float:
-    """Serve requests in the order of their arrival, and return the mean number of texts in a round."""
-    waiting, active, clock = deque(requests), list[SimulatedRequest](), 0.0
+    """Serve requests in the order of their arrival, and return the mean number of texts in a
+    round.
+    """
+    waiting = deque(requests)
+    active = list[SimulatedRequest]()
+    clock = 0.0
     sizes: list[int] = []
     while waiting or active:
         if not active and waiting[0].arrival > clock:
@@ -138,7 +169,9 @@ def serve_requests(
         if not active:
             continue
         drafts = policy(table, len(active))
-        seconds = table.interpolate(table.round_seconds if drafts else table.step_seconds, len(active))
+        seconds = table.interpolate(
+            table.round_seconds if drafts else table.step_seconds, len(active)
+        )
         clock += seconds
         sizes.append(len(active))
         lengths = table.nearest_lengths(len(active)) if drafts else [1.0]
@@ -147,32 +180,48 @@ def serve_requests(
             count = min(emitted, request.remaining)
             # Other prompts that were read in between delay a text too.
             request.gaps += [clock - request.finish, *[0.0] * (count - 1)]
-            request.finish, request.remaining = clock, request.remaining - count
+            request.finish = clock
+            request.remaining = request.remaining - count
         active = [request for request in active if request.remaining > 0]
     return float(np.mean(sizes)) if sizes else 0.0
 
 
-def summarize_load(requests: Sequence[SimulatedRequest], rate: float, bound_ms: float, num_texts: float) -> LoadPoint:
+def summarize_load(
+    requests: Sequence[SimulatedRequest], rate: float, bound_ms: float, num_texts: float
+) -> LoadPoint:
     """Measure how requests were served."""
     seconds = max(request.finish for request in requests) - requests[0].arrival
     gaps = [gap for request in requests for gap in request.gaps]
     late = [sum(gap > bound_ms / 1000 for gap in request.gaps) for request in requests]
-    timely = [request for request, count in zip(requests, late) if count <= 0.05 * len(request.gaps)]
+    timely = [
+        request for request, count in zip(requests, late) if count <= 0.05 * len(request.gaps)
+    ]
     return LoadPoint(
         round(rate, 5),
         round(sum(request.tokens for request in requests) / seconds, 3),
         round(sum(request.tokens for request in timely) / seconds, 3),
-        round(1000 * float(np.percentile([request.first_token - request.arrival for request in requests], 95)), 3),
+        round(
+            1000
+            * float(
+                np.percentile([request.first_token - request.arrival for request in requests], 95)
+            ),
+            3,
+        ),
         round(1000 * float(np.percentile(gaps, 95)), 3) if gaps else 0.0,
-        float(np.mean([(request.finish - request.arrival) / request.tokens for request in requests])),
+        float(
+            np.mean([(request.finish - request.arrival) / request.tokens for request in requests])
+        ),
         round(num_texts, 2),
     )
 
 
-def simulate_policies(table: TimeTable, bound_ms: float, num_requests: int = NUM_REQUESTS) -> dict[str, Any]:
+def simulate_policies(
+    table: TimeTable, bound_ms: float, num_requests: int = NUM_REQUESTS
+) -> dict[str, Any]:
     """Simulate every policy at several rates of arrivals, for summary.json.
 
-    stop: the rate up to which always drafting takes no more time per token than never drafting, waiting included.
+    stop: the rate up to which always drafting takes no more time per token than never drafting,
+    waiting included.
     stop_goodput: the rate up to which it has at least the goodput of never drafting.
     """
     rates = [load * table.capacity() for load in LOADS]
@@ -180,8 +229,14 @@ def simulate_policies(table: TimeTable, bound_ms: float, num_requests: int = NUM
         name: [simulate_load(table, policy, rate, bound_ms, num_requests) for rate in rates]
         for name, policy in POLICIES.items()
     }
-    gains = [never.seconds_per_token / always.seconds_per_token for never, always in zip(points["never"], points["always"])]
-    goods = [max(always.goodput, 1e-9) / max(never.goodput, 1e-9) for never, always in zip(points["never"], points["always"])]
+    gains = [
+        never.seconds_per_token / always.seconds_per_token
+        for never, always in zip(points["never"], points["always"])
+    ]
+    goods = [
+        max(always.goodput, 1e-9) / max(never.goodput, 1e-9)
+        for never, always in zip(points["never"], points["always"])
+    ]
     return {
         "bound_ms": bound_ms,
         "requests": num_requests,

@@ -1,7 +1,9 @@
-"""The numbers of a drafter at one value of an axis, and the value from which on drafting does not pay.
+"""The numbers of a drafter at one value of an axis, and the value from which on drafting does not
+pay.
 
-A unit is what intervals resample: a prompt where prompts are decoded alone, and a batch where they share its time. Batches
-that have a prompt in common are no independent units, so a value with such batches has no interval.
+A unit is what intervals resample: a prompt where prompts are decoded alone, and a batch where they
+share its time. Batches that have a prompt in common are no independent units, so a value with such
+batches has no interval.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from spectrain.eval.system_numbers import Rates
 from spectrain.eval.user_times import compare_user_times
 
 Axis = Literal["batch", "context", "temperature"]
-AXIS_LABELS: dict[str, str] = {"batch": "prompts at once", "context": "tokens of the prompt", "temperature": "temperature"}
+AXIS_LABELS: dict[str, str] = {
+    "batch": "prompts at once",
+    "context": "tokens of the prompt",
+    "temperature": "temperature",
+}
 """Setting eval.sweep -> what stands on the axis of a table and a plot."""
 Batch = Sequence[Turn]
 """The turns of the texts that were decoded together."""
@@ -43,7 +49,9 @@ class RoundTimes:
 
     @property
     def target_efficiency(self) -> float:
-        """T(B, 1) / T(B, n): the share of a forward's time that one token of each text needs (MoESD, arXiv 2505.19645)."""
+        """T(B, 1) / T(B, n): the share of a forward's time that one token of each text needs
+        (MoESD, arXiv 2505.19645).
+        """
         return self.step_forward / self.round_forward if self.round_forward else 0.0
 
 
@@ -57,7 +65,8 @@ class AxisPoint:
     units: int
     acceptance_length: float
     speedup: float
-    # 95 % interval over units, of drafted and plain runs in pairs; None where units share prompts or are too few.
+    # 95 % interval over units, of drafted and plain runs in pairs; None where units share prompts
+    # or are too few.
     ci95: Interval
     predicted: float | None
     # Tokens per second of all texts, and of one text.
@@ -70,7 +79,8 @@ class AxisPoint:
     # Seconds of a step without a drafter and of a drafted round, with all texts of a batch.
     step_seconds: float
     round_seconds: float
-    # Answers that equal those of the same text alone, without a drafter; None where that need not be.
+    # Answers that equal those of the same text alone, without a drafter; None where that need not
+    # be.
     identical: int | None
     checked: int
     tree: str
@@ -82,11 +92,17 @@ def mark_units(batches: Sequence[Batch]) -> list[Turn]:
     """Return the turns of all batches, whose ids are those of their units."""
     if all(len(batch) == 1 for batch in batches):
         return [turn for batch in batches for turn in batch]
-    return [replace(turn, id=f"batch {number:06d}") for number, batch in enumerate(batches) for turn in batch]
+    return [
+        replace(turn, id=f"batch {number:06d}")
+        for number, batch in enumerate(batches)
+        for turn in batch
+    ]
 
 
 def have_common_prompts(batches: Sequence[Batch]) -> bool:
-    """Tell whether a prompt is in several batches; prompts that are decoded alone are units, with all their turns."""
+    """Tell whether a prompt is in several batches; prompts that are decoded alone are units,
+    with all their turns.
+    """
     if all(len(batch) == 1 for batch in batches):
         return False
     prompts = [prompt for batch in batches for prompt in {turn.id for turn in batch}]
@@ -95,12 +111,22 @@ def have_common_prompts(batches: Sequence[Batch]) -> bool:
 
 def measure_rounds(batches: Sequence[Batch]) -> RoundTimes:
     """Average the rounds in which every text of its batch was decoded."""
-    plain = [times for batch in batches for times in shared_rounds([turn.autoregressive for turn in batch])]
-    drafted = [times for batch in batches for times in shared_rounds([turn.drafted for turn in batch])]
+    plain = [
+        times
+        for batch in batches
+        for times in shared_rounds([turn.autoregressive for turn in batch])
+    ]
+    drafted = [
+        times for batch in batches for times in shared_rounds([turn.drafted for turn in batch])
+    ]
     nodes = [count for batch in batches for turn in batch for count in turn.drafted.node_counts]
 
     def average(rounds: Sequence[dict[str, float]], *parts: str) -> float:
-        return float(np.mean([sum(times[part] for part in parts or times) for times in rounds])) if rounds else 0.0
+        return (
+            float(np.mean([sum(times[part] for part in parts or times) for times in rounds]))
+            if rounds
+            else 0.0
+        )
 
     return RoundTimes(
         average(plain),
@@ -118,21 +144,31 @@ def shared_rounds(generations: Sequence[Generation]) -> list[dict[str, float]]:
 
 
 def compare_rates(
-    measure: Callable[[Sequence[Generation]], float], plain: Sequence[Generation], drafted: Sequence[Generation]
+    measure: Callable[[Sequence[Generation]], float],
+    plain: Sequence[Generation],
+    drafted: Sequence[Generation],
 ) -> Rates:
     """Return tokens per second without and with the drafter, as `measure` counts them."""
     return Rates(round(measure(plain), 3), round(measure(drafted), 3))
 
 
 def measure_point(
-    value: float, batches: Sequence[Batch], tree: str, rule: str, bound_ms: float, expected: Sequence[list[int]] | None = None
+    value: float,
+    batches: Sequence[Batch],
+    tree: str,
+    rule: str,
+    bound_ms: float,
+    expected: Sequence[list[int]] | None = None,
 ) -> AxisPoint:
     """Measure one value of an axis.
 
-    expected: the output of every turn, in the order of the batches, where it must not depend on the value.
+    expected: the output of every turn, in the order of the batches, where it must not depend on the
+    value.
     """
-    turns, times = mark_units(batches), measure_rounds(batches)
-    plain, drafted = [turn.autoregressive for turn in turns], [turn.drafted for turn in turns]
+    turns = mark_units(batches)
+    times = measure_rounds(batches)
+    plain = [turn.autoregressive for turn in turns]
+    drafted = [turn.drafted for turn in turns]
     predicted = metrics.predicted_speedup(turns)
     return AxisPoint(
         value,
@@ -148,7 +184,11 @@ def measure_point(
         round(times.nodes, 2),
         round(times.step, 7),
         round(times.round, 7),
-        None if expected is None else sum(turn.drafted.output == output for turn, output in zip(turns, expected, strict=True)),
+        None
+        if expected is None
+        else sum(
+            turn.drafted.output == output for turn, output in zip(turns, expected, strict=True)
+        ),
         len(turns),
         tree,
         rule,
@@ -171,10 +211,11 @@ class Crossover:
 def find_crossover(
     values: Sequence[float], speedups: Sequence[float], intervals: Sequence[Interval] | None = None
 ) -> Crossover:
-    """Find the value of an axis after the last measured speedup of at least 1, from which on no larger value pays.
+    """Find the value of an axis after the last measured speedup of at least 1, from which on no
+    larger value pays.
 
-    Between two values the logarithm of the speedup is interpolated, over the logarithm of the values if both are above 0. A
-    value whose speedup is 0 has no rounds and is left out.
+    Between two values the logarithm of the speedup is interpolated, over the logarithm of the
+    values if both are above 0. A value whose speedup is 0 has no rounds and is left out.
     """
     certain = None
     for value, ends in zip(values, intervals or []):
@@ -189,7 +230,10 @@ def find_crossover(
     if last + 1 == len(measured):
         return Crossover("always", None, certain)
     (low, speedup), (high, next_speedup) = measured[last : last + 2]
-    above, below = log2(speedup), log2(next_speedup)
+    above = log2(speedup)
+    below = log2(next_speedup)
     part = above / (above - below)
-    value = 2 ** (log2(low) + part * (log2(high) - log2(low))) if low > 0 else low + part * (high - low)
+    value = (
+        2 ** (log2(low) + part * (log2(high) - log2(low))) if low > 0 else low + part * (high - low)
+    )
     return Crossover("crosses", round(value, 4), certain)

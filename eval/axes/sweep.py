@@ -1,7 +1,9 @@
-"""Sweeps over an axis: `eval.sweep=batch`, `context` and `temperature`, with the drafter's own tree and for any drafter.
+"""Sweeps over an axis: `eval.sweep=batch`, `context` and `temperature`, with the drafter's own tree
+and for any drafter.
 
-The texts of the evaluation are decoded again at every value, without a drafter and with it, round by round in turn, so that
-other work on the machine slows both. Sweeps over lengths of context take the evaluation's own times, by length.
+The texts of the evaluation are decoded again at every value, without a drafter and with it, round
+by round in turn, so that other work on the machine slows both. Sweeps over lengths of context take
+the evaluation's own times, by length.
 """
 
 from __future__ import annotations
@@ -59,10 +61,15 @@ class AxisSweep(EvalExtension):
         raise NotImplementedError
 
     def report(self, results: Results) -> dict[str, Any]:
-        """Return `axis`: the points, where drafting stops to pay, and the simulated load; write its table and its plot."""
+        """Return `axis`: the points, where drafting stops to pay, and the simulated load; write
+        its table and its plot.
+        """
         points = list[AxisPoint]()
         for point in self.measure_points(results):
-            print(f"{self.over} {point.value:g}: {point.speedup:.2f} times as fast with the drafter", flush=True)
+            print(
+                f"{self.over} {point.value:g}: {point.speedup:.2f} times as fast with the drafter",
+                flush=True,
+            )
             points.append(point)
         columns = zip(*((point.value, point.speedup, point.ci95) for point in points))
         axis = {
@@ -81,26 +88,37 @@ class AxisSweep(EvalExtension):
         for sentence in describe_axis(summary["axis"]):
             console.print(sentence, markup=False)
 
-    def decode_pairs(self, decoder: Decoder, system: System, texts: Sequence[Turn], size: int) -> list[Batch]:
+    def decode_pairs(
+        self, decoder: Decoder, system: System, texts: Sequence[Turn], size: int
+    ) -> list[Batch]:
         """Decode all texts in batches of `size`, without a drafter and with it."""
         rows_of_batches = choose_batches(len(texts), size)
         self.warm_up(decoder, system, texts, rows_of_batches[0])
         return [self.decode_pair(decoder, system, texts, rows) for rows in rows_of_batches]
 
-    def warm_up(self, decoder: Decoder, system: System, texts: Sequence[Turn], rows: Sequence[int]) -> None:
+    def warm_up(
+        self, decoder: Decoder, system: System, texts: Sequence[Turn], rows: Sequence[int]
+    ) -> None:
         """Decode the beginning of a batch, which is not timed."""
         limit = min(WARM_UP_TOKENS, self.max_new_tokens)
-        decoder.decode_interleaved(system, [texts[row].drafted.prompt for row in rows], limit, [row + 1 for row in rows])
+        decoder.decode_interleaved(
+            system, [texts[row].drafted.prompt for row in rows], limit, [row + 1 for row in rows]
+        )
 
-    def decode_pair(self, decoder: Decoder, system: System, texts: Sequence[Turn], rows: Sequence[int]) -> Batch:
+    def decode_pair(
+        self, decoder: Decoder, system: System, texts: Sequence[Turn], rows: Sequence[int]
+    ) -> Batch:
         """Decode a batch of texts without a drafter and with it."""
-        prompts, keys = [texts[row].drafted.prompt for row in rows], [row + 1 for row in rows]
+        prompts = [texts[row].drafted.prompt for row in rows]
+        keys = [row + 1 for row in rows]
         runs = decoder.decode_interleaved(system, prompts, self.max_new_tokens, keys)
         return [pair_turn(texts[row], *pair) for row, *pair in zip(rows, *runs)]
 
 
 def choose_batches(num_texts: int, size: int) -> list[list[int]]:
-    """Return the texts of every batch, by number: all texts in turn, in at least `MIN_BATCHES` batches of more than one."""
+    """Return the texts of every batch, by number: all texts in turn, in at least `MIN_BATCHES`
+    batches of more than one.
+    """
     count = max(-(-num_texts // size), 1 if size == 1 else MIN_BATCHES)
     order = [*islice(cycle(range(num_texts)), count * size)]
     return [order[first : first + size] for first in range(0, len(order), size)]
@@ -119,37 +137,54 @@ def write_axis(folder: Path, axis: dict[str, Any]) -> None:
 
 @dataclass
 class BatchSweep(AxisSweep):
-    """Decodes the texts in batches of several sizes, and simulates a server under load with their times."""
+    """Decodes the texts in batches of several sizes, and simulates a server under load with
+    their times.
+    """
 
     sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)
 
     def measure_points(self, results: Results) -> Iterator[AxisPoint]:
-        first, texts = results.systems[0], results.turns[results.systems[0].name]
+        first = results.systems[0]
+        texts = results.turns[results.systems[0].name]
         sizes = sorted({size for size in self.sizes if size <= len(texts)}) or [1]
         if missing := sorted({*self.sizes} - {*sizes}):
             listed = ", ".join(map(str, missing))
-            self.left_out.append(f"Batches of {listed} need as many prompts; {len(texts)} turns were scored.")
+            self.left_out.append(
+                f"Batches of {listed} need as many prompts; {len(texts)} turns were scored."
+            )
         systems = {
-            size: replace(first, name=f"{first.name}-batch-{size}", builder=copy.deepcopy(first.builder)) for size in sizes
+            size: replace(
+                first, name=f"{first.name}-batch-{size}", builder=copy.deepcopy(first.builder)
+            )
+            for size in sizes
         }
         timed: dict[int, tuple[AxisPoint, list[Batch]]] = {}
         for size, batches in self.decode_sizes(results.candidate.target, systems, texts).items():
-            answers = islice(cycle([text.autoregressive.output for text in texts]), sum(map(len, batches)))
+            answers = islice(
+                cycle([text.autoregressive.output for text in texts]), sum(map(len, batches))
+            )
             labels = describe_tree(systems[size].builder), first.rule.name
             outputs = [*answers] if first.rule.fixes_choice else None
             timed[size] = measure_point(size, batches, *labels, self.bound_ms, outputs), batches
         yield from (point for point, _ in timed.values())
         self.load = simulate_policies(make_time_table(timed), self.bound_ms)
 
-    def decode_sizes(self, target: Target, systems: dict[int, System], texts: Sequence[Turn]) -> dict[int, list[Batch]]:
-        """Decode all texts in batches of every size. Batches of all sizes alternate, so that a slow minute of the machine slows
-        every size."""
-        decoders = {size: Decoder(target, system.rule.matching_rule(), self.engine) for size, system in systems.items()}
+    def decode_sizes(
+        self, target: Target, systems: dict[int, System], texts: Sequence[Turn]
+    ) -> dict[int, list[Batch]]:
+        """Decode all texts in batches of every size. Batches of all sizes alternate, so that a slow
+        minute of the machine slows every size."""
+        decoders = {
+            size: Decoder(target, system.rule.matching_rule(), self.engine)
+            for size, system in systems.items()
+        }
         jobs: list[tuple[float, int, list[int]]] = []
         for size, system in systems.items():
             batches = choose_batches(len(texts), size)
             self.warm_up(decoders[size], system, texts, batches[0])
-            jobs += [((number + 0.5) / len(batches), size, rows) for number, rows in enumerate(batches)]
+            jobs += [
+                ((number + 0.5) / len(batches), size, rows) for number, rows in enumerate(batches)
+            ]
         decoded: dict[int, list[Batch]] = {size: [] for size in systems}
         for _, size, rows in sorted(jobs):
             decoded[size].append(self.decode_pair(decoders[size], systems[size], texts, rows))
@@ -157,7 +192,9 @@ class BatchSweep(AxisSweep):
 
 
 def make_time_table(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> TimeTable:
-    """Return the measured times by size of a batch; prompts and answers are those of the smallest size."""
+    """Return the measured times by size of a batch; prompts and answers are those of the
+    smallest size.
+    """
     lengths = {}
     for size, (_, batches) in timed.items():
         counts = metrics.count_round_lengths([turn for batch in batches for turn in batch]) or [1]
@@ -174,7 +211,9 @@ def make_time_table(timed: dict[int, tuple[AxisPoint, list[Batch]]]) -> TimeTabl
 
 @dataclass
 class TemperatureSweep(AxisSweep):
-    """Decodes the texts at several temperatures, by a lossless rule and a tree that are chosen for each."""
+    """Decodes the texts at several temperatures, by a lossless rule and a tree that are chosen
+    for each.
+    """
 
     temperatures: Sequence[float] = (0.0, 0.3, 0.6, 1.0)
 
@@ -182,12 +221,13 @@ class TemperatureSweep(AxisSweep):
         rule = candidate.rule
         if not isinstance(rule, Greedy) and rule.sampling_settings is None:
             raise UserError(
-                f"eval.sweep=temperature: acceptance={rule.name} has no temperature; use greedy, which is replaced by sample "
-                "above 0, or a rule that samples"
+                f"eval.sweep=temperature: acceptance={rule.name} has no temperature; use greedy, "
+                "which is replaced by sample above 0, or a rule that samples"
             )
 
     def measure_points(self, results: Results) -> Iterator[AxisPoint]:
-        first, candidate = results.systems[0], results.candidate
+        first = results.systems[0]
+        candidate = results.candidate
         for temperature in sorted({*self.temperatures}):
             rule, builder = self.choose_rule(candidate, first, temperature)
             name = f"{first.name}-temperature-{temperature:g}"
@@ -196,18 +236,25 @@ class TemperatureSweep(AxisSweep):
             batches = self.decode_pairs(decoder, system, results.turns[first.name], self.batch_size)
             plain = [turn.autoregressive.output for batch in batches for turn in batch]
             labels = describe_tree(builder), rule.name
-            yield measure_point(temperature, batches, *labels, self.bound_ms, plain if rule.fixes_choice else None)
+            yield measure_point(
+                temperature, batches, *labels, self.bound_ms, plain if rule.fixes_choice else None
+            )
 
-    def choose_rule(self, candidate: Candidate, first: System, temperature: float) -> tuple[AcceptanceRule, Any]:
+    def choose_rule(
+        self, candidate: Candidate, first: System, temperature: float
+    ) -> tuple[AcceptanceRule, Any]:
         """Return the rule of a temperature and a tree for it, prepared like the drafter's own."""
-        target, builder = candidate.target, copy.deepcopy(first.builder)
+        target = candidate.target
+        builder = copy.deepcopy(first.builder)
         if temperature == 0:
             return Greedy(), builder
         rule: AcceptanceRule = OpenSampling(temperature)
         if first.rule.sampling_settings is not None:
             rule = copy.copy(first.rule)
             rule.temperature = temperature  # type: ignore[attr-defined]
-        rule, chosen, _ = resolve_rule(target, first.drafter, builder, rule, self.calibration_prompts)
+        rule, chosen, _ = resolve_rule(
+            target, first.drafter, builder, rule, self.calibration_prompts
+        )
         rule.check_children(chosen.children, chosen.is_chain)
         if chosen is not builder and chosen.requirements:
             calibrate_builders(target, first.drafter, [chosen], rule, self.calibration_prompts())
@@ -221,8 +268,8 @@ class ContextSweep(AxisSweep):
     def check(self, candidate: Candidate) -> None:
         if self.batch_size > 1:
             raise UserError(
-                f"eval.sweep=context: prompts are decoded alone; leave out eval.batch_size={self.batch_size}, or use "
-                "eval.sweep=batch eval.context=[4k]"
+                "eval.sweep=context: prompts are decoded alone; leave out "
+                f"eval.batch_size={self.batch_size}, or use eval.sweep=batch eval.context=[4k]"
             )
 
     def measure_points(self, results: Results) -> Iterator[AxisPoint]:
@@ -231,12 +278,20 @@ class ContextSweep(AxisSweep):
         for turn in results.turns[first.name]:
             groups.setdefault(parse_length(turn.category), []).append(turn)
         for length in sorted(groups):
-            outputs = [turn.autoregressive.output for turn in groups[length]] if first.rule.fixes_choice else None
+            outputs = (
+                [turn.autoregressive.output for turn in groups[length]]
+                if first.rule.fixes_choice
+                else None
+            )
             labels = describe_tree(first.builder), first.rule.name
-            yield measure_point(length, [[turn] for turn in groups[length]], *labels, self.bound_ms, outputs)
+            yield measure_point(
+                length, [[turn] for turn in groups[length]], *labels, self.bound_ms, outputs
+            )
 
 
 def limit_lengths(filler: ContextFiller, target: Target, max_new_tokens: int) -> ContextFiller:
     """Return the filler without the lengths that leave the target no room for an answer."""
-    fitting = tuple(length for length in filler.lengths if length + max_new_tokens <= target.max_length)
+    fitting = tuple(
+        length for length in filler.lengths if length + max_new_tokens <= target.max_length
+    )
     return replace(filler, lengths=fitting or filler.lengths[:1])

@@ -1,4 +1,5 @@
-"""Sweeps over an axis as tables, sentences and plots. All are made of the entries `axis` of summaries.
+"""Sweeps over an axis as tables, sentences and plots. All are made of the entries `axis` of
+summaries.
 
 Entries stand in pairs with a name, which is "" for a single drafter.
 """
@@ -19,10 +20,30 @@ from spectrain.eval.context import format_length
 from spectrain.eval.figures import COLORS, render_svg
 
 NamedAxes = Sequence[tuple[str, dict[str, Any]]]
-AXIS_TITLES = ("tokens per forward", "tokens/s plain", "tokens/s drafted", "speedup", "95 %", "T(1) / T(n)",
-               "draft share", "p95 ms plain", "p95 ms drafted")  # fmt: skip
-LOAD_TITLES = ("requests/s", "texts at once", "tokens/s", "goodput", "p95 ms to the first", "p95 ms between tokens")
-POLICY_LABELS = {"never": "never drafting", "always": "always drafting", "measured": "by measured time"}
+AXIS_TITLES = (
+    "tokens per forward",
+    "tokens/s plain",
+    "tokens/s drafted",
+    "speedup",
+    "95 %",
+    "T(1) / T(n)",
+    "draft share",
+    "p95 ms plain",
+    "p95 ms drafted",
+)
+LOAD_TITLES = (
+    "requests/s",
+    "texts at once",
+    "tokens/s",
+    "goodput",
+    "p95 ms to the first",
+    "p95 ms between tokens",
+)
+POLICY_LABELS = {
+    "never": "never drafting",
+    "always": "always drafting",
+    "measured": "by measured time",
+}
 
 
 def format_axis_value(over: str, value: float) -> str:
@@ -31,7 +52,9 @@ def format_axis_value(over: str, value: float) -> str:
 
 
 def axis_cells(named: NamedAxes) -> Iterator[list[str]]:
-    """Return a line of cells for each drafter and value of an axis: the drafter, the value, and those of `AXIS_TITLES`."""
+    """Return a line of cells for each drafter and value of an axis: the drafter, the value, and
+    those of `AXIS_TITLES`.
+    """
     for name, axis in named:
         for number, point in enumerate(axis["points"]):
             gaps = [point["user_times"][run]["between_tokens_ms"] for run in ("plain", "drafted")]
@@ -51,7 +74,9 @@ def axis_cells(named: NamedAxes) -> Iterator[list[str]]:
 
 
 def load_cells(load: dict[str, Any]) -> Iterator[list[str]]:
-    """Return a line of cells for each rate of arrivals and policy: the policy, and those of `LOAD_TITLES`."""
+    """Return a line of cells for each rate of arrivals and policy: the policy, and those of
+    `LOAD_TITLES`.
+    """
     for number in range(len(load["rates"])):
         for name, points in load["policies"].items():
             point = points[number]
@@ -73,21 +98,33 @@ def axis_headers(named: NamedAxes) -> list[str]:
 
 def print_axis(console: Console, named: NamedAxes) -> None:
     """Print the table of an axis, and those of simulated loads."""
-    print_cells(console, f"by {AXIS_LABELS[named[0][1]['over']]}", axis_headers(named), axis_cells(named))
+    print_cells(
+        console, f"by {AXIS_LABELS[named[0][1]['over']]}", axis_headers(named), axis_cells(named)
+    )
     for name, axis in named:
         if axis["load"]:
-            title = f"{name + ': ' if name else ''}simulated load, {axis['load']['requests']} requests at each rate"
+            title = (
+                f"{name + ': ' if name else ''}simulated load, {axis['load']['requests']} "
+                "requests at each rate"
+            )
             print_cells(console, title, ["policy", *LOAD_TITLES], load_cells(axis["load"]))
 
 
-def print_cells(console: Console, title: str, titles: Sequence[str], lines: Iterator[list[str]]) -> None:
+def print_cells(
+    console: Console, title: str, titles: Sequence[str], lines: Iterator[list[str]]
+) -> None:
     """Print a table; a first column without content is left out."""
     rows = [*lines]
     start = 0 if any(row[0] for row in rows) else 1
-    table = Table(title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for number, text in enumerate(titles[start:], start):
         table.add_column(
-            text, justify="right" if number else "left", overflow="fold", min_width=max(map(len, (row[number] for row in rows)))
+            text,
+            justify="right" if number else "left",
+            overflow="fold",
+            min_width=max(map(len, (row[number] for row in rows))),
         )
     for row in rows:
         table.add_row(*row[start:])
@@ -98,7 +135,11 @@ def axis_markdown(named: NamedAxes) -> str:
     """Return the tables of an axis as Markdown, and the sentences about each drafter."""
     parts = [markdown_table(axis_headers(named), [*axis_cells(named)])]
     for name, axis in named:
-        parts.append("\n".join(f"- {name + ': ' if name else ''}{sentence}" for sentence in describe_axis(axis)))
+        parts.append(
+            "\n".join(
+                f"- {name + ': ' if name else ''}{sentence}" for sentence in describe_axis(axis)
+            )
+        )
         if axis["load"]:
             parts.append(markdown_table(["policy", *LOAD_TITLES], [*load_cells(axis["load"])]))
     return "\n\n".join(parts)
@@ -116,21 +157,39 @@ def describe_axis(axis: dict[str, Any]) -> Iterator[str]:
     yield f"{describe_crossover(axis)} ({axis['system']})."
     checked = [point for point in axis["points"] if point["identical"] is not None]
     if checked:
-        identical, total = (sum(point[key] for point in checked) for key in ("identical", "checked"))
+        identical, total = (
+            sum(point[key] for point in checked) for key in ("identical", "checked")
+        )
         alone = "each text alone " if axis["over"] == "batch" else ""
-        yield f"Identical to decoding {alone}without a drafter at all values: {identical} of {total} answers."
-    if unmeasured := [format_axis_value(axis["over"], point["value"]) for point in axis["points"] if not point["ci95"]]:
-        needed = "; a size needs a multiple of it as prompts, at least four times it" if axis["over"] == "batch" else ""
-        yield f"No 95 % interval at {', '.join(unmeasured)}: batches share prompts, or there are too few{needed}."
-    rules = dict.fromkeys(f"{point['value']:g} by {point['rule']}, {point['tree']}" for point in axis["points"])
+        yield (
+            f"Identical to decoding {alone}without a drafter at all values: {identical} of "
+            f"{total} answers."
+        )
+    if unmeasured := [
+        format_axis_value(axis["over"], point["value"])
+        for point in axis["points"]
+        if not point["ci95"]
+    ]:
+        needed = (
+            "; a size needs a multiple of it as prompts, at least four times it"
+            if axis["over"] == "batch"
+            else ""
+        )
+        yield (
+            f"No 95 % interval at {', '.join(unmeasured)}: batches share prompts, or there "
+            f"are too few{needed}."
+        )
+    rules = dict.fromkeys(
+        f"{point['value']:g} by {point['rule']}, {point['tree']}" for point in axis["points"]
+    )
     if axis["over"] == "temperature":
         yield f"Rules and trees: {'; '.join(rules)}."
     if axis["load"]:
         load = axis["load"]
         yield (
-            "Under simulated load, always drafting takes no more time per token than never drafting "
-            f"{describe_stop(load, 'stop')}, and has no less goodput within {load['bound_ms']:g} ms "
-            f"{describe_stop(load, 'stop_goodput')}."
+            "Under simulated load, always drafting takes no more time per token than never "
+            f"drafting {describe_stop(load, 'stop')}, and has no less goodput within "
+            f"{load['bound_ms']:g} ms {describe_stop(load, 'stop_goodput')}."
         )
     yield from axis["left_out"]
 
@@ -146,18 +205,29 @@ def describe_stop(load: dict[str, Any], key: str) -> str:
 
 def describe_crossover(axis: dict[str, Any]) -> str:
     """Say up to which value of an axis drafting pays."""
-    crossover, over = axis["crossover"], axis["over"]
+    crossover = axis["crossover"]
+    over = axis["over"]
     points = [point for point in axis["points"] if point["speedup"]] or axis["points"]
     if crossover["kind"] == "never":
         best = max(points, key=lambda point: float(point["speedup"]))
-        return f"Drafting pays nowhere: the best is {best['speedup']:.2f}x at {name_value(over, best['value'])}"
+        return (
+            f"Drafting pays nowhere: the best is {best['speedup']:.2f}x at "
+            f"{name_value(over, best['value'])}"
+        )
     if crossover["kind"] == "always":
         text = f"Drafting pays up to {name_value(over, points[-1]['value'])}, the largest measured"
     else:
         value = crossover["value"]
-        text = f"Drafting pays up to about {name_value(over, round(value, 2) if over == 'temperature' else round(value))}"
+        text = (
+            "Drafting pays up to about "
+            f"{name_value(over, round(value, 2) if over == 'temperature' else round(value))}"
+        )
     certain = crossover["certain"]
-    return text + ("" if certain is None else f"; all intervals lie above 1 up to {format_axis_value(over, certain)}")
+    return text + (
+        ""
+        if certain is None
+        else f"; all intervals lie above 1 up to {format_axis_value(over, certain)}"
+    )
 
 
 def name_value(over: str, value: float) -> str:
@@ -169,8 +239,11 @@ def name_value(over: str, value: float) -> str:
 
 
 def render_axis(named: NamedAxes, id: str) -> Markup:
-    """Plot speedup and target efficiency over an axis and, of a simulated load, goodput over the rate of arrivals."""
-    over, load = named[0][1]["over"], named[0][1]["load"]
+    """Plot speedup and target efficiency over an axis and, of a simulated load, goodput over the
+    rate of arrivals.
+    """
+    over = named[0][1]["over"]
+    load = named[0][1]["load"]
 
     def draw(figure: Any) -> None:
         left, *right = figure.subplots(1, 2 if load else 1, squeeze=False)[0]
@@ -182,25 +255,49 @@ def render_axis(named: NamedAxes, id: str) -> Markup:
             left.set_xscale("log", base=2)
         left.set_xticks(values, [format_axis_value(over, value) for value in values])
         left.minorticks_off()
-        left.set(xlabel=AXIS_LABELS[over], ylabel="speedup, with 95 % interval; dashed T(1) / T(n)", ylim=(0, None))
+        left.set(
+            xlabel=AXIS_LABELS[over],
+            ylabel="speedup, with 95 % interval; dashed T(1) / T(n)",
+            ylim=(0, None),
+        )
         if len(named) > 1:
             left.legend()
         for axes in right:
             for style, (name, points) in zip(("--", "-", ":"), load["policies"].items()):
-                axes.plot(load["rates"], [point["goodput"] for point in points], f"o{style}", label=POLICY_LABELS[name])
-            axes.set(xlabel="requests per second", ylabel=f"tokens/s within {load['bound_ms']:g} ms", ylim=(0, None))
+                axes.plot(
+                    load["rates"],
+                    [point["goodput"] for point in points],
+                    f"o{style}",
+                    label=POLICY_LABELS[name],
+                )
+            axes.set(
+                xlabel="requests per second",
+                ylabel=f"tokens/s within {load['bound_ms']:g} ms",
+                ylim=(0, None),
+            )
             axes.legend()
 
-    return render_svg(draw, (9 if load else 5, 3.4), f"{id}-{over}", f"Speedup by {AXIS_LABELS[over]}")
+    return render_svg(
+        draw, (9 if load else 5, 3.4), f"{id}-{over}", f"Speedup by {AXIS_LABELS[over]}"
+    )
 
 
 def draw_points(axes: Any, points: Sequence[dict[str, Any]], name: str, color: str) -> None:
-    """Draw the speedups of a drafter, with a bar where there is an interval, and its target efficiency."""
-    values, speedups = [point["value"] for point in points], [point["speedup"] for point in points]
+    """Draw the speedups of a drafter, with a bar where there is an interval, and its target
+    efficiency.
+    """
+    values = [point["value"] for point in points]
+    speedups = [point["speedup"] for point in points]
     ends = [known_interval(point["ci95"]) or [float("nan")] * 2 for point in points]
-    errors = [[abs(speedup - pair[side]) for speedup, pair in zip(speedups, ends)] for side in (0, 1)]
-    axes.errorbar(values, speedups, yerr=errors, fmt="o-", capsize=3, color=color, label=name or None)
-    axes.plot(values, [point["target_efficiency"] for point in points], "--", color=color, linewidth=0.9)
+    errors = [
+        [abs(speedup - pair[side]) for speedup, pair in zip(speedups, ends)] for side in (0, 1)
+    ]
+    axes.errorbar(
+        values, speedups, yerr=errors, fmt="o-", capsize=3, color=color, label=name or None
+    )
+    axes.plot(
+        values, [point["target_efficiency"] for point in points], "--", color=color, linewidth=0.9
+    )
 
 
 def section_axis(axis: dict[str, Any] | None, id: str) -> dict[str, Any] | None:
@@ -209,9 +306,15 @@ def section_axis(axis: dict[str, Any] | None, id: str) -> dict[str, Any] | None:
 
 
 def section_axes(named: NamedAxes, id: str) -> dict[str, Any]:
-    """Return what a page shows of an axis: its plot, its tables as titles and rows of cells, and sentences."""
+    """Return what a page shows of an axis: its plot, its tables as titles and rows of cells, and
+    sentences.
+    """
     tables = [("", axis_headers(named), [*axis_cells(named)])]
-    tables += [(name, ["policy", *LOAD_TITLES], [*load_cells(axis["load"])]) for name, axis in named if axis["load"]]
+    tables += [
+        (name, ["policy", *LOAD_TITLES], [*load_cells(axis["load"])])
+        for name, axis in named
+        if axis["load"]
+    ]
     return {
         "title": f"By {AXIS_LABELS[named[0][1]['over']]}",
         "plot": render_axis(named, id),
@@ -219,5 +322,9 @@ def section_axes(named: NamedAxes, id: str) -> dict[str, Any]:
             (f"Simulated load{f', {name}' if name else ''}" if number else "", titles, rows)
             for number, (name, titles, rows) in enumerate(tables)
         ],
-        "notes": [f"{name}: {sentence}" if name else sentence for name, axis in named for sentence in describe_axis(axis)],
+        "notes": [
+            f"{name}: {sentence}" if name else sentence
+            for name, axis in named
+            for sentence in describe_axis(axis)
+        ],
     }

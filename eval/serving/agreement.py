@@ -1,7 +1,7 @@
 """Which rounds of a server are those of a decoding of ours, one by one.
 
-Rates alone hide faults: a drafter whose queries are permuted keeps almost as many drafts. Rounds are compared as far as both
-answers have the same tokens.
+Rates alone hide faults: a drafter whose queries are permuted keeps almost as many drafts. Rounds
+are compared as far as both answers have the same tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class RoundAgreement:
     rounds: int
     # Answers with the same tokens.
     same_outputs: int
-    # Smallest position in a sequence, prompt included, at which a round differs; None where all are equal.
+    # Smallest position in a sequence, prompt included, at which a round differs; None where all are
+    # equal.
     first_difference: int | None
 
     @property
@@ -53,7 +54,9 @@ def compare_rounds(served: Sequence[Generation], own: Sequence[Generation]) -> R
     )
 
 
-def list_rounds(served: Generation, own: Generation) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+def list_rounds(
+    served: Generation, own: Generation
+) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
     """Return (start, length) of the complete rounds of both, before the first token that differs.
 
     Without those at the end, in which some engines draft only as many tokens as fit.
@@ -62,7 +65,8 @@ def list_rounds(served: Generation, own: Generation) -> tuple[set[tuple[int, int
     shared = len(served.output) if end is None else end
     last = len(served.output) - max(served.depths, default=0)
     left, right = (
-        {(start, n) for start, n in round_starts(each) if start + n <= shared and start < last} for each in (served, own)
+        {(start, n) for start, n in round_starts(each) if start + n <= shared and start < last}
+        for each in (served, own)
     )
     return left, right
 
@@ -92,13 +96,24 @@ def find_differing(served: Sequence[Generation], own: Sequence[Generation]) -> l
         served_rounds, own_rounds = list_rounds(left, right)
         if served_rounds != own_rounds:
             start = min(start for start, _ in served_rounds ^ own_rounds)
-            pairs.append(DifferingPair(left, right, start, dict(served_rounds).get(start), dict(own_rounds).get(start)))
+            pairs.append(
+                DifferingPair(
+                    left, right, start, dict(served_rounds).get(start), dict(own_rounds).get(start)
+                )
+            )
     return pairs
 
 
 def decode_prompts(
-    target: Target, drafter: Drafter, builder: TreeBuilder, served: Sequence[Generation], max_new_tokens: int
+    target: Target,
+    drafter: Drafter,
+    builder: TreeBuilder,
+    served: Sequence[Generation],
+    max_new_tokens: int,
 ) -> list[Generation]:
     """Decode the prompts of a server's answers greedily, one at a time."""
     prompts = [generation.prompt for generation in served]
-    return [decode(target, [prompt], Greedy(), max_new_tokens, drafter, builder)[0] for prompt in prompts]
+    return [
+        decode(target, [prompt], Greedy(), max_new_tokens, drafter, builder)[0]
+        for prompt in prompts
+    ]

@@ -1,4 +1,6 @@
-"""The score of a drafter in an engine for CPUs that is installed on this machine, after its score by our own loop."""
+"""The score of a drafter in an engine for CPUs that is installed on this machine, after its
+score by our own loop.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,14 @@ MAX_PROMPTS = 12
 # Seconds that an engine may take to start.
 START_SECONDS = 60
 # Settings of `eval` that say which prompts are scored, and how many tokens are decoded for each.
-PROMPT_SETTINGS = ("prompts", "categories", "context", "context_method", "documents", "max_new_tokens")
+PROMPT_SETTINGS = (
+    "prompts",
+    "categories",
+    "context",
+    "context_method",
+    "documents",
+    "max_new_tokens",
+)
 ENGINES_PYTHON = ".venv-engines/bin/python"
 
 
@@ -47,22 +56,28 @@ class EngineTrial:
     has_threads: bool = True
 
     def make_settings(self, method: str | None = None) -> dict[str, Any]:
-        """Return the settings of its server for a drafting method, with the threads of our own loop."""
+        """Return the settings of its server for a drafting method, with the threads of our own
+        loop.
+        """
         threads = {"threads": torch.get_num_threads()} if self.has_threads else {}
         return {**self.settings, **self.by_method.get(method or "", {}), **threads}
 
 
 TRIALS = (
-    EngineTrial("openvino", by_method={"eagle3": {"draft_tokens": 4, "tree_depth": 2, "branching_factor": 2}}),
+    EngineTrial(
+        "openvino",
+        by_method={"eagle3": {"draft_tokens": 4, "tree_depth": 2, "branching_factor": 2}},
+    ),
     EngineTrial("llamacpp", by_method={"draft-eagle3": {"draft_tokens": 2}}),
     EngineTrial("vllm", {"python": ENGINES_PYTHON}, has_threads=False),
 )
-"""Engines in the order of what they promise for a small target: OpenVINO verifies trees, llama.cpp starts at once, and vLLM
-takes half a minute to start."""
+"""Engines in the order of what they promise for a small target: OpenVINO verifies trees, llama.cpp
+starts at once, and vLLM takes half a minute to start."""
 
 
 def score_in_engine(spec: RunSpec, run: Path) -> None:
-    """Score the drafter of a run in the engine that eval.serve_in names; print what it gained and the command that serves it.
+    """Score the drafter of a run in the engine that eval.serve_in names; print what it gained and
+    the command that serves it.
 
     What goes wrong in an engine fails no command: one sentence says what it was.
     """
@@ -82,8 +97,9 @@ def score_in_engine(spec: RunSpec, run: Path) -> None:
             print(f"The drafter is not scored in {ENGINES[requested].title}: {reason}.")
             return
         print(
-            "No engine for CPUs that serves this drafter is installed here. After make openvino or make llama-cpp, "
-            f"spectrain eval run={run} eval.serve_in=auto measures what the drafter gains in it."
+            "No engine for CPUs that serves this drafter is installed here. After make openvino "
+            f"or make llama-cpp, spectrain eval run={run} eval.serve_in=auto measures what the "
+            "drafter gains in it."
         )
         return
     title = ENGINES[trial.name].title
@@ -99,8 +115,8 @@ def score_in_engine(spec: RunSpec, run: Path) -> None:
 
 
 def find_settings(trial: EngineTrial, spec: RunSpec, run: Path) -> dict[str, Any]:
-    """Return the settings of an engine for the drafter of a run; raise a UserError if it is not installed or does not serve the
-    drafter."""
+    """Return the settings of an engine for the drafter of a run; raise a UserError if it is not
+    installed or does not serve the drafter."""
     server: Server = GroupSpec("server", trial.name, trial.make_settings()).build()
     server.check_installed()
     drafter = find_served_drafter(replace(spec, run=str(run)), trial.name)
@@ -108,22 +124,33 @@ def find_settings(trial: EngineTrial, spec: RunSpec, run: Path) -> dict[str, Any
     return trial.make_settings(launch.method)
 
 
-def score_quietly(name: str, settings: Mapping[str, Any], spec: RunSpec, run: Path) -> dict[str, Any]:
-    """Score the drafter in an engine that runs with it and, in turn, without it; return the content of summary.json.
+def score_quietly(
+    name: str, settings: Mapping[str, Any], spec: RunSpec, run: Path
+) -> dict[str, Any]:
+    """Score the drafter in an engine that runs with it and, in turn, without it; return the content
+    of summary.json.
 
-    The prompts are the first ones of our own score, whose number is in its summary, with the same limit of tokens.
+    The prompts are the first ones of our own score, whose number is in its summary, with the same
+    limit of tokens.
     """
     own = find_results_folder(run) / "eval" / spec.evaluation_name / "summary.json"
     prompts = read_json_object(own)["setting"]["prompts"] if own.exists() else MAX_PROMPTS
     port, baseline_port = find_free_ports(2)
     ports = {"port": port, "baseline_port": baseline_port, "start_seconds": START_SECONDS}
-    prompt_settings = {key: spec.eval.get(key) for key in PROMPT_SETTINGS if spec.eval.get(key) is not None}
+    prompt_settings = {
+        key: spec.eval.get(key) for key in PROMPT_SETTINGS if spec.eval.get(key) is not None
+    }
     config = {
         **to_containers(compose("eval")),
         "run": str(run),
         "server": GroupSpec("server", name, {**settings, **ports}).node,
         "serve": True,
-        "eval": {**prompt_settings, "limit": min(prompts, MAX_PROMPTS), "check": False, "report": False},
+        "eval": {
+            **prompt_settings,
+            "limit": min(prompts, MAX_PROMPTS),
+            "check": False,
+            "report": False,
+        },
     }
     with redirect_stdout(io.StringIO()):
         return score_server(config)
@@ -131,9 +158,14 @@ def score_quietly(name: str, settings: Mapping[str, Any], spec: RunSpec, run: Pa
 
 def describe_gain(title: str, summary: Mapping[str, Any]) -> str:
     """Say how fast an engine is with and without the drafter."""
-    speedup, rates, setting = summary["speedup"], summary["tokens_per_second"], summary["setting"]
-    server, interval = setting["server"], format_speedup_interval(speedup)
-    setting_words = ", ".join(filter(None, [server["weight_type"], format_threads(server["threads"])]))
+    speedup = summary["speedup"]
+    rates = summary["tokens_per_second"]
+    setting = summary["setting"]
+    server = setting["server"]
+    interval = format_speedup_interval(speedup)
+    setting_words = ", ".join(
+        filter(None, [server["weight_type"], format_threads(server["threads"])])
+    )
     return (
         f"In {title} the drafter makes decoding {format_speedup(speedup)} times as fast"
         f"{f' (95 % {interval})' if interval else ''}: {rates['drafted']:.1f} tokens/s, without it "

@@ -1,4 +1,6 @@
-"""The times of a server's answers at one level of concurrency, and the share of requests within limits of them."""
+"""The times of a server's answers at one level of concurrency, and the share of requests within
+limits of them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class LatencyLimits:
         if slo is None:
             return None
         if unknown := sorted(slo.keys() - {"ttft", "itl"}):
-            raise UserError(f"eval.slo.{unknown[0]}: there is no such limit; write {{ttft: 500ms, itl: 50ms}} or one of them")
+            raise UserError(
+                f"eval.slo.{unknown[0]}: there is no such limit; write {{ttft: 500ms, itl: 50ms}} "
+                "or one of them"
+            )
         return cls(**{key: parse_seconds(f"eval.slo.{key}", value) for key, value in slo.items()})
 
     def are_met(self, answer: ServedAnswer) -> bool:
@@ -64,7 +69,8 @@ class ServingTimes:
     first_token_ms: Percentiles | None
     # Time per later token, the mean of each answer.
     per_token_ms: Percentiles | None
-    # Time between two parts of a streamed answer as they arrived; those of a busy server come in bundles.
+    # Time between two parts of a streamed answer as they arrived; those of a busy server come in
+    # bundles.
     chunk_gap_ms: Percentiles | None
     # Whose clock the first two are from.
     clock: Literal["engine", "client"]
@@ -76,8 +82,14 @@ def measure_latency(result: LevelResult, limits: LatencyLimits | None) -> Servin
     """Measure the times of a level; a request that failed is not within the limits."""
     answers = result.successes
     times = [answer.completion.times for answer in answers]
-    per_token = [value for answer in answers if (value := seconds_per_token(answer.completion)) is not None]
-    gaps = [after - before for each in times for (before, _), (after, _) in zip(each.arrivals, each.arrivals[1:])]
+    per_token = [
+        value for answer in answers if (value := seconds_per_token(answer.completion)) is not None
+    ]
+    gaps = [
+        after - before
+        for each in times
+        for (before, _), (after, _) in zip(each.arrivals, each.arrivals[1:])
+    ]
     seconds = result.seconds or float("inf")
     within = None if limits is None else sum(map(limits.are_met, answers)) / len(result.answers)
     return ServingTimes(

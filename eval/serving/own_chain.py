@@ -1,4 +1,5 @@
-"""Whether a server drafts as our own chain does, and why it does not: other number types, near ties, or a fault.
+"""Whether a server drafts as our own chain does, and why it does not: other number types, near
+ties, or a fault.
 
 Our chain decodes the same prompts with the drafter as it was loaded, not packed to 8 bits.
 """
@@ -25,7 +26,9 @@ from spectrain.trees.base import TreeBuilder
 
 
 class OwnChain:
-    """Our own chain with a run's drafter. `server_dtype` is the type of the server's weights, where it is known."""
+    """Our own chain with a run's drafter. `server_dtype` is the type of the server's weights,
+    where it is known.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,10 @@ class OwnChain:
         make_builder: Callable[[int], TreeBuilder] = Chain,
         server_dtype: str | None = None,
     ) -> None:
-        self.target, self.drafter, self.causes, self.make_builder = target, drafter, causes, make_builder
+        self.target = target
+        self.drafter = drafter
+        self.causes = causes
+        self.make_builder = make_builder
         self.server_dtype = server_dtype
         self.console = make_console(stderr=True)
 
@@ -44,7 +50,9 @@ class OwnChain:
         return str(self.target.dtype).removeprefix("torch.")
 
     def compare(self, turns: Sequence[Turn], max_new_tokens: int) -> dict[str, Any]:
-        """Decode the prompts of a server's answers; return the entry `own_chain` of summary.json."""
+        """Decode the prompts of a server's answers; return the entry `own_chain` of
+        summary.json.
+        """
         served = [turn.drafted for turn in turns]
         depth = max((depth for generation in served for depth in generation.depths), default=0)
         if not depth:
@@ -64,21 +72,36 @@ class OwnChain:
         }
         if agreement.equal == agreement.checked:
             return result
-        self.console.print(f"{agreement.equal} of {agreement.checked} prompts have our chain's rounds")
+        self.console.print(
+            f"{agreement.equal} of {agreement.checked} prompts have our chain's rounds"
+        )
         return result | self._explain(served, own, builder, max_new_tokens)
 
     def _explain(
-        self, served: Sequence[Generation], own: Sequence[Generation], builder: TreeBuilder, max_new_tokens: int
+        self,
+        served: Sequence[Generation],
+        own: Sequence[Generation],
+        builder: TreeBuilder,
+        max_new_tokens: int,
     ) -> dict[str, Any]:
-        """Return what explains the rounds that differ. Between other types rounding alone may, and no fault is searched."""
+        """Return what explains the rounds that differ. Between other types rounding alone may,
+        and no fault is searched.
+        """
         if self.server_dtype not in (None, self.dtype):
             return {}
         pairs = find_differing(served, own)
         few = self.target.dtype == torch.float32 and len(pairs) <= MAX_PAIRS
-        gaps = [measure_gap(self.target, self.drafter, builder, pair) for pair in pairs] if few else [None] * len(pairs)
+        gaps = (
+            [measure_gap(self.target, self.drafter, builder, pair) for pair in pairs]
+            if few
+            else [None] * len(pairs)
+        )
         ties = [gap.to_json() for gap in gaps if gap is not None and gap.is_tie]
         unexplained = [pair for pair, gap in zip(pairs, gaps) if gap is None or not gap.is_tie]
         if not unexplained:
             return {"ties": ties}
         self.console.print(f"testing likely causes, for up to {MAX_SECONDS:.0f} seconds")
-        return {"ties": ties, **CauseSearch(unexplained, builder, max_new_tokens).run(self.causes).to_json()}
+        return {
+            "ties": ties,
+            **CauseSearch(unexplained, builder, max_new_tokens).run(self.causes).to_json(),
+        }

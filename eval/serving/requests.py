@@ -78,19 +78,25 @@ Levels = list[LevelResult]
 
 
 class RequestWriter:
-    """Writes the turns of prompts as requests: as the target's token ids or, without a target, as messages."""
+    """Writes the turns of prompts as requests: as the target's token ids or, without a target,
+    as messages.
+    """
 
     def __init__(self, target: Target | None, max_new_tokens: int) -> None:
         self.target, self.max_new_tokens = target, max_new_tokens
         self.left_out = Counter[str]()
 
     def write_request(self, prompt: Prompt, answers: Sequence[TurnAnswer]) -> ServedRequest | None:
-        """Return the turn that follows these answers; None for one that this server cannot be given, which is counted."""
+        """Return the turn that follows these answers; None for one that this server cannot be
+        given, which is counted.
+        """
         if self.target is None:
             if prompt.context.text is not None:
                 self.left_out["plain text, which needs a target to be tokenized"] += 1
                 return None
-            return ServedRequest(prompt.id, len(answers), prompt.category, prompt.continue_with(answers))
+            return ServedRequest(
+                prompt.id, len(answers), prompt.category, prompt.continue_with(answers)
+            )
         tokens = prompt.tokenize_for(self.target, answers)
         if have_images([tokens]) or len(tokens) + self.max_new_tokens > self.target.max_length:
             self.left_out["with images" if have_images([tokens]) else "too long"] += 1
@@ -109,7 +115,9 @@ class RequestWriter:
 async def write_requests(
     server: Server, prompts: Sequence[Prompt], writer: RequestWriter, concurrency: int
 ) -> list[ServedRequest]:
-    """Return the requests of all turns: a later turn follows the server's own answers, which are requested here."""
+    """Return the requests of all turns: a later turn follows the server's own answers, which are
+    requested here.
+    """
     gate = asyncio.Semaphore(concurrency)
 
     async def write_turns(prompt: Prompt) -> list[ServedRequest]:
@@ -120,18 +128,26 @@ async def write_requests(
             if len(requests) == prompt.num_answers:
                 break
             async with gate:
-                completion = await server.complete(CompletionRequest(request.prompt, writer.max_new_tokens))
+                completion = await server.complete(
+                    CompletionRequest(request.prompt, writer.max_new_tokens)
+                )
             answers.append(writer.read_answer(completion))
         return requests
 
-    return [request for turns in await asyncio.gather(*map(write_turns, prompts)) for request in turns]
+    return [
+        request for turns in await asyncio.gather(*map(write_turns, prompts)) for request in turns
+    ]
 
 
 class LoadGenerator:
     """Requests answers from servers, level by level, at every level from all servers in turn."""
 
-    def __init__(self, servers: Mapping[str, Server], requests: Sequence[ServedRequest], max_new_tokens: int) -> None:
-        self.servers, self.requests, self.max_new_tokens = servers, list(requests), max_new_tokens
+    def __init__(
+        self, servers: Mapping[str, Server], requests: Sequence[ServedRequest], max_new_tokens: int
+    ) -> None:
+        self.servers = servers
+        self.requests = list(requests)
+        self.max_new_tokens = max_new_tokens
         self.console = make_console(stderr=True)
 
     async def run(self, levels: Sequence[int]) -> dict[str, Levels]:
@@ -143,9 +159,13 @@ class LoadGenerator:
         return results
 
     async def _run_level(self, concurrency: int, number: int) -> dict[str, LevelResult]:
-        """Run one level: prompt by prompt from one server after the other, or, with many requests at once, all of them."""
+        """Run one level: prompt by prompt from one server after the other, or, with many
+        requests at once, all of them.
+        """
         key = uuid.uuid4().hex
-        reads_each = {name: await self._warm_up(server, concurrency) for name, server in self.servers.items()}
+        reads_each = {
+            name: await self._warm_up(server, concurrency) for name, server in self.servers.items()
+        }
         before = {name: await server.read_counters() for name, server in self.servers.items()}
         results = {name: LevelResult(concurrency) for name in self.servers}
         is_alternating = concurrency == 1 and len(self.servers) > 1
@@ -154,28 +174,51 @@ class LoadGenerator:
         for turn, block in enumerate(blocks, number):
             for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
                 counts = concurrency == 1 and reads_each[name]
-                results[name].extend(await self._run_block(self.servers[name], block, concurrency, key, counts))
+                results[name].extend(
+                    await self._run_block(self.servers[name], block, concurrency, key, counts)
+                )
         for name, server in self.servers.items():
-            after, earlier = await server.read_counters(), before[name]
-            results[name].counters = None if after is None or earlier is None else after.subtract(earlier)
-            answers, seconds = len(results[name].successes), results[name].seconds
-            self.console.print(f"{name}: {answers} answers in {seconds:.1f} s, {concurrency} at once", highlight=False)
+            after = await server.read_counters()
+            earlier = before[name]
+            results[name].counters = (
+                None if after is None or earlier is None else after.subtract(earlier)
+            )
+            answers = len(results[name].successes)
+            seconds = results[name].seconds
+            self.console.print(
+                f"{name}: {answers} answers in {seconds:.1f} s, {concurrency} at once",
+                highlight=False,
+            )
         return results
 
     async def _warm_up(self, server: Server, concurrency: int) -> bool:
-        """Request a few short answers; return whether the server counts drafts, but not in its answers."""
+        """Request a few short answers; return whether the server counts drafts, but not in its
+        answers.
+        """
         requests = self.requests[:concurrency]
-        answers = [server.complete(CompletionRequest(request.prompt, WARM_UP_TOKENS)) for request in requests]
+        answers = [
+            server.complete(CompletionRequest(request.prompt, WARM_UP_TOKENS))
+            for request in requests
+        ]
         completions = await asyncio.gather(*answers, return_exceptions=True)
         if all(isinstance(completion, BaseException) for completion in completions):
             raise next(error for error in completions if isinstance(error, BaseException))
-        counted = any(isinstance(completion, Completion) and completion.rounds for completion in completions)
+        counted = any(
+            isinstance(completion, Completion) and completion.rounds for completion in completions
+        )
         return server.capabilities.counts_drafts and not counted
 
     async def _run_block(
-        self, server: Server, requests: Sequence[ServedRequest], concurrency: int, key: str, reads_counters: bool
+        self,
+        server: Server,
+        requests: Sequence[ServedRequest],
+        concurrency: int,
+        key: str,
+        reads_counters: bool,
     ) -> LevelResult:
-        """Request answers with so many workers; with `reads_counters`, read the server's counters around every answer."""
+        """Request answers with so many workers; with `reads_counters`, read the server's
+        counters around every answer.
+        """
         result = LevelResult(concurrency, [None] * len(requests))
 
         async def request_answer(entry: tuple[int, ServedRequest]) -> None:
@@ -183,7 +226,9 @@ class LoadGenerator:
             began = time.perf_counter()
             try:
                 completion = await server.complete(
-                    CompletionRequest(request.prompt, self.max_new_tokens, streams=True, cache_key=key)
+                    CompletionRequest(
+                        request.prompt, self.max_new_tokens, streams=True, cache_key=key
+                    )
                 )
             except ServerError as error:
                 result.failures[request.name] = str(error)
@@ -206,5 +251,8 @@ def subtract_earlier(result: LevelResult, earlier: DraftCounters) -> LevelResult
     for index, answer in enumerate(result.answers):
         if answer is not None and answer.counters is not None:
             counted = answer.counters.subtract(earlier)
-            result.answers[index], earlier = ServedAnswer(answer.request, answer.completion, counted), answer.counters
+            result.answers[index], earlier = (
+                ServedAnswer(answer.request, answer.completion, counted),
+                answer.counters,
+            )
     return result

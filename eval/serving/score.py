@@ -1,4 +1,6 @@
-"""Score a running server: its tokens per forward, its times by concurrency, and what its drafter gains there."""
+"""Score a running server: its tokens per forward, its times by concurrency, and what its drafter
+gains there.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,23 @@ from spectrain.eval.selection import PromptedEvaluation
 from spectrain.eval.serving.latency import LatencyLimits, measure_latency
 from spectrain.eval.serving.notes import ServingTable
 from spectrain.eval.serving.own_chain import OwnChain
-from spectrain.eval.serving.requests import LevelResult, Levels, LoadGenerator, RequestWriter, ServedRequest, write_requests
+from spectrain.eval.serving.requests import (
+    LevelResult,
+    Levels,
+    LoadGenerator,
+    RequestWriter,
+    ServedRequest,
+    write_requests,
+)
 from spectrain.eval.serving.rounds import count_rounds, find_counter_source, make_turns
 from spectrain.eval.serving.template import TemplateCheck, check_template
-from spectrain.eval.summary import EvaluationSummary, sample_line, write_lines, write_prompts, write_rounds
+from spectrain.eval.summary import (
+    EvaluationSummary,
+    sample_line,
+    write_lines,
+    write_prompts,
+    write_rounds,
+)
 from spectrain.eval.system_numbers import SystemSummary
 from spectrain.files import write_text
 from spectrain.models.chat_template import ChatTemplate
@@ -33,7 +48,8 @@ from spectrain.models.target import Target
 from spectrain.output.text import mask_secrets
 from spectrain.servers.base import DraftCounters, ServedModel, Server
 
-DRAFTED, PLAIN = "with the drafter", "without"
+DRAFTED = "with the drafter"
+PLAIN = "without"
 """Names of the two servers of a score."""
 
 ServerGroup = Mapping[str, AbstractContextManager[Server]]
@@ -78,7 +94,9 @@ class ServerEvaluation(PromptedEvaluation):
         self.limits = LatencyLimits.parse(self.slo)
 
     def score(self, subject: ServedSubject, folder: Path) -> dict[str, Any]:
-        """Request all answers, write the results to `folder`, print the table, and return summary.json."""
+        """Request all answers, write the results to `folder`, print the table, and return
+        summary.json.
+        """
         writer = RequestWriter(subject.target, self.max_new_tokens)
         measured = Measured()
         for group in subject.groups:
@@ -104,7 +122,9 @@ class ServerEvaluation(PromptedEvaluation):
         print_table(summary, [ServingTable()])
         return summary
 
-    async def _measure_group(self, servers: Mapping[str, Server], writer: RequestWriter, measured: Measured) -> None:
+    async def _measure_group(
+        self, servers: Mapping[str, Server], writer: RequestWriter, measured: Measured
+    ) -> None:
         """Request the answers of servers that run at the same time, level by level."""
         for name, server in servers.items():
             measured.models[name] = await asyncio.to_thread(server.check_ready)
@@ -112,18 +132,27 @@ class ServerEvaluation(PromptedEvaluation):
         async with AllOpen(servers):
             if DRAFTED in servers:
                 measured.engine = servers[DRAFTED].name
-                measured.requests = await write_requests(servers[DRAFTED], self.chosen, writer, max(self.concurrency))
+                measured.requests = await write_requests(
+                    servers[DRAFTED], self.chosen, writer, max(self.concurrency)
+                )
             if not measured.requests:
-                raise RunError(f"eval.prompts: the server can be given none of the prompts ({dict(writer.left_out)})")
+                raise RunError(
+                    "eval.prompts: the server can be given none of the prompts "
+                    f"({dict(writer.left_out)})"
+                )
             generator = LoadGenerator(servers, measured.requests, self.max_new_tokens)
             measured.levels |= await generator.run(self.concurrency)
             if DRAFTED in servers and writer.target is not None:
-                measured.template = await check_template(servers[DRAFTED], self.chosen, writer.target)
+                measured.template = await check_template(
+                    servers[DRAFTED], self.chosen, writer.target
+                )
 
     def _summarize_levels(
         self, measured: Measured, template: ChatTemplate | None
     ) -> tuple[dict[str, list[Turn]], dict[str, ServedSummary]]:
-        """Return the turns and the numbers of every level; the first one is the drafter's own entry."""
+        """Return the turns and the numbers of every level; the first one is the drafter's own
+        entry.
+        """
         turns: dict[str, list[Turn]] = {}
         summaries: dict[str, ServedSummary] = {}
         plain = measured.levels.get(PLAIN)
@@ -133,27 +162,43 @@ class ServerEvaluation(PromptedEvaluation):
             turns[name] = make_turns(*pair)
             if not turns[name]:
                 reason = next(iter(result.failures.values()), "no answer")
-                raise RunError(f"server: no request at concurrency {result.concurrency} was answered ({reason})")
+                raise RunError(
+                    f"server: no request at concurrency {result.concurrency} was answered "
+                    f"({reason})"
+                )
             summaries[name] = self._summarize_level(turns[name], *pair, template)
         return turns, summaries
 
     def _summarize_level(
-        self, turns: list[Turn], drafted: LevelResult, plain: LevelResult | None, template: ChatTemplate | None
+        self,
+        turns: list[Turn],
+        drafted: LevelResult,
+        plain: LevelResult | None,
+        template: ChatTemplate | None,
     ) -> ServedSummary:
         """Compute the numbers of one level; what cannot be known is None or empty."""
-        source, numbers = find_counter_source(drafted), measure_system(turns, True, template)
+        source = find_counter_source(drafted)
+        numbers = measure_system(turns, True, template)
         by_answer = ("by_kind", "by_position", "by_text_position", "by_category")
-        numbers |= {"time_share": {}} | ({} if source == "requests" else {name: {} for name in by_answer})
+        numbers |= {"time_share": {}} | (
+            {} if source == "requests" else {name: {} for name in by_answer}
+        )
         unknown = ["acceptance_length"] if source == "none" else []
         if plain is None:
-            unknown += ["speedup", "tokens_per_second.autoregressive", "tokens_per_second.per_user.autoregressive"]
+            unknown += [
+                "speedup",
+                "tokens_per_second.autoregressive",
+                "tokens_per_second.per_user.autoregressive",
+            ]
             unknown += [f"by_category.{name}.speedup" for name in numbers["by_category"]]
         else:
             jitter = baseline_jitter(turns) if drafted.concurrency == 1 else 0.0
             numbers["speedup"] = judge_speedup(numbers["speedup"], turns, Noise(jitter, None))
         depth = max((depth for turn in turns for depth in turn.drafted.depths), default=0)
         results = {"drafted": drafted} | ({} if plain is None else {"plain": plain})
-        times = {name: asdict(measure_latency(result, self.limits)) for name, result in results.items()}
+        times = {
+            name: asdict(measure_latency(result, self.limits)) for name, result in results.items()
+        }
         return ServedSummary(
             **numbers,
             label=f"{drafted.concurrency} at once",
@@ -161,11 +206,17 @@ class ServerEvaluation(PromptedEvaluation):
             engine="server",
             serving={"concurrency": drafted.concurrency, **times},
             unknown=unknown,
-            lossless=None if plain is None or not self.check else compare_outputs(turns, drafted, plain).summary(),
+            lossless=None
+            if plain is None or not self.check
+            else compare_outputs(turns, drafted, plain).summary(),
         )
 
-    def _describe_server(self, measured: Measured, summaries: Mapping[str, ServedSummary], first: list[Turn]) -> dict[str, Any]:
-        """Return the entry `server` of summary.json: where counts come from, and what else is said about the server."""
+    def _describe_server(
+        self, measured: Measured, summaries: Mapping[str, ServedSummary], first: list[Turn]
+    ) -> dict[str, Any]:
+        """Return the entry `server` of summary.json: where counts come from, and what else is
+        said about the server.
+        """
         results = measured.levels[DRAFTED]
         source = find_counter_source(results[0])
         counted = count_rounds(first)
@@ -186,7 +237,9 @@ class ServerEvaluation(PromptedEvaluation):
             "slo": self.slo,
         }
 
-    def _describe_setting(self, subject: ServedSubject, measured: Measured, first: SystemSummary) -> dict[str, Any]:
+    def _describe_setting(
+        self, subject: ServedSubject, measured: Measured, first: SystemSummary
+    ) -> dict[str, Any]:
         """Return what the numbers depend on."""
         served = measured.models[DRAFTED]
         return {
@@ -225,7 +278,11 @@ class ServerEvaluation(PromptedEvaluation):
 def describe_counters(counters: DraftCounters) -> dict[str, Any]:
     """Return counters as summary.json has them: without positions at which nothing was accepted."""
     accepted = [count for count in counters.accepted_by_position if count]
-    return {"num_rounds": counters.num_rounds, "num_drafted": counters.num_drafted, "accepted_by_position": accepted}
+    return {
+        "num_rounds": counters.num_rounds,
+        "num_drafted": counters.num_drafted,
+        "accepted_by_position": accepted,
+    }
 
 
 @dataclass(kw_only=True)
@@ -264,9 +321,15 @@ class AllOpen:
 
 
 def compare_outputs(turns: Sequence[Turn], drafted: LevelResult, plain: LevelResult) -> Identity:
-    """Compare greedy answers with those of the server without a drafter, by tokens or, where there are none, by text."""
+    """Compare greedy answers with those of the server without a drafter, by tokens or, where
+    there are none, by text.
+    """
     identity = Identity("greedy", True, "the server without a drafter")
-    pairs = [(left, right) for left, right in zip(drafted.answers, plain.answers) if left is not None and right is not None]
+    pairs = [
+        (left, right)
+        for left, right in zip(drafted.answers, plain.answers)
+        if left is not None and right is not None
+    ]
     for turn, (left, right) in zip(turns, pairs, strict=True):
         identity.checked += 1
         if left.completion.token_ids is not None and right.completion.token_ids is not None:
@@ -276,5 +339,7 @@ def compare_outputs(turns: Sequence[Turn], drafted: LevelResult, plain: LevelRes
         if position is None:
             identity.identical += 1
         else:
-            identity.differences.append({"id": turn.id, "turn": turn.turn, "position": position, "gap": None})
+            identity.differences.append(
+                {"id": turn.id, "turn": turn.turn, "position": position, "gap": None}
+            )
     return identity

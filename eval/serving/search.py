@@ -1,8 +1,9 @@
-"""Why a server does not draft as our own chain does: decode as it would with one fault after the other.
+"""Why a server does not draft as our own chain does: decode as it would with one fault after the
+other.
 
-A fault must show in the first round that differs, so a cause is first tested on the shortest answers, only up to that round.
-Most causes fail there after one or two prompts. One that passes is tested on whole answers; the search ends with the first one
-that explains every round.
+A fault must show in the first round that differs, so a cause is first tested on the shortest
+answers, only up to that round. Most causes fail there after one or two prompts. One that passes is
+tested on whole answers; the search ends with the first one that explains every round.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ from typing import Any
 
 from spectrain.drafters.base import Drafter
 from spectrain.eval.identity import first_difference
-from spectrain.eval.serving.agreement import DifferingPair, RoundAgreement, compare_rounds, decode_prompts, find_differing
+from spectrain.eval.serving.agreement import (
+    DifferingPair,
+    RoundAgreement,
+    compare_rounds,
+    decode_prompts,
+    find_differing,
+)
 from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 
 # Answers on which a cause is tested up to the first round that differs, and as a whole.
-NUM_SCREENED, NUM_CONFIRMED = 3, 4
+NUM_SCREENED = 3
+NUM_CONFIRMED = 4
 # Share of the differing rounds that a cause must explain.
 MIN_EXPLAINED = 0.7
 # Seconds after which no further cause is tested.
@@ -28,7 +36,9 @@ MAX_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Cause:
-    """A fault that may explain a disagreement, and the decoding that a server with this fault would do."""
+    """A fault that may explain a disagreement, and the decoding that a server with this fault
+    would do.
+    """
 
     name: str
     # Completes "the server decodes with ..".
@@ -51,7 +61,12 @@ class ConfirmedCause:
     def to_json(self) -> dict[str, Any]:
         agreement = {**asdict(self.agreement), "share": round(self.agreement.share, 4)}
         cause = self.cause
-        return {"name": cause.name, "description": cause.description, "remedy": cause.remedy, "agreement": agreement}
+        return {
+            "name": cause.name,
+            "description": cause.description,
+            "remedy": cause.remedy,
+            "agreement": agreement,
+        }
 
 
 @dataclass
@@ -68,7 +83,9 @@ class SearchResult:
         """Return the entries of summary.json."""
         return {
             "cause": None if self.cause is None else self.cause.to_json(),
-            "tested": [{"name": cause.name, "description": cause.description} for cause in self.tested],
+            "tested": [
+                {"name": cause.name, "description": cause.description} for cause in self.tested
+            ],
             "search": {"seconds": round(self.seconds, 1), "is_cut": self.is_cut},
         }
 
@@ -76,13 +93,18 @@ class SearchResult:
 class CauseSearch:
     """Tests causes on answers whose rounds differ from ours."""
 
-    def __init__(self, pairs: Sequence[DifferingPair], builder: TreeBuilder, max_new_tokens: int) -> None:
+    def __init__(
+        self, pairs: Sequence[DifferingPair], builder: TreeBuilder, max_new_tokens: int
+    ) -> None:
         self.pairs = sorted(pairs, key=lambda pair: pair.position)
         self.builder, self.max_new_tokens = builder, max_new_tokens
 
     def run(self, causes: CauseLister) -> SearchResult:
-        """Test one cause after the other, up to one that explains every round or until the time is over."""
-        result, began = SearchResult(), time.monotonic()
+        """Test one cause after the other, up to one that explains every round or until the time
+        is over.
+        """
+        result = SearchResult()
+        began = time.monotonic()
         for cause in causes(self.pairs[0].position):
             if time.monotonic() - began > MAX_SECONDS:
                 result.is_cut = True
@@ -100,7 +122,9 @@ class CauseSearch:
         return result
 
     def _is_possible(self, decoder: tuple[Target, Drafter]) -> bool:
-        """Tell whether a cause explains the first differing rounds of the shortest answers; one of three may not."""
+        """Tell whether a cause explains the first differing rounds of the shortest answers; one
+        of three may not.
+        """
         screened = self.pairs[:NUM_SCREENED]
         failures_left = len(screened) // 3
         for pair in screened:
@@ -117,16 +141,25 @@ class CauseSearch:
         shared = first_difference(pair.served.output, generation.output)
         if shared is not None and shared < pair.start + (pair.served_length or 1):
             return False
-        return all(differing.start > pair.start for differing in find_differing([pair.served], [generation]))
+        return all(
+            differing.start > pair.start
+            for differing in find_differing([pair.served], [generation])
+        )
 
     def _measure(self, decoder: tuple[Target, Drafter]) -> RoundAgreement:
         """Decode whole answers, and compare their rounds with the server's."""
         served = [pair.served for pair in self.pairs[:NUM_CONFIRMED]]
-        return compare_rounds(served, decode_prompts(*decoder, self.builder, served, self.max_new_tokens))
+        return compare_rounds(
+            served, decode_prompts(*decoder, self.builder, served, self.max_new_tokens)
+        )
 
     def _is_better(self, candidate: ConfirmedCause, best: ConfirmedCause | None) -> bool:
-        """Tell whether a cause explains most of the differing rounds, and more of them than the best one."""
+        """Tell whether a cause explains most of the differing rounds, and more of them than the
+        best one.
+        """
         pairs = self.pairs[:NUM_CONFIRMED]
         base = compare_rounds([pair.served for pair in pairs], [pair.own for pair in pairs]).share
         share = candidate.agreement.share
-        return share > base + MIN_EXPLAINED * (1 - base) and (best is None or share > best.agreement.share)
+        return share > base + MIN_EXPLAINED * (1 - base) and (
+            best is None or share > best.agreement.share
+        )

@@ -1,7 +1,7 @@
 """Whether rounding explains that a server drafted another token than our own chain.
 
-Engines add the same float32 numbers in different orders, so that two logits that are almost equal may change places. Then one
-draft token differs, and one round.
+Engines add the same float32 numbers in different orders, so that two logits that are almost equal
+may change places. Then one draft token differs, and one round.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ from spectrain.trees.base import Prefix, TreeBuilder, WrappedBuilder
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import TokenTree
 
-# Two float32 logits that differ by less may change places in another engine. The one answer of llama.cpp
-# that parted from ours did so at a gap of 0.00017; the bound leaves room for larger models.
+# Two float32 logits that differ by less may change places in another engine. The one answer of
+# llama.cpp that parted from ours did so at a gap of 0.00017; the bound leaves room for larger
+# models.
 MAX_GAP = 0.001
-# A fault changes the rounds of most prompts; where more differ than these, ties do not explain them.
+# A fault changes the rounds of most prompts; where more differ than these, ties do not explain
+# them.
 MAX_PAIRS = 4
 
 
 @dataclass(frozen=True)
 class DraftGap:
-    """The draft token in which a server's round and ours differ, and how nearly our drafter chose another one."""
+    """The draft token in which a server's round and ours differ, and how nearly our drafter
+    chose another one.
+    """
 
-    # Position of the round in the sequence, prompt included, and the draft token in the round, from 1.
+    # Position of the round in the sequence, prompt included, and the draft token in the round, from
+    # 1.
     position: int
     draft: int
     # Tokens of the round, the bonus token included.
@@ -50,7 +55,9 @@ class DraftGap:
 
 
 class RecordedRollout(Rollout):
-    """Wraps a rollout of one chain, and records the gap between the two best log-probabilities of each draft step."""
+    """Wraps a rollout of one chain, and records the gap between the two best log-probabilities
+    of each draft step.
+    """
 
     def __init__(self, inner: Rollout) -> None:
         self.inner = inner
@@ -85,15 +92,22 @@ class GapRecorder(WrappedBuilder):
         return self.builder.grow(prefix, draft)
 
 
-def measure_gap(target: Target, drafter: Drafter, builder: TreeBuilder, pair: DifferingPair) -> DraftGap | None:
-    """Draft the first differing round of two answers again; return None where no single draft token is known to differ."""
+def measure_gap(
+    target: Target, drafter: Drafter, builder: TreeBuilder, pair: DifferingPair
+) -> DraftGap | None:
+    """Draft the first differing round of two answers again; return None where no single draft
+    token is known to differ.
+    """
     if not builder.is_chain or pair.served_length is None or pair.own_length is None:
         return None
-    context, recorder = pair.served.prompt + pair.served.output[: pair.start - 1], GapRecorder(builder)
+    context = pair.served.prompt + pair.served.output[: pair.start - 1]
+    recorder = GapRecorder(builder)
     # The prompt's own token and one round.
     decode(target, [context], Greedy(), 2, drafter, recorder)
     # The shorter round rejected the first draft token that differs.
     index = min(pair.served_length, pair.own_length) - 1
     if not recorder.rounds or index >= len(recorder.rounds[0]):
         return None
-    return DraftGap(pair.position, index + 1, pair.served_length, pair.own_length, recorder.rounds[0][index])
+    return DraftGap(
+        pair.position, index + 1, pair.served_length, pair.own_length, recorder.rounds[0][index]
+    )

@@ -1,8 +1,10 @@
-"""A recurrent drafter in the manner of ReDrafter (Zhang et al., 2024): a cell that rolls over the tokens it drafts.
+"""A recurrent drafter in the manner of ReDrafter (Zhang et al., 2024): a cell that rolls over the
+tokens it drafts.
 
 Shapes: B batch, T tokens, F new nodes, D target width, V draft vocabulary.
-Index t has the target's state at t. The cell reads token t + 1, which is the target's own, and predicts token t + 2; at draft
-step k (from 0) it reads token t + 1 + k and predicts token t + 2 + k: true tokens in training, drafted ones in decoding.
+Index t has the target's state at t. The cell reads token t + 1, which is the target's own, and
+predicts token t + 2; at draft step k (from 0) it reads token t + 1 + k and predicts token t + 2 +
+k: true tokens in training, drafted ones in decoding.
 """
 
 from __future__ import annotations
@@ -23,20 +25,30 @@ from spectrain.trees.rollout import Draft, Rollout
 
 
 class Recurrent(VocabularyDrafter):
-    """A GRU cell over the target's embeddings; its output layer starts as the target's. The loss is sum_k step_decay^k L_k."""
+    """A GRU cell over the target's embeddings; its output layer starts as the target's. The loss
+    is sum_k step_decay^k L_k.
+    """
 
     layers: tuple[Layer, ...] = ("final",)  # read from the target, in training and in decoding
     saved = SavedFiles(shape=("vocab_size",))  # the settings that shape the weights
 
     def __init__(
-        self, target: Target, num_steps: int = 4, vocab_size: int = 32000, loss: Loss = "forward_kl", step_decay: float = 0.8
+        self,
+        target: Target,
+        num_steps: int = 4,
+        vocab_size: int = 32000,
+        loss: Loss = "forward_kl",
+        step_decay: float = 0.8,
     ) -> None:
         super().__init__()
         if num_steps < 1:
             raise UserError(f"drafter.num_steps={num_steps}: use 1 or more")
-        self.num_steps, self.divergence, self.step_decay = num_steps, loss, step_decay
+        self.num_steps = num_steps
+        self.divergence = loss
+        self.step_decay = step_decay
         self.head = target.head  # lent: it is neither trained nor saved with the drafter
-        width, vocab_size = target.width, min(vocab_size, target.head.vocab_size)
+        width = target.width
+        vocab_size = min(vocab_size, target.head.vocab_size)
         self.begin = nn.Linear(width, width)
         self.cell = nn.GRUCell(width, width)
         self.mix = nn.Linear(2 * width, width)
@@ -52,7 +64,9 @@ class Recurrent(VocabularyDrafter):
             self.out.weight.zero_()
 
     def start(self, final: Tensor) -> Tensor:
-        """Return the cell's state [.., D] before it has read anything, from the target's last state."""
+        """Return the cell's state [.., D] before it has read anything, from the target's last
+        state.
+        """
         return self.begin(final).tanh()
 
     def read(self, tokens: Tensor, state: Tensor) -> Tensor:
@@ -71,22 +85,28 @@ class Recurrent(VocabularyDrafter):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        supervision = Supervision(self, batch)  # the target's labels, and the indices that each step is judged at
+        # the target's labels, and the indices that each step is judged at
+        supervision = Supervision(self, batch)
         final = batch.features.at_layer("final").to(self.lm_head.weight.dtype)
-        hidden, terms = self.start(final), {}
+        hidden = self.start(final)
+        terms = {}
         hits, counts = torch.zeros(2, self.num_steps, device=final.device)
         for step in range(self.num_steps):
             # Tokens that roll over the end are never judged.
             hidden = state.run_checkpointed(self.read, batch.tokens.roll(-1 - step, dims=1), hidden)
             rows = supervision.is_supervised(step)
             states = self.hidden(final[rows], hidden[rows])
-            divergence, correct = supervision.judge_states(states, self.lm_head, supervision.label_index(step))
+            divergence, correct = supervision.judge_states(
+                states, self.lm_head, supervision.label_index(step)
+            )
             terms[f"step{step}"] = self.step_decay**step * divergence
             hits[step], counts[step] = correct.sum(), len(correct)
         return Losses(terms, hits, counts)
 
     def draft(self, context: Context) -> Draft:
-        final = context.last_state(context.new_features.at_layer("final")).to(self.lm_head.weight.dtype)
+        final = context.last_state(context.new_features.at_layer("final")).to(
+            self.lm_head.weight.dtype
+        )
         return Draft(_Roll(self, final, context.root))
 
 
@@ -94,8 +114,10 @@ class _Roll(Rollout):
     """One round: every node's state is the cell's, one token after its parent's."""
 
     def __init__(self, drafter: Recurrent, final: Tensor, root: Tensor) -> None:
-        self.drafter, self.final, self.draft_ids = drafter, final, drafter.draft_ids  # final [B, 1, D]
-        self.states = drafter.read(root[:, None], drafter.start(final))  # [B, nodes given so far, D]
+        # final [B, 1, D]
+        self.drafter, self.final, self.draft_ids = drafter, final, drafter.draft_ids
+        # [B, nodes given so far, D]
+        self.states = drafter.read(root[:, None], drafter.start(final))
 
     def start(self) -> Tensor:
         return self._after(self.states)
@@ -108,4 +130,8 @@ class _Roll(Rollout):
 
     def _after(self, states: Tensor) -> Tensor:
         """Log-probabilities [B, F, V] of the token after each of these nodes."""
-        return self.drafter.lm_head(self.drafter.hidden(self.final.expand_as(states), states)).float().log_softmax(-1)
+        return (
+            self.drafter.lm_head(self.drafter.hidden(self.final.expand_as(states), states))
+            .float()
+            .log_softmax(-1)
+        )

@@ -3,7 +3,14 @@
 from rich.table import Table
 
 from spectrain.output.console import make_console
-from spectrain.servers.row_times import SPEEDUPS, EngineTimes, Spread, advise_engine, predict_speedups, required_rate
+from spectrain.servers.row_times import (
+    SPEEDUPS,
+    EngineTimes,
+    Spread,
+    advise_engine,
+    predict_speedups,
+    required_rate,
+)
 
 WIDTH = 120
 
@@ -15,8 +22,9 @@ def print_times(times: EngineTimes) -> None:
     for length in times.lengths:
         console.print(make_table(times, length))
     console.print(
-        "tokens: per forward of the target, the bonus token included; in brackets, the share of drafted tokens that has to be "
-        "accepted, each after accepted ones. A tree of k nodes needs as many tokens as a chain of k.",
+        "tokens: per forward of the target, the bonus token included; in brackets, the share of "
+        "drafted tokens that has to be accepted, each after accepted ones. A tree of k nodes "
+        "needs as many tokens as a chain of k.",
         highlight=False,
     )
     first = times.lengths[0]
@@ -29,14 +37,17 @@ def make_table(times: EngineTimes, length: int) -> Table:
     table = Table(title=f"{times.describe_setting()}: {times.target}, after {length} tokens")
     columns = ["drafted", "forward, ms (quartiles, count)", "ratio to one row"]
     columns += [f"tokens for {speedup:g}x" for speedup in SPEEDUPS]
-    rounds, predicted = times.round_ratios(length), dict[int, float]()
+    rounds = times.round_ratios(length)
+    predicted = dict[int, float]()
     if times.drafter is not None:
         columns += ["drafter's round, ratio", "predicted speedup"]
         predicted = predict_speedups(rounds, times.drafter.acceptance_rates)
     for column in columns:
         table.add_column(column, justify="right")
     ratios = {0: 1.0, **times.ratios(length)}
-    spreads = {forward.rows - 1: forward.seconds for forward in times.forwards if forward.length == length}
+    spreads = {
+        forward.rows - 1: forward.seconds for forward in times.forwards if forward.length == length
+    }
     for count, ratio in ratios.items():
         cells = [str(count), format_spread(spreads[count]), f"{ratio:.2f}"]
         cells += [format_requirement(speedup * ratio, count) for speedup in SPEEDUPS]

@@ -1,4 +1,6 @@
-"""Decoding and training throughput; alternatives are interleaved in one process, so that ratios hold on a busy machine."""
+"""Decoding and training throughput; alternatives are interleaved in one process, so that ratios
+hold on a busy machine.
+"""
 
 import json
 import time
@@ -30,7 +32,9 @@ PREFIX_LENGTHS = (150, 600)
 
 
 def decode_table(spec: RunSpec, repeats: int = 12) -> None:
-    """Print the time of a target forward by rows and prefix, then that of autoregressive decoding beside `generate`."""
+    """Print the time of a target forward by rows and prefix, then that of autoregressive
+    decoding beside `generate`.
+    """
     target: Target = spec.target.build()
     evaluation = spec.eval.build()
     if evaluation is None:
@@ -38,13 +42,16 @@ def decode_table(spec: RunSpec, repeats: int = 12) -> None:
     console = make_console()
     prompts = [prompt.tokenize_for(target) for prompt in evaluation.chosen[:8]]
     target.pack_weights()
-    console.print(make_forward_table(target, [token for prompt in prompts for token in prompt], repeats))
+    console.print(
+        make_forward_table(target, [token for prompt in prompts for token in prompt], repeats)
+    )
     candidate, baseline = compare_with_generate(target, prompts, min(evaluation.max_new_tokens, 64))
     ratios = sorted(b / a for a, b in zip(candidate, baseline))
     console.print(
-        f"autoregressive decoding of {len(prompts)} prompts, prefill included, interleaved: {1e3 * median(candidate):.1f} ms "
-        f"per token; generate with a static cache takes {1e3 * median(baseline):.1f} ms, {median(ratios):.2f} times as long ("
-        f"from {ratios[0]:.2f} to {ratios[-1]:.2f})"
+        f"autoregressive decoding of {len(prompts)} prompts, prefill included, interleaved: "
+        f"{1e3 * median(candidate):.1f} ms per token; generate with a static cache takes "
+        f"{1e3 * median(baseline):.1f} ms, {median(ratios):.2f} times as long (from "
+        f"{ratios[0]:.2f} to {ratios[-1]:.2f})"
     )
 
 
@@ -55,29 +62,49 @@ def make_forward_table(target: Target, text: list[int], repeats: int) -> Table:
         if target.device.type == "cuda"
         else f"{processor_name()}, {format_threads(torch.get_num_threads())}"
     )
-    table = Table(title=f"one forward of {target.name} in {target.dtype}, ms, the least of {repeats}; {machine}")
+    table = Table(
+        title=(
+            f"one forward of {target.name} in {target.dtype}, ms, the least of {repeats}; {machine}"
+        )
+    )
     table.add_column("rows", justify="right")
     columns = []
-    for length in (length for length in PREFIX_LENGTHS if length + max(ROW_COUNTS) <= target.max_length):
+    for length in (
+        length for length in PREFIX_LENGTHS if length + max(ROW_COUNTS) <= target.max_length
+    ):
         table.add_column(f"behind {length} tokens", justify="right")
         table.add_column("/ one row", justify="right")
         prefix = (text * (length // len(text) + 1))[:length]
         columns.append(forward_seconds(target, prefix, repeats))
     for rows in ROW_COUNTS:
         times = [(seconds[rows], seconds[1]) for seconds in columns]
-        table.add_row(str(rows), *(cell for own, one in times for cell in (f"{own * 1e3:.1f}", f"{own / one:.2f}")))
+        table.add_row(
+            str(rows),
+            *(cell for own, one in times for cell in (f"{own * 1e3:.1f}", f"{own / one:.2f}")),
+        )
     return table
 
 
 def forward_seconds(target: Target, prefix: list[int], repeats: int) -> dict[int, float]:
-    """Return the least seconds of a forward over a chain of nodes after a prefix, by its rows, in alternating order."""
-    cache, device = target.new_cache(1, len(prefix) + max(ROW_COUNTS)), target.device
+    """Return the least seconds of a forward over a chain of nodes after a prefix, by its rows,
+    in alternating order.
+    """
+    cache = target.new_cache(1, len(prefix) + max(ROW_COUNTS))
+    device = target.device
     chains = {
-        rows: TokenTree.from_chain(torch.randint(0, target.head.vocab_size, (1, rows), device=device)) for rows in ROW_COUNTS
+        rows: TokenTree.from_chain(
+            torch.randint(0, target.head.vocab_size, (1, rows), device=device)
+        )
+        for rows in ROW_COUNTS
     }
     seconds: dict[int, list[float]] = {rows: [] for rows in ROW_COUNTS}
     with torch.inference_mode():
-        target.prefill(torch.tensor([prefix], device=device), torch.tensor([len(prefix)], device=device), cache, ())
+        target.prefill(
+            torch.tensor([prefix], device=device),
+            torch.tensor([len(prefix)], device=device),
+            cache,
+            (),
+        )
         for repeat in range(repeats + 1):
             for rows, chain in chains.items():
                 duration = time_call(target, partial(target.verify, chain, cache))
@@ -87,15 +114,23 @@ def forward_seconds(target: Target, prefix: list[int], repeats: int) -> dict[int
     return {rows: min(times) for rows, times in seconds.items()}
 
 
-def compare_with_generate(target: Target, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[float], list[float]]:
-    """Return seconds per token by prompt of spectrain and of transformers' `generate` with a static cache, in turn."""
+def compare_with_generate(
+    target: Target, prompts: list[list[int]], max_new_tokens: int
+) -> tuple[list[float], list[float]]:
+    """Return seconds per token by prompt of spectrain and of transformers' `generate` with a
+    static cache, in turn.
+    """
     candidate: list[float] = []
     baseline: list[float] = []
 
     def run_candidate(prompt: list[int]) -> None:
         target.pack_weights()
         decode(target, [prompt], Greedy(), 2)  # reorders the weights outside the timer
-        candidate.append(time_tokens(target, lambda: decode(target, [prompt], Greedy(), max_new_tokens)[0].output))
+        candidate.append(
+            time_tokens(
+                target, lambda: decode(target, [prompt], Greedy(), max_new_tokens)[0].output
+            )
+        )
 
     def run_baseline(prompt: list[int]) -> None:
         with reference_model(target) as model:
@@ -124,7 +159,9 @@ def time_call(target: Target, work: Callable[[], Any]) -> float:
 
 
 def training_throughput(spec: RunSpec, steps: int = 12) -> None:
-    """Train for a few steps on the recipe's data; print tokens per second and the share of each part of a step."""
+    """Train for a few steps on the recipe's data; print tokens per second and the share of each
+    part of a step.
+    """
     trainer = replace(Trainer.from_spec(spec).make_trial(steps), log_every=steps // 3)
     target: Target = spec.target.build()
     target.pack_weights()
@@ -138,7 +175,7 @@ def training_throughput(spec: RunSpec, steps: int = 12) -> None:
     last = json.loads(lines[-1])
     share = ", ".join(f"{part} {value:.0%}" for part, value in last["time_share"].items())
     make_console().print(
-        f"{last['tokens_per_second']:.0f} tokens/s, {last['supervised_per_second']:.0f} supervised, over the last "
-        f"{steps // 3} of {steps} steps, features computed live\n"
-        f"time: {share} (target: its forward; drafter: loss, backward and optimiser)"
+        f"{last['tokens_per_second']:.0f} tokens/s, {last['supervised_per_second']:.0f} "
+        f"supervised, over the last {steps // 3} of {steps} steps, features computed live\ntime: "
+        f"{share} (target: its forward; drafter: loss, backward and optimiser)"
     )

@@ -1,4 +1,6 @@
-"""`spectrain chat`: a conversation with the target through a drafter, with the tokens that each round accepts in colour."""
+"""`spectrain chat`: a conversation with the target through a drafter, with the tokens that each
+round accepts in colour.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from spectrain.trees import Auto
 
 from .chat_output import DecodingSpeed, PlainOutput, TerminalOutput, TextPiece, TextStream
 
-# Maximum number of nodes of a tree whose size is measured: no larger one pays without a GPU, and timing each takes a while.
+# Maximum number of nodes of a tree whose size is measured: no larger one pays without a GPU, and
+# timing each takes a while.
 MAX_TREE_NODES = 16
 # Minimum number of tokens that the context must leave for an answer.
 MIN_ANSWER_TOKENS = 16
@@ -54,14 +57,16 @@ class Chat:
     max_new_tokens: int = 512
     # System message that precedes the conversation; null sends none.
     system: str | None = None
-    # Decoding engine: captured replays rounds as CUDA graphs, eager runs a loop, auto captures on a GPU.
+    # Decoding engine: captured replays rounds as CUDA graphs, eager runs a loop, auto captures on a
+    # GPU.
     engine: EngineChoice = "auto"
     # Message to answer before the program exits; null starts a conversation.
     once: str | None = None
-    # Use the tree and the retrieved continuations that are fastest on this machine, unless a tree is given.
+    # Use the tree and the retrieved continuations that are fastest on this machine, unless a tree
+    # is given.
     measured: bool = True
-    # Continue each text as it is, without the chat template and without the earlier texts. A target without a chat template
-    # needs this.
+    # Continue each text as it is, without the chat template and without the earlier texts. A target
+    # without a chat template needs this.
     raw: bool = False
 
     def __post_init__(self) -> None:
@@ -73,7 +78,9 @@ class Chat:
         if self.once is not None and not self.once.strip():
             raise UserError("--once: the text is empty; say what to answer")
         if self.raw and self.system is not None:
-            raise UserError("chat.system: plain text has no system message; leave it out, or chat without --raw")
+            raise UserError(
+                "chat.system: plain text has no system message; leave it out, or chat without --raw"
+            )
 
     def run(self, spec: RunSpec, folder: Path) -> None:
         """Load what `spec` names, then answer line by line, or only the message of `once`."""
@@ -82,31 +89,41 @@ class Chat:
         target.template = target.template.with_clock()
         if not self.raw and not target.template.exists:
             raise UserError(
-                "target: its tokenizer has no chat template; continue plain text with --raw, use an instruction-tuned model, "
-                "or give a template with target.chat_template=FILE"
+                "target: its tokenizer has no chat template; continue plain text with --raw, use "
+                "an instruction-tuned model, or give a template with target.chat_template=FILE"
             )
         if not target.tokenizer.is_fast:
-            raise UserError("target: its tokenizer cannot be read token by token; save it as a fast tokenizer")
+            raise UserError(
+                "target: its tokenizer cannot be read token by token; save it as a fast tokenizer"
+            )
         if self.max_new_tokens + MIN_ANSWER_TOKENS > target.max_length:
             raise UserError(
-                f"chat.max_new_tokens={self.max_new_tokens}: the context of {target.name} has {target.max_length}; use less"
+                f"chat.max_new_tokens={self.max_new_tokens}: the context of {target.name} has "
+                f"{target.max_length}; use less"
             )
         session = self.prepare_session(spec, folder, target)
         console = make_console(highlight=False)
-        screen = TerminalOutput(console) if console.is_terminal and not console.is_dumb_terminal else PlainOutput()
+        screen = (
+            TerminalOutput(console)
+            if console.is_terminal and not console.is_dumb_terminal
+            else PlainOutput()
+        )
         talk = TerminalChat(self, session, screen)
         if not session.rule.lossless:
             screen.show_note(lossy_warning(session.rule.name))
         if self.once is not None:
             if talk.answer_question(self.once) is None:
                 raise UserError(
-                    f"--once: the text leaves no room for an answer in the {target.max_length} tokens of the context"
+                    f"--once: the text leaves no room for an answer in the {target.max_length} "
+                    "tokens of the context"
                 )
             return
         talk.answer_lines()
 
     def prepare_session(self, spec: RunSpec, folder: Path, target: Target) -> Session:
-        """Return a session with the target, drafter, tree and rule that `spec` names, ready to decode."""
+        """Return a session with the target, drafter, tree and rule that `spec` names, ready to
+        decode.
+        """
 
         def prompts() -> list[list[int]]:
             return [
@@ -114,18 +131,31 @@ class Chat:
                 for conversation in EmbeddedReader(limit=8).load_conversations()
             ]
 
-        rule, builder, drafter = spec.acceptance.build(), spec.tree.build(), load_drafter(spec, folder, target)
-        if self.measured and rule.lossless and not Session(target, rule, engine=self.engine).prefers_capture:
+        rule = spec.acceptance.build()
+        builder = spec.tree.build()
+        drafter = load_drafter(spec, folder, target)
+        if (
+            self.measured
+            and rule.lossless
+            and not Session(target, rule, engine=self.engine).prefers_capture
+        ):
             check_compatibility(drafter.capabilities, builder, rule)
             if supports_auto_tree(target, drafter, builder) and not drafter.capabilities.has_no_q:
-                drafter = DrafterWithCopies(drafter, CopySource(open_answer_store(spec, folder, target, None)))
-                builder, rule = Auto(budget=MAX_TREE_NODES), rule.matching_rule()
+                drafter = DrafterWithCopies(
+                    drafter, CopySource(open_answer_store(spec, folder, target, None))
+                )
+                builder = Auto(budget=MAX_TREE_NODES)
+                rule = rule.matching_rule()
         return Session.from_drafter(target, drafter, builder, rule, prompts, self.engine)
 
 
 def drafter_title(drafter: Drafter | None) -> str:
     """Return a short name of a drafter."""
-    inside = f"{type(drafter.inner).__name__} + retrieval" if isinstance(drafter, DrafterWithCopies) else None
+    inside = (
+        f"{type(drafter.inner).__name__} + retrieval"
+        if isinstance(drafter, DrafterWithCopies)
+        else None
+    )
     return inside or type(drafter).__name__
 
 
@@ -144,17 +174,24 @@ class TerminalChat:
     )  # drafting or not
 
     def __post_init__(self) -> None:
-        self.system_messages = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
+        self.system_messages = (
+            []
+            if self.settings.system is None
+            else [{"role": "system", "content": self.settings.system}]
+        )
         self.messages: list[dict[str, str]] = []
         self.target = self.session.target
-        self.target_session = Session(self.target, self.session.rule.matching_rule(), engine=self.settings.engine)
+        self.target_session = Session(
+            self.target, self.session.rule.matching_rule(), engine=self.settings.engine
+        )
         require_capture(self.session, "chat.engine")
 
     def answer_lines(self) -> None:
         """Answer line by line until the end of the input or /exit."""
         asks = sys.stdin.isatty()
         if asks:
-            with suppress(ImportError):  # not everywhere; it gives input() its line editing and its history
+            # not everywhere; it gives input() its line editing and its history
+            with suppress(ImportError):
                 import readline  # noqa: F401
             self.output.show_note(self.greeting_text)
         while True:
@@ -165,7 +202,9 @@ class TerminalChat:
             except EOFError:
                 return
             except UnicodeDecodeError as error:
-                raise UserError(f"standard input: it is no text ({error.reason}); write it in UTF-8") from error
+                raise UserError(
+                    f"standard input: it is no text ({error.reason}); write it in UTF-8"
+                ) from error
             except KeyboardInterrupt:
                 if not asks:
                     raise
@@ -184,12 +223,16 @@ class TerminalChat:
     def greeting_text(self) -> str:
         session, builder = self.session, self.session.builder
         assert builder is not None, "it was prepared with one"
-        slow = "; the first answers take a while, as rounds are compiled" if session.eager_reason is None else ""
+        slow = (
+            "; the first answers take a while, as rounds are compiled"
+            if session.eager_reason is None
+            else ""
+        )
         return (
-            f"{self.target.name} through {drafter_title(session.drafter)}, {describe_tree(builder)}, acceptance "
-            f"{session.rule.name}{slow}.\n"
-            "Tokens in one colour were drafted and accepted together; dim and underlined ones are the target's own. "
-            "/help lists what else there is."
+            f"{self.target.name} through {drafter_title(session.drafter)}, "
+            f"{describe_tree(builder)}, acceptance {session.rule.name}{slow}.\nTokens in one "
+            "colour were drafted and accepted together; dim and underlined ones are the target's "
+            "own. /help lists what else there is."
         )
 
     def answer_question(self, text: str) -> Generation | None:
@@ -202,31 +245,46 @@ class TerminalChat:
         if limit < MIN_ANSWER_TOKENS:
             self.messages.pop()
             self.output.show_note(
-                f"{len(prompt)} tokens leave no room for an answer in {self.target.max_length}; say it in fewer words"
+                f"{len(prompt)} tokens leave no room for an answer in {self.target.max_length}; "
+                "say it in fewer words"
             )
             return None
         self.turn += 1
         return self.decode_answer(prompt, limit)
 
     def fit_prompt(self) -> list[int]:
-        """Return the conversation's tokens. If they exceed the target's context, the oldest turns are dropped, with a note."""
+        """Return the conversation's tokens. If they exceed the target's context, the oldest
+        turns are dropped, with a note.
+        """
         if self.settings.raw:
-            return tokenize_prompt(self.target.template, Conversation([], text=self.messages[-1]["content"]))
+            return tokenize_prompt(
+                self.target.template, Conversation([], text=self.messages[-1]["content"])
+            )
         forgotten = 0
         while True:
             prompt = tokenize_prompt(self.target.template, [*self.system_messages, *self.messages])
-            if len(self.messages) < 3 or len(prompt) + self.settings.max_new_tokens <= self.target.max_length:
+            if (
+                len(self.messages) < 3
+                or len(prompt) + self.settings.max_new_tokens <= self.target.max_length
+            ):
                 break
-            self.messages, forgotten = self.messages[2:], forgotten + 1
+            self.messages = self.messages[2:]
+            forgotten = forgotten + 1
         if forgotten:
             turns = f"{forgotten} oldest turns were" if forgotten > 1 else "oldest turn was"
-            self.output.show_note(f"(the {turns} left out: the conversation has outgrown {self.target.max_length} tokens)")
+            self.output.show_note(
+                f"(the {turns} left out: the conversation has outgrown {self.target.max_length} "
+                "tokens)"
+            )
         return prompt
 
     def decode_answer(self, prompt: list[int], limit: int) -> Generation:
-        """Decode an answer and show it as it arrives; after an interrupt, the part that exists counts as the answer."""
+        """Decode an answer and show it as it arrives; after an interrupt, the part that exists
+        counts as the answer.
+        """
         session = self.session if self.is_drafting else self.target_session
-        stream, latest = TextStream(self.target), Generation(prompt)
+        stream = TextStream(self.target)
+        latest = Generation(prompt)
         stopped = False
 
         def watch(generations: list[Generation]) -> None:
@@ -239,13 +297,23 @@ class TerminalChat:
                 (latest,) = session.decode([prompt], limit, [self.turn], on_round=watch)
             except KeyboardInterrupt:
                 stopped = True
-            self.output.show_pieces([TextPiece(stream.remaining_text(), 0, False)], self.status_line(latest))
+            self.output.show_pieces(
+                [TextPiece(stream.remaining_text(), 0, False)], self.status_line(latest)
+            )
         tokens = [token for token in latest.output if token not in self.target.stop_ids]
         if tokens:
-            self.messages.append({"role": "assistant", "content": str(self.target.tokenizer.decode(tokens))})
+            self.messages.append(
+                {"role": "assistant", "content": str(self.target.tokenizer.decode(tokens))}
+            )
         else:
             self.messages.pop()
-        ending = "stopped; " if stopped else "" if latest.output[-1:] != tokens[-1:] else f"cut at {limit} tokens; "
+        ending = (
+            "stopped; "
+            if stopped
+            else ""
+            if latest.output[-1:] != tokens[-1:]
+            else f"cut at {limit} tokens; "
+        )
         self.output.show_note(ending + self.status_line(latest))
         self.speeds[self.is_drafting].add_generation(latest)
         return latest
@@ -258,12 +326,19 @@ class TerminalChat:
         """Run a command, a line that begins with a slash."""
         name, _, word = line.partition(" ")
         if name not in SLASH_COMMANDS:
-            self.output.show_note(f"{name}: there is no such command; {suggest_nearest(name, SLASH_COMMANDS)}")
+            self.output.show_note(
+                f"{name}: there is no such command; {suggest_nearest(name, SLASH_COMMANDS)}"
+            )
         elif word and (name != "/drafter" or word not in ("on", "off")):
-            self.output.show_note(f"{line}: say {name}" + (", /drafter on or /drafter off" if name == "/drafter" else ""))
+            self.output.show_note(
+                f"{line}: say {name}"
+                + (", /drafter on or /drafter off" if name == "/drafter" else "")
+            )
         elif name == "/drafter":
             self.is_drafting = word == "on" if word else not self.is_drafting
-            self.output.show_note("drafting" if self.is_drafting else "the target alone, a forward for every token")
+            self.output.show_note(
+                "drafting" if self.is_drafting else "the target alone, a forward for every token"
+            )
         elif name == "/again":
             self.repeat_answer()
         elif name == "/reset":
@@ -291,10 +366,18 @@ class TerminalChat:
         rows: dict[str, Any] = {"drafter": self.speeds[True], "target alone": self.speeds[False]}
         for name, speed in rows.items():
             table.add_row(
-                name, f"{speed.answers}", f"{speed.tokens}", f"{speed.tokens_per_second:.1f}", f"{speed.tokens_per_forward:.2f}"
+                name,
+                f"{speed.answers}",
+                f"{speed.tokens}",
+                f"{speed.tokens_per_second:.1f}",
+                f"{speed.tokens_per_forward:.2f}",
             )
         if all(speed.tokens_per_second for speed in rows.values()):
             table.add_row(
-                "ratio", "", "", f"{self.speeds[True].tokens_per_second / self.speeds[False].tokens_per_second:.2f}", ""
+                "ratio",
+                "",
+                "",
+                f"{self.speeds[True].tokens_per_second / self.speeds[False].tokens_per_second:.2f}",
+                "",
             )
         return table

@@ -1,4 +1,6 @@
-"""The output of `spectrain chat`: an answer as text while its rounds arrive, its speed, and how both are shown."""
+"""The output of `spectrain chat`: an answer as text while its rounds arrive, its speed, and how
+both are shown.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """An answer as text while its rounds arrive. A character is withheld until all of its bytes are there."""
+    """An answer as text while its rounds arrive. A character is withheld until all of its bytes
+    are there.
+    """
 
     def __init__(self, target: Target) -> None:
-        self.target, self.decoder = target, DecodeStream(skip_special_tokens=False)
+        self.target = target
+        self.decoder = DecodeStream(skip_special_tokens=False)
         # The tokens of the answer, without stop tokens.
         self.tokens: list[int] = []
         self.num_read = 0  # tokens of the generation
@@ -46,15 +51,23 @@ class TextStream:
         """Return what is new since the last call."""
         origins = [(0, False)]
         origins += [
-            (turn, step < count) for turn, count in enumerate(generation.round_lengths, 1) for step in range(1, count + 1)
+            (turn, step < count)
+            for turn, count in enumerate(generation.round_lengths, 1)
+            for step in range(1, count + 1)
         ]
         new = list(zip(generation.output, origins))[self.num_read :]
         self.num_read += len(new)
-        return [TextPiece(self._decode_token(token), *origin) for token, origin in new if token not in self.target.stop_ids]
+        return [
+            TextPiece(self._decode_token(token), *origin)
+            for token, origin in new
+            if token not in self.target.stop_ids
+        ]
 
     def remaining_text(self) -> str:
         """Return what is still withheld at the end: a truncated character."""
-        return str(self.target.tokenizer.decode(self.tokens, clean_up_tokenization_spaces=False))[len(self.text) :]
+        return str(self.target.tokenizer.decode(self.tokens, clean_up_tokenization_spaces=False))[
+            len(self.text) :
+        ]
 
     def _decode_token(self, token: int) -> str:
         self.tokens.append(token)
@@ -89,11 +102,16 @@ class DecodingSpeed:
         return self.tokens / self.rounds if self.rounds else 0.0
 
     def __str__(self) -> str:
-        return f"{self.tokens_per_second:.1f} tokens/s, {self.tokens_per_forward:.2f} tokens per forward"
+        return (
+            f"{self.tokens_per_second:.1f} tokens/s, {self.tokens_per_forward:.2f} tokens per "
+            "forward"
+        )
 
 
 class PlainOutput:
-    """Output without a terminal: the answer goes to stdout as it arrives, everything else to stderr."""
+    """Output without a terminal: the answer goes to stdout as it arrives, everything else to
+    stderr.
+    """
 
     def __init__(self) -> None:
         self.console = make_console(stderr=True, highlight=False, soft_wrap=True)
@@ -111,14 +129,18 @@ class PlainOutput:
 
 
 class TerminalOutput(PlainOutput):
-    """Output on a terminal: finished lines stay, the current line and the status line below it are redrawn."""
+    """Output on a terminal: finished lines stay, the current line and the status line below it
+    are redrawn.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
     @contextmanager
     def open_answer(self) -> Iterator[TerminalOutput]:
-        self.line, self.status, self.last_draw = Text(), "reading", 0.0
+        self.line = Text()
+        self.status = "reading"
+        self.last_draw = 0.0
         self.live = Live(console=self.console, auto_refresh=False, vertical_overflow="visible")
         with self.live:
             self._draw_screen()
@@ -142,7 +164,11 @@ class TerminalOutput(PlainOutput):
         """Print the lines that will not change any more above the current line."""
         *lines, last = self.line.split("\n", allow_blank=True)
         *full, self.line = last.wrap(self.console, self.console.width) or [Text()]
-        below = [Text(self.status, style="dim", no_wrap=True, overflow="ellipsis")] if self.status else []
+        below = (
+            [Text(self.status, style="dim", no_wrap=True, overflow="ellipsis")]
+            if self.status
+            else []
+        )
         # A single write avoids flicker.
         with self.console:
             if finished := [*lines, *full]:
@@ -152,6 +178,6 @@ class TerminalOutput(PlainOutput):
 
 
 def piece_style(piece: TextPiece) -> str:
-    """Return the style of a piece: the colour of its round for drafted tokens, dim and underlined for the target's own
-    token."""
+    """Return the style of a piece: the colour of its round for drafted tokens, dim and underlined
+    for the target's own token."""
     return ROUND_COLOURS[piece.round % len(ROUND_COLOURS)] if piece.is_drafted else "dim underline"

@@ -1,9 +1,10 @@
-"""Tab completion: the words that fit at the cursor, and the scripts (completion.bash and so on) that connect it to a shell.
+"""Tab completion: the words that fit at the cursor, and the scripts (completion.bash and so on)
+that connect it to a shell.
 
-It is our own, because others lose what a user needs. `shtab` writes a script once, from a parser of fixed words; it cannot
-know keys that depend on the recipe or choice before the cursor, run folders, or --config-dir. Hydra's own completion
-composes the configuration at every press, 3 seconds where this takes 0.4, and knows no key whose default is a
-constructor's, no command and no flag.
+It is our own, because others lose what a user needs. `shtab` writes a script once, from a parser of
+fixed words; it cannot know keys that depend on the recipe or choice before the cursor, run folders,
+or --config-dir. Hydra's own completion composes the configuration at every press, 3 seconds where
+this takes 0.4, and knows no key whose default is a constructor's, no command and no flag.
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ from .help import COMMANDS, command_keys
 
 # Follows a complete word.
 WORD_END = " "
-PATH_KEYS = ("path", "out", "init", "prompts", "calibration", "model", "assistant", "results")  # keys of files or folders
-SHELL_SCRIPTS = {path.suffix[1:]: path for path in sorted(Path(__file__).parent.glob("completion.*")) if path.suffix != ".py"}
+# keys of files or folders
+PATH_KEYS = ("path", "out", "init", "prompts", "calibration", "model", "assistant", "results")
+SHELL_SCRIPTS = {
+    path.suffix[1:]: path
+    for path in sorted(Path(__file__).parent.glob("completion.*"))
+    if path.suffix != ".py"
+}
 
 
 def read_script(shell: str) -> str:
     """Return the script that a shell must load to complete the words of spectrain."""
     if shell not in SHELL_SCRIPTS:
-        raise UserError(f"completion {shell}: there is no such shell here; {suggest_nearest(shell, SHELL_SCRIPTS)}")
+        raise UserError(
+            f"completion {shell}: there is no such shell here; "
+            f"{suggest_nearest(shell, SHELL_SCRIPTS)}"
+        )
     return SHELL_SCRIPTS[shell].read_text()
 
 
@@ -39,7 +48,9 @@ def complete_word(words: list[str]) -> list[str]:
 
 
 def list_candidates(before: list[str], word: str) -> Iterable[str]:
-    name = next((name for name in (" ".join(before[:2]), " ".join(before[:1])) if name in COMMANDS), None)
+    name = next(
+        (name for name in (" ".join(before[:2]), " ".join(before[:1])) if name in COMMANDS), None
+    )
     if name is None:
         depth = len(before)
         return [
@@ -47,13 +58,16 @@ def list_candidates(before: list[str], word: str) -> Iterable[str]:
             for entry in COMMANDS
             if entry.split()[:depth] == before and len(entry.split()) > depth
         ]
-    config, rest = COMMANDS[name].config, before[len(name.split()) :]
+    config = COMMANDS[name].config
+    rest = before[len(name.split()) :]
     if word.startswith("-"):
         flags = (*COMMANDS[name].flags, *(["--config-dir"] if config else []), "--help")
         return [flag.split()[0] + WORD_END for flag in flags]
     words = list(positional_words(name, rest, word))
     return (
-        words if config is None or rest[-1:] in (["--to"], ["--target"]) else [*words, *setting_words(name, config, rest, word)]
+        words
+        if config is None or rest[-1:] in (["--to"], ["--target"])
+        else [*words, *setting_words(name, config, rest, word)]
     )
 
 
@@ -69,19 +83,25 @@ def positional_words(name: str, rest: list[str], word: str) -> Iterable[str]:
     if previous == "--target":
         return [*(target + WORD_END for target in ("tiny", "smollm2")), *path_words("", word)]
     return (
-        path_words("", word) if name in ("convert", "lint") or (name == "compare" and "/" in word and "=" not in word) else []
+        path_words("", word)
+        if name in ("convert", "lint") or (name == "compare" and "/" in word and "=" not in word)
+        else []
     )
 
 
 def setting_words(name: str, config: str, rest: list[str], word: str) -> Iterable[str]:
     """Return groups, their choices, the keys in them, and values."""
-    schema, folders = load_schema(config), conf_folders(rest)
+    schema = load_schema(config)
+    folders = conf_folders(rest)
     key, equals, value = word.partition("=")
     group, dot, name_in_group = key.rpartition(".")
     settings = settings_by_group(schema, rest)
     if not equals and not dot:
         plain = [*schema.groups, *(item.name for item in schema.keys)]
-        return [*(f"{name}=" for name in plain), *(f"{group}." for group, keys in settings.items() if keys)]
+        return [
+            *(f"{name}=" for name in plain),
+            *(f"{group}." for group, keys in settings.items() if keys),
+        ]
     if not equals:
         return [f"{group}.{item.name}=" for item in settings.get(group, [])]
     earlier = value.rpartition(",")[0]  # of a sweep
@@ -99,8 +119,14 @@ def setting_words(name: str, config: str, rest: list[str], word: str) -> Iterabl
 
 def run_words(word: str) -> list[str]:
     """Return run folders below runs/, and any other folder that matches."""
-    made = [path for path in sorted(Path("runs").glob("*")) if (path / "config.yaml").exists() or (path / "drafter").is_dir()]
-    return [f"run={path.as_posix()}{WORD_END}" for path in made] + path_words("run=", word.removeprefix("run="), folders=True)
+    made = [
+        path
+        for path in sorted(Path("runs").glob("*"))
+        if (path / "config.yaml").exists() or (path / "drafter").is_dir()
+    ]
+    return [f"run={path.as_posix()}{WORD_END}" for path in made] + path_words(
+        "run=", word.removeprefix("run="), folders=True
+    )
 
 
 def path_words(start: str, value: str, folders: bool = False) -> list[str]:
@@ -110,10 +136,14 @@ def path_words(start: str, value: str, folders: bool = False) -> list[str]:
     shown = f"{head}/" if "/" in value else ""
     try:
         paths = [
-            entry for entry in directory.iterdir() if entry.name.startswith(tail) and (tail or not entry.name.startswith("."))
+            entry
+            for entry in directory.iterdir()
+            if entry.name.startswith(tail) and (tail or not entry.name.startswith("."))
         ]
     except OSError:
         return []
     return [
-        f"{start}{shown}{entry.name}{'/' if entry.is_dir() else WORD_END}" for entry in paths if entry.is_dir() or not folders
+        f"{start}{shown}{entry.name}{'/' if entry.is_dir() else WORD_END}"
+        for entry in paths
+        if entry.is_dir() or not folders
     ]

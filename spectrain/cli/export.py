@@ -9,7 +9,13 @@ from typing import Any
 from spectrain.config.build import GroupSpec
 from spectrain.errors import RunError, UserError
 from spectrain.export.card import render_card
-from spectrain.export.converter import convert, read_drafter, refuse_nonempty, resolve_target, write_checked
+from spectrain.export.converter import (
+    convert,
+    read_drafter,
+    refuse_nonempty,
+    resolve_target,
+    write_checked,
+)
 from spectrain.export.hub import push as upload
 from spectrain.export.layouts import detect_layout, read_files, select_layout
 from spectrain.export.linter import UNREADABLE, lint_files
@@ -34,14 +40,19 @@ def export_command(
     dtype: str | None = None,
     engine_python: str | None = None,
 ) -> Path:
-    """Write the drafter of a run for an engine, with a model card; with `push`, a repository's name, upload it too.
+    """Write the drafter of a run for an engine, with a model card; with `push`, a repository's
+    name, upload it too.
 
     Without a run, write the target itself, which the formats of `TARGET_FORMATS` can.
     """
     if run is None and format in TARGET_FORMATS and target is not None:
         require_keys(f"spectrain export target=tiny format={format} out=DIR", out=out)
-        return export_target(TargetFiles.from_settings(target.node), str(out), dtype, str(format), engine_python)
-    require_keys("spectrain export run=runs/NAME format=vllm out=DIR", run=run, format=format, out=out)
+        return export_target(
+            TargetFiles.from_settings(target.node), str(out), dtype, str(format), engine_python
+        )
+    require_keys(
+        "spectrain export run=runs/NAME format=vllm out=DIR", run=run, format=format, out=out
+    )
     folder = Path(str(out))
     refuse_nonempty(folder)
     requested = requested_target(target)
@@ -54,7 +65,9 @@ def export_command(
         if drafter.trained_target is not None and not drafter.is_target:
             refuse_links(drafter.trained_target)
             shutil.copytree(drafter.trained_target, scratch / "target")
-        (scratch / "README.md").write_text(render_card(drafter, layout, files_of_target, push or str(folder), Path(str(run))))
+        (scratch / "README.md").write_text(
+            render_card(drafter, layout, files_of_target, push or str(folder), Path(str(run)))
+        )
     print(f"{layout.title}: written to {folder}; README.md says how to serve it")
     if push:
         print(f"uploaded to {upload(folder, push, private)}")
@@ -62,14 +75,20 @@ def export_command(
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise a UserError for a link in a folder that is copied: it may lead to any file of this user."""
+    """Raise a UserError for a link in a folder that is copied: it may lead to any file of this
+    user.
+    """
     link = next((path for path in (folder, *folder.rglob("*")) if path.is_symlink()), None)
     if link is not None:
         raise UserError(f"{link}: this is a link, and only files are exported; put the file there")
 
 
 def export_target(
-    target: TargetFiles, out: str, dtype: str | None, format_name: str = "gguf", engine_python: str | None = None
+    target: TargetFiles,
+    out: str,
+    dtype: str | None,
+    format_name: str = "gguf",
+    engine_python: str | None = None,
 ) -> Path:
     """Write a target in an engine's format into a new folder; return the folder."""
     folder = Path(out)
@@ -94,16 +113,29 @@ def require_keys(example: str, **settings: Any) -> None:
 
 
 def convert_command(
-    run: str | None, format: str | None, out: str | None, target: GroupSpec | None = None, dtype: str | None = None
+    run: str | None,
+    format: str | None,
+    out: str | None,
+    target: GroupSpec | None = None,
+    dtype: str | None = None,
 ) -> None:
     """Write the drafter of a run, or of any directory, in the layout that `format` names."""
-    require_keys("spectrain convert IN OUT --to vllm, or run=IN out=OUT format=vllm", run=run, out=out, format=format)
-    folder = convert(resolve_directory(run), Path(str(out)), str(format), requested_target(target), dtype)
+    require_keys(
+        "spectrain convert IN OUT --to vllm, or run=IN out=OUT format=vllm",
+        run=run,
+        out=out,
+        format=format,
+    )
+    folder = convert(
+        resolve_directory(run), Path(str(out)), str(format), requested_target(target), dtype
+    )
     print(f"{detect_layout(read_files(folder)).title}: written to {folder}")
 
 
 def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
-    """Print what is wrong with a drafter's files; raise a RunError (exit status 1) if there is an error."""
+    """Print what is wrong with a drafter's files; raise a RunError (exit status 1) if there is
+    an error.
+    """
     if run is None:
         raise UserError("run: say which drafter, as in spectrain lint DIR, or run=DIR")
     directory = resolve_directory(run)
@@ -115,7 +147,11 @@ def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
         console.print(f"    why: {finding.consequence}", markup=False)
         console.print(f"    mend: {finding.remedy}", markup=False)
     errors = sum(finding.level == "error" for finding in results)
-    title = "no layout" if any(finding.name == UNREADABLE for finding in results) else detect_layout(files).title
+    title = (
+        "no layout"
+        if any(finding.name == UNREADABLE for finding in results)
+        else detect_layout(files).title
+    )
     warnings = format_count(len(results) - errors, "warning")
     if errors:
         raise RunError(f"{directory} ({title}): {format_count(errors, 'error')}, {warnings}")
@@ -123,8 +159,8 @@ def lint_command(run: str | None, target: GroupSpec | None = None) -> None:
 
 
 def resolve_directory(run: Any) -> Path:
-    """Return the drafter directory of a run folder; any other folder is returned unchanged, and reading it reports what it
-    lacks."""
+    """Return the drafter directory of a run folder; any other folder is returned unchanged, and
+    reading it reports what it lacks."""
     return find_drafter_directory(Path(str(run))) or Path(str(run))
 
 

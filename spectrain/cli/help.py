@@ -1,4 +1,6 @@
-"""The text of `--help`: examples first, then every key with its default and description, then where results go."""
+"""The text of `--help`: examples first, then every key with its default and description, then
+where results go.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ HELP_WORDS = ("-h", "--help", "help")
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its purpose in one line, examples with explanations, where its results go, and its configuration in conf/."""
+    """A command: its purpose in one line, examples with explanations, where its results go, and
+    its configuration in conf/.
+    """
 
     about: str
     examples: dict[str, str]
@@ -64,9 +68,14 @@ def format_overview() -> str:
 
 
 def explain_command(name: str, words: list[str]) -> str:
-    """Return the help of one command; the choices and the recipe among `words` decide whose keys are shown."""
+    """Return the help of one command; the choices and the recipe among `words` decide whose keys
+    are shown.
+    """
     command = COMMANDS[name]
-    examples = [f"  spectrain {name} {words}".rstrip() + f"\n      {meaning}" for words, meaning in command.examples.items()]
+    examples = [
+        f"  spectrain {name} {words}".rstrip() + f"\n      {meaning}"
+        for words, meaning in command.examples.items()
+    ]
     parts = [f"spectrain {name}: {command.about}", format_section("Examples", "\n".join(examples))]
     if command.config is not None:
         parts += describe_config(name, command, words)
@@ -77,26 +86,49 @@ def explain_command(name: str, words: list[str]) -> str:
 
 
 def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
-    """Describe the groups with their choices, and every key with its value, from the recipe or the constructor."""
-    schema, folders, note = load_schema(command.config or ""), conf_folders(words), command.note
-    choices, parts = select_choices(schema, words), []
+    """Describe the groups with their choices, and every key with its value, from the recipe or
+    the constructor.
+    """
+    schema = load_schema(command.config or "")
+    folders = conf_folders(words)
+    note = command.note
+    choices = select_choices(schema, words)
+    parts = []
     if "recipe" in schema.groups and not {"recipe", "drafter"} & choices.keys():
-        recipe = next(word for word in " ".join(command.examples).split() if word.startswith("recipe="))
-        words, note = [*words, recipe], f"values are those of {recipe}; spectrain {name} recipe=NAME --help has another's"
+        recipe = next(
+            word for word in " ".join(command.examples).split() if word.startswith("recipe=")
+        )
+        words = [*words, recipe]
+        note = f"values are those of {recipe}; spectrain {name} recipe=NAME --help has another's"
     if schema.groups:
         lines = []
         for group in sorted(schema.groups, key=lambda group: group != "recipe"):
             lines.append(f"  {group}={choices.get(group, '')}")
             lines.append(format_choices(group, folders))
-        parts.append(format_section("Groups: GROUP=CHOICE (current choice shown)", "\n".join(lines)))
+        parts.append(
+            format_section("Groups: GROUP=CHOICE (current choice shown)", "\n".join(lines))
+        )
     if note:
         parts.append(wrap_text(f"{note[0].upper()}{note[1:]}.", ""))
     if schema.keys:
-        parts.append(format_section("Keys: KEY=VALUE", format_keys({key.name: key for key in command_keys(name, schema)})))
-    choices, values = select_choices(schema, words), settings_by_group(schema, words)
+        parts.append(
+            format_section(
+                "Keys: KEY=VALUE",
+                format_keys({key.name: key for key in command_keys(name, schema)}),
+            )
+        )
+    choices = select_choices(schema, words)
+    values = settings_by_group(schema, words)
     for group, keys in values.items():
-        whose = f" ({group}={choices[group]})" if group in choices and len(choice_files(group, folders)) > 1 else ""
-        named = {f"{group}.{key.name}": replace(key, default=resolve_reference(key.default, values)) for key in keys}
+        whose = (
+            f" ({group}={choices[group]})"
+            if group in choices and len(choice_files(group, folders)) > 1
+            else ""
+        )
+        named = {
+            f"{group}.{key.name}": replace(key, default=resolve_reference(key.default, values))
+            for key in keys
+        }
         parts += [format_section(f"{group}.KEY=VALUE{whose}", format_keys(named))] if keys else []
     if "drafter" in schema.groups and "drafter" not in choices:
         parts.append(f"To see the keys of a drafter, run: spectrain {name} drafter=ngram --help")
@@ -104,7 +136,9 @@ def describe_config(name: str, command: Command, words: list[str]) -> list[str]:
 
 
 def command_keys(name: str, schema: CommandSchema) -> list[SettingKey]:
-    """Return the keys of a command that are in no group; the values of `format` are those of the table of layouts."""
+    """Return the keys of a command that are in no group; the values of `format` are those of the
+    table of layouts.
+    """
     formats = EXPORT_FORMATS if name == "export" else FORMATS
     return [replace(key, choices=formats) if key.name == "format" else key for key in schema.keys]
 
@@ -113,16 +147,30 @@ def format_choices(group: str, folders: list[Path]) -> str:
     """List the choices of a group, those that no inference engine supports under "experimental"."""
     files = choice_files(group, folders)
     experimental = list_experimental(group, files)
-    shelves = [[name for name in files if name not in experimental], [name for name in files if name in experimental]]
-    lists = [format_list({name: first_sentence(read_header(files[name])) for name in shelf}, "    ") for shelf in shelves]
-    return lists[0] if not experimental else f"{lists[0]}\n    experimental: no inference engine supports these\n{lists[1]}"
+    shelves = [
+        [name for name in files if name not in experimental],
+        [name for name in files if name in experimental],
+    ]
+    lists = [
+        format_list({name: first_sentence(read_header(files[name])) for name in shelf}, "    ")
+        for shelf in shelves
+    ]
+    return (
+        lists[0]
+        if not experimental
+        else f"{lists[0]}\n    experimental: no inference engine supports these\n{lists[1]}"
+    )
 
 
 def list_experimental(group: str, files: Mapping[str, Path]) -> set[str]:
     """Return the choices and recipes that installed packages add."""
     if group not in EXPERIMENTAL_GROUPS:
         return set()
-    return {name for name, path in files.items() if any(path.is_relative_to(folder) for folder in list_conf_folders())}
+    return {
+        name
+        for name, path in files.items()
+        if any(path.is_relative_to(folder) for folder in list_conf_folders())
+    }
 
 
 def resolve_reference(default: str | None, values: Mapping[str, list[SettingKey]]) -> str | None:
@@ -136,14 +184,22 @@ def format_keys(keys: Mapping[str, SettingKey]) -> str:
     """List keys, each with its value and description."""
     entries = {}
     for name, key in keys.items():
-        values = f"One of {' | '.join(key.choices)}." if key.choices and key.choices != ("true", "false") else ""
+        values = (
+            f"One of {' | '.join(key.choices)}."
+            if key.choices and key.choices != ("true", "false")
+            else ""
+        )
         description = ("Must be given." if key.default is None else "", key.description, values)
-        entries[f"{name}={'???' if key.default is None else key.default}"] = " ".join(filter(None, description))
+        entries[f"{name}={'???' if key.default is None else key.default}"] = " ".join(
+            filter(None, description)
+        )
     return format_list(entries)
 
 
 def format_list(entries: Mapping[str, str], indent: str = "  ") -> str:
-    """List names with their descriptions in a column; the description of a long name goes below it."""
+    """List names with their descriptions in a column; the description of a long name goes below
+    it.
+    """
     column = min(30, max((len(name) for name in entries), default=0) + 2)
     lines = []
     for name, meaning in entries.items():
@@ -157,7 +213,12 @@ def format_list(entries: Mapping[str, str], indent: str = "  ") -> str:
 def wrap_text(text: str, indent: str, first: str | None = None) -> str:
     width = max(60, min(120, shutil.get_terminal_size((120, 24)).columns))
     opening = indent if first is None else first
-    return textwrap.fill(text, width, initial_indent=opening, subsequent_indent=indent, break_on_hyphens=False) or opening
+    return (
+        textwrap.fill(
+            text, width, initial_indent=opening, subsequent_indent=indent, break_on_hyphens=False
+        )
+        or opening
+    )
 
 
 def format_section(title: str, body: str) -> str:
@@ -190,17 +251,29 @@ def describe_recipes(words: list[str]) -> str:
             },
         }
         lists = [format_section(title, format_list(shelf)) for title, shelf in shelves.items()]
-        return "\n\n".join([*lists, "spectrain recipes NAME says more; spectrain compare measures."])
+        return "\n\n".join(
+            [*lists, "spectrain recipes NAME says more; spectrain compare measures."]
+        )
     name = words[0].removeprefix("recipe=")
     if name not in files:
-        raise UserError(f"recipes {words[0]}: there is no such recipe; {suggest_nearest(name, files)}")
+        raise UserError(
+            f"recipes {words[0]}: there is no such recipe; {suggest_nearest(name, files)}"
+        )
     values = {key: value for key, value in load_yaml(files[name]).items() if key != "defaults"}
-    lines = [f"  {group}.{key}={format_value(value, values)}" for group, node in values.items() for key, value in node.items()]
-    return f"recipe={name}\n{wrap_text(read_header(files[name]), '  ')}\n\nSettings\n" + "\n".join(lines)
+    lines = [
+        f"  {group}.{key}={format_value(value, values)}"
+        for group, node in values.items()
+        for key, value in node.items()
+    ]
+    return f"recipe={name}\n{wrap_text(read_header(files[name]), '  ')}\n\nSettings\n" + "\n".join(
+        lines
+    )
 
 
 def format_value(value: Any, recipe: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format a recipe's value as the command line writes it; a reference is replaced by the value that it refers to."""
+    """Format a recipe's value as the command line writes it; a reference is replaced by the
+    value that it refers to.
+    """
     other = re.fullmatch(r"\$\{(\w+)\.(\w+)\}", str(value))
     if other and other[2] in recipe.get(other[1], {}):
         value = recipe[other[1]][other[2]]

@@ -1,4 +1,6 @@
-"""The Python interface: the commands as functions. Each composes the configuration that its command would compose."""
+"""The Python interface: the commands as functions. Each composes the configuration that its
+command would compose.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ Prompt = str | list[dict[str, str]]
 def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
     """Train a recipe's drafter and, unless eval="none", score it; return the run folder.
 
-    Settings are those of `spectrain train`: groups by keyword, dotted keys through a dictionary. A UserError reports a
-    wrong setting, a RunError a failure in training.
+    Settings are those of `spectrain train`: groups by keyword, dotted keys through a dictionary. A
+    UserError reports a wrong setting, a RunError a failure in training.
     """
     with hydra_context():
         spec = compose_spec({"recipe": recipe, **({} if run is None else {"run": run}), **settings})
@@ -64,8 +66,8 @@ def hydra_context() -> Iterator[None]:
 
 
 def compose_config(command: str, settings: Mapping[str, Any]) -> tuple[DictConfig, list[str]]:
-    """Compose a command's configuration from settings; return it with the settings as words. Call it inside
-    `hydra_context`."""
+    """Compose a command's configuration from settings; return it with the settings as words. Call
+    it inside `hydra_context`."""
     words = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
     check_words(command, words)
     groups = list_config_groups(words)
@@ -93,9 +95,12 @@ class PretrainedDrafter:
     spec: RunSpec
 
     @classmethod
-    def from_pretrained(cls, name: str | Path, target: Target, **settings: Any) -> PretrainedDrafter:
-        """Load a drafter from a run folder, a drafter directory, an export, another project's checkpoint, or a hub
-        repository of one of these; or load a drafter that ships with the package, by name.
+    def from_pretrained(
+        cls, name: str | Path, target: Target, **settings: Any
+    ) -> PretrainedDrafter:
+        """Load a drafter from a run folder, a drafter directory, an export, another project's
+        checkpoint, or a hub repository of one of these; or load a drafter that ships with the
+        package, by name.
 
         Settings change its tree or rule, as in tree="chain" and **{"tree.depth": 4}.
         """
@@ -103,12 +108,21 @@ class PretrainedDrafter:
         if not path.exists() and find_drafter_directory(path) is None:
             path = Path(snapshot_download(str(name)))
         with hydra_context():
-            requested, _ = compose_config("eval", {"run": path, "target": "hf", "target.model": target.path, **settings})
+            requested, _ = compose_config(
+                "eval", {"run": path, "target": "hf", "target.model": target.path, **settings}
+            )
             spec, folder = resolve_eval_spec(requested)
         module = load_drafter(spec, folder, target)
         trained = find_trained_target(folder)
-        if module.capabilities.target_training and trained is not None and Path(target.path) != trained.resolve():
-            raise UserError(f"target {target.name}: this drafter belongs to the target in {trained}; load that one")
+        if (
+            module.capabilities.target_training
+            and trained is not None
+            and Path(target.path) != trained.resolve()
+        ):
+            raise UserError(
+                f"target {target.name}: this drafter belongs to the target in {trained}; load "
+                "that one"
+            )
         return cls(module, spec.tree.build(), spec.acceptance.build(), spec)
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -116,7 +130,9 @@ class PretrainedDrafter:
         save_drafter(Path(directory), self.module, self.spec)
 
     def push_to_hub(self, name: str, private: bool = False) -> str:
-        """Upload the drafter to a hub repository, which is created if it does not exist; return its address."""
+        """Upload the drafter to a hub repository, which is created if it does not exist; return
+        its address.
+        """
         with TemporaryDirectory() as scratch:
             self.save_pretrained(Path(scratch) / "drafter")
             return push(Path(scratch) / "drafter", name, private)
@@ -135,7 +151,8 @@ class Answer:
     def from_generation(cls, generation: Generation, target: Target) -> Answer:
         """Return a generation as text, with the statistics of its rounds."""
         tokens = [token for token in generation.output if token not in target.stop_ids]
-        rounds, seconds = generation.complete_round_lengths, generation.finish_seconds
+        rounds = generation.complete_round_lengths
+        seconds = generation.finish_seconds
         statistics = {
             "rounds": float(len(generation.round_lengths)),
             "acceptance_length": sum(rounds) / len(rounds) if rounds else 1.0,
@@ -155,7 +172,8 @@ def generate(
 ) -> list[Answer]:
     """Answer prompts, with a drafter or, if it is None, without one; the text is the same.
 
-    At a temperature above 0, each position draws one token of the target's distribution by `seed`, drafted or not.
+    At a temperature above 0, each position draws one token of the target's distribution by `seed`,
+    drafted or not.
     """
     if isinstance(prompts, str):
         raise UserError("prompts: this is one text; give a list of them")
@@ -163,19 +181,25 @@ def generate(
     for key, number in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         if number < 1:
             raise UserError(f"{key}={number}: use 1 or more")
-    tokens = [tokenize_prompt(target.template, to_chat(prompt, f"prompts[{at}]")) for at, prompt in enumerate(prompts)]
+    tokens = [
+        tokenize_prompt(target.template, to_chat(prompt, f"prompts[{at}]"))
+        for at, prompt in enumerate(prompts)
+    ]
     for at, prompt_ids in enumerate(tokens):
         if len(prompt_ids) + max_new_tokens > target.max_length:
             raise UserError(
-                f"prompts[{at}]: its {len(prompt_ids)} tokens and max_new_tokens={max_new_tokens} do not fit the context of "
-                f"{target.name} ({target.max_length}); shorten one of them"
+                f"prompts[{at}]: its {len(prompt_ids)} tokens and max_new_tokens={max_new_tokens} "
+                f"do not fit the context of {target.name} ({target.max_length}); shorten one of "
+                "them"
             )
     if drafter is None:
         # A drafter's session packs them too, so speeds compare.
         target.pack_weights()
         session = Session(target, rule, engine="auto")
     else:
-        session = Session.from_drafter(target, drafter.module, drafter.builder, rule, lambda: tokens[:8])
+        session = Session.from_drafter(
+            target, drafter.module, drafter.builder, rule, lambda: tokens[:8]
+        )
     answers: list[Answer] = []
     for first in range(0, len(tokens), batch_size):
         batch = tokens[first : first + batch_size]
@@ -185,18 +209,27 @@ def generate(
 
 
 def to_chat(prompt: Prompt, location: str) -> list[dict[str, str]]:
-    """Return a text as the user's first message; raise a UserError for what is neither text nor chat."""
+    """Return a text as the user's first message; raise a UserError for what is neither text nor
+    chat.
+    """
     chat: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(chat, list) or not all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in chat):
-        raise UserError(f'{location}: it is no prompt; give a text, or messages [{{"role": .., "content": ..}}, ..]')
+    if not isinstance(chat, list) or not all(
+        isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in chat
+    ):
+        raise UserError(
+            f'{location}: it is no prompt; give a text, or messages [{{"role": .., "content": '
+            f"..}}, ..]"
+        )
     for message in chat:
         check_text(message["content"], location)
     return chat
 
 
-def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None = None, **settings: Any) -> dict[str, Any]:
-    """Score a drafter by really decoding, with settings of the group eval, as in limit=20; return the content of
-    summary.json.
+def evaluate(
+    target: Target, drafter: PretrainedDrafter, out: str | Path | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Score a drafter by really decoding, with settings of the group eval, as in limit=20; return
+    the content of summary.json.
 
     If `out` names a folder, everything that `spectrain eval` writes goes there.
     """
@@ -206,23 +239,38 @@ def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None 
             evaluation = compose_spec({"drafter": "ngram", **overrides}).eval.build()
         if evaluation.serve_in is not None:
             raise UserError(
-                "serve_in: an engine serves the drafter of a run folder; use spectrain eval run=DIR eval.serve_in=auto"
+                "serve_in: an engine serves the drafter of a run folder; use spectrain eval "
+                "run=DIR eval.serve_in=auto"
             )
         evaluation.check_prompts(target)
-        setting = {"target": target.name, "target_path": target.path, "recipe": drafter.spec.name,
-                   "dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}  # fmt: skip
+        setting = {
+            "target": target.name,
+            "target_path": target.path,
+            "recipe": drafter.spec.name,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+        }
         candidate = Candidate(target, drafter.module, drafter.builder, drafter.rule, setting)
-        summary: dict[str, Any] = evaluation.score(candidate, Path(scratch) if out is None else Path(out))
+        summary: dict[str, Any] = evaluation.score(
+            candidate, Path(scratch) if out is None else Path(out)
+        )
         return summary
 
 
-def evaluate_server(server: str, url: str | None = None, run: str | Path | None = None, **settings: Any) -> dict[str, Any]:
-    """Score a running server, as `spectrain eval server=NAME server.url=URL` does; return the content of summary.json.
+def evaluate_server(
+    server: str, url: str | None = None, run: str | Path | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Score a running server, as `spectrain eval server=NAME server.url=URL` does; return the
+    content of summary.json.
 
-    With `run`, the drafter of a run folder, the server's rounds are compared with our own chain's. Settings are those of the
-    command, as in target="tiny" and **{"eval.concurrency": [1, 4]}.
+    With `run`, the drafter of a run folder, the server's rounds are compared with our own chain's.
+    Settings are those of the command, as in target="tiny" and **{"eval.concurrency": [1, 4]}.
     """
-    requested = {"server": server, **({} if url is None else {"server.url": url}), **({} if run is None else {"run": run})}
+    requested = {
+        "server": server,
+        **({} if url is None else {"server.url": url}),
+        **({} if run is None else {"run": run}),
+    }
     with hydra_context():
         config, _ = compose_config("eval", {**requested, **settings})
         return score_server(config)

@@ -1,4 +1,6 @@
-"""Trials of `spectrain doctor`: each runs kernels on a tiny input and returns their maximum error against their references."""
+"""Trials of `spectrain doctor`: each runs kernels on a tiny input and returns their maximum
+error against their references.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,22 @@ TOLERANCE = {"cuda": 2e-2, "cpu": 1e-5}
 def try_attention(device: Any) -> float:
     import torch
 
-    from spectrain.kernels.tree_attention import Visibility, tree_attention, tree_attention_reference
+    from spectrain.kernels.tree_attention import (
+        Visibility,
+        tree_attention,
+        tree_attention_reference,
+    )
 
-    q, k, v = (torch.randn(2, heads, length, 32, device=device) for heads, length in ((4, 5), (2, 14), (2, 14)))
+    q, k, v = (
+        torch.randn(2, heads, length, 32, device=device)
+        for heads, length in ((4, 5), (2, 14), (2, 14))
+    )
     tree = torch.ones(2, 5, 5, dtype=torch.bool, device=device).tril()
     positions = torch.arange(9, 14, device=device).expand(2, -1)
     visibility = Visibility(torch.tensor([9, 6], device=device), 9, tree, positions, positions)
-    return max_difference(*(attend(q, k, v, visibility, 0.2) for attend in (tree_attention, tree_attention_reference)))
+    return max_difference(
+        *(attend(q, k, v, visibility, 0.2) for attend in (tree_attention, tree_attention_reference))
+    )
 
 
 def try_verify(device: Any) -> float:
@@ -33,12 +44,17 @@ def try_verify(device: Any) -> float:
     nodes = tree_walks.TreeNodes(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), 2, 2)
     logits = torch.randn(1, 4, 11, device=device)
     logits[0, 0, 3] = logits[0, 1, 1] = 9
-    draws = tree_walks.SamplingSpec(7, torch.zeros(1, dtype=torch.int64, device=device), torch.arange(4, device=device)[None])
+    draws = tree_walks.SamplingSpec(
+        7, torch.zeros(1, dtype=torch.int64, device=device), torch.arange(4, device=device)[None]
+    )
     q = torch.full((1, 4, 11), 1 / 11, device=device)
     pairs = (
         (tree_greedy(nodes, logits), tree_walks.tree_greedy_reference(nodes, logits)),
         (tree_match(nodes, logits, draws), tree_walks.tree_match_reference(nodes, logits, draws)),
-        tuple(judge(nodes, logits, q, None, False, draws) for judge in (tree_recursive, tree_walks.tree_recursive_reference)),
+        tuple(
+            judge(nodes, logits, q, None, False, draws)
+            for judge in (tree_recursive, tree_walks.tree_recursive_reference)
+        ),
     )
     return max(max_difference(result, other) for pair in pairs for result, other in zip(*pair))
 
@@ -50,10 +66,13 @@ def try_cache(device: Any) -> float:
     from spectrain.kernels.kv_commit import kv_commit, kv_commit_reference
 
     keys, values = (torch.randn(2, 2, 3, 16, device=device) for _ in "kv")
-    lengths, path, counts = (torch.tensor(rows, device=device) for rows in ([4, 2], [[0, 2], [0, 1]], [2, 1]))
+    lengths, path, counts = (
+        torch.tensor(rows, device=device) for rows in ([4, 2], [[0, 2], [0, 1]], [2, 1])
+    )
     results = []
     for append, commit in ((kv_append, kv_commit), (kv_append_reference, kv_commit_reference)):
-        storage, after = torch.zeros(1, 2, 2, 12, 2, 16, device=device), lengths.clone()
+        storage = torch.zeros(1, 2, 2, 12, 2, 16, device=device)
+        after = lengths.clone()
         append(storage[0], keys, values, lengths, 0)
         commit(storage, after, path, counts)
         results.append((storage, after))
@@ -66,8 +85,12 @@ def try_texts(device: Any) -> float:
     from spectrain.kernels.round_log import round_log, round_log_reference
     from spectrain.kernels.token_commit import TextBatch, token_commit, token_commit_reference
 
-    nodes, path = (torch.tensor(rows, device=device) for rows in ([[1, 2, 3], [4, 5, 6]], [[0, 2], [0, 1]]))
-    counts, bonus, true = torch.tensor([2, 1], device=device), path[:, 1] + 6, nodes > 0
+    nodes, path = (
+        torch.tensor(rows, device=device) for rows in ([[1, 2, 3], [4, 5, 6]], [[0, 2], [0, 1]])
+    )
+    counts = torch.tensor([2, 1], device=device)
+    bonus = path[:, 1] + 6
+    true = nodes > 0
     results = []
     for commit, log in ((token_commit, round_log), (token_commit_reference, round_log_reference)):
         texts = TextBatch(nodes.repeat(1, 3), counts + 3, true[:, 0].clone(), counts + 1, bonus[:1])
@@ -87,15 +110,24 @@ def try_divergence(device: Any) -> float:
     target_log_probs = torch.randn(6, 40, device=device).log_softmax(-1)
     loss = linear_divergence(hidden, Projection(weight), lambda rows: target_log_probs[rows]).loss
     logits = hidden @ weight.T
-    plain = torch.nn.functional.kl_div(logits.log_softmax(-1), target_log_probs, reduction="sum", log_target=True)
+    plain = torch.nn.functional.kl_div(
+        logits.log_softmax(-1), target_log_probs, reduction="sum", log_target=True
+    )
     gradients = [torch.autograd.grad(result, (hidden, weight)) for result in (loss, plain)]
     likeliest = argmax_and_log_z(hidden.detach(), Projection(weight.detach()))
-    pairs = zip((loss, *gradients[0], *likeliest), (plain, *gradients[1], logits.argmax(-1), logits.logsumexp(-1)))
+    pairs = zip(
+        (loss, *gradients[0], *likeliest),
+        (plain, *gradients[1], logits.argmax(-1), logits.logsumexp(-1)),
+    )
     return max(max_difference(result, other) for result, other in pairs)
 
 
 def max_difference(first: Any, second: Any) -> float:
-    return float((first.detach().double() - second.detach().double()).abs().max()) if first.numel() else 0.0
+    return (
+        float((first.detach().double() - second.detach().double()).abs().max())
+        if first.numel()
+        else 0.0
+    )
 
 
 # A test holds that between them they launch every operation of spectrain.kernels.

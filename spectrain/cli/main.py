@@ -1,6 +1,8 @@
-"""The command line: it composes a configuration, checks it, and calls one function. Logic lives elsewhere.
+"""The command line: it composes a configuration, checks it, and calls one function. Logic lives
+elsewhere.
 
-Exit status: 0 for success, 1 for a failed run, 2 for a mistake of the user, which one sentence reports.
+Exit status: 0 for success, 1 for a failed run, 2 for a mistake of the user, which one sentence
+reports.
 """
 
 import importlib
@@ -34,7 +36,11 @@ def run_command(arguments: list[str]) -> None:
     try:
         with_exit_codes(dispatch_command)(arguments)
     except KeyboardInterrupt:
-        again = "; go on with the same command and trainer.resume=auto run=DIR" if arguments[:1] == ["train"] else ""
+        again = (
+            "; go on with the same command and trainer.resume=auto run=DIR"
+            if arguments[:1] == ["train"]
+            else ""
+        )
         sys.exit(print_failure(f"stopped{again}", 1))
     except BrokenPipeError:  # whoever read has had enough, as head has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -61,14 +67,22 @@ def dispatch_command(arguments: list[str]) -> None:
     if arguments[0] in HELP_WORDS:
         arguments = [*arguments[1:], "--help"]
     count = 2 if arguments[0] in ("data", "bench") or " ".join(arguments[:2]) in COMMANDS else 1
-    name, words = " ".join(arguments[:count]), arguments[count:]
+    name = " ".join(arguments[:count])
+    words = arguments[count:]
     if name not in COMMANDS:
         inside = [command for command in COMMANDS if command.startswith(f"{arguments[0]} ")]
         if inside and (len(arguments) == 1 or arguments[1] in HELP_WORDS):
-            raise UserError(f"{arguments[0]}: say which, as in {', '.join(f'spectrain {command}' for command in inside)}")
+            raise UserError(
+                f"{arguments[0]}: say which, as in "
+                f"{', '.join(f'spectrain {command}' for command in inside)}"
+            )
         raise UserError(f"{name}: there is no such command; {suggest_nearest(name, COMMANDS)}")
     if any(word in HELP_WORDS[:2] for word in words):
-        return print(explain_command(name, to_settings(name, [word for word in words if word not in HELP_WORDS[:2]])))
+        return print(
+            explain_command(
+                name, to_settings(name, [word for word in words if word not in HELP_WORDS[:2]])
+            )
+        )
     if (config := COMMANDS[name].config) is None:
         return COMMAND_TASKS[name](words)
     words = to_settings(name, words)
@@ -78,7 +92,9 @@ def dispatch_command(arguments: list[str]) -> None:
 
 
 def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
-    """Compose the configuration with hydra and call `task` with it, once or, with -m, for every point of a sweep."""
+    """Compose the configuration with hydra and call `task` with it, once or, with -m, for every
+    point of a sweep.
+    """
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -102,16 +118,31 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
         task(config)
 
     try:
-        hydra.main(version_base="1.3", config_path="pkg://spectrain.conf", config_name=config_name)(with_exit_codes(call))()
-    except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        hydra.main(version_base="1.3", config_path="pkg://spectrain.conf", config_name=config_name)(
+            with_exit_codes(call)
+        )()
+    except (
+        AssertionError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         if is_composed or isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
             raise
-        raise UserError(f"{find_refused_word(words)}: hydra cannot read it ({first_line(error)}); leave it out") from error
+        raise UserError(
+            f"{find_refused_word(words)}: hydra cannot read it ({first_line(error)}); leave it out"
+        ) from error
 
 
 def find_refused_word(words: Sequence[str]) -> str:
-    """Return the word that hydra most likely refuses: the last one that is about hydra itself, or else all of them."""
-    return next((word for word in reversed(words) if word.lstrip("+~").startswith("hydra")), " ".join(words))
+    """Return the word that hydra most likely refuses: the last one that is about hydra itself,
+    or else all of them.
+    """
+    return next(
+        (word for word in reversed(words) if word.lstrip("+~").startswith("hydra")), " ".join(words)
+    )
 
 
 def disable_progress_bars() -> None:
@@ -123,7 +154,9 @@ def disable_progress_bars() -> None:
 
 
 def with_exit_codes(task: Task) -> Task:
-    """Return the task with errors turned into SystemExit; hydra would print a line of its own for any other exception."""
+    """Return the task with errors turned into SystemExit; hydra would print a line of its own
+    for any other exception.
+    """
 
     def run(config: Any) -> None:
         from spectrain.errors import RunError, RunInterrupted, UserError
@@ -131,7 +164,9 @@ def with_exit_codes(task: Task) -> Task:
         try:
             task(config)
         except RunInterrupted as stopped:
-            sys.exit(print_failure(str(stopped), stopped.status) if str(stopped) else stopped.status)
+            sys.exit(
+                print_failure(str(stopped), stopped.status) if str(stopped) else stopped.status
+            )
         except (UserError, RunError) as error:
             sys.exit(print_failure(str(error), 2 if isinstance(error, UserError) else 1))
         except Exception as error:
@@ -155,7 +190,9 @@ def call_with_keys(path: str, *keys: str) -> Task:
 
 
 def call_with_spec(path: str, *keys: str) -> Task:
-    """Return the task that calls a function with the checked settings of a run and, by name, those of more keys."""
+    """Return the task that calls a function with the checked settings of a run and, by name,
+    those of more keys.
+    """
 
     def run(config: Any) -> None:
         spec, settings = read_run(config, *keys)
@@ -197,16 +234,26 @@ def audit_command(config: Any) -> None:
     settings = read_command(config, ("target", "data", "eval", "json"))
     evaluation = settings["eval"]
     names = ("prompts", "limit", "categories")
-    selected = lazy_import("eval.prompts.read_prompts")(*(evaluation.get(name) for name in names)).prompts
-    texts = [lazy_import("data.images.content_text")(turn) for prompt in selected for turn in prompt.turns]
-    lazy_import("data.audit.audit_command")(settings["target"], settings["data"], settings["json"], texts)
+    selected = lazy_import("eval.prompts.read_prompts")(
+        *(evaluation.get(name) for name in names)
+    ).prompts
+    texts = [
+        lazy_import("data.images.content_text")(turn)
+        for prompt in selected
+        for turn in prompt.turns
+    ]
+    lazy_import("data.audit.audit_command")(
+        settings["target"], settings["data"], settings["json"], texts
+    )
 
 
 def chat_command(config: Any) -> None:
     settings = lazy_import("config.build.to_containers")(config)
     chat = read_command({"chat": settings.pop("chat")}, ("chat",))["chat"]
     spec, folder = lazy_import("runs.defaults.resolve_eval_spec")(settings)
-    chat.with_settings(**{"measured": not settings.get("tree"), **chat.settings}).build().run(spec, folder)
+    chat.with_settings(**{"measured": not settings.get("tree"), **chat.settings}).build().run(
+        spec, folder
+    )
 
 
 def completion_command(words: list[str]) -> None:
@@ -217,7 +264,10 @@ def completion_command(words: list[str]) -> None:
     if not words:
         raise UserError("completion: say for which shell, as in spectrain completion bash")
     print(
-        "\n".join(complete_word(words[2:])) + "\n" if words[0] == "words" else read_script(words[0]), end=""
+        "\n".join(complete_word(words[2:])) + "\n"
+        if words[0] == "words"
+        else read_script(words[0]),
+        end="",
     )  # scripts ask for words
 
 
@@ -231,7 +281,13 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "data audit": audit_command,
     "data index": call_with_keys("data.index.index_command", "target", "data", "out"),
     "data regenerate": call_with_spec(
-        "regeneration.command.regenerate_command", "writer", "sampling", "regenerate", "out", "check", "capture"
+        "regeneration.command.regenerate_command",
+        "writer",
+        "sampling",
+        "regenerate",
+        "out",
+        "check",
+        "capture",
     ),
     "data store": call_with_spec("features.capture.capture_features"),
     "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),
@@ -242,15 +298,27 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "bench train": call_with_spec("bench.throughput.training_throughput"),
     "bench engine": call_with_spec("bench.engine.bench_engine", "bench", "out"),
     "export": call_with_keys(
-        "cli.export.export_command", "run", "format", "out", "push", "private", "target", "dtype", "engine_python"
+        "cli.export.export_command",
+        "run",
+        "format",
+        "out",
+        "push",
+        "private",
+        "target",
+        "dtype",
+        "engine_python",
     ),
-    "convert": call_with_keys("cli.export.convert_command", "run", "format", "out", "target", "dtype"),
+    "convert": call_with_keys(
+        "cli.export.convert_command", "run", "format", "out", "target", "dtype"
+    ),
     "lint": call_with_keys("cli.export.lint_command", "run", "target"),
     "recipes": lambda words: print(lazy_import("cli.help.describe_recipes")(words)),
     "doctor": lambda words: sys.exit(lazy_import("cli.doctor.run_doctor")(words)),
     "completion": completion_command,
 }
-"""What each command of help.yaml does, with its configuration or, where it has none, with its words."""
+"""What each command of help.yaml does, with its configuration or, where it has none, with its
+words.
+"""
 
 
 def read_command(config: Any, keys: Sequence[str]) -> dict[str, Any]:
@@ -260,7 +328,9 @@ def read_command(config: Any, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def read_run(config: Any, *keys: str) -> tuple[Any, dict[str, Any]]:
-    """Return the checked settings of a run, with its recipe's name and the command's own words, and those of more keys."""
+    """Return the checked settings of a run, with its recipe's name and the command's own words,
+    and those of more keys.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     spec, own = lazy_import("config.spec.read_run")(config, keys, HydraConfig.get().overrides.task)
@@ -268,7 +338,9 @@ def read_run(config: Any, *keys: str) -> tuple[Any, dict[str, Any]]:
 
 
 def explain_path_error(error: Exception) -> str | None:
-    """Return one sentence for what the system says of a full disk or a path that cannot be used; None for any other error."""
+    """Return one sentence for what the system says of a full disk or a path that cannot be used;
+    None for any other error.
+    """
     from spectrain.files import FULL_DISK_ERRORS, PATH_ERRORS, shorten_path
 
     if not isinstance(error, OSError) or error.errno not in (*PATH_ERRORS, *FULL_DISK_ERRORS):
@@ -279,7 +351,9 @@ def explain_path_error(error: Exception) -> str | None:
 
 
 def explain_hydra_error(error: Exception) -> str | None:
-    """Return one sentence for a mistake that hydra or omegaconf reports; None for any other error."""
+    """Return one sentence for a mistake that hydra or omegaconf reports; None for any other
+    error.
+    """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -290,13 +364,21 @@ def explain_hydra_error(error: Exception) -> str | None:
     text = str(error).strip()
     options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
     if missing := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
-        return f"{missing[1]}={missing[2]}: there is no such choice; {suggest_nearest(missing[2], options)}"
+        return (
+            f"{missing[1]}={missing[2]}: there is no such choice; "
+            f"{suggest_nearest(missing[2], options)}"
+        )
     if (unsaid := re.search(r"You must specify '(\w+)'", text)) and unsaid[1] == "drafter":
-        recipes = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "recipe").glob("*.yaml"))
-        return f"recipe: say what to train, as in recipe={EXAMPLE_CHOICES['recipe']}; there are {', '.join(recipes)}"
+        recipes = sorted(
+            path.stem for path in (Path(__file__).parents[1] / "conf" / "recipe").glob("*.yaml")
+        )
+        return (
+            f"recipe: say what to train, as in recipe={EXAMPLE_CHOICES['recipe']}; there are "
+            f"{', '.join(recipes)}"
+        )
     if sweep := re.search(r"Ambiguous value for argument '\+*([^=]+)=(.*?)'\n", text):
         return (
-            f"{sweep[1]}={sweep[2]}: comma-separated values are a sweep; add -m; a list stands in brackets, and a "
-            "fraction has a point"
+            f"{sweep[1]}={sweep[2]}: comma-separated values are a sweep; add -m; a list stands in "
+            "brackets, and a fraction has a point"
         )
     return " ".join(text.split())

@@ -1,6 +1,7 @@
 """Checks of settings against their constructors, and construction of what groups of settings name.
 
-A check parses the constructor's source and does not import it. Only what a yaml in conf/ names is constructed.
+A check parses the constructor's source and does not import it. Only what a yaml in conf/ names is
+constructed.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ from .parts import add_parts
 from .signatures import SettingKey, has_source, list_keys
 
 # Messages for numbers out of bounds, by pydantic's name of the error.
-BOUND_TEXTS = {"greater_than_equal": "use {ge} or more", "greater_than": "use more than {gt}",
+BOUND_TEXTS = {
+    "greater_than_equal": "use {ge} or more",
+    "greater_than": "use more than {gt}",
     "less_than_equal": "use {le} or less",
-          "less_than": "use less than {lt}"}  # fmt: skip
+    "less_than": "use less than {lt}",
+}
 # Keys that hydra obeys.
 HYDRA_DIRECTIVES = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 # Keys of transformers that refer to code stored with the weights.
@@ -57,16 +61,18 @@ MAX_NESTING = 64
 
 
 def register_resolvers(device: str = "auto") -> None:
-    """Let hydra find the choices of installed packages and what `${cpu_gpu:A,B}` and `${embedded:A}` stand for: A on a machine
-    without a GPU and B on one with a GPU, or according to `device`; A of the embedded conversations, and null of data that the
-    user names."""
+    """Let hydra find the choices of installed packages and what `${cpu_gpu:A,B}` and
+    `${embedded:A}` stand for: A on a machine without a GPU and B on one with a GPU, or according to
+    `device`; A of the embedded conversations, and null of data that the user names."""
     import torch
 
     from .search_path import register_search_path
 
     register_search_path()
     has_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True)
+    OmegaConf.register_new_resolver(
+        "cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True
+    )
     OmegaConf.register_new_resolver("embedded", _resolve_embedded, replace=True)
 
 
@@ -77,10 +83,13 @@ def _resolve_embedded(value: Any, *, _parent_: Any) -> Any:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One group of a configuration: its choice and its settings. It is falsy where the group is empty, as tracker=none."""
+    """One group of a configuration: its choice and its settings. It is falsy where the group is
+    empty, as tracker=none.
+    """
 
     group: str
-    # Name of the yaml in conf/, or the import path of a constructor that no yaml names; None for an empty group.
+    # Name of the yaml in conf/, or the import path of a constructor that no yaml names; None for an
+    # empty group.
     choice: str | None = None
     # The values that the configuration sets; everything else is the constructor's default.
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -118,7 +127,9 @@ class GroupSpec:
 
     def drop_setting(self, key: str) -> GroupSpec:
         """Return the group with one setting left to the constructor's default."""
-        return replace(self, settings={name: value for name, value in self.settings.items() if name != key})
+        return replace(
+            self, settings={name: value for name, value in self.settings.items() if name != key}
+        )
 
     def save(self) -> dict[str, Any]:
         """Return the group in its saved form, without what only a command sets."""
@@ -132,12 +143,20 @@ class GroupSpec:
         return {**defaults, **self.settings}
 
     def named_by(self, origin: str | Path, requested: Any = None) -> GroupSpec:
-        """Return the group as one that a file names, unless a command's own settings of it name all that is downloaded."""
+        """Return the group as one that a file names, unless a command's own settings of it name
+        all that is downloaded.
+        """
         own = requested if isinstance(requested, Mapping) else {}
-        return replace(self, origin=str(origin)) if names_download(self.group, self.settings, own) else self
+        return (
+            replace(self, origin=str(origin))
+            if names_download(self.group, self.settings, own)
+            else self
+        )
 
     def without_downloads(self) -> AbstractContextManager[None]:
-        """Read what a file names from this machine alone; what the command names may be downloaded."""
+        """Read what a file names from this machine alone; what the command names may be
+        downloaded.
+        """
         return without_downloads(self.origin)
 
     def load_constructor(self) -> Any:
@@ -148,12 +167,14 @@ class GroupSpec:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(
-                f"{self.group}={self.choice}: {self.path} cannot be imported ({error}); PYTHONPATH must name the folder of its "
-                "module"
+                f"{self.group}={self.choice}: {self.path} cannot be imported ({error}); "
+                "PYTHONPATH must name the folder of its module"
             ) from error
 
     def build(self, **runtime: Any) -> Any:
-        """Construct what the choice names, after a check of the settings; return None for an empty group."""
+        """Construct what the choice names, after a check of the settings; return None for an
+        empty group.
+        """
         if not self:
             return None
         checked = check_node(self.group, self.node)
@@ -161,7 +182,11 @@ class GroupSpec:
         constructor = self.load_constructor()
         config_type = find_config_type(constructor)
         with self.without_downloads():
-            arguments = add_parts(constructor, settings) if config_type is None else {"config": config_type(**settings)}
+            arguments = (
+                add_parts(constructor, settings)
+                if config_type is None
+                else {"config": config_type(**settings)}
+            )
             return constructor(**{**arguments, **runtime})
 
 
@@ -174,9 +199,15 @@ def build(node: Any, **runtime: Any) -> Any:
 
 
 def find_config_type(constructor: Any) -> Any:
-    """Return the dataclass that a constructor takes as `config`, which holds its settings; None if it takes them directly."""
+    """Return the dataclass that a constructor takes as `config`, which holds its settings; None
+    if it takes them directly.
+    """
     parameter = inspect.signature(constructor).parameters.get("config")
-    return None if parameter is None else getattr(importlib.import_module(constructor.__module__), parameter.annotation)
+    return (
+        None
+        if parameter is None
+        else getattr(importlib.import_module(constructor.__module__), parameter.annotation)
+    )
 
 
 def to_containers(value: Any) -> Any:
@@ -192,8 +223,8 @@ def to_containers(value: Any) -> Any:
 
 
 def check_config(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> dict[str, Any]:
-    """Return the resolved configuration as plain containers; raise a UserError for an unknown or missing key, or a value of
-    the wrong type."""
+    """Return the resolved configuration as plain containers; raise a UserError for an unknown or
+    missing key, or a value of the wrong type."""
     allowed_keys = list(allowed_keys)
     for key in map(str, config):
         if key not in allowed_keys:
@@ -211,13 +242,18 @@ def check_config(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> dict
 
 
 def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
-    """Check one group's settings against its constructor, and return them converted to the declared types."""
+    """Check one group's settings against its constructor, and return them converted to the
+    declared types.
+    """
     target = str(node["_target_"])
     if find_choice(group, target) is None:
-        raise UserError(f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE")
+        raise UserError(
+            f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE"
+        )
     if not has_source(target):
         raise UserError(
-            f"{group}={find_choice(group, target)}: {target} is not found; PYTHONPATH says where the folder of its module lies"
+            f"{group}={find_choice(group, target)}: {target} is not found; PYTHONPATH says where "
+            "the folder of its module lies"
         )
     settings = settings_by_name(target)
     checked: dict[str, Any] = {"_target_": target}
@@ -238,12 +274,20 @@ def settings_by_name(target: str) -> dict[str, SettingKey]:
 
 
 def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, SettingKey]) -> Any:
-    """Return a setting's value in its declared type; directives and numbers that are not finite raise a UserError."""
+    """Return a setting's value in its declared type; directives and numbers that are not finite
+    raise a UserError.
+    """
     full = f"{group}.{name}"
-    if name not in allowed_keys and (missing := explain_missing(f"{group}.", name, full)) is not None:
+    if (
+        name not in allowed_keys
+        and (missing := explain_missing(f"{group}.", name, full)) is not None
+    ):
         raise UserError(missing)
     if name not in allowed_keys:
-        raise UserError(f"{full}: there is no such key; {suggest_owner(group, name) or suggest_nearest(name, allowed_keys)}")
+        raise UserError(
+            f"{full}: there is no such key; "
+            f"{suggest_owner(group, name) or suggest_nearest(name, allowed_keys)}"
+        )
     if value == "" and allowed_keys[name].default != "":
         raise UserError(f"{full}=: it is empty; write {full}=VALUE, or leave it out")
     if value == "???":
@@ -257,7 +301,9 @@ def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, Se
     except ValidationError as error:
         if (missing := explain_missing(full, str(value))) is not None:
             raise UserError(missing) from error
-        raise UserError(f"{full}={shorten(value)}: {violation_text(error, hint)}{suggest_remedy(value, hint)}") from error
+        raise UserError(
+            f"{full}={shorten(value)}: {violation_text(error, hint)}{suggest_remedy(value, hint)}"
+        ) from error
     if (remedy := find_converted_truth(value, checked)) is not None:
         raise UserError(f"{full}={shorten(value)}: {remedy} ({describe_type(hint)})")
     if not is_finite(checked):
@@ -266,14 +312,17 @@ def check_value(group: str, name: str, value: Any, allowed_keys: Mapping[str, Se
 
 
 def check_overrides(schema: CommandSchema, words: list[str]) -> None:
-    """Raise a UserError for the first override whose constructor does not have the setting, or whose value is wrong.
+    """Raise a UserError for the first override whose constructor does not have the setting, or
+    whose value is wrong.
 
     References and sweeps are left to hydra, which alone can resolve them.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    choices, folders, parser = select_choices(schema, words), conf_folders(words), OverridesParser.create()
+    choices = select_choices(schema, words)
+    folders = conf_folders(words)
+    parser = OverridesParser.create()
     for word in words:
         setting = re.fullmatch(r"(?:\+\+|\+)?(\w+)\.(\w+)=(.*)", word, re.DOTALL)
         if setting is None:
@@ -295,24 +344,38 @@ def check_overrides(schema: CommandSchema, words: list[str]) -> None:
 
 
 def shorten(value: Any) -> str:
-    """Return a value for a message, without what follows the first characters of a very long one."""
+    """Return a value for a message, without what follows the first characters of a very long
+    one.
+    """
     text = str(value)
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}.."
 
 
 def find_converted_truth(value: Any, checked: Any) -> str | None:
-    """Return what to write where a check has turned a truth value into a number, or a number into a truth value."""
+    """Return what to write where a check has turned a truth value into a number, or a number
+    into a truth value.
+    """
     if isinstance(value, Mapping) and isinstance(checked, Mapping):
         pairs = [(entry, checked.get(key)) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)) and isinstance(checked, (list, tuple)):
         pairs = list(zip(value, checked))
-    elif isinstance(value, bool) and isinstance(checked, (int, float)) and not isinstance(checked, bool):
+    elif (
+        isinstance(value, bool)
+        and isinstance(checked, (int, float))
+        and not isinstance(checked, bool)
+    ):
         return "write a number"
-    elif isinstance(checked, bool) and isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif (
+        isinstance(checked, bool)
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+    ):
         return "write true or false"
     else:
         return None
-    return next(filter(None, (find_converted_truth(entry, result) for entry, result in pairs)), None)
+    return next(
+        filter(None, (find_converted_truth(entry, result) for entry, result in pairs)), None
+    )
 
 
 def is_finite(value: Any) -> bool:
@@ -325,10 +388,14 @@ def is_finite(value: Any) -> bool:
 
 
 def violation_text(error: ValidationError, hint: Any) -> str:
-    """Describe what is wrong with a value: the bounds that it violates, or else the type that it needs."""
+    """Describe what is wrong with a value: the bounds that it violates, or else the type that it
+    needs.
+    """
     first = error.errors()[0]
     if first["type"] in BOUND_TEXTS:
-        return BOUND_TEXTS[first["type"]].format(**{key: f"{bound:.10g}" for key, bound in first["ctx"].items()})
+        return BOUND_TEXTS[first["type"]].format(
+            **{key: f"{bound:.10g}" for key, bound in first["ctx"].items()}
+        )
     if first["type"] == "predicate_failed":
         return f"use {find_predicate(hint).__doc__}"
     return f"{first['msg'][0].lower() + first['msg'][1:]} ({describe_type(hint)})"
@@ -350,7 +417,11 @@ def describe_type(hint: Any) -> str:
         return "null"
     if origin in (tuple, list, dict):
         return f"{origin.__name__}[{', '.join(map(describe_type, typing.get_args(hint)))}]"
-    return hint.__name__ if isinstance(hint, type) and origin is None else str(hint).replace("typing.", "")
+    return (
+        hint.__name__
+        if isinstance(hint, type) and origin is None
+        else str(hint).replace("typing.", "")
+    )
 
 
 def suggest_owner(group: str, key: str) -> str:
@@ -369,11 +440,16 @@ def suggest_remedy(value: Any, hint: Any) -> str:
 
 
 def find_directives(content: Any, key_path: str = "") -> Iterator[str]:
-    """Yield each directive (an instruction instead of data) in a file's content, as a sentence without its end."""
+    """Yield each directive (an instruction instead of data) in a file's content, as a sentence
+    without its end.
+    """
     if key_path.count(".") > MAX_NESTING:
         yield f"{key_path.split('.')[0]} is nested too deeply"
     elif isinstance(content, (dict, list)) and len(content) > MAX_VALUES:
-        yield f"{key_path or 'the file'} has {len(content)} values, and no setting has more than {MAX_VALUES}"
+        yield (
+            f"{key_path or 'the file'} has {len(content)} values, and no setting has more "
+            f"than {MAX_VALUES}"
+        )
     elif isinstance(content, dict):
         for key, value in content.items():
             yield from _check_key(str(key), value, f"{key_path}.{key}" if key_path else str(key))
@@ -381,7 +457,9 @@ def find_directives(content: Any, key_path: str = "") -> Iterator[str]:
         for number, value in enumerate(content):
             yield from find_directives(value, f"{key_path}.{number}")
     elif isinstance(content, str) and "${" in content:
-        yield f"{key_path} refers to other values by ${{..}}, and a file holds only values of its own"
+        yield (
+            f"{key_path} refers to other values by ${{..}}, and a file holds only values of its own"
+        )
 
 
 def _check_key(key: str, value: Any, key_path: str) -> Iterator[str]:
@@ -392,11 +470,15 @@ def _check_key(key: str, value: Any, key_path: str) -> Iterator[str]:
     elif key.endswith("attn_implementation") and "/" in str(value):
         yield f"{key_path}={value} leads to code on the hub, and a file cannot allow that"
     elif key == "parent_library" and value and not str(value).startswith("transformers"):
-        yield f"{key_path}={value} leads to a package that would be imported, and a file cannot allow that"
+        yield (
+            f"{key_path}={value} leads to a package that would be imported, and a file cannot "
+            "allow that"
+        )
     else:
         yield from find_directives(value, key_path)
 
 
 def _references_code(key: str, value: Any) -> bool:
-    own = key == "auto_map" and isinstance(value, dict) and value.keys() == {""}  # of speculators: its class is in the library
+    # of speculators: its class is in the library
+    own = key == "auto_map" and isinstance(value, dict) and value.keys() == {""}
     return bool(value) and not own

@@ -1,4 +1,5 @@
-"""Reading of JSON files as types: every value is compared with its annotation, and nothing is converted.
+"""Reading of JSON files as types: every value is compared with its annotation, and nothing is
+converted.
 
 Every error is a UserError that names the file, what is wrong with it and what to do.
 """
@@ -18,11 +19,16 @@ from .saved import COPY_AGAIN, MAX_FILE_BYTES, read_json
 Content = TypeVar("Content")
 
 
-def read_json_as(path: Path, schema: type[Content], remedy: str = COPY_AGAIN, limit: int = MAX_FILE_BYTES) -> Content:
-    """Return the content of a JSON file as a type that pydantic can check; name the first key that does not have its type."""
+def read_json_as(
+    path: Path, schema: type[Content], remedy: str = COPY_AGAIN, limit: int = MAX_FILE_BYTES
+) -> Content:
+    """Return the content of a JSON file as a type that pydantic can check; name the first key
+    that does not have its type.
+    """
     content = read_json(path, remedy, limit)
     try:
-        # Text, because only there may a list stand for a tuple and a text for the number that is a key.
+        # Text, because only there may a list stand for a tuple and a text for the number that is a
+        # key.
         return TypeAdapter(schema).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
         raise UserError(f"{path}: {describe_violation(error)}; {remedy}") from error
@@ -35,4 +41,8 @@ def describe_violation(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"it lacks {key}"
     problem = first["msg"][0].lower() + first["msg"][1:]
-    return f"{key}={str(first['input'])[:60]!r}: {problem}" if key else f"it holds something else ({problem})"
+    return (
+        f"{key}={str(first['input'])[:60]!r}: {problem}"
+        if key
+        else f"it holds something else ({problem})"
+    )

@@ -1,6 +1,8 @@
-"""Choices and settings of a command: groups, the yamls in conf/ or --config-dir that define choices, and the keys of each.
+"""Choices and settings of a command: groups, the yamls in conf/ or --config-dir that define
+choices, and the keys of each.
 
-Nothing else is ever constructed: a name without a yaml is refused before anything of it is imported.
+Nothing else is ever constructed: a name without a yaml is refused before anything of it is
+imported.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _named_folders: list[Path] = []
 
 
 def set_choice_folders(folders: Iterable[Path]) -> None:
-    """Set the folders of choices that the command names with --config-dir, beside conf/ and those of installed packages."""
+    """Set the folders of choices that the command names with --config-dir, beside conf/ and
+    those of installed packages.
+    """
     _named_folders[:] = [folder.resolve() for folder in folders]
 
 
@@ -36,22 +40,35 @@ def _list_folders() -> tuple[Path, ...]:
 
 
 def list_constructors(group: str) -> dict[str, str]:
-    """Return choice -> import path of its constructor, those of conf/ first; empty choices are left out."""
+    """Return choice -> import path of its constructor, those of conf/ first; empty choices are
+    left out.
+    """
     return _read_constructors(_list_folders()).get(group, {})
 
 
 @cache
 def _read_constructors(folders: tuple[Path, ...]) -> dict[str, dict[str, str]]:
-    """Return group -> choice -> path. A node that a command's own yaml constructs, such as chat, is a group too."""
+    """Return group -> choice -> path. A node that a command's own yaml constructs, such as chat,
+    is a group too.
+    """
     paths: dict[str, dict[str, str]] = {}
     for folder in folders:
         nodes = [
-            (path.stem, group, node) for path in sorted(folder.glob("*.yaml")) for group, node in _load_mapping(path).items()
+            (path.stem, group, node)
+            for path in sorted(folder.glob("*.yaml"))
+            for group, node in _load_mapping(path).items()
         ]
         for group in sorted(entry.name for entry in folder.iterdir() if entry.is_dir()):
-            nodes += [(name, group, _load_mapping(path)) for name, path in choice_files(group, [folder]).items()]
+            nodes += [
+                (name, group, _load_mapping(path))
+                for name, path in choice_files(group, [folder]).items()
+            ]
         for name, group, node in nodes:
-            if isinstance(node, dict) and "_target_" in node and group not in ("recipe", "accelerate"):
+            if (
+                isinstance(node, dict)
+                and "_target_" in node
+                and group not in ("recipe", "accelerate")
+            ):
                 paths.setdefault(group, {}).setdefault(name, str(node["_target_"]))
     return paths
 
@@ -72,31 +89,42 @@ def load_constructor(group: str, name: str) -> Any:
 
 def find_choice(group: str, target: str) -> str | None:
     """Return the choice whose constructor has this import path, or None."""
-    return next((choice for choice, path in list_constructors(group).items() if path == target), None)
+    return next(
+        (choice for choice, path in list_constructors(group).items() if path == target), None
+    )
 
 
 def find_group(target: str) -> str:
-    """Return the group that has a choice with this constructor; raise a UserError if no yaml names it."""
+    """Return the group that has a choice with this constructor; raise a UserError if no yaml
+    names it.
+    """
     for group, paths in _read_constructors(_list_folders()).items():
         if target in paths.values():
             return group
-    raise UserError(f"_target_={target}: no choice of conf/ names it; what is constructed has a yaml, there or in --config-dir")
+    raise UserError(
+        f"_target_={target}: no choice of conf/ names it; what is constructed has a yaml, there "
+        "or in --config-dir"
+    )
 
 
 def resolve_choice(group: str, saved: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Turn a group's saved settings, with `choice` or `_target_`, into a node to construct."""
-    settings = {str(key): value for key, value in saved.items() if key not in ("choice", "_target_")}
+    settings = {
+        str(key): value for key, value in saved.items() if key not in ("choice", "_target_")
+    }
     paths = list_constructors(group)
     if not paths:
-        raise UserError(f"{location}: {group} names a choice and is no group of settings; delete it")
+        raise UserError(
+            f"{location}: {group} names a choice and is no group of settings; delete it"
+        )
     name = choice_name(group, saved)
     if name not in paths and (missing := explain_missing(group, name)) is not None:
         raise UserError(f"{location}: {missing}")
     if name not in paths:
         raise UserError(
-            f"{location}: {group}={name}: there is no such choice; {suggest_nearest(name, paths)}, and what is "
-            f"outside the project is "
-            "found by --config-dir FOLDER"
+            f"{location}: {group}={name}: there is no such choice; "
+            f"{suggest_nearest(name, paths)}, and what is outside the project is found by "
+            "--config-dir FOLDER"
         )
     return {"_target_": paths[name], **settings}
 
@@ -110,9 +138,14 @@ def choice_name(group: str, node: Mapping[str, Any]) -> str:
 
 
 def by_choice_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in their saved form, every group by its choice, without what only a command sets."""
+    """Return settings in their saved form, every group by its choice, without what only a
+    command sets.
+    """
     return {
-        group: {"choice": choice_name(group, node), **{key: value for key, value in node.items() if key != "_target_"}}
+        group: {
+            "choice": choice_name(group, node),
+            **{key: value for key, value in node.items() if key != "_target_"},
+        }
         if isinstance(node, Mapping) and "_target_" in node
         else node
         for group, node in drop_command_only(config).items()
@@ -134,14 +167,15 @@ class CommandSchema:
 
 
 def conf_folders(words: Iterable[str] = ()) -> list[Path]:
-    """Return the folders of configurations: conf/, those of installed packages, and those that --config-dir names among the
-    words of a command."""
+    """Return the folders of configurations: conf/, those of installed packages, and those that
+    --config-dir names among the words of a command."""
     return [PACKAGE_ROOT / "conf", *list_conf_folders(), *named_folders(words)]
 
 
 def named_folders(words: Iterable[str]) -> list[Path]:
     """Return the folders of configurations that --config-dir names among the words of a command."""
-    words, folders = list(words), list[Path]()
+    words = list(words)
+    folders = list[Path]()
     for flag in ("--config-dir", "-cd"):
         if flag in words[:-1]:
             folders.append(Path(words[words.index(flag) + 1]))
@@ -150,7 +184,9 @@ def named_folders(words: Iterable[str]) -> list[Path]:
 
 
 def check_encodings(folders: Iterable[Path]) -> None:
-    """Raise a UserError for a yaml of these folders that is no UTF-8 text, which hydra would not name."""
+    """Raise a UserError for a yaml of these folders that is no UTF-8 text, which hydra would not
+    name.
+    """
     for path in (path for folder in folders for path in folder.rglob("*.yaml")):
         try:
             read_text(path)
@@ -184,13 +220,18 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 def load_schema(config: str) -> CommandSchema:
     """Load the schema of the configuration with this name."""
-    path, result = PACKAGE_ROOT / "conf" / f"{config}.yaml", CommandSchema()
+    path = PACKAGE_ROOT / "conf" / f"{config}.yaml"
+    result = CommandSchema()
     content = load_yaml(path)
     for entry in content.get("defaults", ()):
         if isinstance(entry, str) and entry != "_self_":
             result = load_schema(entry)
         elif isinstance(entry, dict):
-            result.groups |= {group: choice for group, choice in entry.items() if not group.startswith("override ")}
+            result.groups |= {
+                group: choice
+                for group, choice in entry.items()
+                if not group.startswith("override ")
+            }
     comments = _read_comments(path.read_text())
     for name, value in content.items():
         if name in ("defaults", "hydra"):
@@ -201,40 +242,70 @@ def load_schema(config: str) -> CommandSchema:
             result.values[name] = value
         else:
             result.keys.append(
-                SettingKey(name, "", format_literal(value), ("true", "false") * isinstance(value, bool), comments.get(name, ""))
+                SettingKey(
+                    name,
+                    "",
+                    format_literal(value),
+                    ("true", "false") * isinstance(value, bool),
+                    comments.get(name, ""),
+                )
             )
     return result
 
 
 def _read_comments(text: str) -> dict[str, str]:
-    """Return the comment lines directly above each top-level key of a yaml: key -> its description."""
+    """Return the comment lines directly above each top-level key of a yaml: key -> its
+    description.
+    """
     blocks = re.findall(r"((?:^# .*\n)+)(\w+):", text, re.MULTILINE)
-    return {name: " ".join(line.removeprefix("# ") for line in block.splitlines()) for block, name in blocks}
+    return {
+        name: " ".join(line.removeprefix("# ") for line in block.splitlines())
+        for block, name in blocks
+    }
 
 
 def select_choices(schema: CommandSchema, words: list[str]) -> dict[str, str]:
     """Return group -> choice, from the words of a command, its recipe and the defaults."""
     overrides = {
-        group: choice for word in words for group, equals, choice in [word.partition("=")] if equals and group in schema.groups
+        group: choice
+        for word in words
+        for group, equals, choice in [word.partition("=")]
+        if equals and group in schema.groups
     }
-    choices = {group: choice or find_default_choice(group, words) for group, choice in schema.groups.items()}
+    choices = {
+        group: choice or find_default_choice(group, words)
+        for group, choice in schema.groups.items()
+    }
     choices = {group: choice for group, choice in choices.items() if choice and choice != "???"}
-    recipe = choice_files("recipe", conf_folders(words)).get(overrides.get("recipe", "")) if "recipe" in schema.groups else None
+    recipe = (
+        choice_files("recipe", conf_folders(words)).get(overrides.get("recipe", ""))
+        if "recipe" in schema.groups
+        else None
+    )
     for entry in load_yaml(recipe).get("defaults", ()) if recipe else ():
         choices |= {group.removeprefix("override /"): choice for group, choice in entry.items()}
-    return {group: choice.split(",")[0] for group, choice in (choices | overrides).items() if choice}
+    return {
+        group: choice.split(",")[0] for group, choice in (choices | overrides).items() if choice
+    }
 
 
 def find_default_choice(group: str, words: Iterable[str]) -> str | None:
-    """Return the choice of a group that a command takes whose own default is null: the only one that is not empty, or the one
-    named default; None if there is neither."""
-    full = [name for name, path in choice_files(group, conf_folders(words)).items() if load_yaml(path).get("_target_")]
+    """Return the choice of a group that a command takes whose own default is null: the only one
+    that is not empty, or the one named default; None if there is neither."""
+    full = [
+        name
+        for name, path in choice_files(group, conf_folders(words)).items()
+        if load_yaml(path).get("_target_")
+    ]
     return full[0] if len(full) == 1 else "default" if "default" in full else None
 
 
 def settings_by_group(schema: CommandSchema, words: list[str]) -> dict[str, list[SettingKey]]:
-    """Return group -> settings, with the values that the choices and the recipe among these words set."""
-    folders, choices = conf_folders(words), select_choices(schema, words)
+    """Return group -> settings, with the values that the choices and the recipe among these
+    words set.
+    """
+    folders = conf_folders(words)
+    choices = select_choices(schema, words)
     recipe = choice_files("recipe", folders).get(choices.get("recipe", ""))
     values = load_yaml(recipe) if recipe else {}
     result = {name: list_keys(target) for name, target in schema.nodes.items()}
@@ -243,7 +314,9 @@ def settings_by_group(schema: CommandSchema, words: list[str]) -> dict[str, list
         if path is None or group == "recipe" or not (node := load_yaml(path)).get("_target_"):
             continue
         given = values.get(group, {})
-        unused = [key for key, value in given.items() if is_for_embedded(value) and choice != "embedded"]
+        unused = [
+            key for key, value in given.items() if is_for_embedded(value) and choice != "embedded"
+        ]
         changed = {**node, **schema.values.get(group, {}), **given, **dict.fromkeys(unused)}
         result[group] = [
             replace(key, default=format_default(changed[key.name])) if key.name in changed else key
@@ -256,8 +329,15 @@ def find_owners(group: str, name: str, words: Iterable[str] = ()) -> list[str]:
     """Return the choices of a group that have a setting with this name."""
     if group == "recipe":
         return []
-    nodes = {choice: load_yaml(path).get("_target_") for choice, path in choice_files(group, conf_folders(words)).items()}
-    return [choice for choice, target in nodes.items() if target and any(key.name == name for key in list_keys(target))]
+    nodes = {
+        choice: load_yaml(path).get("_target_")
+        for choice, path in choice_files(group, conf_folders(words)).items()
+    }
+    return [
+        choice
+        for choice, target in nodes.items()
+        if target and any(key.name == name for key in list_keys(target))
+    ]
 
 
 def is_for_embedded(value: Any) -> bool:

@@ -1,9 +1,10 @@
-"""Settings that only a command sets: everything that runs code, starts a process, listens, sends, downloads, or writes outside
-of the run folder.
+"""Settings that only a command sets: everything that runs code, starts a process, listens, sends,
+downloads, or writes outside of the run folder.
 
-A file can come from somebody else: config.yaml of a run folder, a drafter's config.json, an export, another project's files.
-What stands in the table below is never saved, and where a file holds it, it is ignored with one line; `spectrain lint` calls it
-an error. What a file names on the hub is read from this machine alone.
+A file can come from somebody else: config.yaml of a run folder, a drafter's config.json, an export,
+another project's files. What stands in the table below is never saved, and where a file holds it,
+it is ignored with one line; `spectrain lint` calls it an error. What a file names on the hub is
+read from this machine alone.
 """
 
 from __future__ import annotations
@@ -47,14 +48,26 @@ class CommandOnlySetting:
 
 
 COMMAND_ONLY = (
-    CommandOnlySetting("target", "trust_remote_code", "runs code", "runs code that lies beside the model"),
-    CommandOnlySetting("eval", "execute", "runs code", "runs programs that the target writes, and the tests of the prompts"),
+    CommandOnlySetting(
+        "target", "trust_remote_code", "runs code", "runs code that lies beside the model"
+    ),
+    CommandOnlySetting(
+        "eval",
+        "execute",
+        "runs code",
+        "runs programs that the target writes, and the tests of the prompts",
+    ),
     CommandOnlySetting("eval", "serve_in", "starts a process", "starts an engine"),
     CommandOnlySetting(
-        "server", ALL, "starts a process", "sends requests to an address, and starts an engine with its arguments"
+        "server",
+        ALL,
+        "starts a process",
+        "sends requests to an address, and starts an engine with its arguments",
     ),
     CommandOnlySetting("tracker", ALL, "sends", "sends a run to an account"),
-    CommandOnlySetting("follow", ALL, "starts a process", "listens, records requests, and starts commands"),
+    CommandOnlySetting(
+        "follow", ALL, "starts a process", "listens, records requests, and starts commands"
+    ),
     CommandOnlySetting("writer", ALL, "sends", "chooses who writes answers"),
     CommandOnlySetting("plan", ALL, "writes", "writes a file"),
     CommandOnlySetting("bench", ALL, "starts a process", "starts an engine"),
@@ -64,7 +77,9 @@ COMMAND_ONLY = (
     CommandOnlySetting("hydra", ALL, "starts a process", "chooses launchers, sweepers and folders"),
     CommandOnlySetting("accelerate", ALL, "starts a process", "starts processes on other machines"),
 )
-"""Every setting of this package that acts on something beyond the run folder. docs/security.md shows this table."""
+"""Every setting of this package that acts on something beyond the run folder. docs/security.md
+shows this table.
+"""
 
 DOWNLOADED = {
     "target": ("model", "revision"),
@@ -72,12 +87,16 @@ DOWNLOADED = {
     "data": ("path", "sources"),
     "eval": ("prompts", "calibration", "assistant"),
 }
-"""Settings that may name something on the hub. A command downloads it; where a file names it, it must be on this machine."""
+"""Settings that may name something on the hub. A command downloads it; where a file names it, it
+must be on this machine.
+"""
 
 
 @dataclass(frozen=True)
 class SavedSettings:
-    """What an installed package says about the settings that files hold. Its entry point is in `spectrain.saved`."""
+    """What an installed package says about the settings that files hold. Its entry point is in
+    `spectrain.saved`.
+    """
 
     command_only: tuple[CommandOnlySetting, ...] = ()
     # Group -> settings that may name something on the hub.
@@ -95,12 +114,20 @@ def list_saved_settings() -> list[SavedSettings]:
 
 def list_command_only() -> list[CommandOnlySetting]:
     """Return the command-only settings of this package and of installed ones."""
-    return [*COMMAND_ONLY, *(setting for saved in list_saved_settings() for setting in saved.command_only)]
+    return [
+        *COMMAND_ONLY,
+        *(setting for saved in list_saved_settings() for setting in saved.command_only),
+    ]
 
 
 def list_downloaded(group: str) -> tuple[str, ...]:
-    """Return the settings of a group that may name something on the hub, those of installed packages too."""
-    return (*DOWNLOADED.get(group, ()), *(key for saved in list_saved_settings() for key in saved.downloaded.get(group, ())))
+    """Return the settings of a group that may name something on the hub, those of installed
+    packages too.
+    """
+    return (
+        *DOWNLOADED.get(group, ()),
+        *(key for saved in list_saved_settings() for key in saved.downloaded.get(group, ())),
+    )
 
 
 def find_command_only(content: Any) -> Iterator[tuple[str, CommandOnlySetting]]:
@@ -115,7 +142,13 @@ def find_command_only(content: Any) -> Iterator[tuple[str, CommandOnlySetting]]:
 
 def _find_key(node: Any, key: str, path: str) -> Iterator[str]:
     """Yield the full keys of a setting in a group, in the drafters inside of a drafter too."""
-    entries: Any = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    entries: Any = (
+        node.items()
+        if isinstance(node, Mapping)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
     for name, value in entries:
         if name == key and is_set(value):
             yield f"{path}.{name}"
@@ -129,12 +162,16 @@ def is_set(value: Any) -> bool:
 
 
 def drop_command_only(content: Mapping[str, Any], path: Path | None = None) -> dict[str, Any]:
-    """Return saved groups without command-only settings; with the `path` of their file, print a line for each."""
+    """Return saved groups without command-only settings; with the `path` of their file, print a
+    line for each.
+    """
     for key, setting in find_command_only(content) if path is not None else ():
         report_ignored(path, key, setting)
     whole = {setting.group for setting in list_command_only() if setting.key == ALL}
     return {
-        str(group): _drop_keys(node, {entry.key for entry in list_command_only() if entry.group == group})
+        str(group): _drop_keys(
+            node, {entry.key for entry in list_command_only() if entry.group == group}
+        )
         for group, node in content.items()
         if group not in whole
     }
@@ -154,16 +191,26 @@ def report_ignored(path: Path | None, key: str, setting: CommandOnlySetting) -> 
     """Print once that a setting of a file is ignored."""
     if (str(path), key) not in _reported:
         _reported.add((str(path), key))
-        print(f"{path}: {key} is ignored, because it {setting.reason}; give it in the command, as in {setting.example}",
-              file=sys.stderr)  # fmt: skip
+        print(
+            (
+                f"{path}: {key} is ignored, because it {setting.reason}; give it in the command, "
+                f"as in {setting.example}"
+            ),
+            file=sys.stderr,
+        )
 
 
 # Downloads
 
 
 def names_download(group: str, settings: Mapping[str, Any], requested: Mapping[str, Any]) -> bool:
-    """Tell whether a group names something that may lie on the hub, and that the command itself did not name."""
-    return any(settings.get(key) is not None and requested.get(key) is None for key in list_downloaded(group))
+    """Tell whether a group names something that may lie on the hub, and that the command itself
+    did not name.
+    """
+    return any(
+        settings.get(key) is not None and requested.get(key) is None
+        for key in list_downloaded(group)
+    )
 
 
 OFFLINE_ERRORS = ("OfflineModeIsEnabled", "LocalEntryNotFoundError")
@@ -172,7 +219,9 @@ OFFLINE_ERRORS = ("OfflineModeIsEnabled", "LocalEntryNotFoundError")
 
 @contextmanager
 def without_downloads(origin: str | None) -> Iterator[None]:
-    """Read models and data sets from this machine alone, if `origin`, the file that names them, is given."""
+    """Read models and data sets from this machine alone, if `origin`, the file that names them,
+    is given.
+    """
     if origin is None:
         yield
         return
@@ -188,8 +237,8 @@ def without_downloads(origin: str | None) -> Iterator[None]:
         if not is_offline_error(error):
             raise
         raise UserError(
-            f"{origin}: it names something that is not on this machine, and what a file names is not downloaded; name it in "
-            "the command, as in target=hf target.model=NAME"
+            f"{origin}: it names something that is not on this machine, and what a file names is "
+            "not downloaded; name it in the command, as in target=hf target.model=NAME"
         ) from error
     finally:
         constants.HF_HUB_OFFLINE = was_offline

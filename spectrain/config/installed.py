@@ -1,6 +1,8 @@
-"""What installed packages add to this one, found by their entry points: folders of choices, settings, layouts and rules.
+"""What installed packages add to this one, found by their entry points: folders of choices,
+settings, layouts and rules.
 
-A package declares entry points in its pyproject.toml; docs/adding.md lists their groups. Nothing here names a package.
+A package declares entry points in its pyproject.toml; docs/adding.md lists their groups. Nothing
+here names a package.
 """
 
 from __future__ import annotations
@@ -18,14 +20,20 @@ PREFIX = "spectrain."
 
 @cache
 def read_entry_points() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return group -> entry points of all installed packages, in the order of their names. They are read once."""
+    """Return group -> entry points of all installed packages, in the order of their names. They
+    are read once.
+    """
     groups: dict[str, dict[str, EntryPoint]] = {}
     for distribution in distributions():
         for entry in distribution.entry_points:
             if entry.group.startswith(PREFIX):
-                # A package that is found twice, as in a checkout that is installed too, counts once.
+                # A package that is found twice, as in a checkout that is installed too, counts
+                # once.
                 groups.setdefault(entry.group, {}).setdefault(entry.value, entry)
-    return {group: tuple(sorted(entries.values(), key=attrgetter("name", "value"))) for group, entries in groups.items()}
+    return {
+        group: tuple(sorted(entries.values(), key=attrgetter("name", "value")))
+        for group, entries in groups.items()
+    }
 
 
 def list_entry_points(group: str) -> tuple[EntryPoint, ...]:
@@ -41,7 +49,9 @@ def load_entry_points(group: str) -> tuple[Any, ...]:
 
 @cache
 def find_package_folder(package: str) -> Path | None:
-    """Return the folder of a top-level package without importing it; None if it is not installed."""
+    """Return the folder of a top-level package without importing it; None if it is not
+    installed.
+    """
     spec = find_spec(package)
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(locations[0]) if locations else None
@@ -66,6 +76,12 @@ def list_conf_folders() -> tuple[Path, ...]:
 
 @cache
 def list_package_roots() -> tuple[Path, ...]:
-    """Return the folders in which the installed packages of choices lie, for whoever parses their sources."""
+    """Return the folders in which the installed packages of choices lie, for whoever parses
+    their sources.
+    """
     packages = dict.fromkeys(module.partition(".")[0] for module in list_conf_modules())
-    return tuple(folder.parent for package in packages if (folder := find_package_folder(package)) is not None)
+    return tuple(
+        folder.parent
+        for package in packages
+        if (folder := find_package_folder(package)) is not None
+    )

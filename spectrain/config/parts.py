@@ -1,7 +1,9 @@
-"""Settings of one choice that come from several classes: its own, and parts that installed packages add to it.
+"""Settings of one choice that come from several classes: its own, and parts that installed packages
+add to it.
 
-A constructor takes parts if its class names their entry points as `part_group`, and then gets them as `parts`. A setting that
-both declare goes to both, and the part's declaration is the one that is checked.
+A constructor takes parts if its class names their entry points as `part_group`, and then gets them
+as `parts`. A setting that both declare goes to both, and the part's declaration is the one that is
+checked.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from .installed import load_entry_points
 
 
 def add_parts(constructor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor: its own settings and, if it takes parts, the parts built with theirs."""
+    """Return the arguments of a constructor: its own settings and, if it takes parts, the parts
+    built with theirs.
+    """
     group = getattr(constructor, "part_group", None)
     if group is None:
         return dict(settings)

@@ -1,4 +1,6 @@
-"""Hydra's search path with the folders of choices of installed packages, behind this package's own."""
+"""Hydra's search path with the folders of choices of installed packages, behind this package's
+own.
+"""
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins

@@ -16,7 +16,16 @@ from . import values
 from .installed import list_entry_points, list_package_roots
 
 PACKAGE_ROOT = Path(__file__).parents[1]
-PLAIN_TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "tuple": tuple, "dict": dict, "Any": Any}
+PLAIN_TYPES = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "list": list,
+    "tuple": tuple,
+    "dict": dict,
+    "Any": Any,
+}
 CONTAINER_TYPES: dict[str, Any] = {
     "list": list,
     "tuple": tuple,
@@ -45,10 +54,14 @@ class SettingKey:
 
 
 def format_literal(value: Any) -> str:
-    """Format a value as the command line writes it; a value that depends on the machine shows its CPU and its GPU form."""
+    """Format a value as the command line writes it; a value that depends on the machine shows
+    its CPU and its GPU form.
+    """
     if isinstance(value, str) and (embedded := re.fullmatch(r"\$\{embedded:(.*)\}", value)):
         return format_literal(embedded[1])
-    if isinstance(value, str) and (both := re.fullmatch(r"\$\{cpu_gpu:(\[[^]]*\]|[^,]*),(.*)\}", value)):
+    if isinstance(value, str) and (
+        both := re.fullmatch(r"\$\{cpu_gpu:(\[[^]]*\]|[^,]*),(.*)\}", value)
+    ):
         return f"{both[1]} (GPU: {both[2]})" if both[1] != both[2] else both[1]
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
@@ -56,7 +69,9 @@ def format_literal(value: Any) -> str:
 
 
 def list_keys(target: str) -> list[SettingKey]:
-    """Return the settings of the constructor that `target` names, in order; none if it does not exist."""
+    """Return the settings of the constructor that `target` names, in order; none if it does not
+    exist.
+    """
     return _read_keys(target) if has_source(target) else []
 
 
@@ -77,7 +92,9 @@ def _read_keys(target: str) -> list[SettingKey]:
 
 @cache
 def list_own_keys(target: str) -> list[SettingKey]:
-    """Return the settings of a constructor that exists, without those of parts that installed packages add."""
+    """Return the settings of a constructor that exists, without those of parts that installed
+    packages add.
+    """
     module, _, name = target.rpartition(".")
     definition = _find_definition(module, name)
     assert definition is not None, "what is not found may be later, so it is not remembered"
@@ -85,14 +102,22 @@ def list_own_keys(target: str) -> list[SettingKey]:
 
 
 def _list_parts(target: str) -> list[str]:
-    """Return the import paths of the parts whose settings join those of a class, which names their entry points."""
+    """Return the import paths of the parts whose settings join those of a class, which names
+    their entry points.
+    """
     module, _, class_name = target.rpartition(".")
     definition = _find_definition(module, class_name)
     body = getattr(definition[1], "body", ()) if definition is not None else ()
     assigned = [item for item in body if isinstance(item, ast.AnnAssign)]
-    groups = [item.value for item in assigned if isinstance(item.target, ast.Name) and item.target.id == "part_group"]
+    groups = [
+        item.value
+        for item in assigned
+        if isinstance(item.target, ast.Name) and item.target.id == "part_group"
+    ]
     names = [group.value for group in groups if isinstance(group, ast.Constant)]
-    return [entry.value.replace(":", ".") for name in names for entry in list_entry_points(str(name))]
+    return [
+        entry.value.replace(":", ".") for name in names for entry in list_entry_points(str(name))
+    ]
 
 
 @dataclass(frozen=True)
@@ -108,7 +133,10 @@ class ParsedModule:
 def _find_module(module: str) -> ParsedModule | None:
     parts = module.split(".")
     for base in [PACKAGE_ROOT.parent, *list_package_roots(), Path.cwd(), *map(Path, sys.path)]:
-        for path in (base.joinpath(*parts).with_suffix(".py"), base.joinpath(*parts, "__init__.py")):
+        for path in (
+            base.joinpath(*parts).with_suffix(".py"),
+            base.joinpath(*parts, "__init__.py"),
+        ):
             if path.is_file():
                 return _parse_module(module, path)
     return None
@@ -128,55 +156,90 @@ def _find_definition(module: str, name: str) -> tuple[ParsedModule, ast.stmt] | 
     for node in source.tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return source, node
-        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(to, ast.Name) and to.id == name for to in node.targets
+        ):
             return source, node
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    above = module.split(".")[: -node.level + source.is_package or None] if node.level else []
-                    return _find_definition(".".join([*above, *filter(None, [node.module])]), alias.name)
+                    above = (
+                        module.split(".")[: -node.level + source.is_package or None]
+                        if node.level
+                        else []
+                    )
+                    return _find_definition(
+                        ".".join([*above, *filter(None, [node.module])]), alias.name
+                    )
     return None
 
 
 def _find_bases(source: ParsedModule, node: ast.stmt) -> list[tuple[ParsedModule, ast.stmt]]:
     named = [base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)]
-    return [definition for name in named if (definition := _find_definition(source.name, name)) is not None]
+    return [
+        definition
+        for name in named
+        if (definition := _find_definition(source.name, name)) is not None
+    ]
 
 
 def _constructor_keys(source: ParsedModule, node: ast.stmt) -> list[SettingKey]:
-    """Return the settings of a function, of a class by its __init__, or of a dataclass with inherited fields."""
+    """Return the settings of a function, of a class by its __init__, or of a dataclass with
+    inherited fields.
+    """
     result: list[SettingKey | None] = []
     body = getattr(node, "body", ())
-    made = next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
+    made = next(
+        (item for item in body if isinstance(item, ast.FunctionDef) and item.name == "__init__"),
+        None,
+    )
     if isinstance(node, ast.ClassDef) and made is None:
         # A dataclass takes the fields of its bases first, and keyword-only fields last.
-        result += [key for base in reversed(_find_bases(source, node)) for key in _constructor_keys(*base)]
+        result += [
+            key for base in reversed(_find_bases(source, node)) for key in _constructor_keys(*base)
+        ]
         is_data = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
         for item in body:
-            if is_data and isinstance(item, ast.AnnAssign) and "init=False" not in ast.unparse(item):
+            if (
+                is_data
+                and isinstance(item, ast.AnnAssign)
+                and "init=False" not in ast.unparse(item)
+            ):
                 parameter = ast.arg(ast.unparse(item.target), item.annotation)
                 result.append(_make_key(source, parameter, _field_default(item.value), item))
         result.sort(key=lambda key: key is not None and key.is_keyword_only)
     elif isinstance(function := made or node, ast.FunctionDef):
         given = function.args
-        defaults = [*[None] * (len(given.args) - len(given.defaults)), *given.defaults, *given.kw_defaults]
+        defaults = [
+            *[None] * (len(given.args) - len(given.defaults)),
+            *given.defaults,
+            *given.kw_defaults,
+        ]
         for parameter, default in zip([*given.args, *given.kwonlyargs], defaults):
             config = _find_config(source, parameter)
             result += _constructor_keys(*config) if config else []
-            result += [_make_key(source, parameter, default, parameter)] if parameter.annotation and not config else []
+            result += (
+                [_make_key(source, parameter, default, parameter)]
+                if parameter.annotation and not config
+                else []
+            )
     # A field that is declared again replaces that of a base.
     return list({key.name: key for key in result if key is not None}.values())
 
 
 def _find_config(source: ParsedModule, parameter: ast.arg) -> tuple[ParsedModule, ast.stmt] | None:
-    """Return the dataclass that a parameter `config` takes, whose fields are the settings; None for any other parameter."""
+    """Return the dataclass that a parameter `config` takes, whose fields are the settings; None
+    for any other parameter.
+    """
     if parameter.arg != "config" or not isinstance(parameter.annotation, ast.Name):
         return None
     return _find_definition(source.name, parameter.annotation.id)
 
 
 def _field_default(value: ast.expr | None) -> ast.expr | None:
-    """Return the default of a dataclass field, also of `field(default=..)` and `field(default_factory=lambda: ..)`."""
+    """Return the default of a dataclass field, also of `field(default=..)` and
+    `field(default_factory=lambda: ..)`.
+    """
     if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "field"):
         return value
     options = {option.arg: option.value for option in value.keywords}
@@ -184,7 +247,9 @@ def _field_default(value: ast.expr | None) -> ast.expr | None:
     return factory.body if isinstance(factory, ast.Lambda) else options.get("default", factory)
 
 
-def _make_key(source: ParsedModule, parameter: ast.arg, default: ast.expr | None, node: Any) -> SettingKey | None:
+def _make_key(
+    source: ParsedModule, parameter: ast.arg, default: ast.expr | None, node: Any
+) -> SettingKey | None:
     """Return a setting; None if the annotation is the type of a runtime object."""
     hint = _resolve_hint(source, parameter.annotation)
     if hint is None:
@@ -196,11 +261,22 @@ def _make_key(source: ParsedModule, parameter: ast.arg, default: ast.expr | None
     written_default = None if default is None else _format_default(value)
     is_named = isinstance(node, ast.AnnAssign) and "kw_only=True" in ast.unparse(node)
     written_type = ast.unparse(parameter.annotation) if parameter.annotation else ""
-    return SettingKey(parameter.arg, written_type, written_default, list_choices(hint), meaning, hint, value, is_named)
+    return SettingKey(
+        parameter.arg,
+        written_type,
+        written_default,
+        list_choices(hint),
+        meaning,
+        hint,
+        value,
+        is_named,
+    )
 
 
 def _comment_above(source: ParsedModule, node: Any) -> str:
-    """Join the comment lines directly above a parameter or a field: the description of the setting."""
+    """Join the comment lines directly above a parameter or a field: the description of the
+    setting.
+    """
     lines: list[str] = []
     for line in reversed(source.lines[: node.lineno - 1]):
         text = line.strip()
@@ -211,36 +287,49 @@ def _comment_above(source: ParsedModule, node: Any) -> str:
 
 
 def _evaluate_default(source: ParsedModule, default: ast.expr) -> Any:
-    """Return the value of a default: a literal, or a name that is assigned a literal, here or where it is imported from."""
+    """Return the value of a default: a literal, or a name that is assigned a literal, here or
+    where it is imported from.
+    """
     if isinstance(default, (ast.Tuple, ast.List)):
         return [_evaluate_default(source, element) for element in default.elts]
     try:
         return ast.literal_eval(default)
     except ValueError:
-        definition = _find_definition(source.name, default.id) if isinstance(default, ast.Name) else None
+        definition = (
+            _find_definition(source.name, default.id) if isinstance(default, ast.Name) else None
+        )
         if definition is None or not isinstance(definition[1], ast.Assign):
             return ast.unparse(default)
         return _evaluate_default(definition[0], definition[1].value)
 
 
 def _format_default(value: Any) -> str:
-    return f"[{','.join(map(format_literal, value))}]" if isinstance(value, (tuple, list)) else format_literal(value)
+    return (
+        f"[{','.join(map(format_literal, value))}]"
+        if isinstance(value, (tuple, list))
+        else format_literal(value)
+    )
 
 
 def _resolve_hint(source: ParsedModule, annotation: ast.expr | None) -> Any:
-    """Return the type of an annotation without importing its module; None for the type of a runtime object."""
+    """Return the type of an annotation without importing its module; None for the type of a
+    runtime object.
+    """
     if annotation is None:
         return Any
     if isinstance(annotation, ast.Constant):
         if isinstance(annotation.value, str):
             return _resolve_hint(source, ast.parse(annotation.value, mode="eval").body)
-        return types.NoneType if annotation.value is None else annotation.value  # the dots of a tuple
+        # the dots of a tuple
+        return types.NoneType if annotation.value is None else annotation.value
     if isinstance(annotation, ast.BinOp):
         parts = [_resolve_hint(source, annotation.left), _resolve_hint(source, annotation.right)]
         return None if None in parts else typing.Union[tuple(parts)]  # noqa: UP007  (of what is not known here)
     name = ast.unparse(getattr(annotation, "value", annotation))
     if isinstance(annotation, ast.Subscript):
-        inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        inner = (
+            annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        )
         if name == "Literal":
             return typing.Literal[tuple(ast.literal_eval(element) for element in inner)]
         kind = CONTAINER_TYPES.get(name)
@@ -251,7 +340,11 @@ def _resolve_hint(source: ParsedModule, annotation: ast.expr | None) -> Any:
     definition = _find_definition(source.name, name)
     if definition is None or not isinstance(definition[1], ast.Assign):
         return None
-    return getattr(values, name) if definition[0].name == values.__name__ else _resolve_hint(definition[0], definition[1].value)
+    return (
+        getattr(values, name)
+        if definition[0].name == values.__name__
+        else _resolve_hint(definition[0], definition[1].value)
+    )
 
 
 def list_choices(hint: Any) -> tuple[str, ...]:
@@ -261,4 +354,8 @@ def list_choices(hint: Any) -> tuple[str, ...]:
     if typing.get_origin(hint) is typing.Literal:
         return tuple(map(format_literal, typing.get_args(hint)))
     several = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return tuple(choice for part in typing.get_args(hint) for choice in list_choices(part)) if several else ()
+    return (
+        tuple(choice for part in typing.get_args(hint) for choice in list_choices(part))
+        if several
+        else ()
+    )

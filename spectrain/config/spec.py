@@ -1,4 +1,6 @@
-"""The typed settings of a run, built once from the composed configuration. No hydra object is passed on from here."""
+"""The typed settings of a run, built once from the composed configuration. No hydra object is
+passed on from here.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,24 @@ from .saved import parse_groups, read_yaml
 
 
 def read_settings(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> dict[str, Any]:
-    """Return a command's checked settings by key: groups as GroupSpec, and other keys as plain values."""
+    """Return a command's checked settings by key: groups as GroupSpec, and other keys as plain
+    values.
+    """
     allowed_keys = list(allowed_keys)
     checked = check_config(config, allowed_keys)
-    groups = {key: GroupSpec.from_node(key, checked.get(key)) for key in allowed_keys if list_constructors(key)}
+    groups = {
+        key: GroupSpec.from_node(key, checked.get(key))
+        for key in allowed_keys
+        if list_constructors(key)
+    }
     return {**checked, **groups}
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What a run trains, on what, and how it is scored: one entry per group, in the order of config.yaml."""
+    """What a run trains, on what, and how it is scored: one entry per group, in the order of
+    config.yaml.
+    """
 
     target: GroupSpec = GroupSpec("target")
     drafter: GroupSpec = GroupSpec("drafter")
@@ -48,28 +58,42 @@ class RunSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], overrides: Iterable[str] = ()) -> RunSpec:
-        """Check a composed configuration and return it as a spec; a UserError names the key that is wrong."""
+        """Check a composed configuration and return it as a spec; a UserError names the key that
+        is wrong.
+        """
         return read_run(config, overrides=overrides)[0]
 
     @classmethod
     def from_nodes(cls, nodes: Mapping[str, Any]) -> RunSpec:
-        """Return a spec of nodes that a file or a test holds; they are checked when they are built."""
+        """Return a spec of nodes that a file or a test holds; they are checked when they are
+        built.
+        """
         selected = {key: value for key, value in to_containers(nodes).items() if key in RUN_KEYS}
         settings: dict[str, Any] = {
-            key: GroupSpec.from_node(key, value) if key in GROUPS else value for key, value in selected.items()
+            key: GroupSpec.from_node(key, value) if key in GROUPS else value
+            for key, value in selected.items()
         }
         return cls(**settings)
 
     @classmethod
     def load(cls, path: Path) -> RunSpec:
-        """Load config.yaml of a run folder. The name of the run in it is a record that nothing takes over."""
-        groups = {key: value for key, value in parse_groups(read_yaml(path), path).items() if key != "run"}
+        """Load config.yaml of a run folder. The name of the run in it is a record that nothing
+        takes over.
+        """
+        groups = {
+            key: value for key, value in parse_groups(read_yaml(path), path).items() if key != "run"
+        }
         return cls.from_nodes(groups).named_by(path)
 
     def named_by(self, origin: Path, requested: Mapping[str, Any] | None = None) -> RunSpec:
-        """Return the spec of a file; what a command's own settings do not name is read from this machine alone."""
+        """Return the spec of a file; what a command's own settings do not name is read from this
+        machine alone.
+        """
         own = requested or {}
-        return replace(self, **{group: getattr(self, group).named_by(origin, own.get(group)) for group in GROUPS})
+        return replace(
+            self,
+            **{group: getattr(self, group).named_by(origin, own.get(group)) for group in GROUPS},
+        )
 
     def to_yaml(self) -> str:
         """Return the text of config.yaml."""
@@ -77,27 +101,41 @@ class RunSpec:
         return text
 
     def save(self) -> dict[str, Any]:
-        """Return all settings in their saved form: groups by choice, without a recipe's name where none was named."""
+        """Return all settings in their saved form: groups by choice, without a recipe's name
+        where none was named.
+        """
         groups = {group: getattr(self, group).save() for group in GROUPS}
-        return {**groups, "run": self.run, **({} if self.recipe_name is None else {"recipe_name": self.recipe_name})}
+        return {
+            **groups,
+            "run": self.run,
+            **({} if self.recipe_name is None else {"recipe_name": self.recipe_name}),
+        }
 
     def to_nodes(self) -> dict[str, Any]:
         """Return all settings as plain containers, groups as nodes of hydra."""
         groups = {group: getattr(self, group).node for group in GROUPS}
-        return {**groups, "run": self.run, **({} if self.recipe_name is None else {"recipe_name": self.recipe_name})}
+        return {
+            **groups,
+            "run": self.run,
+            **({} if self.recipe_name is None else {"recipe_name": self.recipe_name}),
+        }
 
     def with_settings(self, group: str, **changes: Any) -> RunSpec:
         """Return the spec with other settings of one group."""
         return replace(self, **{group: getattr(self, group).with_settings(**changes)})
 
     def with_default_tree(self) -> RunSpec:
-        """Return the spec with the fastest tree of this machine scored first, unless the command itself names a tree."""
+        """Return the spec with the fastest tree of this machine scored first, unless the command
+        itself names a tree.
+        """
         if not self.eval or "measured" in self.eval.settings:
             return self
         return self.with_settings("eval", measured=not self.overrides_key("tree"))
 
     def overrides_key(self, key: str) -> bool:
-        """Tell whether the command itself sets a key, as in drafter.vocab_size, or anything of a group, as in tree."""
+        """Tell whether the command itself sets a key, as in drafter.vocab_size, or anything of a
+        group, as in tree.
+        """
         names = [re.split(r"[=@]", word.lstrip("+~"), maxsplit=1)[0] for word in self.overrides]
         return any(f"{name}.".startswith(f"{key}.") for name in names)
 
@@ -108,7 +146,9 @@ class RunSpec:
 
     @property
     def target_name(self) -> str:
-        """Return the target's choice or, of a model on the hub or on disk, the last part of its name."""
+        """Return the target's choice or, of a model on the hub or on disk, the last part of its
+        name.
+        """
         choice = str(self.target.choice)
         return Path(str(self.target.get("model", choice))).name if choice == "hf" else choice
 
@@ -128,11 +168,15 @@ def read_run(
 
 
 def share_template_arguments(spec: RunSpec) -> RunSpec:
-    """Return the spec with the arguments of data.template_kwargs in the target's, where scoring and chat find them."""
+    """Return the spec with the arguments of data.template_kwargs in the target's, where scoring
+    and chat find them.
+    """
     arguments = spec.data.get("template_kwargs") if spec.data else None
     if not arguments or not spec.target:
         return spec
-    return spec.with_settings("target", template_kwargs={**(spec.target.get("template_kwargs") or {}), **arguments})
+    return spec.with_settings(
+        "target", template_kwargs={**(spec.target.get("template_kwargs") or {}), **arguments}
+    )
 
 
 RUN_KEYS = tuple(entry.name for entry in fields(RunSpec) if entry.name != "overrides")

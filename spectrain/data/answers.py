@@ -1,4 +1,6 @@
-"""Generated answers taken apart: reasoning, content and tool calls, as the chat template writes them."""
+"""Generated answers taken apart: reasoning, content and tool calls, as the chat template writes
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ from spectrain.models.chat_template import TAG, ChatTemplate, Kind, Message
 ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def parse_answer(template: ChatTemplate, text: str, opening: str, tools: list[dict[str, Any]] | None) -> Message:
-    """Return the message of an answer that was generated behind the text `opening`, without its end of turn.
+def parse_answer(
+    template: ChatTemplate, text: str, opening: str, tools: list[dict[str, Any]] | None
+) -> Message:
+    """Return the message of an answer that was generated behind the text `opening`, without its end
+    of turn.
 
-    Tool calls are read in any of the forms that templates write: objects with a name and arguments, or a tool's name with an
-    object or with <arg_key> and <arg_value>. Calls that cannot be read stay in the content, as they were written.
+    Tool calls are read in any of the forms that templates write: objects with a name and arguments,
+    or a tool's name with an object or with <arg_key> and <arg_value>. Calls that cannot be read
+    stay in the content, as they were written.
     """
     markers = template.markers
     first = markers.last_kind(opening[-200:]) if markers.reasoning else "content"
@@ -24,10 +30,18 @@ def parse_answer(template: ChatTemplate, text: str, opening: str, tools: list[di
         parts[kind] += text[begin:end]
     message: Message = {"role": "assistant", "content": parts["content"]}
     if parts["reasoning"]:
-        reasoning = parts["reasoning"].removesuffix(markers.content or "").removeprefix(markers.reasoning or "")
+        reasoning = (
+            parts["reasoning"]
+            .removesuffix(markers.content or "")
+            .removeprefix(markers.reasoning or "")
+        )
         message["reasoning_content"] = TAG.sub("", reasoning).strip()
         # What stands before the reasoning is the header of its channel.
-        message["content"] = TAG.sub("", parts["content"]) if TAG.sub("", parts["content"]).strip() == "" else parts["content"]
+        message["content"] = (
+            TAG.sub("", parts["content"])
+            if TAG.sub("", parts["content"]).strip() == ""
+            else parts["content"]
+        )
         message["content"] = message["content"].lstrip("\n")
     if parts["tool_calls"]:
         calls = parse_tool_calls_text(parts["tool_calls"], tools)
@@ -42,16 +56,31 @@ def parse_answer(template: ChatTemplate, text: str, opening: str, tools: list[di
 def parse_tool_calls_text(text: str, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Return the tool calls in a text; none where they cannot be read."""
     objects = list(_find_objects(text))
-    calls = [(call["name"], call.get("arguments", call.get("parameters", {}))) for _, call in objects if "name" in call]
+    calls = [
+        (call["name"], call.get("arguments", call.get("parameters", {})))
+        for _, call in objects
+        if "name" in call
+    ]
     if not calls:
         calls = _calls_by_name(text, objects, tools or [])
-    readable = [(name, arguments) for name, arguments in calls if isinstance(name, str) and isinstance(arguments, dict)]
-    return [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in readable]
+    readable = [
+        (name, arguments)
+        for name, arguments in calls
+        if isinstance(name, str) and isinstance(arguments, dict)
+    ]
+    return [
+        {"type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in readable
+    ]
 
 
 def _find_objects(text: str) -> list[tuple[int, dict[str, Any]]]:
-    """Return the JSON objects of a text with where each begins; those inside of others are left out."""
-    decoder, objects, at = json.JSONDecoder(), [], 0
+    """Return the JSON objects of a text with where each begins; those inside of others are left
+    out.
+    """
+    decoder = json.JSONDecoder()
+    objects = []
+    at = 0
     while (at := text.find("{", at)) >= 0:
         try:
             value, end = decoder.raw_decode(text, at)
@@ -75,7 +104,9 @@ def _calls_by_name(
     for number, mention in enumerate(mentions):
         end = mentions[number + 1].start() if number + 1 < len(mentions) else len(text)
         inside = [value for begin, value in objects if mention.end() <= begin < end]
-        pairs = {key: _parse_value(value) for key, value in ARGUMENT.findall(text[mention.end() : end])}
+        pairs = {
+            key: _parse_value(value) for key, value in ARGUMENT.findall(text[mention.end() : end])
+        }
         if inside or pairs:
             calls.append((mention[1], inside[0] if inside else pairs))
     return calls

@@ -1,4 +1,6 @@
-"""`spectrain data audit`: prints what a data set holds, what of it is trained on, and what is wrong with it."""
+"""`spectrain data audit`: prints what a data set holds, what of it is trained on, and what is
+wrong with it.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,19 @@ from .readers import ConversationReader, DataSource
 from .tokens import check_vocabulary
 
 SHOWN_REASONS = 5  # of unusable rows, for each source
-ROWS = {"conversations": "conversations", "tokens": "tokens", "content": "  content", "reasoning": "  reasoning",
-        "tool_calls": "  tool calls", "context": "  context", "supervised": "tokens with loss", "cut": "cut to max_length",
-        "dropped": "without an answer after the cut", "short": "shorter than min_length", "exact": "exact duplicates",
+ROWS = {"conversations": "conversations", "tokens": "tokens", "content": "  content",
+    "reasoning": "  reasoning",
+        "tool_calls": "  tool calls", "context": "  context", "supervised": "tokens with loss",
+        "cut": "cut to max_length",
+        "dropped": "without an answer after the cut", "short": "shorter than min_length",
+        "exact": "exact duplicates",
         "near": "near duplicates", "contaminated": "share text with a scored prompt",
         "unread": "not used by reader or template", "unusable": "unusable rows"}  # fmt: skip
 """The counts of a source and their names in the table."""
-SHARES = {**dict.fromkeys((*KINDS, "context", "supervised"), "tokens"),
-          **dict.fromkeys(("exact", "near", "contaminated"), "conversations")}  # fmt: skip
+SHARES = {
+    **dict.fromkeys((*KINDS, "context", "supervised"), "tokens"),
+    **dict.fromkeys(("exact", "near", "contaminated"), "conversations"),
+}
 """The count that another one is a share of."""
 
 
@@ -60,24 +67,40 @@ class SourceAudit:
 
 
 def audit_command(target: Any, data: Any, as_json: bool, prompt_texts: Sequence[str]) -> None:
-    """Print the audit of a data set as a table, or as JSON; `prompt_texts` are the prompts of a scoring."""
+    """Print the audit of a data set as a table, or as JSON; `prompt_texts` are the prompts of a
+    scoring.
+    """
     reader: ConversationReader = data.build()
     model: Any = target.build()
     prompts = PromptIndex(prompt_texts)
     audits = audit_sources(reader, model.template, model.vision, prompts)
     if as_json:
         total = {key: sum(audit.counts[key] for audit in audits) for key in ROWS}
-        print(json.dumps({"sources": [audit.to_json() for audit in audits], "total": total, "prompts": prompts.num_texts}))
+        print(
+            json.dumps(
+                {
+                    "sources": [audit.to_json() for audit in audits],
+                    "total": total,
+                    "prompts": prompts.num_texts,
+                }
+            )
+        )
         return
     print_audit(audits, prompts.num_texts)
 
 
 def audit_sources(
-    reader: ConversationReader, template: ChatTemplate, vision: ImageProcessor | None, prompts: PromptIndex
+    reader: ConversationReader,
+    template: ChatTemplate,
+    vision: ImageProcessor | None,
+    prompts: PromptIndex,
 ) -> list[SourceAudit]:
     """Audit every source; a duplicate counts for the source that repeats an earlier one."""
     duplicates = DuplicateIndex("near", reader.near_threshold)
-    return [audit_source(source, template, vision, prompts, duplicates) for source in reader.list_sources()]
+    return [
+        audit_source(source, template, vision, prompts, duplicates)
+        for source in reader.list_sources()
+    ]
 
 
 def audit_source(
@@ -87,8 +110,11 @@ def audit_source(
     prompts: PromptIndex,
     duplicates: DuplicateIndex,
 ) -> SourceAudit:
-    """Read and tokenize a source as a training does, counting its faults instead of stopping at the first."""
-    reader, audit = source.reader, SourceAudit(source.name, source.weight)
+    """Read and tokenize a source as a training does, counting its faults instead of stopping at
+    the first.
+    """
+    reader = source.reader
+    audit = SourceAudit(source.name, source.weight)
     template = reader.apply_arguments(template)
     conversations, errors = load_tolerantly(reader)
     audit.reasons += errors
@@ -96,7 +122,9 @@ def audit_source(
         audit.counts["conversations"] += 1
         if (kind := duplicates.add(conversation)) is not None:
             audit.counts[kind] += 1
-        texts = list_texts(conversation) or [template.tokenizer.decode(getattr(conversation, "tokens", []))]
+        texts = list_texts(conversation) or [
+            template.tokenizer.decode(getattr(conversation, "tokens", []))
+        ]
         overlap = prompts.find_overlap(texts)
         audit.counts["contaminated"] += bool(overlap)
         audit.prompts |= overlap
@@ -107,9 +135,13 @@ def audit_source(
                 template, conversation, reader.max_length, vision, reader.train_on, audit.unread
             )
         except UserError as error:
-            audit.reasons.append(str(error) if conversation.origin else f"conversation {number}: {error}")
+            audit.reasons.append(
+                str(error) if conversation.origin else f"conversation {number}: {error}"
+            )
             continue
-        audit.counts.update(cut=num_cut, dropped=num_dropped, short=is_too_short(examples, reader.min_length))
+        audit.counts.update(
+            cut=num_cut, dropped=num_dropped, short=is_too_short(examples, reader.min_length)
+        )
         for example in examples:
             audit.counts.update(count_kinds(example))
     audit.unread += reader.unread
@@ -117,10 +149,17 @@ def audit_source(
     return audit
 
 
-def load_tolerantly(reader: ConversationReader) -> tuple[Sequence[Conversation | Example], list[str]]:
-    """Return the conversations of a source with all duplicates, and the errors of its unusable rows."""
+def load_tolerantly(
+    reader: ConversationReader,
+) -> tuple[Sequence[Conversation | Example], list[str]]:
+    """Return the conversations of a source with all duplicates, and the errors of its unusable
+    rows.
+    """
     errors: list[UserError] = []
-    reader.row_errors, reader.duplicate_index = errors, DuplicateIndex("none", reader.near_threshold)
+    reader.row_errors, reader.duplicate_index = (
+        errors,
+        DuplicateIndex("none", reader.near_threshold),
+    )
     try:
         conversations = reader.load_conversations()
     except UserError:
@@ -132,11 +171,15 @@ def load_tolerantly(reader: ConversationReader) -> tuple[Sequence[Conversation |
 
 def count_kinds(example: Example) -> Counter[str]:
     """Count the tokens of each kind, all tokens, and those with loss."""
-    return Counter(example.kind_names) + Counter(tokens=len(example.tokens), supervised=sum(example.mask))
+    return Counter(example.kind_names) + Counter(
+        tokens=len(example.tokens), supervised=sum(example.mask)
+    )
 
 
 def print_audit(audits: list[SourceAudit], num_prompts: int) -> None:
-    """Print one table with a column for each source, then what is not used and the first reasons for unusable rows."""
+    """Print one table with a column for each source, then what is not used and the first reasons
+    for unusable rows.
+    """
     columns = [(audit.name, audit.counts) for audit in audits]
     if len(audits) > 1:
         columns.append(("total", sum((audit.counts for audit in audits), Counter())))
@@ -155,7 +198,9 @@ def print_audit(audits: list[SourceAudit], num_prompts: int) -> None:
     console.print(table)
     overlapping = set().union(*(audit.prompts for audit in audits))
     console.print(
-        f"{len(overlapping)} of {num_prompts} scored prompts share text with a conversation", markup=False, soft_wrap=True
+        f"{len(overlapping)} of {num_prompts} scored prompts share text with a conversation",
+        markup=False,
+        soft_wrap=True,
     )
     for audit in audits:
         for name, count in sorted(audit.unread.items()):
@@ -164,7 +209,9 @@ def print_audit(audits: list[SourceAudit], num_prompts: int) -> None:
             console.print(f"unusable: {reason}", markup=False, soft_wrap=True)
         if len(audit.reasons) > SHOWN_REASONS:
             console.print(
-                f"{audit.name}: {len(audit.reasons) - SHOWN_REASONS} more unusable rows", markup=False, soft_wrap=True
+                f"{audit.name}: {len(audit.reasons) - SHOWN_REASONS} more unusable rows",
+                markup=False,
+                soft_wrap=True,
             )
 
 

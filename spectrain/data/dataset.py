@@ -1,4 +1,6 @@
-"""Tokenized conversations, the batches that they form, and the order in which training reads these batches."""
+"""Tokenized conversations, the batches that they form, and the order in which training reads
+these batches.
+"""
 
 from __future__ import annotations
 
@@ -82,13 +84,17 @@ class Dataset:
         return hash_examples(self.examples)
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """Count how often each token occurs in assistant turns, those of `extra_texts` included: [V]."""
+        """Count how often each token occurs in assistant turns, those of `extra_texts` included:
+        [V].
+        """
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for example in self.examples:
             supervised = torch.tensor(example.tokens)[torch.tensor(example.mask)]
             counts += torch.bincount(supervised, minlength=vocab_size)
         beyond = [token for answer in self.extra_texts() for token in answer]
-        return counts + torch.bincount(torch.tensor(beyond, dtype=torch.int64), minlength=vocab_size)
+        return counts + torch.bincount(
+            torch.tensor(beyond, dtype=torch.int64), minlength=vocab_size
+        )
 
     def __getitem__(self, indices: list[int]) -> list[Example]:
         """Return the examples at these indices."""
@@ -104,7 +110,10 @@ class Dataset:
         for start in range(0, len(order), size):
             window = order[start : start + size]
             lengths = [len(self.examples[index].tokens) for index in window]
-            batches += [[window[position] for position in batch] for batch in group_by_length(lengths, batching)]
+            batches += [
+                [window[position] for position in batch]
+                for batch in group_by_length(lengths, batching)
+            ]
         random.shuffle(batches)
         return batches
 
@@ -114,8 +123,13 @@ class Dataset:
 
     def measure_efficiency(self, batching: Batching) -> BatchingEfficiency:
         """Measure how well the batches of the first epoch are filled."""
-        batches = [[len(example.tokens) for example in self[batch]] for batch in self.make_batches(0, batching)]
-        run = [sum(lengths) if batching.packed else len(lengths) * max(lengths) for lengths in batches]
+        batches = [
+            [len(example.tokens) for example in self[batch]]
+            for batch in self.make_batches(0, batching)
+        ]
+        run = [
+            sum(lengths) if batching.packed else len(lengths) * max(lengths) for lengths in batches
+        ]
         # An example longer than a batch forms a batch of its own.
         room = sum(max(batching.batch_tokens, slots) for slots in run)
         return BatchingEfficiency(len(batches), self.num_tokens / room, self.num_tokens / sum(run))
@@ -128,7 +142,8 @@ class Dataset:
         state: StreamState | None = None,
         batches_per_step: int | None = None,
     ) -> BatchStream:
-        """Return the batches of one process over endless epochs; a saved `state` continues where it was saved.
+        """Return the batches of one process over endless epochs; a saved `state` continues where it
+        was saved.
 
         `batches_per_step` is needed where processes do not share the batches of a step equally.
         """
@@ -139,12 +154,19 @@ class Dataset:
         return [f"not used: {count} x {name}" for name, count in sorted(self.unread.items())]
 
     def summary_line(self) -> str:
-        """Describe the data, and what of it was cut or left out, for the first line that a run prints."""
+        """Describe the data, and what of it was cut or left out, for the first line that a run
+        prints.
+        """
         return (
-            f"{self.num_conversations} conversations, {self.num_tokens} tokens, {self.num_supervised} supervised"
+            f"{self.num_conversations} conversations, {self.num_tokens} tokens, "
+            f"{self.num_supervised} supervised"
             + (f", {self.num_cut} cut to data.max_length" if self.num_cut else "")
             + (f", {self.num_dropped} without an answer left out" if self.num_dropped else "")
-            + (f", {self.num_short} shorter than data.min_length left out" if self.num_short else "")
+            + (
+                f", {self.num_short} shorter than data.min_length left out"
+                if self.num_short
+                else ""
+            )
             + (f", {len(self.held_out)} held out" if self.held_out else "")
         )
 
@@ -172,14 +194,21 @@ def make_examples(
     train_on: Sequence[Kind] = KINDS,
     unread: Counter[str] | None = None,
 ) -> tuple[list[Example], int, int]:
-    """Return a conversation's examples, the number that were cut to `max_length`, and the number that were dropped because
-    the cut left no answer or only a part of an image. A plain document is not cut: it becomes several examples."""
+    """Return a conversation's examples, the number that were cut to `max_length`, and the number
+    that were dropped because the cut left no answer or only a part of an image. A plain document is
+    not cut: it becomes several examples."""
     tokenized = tokenize_conversation(template, conversation, vision, train_on, unread)
     if isinstance(conversation, Conversation) and conversation.is_document:
         tokenized = [part for example in tokenized for part in example.split(max_length)]
     cut = [example.cut(max_length) for example in tokenized]
-    usable = [example for example in cut if any(example.mask) and has_complete_images(example.tokens)]
-    return usable, sum(len(example.tokens) > max_length for example in tokenized), len(cut) - len(usable)
+    usable = [
+        example for example in cut if any(example.mask) and has_complete_images(example.tokens)
+    ]
+    return (
+        usable,
+        sum(len(example.tokens) > max_length for example in tokenized),
+        len(cut) - len(usable),
+    )
 
 
 def is_too_short(examples: list[Example], min_length: int) -> bool:
@@ -187,11 +216,14 @@ def is_too_short(examples: list[Example], min_length: int) -> bool:
     return bool(examples) and max(len(example.tokens) for example in examples) < min_length
 
 
-def split_held_out(conversations: list[list[Example]], share: float) -> tuple[list[Example], list[Example]]:
+def split_held_out(
+    conversations: list[list[Example]], share: float
+) -> tuple[list[Example], list[Example]]:
     """Split the examples into those to train on and those held out for validation.
 
-    A hash of a conversation's first example is compared with the share, so its side depends neither on the order nor on what
-    else is in the data, and a duplicate never lands in both parts. Of a few conversations none may be held out.
+    A hash of a conversation's first example is compared with the share, so its side depends neither
+    on the order nor on what else is in the data, and a duplicate never lands in both parts. Of a
+    few conversations none may be held out.
     """
     training: list[Example] = []
     apart: list[Example] = []
@@ -212,7 +244,8 @@ BATCHING_WINDOW, PACKED_BATCHING_WINDOW = (
 def group_by_length(lengths: list[int], batching: Batching) -> list[list[int]]:
     """Group the examples of a window into batches, by index.
 
-    Padded batches are buckets of similar length, which keeps padding low. Packed batches fill `batch_tokens` by best fit
+    Padded batches are buckets of similar length, which keeps padding low. Packed batches fill
+    `batch_tokens` by best fit
     decreasing: the longest example first, each into the batch where it leaves the least room.
     """
     if not batching.packed:
@@ -230,7 +263,8 @@ def group_by_length(lengths: list[int], batching: Batching) -> list[list[int]]:
         if position < len(rooms):
             room, number = rooms.pop(position)
         else:
-            room, number = batching.batch_tokens, len(packs)
+            room = batching.batch_tokens
+            number = len(packs)
             packs.append([])
         packs[number].append(index)
         insort(rooms, (room - lengths[index], number))
@@ -256,12 +290,19 @@ class BatchingEfficiency:
 
 
 class BatchStream(ABC, Iterator[list[Example]]):
-    """One process's share of the batches; their numbers and order do not depend on the number of processes.
+    """One process's share of the batches; their numbers and order do not depend on the number of
+    processes.
 
     Of the `batches_per_step` batches of a step, the j-th goes to process j % num_processes.
     """
 
-    def __init__(self, rank: int, num_processes: int, state: StreamState | None, batches_per_step: int | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_processes: int,
+        state: StreamState | None,
+        batches_per_step: int | None = None,
+    ) -> None:
         self.rank, self.num_processes = rank, num_processes
         self.batches_per_step = batches_per_step or num_processes
         self.batches_done: int = state["batches_done"] if state else 0  # by all processes
@@ -281,7 +322,9 @@ class BatchStream(ABC, Iterator[list[Example]]):
         """Return the batch of this number; numbers only increase from call to call."""
 
     def state_dict(self) -> StreamState:
-        """Return the position of this process in JSON types; `merge_states` makes one state for any number of processes."""
+        """Return the position of this process in JSON types; `merge_states` makes one state for
+        any number of processes.
+        """
         return {"batches_done": self.batches_done}
 
     @staticmethod
@@ -296,9 +339,13 @@ class BatchStream(ABC, Iterator[list[Example]]):
 
 
 class BatchQueue(Iterator[list[Example]]):
-    """The batches of a stream, each of which `on_batch` receives `count` batches before it is taken."""
+    """The batches of a stream, each of which `on_batch` receives `count` batches before it is
+    taken.
+    """
 
-    def __init__(self, stream: BatchStream, count: int, on_batch: Callable[[list[Example]], None]) -> None:
+    def __init__(
+        self, stream: BatchStream, count: int, on_batch: Callable[[list[Example]], None]
+    ) -> None:
         self.stream, self.count, self.on_batch = stream, count, on_batch
         # Coming batches, each with the position behind it.
         self.coming: deque[tuple[list[Example], StreamState]] = deque()
@@ -332,7 +379,8 @@ class EpochBatchStream(BatchStream):
         super().__init__(rank, num_processes, state, batches_per_step)
         self.dataset, self.batching = dataset, batching
         # The current epoch, and the number of its first batch.
-        self.epoch, self.first_batch = 0, 0
+        self.epoch = 0
+        self.first_batch = 0
         self.batches = dataset.make_batches(0, batching)
 
     def take_batch(self, number: int) -> list[Example]:

@@ -1,4 +1,5 @@
-"""A store of texts that drafters copy from: tokens, their suffix array, and hashes of the questions and answers.
+"""A store of texts that drafters copy from: tokens, their suffix array, and hashes of the questions
+and answers.
 
 N is the number of tokens. All arrays are memory-mapped, and nothing that is read is executed.
 """
@@ -21,16 +22,24 @@ from spectrain.files import atomic_write
 from spectrain.kernels.cpu_copies import search_store
 from spectrain.kernels.stored_texts import MAX_MATCH, TEXT_END
 
-ARRAY_DTYPES = {"tokens": np.int32, "suffixes": np.int32, "questions": np.uint64, "answers": np.uint64, "phrases": np.uint64}
+ARRAY_DTYPES = {
+    "tokens": np.int32,
+    "suffixes": np.int32,
+    "questions": np.uint64,
+    "answers": np.uint64,
+    "phrases": np.uint64,
+}
 PHRASE_WORDS = 5  # words
 INDEX_FILE = "index.json"
 CHECKSUMS = "arrays_sha256"
 
 
 def build_suffix_array(tokens: np.ndarray, max_match: int = MAX_MATCH) -> np.ndarray:
-    """Return all positions [N], sorted by the `max_match` tokens that start there; equal ones keep the order of the text.
+    """Return all positions [N], sorted by the `max_match` tokens that start there; equal ones keep
+    the order of the text.
 
-    Prefix doubling: the order by 2k tokens follows from the ranks by k tokens here and k tokens later.
+    Prefix doubling: the order by 2k tokens follows from the ranks by k tokens here and k tokens
+    later.
     """
     rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1
     size = 1
@@ -54,7 +63,10 @@ def hash_text(text: str) -> int:
 def hash_phrases(text: str) -> set[int]:
     """Hash every phrase of five words in a text; a shorter text gives one hash."""
     text_words = split_words(text)
-    return {hash_text(" ".join(text_words[at : at + PHRASE_WORDS])) for at in range(max(1, len(text_words) - PHRASE_WORDS + 1))}
+    return {
+        hash_text(" ".join(text_words[at : at + PHRASE_WORDS]))
+        for at in range(max(1, len(text_words) - PHRASE_WORDS + 1))
+    }
 
 
 class Datastore:
@@ -63,24 +75,41 @@ class Datastore:
     def __init__(self, folder: str, tokenizer: Any) -> None:
         self.folder = Path(folder).expanduser()
         if not (self.folder / INDEX_FILE).is_file():
-            raise UserError(f"drafter.store={folder}: there is no store; write one with spectrain data index out={folder}")
+            raise UserError(
+                f"drafter.store={folder}: there is no store; write one with spectrain data index "
+                f"out={folder}"
+            )
         self.facts = read_json_object(self.folder / INDEX_FILE)
         if self.facts.get("tokenizer") != hash_vocabulary(tokenizer):
             raise UserError(
-                f"drafter.store={folder}: its texts were cut by another tokenizer; index them again with this target"
+                f"drafter.store={folder}: its texts were cut by another tokenizer; index them "
+                "again with this target"
             )
         # First token -> its range of suffixes.
         self.spans: dict[int, tuple[int, int]] = {}
-        self.tokens, self.suffixes, self.questions, self.answers, self.phrases = map(self._load_array, ARRAY_DTYPES)
+        self.tokens, self.suffixes, self.questions, self.answers, self.phrases = map(
+            self._load_array, ARRAY_DTYPES
+        )
         # A store of an earlier version has no checksums.
         checksums = self.facts.get(CHECKSUMS)
         for name in ARRAY_DTYPES if checksums is not None else ():
-            if not isinstance(checksums, dict) or checksums.get(name) != hash_array(getattr(self, name)):
-                raise UserError(f"{self.folder / name}.npy: it is damaged: its checksum differs; index the data again")
+            if not isinstance(checksums, dict) or checksums.get(name) != hash_array(
+                getattr(self, name)
+            ):
+                raise UserError(
+                    f"{self.folder / name}.npy: it is damaged: its checksum differs; index the "
+                    "data again"
+                )
         size = len(self.tokens)
-        sound = len(self.suffixes) == size and (not size or (self.suffixes.min() >= 0 and self.suffixes.max() < size))
-        if not sound or (size and (self.tokens.min() < TEXT_END or self.tokens.max() >= len(tokenizer))):
-            raise UserError(f"drafter.store={folder}: its arrays do not belong together; index the data again")
+        sound = len(self.suffixes) == size and (
+            not size or (self.suffixes.min() >= 0 and self.suffixes.max() < size)
+        )
+        if not sound or (
+            size and (self.tokens.min() < TEXT_END or self.tokens.max() >= len(tokenizer))
+        ):
+            raise UserError(
+                f"drafter.store={folder}: its arrays do not belong together; index the data again"
+            )
 
     def _load_array(self, name: str) -> np.ndarray:
         path = self.folder / f"{name}.npy"
@@ -91,18 +120,21 @@ class Datastore:
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"{path}: it cannot be read ({error}); index the data again") from error
         if array.dtype != ARRAY_DTYPES[name] or array.ndim != 1:
-            raise UserError(f"{path}: it is no list of {np.dtype(ARRAY_DTYPES[name])}; index the data again")
+            raise UserError(
+                f"{path}: it is no list of {np.dtype(ARRAY_DTYPES[name])}; index the data again"
+            )
         # It stays memory-mapped; slicing a plain array takes a tenth of the time.
         return np.asarray(array)
 
     def find_continuations(
         self, text: list[int], depth: int, max_matches: int, min_matches: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many of a text's last tokens match, [P], and the tokens that follow each match, [P, depth].
+        """Return how many of a text's last tokens match, [P], and the tokens that follow each
+        match, [P, depth].
 
-        TEXT_END fills the positions after the end of a stored text. The longest matches come first; shorter ones follow
-        until there are `min_matches`. If one length has too many matches, evenly spaced ones are taken. There are at most
-        `max_matches`, each position once.
+        TEXT_END fills the positions after the end of a stored text. The longest matches come first;
+        shorter ones follow until there are `min_matches`. If one length has too many matches,
+        evenly spaced ones are taken. There are at most `max_matches`, each position once.
         """
         found = search_store(self.tokens, self.suffixes, text, depth, max_matches, min_matches)
         if found is not None:
@@ -114,24 +146,37 @@ class Datastore:
         while length and len(unique_ends) < min_matches:
             low, high = self._find_suffixes(text[-length:])
             room = max_matches - len(unique_ends)
-            spread = slice(low, high) if high - low <= room else np.linspace(low, high - 1, room).astype(np.int64)
+            spread = (
+                slice(low, high)
+                if high - low <= room
+                else np.linspace(low, high - 1, room).astype(np.int64)
+            )
             new = sorted(set((self.suffixes[spread] + length).tolist()) - unique_ends)
             unique_ends.update(new)
             ends += new
             lengths += [length] * len(new)
             length -= 1
         positions = np.asarray(ends, dtype=np.int64)[:, None] + np.arange(depth)
-        tokens = np.where(positions < len(self.tokens), self.tokens[np.minimum(positions, len(self.tokens) - 1)], TEXT_END)
+        tokens = np.where(
+            positions < len(self.tokens),
+            self.tokens[np.minimum(positions, len(self.tokens) - 1)],
+            TEXT_END,
+        )
         tokens = np.where(np.logical_or.accumulate(tokens == TEXT_END, axis=1), TEXT_END, tokens)
         real = tokens[:, 0] != TEXT_END
         return np.asarray(lengths, dtype=np.int64)[real], tokens[real]
 
     def match_length(self, text: list[int]) -> int:
-        """Return how many of a text's last tokens occur together in the store, at most 16; if n tokens occur, fewer do too."""
-        low, high = 0, min(MAX_MATCH, len(text))
+        """Return how many of a text's last tokens occur together in the store, at most 16; if n
+        tokens occur, fewer do too.
+        """
+        low = 0
+        high = min(MAX_MATCH, len(text))
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.contains_tokens(text[-middle:]) else (low, middle - 1)
+            low, high = (
+                (middle, high) if self.contains_tokens(text[-middle:]) else (low, middle - 1)
+            )
         return low
 
     def contains_tokens(self, tokens: list[int]) -> bool:
@@ -139,18 +184,26 @@ class Datastore:
         low, high = self._find_suffixes(tokens[:MAX_MATCH])
         if len(tokens) <= MAX_MATCH:
             return low < high
-        return any(self.tokens[start : start + len(tokens)].tolist() == tokens for start in self.suffixes[low:high].tolist())
+        return any(
+            self.tokens[start : start + len(tokens)].tolist() == tokens
+            for start in self.suffixes[low:high].tolist()
+        )
 
     def _find_suffixes(self, tokens: list[int]) -> tuple[int, int]:
-        """Return the range of suffixes that begin with these tokens, of which the first 16 count."""
-        first, others = tokens[0], tokens[1:]
+        """Return the range of suffixes that begin with these tokens, of which the first 16
+        count.
+        """
+        first = tokens[0]
+        others = tokens[1:]
         if first not in self.spans:
             self.spans[first] = self._narrow_suffixes(0, len(self.suffixes), [first], 0)
         return self._narrow_suffixes(*self.spans[first], others, 1) if others else self.spans[first]
 
-    def _narrow_suffixes(self, low: int, high: int, tokens: list[int], skip: int) -> tuple[int, int]:
-        """Return the part of suffixes low to high that continues with `tokens`; these suffixes share their first `skip`
-        tokens."""
+    def _narrow_suffixes(
+        self, low: int, high: int, tokens: list[int], skip: int
+    ) -> tuple[int, int]:
+        """Return the part of suffixes low to high that continues with `tokens`; these suffixes
+        share their first `skip` tokens."""
         end = skip + len(tokens)
 
         def tokens_at(start: int) -> list[int]:
@@ -169,11 +222,17 @@ def hash_array(array: np.ndarray) -> str:
 
 
 def hash_vocabulary(tokenizer: Any) -> str:
-    return blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=8).hexdigest()
+    return blake2b(
+        json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=8
+    ).hexdigest()
 
 
 def write_store(
-    folder: Path, texts: Iterable[list[int]], questions: Iterable[str], answers: Iterable[str], facts: dict[str, Any]
+    folder: Path,
+    texts: Iterable[list[int]],
+    questions: Iterable[str],
+    answers: Iterable[str],
+    facts: dict[str, Any],
 ) -> int:
     """Write a store atomically into a new folder and return the number of its tokens."""
     with atomic_write(folder, folder=True, is_new=True) as scratch:
@@ -181,19 +240,36 @@ def write_store(
 
 
 def write_store_files(
-    folder: Path, texts: Iterable[list[int]], questions: Iterable[str], answers: Iterable[str], facts: dict[str, Any]
+    folder: Path,
+    texts: Iterable[list[int]],
+    questions: Iterable[str],
+    answers: Iterable[str],
+    facts: dict[str, Any],
 ) -> int:
     """Write the files of a store into an empty folder and return the number of its tokens."""
     tokens = np.fromiter((token for text in texts for token in (*text, TEXT_END)), dtype=np.int32)
     questions = list(questions)
     phrases = sorted(set().union(*map(hash_phrases, questions)))
-    hashes = {"questions": sorted(set(map(hash_text, questions))), "answers": sorted(set(map(hash_text, answers)))}
-    arrays = {"tokens": tokens, "suffixes": build_suffix_array(tokens), "phrases": phrases, **hashes}
+    hashes = {
+        "questions": sorted(set(map(hash_text, questions))),
+        "answers": sorted(set(map(hash_text, answers))),
+    }
+    arrays = {
+        "tokens": tokens,
+        "suffixes": build_suffix_array(tokens),
+        "phrases": phrases,
+        **hashes,
+    }
     checksums = {}
     for name, kind in ARRAY_DTYPES.items():
         array = np.asarray(arrays[name], dtype=kind)
         np.save(folder / f"{name}.npy", array)
         checksums[name] = hash_array(array)
-    facts = {**facts, "tokens": len(tokens), "tokens_sha256": checksums["tokens"], CHECKSUMS: checksums}
+    facts = {
+        **facts,
+        "tokens": len(tokens),
+        "tokens_sha256": checksums["tokens"],
+        CHECKSUMS: checksums,
+    }
     (folder / INDEX_FILE).write_text(json.dumps(facts, indent=2) + "\n")
     return len(tokens)

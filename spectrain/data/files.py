@@ -1,4 +1,6 @@
-"""Rows of data files, in any format that `datasets` reads. JSON Lines are read here, so that an error names its line."""
+"""Rows of data files, in any format that `datasets` reads. JSON Lines are read here, so that an
+error names its line.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ class FileRow:
 
 
 def list_files(source: str) -> list[Path]:
-    """Return the data files that a path, a directory or a pattern names, in the order of their names.
+    """Return the data files that a path, a directory or a pattern names, in the order of their
+    names.
 
-    A directory of regenerated conversations is read if all of its shards are complete and unchanged.
+    A directory of regenerated conversations is read if all of its shards are complete and
+    unchanged.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -45,10 +49,14 @@ def list_files(source: str) -> list[Path]:
         return ShardSet(path).complete_files()
     pattern = str(path / "*") if path.is_dir() else str(path)
     suffixes = (*LINE_SUFFIXES, *TABLE_FORMATS)
-    files = [Path(name) for name in sorted(glob(pattern, recursive=True)) if name.endswith(suffixes)]
+    files = [
+        Path(name) for name in sorted(glob(pattern, recursive=True)) if name.endswith(suffixes)
+    ]
     if not files:
         problem = "the folder holds no data file" if path.is_dir() else "there is no such file"
-        raise UserError(f"data.path={source}: {problem}; give a file that ends in {', '.join(suffixes)}")
+        raise UserError(
+            f"data.path={source}: {problem}; give a file that ends in {', '.join(suffixes)}"
+        )
     return files
 
 
@@ -57,11 +65,17 @@ def raise_error(error: UserError) -> None:
     raise error
 
 
-def read_rows(source: str, on_error: Callable[[UserError], None] = raise_error) -> Iterator[FileRow]:
-    """Yield the rows of all files that a path, a directory or a pattern names; `on_error` takes those that are no JSON."""
+def read_rows(
+    source: str, on_error: Callable[[UserError], None] = raise_error
+) -> Iterator[FileRow]:
+    """Yield the rows of all files that a path, a directory or a pattern names; `on_error` takes
+    those that are no JSON.
+    """
     folder = Path(source).expanduser()
     if (folder / "dataset_info.json").is_file():
-        yield from _number_rows(folder, lambda datasets: datasets.load_from_disk(str(folder)).with_format(None))
+        yield from _number_rows(
+            folder, lambda datasets: datasets.load_from_disk(str(folder)).with_format(None)
+        )
         return
     for path in list_files(source):
         yield from read_file(path, on_error)
@@ -75,7 +89,10 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
             with path.open("rb") as file:
                 check_encoding(file.read(4), path)
         yield from _number_rows(
-            path, lambda datasets: datasets.load_dataset(form, data_files=str(path), split="train", streaming=True)
+            path,
+            lambda datasets: datasets.load_dataset(
+                form, data_files=str(path), split="train", streaming=True
+            ),
         )
         return
     number = 0
@@ -92,10 +109,13 @@ def read_file(path: Path, on_error: Callable[[UserError], None] = raise_error) -
                     continue
                 yield row
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
+        raise UserError(
+            f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text"
+        ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(
-            f"{path}, after line {number}: it cannot be read ({first_line(error)}); see that it is complete and yours"
+            f"{path}, after line {number}: it cannot be read ({first_line(error)}); see that it "
+            "is complete and yours"
         ) from error
 
 
@@ -111,9 +131,13 @@ def parse_line(line: str, location: str) -> Any:
     try:
         return json.loads(line.removeprefix("\ufeff"))
     except RecursionError as error:
-        raise UserError(f"{location}: its values are nested too deeply; write one object a line") from error
+        raise UserError(
+            f"{location}: its values are nested too deeply; write one object a line"
+        ) from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{location}: it is not JSON ({error.msg}); write one object a line") from error
+        raise UserError(
+            f"{location}: it is not JSON ({error.msg}); write one object a line"
+        ) from error
 
 
 def _number_rows(path: Path, load: Callable[[Any], Iterable[Any]]) -> Iterator[FileRow]:
@@ -127,4 +151,6 @@ def _number_rows(path: Path, load: Callable[[Any], Iterable[Any]]) -> Iterator[F
     except UserError:
         raise
     except Exception as error:  # pyarrow and datasets raise many kinds
-        raise UserError(f"{path}: it cannot be read ({first_line(error)}); see that it is complete and yours") from error
+        raise UserError(
+            f"{path}: it cannot be read ({first_line(error)}); see that it is complete and yours"
+        ) from error

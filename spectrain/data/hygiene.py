@@ -1,9 +1,11 @@
-"""Hygiene of training data: exact duplicates, near duplicates, and overlap with the prompts of a scoring.
+"""Hygiene of training data: exact duplicates, near duplicates, and overlap with the prompts of a
+scoring.
 
-Two conversations are exact duplicates if all that they hold is equal. They are near duplicates if the sets of their phrases of
-three words have a Jaccard similarity of at least a threshold: MinHash with locality-sensitive hashing (Broder, 1997) proposes
-the pairs, and the sets themselves decide. A conversation is contaminated if one of its texts shares 13 words in a row with a
-prompt (Brown et al., 2020, appendix C).
+Two conversations are exact duplicates if all that they hold is equal. They are near duplicates if
+the sets of their phrases of three words have a Jaccard similarity of at least a threshold: MinHash
+with locality-sensitive hashing (Broder, 1997) proposes the pairs, and the sets themselves decide. A
+conversation is contaminated if one of its texts shares 13 words in a row with a prompt (Brown et
+al., 2020, appendix C).
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ from .messages import Conversation
 DuplicateMode = Literal["none", "exact", "near"]
 DuplicateKind = Literal["exact", "near"]
 
-PHRASE_WORDS, SHARED_WORDS = 3, 13
+PHRASE_WORDS = 3
+SHARED_WORDS = 13
 NUM_PERMUTATIONS = 128
 HASHED_AT_ONCE = 4096  # phrases; each needs a row of permutations
 WORD = re.compile(r"\w+")
 
 
 def list_texts(conversation: Conversation | Example) -> list[str]:
-    """Return the texts of a conversation in their order: contents, reasoning and tool calls; none for token ids."""
+    """Return the texts of a conversation in their order: contents, reasoning and tool calls;
+    none for token ids.
+    """
     if isinstance(conversation, Example):
         return []
     if conversation.text is not None:
@@ -41,7 +46,10 @@ def list_texts(conversation: Conversation | Example) -> list[str]:
     for message in conversation.messages:
         texts += [message[name] for name in REASONING_NAMES if message.get(name)]
         texts.append(content_text(message.get("content") or ""))
-        texts += [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        texts += [
+            json.dumps(call["function"], ensure_ascii=False)
+            for call in message.get("tool_calls", ())
+        ]
     return [text for text in texts if text]
 
 
@@ -51,21 +59,33 @@ def split_words(text: str) -> list[str]:
 
 
 def hash_content(conversation: Conversation | Example) -> str:
-    """Return a hash of all that a conversation holds; generated token ids beside their text do not count."""
+    """Return a hash of all that a conversation holds; generated token ids beside their text do
+    not count.
+    """
     if isinstance(conversation, Example):
         return conversation.content_hash
-    row = {**conversation.to_row(), "text": conversation.text, "completion": conversation.completion}
+    row = {
+        **conversation.to_row(),
+        "text": conversation.text,
+        "completion": conversation.completion,
+    }
     row.pop("answer_ids", None)
-    return blake2b(json.dumps(row, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return blake2b(
+        json.dumps(row, sort_keys=True, default=str).encode(), digest_size=16
+    ).hexdigest()
 
 
 def hash_phrases(conversation: Conversation | Example) -> set[int]:
-    """Return 32-bit hashes of the phrases of three words; of three token ids where there is no text."""
+    """Return 32-bit hashes of the phrases of three words; of three token ids where there is no
+    text.
+    """
     if isinstance(conversation, Example):
         words = list(map(str, conversation.tokens))
     else:
         words = split_words("\n".join(list_texts(conversation)))
-    return {crc32(phrase.encode()) for phrase in iterate_phrases(words, PHRASE_WORDS)} or {crc32(" ".join(words).encode())}
+    return {crc32(phrase.encode()) for phrase in iterate_phrases(words, PHRASE_WORDS)} or {
+        crc32(" ".join(words).encode())
+    }
 
 
 def iterate_phrases(words: list[str], length: int) -> Iterator[str]:
@@ -85,7 +105,9 @@ class DuplicateIndex:
         self.empty_signature: Any = None
 
     def add(self, conversation: Conversation | Example) -> DuplicateKind | None:
-        """Add a conversation; return its kind of duplicate where it is one of an earlier conversation."""
+        """Add a conversation; return its kind of duplicate where it is one of an earlier
+        conversation.
+        """
         if self.mode == "none":
             return None
         content_hash = hash_content(conversation)
@@ -100,13 +122,18 @@ class DuplicateIndex:
         if self.lsh is None:
             # The sets decide afterwards, so that a missed pair costs more than a needless one.
             proposing = max(0.1, self.threshold - 0.1)
-            self.lsh = MinHashLSH(threshold=proposing, num_perm=NUM_PERMUTATIONS, weights=(0.2, 0.8))
+            self.lsh = MinHashLSH(
+                threshold=proposing, num_perm=NUM_PERMUTATIONS, weights=(0.2, 0.8)
+            )
             self.empty_signature = MinHash(NUM_PERMUTATIONS, hashfunc=int)
         signature = self.empty_signature.copy()
         listed = sorted(phrases)
         for start in range(0, len(listed), HASHED_AT_ONCE):
             signature.update_batch(listed[start : start + HASHED_AT_ONCE])
-        if any(jaccard(phrases, set(self.phrases[number])) >= self.threshold for number in self.lsh.query(signature)):
+        if any(
+            jaccard(phrases, set(self.phrases[number])) >= self.threshold
+            for number in self.lsh.query(signature)
+        ):
             return "near"
         self.lsh.insert(len(self.phrases), signature)
         self.phrases.append(array("I", listed))
@@ -119,7 +146,9 @@ def jaccard(first: set[int], second: set[int]) -> float:
 
 
 class PromptIndex:
-    """The texts of scored prompts by their runs of 13 words; a shorter text counts where a conversation repeats it alone."""
+    """The texts of scored prompts by their runs of 13 words; a shorter text counts where a
+    conversation repeats it alone.
+    """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.num_texts = 0

@@ -1,5 +1,5 @@
-"""`spectrain data index`: writes the answers of a data set as a store, from which drafter=retrieval and drafter=hybrid
-copy."""
+"""`spectrain data index`: writes the answers of a data set as a store, from which drafter=retrieval
+and drafter=hybrid copy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,17 +32,29 @@ def index_command(target: GroupSpec, data: GroupSpec, out: str | None) -> None:
     dataset = reader.make_dataset(model.template, model.vision)
     with atomic_write(Path(out), folder=True, is_new=True) as scratch:
         size = index_dataset(reader, dataset, model.tokenizer, scratch)
-    print(f"{size} tokens of {len(reader.load_conversations())} conversations, {reader.name}, written to {out}")
+    print(
+        f"{size} tokens of {len(reader.load_conversations())} conversations, {reader.name}, "
+        f"written to {out}"
+    )
 
 
 def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, folder: Path) -> int:
-    """Write the answers of `data`, tokenized in `dataset`, as a store into an empty folder; return the number of its tokens."""
-    texts = [example.tokens[max(0, example.mask.index(True) - MAX_MATCH) :] for example in dataset.examples]
+    """Write the answers of `data`, tokenized in `dataset`, as a store into an empty folder;
+    return the number of its tokens.
+    """
+    texts = [
+        example.tokens[max(0, example.mask.index(True) - MAX_MATCH) :]
+        for example in dataset.examples
+    ]
     texts_by_role: dict[str, list[str]] = {"user": [], "assistant": []}
     conversations: Sequence[Conversation | Example] = data.load_conversations()
     for conversation in conversations:
         if isinstance(conversation, Example):
-            context = [token for token, supervised in zip(conversation.tokens, conversation.mask) if not supervised]
+            context = [
+                token
+                for token, supervised in zip(conversation.tokens, conversation.mask)
+                if not supervised
+            ]
             texts_by_role["user"].append(tokenizer.decode(context, skip_special_tokens=True))
             continue
         for message in conversation.messages:
@@ -54,4 +66,6 @@ def index_dataset(data: ConversationReader, dataset: Dataset, tokenizer: Any, fo
         "tokenizer": hash_vocabulary(tokenizer),
         **collect_provenance(),
     }
-    return write_store_files(folder, texts, texts_by_role["user"], texts_by_role["assistant"], facts)
+    return write_store_files(
+        folder, texts, texts_by_role["user"], texts_by_role["assistant"], facts
+    )

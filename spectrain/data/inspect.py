@@ -1,4 +1,6 @@
-"""`spectrain data inspect`: prints one conversation as the trainer reads it, with a colour for each kind of token."""
+"""`spectrain data inspect`: prints one conversation as the trainer reads it, with a colour for
+each kind of token.
+"""
 
 from itertools import groupby
 from typing import Any
@@ -24,29 +26,50 @@ def inspect_command(target: GroupSpec, data: GroupSpec, index: int) -> None:
     template = source.apply_arguments(model.template)
     console = make_console(highlight=False)
     console.print(format_legend())
-    for number, example in enumerate(tokenize_conversation(template, conversation, model.vision, source.train_on)):
+    for number, example in enumerate(
+        tokenize_conversation(template, conversation, model.vision, source.train_on)
+    ):
         if number:
             console.rule("the next assistant turn is an example of its own")
         console.print(format_example(example, model.tokenizer))
-        console.print(Text().append(f"{sum(example.mask)} supervised", "bold").append(f" of {len(example.tokens)} tokens"))
+        console.print(
+            Text()
+            .append(f"{sum(example.mask)} supervised", "bold")
+            .append(f" of {len(example.tokens)} tokens")
+        )
     dataset = reader.make_dataset(model.template, model.vision)
     console.rule(f"{reader.name}")
     console.print(
-        f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, {dataset.num_tokens} tokens, "
-        f"{dataset.num_supervised} supervised; {dataset.num_cut} cut to {reader.max_length} tokens, "
-        f"{dataset.num_dropped} dropped, {reader.num_left_out} unusable conversations left out"
-        + "".join(f", {count} {kind} duplicates left out" for kind, count in sorted(reader.num_duplicates.items()))
+        f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, "
+        f"{dataset.num_tokens} tokens, {dataset.num_supervised} supervised; {dataset.num_cut} cut "
+        f"to {reader.max_length} tokens, {dataset.num_dropped} dropped, {reader.num_left_out} "
+        "unusable conversations left out"
+        + "".join(
+            f", {count} {kind} duplicates left out"
+            for kind, count in sorted(reader.num_duplicates.items())
+        )
     )
     for line in [*dataset.source_lines, *dataset.unread_lines()]:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def select_conversation(reader: ConversationReader, index: int) -> tuple[ConversationReader, Conversation | Example]:
-    """Return the conversation of this number, counted over all sources, and the reader of its source."""
+def select_conversation(
+    reader: ConversationReader, index: int
+) -> tuple[ConversationReader, Conversation | Example]:
+    """Return the conversation of this number, counted over all sources, and the reader of its
+    source.
+    """
     conversations = reader.load_conversations()
     if not 0 <= index < len(conversations):
-        raise UserError(f"index={index}: the data holds {len(conversations)} conversations; use 0 to {len(conversations) - 1}")
-    sources = [source.reader for source in reader.list_sources() for _ in source.reader.load_conversations()]
+        raise UserError(
+            f"index={index}: the data holds {len(conversations)} conversations; use 0 to "
+            f"{len(conversations) - 1}"
+        )
+    sources = [
+        source.reader
+        for source in reader.list_sources()
+        for _ in source.reader.load_conversations()
+    ]
     return sources[index], conversations[index]
 
 
@@ -59,10 +82,17 @@ def format_legend() -> Text:
 
 
 def format_example(example: Example, tokenizer: Any) -> Text:
-    """Return the text of an example, coloured by kind; what is generated and carries no loss is underlined."""
+    """Return the text of an example, coloured by kind; what is generated and carries no loss is
+    underlined.
+    """
     text = Text()
-    for style, pairs in groupby(zip(example.tokens, token_styles(example)), key=lambda pair: pair[1]):
-        text.append(tokenizer.decode([token for token, _ in pairs], clean_up_tokenization_spaces=False), style=style)
+    for style, pairs in groupby(
+        zip(example.tokens, token_styles(example)), key=lambda pair: pair[1]
+    ):
+        text.append(
+            tokenizer.decode([token for token, _ in pairs], clean_up_tokenization_spaces=False),
+            style=style,
+        )
     return text
 
 

@@ -1,8 +1,9 @@
 """Conversations as chat templates take them, read from the layouts that data sets have.
 
-A row is OpenAI's {"messages": [..]} or ShareGPT's {"conversations": [..]}, with `tools`, `documents` and
-`chat_template_kwargs` beside the messages. Everything that a row says reaches the chat template. What nothing reads is counted,
-and what cannot be used raises a UserError with one sentence.
+A row is OpenAI's {"messages": [..]} or ShareGPT's {"conversations": [..]}, with `tools`,
+`documents` and `chat_template_kwargs` beside the messages. Everything that a row says reaches the
+chat template. What nothing reads is counted, and what cannot be used raises a UserError with one
+sentence.
 """
 
 from __future__ import annotations
@@ -22,15 +23,30 @@ from spectrain.models.template_arguments import check_template_arguments
 from .images import RowImages, content_text, image_paths
 
 # Larger ones block a tokenizer for minutes.
-MAX_TURNS, MAX_TURN_CHARACTERS = 1_000, 2_000_000
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
-         "assistant": "assistant", "model": "assistant", "function_call": "assistant", "system": "system",
-         "developer": "developer", "tool": "tool", "function": "tool", "observation": "tool", "ipython": "tool"}  # fmt: skip
+MAX_TURNS = 1_000
+MAX_TURN_CHARACTERS = 2_000_000
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "bing": "assistant",
+         "assistant": "assistant", "model": "assistant", "function_call": "assistant",
+         "system": "system",
+         "developer": "developer", "tool": "tool", "function": "tool", "observation": "tool",
+         "ipython": "tool"}  # fmt: skip
 """The role of each name that data sets use."""
 
-ROW_KEYS = {"messages", "conversations", "prompt", "turns", "tools", "functions", "documents", "chat_template_kwargs", "images",
+ROW_KEYS = {"messages", "conversations", "prompt", "turns", "tools", "functions", "documents",
+    "chat_template_kwargs", "images",
             "answer_ids", "id", "finish_reason", "num_tokens", "ended"}  # fmt: skip
-MESSAGE_KEYS = {"role", "from", "content", "value", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_NAMES}
+MESSAGE_KEYS = {
+    "role",
+    "from",
+    "content",
+    "value",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    *REASONING_NAMES,
+}
 
 
 @dataclass(frozen=True)
@@ -76,14 +92,20 @@ class Conversation:
         if self.template_arguments:
             row["chat_template_kwargs"] = self.template_arguments
         if self.answer_ids:
-            answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+            answers = [
+                index
+                for index, message in enumerate(self.messages)
+                if message["role"] == "assistant"
+            ]
             row["answer_ids"] = [self.answer_ids.get(index) for index in answers]
         return row
 
 
 @contextmanager
 def name_row(origin: str) -> Iterator[None]:
-    """Name file and line in errors about a conversation, which begin with "data: "; without an origin they stay."""
+    """Name file and line in errors about a conversation, which begin with "data: "; without an
+    origin they stay.
+    """
     try:
         yield
     except UserError as error:
@@ -100,31 +122,55 @@ def parse_conversation(
     folder: Path | None = None,
     unread: Counter[str] | None = None,
 ) -> Conversation:
-    """Return the conversation of a row; assistant turns before the first question are left out and counted in `unread`.
+    """Return the conversation of a row; assistant turns before the first question are left out and
+    counted in `unread`.
 
-    With `allows_unanswered`, {"prompt": ..} and {"turns": [..]} are conversations too, and a missing answer is empty. Image
-    paths are relative to `folder`. `unread` counts keys that nothing reads.
+    With `allows_unanswered`, {"prompt": ..} and {"turns": [..]} are conversations too, and a
+    missing answer is empty. Image paths are relative to `folder`. `unread` counts keys that nothing
+    reads.
     """
     unread = Counter() if unread is None else unread
     row = drop_nulls(row)
-    if allows_unanswered and isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
+    if (
+        allows_unanswered
+        and isinstance(row, dict)
+        and not {"messages", "conversations"} & row.keys()
+    ):
         questions = row.get("turns", [row.get("prompt")])
-        if isinstance(questions, list) and questions and all(isinstance(text, str) and text.strip() for text in questions):
+        if (
+            isinstance(questions, list)
+            and questions
+            and all(isinstance(text, str) and text.strip() for text in questions)
+        ):
             row = {**row, "messages": [{"role": "user", "content": text} for text in questions]}
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         # Tables of text, such as CSV, hold lists as JSON.
         turns = _parse_json(turns, "messages", location)
     if not isinstance(turns, list):
-        problem = "it is a list; write one conversation a line," if isinstance(row, list) else "it holds no conversation; write"
-        raise UserError(f'{location}: {problem} {{"messages": [{{"role": .., "content": ..}}, ..]}}')
+        problem = (
+            "it is a list; write one conversation a line,"
+            if isinstance(row, list)
+            else "it holds no conversation; write"
+        )
+        raise UserError(
+            f'{location}: {problem} {{"messages": [{{"role": .., "content": ..}}, ..]}}'
+        )
     if len(turns) > MAX_TURNS:
-        raise UserError(f"{location}: a conversation of {len(turns)} turns; cut it into several of {MAX_TURNS} or fewer")
+        raise UserError(
+            f"{location}: a conversation of {len(turns)} turns; cut it into several of "
+            f"{MAX_TURNS} or fewer"
+        )
     pictures = RowImages(row, location, folder)
-    messages = [parse_message(turn, f"{location}: message {number}", pictures) for number, turn in enumerate(turns, 1)]
+    messages = [
+        parse_message(turn, f"{location}: message {number}", pictures)
+        for number, turn in enumerate(turns, 1)
+    ]
     for turn in turns:
         unread.update(
-            f"key {key!r} of a message" for key, value in turn.items() if key not in MESSAGE_KEYS and value is not None
+            f"key {key!r} of a message"
+            for key, value in turn.items()
+            if key not in MESSAGE_KEYS and value is not None
         )
     unread.update(f"key {key!r} of a row" for key in row if key not in ROW_KEYS)
     check_tool_calls(messages, location)
@@ -137,8 +183,14 @@ def parse_conversation(
 
 
 def drop_nulls(row: Any) -> Any:
-    """Return a row or a message without its null values, with which tables fill gaps; what is no object stays as it is."""
-    return {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else row
+    """Return a row or a message without its null values, with which tables fill gaps; what is no
+    object stays as it is.
+    """
+    return (
+        {key: value for key, value in row.items() if value is not None}
+        if isinstance(row, dict)
+        else row
+    )
 
 
 def parse_message(turn: Any, location: str, pictures: RowImages) -> Message:
@@ -148,8 +200,13 @@ def parse_message(turn: Any, location: str, pictures: RowImages) -> Message:
     turn = drop_nulls(turn)
     role = turn.get("role", turn.get("from"))
     if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f"{location}: it has an unknown role ({role!r}); use system, developer, user, assistant or tool")
-    message: Message = {key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")}
+        raise UserError(
+            f"{location}: it has an unknown role ({role!r}); use system, developer, user, "
+            "assistant or tool"
+        )
+    message: Message = {
+        key: value for key, value in turn.items() if key not in ("role", "from", "content", "value")
+    }
     content = turn.get("content", turn.get("value"))
     message = {"role": ROLES[role], "content": None, **message}
     if role == "function_call" or isinstance(turn.get("function_call"), dict):
@@ -158,7 +215,10 @@ def parse_message(turn: Any, location: str, pictures: RowImages) -> Message:
     if content is not None:
         message["content"] = pictures.parse_content(content)
         if message["content"] is None:
-            raise UserError(f"{location}: its content is neither a text nor a list of texts and images; write a text")
+            raise UserError(
+                f"{location}: its content is neither a text nor a list of texts and images; write "
+                "a text"
+            )
         check_text(content_text(message["content"]), location)
     for name in REASONING_NAMES:
         if name in message:
@@ -170,34 +230,61 @@ def parse_message(turn: Any, location: str, pictures: RowImages) -> Message:
         if not message["tool_calls"]:
             del message["tool_calls"]
         elif message["role"] != "assistant":
-            raise UserError(f"{location}: the role {message['role']} makes tool calls; only the assistant does")
+            raise UserError(
+                f"{location}: the role {message['role']} makes tool calls; only the assistant does"
+            )
     if message["content"] is None and message["role"] != "assistant":
         raise UserError(f"{location}: it has no content; write a text")
     return message
 
 
 def parse_tool_calls(calls: Any, location: str) -> list[dict[str, Any]]:
-    """Return tool calls as {"type": "function", "function": {"name", "arguments"}}, with their ids; arguments are objects."""
+    """Return tool calls as {"type": "function", "function": {"name", "arguments"}}, with their
+    ids; arguments are objects.
+    """
     result = []
     for call in _parse_list(calls, "tool_calls", location) or []:
         function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise UserError(f'{location}: a tool call names no function; write {{"function": {{"name": .., "arguments": ..}}}}')
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
+            raise UserError(
+                f'{location}: a tool call names no function; write {{"function": {{"name": .., '
+                f'"arguments": ..}}}}'
+            )
         arguments = function.get("arguments", function.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = _parse_json(arguments, f"the arguments of the tool call {function['name']}", location)
+            arguments = _parse_json(
+                arguments, f"the arguments of the tool call {function['name']}", location
+            )
         if not isinstance(arguments, dict):
-            raise UserError(f"{location}: the arguments of the tool call {function['name']} are no object; write an object")
+            raise UserError(
+                f"{location}: the arguments of the tool call {function['name']} are no object; "
+                "write an object"
+            )
         identifier = call.get("id")
         if identifier is not None and (not isinstance(identifier, str) or not identifier):
-            raise UserError(f"{location}: the id of the tool call {function['name']} is no text; write a text or leave it out")
+            raise UserError(
+                f"{location}: the id of the tool call {function['name']} is no text; write a text "
+                "or leave it out"
+            )
         named = {} if identifier is None else {"id": identifier}
-        result.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        result.append(
+            {
+                **named,
+                "type": "function",
+                "function": {"name": function["name"], "arguments": arguments},
+            }
+        )
     return result
 
 
 def parse_tools(tools: Any, location: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a row as {"type": "function", "function": ..}; a row may hold them as JSON text."""
+    """Return the tools of a row as {"type": "function", "function": ..}; a row may hold them as
+    JSON text.
+    """
     if isinstance(tools, str) and tools.strip():
         tools = _parse_json(tools, "tools", location)
     result = []
@@ -205,7 +292,8 @@ def parse_tools(tools: Any, location: str) -> list[dict[str, Any]] | None:
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UserError(
-                f'{location}: a tool has no name; write {{"type": "function", "function": {{"name": .., "parameters": ..}}}}'
+                f'{location}: a tool has no name; write {{"type": "function", "function": '
+                f'{{"name": .., "parameters": ..}}}}'
             )
         result.append({"type": "function", "function": function} if function is tool else tool)
     return result or None
@@ -217,22 +305,32 @@ def parse_documents(documents: Any, location: str) -> list[dict[str, Any]] | Non
 
 
 def parse_answer_ids(listed: Any, messages: list[Message], location: str) -> dict[int, list[int]]:
-    """Return the generated token ids by message index, from one list (or null) for each assistant turn."""
+    """Return the generated token ids by message index, from one list (or null) for each
+    assistant turn.
+    """
     if listed is None:
         return {}
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not isinstance(listed, list) or len(listed) != len(answers):
-        raise UserError(f"{location}: answer_ids needs one list for each of the {len(answers)} assistant turns")
+        raise UserError(
+            f"{location}: answer_ids needs one list for each of the {len(answers)} assistant turns"
+        )
     for ids in listed:
         if ids is not None and (
-            not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids)
+            not isinstance(ids, list)
+            or not ids
+            or not all(type(token) is int and token >= 0 for token in ids)
         ):
-            raise UserError(f"{location}: answer_ids holds something that is no list of token ids; write integers")
+            raise UserError(
+                f"{location}: answer_ids holds something that is no list of token ids; write "
+                "integers"
+            )
     return {index: ids for index, ids in zip(answers, listed) if ids is not None}
 
 
 def check_tool_calls(messages: list[Message], location: str) -> None:
-    """Raise a UserError where a tool's result answers no call before it, answers one twice, or does not say which.
+    """Raise a UserError where a tool's result answers no call before it, answers one twice, or does
+    not say which.
 
     Calls and results without ids belong together in their order.
     """
@@ -242,34 +340,58 @@ def check_tool_calls(messages: list[Message], location: str) -> None:
         for call in message.get("tool_calls", ()):
             identifier = call.get("id")
             if identifier in identifiers:
-                raise UserError(f"{location}: message {number}: two tool calls have the id {identifier}; give each its own")
+                raise UserError(
+                    f"{location}: message {number}: two tool calls have the id {identifier}; give "
+                    "each its own"
+                )
             identifiers |= {identifier} if identifier is not None else set()
             pending.append(identifier)
         if message["role"] != "tool":
             continue
         answered = message.get("tool_call_id")
         if answered is not None and not isinstance(answered, str):
-            raise UserError(f"{location}: message {number}: its tool_call_id is no text; write the id of a call before it")
+            raise UserError(
+                f"{location}: message {number}: its tool_call_id is no text; write the id of a "
+                "call before it"
+            )
         if not pending:
-            raise UserError(f"{location}: message {number}: a tool's result answers no call before it; add the call or drop it")
+            raise UserError(
+                f"{location}: message {number}: a tool's result answers no call before it; add "
+                "the call or drop it"
+            )
         if answered is None and any(identifier is not None for identifier in pending):
-            raise UserError(f"{location}: message {number}: a tool's result has no tool_call_id; name the call that it answers")
+            raise UserError(
+                f"{location}: message {number}: a tool's result has no tool_call_id; name the "
+                "call that it answers"
+            )
         if answered not in pending:
             problem = "was answered already" if answered in identifiers else "no call before it has"
             raise UserError(
-                f"{location}: message {number}: its tool_call_id {answered} {problem}; name a call without a result"
+                f"{location}: message {number}: its tool_call_id {answered} {problem}; name a "
+                "call without a result"
             )
         pending.remove(answered)
 
 
-def complete_turns(conversation: Conversation, location: str, allows_unanswered: bool, unread: Counter[str]) -> Conversation:
-    """Leave out assistant turns before the first question, add missing answers where they are allowed, and check the rest."""
+def complete_turns(
+    conversation: Conversation, location: str, allows_unanswered: bool, unread: Counter[str]
+) -> Conversation:
+    """Leave out assistant turns before the first question, add missing answers where they are
+    allowed, and check the rest.
+    """
     messages: list[Message] = []
     ids: dict[int, list[int]] = {}
     for index, message in enumerate(conversation.messages):
-        if allows_unanswered and message["role"] == "user" and messages and messages[-1]["role"] == "user":
+        if (
+            allows_unanswered
+            and message["role"] == "user"
+            and messages
+            and messages[-1]["role"] == "user"
+        ):
             messages.append({"role": "assistant", "content": ""})
-        if message["role"] == "assistant" and all(earlier["role"] in ("system", "developer") for earlier in messages):
+        if message["role"] == "assistant" and all(
+            earlier["role"] in ("system", "developer") for earlier in messages
+        ):
             unread["assistant turn before the first question"] += 1
             continue
         if index in conversation.answer_ids:
@@ -279,19 +401,31 @@ def complete_turns(conversation: Conversation, location: str, allows_unanswered:
         messages.append({"role": "assistant", "content": ""})
     answers = [message for message in messages if message["role"] == "assistant"]
     if allows_unanswered and not answers:
-        raise UserError(f"{location}: it has no question to answer; end it with a message of the user, or drop the line")
+        raise UserError(
+            f"{location}: it has no question to answer; end it with a message of the user, or "
+            "drop the line"
+        )
     if allows_unanswered and image_paths(messages):
-        raise UserError(f"{location}: it has images, and answers are written to text alone; leave it out")
+        raise UserError(
+            f"{location}: it has images, and answers are written to text alone; leave it out"
+        )
     # An answer with generated ids may be empty: the model ended its turn at once.
     if not allows_unanswered and not ids and not any(has_answer(message) for message in answers):
-        empty = "its answers are empty" if answers else "the conversation has no assistant turn to learn from"
+        empty = (
+            "its answers are empty"
+            if answers
+            else "the conversation has no assistant turn to learn from"
+        )
         raise UserError(f"{location}: {empty}; add one or drop the line")
     return replace(conversation, messages=messages, answer_ids=ids)
 
 
 def has_answer(message: Message) -> bool:
     """Tell whether an assistant's message says anything."""
-    texts = [content_text(message["content"] or ""), *(message.get(name, "") for name in REASONING_NAMES)]
+    texts = [
+        content_text(message["content"] or ""),
+        *(message.get(name, "") for name in REASONING_NAMES),
+    ]
     return bool(message.get("tool_calls")) or any(text.strip() for text in texts)
 
 
@@ -299,13 +433,17 @@ def check_text(text: str, location: str) -> None:
     """Raise a UserError for a text that no tokenizer accepts or that is too long for a turn."""
     if len(text) > MAX_TURN_CHARACTERS:
         raise UserError(
-            f"{location}: a text of {len(text):,} characters; no turn has more than {MAX_TURN_CHARACTERS:,}, so cut it"
+            f"{location}: a text of {len(text):,} characters; no turn has more than "
+            f"{MAX_TURN_CHARACTERS:,}, so cut it"
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):x}"
-        raise UserError(f"{location}: its text holds {half}, which is half of a character; write it as UTF-8 text") from error
+        raise UserError(
+            f"{location}: its text holds {half}, which is half of a character; write it as UTF-8 "
+            "text"
+        ) from error
 
 
 def _parse_list(value: Any, name: str, location: str) -> list[dict[str, Any]] | None:
@@ -315,8 +453,13 @@ def _parse_list(value: Any, name: str, location: str) -> list[dict[str, Any]] | 
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list):
-        value = [_parse_json(entry, name, location) if isinstance(entry, str) else entry for entry in value]
-    if value is not None and not (isinstance(value, list) and all(isinstance(entry, dict) for entry in value)):
+        value = [
+            _parse_json(entry, name, location) if isinstance(entry, str) else entry
+            for entry in value
+        ]
+    if value is not None and not (
+        isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+    ):
         raise UserError(f"{location}: {name} is no list of objects; write [{{..}}, ..]")
     return value
 
@@ -325,4 +468,6 @@ def _parse_json(text: str, name: str, location: str) -> Any:
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{location}: {name} hold no valid JSON ({error}); write a JSON object") from error
+        raise UserError(
+            f"{location}: {name} hold no valid JSON ({error}); write a JSON object"
+        ) from error

@@ -1,4 +1,6 @@
-"""Mixtures: several sources with weights, read before training, whose held-out examples keep the name of their source."""
+"""Mixtures: several sources with weights, read before training, whose held-out examples keep the
+name of their source.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from .readers import ConversationReader, DataSource
 # Choices that are no source of a mixture, and why.
 REFUSED = {
     "mix": "a mixture holds no mixture; list its sources here",
-    "stream": "a mixture is read before training; use data=jsonl or data=hub, or train on the stream alone",
+    "stream": (
+        "a mixture is read before training; use data=jsonl or data=hub, or train on the "
+        "stream alone"
+    ),
 }
 MAX_WEIGHT = 100.0
 
@@ -36,18 +41,21 @@ MAX_WEIGHT = 100.0
 class MixReader(ConversationReader):
     """Several sources, each seen `weight` times in an epoch.
 
-    The general settings, such as `limit` and `held_out`, hold for each source that does not name its own. Duplicates are left
-    out across all sources; the first source keeps the conversation.
+    The general settings, such as `limit` and `held_out`, hold for each source that does not name
+    its own. Duplicates are left out across all sources; the first source keeps the conversation.
     """
 
-    # The sources, as in [{data: jsonl, path: a.jsonl, weight: 2}, {data: embedded, weight: 0.5}]: a choice of the group data
-    # with its settings, and how often its conversations are seen in an epoch (1 if it is not given).
+    # The sources, as in [{data: jsonl, path: a.jsonl, weight: 2}, {data: embedded, weight: 0.5}]: a
+    # choice of the group data with its settings, and how often its conversations are seen in an
+    # epoch (1 if it is not given).
     sources: list[dict[str, Any]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.sources:
-            raise UserError("data.sources=[]: name at least one, as in [{data: embedded, weight: 1}]")
+            raise UserError(
+                "data.sources=[]: name at least one, as in [{data: embedded, weight: 1}]"
+            )
         self.readers: list[ConversationReader] = []
         self.weights: list[float] = []
         for number, entry in enumerate(self.sources):
@@ -75,7 +83,10 @@ class MixReader(ConversationReader):
     def source_names(self) -> list[str]:
         """The names of the sources in reports; a repeated name has its number."""
         names = [reader.name for reader in self.readers]
-        return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names)]
+        return [
+            name if names.count(name) == 1 else f"{name} ({number})"
+            for number, name in enumerate(names)
+        ]
 
     def list_sources(self) -> list[DataSource]:
         return list(map(DataSource, self.source_names, self.weights, self.readers))
@@ -123,37 +134,55 @@ def locate_errors(number: int) -> Iterator[None]:
         raise name_source(error, f"data.sources[{number}]") from error
 
 
-def add_template_arguments(conversation: Conversation, arguments: Mapping[str, Any]) -> Conversation:
-    """Return a conversation that brings the template arguments of its source along; its own take precedence."""
+def add_template_arguments(
+    conversation: Conversation, arguments: Mapping[str, Any]
+) -> Conversation:
+    """Return a conversation that brings the template arguments of its source along; its own take
+    precedence.
+    """
     if not arguments or not isinstance(conversation, Conversation):
         return conversation
-    return replace(conversation, template_arguments={**arguments, **conversation.template_arguments})
+    return replace(
+        conversation, template_arguments={**arguments, **conversation.template_arguments}
+    )
 
 
 def name_source(error: UserError, location: str) -> UserError:
     """Return the error of a source's reader with the source in place of the group."""
     text = str(error)
-    return UserError(re.sub(r"^data\.", f"{location}.", text) if text.startswith("data.") else f"{location}: {text}")
+    return UserError(
+        re.sub(r"^data\.", f"{location}.", text)
+        if text.startswith("data.")
+        else f"{location}: {text}"
+    )
 
 
 def parse_weight(entry: Mapping[str, Any], location: str) -> float:
     """Return the weight of a source."""
     weight = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= MAX_WEIGHT:
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not 0 < weight <= MAX_WEIGHT
+    ):
         raise UserError(f"{location}.weight={weight}: use a number above 0, up to {MAX_WEIGHT:g}")
     return float(weight)
 
 
 def build_reader(entry: Mapping[str, Any], location: str) -> ConversationReader:
     """Build the reader of a source; a UserError names the entry and the key that is wrong."""
-    choices, choice = list_constructors("data"), entry.get("data")
+    choices = list_constructors("data")
+    choice = entry.get("data")
     if choice is None:
-        raise UserError(f"{location}: it names no choice of data; write {{data: jsonl, path: FILE, weight: 1}}")
+        raise UserError(
+            f"{location}: it names no choice of data; write {{data: jsonl, path: FILE, weight: 1}}"
+        )
     if choice in REFUSED:
         raise UserError(f"{location}.data={choice}: {REFUSED[choice]}")
     if choice not in choices:
         raise UserError(
-            f"{location}.data={choice}: there is no such choice; {suggest_nearest(str(choice), set(choices) - REFUSED.keys())}"
+            f"{location}.data={choice}: there is no such choice; "
+            f"{suggest_nearest(str(choice), set(choices) - REFUSED.keys())}"
         )
     settings = {str(key): value for key, value in entry.items() if key not in ("data", "weight")}
     allowed_keys = settings_by_name(choices[choice])
@@ -161,7 +190,9 @@ def build_reader(entry: Mapping[str, Any], location: str) -> ConversationReader:
         check_value(location, name, value, allowed_keys)
     for name, key in allowed_keys.items():
         if key.default is None and name not in settings:
-            raise UserError(f"{location}.{name}: it must be given, as in {{data: {choice}, {name}: VALUE}}")
+            raise UserError(
+                f"{location}.{name}: it must be given, as in {{data: {choice}, {name}: VALUE}}"
+            )
     try:
         reader: ConversationReader = GroupSpec("data", choice, settings).build()
     except UserError as error:
@@ -172,8 +203,8 @@ def build_reader(entry: Mapping[str, Any], location: str) -> ConversationReader:
 def mix_datasets(datasets: list[Dataset], weights: list[float], names: list[str]) -> Dataset:
     """Return the mixture of data sets, with the training examples of each repeated by its weight.
 
-    What one source holds out, no source trains on. Held-out examples of the sources take turns, so that the first few of them
-    cover all sources.
+    What one source holds out, no source trains on. Held-out examples of the sources take turns, so
+    that the first few of them cover all sources.
     """
     held_out = {example.content_hash for dataset in datasets for example in dataset.held_out}
     examples: list[Example] = []
@@ -182,10 +213,18 @@ def mix_datasets(datasets: list[Dataset], weights: list[float], names: list[str]
         own = [example for example in dataset.examples if example.content_hash not in held_out]
         repeated = repeat_examples(own, weight)
         if not repeated:
-            raise UserError(f"data.sources[{number}].weight={weight:g}: it leaves none of {len(own)} examples; raise it")
+            raise UserError(
+                f"data.sources[{number}].weight={weight:g}: it leaves none of {len(own)} "
+                "examples; raise it"
+            )
         examples += repeated
-        lines.append(f"{names[number]}, weight {weight:g}: {len(repeated)} examples an epoch; {dataset.summary_line()}")
-    named = [[(example, name) for example in dataset.held_out] for dataset, name in zip(datasets, names)]
+        lines.append(
+            f"{names[number]}, weight {weight:g}: {len(repeated)} examples an epoch; "
+            f"{dataset.summary_line()}"
+        )
+    named = [
+        [(example, name) for example in dataset.held_out] for dataset, name in zip(datasets, names)
+    ]
     in_turn = [pair for pairs in zip_longest(*named) for pair in pairs if pair is not None]
     return Dataset(
         examples,
@@ -196,13 +235,16 @@ def mix_datasets(datasets: list[Dataset], weights: list[float], names: list[str]
         held_out=[example for example, _ in in_turn],
         held_out_sources=[name for _, name in in_turn],
         source_lines=lines if len(datasets) > 1 else [],
-        extra_texts=lambda: list(chain.from_iterable(dataset.extra_texts() for dataset in datasets)),
+        extra_texts=lambda: list(
+            chain.from_iterable(dataset.extra_texts() for dataset in datasets)
+        ),
         unread=sum((dataset.unread for dataset in datasets), Counter()),
     )
 
 
 def repeat_examples(examples: list[Example], weight: float) -> list[Example]:
-    """Return every example as often as the whole part of `weight` says, and the remaining share of them once more.
+    """Return every example as often as the whole part of `weight` says, and the remaining share of
+    them once more.
 
     A hash of the content selects this share, so that it is the same in every epoch and every order.
     """

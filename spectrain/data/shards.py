@@ -1,9 +1,10 @@
-"""A set of conversations in shards, written in any order by any number of processes, and consistent after a kill.
+"""A set of conversations in shards, written in any order by any number of processes, and consistent
+after a kill.
 
-DIR/manifest.json             the settings of the set, and the rows and checksum of every finished shard
-DIR/part-00000.jsonl ..       the conversations
-DIR/failed/part-00000.jsonl   the conversations of a shard that failed, each with its reason
-DIR/unfinished/               rows of shards in progress
+DIR/manifest.json             the settings of the set, and the rows and checksum of every finished
+shard DIR/part-00000.jsonl ..       the conversations DIR/failed/part-00000.jsonl   the
+conversations of a shard that failed, each with its reason DIR/unfinished/               rows of
+shards in progress
 """
 
 import hashlib
@@ -30,7 +31,9 @@ FailureKind = Literal["failed", "too_long", "cut"]
 
 @dataclass(frozen=True)
 class Row:
-    """A conversation with answers of the target; `finish_reason` and `num_tokens` hold one entry per generated answer."""
+    """A conversation with answers of the target; `finish_reason` and `num_tokens` hold one entry
+    per generated answer.
+    """
 
     id: int  # the conversation's number in the source
     messages: list[Message]
@@ -90,7 +93,9 @@ class Shard:
     def restore_rows(self, finished_rows: Iterable[Row]) -> None:
         """Restore the rows of an earlier attempt, without a line that a kill has truncated."""
         ids = {pending.id for pending in self.pending}
-        self.rows = {row.id: row for row in [*finished_rows, *read_rows(self.path)] if row.id in ids}
+        self.rows = {
+            row.id: row for row in [*finished_rows, *read_rows(self.path)] if row.id in ids
+        }
         write_text(self.path, to_json_lines(self.rows.values()))
         self.journal = self.path.open("a", encoding="utf-8")
 
@@ -109,7 +114,11 @@ class Shard:
 
     @property
     def unanswered_rows(self) -> list[PendingRow]:
-        return [pending for pending in self.pending if pending.id not in self.rows and pending.id not in self.failed]
+        return [
+            pending
+            for pending in self.pending
+            if pending.id not in self.rows and pending.id not in self.failed
+        ]
 
 
 class ShardSet:
@@ -134,36 +143,57 @@ class ShardSet:
             check_manifest(manifest)
             return manifest
         except FileNotFoundError as error:
-            raise UserError(f"out={self.folder}: there is no {MANIFEST}, so no regenerated set; give its directory") from error
+            raise UserError(
+                f"out={self.folder}: there is no {MANIFEST}, so no regenerated set; give its "
+                "directory"
+            ) from error
         except (ValueError, TypeError, OSError) as error:
             raise UserError(
-                f"{path}: it cannot be read ({first_line(error)}); put back a copy, or make the set anew in another folder"
+                f"{path}: it cannot be read ({first_line(error)}); put back a copy, or make the "
+                "set anew in another folder"
             ) from error
 
     @property
     def shard_names(self) -> list[str]:
         """The names of all shards, written or not."""
         manifest = self.manifest
-        return [shard_name(number) for number in range(-(-manifest["conversations"] // manifest["shard_size"]))]
+        return [
+            shard_name(number)
+            for number in range(-(-manifest["conversations"] // manifest["shard_size"]))
+        ]
 
     def begin_or_resume(self, settings: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Begin the set, or resume it if it was begun with the same settings; otherwise raise a UserError."""
+        """Begin the set, or resume it if it was begun with the same settings; otherwise raise a
+        UserError.
+        """
         if not self.is_begun and (stray := next(self.folder.glob("*.jsonl*"), None)):
-            raise UserError(f"out={self.folder}: it holds {stray.name} but no {MANIFEST}; choose an empty folder")
+            raise UserError(
+                f"out={self.folder}: it holds {stray.name} but no {MANIFEST}; choose an empty "
+                "folder"
+            )
         try:
-            for folder in (self.folder / "failed", self.folder / "unfinished", self.folder / ".locks"):
+            for folder in (
+                self.folder / "failed",
+                self.folder / "unfinished",
+                self.folder / ".locks",
+            ):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"out={self.folder}: it cannot be written ({error.strerror}); choose another folder") from error
+            raise UserError(
+                f"out={self.folder}: it cannot be written ({error.strerror}); choose another folder"
+            ) from error
         with self._manifest_lock():
             if not self.is_begun:
-                write_text(self.folder / MANIFEST, format_manifest({**facts, "settings": settings, "shards": {}}))
+                write_text(
+                    self.folder / MANIFEST,
+                    format_manifest({**facts, "settings": settings, "shards": {}}),
+                )
             began = self.manifest["settings"]
         for key in (*began, *settings):
             if began.get(key) != settings.get(key):
                 raise UserError(
-                    f"{key}={settings.get(key)}: the set in {self.folder} was begun with {began.get(key)}; use that, or "
-                    "another out"
+                    f"{key}={settings.get(key)}: the set in {self.folder} was begun with "
+                    f"{began.get(key)}; use that, or another out"
                 )
 
     def find_faults(self) -> dict[str, str]:
@@ -185,8 +215,8 @@ class ShardSet:
         return None if hash_content(path.read_bytes()) == record["sha256"] else "corrupt"
 
     def claim_shard(self, name: str, pending: list[PendingRow]) -> Shard | None:
-        """Return a shard to write, or None while another process holds it. The claim ends with `finish_shard` or with this
-        process."""
+        """Return a shard to write, or None while another process holds it. The claim ends with
+        `finish_shard` or with this process."""
         lock = FileLock(self.folder / ".locks" / f"{name}.lock", timeout=0)
         try:
             lock.acquire()
@@ -201,11 +231,15 @@ class ShardSet:
         shard.release_lock()
 
     def finish_shard(self, shard: Shard) -> None:
-        """Write a shard whose rows are all finished or failed, in the order of the source, and record it in the manifest."""
+        """Write a shard whose rows are all finished or failed, in the order of the source, and
+        record it in the manifest.
+        """
         text = to_json_lines(shard.rows[number] for number in sorted(shard.rows))
         failed = self.folder / "failed" / shard.name
         if shard.failed:
-            write_text(failed, to_json_lines(shard.failed[number] for number in sorted(shard.failed)))
+            write_text(
+                failed, to_json_lines(shard.failed[number] for number in sorted(shard.failed))
+            )
         else:
             failed.unlink(missing_ok=True)
         write_text(self.folder / shard.name, text)
@@ -244,8 +278,9 @@ class ShardSet:
             name, fault = next(iter(faults.items()))
             more = f", and {len(faults) - 1} more are incomplete" if len(faults) > 1 else ""
             raise UserError(
-                f"{self.folder / name}: this shard is {fault}{more}; make it with the spectrain data regenerate command that "
-                f"began the set, or read what is there by data.path='{self.folder}/part-*.jsonl'"
+                f"{self.folder / name}: this shard is {fault}{more}; make it with the spectrain "
+                "data regenerate command that began the set, or read what is there by "
+                f"data.path='{self.folder}/part-*.jsonl'"
             )
         return [self.folder / name for name in self.shard_names]
 
@@ -277,7 +312,9 @@ class Manifest(BaseModel):
 
 
 def check_manifest(content: Any) -> None:
-    """Raise a ValueError in one line where the content of manifest.json is not that of a set that can be read."""
+    """Raise a ValueError in one line where the content of manifest.json is not that of a set
+    that can be read.
+    """
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
@@ -285,8 +322,10 @@ def check_manifest(content: Any) -> None:
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{where or 'its content'}: {first['msg'].lower()}") from error
     if manifest.conversations > MAX_SHARDS * manifest.shard_size:
-        raise ValueError(f"conversations: {manifest.conversations} in shards of {manifest.shard_size} are more shards than "
-                         f"{MAX_SHARDS}")  # fmt: skip
+        raise ValueError(
+            f"conversations: {manifest.conversations} in shards of {manifest.shard_size} are "
+            f"more shards than {MAX_SHARDS}"
+        )
 
 
 def shard_name(number: int) -> str:
@@ -299,7 +338,9 @@ def hash_content(content: bytes) -> str:
 
 def to_json_lines(rows: Iterable[Row | FailedRow]) -> str:
     """Format rows as JSON Lines."""
-    present = ({key: value for key, value in asdict(row).items() if value is not None} for row in rows)
+    present = (
+        {key: value for key, value in asdict(row).items() if value is not None} for row in rows
+    )
     return "".join(json.dumps(row) + "\n" for row in present)
 
 

@@ -1,4 +1,6 @@
-"""Plain text as data: documents, prompts with completions, and folders of texts or source files, without a chat template."""
+"""Plain text as data: documents, prompts with completions, and folders of texts or source files,
+without a chat template.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,20 @@ from .readers import FileReader
 
 @dataclass
 class TextReader(FileReader):
-    """Documents in files of rows, with `text` or with `prompt` and `completion`, or a folder of texts or source files.
+    """Documents in files of rows, with `text` or with `prompt` and `completion`, or a folder of
+    texts or source files.
 
-    Every token of a document carries loss, or only the completion does. A document that is longer than `max_length` becomes
-    several sequences. With trainer.packing=true short ones share a row.
+    Every token of a document carries loss, or only the completion does. A document that is longer
+    than `max_length` becomes several sequences. With trainer.packing=true short ones share a row.
     """
 
     # Column that holds the documents.
     column: str = "text"
-    # Endings of the files to read in a folder of texts, as in [.py,.md]; null reads every file that is UTF-8 text.
+    # Endings of the files to read in a folder of texts, as in [.py,.md]; null reads every file that
+    # is UTF-8 text.
     suffixes: list[str] | None = None
-    # Share of the documents that is trained on as fill-in-the-middle, by the tokenizer's own tokens.
+    # Share of the documents that is trained on as fill-in-the-middle, by the tokenizer's own
+    # tokens.
     infill: Share = 0.0
     # Seed that chooses these documents and where they are cut.
     seed: int = field(default=0, kw_only=True)
@@ -38,16 +43,30 @@ class TextReader(FileReader):
     def text_folder(self) -> Path | None:
         """The folder whose files are documents; None where the path names files of rows."""
         folder = Path(self.path).expanduser()
-        return folder if folder.is_dir() and (self.suffixes is not None or not has_data_files(folder)) else None
+        return (
+            folder
+            if folder.is_dir() and (self.suffixes is not None or not has_data_files(folder))
+            else None
+        )
 
     def num_bytes(self) -> float:
         folder = self.text_folder
-        return super().num_bytes() if folder is None else float(sum(path.stat().st_size for path in self._list_texts(folder)))
+        return (
+            super().num_bytes()
+            if folder is None
+            else float(sum(path.stat().st_size for path in self._list_texts(folder)))
+        )
 
     def read_conversations(self) -> Iterator[Conversation]:
         folder = self.text_folder
-        for number, document in enumerate(self._read_rows() if folder is None else self._read_folder(folder)):
-            if self.infill and document.completion is None and Random(f"{self.seed}/{number}").random() < self.infill:
+        for number, document in enumerate(
+            self._read_rows() if folder is None else self._read_folder(folder)
+        ):
+            if (
+                self.infill
+                and document.completion is None
+                and Random(f"{self.seed}/{number}").random() < self.infill
+            ):
                 document = replace(document, infill_seed=self.seed * 1_000_003 + number)
             yield document
 
@@ -65,7 +84,10 @@ class TextReader(FileReader):
             and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         ]
         if not files:
-            raise UserError(f"data.path={self.path}: it holds no file to read; name another folder or other data.suffixes")
+            raise UserError(
+                f"data.path={self.path}: it holds no file to read; name another folder or other "
+                "data.suffixes"
+            )
         return files
 
     def _read_folder(self, folder: Path) -> Iterator[Conversation]:
@@ -88,7 +110,10 @@ class TextReader(FileReader):
     def _read_rows(self) -> Iterator[Conversation]:
         rows = read_rows(self.path, self.handle_row_error)
         yield from self.parse_rows(
-            rows, lambda row: parse_document(row.content, row.location, self.column, self.allows_unanswered)
+            rows,
+            lambda row: parse_document(
+                row.content, row.location, self.column, self.allows_unanswered
+            ),
         )
 
 
@@ -97,10 +122,13 @@ def has_data_files(folder: Path) -> bool:
     return any(file.name.endswith((*LINE_SUFFIXES, *TABLE_FORMATS)) for file in folder.iterdir())
 
 
-def parse_document(row: Any, location: str, column: str = "text", allows_unanswered: bool = False) -> Conversation:
+def parse_document(
+    row: Any, location: str, column: str = "text", allows_unanswered: bool = False
+) -> Conversation:
     """Return the document of a row, or its prompt and completion."""
     if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-        prompt, completion = row["prompt"], row.get("completion", "" if allows_unanswered else None)
+        prompt = row["prompt"]
+        completion = row.get("completion", "" if allows_unanswered else None)
         if not isinstance(completion, str) or not (completion or allows_unanswered):
             raise UserError(f"{location}: its prompt has no completion; write a text")
         check_text(prompt, location)
@@ -109,7 +137,8 @@ def parse_document(row: Any, location: str, column: str = "text", allows_unanswe
     text = row.get(column) if isinstance(row, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise UserError(
-            f'{location}: it holds no text in {column!r}; write {{"{column}": ".."}} or {{"prompt": "..", "completion": ".."}}'
+            f'{location}: it holds no text in {column!r}; write {{"{column}": ".."}} or '
+            f'{{"prompt": "..", "completion": ".."}}'
         )
     check_text(text, location)
     return Conversation([], text=text, origin=location)

@@ -1,4 +1,6 @@
-"""Sequences that somebody tokenized: token ids with loss masks, in files or in a folder that speculators prepared."""
+"""Sequences that somebody tokenized: token ids with loss masks, in files or in a folder that
+speculators prepared.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ DESCRIPTION_KEYS = ("id", "num_tokens")
 
 @dataclass
 class TokensReader(FileReader):
-    """Token ids (`input_ids`) with `loss_mask`, `labels` or `assistant_masks`, one sequence per row."""
+    """Token ids (`input_ids`) with `loss_mask`, `labels` or `assistant_masks`, one sequence per
+    row.
+    """
 
     def read_conversations(self) -> Iterator[Any]:
         rows = read_rows(self.path, self.handle_row_error)
-        yield from self.parse_rows(rows, lambda row: parse_tokens(row.content, row.location, self.unread))
+        yield from self.parse_rows(
+            rows, lambda row: parse_tokens(row.content, row.location, self.unread)
+        )
 
     def make_dataset(self, template: ChatTemplate, vision: ImageProcessor | None = None) -> Dataset:
         size = template.vocab_size
@@ -56,9 +62,11 @@ def check_vocabulary(example: Example, size: int) -> None:
 
 
 def parse_tokens(row: Any, location: str, unread: Counter[str] | None = None) -> Example:
-    """Return the example of a row, without its padding; a UserError if its ids or its masks cannot be used.
+    """Return the example of a row, without its padding; a UserError if its ids or its masks cannot
+    be used.
 
-    Padding is what has an attention_mask of 0, whatever its labels are. `unread` counts columns that nothing reads.
+    Padding is what has an attention_mask of 0, whatever its labels are. `unread` counts columns
+    that nothing reads.
     """
     if not isinstance(row, dict) or row.get("input_ids") is None:
         raise UserError(f"{location}: it holds no input_ids; write a list of token ids")
@@ -67,41 +75,64 @@ def parse_tokens(row: Any, location: str, unread: Counter[str] | None = None) ->
         raise UserError(f"{location}: its input_ids are empty or below 0; write token ids")
     key = next((name for name in MASK_KEYS if row.get(name) is not None), None)
     if key is None:
-        raise UserError(f"{location}: nothing says which tokens carry loss; add one of {', '.join(MASK_KEYS)}")
+        raise UserError(
+            f"{location}: nothing says which tokens carry loss; add one of {', '.join(MASK_KEYS)}"
+        )
     text = find_text(row, len(ids), location)
-    tokens, values = ids[text], _parse_column(row, key, len(ids), location)[text]
+    tokens = ids[text]
+    values = _parse_column(row, key, len(ids), location)[text]
     check_positions(row, len(ids), text, location)
     if unread is not None:
         read = {"input_ids", "attention_mask", key, *DESCRIPTION_KEYS}
-        unread.update(f"column {name!r} of a row" for name, value in row.items() if name not in read and value is not None)
+        unread.update(
+            f"column {name!r} of a row"
+            for name, value in row.items()
+            if name not in read and value is not None
+        )
     if key == "labels":
         if wrong := [token for token, label in zip(tokens, values) if label not in (-100, token)]:
             raise UserError(
-                f"{location}: a label is neither -100 nor the token at its position ({wrong[0]}); do not shift labels"
+                f"{location}: a label is neither -100 nor the token at its position ({wrong[0]}); "
+                "do not shift labels"
             )
         return Example(tokens, [label != -100 for label in values], origin=location)
     if set(values) - {0, 1}:
-        raise UserError(f"{location}: {key} holds other values than 0 and 1; write 1 where the loss counts a token")
+        raise UserError(
+            f"{location}: {key} holds other values than 0 and 1; write 1 where the loss counts a "
+            "token"
+        )
     return Example(tokens, [value == 1 for value in values], origin=location)
 
 
 def find_text(row: dict[str, Any], length: int, location: str) -> slice:
-    """Return the tokens of a row that are no padding, by its attention_mask; all of them where there is none."""
+    """Return the tokens of a row that are no padding, by its attention_mask; all of them where
+    there is none.
+    """
     if row.get("attention_mask") is None:
         return slice(0, length)
     mask = _parse_column(row, "attention_mask", length, location)
     if set(mask) - {0, 1}:
-        raise UserError(f"{location}: attention_mask holds other values than 0 and 1; write 0 for padding, and one text a row")
+        raise UserError(
+            f"{location}: attention_mask holds other values than 0 and 1; write 0 for padding, "
+            "and one text a row"
+        )
     if 1 not in mask:
-        raise UserError(f"{location}: its attention_mask is 0 everywhere, so it holds no text; drop the row")
-    first, last = mask.index(1), length - mask[::-1].index(1)
+        raise UserError(
+            f"{location}: its attention_mask is 0 everywhere, so it holds no text; drop the row"
+        )
+    first = mask.index(1)
+    last = length - mask[::-1].index(1)
     if 0 in mask[first:last]:
-        raise UserError(f"{location}: its attention_mask is 0 within the text; mask padding at its ends alone, one text a row")
+        raise UserError(
+            f"{location}: its attention_mask is 0 within the text; mask padding at its ends "
+            "alone, one text a row"
+        )
     return slice(first, last)
 
 
 def check_positions(row: dict[str, Any], length: int, text: slice, location: str) -> None:
-    """Raise a UserError for positions that do not count up by one, as in a row that packs several texts.
+    """Raise a UserError for positions that do not count up by one, as in a row that packs several
+    texts.
 
     Training counts the positions of a row itself, and lets every token read all before it.
     """
@@ -110,8 +141,8 @@ def check_positions(row: dict[str, Any], length: int, text: slice, location: str
     positions = _parse_column(row, "position_ids", length, location)[text]
     if positions != list(range(positions[0], positions[0] + len(positions))):
         raise UserError(
-            f"{location}: its position_ids do not count up by one, as where a row packs several texts; write one text a row, "
-            "and pack them with trainer.packing=true"
+            f"{location}: its position_ids do not count up by one, as where a row packs several "
+            "texts; write one text a row, and pack them with trainer.packing=true"
         )
 
 
@@ -119,12 +150,19 @@ def _parse_column(row: dict[str, Any], name: str, length: int, location: str) ->
     """Return the integers of a column with one for each token."""
     values = _parse_integers(row[name], name, location)
     if len(values) != length:
-        raise UserError(f"{location}: it has {length} input_ids and {len(values)} {name}; both need the same length")
+        raise UserError(
+            f"{location}: it has {length} input_ids and {len(values)} {name}; both need the same "
+            "length"
+        )
     return values
 
 
 def _parse_integers(values: Any, name: str, location: str) -> list[int]:
-    listed = list(values) if isinstance(values, (list, tuple)) or hasattr(values, "tolist") else None
-    if listed is None or not all(isinstance(value, (int, bool)) or hasattr(value, "__index__") for value in listed):
+    listed = (
+        list(values) if isinstance(values, (list, tuple)) or hasattr(values, "tolist") else None
+    )
+    if listed is None or not all(
+        isinstance(value, (int, bool)) or hasattr(value, "__index__") for value in listed
+    ):
         raise UserError(f"{location}: {name} is no list of integers; write a flat list")
     return [int(value) for value in listed]

@@ -1,9 +1,11 @@
-"""Captured rounds: rounds of fixed shape without a host synchronization, replayed as CUDA graphs and read every few rounds.
+"""Captured rounds: rounds of fixed shape without a host synchronization, replayed as CUDA graphs
+and read every few rounds.
 
 Shapes: B batch, P tokens that a round may emit, K rounds between two reads by the host.
-It runs the round of `loop.run_round`, part by part. Three graphs hold it (draft, verify, accept), with an event between them,
-so that a round's time splits without a synchronisation. Autoregressive decoding is the round whose tree is the root alone. On a
-CPU the same rounds run without graphs, as in tests.
+It runs the round of `loop.run_round`, part by part. Three graphs hold it (draft, verify, accept),
+with an event between them, so that a round's time splits without a synchronisation. Autoregressive
+decoding is the round whose tree is the root alone. On a CPU the same rounds run without graphs, as
+in tests.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import AcceptanceRule
-from .generation import ROUND_PARTS, DecodingSteps, Generation, OnRound, RoundRecord, no_callback, run_to_end
+from .generation import (
+    ROUND_PARTS,
+    DecodingSteps,
+    Generation,
+    OnRound,
+    RoundRecord,
+    no_callback,
+    run_to_end,
+)
 from .loop import (
     NullDrafter,
     Request,
@@ -47,7 +57,9 @@ WARM_UP_ROUNDS = 2  # rounds of the final shapes before a capture, which load ke
 MAX_CACHED_STATES = 4  # batch sizes with caches and graphs in memory
 
 
-def capture_blocker(target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None) -> str | None:
+def capture_blocker(
+    target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None
+) -> str | None:
     """Return the reason why rounds cannot be captured in a graph, or None where they can."""
     reason = target.capture_blocker()
     if reason is not None:
@@ -56,7 +68,8 @@ def capture_blocker(target: Target, rule: AcceptanceRule, drafter: Drafter | Non
         return f"acceptance={rule.name} decides on the host"
     if drafter is None or builder is None:
         return None
-    name, capture = type(drafter).__name__.lower(), drafter.capabilities.capture
+    name = type(drafter).__name__.lower()
+    capture = drafter.capabilities.capture
     if capture is None:
         return f"drafter={name} reads values from the device while it drafts"
     if capture.needs_all_drafts and not builder.verifies_all:
@@ -67,7 +80,9 @@ def capture_blocker(target: Target, rule: AcceptanceRule, drafter: Drafter | Non
 
 
 class CompiledProposer:
-    """Drafts and grows the tree in one compiled function; its draft hands over the finished tree."""
+    """Drafts and grows the tree in one compiled function; its draft hands over the finished
+    tree.
+    """
 
     def __init__(self, drafter: Drafter, builder: TreeBuilder, backend: str) -> None:
         self.drafter, self.builder = drafter, builder
@@ -84,11 +99,13 @@ def _propose_tree(context: Context, drafter: Drafter, builder: TreeBuilder) -> T
 
 
 class CapturedRunner:
-    """Runs batches with one drafter, tree builder and rule. A capture serves all batches of its size.
+    """Runs batches with one drafter, tree builder and rule. A capture serves all batches of its
+    size.
 
-    The host reads every `rounds_per_read` rounds, or as soon as all texts may have reached their limit. On a GPU, layers and a
-    drafter that runs no model are compiled by a `backend` of torch.compile; None compiles nothing. Graphs hold the addresses
-    of weights, which may be written to but not replaced, as a change of dtype or merged adapters would do.
+    The host reads every `rounds_per_read` rounds, or as soon as all texts may have reached their
+    limit. On a GPU, layers and a drafter that runs no model are compiled by a `backend` of
+    torch.compile; None compiles nothing. Graphs hold the addresses of weights, which may be written
+    to but not replaced, as a change of dtype or merged adapters would do.
     """
 
     def __init__(
@@ -105,13 +122,20 @@ class CapturedRunner:
             raise UserError(f"eval.engine=captured: {reason}; use eval.engine=eager")
         if rounds_per_read < 1:
             raise ValueError(f"rounds_per_read={rounds_per_read}: use 1 or more")
-        self.target, self.rule, self.drafter, self.rounds_per_read = target, rule, drafter, rounds_per_read
+        self.target = target
+        self.rule = rule
+        self.drafter = drafter
+        self.rounds_per_read = rounds_per_read
         self.builder = RootOnlyBuilder() if drafter is None or builder is None else builder
         self.round_drafter: Drafts = NullDrafter() if drafter is None else drafter
         if backend == "auto":
             backend = "inductor" if target.device.type == "cuda" else None
         self.backend = None if drafter is not None and adapts_layers(drafter) else backend
-        self._drafter_models = [] if drafter is None else [model for model in drafter.modules() if isinstance(model, Target)]
+        self._drafter_models = (
+            []
+            if drafter is None
+            else [model for model in drafter.modules() if isinstance(model, Target)]
+        )
         capture = None if drafter is None else drafter.capabilities.capture
         # Of such a drafter only the model's layers are compiled.
         runs_model = capture is None or self._drafter_models or capture.needs_all_drafts
@@ -130,20 +154,29 @@ class CapturedRunner:
         ignore_eos: bool = False,
         on_round: OnRound = no_callback,
     ) -> list[Generation]:
-        """Continue every prompt, as `loop.decode` does; `on_round` is called after every read of the host."""
+        """Continue every prompt, as `loop.decode` does; `on_round` is called after every read of
+        the host.
+        """
         return run_to_end(
-            self.decode_steps(make_request(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)), on_round
+            self.decode_steps(
+                make_request(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
+            ),
+            on_round,
         )
 
     def decode_steps(self, request: Request) -> DecodingSteps:
-        """Continue the prompts of a request; yield the generations after prefill and after every read."""
+        """Continue the prompts of a request; yield the generations after prefill and after every
+        read.
+        """
         device = self.target.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._select_state(request)  # an error here leaves all state unchanged
             try:
                 yield from decode_steps(self, request)
             finally:
-                self.state.drafter_state = {name: getattr(self.drafter, name) for name in self._state_names}
+                self.state.drafter_state = {
+                    name: getattr(self.drafter, name) for name in self._state_names
+                }
 
     def is_ready(self, prompts: list[list[int]], max_new_tokens: int) -> bool:
         """Tell whether such a batch needs no further compilation, capture or allocation."""
@@ -151,8 +184,8 @@ class CapturedRunner:
         return self.target.device.type != "cuda" or (state is not None and bool(state.graphs))
 
     def ensure_captured(self, request: Request) -> None:
-        """Run a batch of a new size until it is compiled and captured, so that an error is raised before any token is
-        emitted."""
+        """Run a batch of a new size until it is compiled and captured, so that an error is raised
+        before any token is emitted."""
         size = self._state_key(request.prompts, request.max_new_tokens)
         if size in self.checked_sizes or self.is_ready(request.prompts, request.max_new_tokens):
             return
@@ -181,12 +214,15 @@ class CapturedRunner:
         """Select the tensors of a batch of this size and restore the drafter's state."""
         check_context_length(self.target, request)
         self.state = self.get_state(*self._state_key(request.prompts, request.max_new_tokens))
-        for name, value in self.state.drafter_state.items():  # another runner may have used the drafter in between
+        # another runner may have used the drafter in between
+        for name, value in self.state.drafter_state.items():
             setattr(self.drafter, name, value)
         return self.state
 
     def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
-        """Run rounds up to the next read. Rounds that emitted tokens share the time that belongs to no part."""
+        """Run rounds up to the next read. Rounds that emitted tokens share the time that belongs
+        to no part.
+        """
         start = time.perf_counter()
         timer = RoundTimer(self.target.device)
         count = self._advance_rounds(timer, tokens_left)
@@ -197,19 +233,27 @@ class CapturedRunner:
             for records, seconds in zip(records_by_round, timer.read_seconds())
             if any(record.tokens for record in records)
         ]
-        other_seconds = time.perf_counter() - start - sum(sum(seconds.values()) for _, seconds in rounds)
+        other_seconds = (
+            time.perf_counter() - start - sum(sum(seconds.values()) for _, seconds in rounds)
+        )
         for _, seconds in rounds:
             seconds[ROUND_PARTS[-1]] = other_seconds / len(rounds)
         return rounds
 
     def _advance_rounds(self, timer: RoundTimer, tokens_left: int) -> int:
-        """Run rounds up to the next read and return their number; a text may emit at most `tokens_left` further tokens."""
+        """Run rounds up to the next read and return their number; a text may emit at most
+        `tokens_left` further tokens.
+        """
         state = self.state
         is_first = state.log is None or (self.drafter is not None and state.context.round == 0)
         if is_first:  # it drafts from the prompt, so it has other shapes
             self.run_uncaptured_round(timer)
             return 1
-        if self.target.device.type == "cuda" and not state.graphs and state.num_warm_rounds >= WARM_UP_ROUNDS:
+        if (
+            self.target.device.type == "cuda"
+            and not state.graphs
+            and state.num_warm_rounds >= WARM_UP_ROUNDS
+        ):
             self._capture_graphs()
         assert state.log is not None
         count = max(1, min(self.rounds_per_read, -(-tokens_left // state.log.width)))
@@ -233,8 +277,11 @@ class CapturedRunner:
             timer()
 
     def _capture_graphs(self) -> None:
-        """Capture a round without running it, one graph per part; the graphs share one memory pool."""
-        pool, graphs = torch.cuda.graph_pool_handle(), []
+        """Capture a round without running it, one graph per part; the graphs share one memory
+        pool.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        graphs = []
         with self.use_compiled_layers():
             parts = self.run_parts()
             for _ in ROUND_PARTS[:-1]:
@@ -245,7 +292,9 @@ class CapturedRunner:
         self.state.graphs = graphs
 
     def run_parts(self) -> Iterator[None]:
-        """Run one round part by part; the last part also logs the outcome and copies the drafter's state to static tensors."""
+        """Run one round part by part; the last part also logs the outcome and copies the
+        drafter's state to static tensors.
+        """
         state = self.state
         drafter = self.round_drafter if self._current_backend() is None else self._compiled_drafter
         for outcome in run_round(state.context, drafter, self.builder, self.rule):
@@ -266,7 +315,9 @@ class CapturedRunner:
         state.log.write_round(outcome)
 
     def _current_backend(self) -> str | None:
-        """Return the compiler backend; None in a drafter's first round, whose shapes depend on the prompt."""
+        """Return the compiler backend; None in a drafter's first round, whose shapes depend on
+        the prompt.
+        """
         return self.backend if self.drafter is None or self.state.context.round > 0 else None
 
     def use_compiled_layers(self) -> AbstractContextManager[None]:
@@ -279,7 +330,9 @@ class CapturedRunner:
         return len(prompts), round_up_length(max(map(len, prompts)) + max_new_tokens + 1)
 
     def get_state(self, batch: int, bound: int) -> BatchState:
-        """Return the state of a batch of texts of at most `bound` tokens; the latest few sizes stay in memory."""
+        """Return the state of a batch of texts of at most `bound` tokens; the latest few sizes
+        stay in memory.
+        """
         if (batch, bound) in self.states:
             self.states[batch, bound] = self.states.pop((batch, bound))
             return self.states[batch, bound]
@@ -288,14 +341,17 @@ class CapturedRunner:
         layers = required_layers(self.drafter, self.rule)
         context = make_context(self.target, self.builder, cache, layers, len(self.target.stop_ids))
         if self.backend is not None:
-            torch._dynamo.maybe_mark_dynamic(context.tokens, 1)  # one compilation serves every bound
-        self.states[batch, bound] = BatchState(StaticContext(**vars(context), keeps_features=self.drafter is not None))
+            # one compilation serves every bound
+            torch._dynamo.maybe_mark_dynamic(context.tokens, 1)
+        self.states[batch, bound] = BatchState(
+            StaticContext(**vars(context), keeps_features=self.drafter is not None)
+        )
         for size in list(self.states)[:-MAX_CACHED_STATES]:
             del self.states[size]
         return self.states[batch, bound]
 
 
 def round_up_length(length: int) -> int:
-    """Round a length up to a power of two, at least 256. The bound of a cache decides how keys are split, so one capture then
-    serves many prompts."""
+    """Round a length up to a power of two, at least 256. The bound of a cache decides how keys are
+    split, so one capture then serves many prompts."""
     return max(256, 1 << (length - 1).bit_length())

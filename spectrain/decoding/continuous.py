@@ -1,7 +1,9 @@
-"""Continuous batching: a prompt joins the batch as soon as it has room for it, and a text leaves it with its last token.
+"""Continuous batching: a prompt joins the batch as soon as it has room for it, and a text leaves it
+with its last token.
 
-It serves decoding without a drafter, where kernels run texts of different lengths without padding and a text has the bits that
-it has alone (`Target.can_pool_texts`). Prompts run one by one, as they do alone. Shapes: B texts, V vocabulary.
+It serves decoding without a drafter, where kernels run texts of different lengths without padding
+and a text has the bits that it has alone (`Target.can_pool_texts`). Prompts run one by one, as they
+do alone. Shapes: B texts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ STEP_WORK = 9
 
 @dataclass(frozen=True)
 class TextPrefix:
-    """The tokens of a finished text with their keys and values: a longer prompt that begins with them runs only its rest."""
+    """The tokens of a finished text with their keys and values: a longer prompt that begins with
+    them runs only its rest.
+    """
 
     tokens: list[int]
     keys_values: Tensor  # [layers, 2, T, H, D]
@@ -34,7 +38,10 @@ class TextPrefix:
     def count_shared(self, prompt: list[int]) -> int:
         """Return the number of tokens that a prompt begins with, its last token excluded."""
         pairs = zip(self.tokens, prompt[:-1])
-        return next((at for at, (token, other) in enumerate(pairs) if token != other), min(len(self.tokens), len(prompt) - 1))
+        return next(
+            (at for at, (token, other) in enumerate(pairs) if token != other),
+            min(len(self.tokens), len(prompt) - 1),
+        )
 
 
 @dataclass
@@ -61,7 +68,10 @@ class ContinuousBatch:
         threads: ThreadTuner | None = None,
     ) -> None:
         assert rule.fixes_choice and not rule.layers, "a token is chosen by the logits alone"
-        self.target, self.rule, self.limit, self.threads = target, rule, max_new_tokens, threads
+        self.target = target
+        self.rule = rule
+        self.limit = max_new_tokens
+        self.threads = threads
         self.cache = PooledCache(target.num_layers, num_slots, target.device)
         self.texts: list[RunningText] = []
 
@@ -74,10 +84,13 @@ class ContinuousBatch:
         return self.cache.find_segment(len(prompt) + self.limit) is not None
 
     @torch.inference_mode()
-    def add(self, prompt: list[int], sequence_id: int, prefix: TextPrefix | None = None) -> RunningText:
-        """Run a prompt, or what follows the given prefix of it, and emit its first token. Unless it is done by that, its text
-        joins the batch, which has room for it."""
-        cache, lengths = self.target.new_cache(1, len(prompt)), torch.tensor([len(prompt)])
+    def add(
+        self, prompt: list[int], sequence_id: int, prefix: TextPrefix | None = None
+    ) -> RunningText:
+        """Run a prompt, or what follows the given prefix of it, and emit its first token. Unless it
+        is done by that, its text joins the batch, which has room for it."""
+        cache = self.target.new_cache(1, len(prompt))
+        lengths = torch.tensor([len(prompt)])
         num_shared = 0 if prefix is None else prefix.count_shared(prompt)
         if prefix is not None and num_shared:
             cache.fill_slots(prefix.keys_values[:, :, :num_shared])
@@ -85,7 +98,9 @@ class ContinuousBatch:
         else:
             features = self.target.prefill(torch.tensor([prompt]), lengths, cache, ())
         assert features.logits is not None
-        token = int(self.rule.choose_tokens(features.logits, torch.tensor([sequence_id]), lengths[:, None]))
+        token = int(
+            self.rule.choose_tokens(features.logits, torch.tensor([sequence_id]), lengths[:, None])
+        )
         text = RunningText(sequence_id, Generation(prompt))
         text.generation.emit_tokens([token], self.target.stop_ids, self.limit)
         if not text.generation.is_done:
@@ -93,7 +108,8 @@ class ContinuousBatch:
             assert segment is not None, "has_room says so"
             self.cache.add_text(segment, cache)
             self.texts.append(text)
-        # Layers refer to the cache, so it would keep its memory until the next collection of garbage.
+        # Layers refer to the cache, so it would keep its memory until the next collection of
+        # garbage.
         cache.storage = None
         return text
 
@@ -101,7 +117,8 @@ class ContinuousBatch:
         """Emit one token of every text; those that are done leave the batch."""
         if self.threads is not None:
             self.threads.set_threads()
-        start, stop_ids = time.perf_counter(), self.target.stop_ids
+        start = time.perf_counter()
+        stop_ids = self.target.stop_ids
         for text, token in zip(self.texts, self._choose_next()):
             text.generation.emit_tokens([token], stop_ids, self.limit)
         if self.threads is not None:
@@ -134,7 +151,9 @@ class ContinuousBatch:
     def _copy_prefix(self, number: int) -> TextPrefix:
         """Return the tokens of a text that have run: all but its last."""
         generation = self.texts[number].generation
-        return TextPrefix((generation.prompt + generation.output)[:-1], self.cache.copy_text(number))
+        return TextPrefix(
+            (generation.prompt + generation.output)[:-1], self.cache.copy_text(number)
+        )
 
     def _keep(self, kept: list[int]) -> None:
         self.texts = [self.texts[number] for number in kept]

@@ -31,8 +31,10 @@ class Generation:
 
     prompt: list[int]
     output: list[int] = field(default_factory=list)  # EOS included, nothing past it or the limit
-    round_lengths: list[int] = field(default_factory=list)  # tokens emitted in each round, before trimming
-    depths: list[int] = field(default_factory=list)  # this and the next four: the numbers of each round's record
+    # tokens emitted in each round, before trimming
+    round_lengths: list[int] = field(default_factory=list)
+    # this and the next four: the numbers of each round's record
+    depths: list[int] = field(default_factory=list)
     node_counts: list[int] = field(default_factory=list)
     idle_counts: list[int] = field(default_factory=list)
     pruned_counts: list[int] = field(default_factory=list)
@@ -41,7 +43,8 @@ class Generation:
     round_seconds: list[dict[str, float]] = field(default_factory=list)
     is_cut: bool = False  # EOS or the limit cut the last round short
     is_done: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)  # of the whole batch: the sums of all rounds, and prefill
+    # of the whole batch: the sums of all rounds, and prefill
+    seconds: dict[str, float] = field(default_factory=dict)
     batch_size: int = 1  # prompts decoded together
 
     def record_round(self, record: RoundRecord, seconds: dict[str, float]) -> None:
@@ -59,7 +62,8 @@ class Generation:
         for position, token in enumerate(tokens, 1):
             self.output.append(token)
             if token in stop_ids or len(self.output) >= limit:
-                self.is_done, self.is_cut = True, position < len(tokens)
+                self.is_done = True
+                self.is_cut = position < len(tokens)
                 return
 
     @property
@@ -78,7 +82,9 @@ class Generation:
 
 
 OnRound = Callable[[list[Generation]], None]
-"""Receives the generations of a batch after prefill and after every round. What it raises ends the decoding."""
+"""Receives the generations of a batch after prefill and after every round. What it raises ends
+the decoding.
+"""
 
 
 def no_callback(generations: list[Generation]) -> None:
@@ -86,8 +92,8 @@ def no_callback(generations: list[Generation]) -> None:
 
 
 DecodingSteps = Generator[list[Generation], None, None]
-"""A decoding that yields its generations after prefill and after every host synchronization. They are complete and timed
-at its end."""
+"""A decoding that yields its generations after prefill and after every host synchronization. They
+are complete and timed at its end."""
 
 
 def run_to_end(steps: DecodingSteps, on_round: OnRound) -> list[Generation]:
@@ -100,18 +106,24 @@ def run_to_end(steps: DecodingSteps, on_round: OnRound) -> list[Generation]:
 
 
 def interleave(decodings: Sequence[DecodingSteps]) -> list[list[Generation]]:
-    """Interleave decodings: always advance the one with the fewest tokens, so that a slow moment affects all of them."""
+    """Interleave decodings: always advance the one with the fewest tokens, so that a slow moment
+    affects all of them.
+    """
     generations = [next(decoding) for decoding in decodings]
     unfinished = set(range(len(generations)))
     while unfinished:
-        shortest = min(unfinished, key=lambda index: sum(len(decoding.output) for decoding in generations[index]))
+        shortest = min(
+            unfinished,
+            key=lambda index: sum(len(decoding.output) for decoding in generations[index]),
+        )
         if next(decodings[shortest], None) is None:
             unfinished.remove(shortest)
     return generations
 
 
 class PartTimer:
-    """Measures a round by part: its wall time, and its work by the clock that `choose_work_clock` gives.
+    """Measures a round by part: its wall time, and its work by the clock that `choose_work_clock`
+    gives.
 
     On a GPU each part ends with a synchronization.
     """
@@ -134,10 +146,14 @@ class PartTimer:
         self.parts[part] = self._read_clocks() - start
 
     def finish_round(self) -> tuple[dict[str, float], dict[str, float]]:
-        """End the round and return its seconds by part, those of the wall clock and those of its work."""
+        """End the round and return its seconds by part, those of the wall clock and those of its
+        work.
+        """
         seconds = {part: self.parts.get(part, np.zeros(2)) for part in ROUND_PARTS[:-1]}
         seconds[ROUND_PARTS[-1]] = self._read_clocks() - self.start - sum(seconds.values())
-        wall, work = ({part: float(both[clock]) for part, both in seconds.items()} for clock in range(2))
+        wall, work = (
+            {part: float(both[clock]) for part, both in seconds.items()} for clock in range(2)
+        )
         return wall, work
 
 

@@ -1,4 +1,6 @@
-"""Times of drafting and verifying trees on this machine, measured during ordinary decoding. Shapes: B batch, N nodes."""
+"""Times of drafting and verifying trees on this machine, measured during ordinary decoding.
+Shapes: B batch, N nodes.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +26,60 @@ from .loop import decode
 
 
 def measure_latency(
-    target: Target, drafter: Drafter, prompts: list[list[int]], builder: TreeBuilder, max_text_tokens: int, repeats: int = 5
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    builder: TreeBuilder,
+    max_text_tokens: int,
+    repeats: int = 5,
 ) -> Latency:
     """Time verification and draft steps over up to the builder's budget of nodes.
 
-    They are timed after the shortest prompt and after the longest one, repeated up to `max_text_tokens` tokens, because
-    attention over a long text costs more for every node.
+    They are timed after the shortest prompt and after the longest one, repeated up to
+    `max_text_tokens` tokens, because attention over a long text costs more for every node.
     """
     sizes = list_timed_sizes(builder.budget)
     verify: dict[int, dict[int, float]] = {}
     step: dict[int, dict[int, float]] = {}
     starts: list[float] = []
-    limit = 2 * len(sizes) * (repeats + 1)  # rounds that emit one token, and as many again for lucky ones or empty drafts
+    # rounds that emit one token, and as many again for lucky ones or empty drafts
+    limit = 2 * len(sizes) * (repeats + 1)
     longest = max(prompts, key=len)
-    long_prompt = (longest * -(-max_text_tokens // len(longest)))[: max(max_text_tokens, len(longest))]
-    timed_prompts = [prompt[: max(1, target.max_length - limit)] for prompt in (min(prompts, key=len), long_prompt)]
+    long_prompt = (longest * -(-max_text_tokens // len(longest)))[
+        : max(max_text_tokens, len(longest))
+    ]
+    timed_prompts = [
+        prompt[: max(1, target.max_length - limit)]
+        for prompt in (min(prompts, key=len), long_prompt)
+    ]
     for prompt in {len(prompt): prompt for prompt in timed_prompts}.values():
         probe = LatencyProbe(sizes, builder.depth, target.head.vocab_size)
         decode(target, [prompt], Greedy(), limit, drafter, probe, ignore_eos=True)
         check_rollout(builder, probe.num_measured > 0)
         length = len(prompt) + limit // 2
-        verify[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.verify_seconds.items() if times}
-        step[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.step_seconds.items() if times} or {
-            1: 0.0
+        verify[length] = {
+            size: float(np.median(times[1:] or times))
+            for size, times in probe.verify_seconds.items()
+            if times
         }
+        step[length] = {
+            size: float(np.median(times[1:] or times))
+            for size, times in probe.step_seconds.items()
+            if times
+        } or {1: 0.0}
         starts += probe.start_seconds[1:]
-    return Latency(verify, step, float(np.median(starts)), time_levels(target, min(prompts, key=len), builder.depth, repeats))
+    return Latency(
+        verify,
+        step,
+        float(np.median(starts)),
+        time_levels(target, min(prompts, key=len), builder.depth, repeats),
+    )
 
 
 @torch.inference_mode()
 def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5) -> float:
-    """Return the seconds that each level after the first adds to verifying a tree: a chain minus as many children of the root.
+    """Return the seconds that each level after the first adds to verifying a tree: a chain minus as
+    many children of the root.
 
     It is 0 but for targets with recurrent layers, which update their state level by level.
     """
@@ -77,17 +102,24 @@ def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5)
 
 
 def time_verification(context: Context, sizes: list[int]) -> dict[int, float]:
-    """Return the seconds to verify trees of these sizes behind the committed tokens, the children of the root at random.
+    """Return the seconds to verify trees of these sizes behind the committed tokens, the children
+    of the root at random.
 
     Sizes are timed in turn. The cache is left as it was.
     """
     times: dict[int, list[float]] = {}
     for repeat in range(1 + NUM_TIMED):
         for size in sizes if repeat == 0 else list(times):
-            tokens = torch.randint(context.target.head.vocab_size, (len(context.root), size), device=context.root.device)
+            tokens = torch.randint(
+                context.target.head.vocab_size,
+                (len(context.root), size),
+                device=context.root.device,
+            )
             parents = torch.zeros_like(tokens)
             parents[:, 0] = -1
-            seconds = measure_work(partial(verify_greedily, context, tokens, parents), tokens.device)
+            seconds = measure_work(
+                partial(verify_greedily, context, tokens, parents), tokens.device
+            )
             times.setdefault(size, []).append(seconds)
             context.cache.roll_back()
             if repeat == 0 and times[size][0] > LARGEST_FACTOR * times[sizes[0]][0]:
@@ -96,30 +128,42 @@ def time_verification(context: Context, sizes: list[int]) -> dict[int, float]:
 
 
 def verify_greedily(context: Context, tokens: Tensor, parents: Tensor) -> Tensor:
-    """Verify the tree of these tokens and parents [B, N], and return the target's likeliest token [B, N] after each node."""
-    features = context.target.verify(TokenTree.from_parents(tokens, parents), context.cache, context.layers)
+    """Verify the tree of these tokens and parents [B, N], and return the target's likeliest
+    token [B, N] after each node.
+    """
+    features = context.target.verify(
+        TokenTree.from_parents(tokens, parents), context.cache, context.layers
+    )
     assert features.logits is not None
     return features.logits.argmax(-1)
 
 
 class LatencyProbe(TreeBuilder):
-    """Proposes random tokens after the root, in trees of each size in turn, to time them; copying is timed with them."""
+    """Proposes random tokens after the root, in trees of each size in turn, to time them;
+    copying is timed with them.
+    """
 
     name = "probe"
 
     def __init__(self, sizes: list[int], depth: int, vocab_size: int) -> None:
-        self.sizes, self.depth, self.vocab_size, self.num_measured, self.was_expanded = sizes, depth, vocab_size, 0, False
+        self.sizes = sizes
+        self.depth = depth
+        self.vocab_size = vocab_size
+        self.num_measured = 0
+        self.was_expanded = False
         self.budget = self.max_drafted = max(sizes)
         self.verify_seconds: dict[int, list[float]] = {size: [] for size in sizes}
         self.step_seconds: dict[int, list[float]] = {size: [] for size in sizes}
         self.start_seconds: list[float] = []
-        self.extend_seconds, self.tree_size = 0.0, 1
+        self.extend_seconds = 0.0
+        self.tree_size = 1
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         self.tree_size = self.sizes[self.num_measured % len(self.sizes)]
         if draft.rollout is not None or draft.continuations is None:
             return super().grow(prefix, replace(draft, merge_copies=None))
-        self.extend_seconds, self.was_expanded = 0.0, True
+        self.extend_seconds = 0.0
+        self.was_expanded = True
         tree = self._make_tree(prefix, self._random_tokens(prefix, self.vocab_size))
         return tree if draft.add_mask_nodes is None else draft.add_mask_nodes(tree)
 
@@ -151,13 +195,15 @@ class LatencyProbe(TreeBuilder):
             return  # it had nothing ready: the size comes again
         self.num_measured += 1
         self.start_seconds.append(round.seconds["draft"] - self.extend_seconds)
-        self.verify_seconds[self.tree_size].append(round.seconds["verify"] + round.seconds["accept"])
+        self.verify_seconds[self.tree_size].append(
+            round.seconds["verify"] + round.seconds["accept"]
+        )
 
 
 def check_rollout(builder: TreeBuilder, has_rollout: bool) -> None:
     """Raise a UserError for a builder that was calibrated with a drafter that has no rollout."""
     if not has_rollout:
         raise UserError(
-            f"tree={builder.name}: it is calibrated while the drafter drafts step by step, and this drafter copies text; use "
-            "tree=chain"
+            f"tree={builder.name}: it is calibrated while the drafter drafts step by step, and "
+            "this drafter copies text; use tree=chain"
         )

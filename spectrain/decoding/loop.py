@@ -1,8 +1,10 @@
-"""The round and the loop around it: draft, verify, accept, commit. Shapes: B batch, N nodes, P path length, V vocabulary.
+"""The round and the loop around it: draft, verify, accept, commit. Shapes: B batch, N nodes, P path
+length, V vocabulary.
 
-Autoregressive decoding is the same loop with a tree of one node, so a speedup compares two runs of one engine. Everything else
-wraps this loop: a runner times the parts of a round or captures them in CUDA graphs, a guard and pruning wrap the drafter, a
-recorder wraps the tree builder, and a callback reads the generations between rounds.
+Autoregressive decoding is the same loop with a tree of one node, so a speedup compares two runs of
+one engine. Everything else wraps this loop: a runner times the parts of a round or captures them in
+CUDA graphs, a guard and pruning wrap the drafter, a recorder wraps the tree builder, and a callback
+reads the generations between rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,16 @@ from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .acceptance import AcceptanceRule
-from .generation import ROUND_PARTS, DecodingSteps, Generation, PartTimer, RoundRecord, no_callback, record_seconds, run_to_end
+from .generation import (
+    ROUND_PARTS,
+    DecodingSteps,
+    Generation,
+    PartTimer,
+    RoundRecord,
+    no_callback,
+    record_seconds,
+    run_to_end,
+)
 
 # Pads the stop tokens; it equals no token.
 NO_TOKEN = -1
@@ -45,8 +56,12 @@ class RoundOutcome:
     path: Tensor  # [B, P] accepted nodes
 
 
-def run_round(context: Context, drafter: Drafts, builder: TreeBuilder, rule: AcceptanceRule) -> Iterator[RoundOutcome | None]:
-    """Run one round of speculative decoding; yield after phases 2, 3 and 5, so that a runner can time or capture each part."""
+def run_round(
+    context: Context, drafter: Drafts, builder: TreeBuilder, rule: AcceptanceRule
+) -> Iterator[RoundOutcome | None]:
+    """Run one round of speculative decoding; yield after phases 2, 3 and 5, so that a runner can
+    time or capture each part.
+    """
     # 1. Draft: the drafter proposes a rollout, ready continuations, or both.
     draft = drafter.draft(context)
     # 2. Grow: the builder decides which of these nodes are verified.
@@ -68,16 +83,23 @@ def run_round(context: Context, drafter: Drafts, builder: TreeBuilder, rule: Acc
 
 @torch.inference_mode()
 def decode_steps(runner: Runner, request: Request) -> DecodingSteps:
-    """Continue every prompt round by round; yield the generations after prefill and after every host synchronization."""
-    stop_ids, limit = request.stop_ids, request.max_new_tokens
-    generations = [Generation(prompt, batch_size=len(request.prompts)) for prompt in request.prompts]
+    """Continue every prompt round by round; yield the generations after prefill and after every
+    host synchronization.
+    """
+    stop_ids = request.stop_ids
+    limit = request.max_new_tokens
+    generations = [
+        Generation(prompt, batch_size=len(request.prompts)) for prompt in request.prompts
+    ]
     start = time.perf_counter()
     for generation, token in zip(generations, runner.prefill(request)):
         generation.emit_tokens([token], stop_ids, limit)
     prefill_seconds = time.perf_counter() - start
     yield generations
     while not all(generation.is_done for generation in generations):
-        tokens_left = max(limit - len(generation.output) for generation in generations if not generation.is_done)
+        tokens_left = max(
+            limit - len(generation.output) for generation in generations if not generation.is_done
+        )
         for records, seconds in runner.run_rounds(tokens_left):
             for generation, record in zip(generations, records):
                 if not generation.is_done:
@@ -147,10 +169,14 @@ class EagerRunner:
 
     def remove_drafter(self, builder: RootOnlyBuilder) -> None:
         """Decode without a drafter from the next round on; `builder` observes the rounds."""
-        self.drafter, self.round_drafter, self.builder = None, NullDrafter(), builder
+        self.drafter = None
+        self.round_drafter = NullDrafter()
+        self.builder = builder
 
     def prefill(self, request: Request) -> list[int]:
-        self.context = prefill_context(self.target, self.rule, request, self.drafter, self.builder, self.extra_slots)
+        self.context = prefill_context(
+            self.target, self.rule, request, self.drafter, self.builder, self.extra_slots
+        )
         return self.context.root.tolist()
 
     def run_rounds(self, tokens_left: int) -> list[tuple[list[RoundRecord], dict[str, float]]]:
@@ -167,11 +193,17 @@ class EagerRunner:
             [outcome.num_emitted[:, None], stats, outcome.emitted_tokens], dim=1
         ).tolist()  # the only synchronisation
         num_stats = 1 + stats.shape[1]
-        records = [RoundRecord(row[num_stats : num_stats + row[0]], *row[1:num_stats]) for row in numbers]
+        records = [
+            RoundRecord(row[num_stats : num_stats + row[0]], *row[1:num_stats]) for row in numbers
+        ]
         seconds, work_seconds = clock.finish_round()
         if self.threads is not None:
             self.threads.record_step(sum(seconds.values()))
-        self.builder.observe(RoundResult(outcome.tree, outcome.logits, outcome.num_emitted, work_seconds, outcome.path))
+        self.builder.observe(
+            RoundResult(
+                outcome.tree, outcome.logits, outcome.num_emitted, work_seconds, outcome.path
+            )
+        )
         return [(records, seconds)]
 
 
@@ -185,9 +217,13 @@ def decode(
     sequence_ids: list[int] | None = None,
     ignore_eos: bool = False,
 ) -> list[Generation]:
-    """Continue every prompt, without a drafter autoregressively. `sequence_ids` key the random draws of each text."""
+    """Continue every prompt, without a drafter autoregressively. `sequence_ids` key the random
+    draws of each text.
+    """
     request = make_request(target, prompts, max_new_tokens, sequence_ids, ignore_eos)
-    return run_to_end(decode_steps(EagerRunner(target, rule, drafter, builder), request), no_callback)
+    return run_to_end(
+        decode_steps(EagerRunner(target, rule, drafter, builder), request), no_callback
+    )
 
 
 def make_request(
@@ -199,17 +235,35 @@ def make_request(
 ) -> Request:
     """Make a request. Without `sequence_ids`, the texts are numbered from 0."""
     stop_ids: frozenset[int] = frozenset() if ignore_eos else target.stop_ids
-    return Request(prompts, max_new_tokens, list(range(len(prompts))) if sequence_ids is None else sequence_ids, stop_ids)
+    return Request(
+        prompts,
+        max_new_tokens,
+        list(range(len(prompts))) if sequence_ids is None else sequence_ids,
+        stop_ids,
+    )
 
 
 def prefill_context(
-    target: Target, rule: AcceptanceRule, request: Request, drafter: Drafter | None, builder: TreeBuilder, extra_slots: int = 0
+    target: Target,
+    rule: AcceptanceRule,
+    request: Request,
+    drafter: Drafter | None,
+    builder: TreeBuilder,
+    extra_slots: int = 0,
 ) -> Context:
     """Make a context with room for the request and run its prompts."""
     check_context_length(target, request)
-    capacity = request.longest_prompt + request.max_new_tokens + 3 + slots_per_round(drafter, builder) + extra_slots
+    capacity = (
+        request.longest_prompt
+        + request.max_new_tokens
+        + 3
+        + slots_per_round(drafter, builder)
+        + extra_slots
+    )
     cache = target.new_cache(len(request.prompts), capacity)
-    context = make_context(target, builder, cache, required_layers(drafter, rule), len(request.stop_ids))
+    context = make_context(
+        target, builder, cache, required_layers(drafter, rule), len(request.stop_ids)
+    )
     run_prompts(context, drafter, rule, request)
     return context
 
@@ -218,26 +272,36 @@ def check_context_length(target: Target, request: Request) -> None:
     """Raise a UserError where a prompt and its answer exceed the target's context length."""
     if request.longest_prompt + request.max_new_tokens > target.max_length:
         raise UserError(
-            f"prompt of {request.longest_prompt} tokens: with {request.max_new_tokens} new ones it is longer "
-            f"than the context of "
-            f"{target.name} ({target.max_length} tokens); shorten it or lower eval.max_new_tokens"
+            f"prompt of {request.longest_prompt} tokens: with {request.max_new_tokens} new ones "
+            f"it is longer than the context of {target.name} ({target.max_length} tokens); "
+            "shorten it or lower eval.max_new_tokens"
         )
 
 
 def slots_per_round(drafter: Drafter | None, builder: TreeBuilder) -> int:
-    """Count the cache slots that a round needs after the committed tokens: a path, the tree, the nodes that a drafter runs in
-    the target's cache, and mask nodes."""
+    """Count the cache slots that a round needs after the committed tokens: a path, the tree, the
+    nodes that a drafter runs in the target's cache, and mask nodes."""
     nodes = builder.depth + builder.budget + builder.max_drafted
     return nodes if drafter is None else nodes + drafter.cost.extra_nodes(builder)
 
 
 def required_layers(drafter: Drafter | None, rule: AcceptanceRule) -> tuple[Layer, ...]:
-    """List the features that a round needs of the target: first those of the drafter, then those of the rule."""
+    """List the features that a round needs of the target: first those of the drafter, then those
+    of the rule.
+    """
     return tuple(dict.fromkeys((*(() if drafter is None else drafter.layers), *rule.layers)))
 
 
-def make_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers: tuple[Layer, ...], num_stops: int) -> Context:
-    """Make a context over an empty cache, with as many token slots as the cache has and with `num_stops` stop tokens."""
+def make_context(
+    target: Target,
+    builder: TreeBuilder,
+    cache: TreeCache,
+    layers: tuple[Layer, ...],
+    num_stops: int,
+) -> Context:
+    """Make a context over an empty cache, with as many token slots as the cache has and with
+    `num_stops` stop tokens.
+    """
     zeros = torch.zeros_like(cache.lengths)
     tokens = zeros.new_zeros(len(zeros), cache.max_length)
     no_features = Features(tokens[:, :0], layers, torch.zeros(0, device=target.device))
@@ -257,12 +321,23 @@ def make_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers:
     )
 
 
-def run_prompts(context: Context, drafter: Drafter | None, rule: AcceptanceRule, request: Request) -> None:
-    """Run the prompts into the empty cache and append the first new token, which the rule chooses from their last logits."""
-    device, width = context.target.device, request.longest_prompt
+def run_prompts(
+    context: Context, drafter: Drafter | None, rule: AcceptanceRule, request: Request
+) -> None:
+    """Run the prompts into the empty cache and append the first new token, which the rule
+    chooses from their last logits.
+    """
+    device = context.target.device
+    width = request.longest_prompt
     context.sequence_ids.copy_(torch.tensor(request.sequence_ids))
-    context.stops.copy_(torch.tensor([*sorted(request.stop_ids), *[NO_TOKEN] * (len(context.stops) - len(request.stop_ids))]))
-    padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in request.prompts], device=device)
+    context.stops.copy_(
+        torch.tensor(
+            [*sorted(request.stop_ids), *[NO_TOKEN] * (len(context.stops) - len(request.stop_ids))]
+        )
+    )
+    padded = torch.tensor(
+        [prompt + [0] * (width - len(prompt)) for prompt in request.prompts], device=device
+    )
     lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=device)
     context.texts = request.prompts
     features = prefill_prompts(drafter, context, padded, lengths)
@@ -270,8 +345,11 @@ def run_prompts(context: Context, drafter: Drafter | None, rule: AcceptanceRule,
     context.tokens[:, :width] = padded
     first = rule.choose_tokens(features.logits, context.sequence_ids, lengths[:, None])
     context.tokens.scatter_(1, lengths[:, None], first)
-    context.new_features, context.num_new = features, lengths
+    context.new_features = features
+    context.num_new = lengths
     context.tokens_left.fill_(request.max_new_tokens - 1)
     context.active.copy_(~(first == context.stops).any(-1) & (context.tokens_left > 0))
     context.temperature = 1.0 if rule.sampling_settings is None else rule.sampling_settings[0]
-    context.round, context.deferred, context.partial = 0, [], None
+    context.round = 0
+    context.deferred = []
+    context.partial = None

@@ -1,8 +1,10 @@
-"""Replaying texts that the target wrote: a drafter drafts after every token of them, without the target's forwards.
+"""Replaying texts that the target wrote: a drafter drafts after every token of them, without the
+target's forwards.
 
-The target's greedy answers do not depend on the drafter, so they and the target's features are recorded once. A family whose
-`capabilities.drafts_from_features` is true then drafts from the recorded features; for others the target runs every token of
-the answers again. The drafts are judged at the same places either way.
+The target's greedy answers do not depend on the drafter, so they and the target's features are
+recorded once. A family whose `capabilities.drafts_from_features` is true then drafts from the
+recorded features; for others the target runs every token of the answers again. The drafts are
+judged at the same places either way.
 
 Shapes: B texts, T tokens, R roots of a text, K draft depths, D width, V vocabulary.
 """
@@ -39,20 +41,27 @@ from .loop import (
 
 @dataclass(frozen=True)
 class RecordedTexts:
-    """Prompts with the target's greedy answers, and its features at every token but the last one of each answer."""
+    """Prompts with the target's greedy answers, and its features at every token but the last one
+    of each answer.
+    """
 
     prompts: list[list[int]]
     answers: list[list[int]]  # at least one token each
-    features: Features  # [B, T] of prompts and answers, padded on the right; "final" is among its layers
+    # [B, T] of prompts and answers, padded on the right; "final" is among its layers
+    features: Features
 
     @property
     def num_roots(self) -> list[int]:
-        """The number of tokens of each answer after which a draft can be judged: all but the last one."""
+        """The number of tokens of each answer after which a draft can be judged: all but the
+        last one.
+        """
         return [len(answer) - 1 for answer in self.answers]
 
     @property
     def prompt_lengths(self) -> Tensor:
-        return torch.tensor([len(prompt) for prompt in self.prompts], device=self.features.tokens.device)
+        return torch.tensor(
+            [len(prompt) for prompt in self.prompts], device=self.features.tokens.device
+        )
 
     @property
     def answer_tokens(self) -> Tensor:
@@ -75,11 +84,17 @@ class FeatureRecorder(Drafter):
         return Draft()
 
 
-def record_answers(target: Target, prompts: list[list[int]], max_new_tokens: int, layers: tuple[Layer, ...]) -> RecordedTexts:
-    """Decode all prompts together, greedily, and record the features of these layers and "final" at every token that ran."""
+def record_answers(
+    target: Target, prompts: list[list[int]], max_new_tokens: int, layers: tuple[Layer, ...]
+) -> RecordedTexts:
+    """Decode all prompts together, greedily, and record the features of these layers and "final"
+    at every token that ran.
+    """
     recorder = FeatureRecorder(tuple(dict.fromkeys((*layers, "final"))))
     runner = EagerRunner(target, Greedy(), recorder, RootOnlyBuilder())
-    generations = run_to_end(decode_steps(runner, make_request(target, prompts, max_new_tokens)), no_callback)
+    generations = run_to_end(
+        decode_steps(runner, make_request(target, prompts, max_new_tokens)), no_callback
+    )
     recorder.parts.append((runner.context.new_features, runner.context.num_new))
     with torch.inference_mode():
         features = Features.concat_prefixes(recorder.parts)
@@ -87,17 +102,29 @@ def record_answers(target: Target, prompts: list[list[int]], max_new_tokens: int
 
 
 @torch.inference_mode()
-def record_features(target: Target, texts: RecordedTexts, layers: tuple[Layer, ...]) -> RecordedTexts:
-    """Return the same texts with the features that the target computes now, as where it is trained too."""
+def record_features(
+    target: Target, texts: RecordedTexts, layers: tuple[Layer, ...]
+) -> RecordedTexts:
+    """Return the same texts with the features that the target computes now, as where it is
+    trained too.
+    """
     layers = tuple(dict.fromkeys((*layers, "final")))
-    lengths, roots = texts.prompt_lengths, max(1, *texts.num_roots)
+    lengths = texts.prompt_lengths
+    roots = max(1, *texts.num_roots)
     longest = int(lengths.max())
-    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in texts.prompts], device=target.device)
+    padded = torch.tensor(
+        [prompt + [0] * (longest - len(prompt)) for prompt in texts.prompts], device=target.device
+    )
     cache = target.new_cache(len(lengths), longest + roots + 1)
     prompt_features = target.prefill(padded, lengths, cache, layers, texts.prompts)
     chain = TokenTree.from_chain(texts.answer_tokens[:, :roots])
-    plan = ForwardPlan(layers, positions=lengths[:, None] + chain.depths, mask=chain.ancestors, cache=cache)
-    parts = [(prompt_features, lengths), (target.run(chain.tokens, plan), torch.tensor(texts.num_roots).to(lengths))]
+    plan = ForwardPlan(
+        layers, positions=lengths[:, None] + chain.depths, mask=chain.ancestors, cache=cache
+    )
+    parts = [
+        (prompt_features, lengths),
+        (target.run(chain.tokens, plan), torch.tensor(texts.num_roots).to(lengths)),
+    ]
     return RecordedTexts(texts.prompts, texts.answers, Features.concat_prefixes(parts))
 
 
@@ -110,7 +137,9 @@ class RecordedContext(Context):
     def verify(self, tree: TokenTree) -> Features:
         """Return the recorded features at the root, the only node of the tree, without logits."""
         assert tree.tokens.shape[1] == 1, "a replayed round verifies the root alone"
-        return self.recorded.features.gather(self.cache.lengths.clamp(max=self.recorded.features.tokens.shape[1] - 1)[:, None])
+        return self.recorded.features.gather(
+            self.cache.lengths.clamp(max=self.recorded.features.tokens.shape[1] - 1)[:, None]
+        )
 
 
 class ReplayBuilder(TreeBuilder):
@@ -120,14 +149,21 @@ class ReplayBuilder(TreeBuilder):
     is_chain = True
 
     def __init__(self, texts: RecordedTexts, depth: int) -> None:
-        self.depth, self.budget, self.max_drafted = depth, depth + 1, depth
-        self.answers, self.starts = texts.answer_tokens, texts.prompt_lengths
-        self.level_log_probs: list[Tensor] = []  # log q [B, V] after each node of this round's chain
+        self.depth = depth
+        self.budget = depth + 1
+        self.max_drafted = depth
+        self.answers = texts.answer_tokens
+        self.starts = texts.prompt_lengths
+        # log q [B, V] after each node of this round's chain
+        self.level_log_probs: list[Tensor] = []
         self.rollout: Rollout | None = None
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
-        """Record the rollout's drafts, without the copies that would be merged with them; return the root."""
-        self.level_log_probs, self.rollout = [], draft.rollout
+        """Record the rollout's drafts, without the copies that would be merged with them; return
+        the root.
+        """
+        self.level_log_probs = []
+        self.rollout = draft.rollout
         root = TokenTree.from_chain(prefix.root[:, None])
         tree = root if draft.rollout is None else self.expand(prefix, draft.rollout)
         return tree if draft.add_mask_nodes is None else draft.add_mask_nodes(tree)
@@ -140,22 +176,30 @@ class ReplayBuilder(TreeBuilder):
         levels = max(1, min(self.max_depth(rollout), left))
         self.level_log_probs.append(rollout.start()[:, 0])
         for level in range(levels - 1):
-            log_q = rollout.extend(tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level))
+            log_q = rollout.extend(
+                tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level)
+            )
             self.level_log_probs.append(log_q[:, 0])
         return TokenTree.from_chain(prefix.root[:, None])
 
 
 @dataclass(frozen=True)
 class ReplayedDrafts:
-    """What a drafter would have proposed after every root, with correct drafts before the judged one."""
+    """What a drafter would have proposed after every root, with correct drafts before the judged
+    one.
+    """
 
     is_judged: Tensor  # [B, R, K]
     hits: Tensor  # [B, R, K] whether the most likely draft is the target's most likely token
-    overlaps: Tensor  # [B, R, K] the sum of min(p, q), which is how often a drawn draft is accepted; float64
+    # [B, R, K] the sum of min(p, q), which is how often a drawn draft is accepted; float64
+    overlaps: Tensor
 
     def round_lengths(self) -> list[int]:
-        """Return the tokens of every round of the chains that would draft the answers, without those that the end cuts."""
-        depth, rounds = int(self.is_judged.sum(2).max()) if self.is_judged.numel() else 0, []
+        """Return the tokens of every round of the chains that would draft the answers, without
+        those that the end cuts.
+        """
+        depth = int(self.is_judged.sum(2).max()) if self.is_judged.numel() else 0
+        rounds = []
         for judged, hits in zip(self.is_judged.sum(2).tolist(), self.hits.tolist()):
             root = 0
             while depth and root < len(judged) and judged[root]:
@@ -169,15 +213,19 @@ class ReplayedDrafts:
 
 @torch.inference_mode()
 def replay(target: Target, drafter: Drafter, texts: RecordedTexts, depth: int) -> ReplayedDrafts:
-    """Draft `depth` tokens after every token of recorded answers and judge the drafts by the recorded distributions."""
+    """Draft `depth` tokens after every token of recorded answers and judge the drafts by the
+    recorded distributions.
+    """
     builder = ReplayBuilder(texts, depth)
     context = make_replay_context(target, drafter, builder, texts)
     counts = torch.tensor(texts.num_roots, device=target.device)
     target_rows = TargetDistributions(target, texts)
     shape = len(texts.prompts), max(0, *texts.num_roots), depth
-    is_judged, hits = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    is_judged = torch.zeros(shape, dtype=torch.bool)
+    hits = torch.zeros(shape, dtype=torch.bool)
     overlaps = torch.zeros(shape, dtype=torch.float64)
-    answers, path = texts.answer_tokens, torch.zeros_like(counts)[:, None]
+    answers = texts.answer_tokens
+    path = torch.zeros_like(counts)[:, None]
     for root in range(shape[1]):
         current = context.lengths - texts.prompt_lengths
         context.tokens.scatter_(1, context.lengths[:, None], answers.gather(1, current[:, None]))
@@ -198,45 +246,65 @@ def replay(target: Target, drafter: Drafter, texts: RecordedTexts, depth: int) -
 
 
 class TargetDistributions:
-    """The target's distributions p after the tokens of recorded answers, each computed once while a replay needs it."""
+    """The target's distributions p after the tokens of recorded answers, each computed once
+    while a replay needs it.
+    """
 
     def __init__(self, target: Target, texts: RecordedTexts) -> None:
-        self.target, self.starts = target, texts.prompt_lengths
+        self.target = target
+        self.starts = texts.prompt_lengths
         self.final = texts.features.at_layer("final")
         self.computed: dict[int, Tensor] = {}
 
     def after_token(self, index: int) -> Tensor:
-        """Return p [B, V] after the token of this index in the answers; a row that is over repeats its last one."""
+        """Return p [B, V] after the token of this index in the answers; a row that is over
+        repeats its last one.
+        """
         if index not in self.computed:
             position = (self.starts + index).clamp(max=self.final.shape[1] - 1)
-            states = self.final.gather(1, position[:, None, None].expand(-1, 1, self.final.shape[-1]))
+            states = self.final.gather(
+                1, position[:, None, None].expand(-1, 1, self.final.shape[-1])
+            )
             self.computed = {key: value for key, value in self.computed.items() if key > index - 8}
             self.computed[index] = self.target.head.logits(states)[:, 0].float().softmax(-1)
         return self.computed[index]
 
     def judge(self, index: int, log_q: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return whether p and q [B, V] have the same most likely token [B], and the sum of min(p, q) [B]."""
-        p, q = self.after_token(index), log_q.float().softmax(-1)
+        """Return whether p and q [B, V] have the same most likely token [B], and the sum of
+        min(p, q) [B].
+        """
+        p = self.after_token(index)
+        q = log_q.float().softmax(-1)
         ids = rollout.to_target_ids(torch.arange(log_q.shape[-1], device=log_q.device))
         covered = p if rollout.draft_ids is None and len(ids) == p.shape[-1] else p[:, ids]
         return ids[log_q.argmax(-1)] == p.argmax(-1), torch.minimum(covered, q).sum(-1)
 
 
-def make_replay_context(target: Target, drafter: Drafter, builder: TreeBuilder, texts: RecordedTexts) -> Context:
-    """Make the context of a replay with the prompts read: from the recorded features, or by the target."""
+def make_replay_context(
+    target: Target, drafter: Drafter, builder: TreeBuilder, texts: RecordedTexts
+) -> Context:
+    """Make the context of a replay with the prompts read: from the recorded features, or by the
+    target.
+    """
     longest = max(map(len, texts.answers))
     request = Request(texts.prompts, longest, list(range(len(texts.prompts))), frozenset())
     if not drafter.capabilities.drafts_from_features:
         return prefill_context(target, Greedy(), request, drafter, builder)
     lengths = texts.prompt_lengths
-    cache = target.new_cache(len(lengths), request.longest_prompt + longest + 3 + slots_per_round(drafter, builder))
+    cache = target.new_cache(
+        len(lengths), request.longest_prompt + longest + 3 + slots_per_round(drafter, builder)
+    )
     blank = make_context(target, builder, cache, required_layers(drafter, Greedy()), 0)
-    context = RecordedContext(**{entry.name: getattr(blank, entry.name) for entry in fields(blank)}, recorded=texts)
+    context = RecordedContext(
+        **{entry.name: getattr(blank, entry.name) for entry in fields(blank)}, recorded=texts
+    )
     width = request.longest_prompt
     rows = [prompt + [0] * (width - len(prompt)) for prompt in texts.prompts]
     context.tokens[:, :width] = torch.tensor(rows, device=target.device)
-    context.sequence_ids, context.texts = torch.arange(len(lengths), device=target.device), texts.prompts
+    context.sequence_ids = torch.arange(len(lengths), device=target.device)
+    context.texts = texts.prompts
     steps = torch.arange(width, device=target.device).expand(len(lengths), -1)
-    context.new_features, context.num_new = texts.features.gather(steps), lengths
+    context.new_features = texts.features.gather(steps)
+    context.num_new = lengths
     cache.commit(None, lengths)
     return context

@@ -1,4 +1,6 @@
-"""A session: a target with a drafter, a tree builder and a rule, ready to decode. Scoring, chat and regeneration use it."""
+"""A session: a target with a drafter, a tree builder and a rule, ready to decode. Scoring, chat
+and regeneration use it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from .loop import EagerRunner, Request, decode, decode_steps, make_request, pref
 from .selective import draft_selectively, refresh_times
 
 EngineChoice = Literal["auto", "captured", "eager"]
-"""auto captures rounds on a GPU; captured does so also on a CPU, where it is slower and gives the same; eager never does."""
+"""auto captures rounds on a GPU; captured does so also on a CPU, where it is slower and gives
+the same; eager never does.
+"""
 
 TRIAL_TOKENS = 24  # tokens that a number of threads is chosen by
 WARM_UP_TOKENS = 3  # tokens that are decoded before a new number of prompts
@@ -52,7 +56,9 @@ class TreePruner(Protocol):
     """Drops nodes of a tree while it is verified; decoding with it runs in the eager loop."""
 
     def check_settings(self, rule: AcceptanceRule, target: Target) -> None:
-        """Raise a UserError where pruning would change the output's distribution, or does not fit the target."""
+        """Raise a UserError where pruning would change the output's distribution, or does not
+        fit the target.
+        """
 
     def wrap_drafter(self, drafter: Drafts) -> Drafts:
         """Return a drafter whose trees are pruned."""
@@ -62,7 +68,9 @@ class TreePruner(Protocol):
 
 
 class RunnerSource(Protocol):
-    """Makes the runner of a session in place of the eager loop, for decoding that works in another way."""
+    """Makes the runner of a session in place of the eager loop, for decoding that works in
+    another way.
+    """
 
     @property
     def setting_name(self) -> str:
@@ -78,7 +86,9 @@ class RunnerSource(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """Decodes prompts, without a drafter autoregressively. A capture serves all batches of its size."""
+    """Decodes prompts, without a drafter autoregressively. A capture serves all batches of its
+    size.
+    """
 
     target: Target
     rule: AcceptanceRule
@@ -103,7 +113,9 @@ class Session:
         prompts: PromptLoader,
         engine: EngineChoice = "auto",
     ) -> Session:
-        """Make a session: move the drafter to the target's device, tune it, and calibrate the builder where it needs that."""
+        """Make a session: move the drafter to the target's device, tune it, and calibrate the
+        builder where it needs that.
+        """
         check_compatibility(drafter.capabilities, builder, rule)
         target.pack_weights()
         prepare_for_decoding(drafter, target)
@@ -123,7 +135,9 @@ class Session:
         on_round: OnRound = no_callback,
     ) -> list[Generation]:
         """Continue every prompt. `sequence_ids` key the random draws of each text."""
-        return run_to_end(self.decode_steps(prompts, max_new_tokens, sequence_ids, ignore_eos), on_round)
+        return run_to_end(
+            self.decode_steps(prompts, max_new_tokens, sequence_ids, ignore_eos), on_round
+        )
 
     def decode_steps(
         self,
@@ -132,7 +146,9 @@ class Session:
         sequence_ids: list[int] | None = None,
         ignore_eos: bool = False,
     ) -> DecodingSteps:
-        """Continue every prompt; yield the generations after prefill and after every host synchronization."""
+        """Continue every prompt; yield the generations after prefill and after every host
+        synchronization.
+        """
         request = make_request(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
         if self.eager_reason is not None or have_images(prompts):
             return decode_steps(self._make_eager_runner(request), request)
@@ -146,7 +162,9 @@ class Session:
 
         return self._shared_fallback.run(start_decoding)
 
-    def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
+    def warm_up(
+        self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None
+    ) -> None:
         """Compile, capture and time what such a batch needs, so that its decoding can be timed."""
         if have_images(prompts):
             return
@@ -155,15 +173,21 @@ class Session:
             return
 
         def compile_and_capture(mode: ExecutionMode) -> None:
-            if mode != "eager" and not self._captured_runner(mode).is_ready(prompts, max_new_tokens):
-                self._captured_runner(mode).decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
+            if mode != "eager" and not self._captured_runner(mode).is_ready(
+                prompts, max_new_tokens
+            ):
+                self._captured_runner(mode).decode(
+                    prompts, max_new_tokens, sequence_ids, ignore_eos=True
+                )
 
         self._shared_fallback.run(compile_and_capture)
 
     @torch.inference_mode()
-    def _prepare_batch(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None) -> None:
-        """Decode a few tokens of a new number of prompts, which loads the kernels of that, and time the verification of trees
-        for it if the tree builder chooses by measured times."""
+    def _prepare_batch(
+        self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None
+    ) -> None:
+        """Decode a few tokens of a new number of prompts, which loads the kernels of that, and time
+        the verification of trees for it if the tree builder chooses by measured times."""
         if self.drafter is None or self.builder is None or self.runner_source is not None:
             return
         if self.threads is not None:
@@ -172,15 +196,27 @@ class Session:
         if setting in self._prepared_settings:
             return
         self._prepared_settings.add(setting)
-        # These rounds say nothing about others. Only a builder that decides by its rounds is copied: others may hold a drafter.
+        # These rounds say nothing about others. Only a builder that decides by its rounds is
+        # copied: others may hold a drafter.
         is_learning = self.builder.decides_to_draft
         builder = copy.deepcopy(self.builder) if is_learning else UnobservantBuilder(self.builder)
         limit = min(WARM_UP_TOKENS, max_new_tokens)
-        decode(self.target, prompts, self.rule, limit, self.drafter, builder, sequence_ids, ignore_eos=True)
+        decode(
+            self.target,
+            prompts,
+            self.rule,
+            limit,
+            self.drafter,
+            builder,
+            sequence_ids,
+            ignore_eos=True,
+        )
         if self.builder.decides_to_draft:
             request = make_request(self.target, prompts, max_new_tokens)
             refresh_times(
-                self.builder, prefill_context(self.target, self.rule, request, self.drafter, self.builder), is_new_batch=True
+                self.builder,
+                prefill_context(self.target, self.rule, request, self.drafter, self.builder),
+                is_new_batch=True,
             )
 
     @cached_property
@@ -190,19 +226,30 @@ class Session:
 
     @cached_property
     def threads(self) -> ThreadTuner | None:
-        """What chooses the number of threads of this session's rounds; None where there is nothing to choose."""
+        """What chooses the number of threads of this session's rounds; None where there is
+        nothing to choose.
+        """
         return make_tuner(self.target.device)
 
     def choose_threads(self, prompt: list[int], max_new_tokens: int) -> None:
-        """Decode a prompt until a number of threads is chosen, so that scored rounds begin with it."""
+        """Decode a prompt until a number of threads is chosen, so that scored rounds begin with
+        it.
+        """
         for _ in range(MAX_WARM_UPS):
-            if self.threads is None or self.threads.is_chosen or self.eager_reason is None or self.runner_source is not None:
+            if (
+                self.threads is None
+                or self.threads.is_chosen
+                or self.eager_reason is None
+                or self.runner_source is not None
+            ):
                 return
             self.decode([prompt], max_new_tokens, ignore_eos=True)
 
     @property
     def prefers_capture(self) -> bool:
-        return self.engine == "captured" or (self.engine == "auto" and self.target.device.type == "cuda")
+        return self.engine == "captured" or (
+            self.engine == "auto" and self.target.device.type == "cuda"
+        )
 
     @property
     def eager_reason(self) -> str | None:
@@ -218,7 +265,9 @@ class Session:
         if self.runner_source is not None:
             return self.runner_source.capture_blocker
         if self.guard is not None or self.pruning is not None:
-            return f"eval.{'guard' if self.guard is not None else 'prune_layer'} decides on the host"
+            return (
+                f"eval.{'guard' if self.guard is not None else 'prune_layer'} decides on the host"
+            )
         return capture_blocker(self.target, self.rule, self.drafter, self.builder)
 
     @cached_property
@@ -230,7 +279,9 @@ class Session:
         return {}
 
     def _captured_runner(self, mode: ExecutionMode) -> CapturedRunner:
-        """Return the captured runner of this mode; drop one that failed, with its memory on the device."""
+        """Return the captured runner of this mode; drop one that failed, with its memory on the
+        device.
+        """
         if mode not in self._captured_runners:
             self._captured_runners.clear()
             self._captured_runners[mode] = CapturedRunner(
@@ -247,7 +298,10 @@ class Session:
         if self.runner_source is not None:
             if self.guard is not None or self.pruning is not None:
                 name = self.runner_source.setting_name
-                raise UserError(f"{name}: it cannot be combined with eval.guard or eval.prune_layer; leave those out")
+                raise UserError(
+                    f"{name}: it cannot be combined with eval.guard or eval.prune_layer; leave "
+                    "those out"
+                )
             return self._make_runner()
         runner = EagerRunner(self.target, self.rule, self.drafter, self.builder, self.threads)
         if self.pruning is not None:
@@ -268,19 +322,28 @@ class UnobservantBuilder(WrappedBuilder):
 
 
 def make_fallback(target: Target, engine: EngineChoice) -> Fallback:
-    """Make what decides how rounds run after a failure. Capture that the user requested by name has no eager fallback."""
+    """Make what decides how rounds run after a failure. Capture that the user requested by name
+    has no eager fallback.
+    """
     return Fallback(target.device, last_mode="captured" if engine == "captured" else "eager")
 
 
-def check_compatibility(capabilities: Capabilities, builder: TreeBuilder, rule: AcceptanceRule) -> None:
-    """Raise a UserError where the rule is not valid for the trees of a drafter with these capabilities and this builder."""
+def check_compatibility(
+    capabilities: Capabilities, builder: TreeBuilder, rule: AcceptanceRule
+) -> None:
+    """Raise a UserError where the rule is not valid for the trees of a drafter with these
+    capabilities and this builder.
+    """
     if capabilities.has_no_q and "deterministic" not in rule.children:
         raise UserError(
-            f"acceptance={rule.name}: it weighs p against the q that a child was drawn from, and copied tokens have none, nor "
-            "have matched texts; use acceptance=greedy or match"
+            f"acceptance={rule.name}: it weighs p against the q that a child was drawn from, and "
+            "copied tokens have none, nor have matched texts; use acceptance=greedy or match"
         )
     if capabilities.has_no_q and not capabilities.is_copier and builder.children != "deterministic":
-        raise UserError(f"tree.children={builder.children}: copied tokens are not drawn; use tree.children=deterministic")
+        raise UserError(
+            f"tree.children={builder.children}: copied tokens are not drawn; use "
+            "tree.children=deterministic"
+        )
     if not capabilities.is_copier:  # otherwise nothing is drawn, whatever the builder is made for
         rule.check_children(builder.children, builder.is_chain)
 
@@ -293,10 +356,11 @@ def choose_threads(target: Target, prompts: PromptLoader) -> None:
 
 
 def prepare_for_decoding(drafter: Drafter, target: Target, low_precision: bool = True) -> Drafter:
-    """Move the drafter to the target's device and dtype, set it to evaluation and pack its linear layers.
+    """Move the drafter to the target's device and dtype, set it to evaluation and pack its linear
+    layers.
 
-    On a CPU, large weights are packed into fewer bits, because the target checks all drafts. Without `low_precision` the
-    drafter computes as it was loaded.
+    On a CPU, large weights are packed into fewer bits, because the target checks all drafts.
+    Without `low_precision` the drafter computes as it was loaded.
     """
     drafter = drafter.to(target.device, target.dtype).eval()
     # Training packs in full precision.

@@ -1,6 +1,7 @@
 """The contract that every family of drafters fulfils. Shapes: B batch, T tokens, K draft steps.
 
-A family is one class in one file: `loss` trains it, `draft` decodes with it, side by side so that they agree.
+A family is one class in one file: `loss` trains it, `draft` decodes with it, side by side so that
+they agree.
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ class TrainingState:
     recompute: bool = False
 
     def run_checkpointed(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """Return part(*inputs); with gradient checkpointing only the inputs are stored and the backward pass runs it again.
+        """Return part(*inputs); with gradient checkpointing only the inputs are stored and the
+        backward pass runs it again.
 
-        A family calls each repeated part of its loss, a draft step or a layer, through this method. torch's
-        `checkpoint_wrapper` would rename the module; a draft step is a function and is recomputed in training only.
+        A family calls each repeated part of its loss, a draft step or a layer, through this method.
+        torch's `checkpoint_wrapper` would rename the module; a draft step is a function and is
+        recomputed in training only.
         """
         if not self.recompute or not torch.is_grad_enabled():
             return part(*inputs)
@@ -52,7 +55,9 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a training: the parameters that it updates and the features that its loss reads."""
+    """One stage of a training: the parameters that it updates and the features that its loss
+    reads.
+    """
 
     # Parameter groups; each has `params` and optionally `lr_scale`.
     groups: list[dict[str, Any]]
@@ -60,14 +65,20 @@ class Stage:
     layers: tuple[Layer, ...]
     # Share of the training steps.
     share: float = 1.0
-    # The loss reads "final" only at positions whose next token is supervised, and up to this many before them; None reads it
-    # anywhere.
+    # The loss reads "final" only at positions whose next token is supervised, and up to this many
+    # before them; None reads it anywhere.
     final_reach: int | None = None
 
     @classmethod
-    def single(cls, module: nn.Module, layers: tuple[Layer, ...], final_reach: int | None = None) -> Stage:
+    def single(
+        cls, module: nn.Module, layers: tuple[Layer, ...], final_reach: int | None = None
+    ) -> Stage:
         """Return a single stage that trains all parameters of a module that require gradients."""
-        return cls([{"params": [p for p in module.parameters() if p.requires_grad]}], layers, final_reach=final_reach)
+        return cls(
+            [{"params": [p for p in module.parameters() if p.requires_grad]}],
+            layers,
+            final_reach=final_reach,
+        )
 
 
 def stage_at(stages: Sequence[Stage], step: int, num_steps: float) -> int:
@@ -77,17 +88,23 @@ def stage_at(stages: Sequence[Stage], step: int, num_steps: float) -> int:
 
 @dataclass
 class Losses:
-    """Sums over supervised tokens, so that batches of any size add up; the trainer divides by the tokens of a step."""
+    """Sums over supervised tokens, so that batches of any size add up; the trainer divides by
+    the tokens of a step.
+    """
 
     terms: dict[str, Tensor]  # name -> scalar, already weighted
     hits: Tensor  # [K] draft tokens equal to the target's most likely one, by draft step
     counts: Tensor  # [K] draft tokens judged
 
     @classmethod
-    def by_depth(cls, terms: dict[str, Tensor], right: Tensor, depths: Tensor, num_steps: int) -> Losses:
+    def by_depth(
+        cls, terms: dict[str, Tensor], right: Tensor, depths: Tensor, num_steps: int
+    ) -> Losses:
         """Sum correct drafts and judged drafts per draft step, from R supervised rows."""
         hits = torch.zeros(num_steps, device=right.device).index_add(0, depths, right.float())
-        counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right, dtype=hits.dtype))
+        counts = torch.zeros_like(hits).index_add(
+            0, depths, torch.ones_like(right, dtype=hits.dtype)
+        )
         return cls(terms, hits, counts)
 
     @property
@@ -106,14 +123,17 @@ class Drafts(Protocol):
 
 
 class Drafter(nn.Module, ABC):
-    """A model that proposes its target's next tokens. The constructor takes runtime objects by one keyword, `target`.
+    """A model that proposes its target's next tokens. The constructor takes runtime objects by one
+    keyword, `target`.
 
-    A family declares what only some can do in `capabilities` and by the base classes beside it (drafters/capabilities.py).
+    A family declares what only some can do in `capabilities` and by the base classes beside it
+    (drafters/capabilities.py).
     """
 
     # Features that it reads in training and decoding; empty for an independent model.
     layers: tuple[Layer, ...] = ()
-    # Whether its weights had a meaning before the training: they are fitted, or those of a trained model.
+    # Whether its weights had a meaning before the training: they are fitted, or those of a trained
+    # model.
     starts_trained: bool = False
     capabilities = Capabilities()
     saved = SavedFiles()
@@ -121,7 +141,9 @@ class Drafter(nn.Module, ABC):
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The training stages in order; by default one stage for the drafter's own parameters, on the features in `layers`."""
+        """The training stages in order; by default one stage for the drafter's own parameters,
+        on the features in `layers`.
+        """
         return [Stage.single(self, self.layers)]
 
     @property
@@ -130,35 +152,50 @@ class Drafter(nn.Module, ABC):
         return self._cost_type(self)
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return what a training step computes, for the plan: by default every module of the drafter once over every token, and
-        the logits of the supervised tokens under the target's vocabulary.
+        """Return what a training step computes, for the plan: by default every module of the
+        drafter once over every token, and the logits of the supervised tokens under the target's
+        vocabulary.
         """
         return StepCost(
-            [Run(self, batch.tokens, batch.length)], Judged(batch.supervised, target.head.vocab_size, batch.supervised)
+            [Run(self, batch.tokens, batch.length)],
+            Judged(batch.supervised, target.head.vocab_size, batch.supervised),
         )
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Return the training losses of a batch with the stage's features. A training-free family raises UserError."""
-        name = find_choice("drafter", f"{type(self).__module__}.{type(self).__name__}") or type(self).__name__
-        raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
+        """Return the training losses of a batch with the stage's features. A training-free
+        family raises UserError.
+        """
+        name = (
+            find_choice("drafter", f"{type(self).__module__}.{type(self).__name__}")
+            or type(self).__name__
+        )
+        raise UserError(
+            f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}"
+        )
 
     @abstractmethod
     def draft(self, context: Context) -> Draft:
-        """Return a rollout from `context.root`, or continuations of it. Caches are reset when `context.round` is 0."""
+        """Return a rollout from `context.root`, or continuations of it. Caches are reset when
+        `context.round` is 0.
+        """
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         """Return the target's logits and features at every node."""
         return context.verify(tree)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        """Discard rejected nodes; the context already holds the accepted tokens and their features."""
+        """Discard rejected nodes; the context already holds the accepted tokens and their
+        features.
+        """
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Initialise a new training, given how often each token [V] occurs in the assistant's turns; called once."""
+        """Initialise a new training, given how often each token [V] occurs in the assistant's
+        turns; called once.
+        """
 
     def prepare_kernels(self) -> None:
-        """Load the compiled kernels that drafting runs, or compile them, so that no timed round does; by default there are
-        none."""
+        """Load the compiled kernels that drafting runs, or compile them, so that no timed round
+        does; by default there are none."""
 
     def forward(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the loss; data-parallel wrappers call `forward`."""

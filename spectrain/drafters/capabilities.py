@@ -1,7 +1,9 @@
-"""What some families can do and others cannot, what drafting costs, and the files of a saved drafter.
+"""What some families can do and others cannot, what drafting costs, and the files of a saved
+drafter.
 
-`Capabilities` and `SavedFiles` are data: values of the class, or of an instance if they depend on its settings. A capability
-that computes something is a method: the family inherits the small base class below that declares it.
+`Capabilities` and `SavedFiles` are data: values of the class, or of an instance if they depend on
+its settings. A capability that computes something is a method: the family inherits the small base
+class below that declares it.
 Shapes: B batch, T tokens.
 """
 
@@ -38,11 +40,15 @@ class Capture:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Training on drafts that were made during the training: the loss reads which replayed drafts were rejected."""
+    """Training on drafts that were made during the training: the loss reads which replayed
+    drafts were rejected.
+    """
 
-    # The drafter as a language model. It can write texts, run side branches of a text and weigh the drafts that it drew.
+    # The drafter as a language model. It can write texts, run side branches of a text and weigh the
+    # drafts that it drew.
     language_model: Target | None = None
-    # It drafts from the text before a root and reads no draft, so a replayed draft is judged after its own root only.
+    # It drafts from the text before a root and reads no draft, so a replayed draft is judged after
+    # its own root only.
     drafts_from_root: bool = False
     # Its loss weighs the tokens of a draft that it drew after a root by their advantage.
     learns_windows: bool = False
@@ -52,18 +58,22 @@ class OnPolicy:
 class Capabilities:
     """What a family can do beyond drafting."""
 
-    # Another drafter can contain it: it leaves verification to the target and adds no nodes to the tree.
+    # Another drafter can contain it: it leaves verification to the target and adds no nodes to the
+    # tree.
     nestable: bool = True
-    # It drafts from the text and the target's features in `layers` alone, so features that were recorded serve as well as the
-    # target itself. Families that run the target to draft, or add nodes to its forwards, do not.
+    # It drafts from the text and the target's features in `layers` alone, so features that were
+    # recorded serve as well as the target itself. Families that run the target to draft, or add
+    # nodes to its forwards, do not.
     drafts_from_features: bool = False
     # It drafts chains, and refuses a tree that branches.
     chains_only: bool = False
     # It looks drafts up and computes no distribution, so nothing is drawn.
     is_copier: bool = False
-    # Its trees hold copies without a draft probability q, so rules that weigh p against q are refused.
+    # Its trees hold copies without a draft probability q, so rules that weigh p against q are
+    # refused.
     has_no_q: bool = False
-    # It learns for an acceptance rule, which has the name of its recipe, and trains nothing that drafts.
+    # It learns for an acceptance rule, which has the name of its recipe, and trains nothing that
+    # drafts.
     is_acceptance_probe: bool = False
     # Its rollout runs a path of several given tokens in one step.
     scores_path_at_once: bool = False
@@ -78,16 +88,21 @@ class Capabilities:
 class PromptRunner(ABC):
     """A drafter that runs the prompts itself, with tokens of its own after them."""
 
-    # Whether single layers of the target compute something else at its tokens, so that they cannot be compiled or split.
+    # Whether single layers of the target compute something else at its tokens, so that they cannot
+    # be compiled or split.
     adapts_layers: bool = False
 
     @abstractmethod
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
-        """Run prompts [B, T], padded on the right, into the empty cache, and return what `Context.prefill` returns."""
+        """Run prompts [B, T], padded on the right, into the empty cache, and return what
+        `Context.prefill` returns.
+        """
 
 
 class RewindableDrafter(ABC):
-    """A drafter that reads the text alone, so that another process can draft ahead of verification."""
+    """A drafter that reads the text alone, so that another process can draft ahead of
+    verification.
+    """
 
     @abstractmethod
     def rewind(self, lengths: Tensor) -> None:
@@ -95,7 +110,9 @@ class RewindableDrafter(ABC):
 
 
 class FittedDrafter(ABC):
-    """A drafter whose initial weights are fitted to the target's states before the first training step."""
+    """A drafter whose initial weights are fitted to the target's states before the first
+    training step.
+    """
 
     # Number of tokens of the data that `fit_start` reads; 0 leaves the initial weights as they are.
     fit_tokens: int = 0
@@ -114,8 +131,8 @@ class DrafterWithExits(ABC):
 
 
 class ContextParallelDrafter(ABC):
-    """A drafter whose loss processes share by columns of a batch (`trainer.context_parallel`): only its attention, in the
-    training through `Batch.piece`, reads other columns."""
+    """A drafter whose loss processes share by columns of a batch (`trainer.context_parallel`): only
+    its attention, in the training through `Batch.piece`, reads other columns."""
 
     @property
     @abstractmethod
@@ -129,7 +146,9 @@ class ContextParallelDrafter(ABC):
 
 
 class TunableDrafter(ABC):
-    """A drafter that searches its settings before decoding, on the target's greedy answers to prompts that are not scored."""
+    """A drafter that searches its settings before decoding, on the target's greedy answers to
+    prompts that are not scored.
+    """
 
     # Number of tokens of each answer.
     answer_tokens: int
@@ -147,7 +166,9 @@ class StoreReader(ABC):
     datastore: Datastore | None
 
 
-def prefill_prompts(drafter: nn.Module | None, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
+def prefill_prompts(
+    drafter: nn.Module | None, context: Context, tokens: Tensor, lengths: Tensor
+) -> Features:
     """Run prompts [B, T] into the empty cache, as the drafter does it or else without additions."""
     if isinstance(drafter, PromptRunner):
         return drafter.prefill(context, tokens, lengths)
@@ -155,8 +176,12 @@ def prefill_prompts(drafter: nn.Module | None, context: Context, tokens: Tensor,
 
 
 def adapts_layers(drafter: nn.Module) -> bool:
-    """Tell whether the drafter, or one that it contains, changes what single layers of the target compute."""
-    return any(module.adapts_layers for module in drafter.modules() if isinstance(module, PromptRunner))
+    """Tell whether the drafter, or one that it contains, changes what single layers of the
+    target compute.
+    """
+    return any(
+        module.adapts_layers for module in drafter.modules() if isinstance(module, PromptRunner)
+    )
 
 
 def find_datastore(drafter: nn.Module) -> Datastore | None:
@@ -215,11 +240,19 @@ class SavedFiles:
     inner: tuple[str, ...] = ()
     # Settings that drafter.init takes from the directory that it names.
     shape: tuple[str, ...] = ()
-    # Those of `shape`, or keys in one of them, that a command may set to another value, because the weights fit all values.
-    adjustable: tuple[str, ...] = ("window", "causal", "architecture.rope_parameters", "architecture.max_position_embeddings")
-    # Settings that the saved description takes from the drafter instead of the command, so that it loads alone.
+    # Those of `shape`, or keys in one of them, that a command may set to another value, because the
+    # weights fit all values.
+    adjustable: tuple[str, ...] = (
+        "window",
+        "causal",
+        "architecture.rope_parameters",
+        "architecture.max_position_embeddings",
+    )
+    # Settings that the saved description takes from the drafter instead of the command, so that it
+    # loads alone.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    # File, and name in it, of every tensor that is not stored in model.safetensors under its own name.
+    # File, and name in it, of every tensor that is not stored in model.safetensors under its own
+    # name.
     layout: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     # Further files for tools that read the layout: name -> text.
     sidecars: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""A separate small causal LM as drafter, distilled from the target (GKD, Agarwal et al., 2024; DistillSpec, Zhou et al., 2024).
+"""A separate small causal LM as drafter, distilled from the target (GKD, Agarwal et al., 2024;
+DistillSpec, Zhou et al., 2024).
 
 Shapes: B batch, T tokens, V vocabulary, R supervised rows, F frontier nodes.
 """
@@ -34,45 +35,58 @@ if TYPE_CHECKING:
 class Causal(Drafter, RewindableDrafter):
     """A small LM with the target's tokenizer, which drafts one token per forward.
 
-    It starts from one of three origins: `num_layers` of the target, evenly spaced with its first and last, and its embeddings;
-    `model`, a directory or a name on the hub; or `architecture`, a transformers configuration with random weights.
+    It starts from one of three origins: `num_layers` of the target, evenly spaced with its first
+    and last, and its embeddings; `model`, a directory or a name on the hub; or `architecture`, a
+    transformers configuration with random weights.
 
-    The loss is the divergence `loss` between the target's and the drafter's distributions, both at `loss_temperature`, at every
-    token of the assistant. jensen_shannon is the generalised one with `beta`, scaled by 1 / (beta (1 - beta)), so that the
-    learning rates of KL fit it too. The source sets the sequences: source=live those of the data.
+    The loss is the divergence `loss` between the target's and the drafter's distributions, both at
+    `loss_temperature`, at every token of the assistant. jensen_shannon is the generalised one with
+    `beta`, scaled by 1 / (beta (1 - beta)), so that the learning rates of KL fit it too. The source
+    sets the sequences: source=live those of the data.
 
-    With `stop_head` a second head learns the acceptance probability of the drafter's tokens (SpecDec++), with which
-    tree=chain tree.stop=0.3 ends a chain.
+    With `stop_head` a second head learns the acceptance probability of the drafter's tokens
+    (SpecDec++), with which tree=chain tree.stop=0.3 ends a chain.
     """
 
     saved = SavedFiles(shape=("architecture", "num_layers", "model", "stop_head"))
-    capabilities = Capabilities(drafts_from_features=True, capture=Capture(state_names=("cache",)), scores_path_at_once=True)
+    capabilities = Capabilities(
+        drafts_from_features=True, capture=Capture(state_names=("cache",)), scores_path_at_once=True
+    )
 
     def __init__(
         self,
         target: Target,
-        # Number of the target's layers to copy, evenly spaced with the first and the last; null when model or architecture
-        # gives the drafter.
+        # Number of the target's layers to copy, evenly spaced with the first and the last; null
+        # when model or architecture gives the drafter.
         num_layers: int | None = None,
-        # Directory or hub name of a small causal model to start from; null when num_layers or architecture gives the drafter.
+        # Directory or hub name of a small causal model to start from; null when num_layers or
+        # architecture gives the drafter.
         model: str | None = None,
-        # Transformers configuration of a new, random model; null when num_layers or model gives the drafter.
+        # Transformers configuration of a new, random model; null when num_layers or model gives the
+        # drafter.
         architecture: dict[str, Any] | None = None,
         # Divergence between the target's and the drafter's next-token distributions.
         loss: LossName = "forward_kl",
-        # Interpolation weight of the generalised Jensen-Shannon loss, between 0 and 1; other losses ignore it.
+        # Interpolation weight of the generalised Jensen-Shannon loss, between 0 and 1; other losses
+        # ignore it.
         beta: float = 0.5,
         # Temperature of both distributions in the loss, above 0.
         loss_temperature: float = 1.0,
-        # Number of hidden layers of a head that predicts whether a token is accepted (SpecDec++); null trains no such head.
+        # Number of hidden layers of a head that predicts whether a token is accepted (SpecDec++);
+        # null trains no such head.
         stop_head: int | None = None,
     ) -> None:
         super().__init__()
         if not 0 < beta < 1:
-            raise UserError(f"drafter.beta={beta}: use more than 0 and less than 1; the ends are forward_kl and reverse_kl")
+            raise UserError(
+                f"drafter.beta={beta}: use more than 0 and less than 1; the ends are forward_kl "
+                "and reverse_kl"
+            )
         if not loss_temperature > 0:
             raise UserError(f"drafter.loss_temperature={loss_temperature}: use more than 0")
-        self.divergence, self.beta, self.loss_temperature = loss, beta, loss_temperature
+        self.divergence = loss
+        self.beta = beta
+        self.loss_temperature = loss_temperature
         self.model = make_small_model(target, num_layers, model, architecture)
         self.capabilities = replace(self.capabilities, on_policy=OnPolicy(self.model))
         self.saved = replace(self.saved, settings=describe_model(self.model))
@@ -89,29 +103,54 @@ class Causal(Drafter, RewindableDrafter):
         return [Stage.single(self, ("final",), final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of the model's layers over all tokens; no distribution is cut to a draft vocabulary."""
-        judged = Judged(batch.supervised, target.head.vocab_size, batch.supervised, copies=1, label_copies=1)
+        """Return the cost of the model's layers over all tokens; no distribution is cut to a
+        draft vocabulary.
+        """
+        judged = Judged(
+            batch.supervised, target.head.vocab_size, batch.supervised, copies=1, label_copies=1
+        )
         return StepCost([Run(self.model.layers, batch.tokens, batch.length)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Return the divergence at the supervised positions [R], with the losses of the stop head and of a policy if used."""
+        """Return the divergence at the supervised positions [R], with the losses of the stop
+        head and of a policy if used.
+        """
         assert batch.features is not None
-        predicts, grad = batch.next_is_supervised, torch.is_grad_enabled()
-        plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths)
-        features = self.model.run(batch.tokens, replace(plan, positions=batch.position_ids, mask=batch.visible))
+        predicts = batch.next_is_supervised
+        grad = torch.is_grad_enabled()
+        plan = ForwardPlan(
+            layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths
+        )
+        features = self.model.run(
+            batch.tokens, replace(plan, positions=batch.position_ids, mask=batch.visible)
+        )
         states = features.at_layer("final")[predicts]
         next_tokens = batch.tokens.roll(-1, dims=1)[predicts]
-        distance, weight = batch.at_next_token(batch.tokens_past_error), batch.at_next_token(batch.weight)
+        distance = batch.at_next_token(batch.tokens_past_error)
+        weight = batch.at_next_token(batch.weight)
         drafter_head, target_head = (
-            head.projection.select_entries(slice(self.vocab_size)).at_temperature(self.loss_temperature)
+            head.projection.select_entries(slice(self.vocab_size)).at_temperature(
+                self.loss_temperature
+            )
             for head in (self.model.head, self.head)
         )
         log_probs = HeadTarget(batch.features.at_layer("final")[predicts], target_head)
-        judged = head_loss(self.divergence, states, drafter_head, next_tokens, log_probs, distance, self.beta, weight)
+        judged = head_loss(
+            self.divergence,
+            states,
+            drafter_head,
+            next_tokens,
+            log_probs,
+            distance,
+            self.beta,
+            weight,
+        )
         hits = (judged.predictions == judged.labels).sum()[None].float()
         terms: dict[str, Tensor] = {self.divergence: judged.loss}
         if self.stop_head is not None:
-            terms["stop"] = self.stop_head.loss(states, HeadTarget(states.detach(), drafter_head), log_probs)
+            terms["stop"] = self.stop_head.loss(
+                states, HeadTarget(states.detach(), drafter_head), log_probs
+            )
         # REINFORCE: the gradient of a drawn token's cross-entropy is the score function.
         if batch.advantage is not None:
             terms["policy"] = linear_divergence(
@@ -124,20 +163,25 @@ class Causal(Drafter, RewindableDrafter):
     def draft(self, context: Context) -> Draft:
         """Run the tokens that the model has not read, the root last, and draft after the root."""
         slots = 1 + context.builder.max_drafted
-        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
+        self.cache = context.drafting_cache(
+            self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes
+        )
         num_unread = context.cache.lengths - self.cache.lengths  # [B] without the root
         steps = torch.arange(context.new_features.tokens.shape[1] + 1, device=num_unread.device)
         positions = self.cache.lengths[:, None] + steps
         tokens = context.tokens.gather(1, positions.clamp(max=context.tokens.shape[1] - 1))
         tokens = to_known_tokens(tokens, self.model)
-        features = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at_layer("final")
+        features = self.model.run(
+            tokens, ForwardPlan(layers=("final",), cache=self.cache)
+        ).at_layer("final")
         self.cache.commit(None, num_unread + 1)
         root = features.gather(1, num_unread[:, None, None].expand(-1, 1, features.shape[-1]))
         return Draft(_Nodes(self, self.cache, root))
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.cache is not None
-        # The root is run again in the next round: in a row that is done, the next round has the same root.
+        # The root is run again in the next round: in a row that is done, the next round has the
+        # same root.
         self.cache.roll_back(committed=1)
 
     def rewind(self, lengths: Tensor) -> None:
@@ -150,7 +194,9 @@ class Causal(Drafter, RewindableDrafter):
 
 
 class _Nodes(Rollout):
-    """The rollout of one round, whose nodes follow the tokens in the drafter's cache, the root included."""
+    """The rollout of one round, whose nodes follow the tokens in the drafter's cache, the root
+    included.
+    """
 
     def __init__(self, drafter: Causal, cache: TreeCache, root: Tensor) -> None:
         self.drafter, self.cache, self.root = drafter, cache, root  # [B, 1, D]
@@ -167,16 +213,21 @@ class _Nodes(Rollout):
         return self.run(torch.cat(tokens, dim=1), *self.branches.add_levels(list(parents)))
 
     def run(self, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
-        """Return log q [B, F, V] after new nodes at depths [B, F], which attend to nodes by the mask `visible`."""
+        """Return log q [B, F, V] after new nodes at depths [B, F], which attend to nodes by the
+        mask `visible`.
+        """
         positions = self.cache.lengths[:, None] - 1 + depth
         model = self.drafter.model
         features = model.run(
-            to_known_tokens(tokens, model), ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
+            to_known_tokens(tokens, model),
+            ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache),
         )
         return self.log_q_and_stop(features.at_layer("final"))
 
     def log_q_and_stop(self, states: Tensor) -> Tensor:
-        """Return log q [B, F, V] from the states [B, F, D] of nodes, and set their acceptance probabilities."""
+        """Return log q [B, F, V] from the states [B, F, D] of nodes, and set their acceptance
+        probabilities.
+        """
         if self.drafter.stop_head is not None:
             self.accept_probs = self.drafter.stop_head(states).float().sigmoid()
         return self.drafter.log_q(states)

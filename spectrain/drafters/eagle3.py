@@ -1,7 +1,8 @@
 """EAGLE-3 (Li et al., 2025): decoder layers, usually one, that draft from their own hidden states.
 
-Shapes: B batch, T tokens, D target width, V draft vocabulary, R supervised rows, P new positions, F frontier nodes.
-Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
+Shapes: B batch, T tokens, D target width, V draft vocabulary, R supervised rows, P new positions, F
+frontier nodes. Index t pairs the target's features at t with the embedding of token t + 1, and
+predicts token t + 2.
 """
 
 from __future__ import annotations
@@ -35,20 +36,25 @@ VARIANTS = (*NORM_VARIANTS, "norm_output", "own_embedding")
 
 
 class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
-    """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward pass.
+    """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward
+    pass.
 
-    Three layers of the target are fused into the first hidden state; each later draft step reads the un-normed output of the
-    step before it. The drafter has its own head, over the `vocab_size` tokens that the assistant uses most. The first of its
-    `num_layers` reads the embedding and the hidden state, each later one the output of the layer before it.
+    Three layers of the target are fused into the first hidden state; each later draft step reads
+    the un-normed output of the step before it. The drafter has its own head, over the `vocab_size`
+    tokens that the assistant uses most. The first of its `num_layers` reads the embedding and the
+    hidden state, each later one the output of the layer before it.
 
-    `architecture` holds differences from the target's layer: keys of a Llama configuration, or variants that other projects
-    train, which are false by default. norm_before_residual: the normed state is the residual stream too; norm_before_fc: one
-    norm over the fused features; fc_norm: one norm for each layer's features; qk_norm: queries and keys are normed per head,
-    as in Qwen3; norm_output: the next step reads the normed output (EAGLE-3.1); own_embedding: the drafter has its own input
-    embedding, which is not trained.
+    `architecture` holds differences from the target's layer: keys of a Llama configuration, or
+    variants that other projects train, which are false by default. norm_before_residual: the normed
+    state is the residual stream too; norm_before_fc: one norm over the fused features; fc_norm: one
+    norm for each layer's features; qk_norm: queries and keys are normed per head, as in Qwen3;
+    norm_output: the next step reads the normed output (EAGLE-3.1); own_embedding: the drafter has
+    its own input embedding, which is not trained.
     """
 
-    saved = SavedFiles(shape=("vocab_size", "layers", "num_layers", "window", "head_rank", "architecture"))
+    saved = SavedFiles(
+        shape=("vocab_size", "layers", "num_layers", "window", "head_rank", "architecture")
+    )
     capabilities = replace(UnrolledEagle.capabilities, on_policy=OnPolicy(learns_windows=True))
 
     def __init__(
@@ -68,8 +74,9 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         loss: LossName = "forward_kl",
         # Factor from 0 to 1 between the loss weights of successive draft steps.
         step_decay: Share = 0.8,
-        # Initial values: the target's output layer, and the layers fitted to its states by least squares (fitted) or fc that
-        # passes on a layer and heads that attend to their own position (target); or random ones (random).
+        # Initial values: the target's output layer, and the layers fitted to its states by least
+        # squares (fitted) or fc that passes on a layer and heads that attend to their own position
+        # (target); or random ones (random).
         start: Literal["target", "random", "fitted"] = "target",
         # Number of tokens, of the first batches of the training, that start=fitted reads.
         fit_tokens: Count = 65536,
@@ -77,22 +84,38 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         head_rank: Width | None = None,
         # Whether the output layer keeps the target's weights and is not trained.
         freeze_output: bool = False,
-        # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
+        # Configuration keys and variants of the layers that differ from the target's; null copies
+        # the target's.
         architecture: dict[str, Any] | None = None,
     ) -> None:
         complete = check_architecture(architecture or {}, VARIANTS)
         own = complete["own_embedding"]
-        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own, head_rank, complete))
-        self.num_steps, self.divergence, self.step_decay = ttt_steps, loss, step_decay
-        self.norm_output, self.fit_tokens = complete["norm_output"], fit_tokens if start == "fitted" else 0
+        super().__init__(
+            target,
+            EagleSettings(num_layers, layers, vocab_size, window, start, own, head_rank, complete),
+        )
+        self.num_steps = ttt_steps
+        self.divergence = loss
+        self.step_decay = step_decay
+        self.norm_output = complete["norm_output"]
+        self.fit_tokens = fit_tokens if start == "fitted" else 0
         if freeze_output and start == "random":
-            raise UserError("drafter.freeze_output=true: a random output layer must learn; use drafter.start=target or fitted")
-        frozen = [self.embed_tokens, self.lm_down, self.lm_head] if freeze_output else [self.embed_tokens]
+            raise UserError(
+                "drafter.freeze_output=true: a random output layer must learn; use "
+                "drafter.start=target or fitted"
+            )
+        frozen = (
+            [self.embed_tokens, self.lm_down, self.lm_head]
+            if freeze_output
+            else [self.embed_tokens]
+        )
         for module in filter(None, frozen):
             module.requires_grad_(False)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Choose the draft vocabulary and initialise the layers, with heads that attend to their own position."""
+        """Choose the draft vocabulary and initialise the layers, with heads that attend to their
+        own position.
+        """
         super().prepare(target, token_counts)
         if self.start != "random":
             init_self_attention(self.self_attn)
@@ -108,13 +131,17 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         return self.num_steps
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Unroll the drafter over its own hidden states, with the true tokens as input; gradients flow through it all.
+        """Unroll the drafter over its own hidden states, with the true tokens as input; gradients
+        flow through it all.
 
-        Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is. The sum of
-        the steps is weighted by step_decay^i.
+        Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail
+        never is. The sum of the steps is weighted by step_decay^i.
         """
-        supervision, count = Supervision(self, batch), max(1, min(self.num_steps, batch.max_document_length - 2))
-        return self.judge_steps(supervision, self.supervised_states(supervision, batch, count, state))
+        supervision = Supervision(self, batch)
+        count = max(1, min(self.num_steps, batch.max_document_length - 2))
+        return self.judge_steps(
+            supervision, self.supervised_states(supervision, batch, count, state)
+        )
 
     # Decoding
 
@@ -129,5 +156,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         root, cache = self.read_accepted(context)
         compiled = find_compiled(self)
         if compiled is not None and compiled.can_run(cache):
-            return Draft(compiled.start_rollout(cache, root, context.builder.max_drafted, self.draft_ids))
+            return Draft(
+                compiled.start_rollout(cache, root, context.builder.max_drafted, self.draft_ids)
+            )
         return Draft(StateRollout(self, cache, root, self.draft_ids))

@@ -1,7 +1,9 @@
-"""Early exit (LayerSkip, Elhoushi et al., 2024): the target's own first layers draft, its other layers verify.
+"""Early exit (LayerSkip, Elhoushi et al., 2024): the target's own first layers draft, its other
+layers verify.
 
 Shapes: B batch, T tokens, L layers of the target, D its width, V vocabulary, R supervised rows.
-Exit l, from 0, follows layer l: it reads the residual stream entering layer l + 1. Exit L - 1 is the model's own.
+Exit l, from 0, follows layer l: it reads the residual stream entering layer l + 1. Exit L - 1 is
+the model's own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from spectrain.drafters.layers.losses import TargetLogProbs, head_loss
 from spectrain.drafters.layers.self_speculation import SelfDrafter, resolve_exit_layer
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import DivergenceResult, HeadTarget, argmax_and_log_z, total_entropy
+from spectrain.kernels.linear_divergence import (
+    DivergenceResult,
+    HeadTarget,
+    argmax_and_log_z,
+    total_entropy,
+)
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
@@ -35,17 +42,22 @@ Curriculum = Literal["rotational", "gradual", "all"]
 
 
 class EarlyExit(SelfDrafter, DrafterWithExits):
-    """Drafts with the layers before `exit_layer` and the target's norm and head; training adapts the target to that.
+    """Drafts with the layers before `exit_layer` and the target's norm and head; training adapts
+    the target to that.
 
-    Layer dropout (section 4.1.1): a sequence skips layer l with probability S(t) D(l) max_dropout, D(l) = exp(l ln 2 / (L - 1))
-    - 1; S is 1, or with dropout_schedule=exponential, for pre-training, exp(t ln 2 / (T - 1)) - 1 at step t of T.
-    Early-exit loss (4.1.2): J = sum_l C(t, l) e(l) CE(head(norm(x_(l+1))), Y) / sum_l C(t, l) e(l) with e(l) = exit_scale *
-    (0 + 1 + ... + l) before the last exit and e(L - 1) = L - 1 + exit_scale * (0 + 1 + ... + L - 2). The curriculum C is
-    rotational (every `rotate`-th exit, with an offset that grows by one per step), gradual (exits open from the last one
-    downwards, and all are open after half of the training) or all. The last exit is always in the loss.
+    Layer dropout (section 4.1.1): a sequence skips layer l with probability S(t) D(l) max_dropout,
+    D(l) = exp(l ln 2 / (L - 1))
+    - 1; S is 1, or with dropout_schedule=exponential, for pre-training, exp(t ln 2 / (T - 1)) - 1
+      at step t of T.
+    Early-exit loss (4.1.2): J = sum_l C(t, l) e(l) CE(head(norm(x_(l+1))), Y) / sum_l C(t, l) e(l)
+    with e(l) = exit_scale * (0 + 1 + ... + l) before the last exit and e(L - 1) = L - 1 +
+    exit_scale * (0 + 1 + ... + L - 2). The curriculum C is rotational (every `rotate`-th exit, with
+    an offset that grows by one per step), gradual (exits open from the last one downwards, and all
+    are open after half of the training) or all. The last exit is always in the loss.
 
-    With self_distillation Y is the distribution of the original target instead of the data's token: the target without its
-    adapters, or a frozen copy where all weights are trained. The output is that of the trained target.
+    With self_distillation Y is the distribution of the original target instead of the data's token:
+    the target without its adapters, or a frozen copy where all weights are trained. The output is
+    that of the trained target.
     """
 
     def __init__(
@@ -53,14 +65,16 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         target: Target,
         # Number of the target's layers that draft; null uses a quarter of them.
         exit_layer: int | None = None,
-        # Probability with which training skips the last layer; earlier layers are skipped less often.
+        # Probability with which training skips the last layer; earlier layers are skipped less
+        # often.
         max_dropout: float = 0.1,
-        # Layer dropout over the training: unchanged (constant), or growing from zero for pre-training (exponential).
+        # Layer dropout over the training: unchanged (constant), or growing from zero for
+        # pre-training (exponential).
         dropout_schedule: Literal["constant", "exponential"] = "constant",
         # Weight of the earlier exits relative to the last exit in the loss.
         exit_scale: float = 1.0,
-        # Exits trained at a step: every rotate-th one in turn (rotational), opening from the last downwards (gradual), or all
-        # of them (all).
+        # Exits trained at a step: every rotate-th one in turn (rotational), opening from the last
+        # downwards (gradual), or all of them (all).
         curriculum: Curriculum = "rotational",
         # Spacing of the exits that a rotational curriculum trains at one step.
         rotate: int = 4,
@@ -84,7 +98,11 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
         self._set_exit(target, exit_layer)
-        self.max_dropout, self.dropout_schedule, self.exit_scale = max_dropout, dropout_schedule, exit_scale
+        self.max_dropout, self.dropout_schedule, self.exit_scale = (
+            max_dropout,
+            dropout_schedule,
+            exit_scale,
+        )
         self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
         self.self_distillation = self_distillation
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=self_distillation)
@@ -113,36 +131,56 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         return [Stage([{"params": self.target_training.parameters}], ())]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of all layers of the target over all tokens, and of the logits of every open exit."""
-        exits = {"rotational": -(-target.num_layers // self.rotate)}.get(self.curriculum, target.num_layers)
+        """Return the cost of all layers of the target over all tokens, and of the logits of
+        every open exit.
+        """
+        exits = {"rotational": -(-target.num_layers // self.rotate)}.get(
+            self.curriculum, target.num_layers
+        )
         labels = batch.supervised if self.self_distillation else 0
         judged = Judged(exits * batch.supervised, target.head.vocab_size, labels, label_copies=1)
         original = batch.tokens if self.self_distillation else 0
-        return StepCost([Run(target.layers, batch.tokens, batch.length)], judged, forward_rows=original)
+        return StepCost(
+            [Run(target.layers, batch.tokens, batch.length)], judged, forward_rows=original
+        )
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Return the weighted cross-entropies of all open exits; hits are agreements of `exit_layer` with the last exit."""
+        """Return the weighted cross-entropies of all open exits; hits are agreements of
+        `exit_layer` with the last exit.
+        """
         weights = self.exit_weights(target.num_layers, state)
         open_exits = [number for number, weight in enumerate(weights) if weight > 0]
         exits_read = sorted({*open_exits, self.exit_layer - 1})
-        predicts, grad = batch.next_is_supervised, torch.is_grad_enabled()
-        tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._original_log_probs(batch, target)
+        predicts = batch.next_is_supervised
+        grad = torch.is_grad_enabled()
+        tokens = batch.tokens.roll(-1, dims=1)[predicts]
+        original = self._original_log_probs(batch, target)
         layers = tuple(number + 1 for number in exits_read)
         span = LayerSpan(dropped=self.draw_dropped_layers(batch, target, state))
-        plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span)
+        plan = ForwardPlan(
+            layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span
+        )
         states = target.run(batch.tokens, plan)
         final = {
-            number: target.apply_final_norm(states.at_layer(number + 1)[predicts][None], grad=grad and number in open_exits)[0]
+            number: target.apply_final_norm(
+                states.at_layer(number + 1)[predicts][None], grad=grad and number in open_exits
+            )[0]
             for number in exits_read
         }
-        terms = {"language_model": torch.zeros((), device=tokens.device), "exits": torch.zeros((), device=tokens.device)}
+        terms = {
+            "language_model": torch.zeros((), device=tokens.device),
+            "exits": torch.zeros((), device=tokens.device),
+        }
         best: dict[int, Tensor] = {}
         entropy = 0.0 if original is None else total_entropy(original, len(tokens))
         for term, exits in (("language_model", open_exits[-1:]), ("exits", open_exits[:-1])):
             if not exits:
                 continue
             judged = self._judge_exits(
-                [final[number] for number in exits], [weights[number] for number in exits], tokens, original
+                [final[number] for number in exits],
+                [weights[number] for number in exits],
+                tokens,
+                original,
             )
             terms[term] = judged.loss + sum(weights[number] for number in exits) * entropy
             best |= dict(zip(exits, judged.predictions.view(len(tokens), len(exits)).unbind(1)))
@@ -153,25 +191,37 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         return Losses(terms, hits, torch.full_like(hits, len(tokens)))
 
     def _judge_exits(
-        self, final: list[Tensor], weights: list[float], tokens: Tensor, original: TargetLogProbs | None
+        self,
+        final: list[Tensor],
+        weights: list[float],
+        tokens: Tensor,
+        original: TargetLogProbs | None,
     ) -> DivergenceResult:
-        """Compute the loss of exits with states [R, D] each. The rows of a position are adjacent, so that the original target's
-        distribution is computed once for all exits.
+        """Compute the loss of exits with states [R, D] each. The rows of a position are adjacent,
+        so that the original target's distribution is computed once for all exits.
 
-        The divergence from the original is KL, which is the cross-entropy minus the entropy, so its gradient is the same.
+        The divergence from the original is KL, which is the cross-entropy minus the entropy, so its
+        gradient is the same.
         """
-        count, device = len(final), tokens.device
+        count = len(final)
+        device = tokens.device
         hidden = torch.stack(final, dim=1).flatten(0, 1)  # [R * exits, D]
         row_weight = torch.tensor(weights, device=device).repeat(len(tokens))
         labels_log_probs: Callable[[slice], Tensor] | None = original
         if original is not None and count > 1:
-            labels_log_probs = original.select_rows(torch.arange(len(tokens)).repeat_interleave(count))
+            labels_log_probs = original.select_rows(
+                torch.arange(len(tokens)).repeat_interleave(count)
+            )
         name = "cross_entropy" if original is None else "forward_kl"
         labels = tokens.repeat_interleave(count)
-        return head_loss(name, hidden, self.head.projection, labels, labels_log_probs, row_weight=row_weight)
+        return head_loss(
+            name, hidden, self.head.projection, labels, labels_log_probs, row_weight=row_weight
+        )
 
     def exit_weights(self, num_layers: int, state: TrainingState) -> list[float]:
-        """Return the weight of every exit's loss at this step, [L]. They sum to 1; closed exits weigh 0."""
+        """Return the weight of every exit's loss at this step, [L]. They sum to 1; closed exits
+        weigh 0.
+        """
         last = num_layers - 1
         scale = [self.exit_scale * number * (number + 1) / 2 for number in range(last)]
         scale.append(last + self.exit_scale * (last - 1) * last / 2)
@@ -186,19 +236,32 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
         # A target of one layer has one exit.
         if not total:
             return [float(number == last) for number in range(num_layers)]
-        return [scale[number] / total if number in open_exits else 0.0 for number in range(num_layers)]
+        return [
+            scale[number] / total if number in open_exits else 0.0 for number in range(num_layers)
+        ]
 
     def dropout_rates(self, num_layers: int, state: TrainingState) -> list[float]:
         """Return the probability [L] that a sequence skips each layer at this step."""
         last = max(1, round(state.step / state.progress) - 1) if state.progress else 1  # T - 1
-        over_time = 1.0 if self.dropout_schedule == "constant" else math.expm1(state.step / last * math.log(2))
+        over_time = (
+            1.0
+            if self.dropout_schedule == "constant"
+            else math.expm1(state.step / last * math.log(2))
+        )
         span = max(1, num_layers - 1)
-        return [self.max_dropout * over_time * math.expm1(layer * math.log(2) / span) for layer in range(num_layers)]
+        return [
+            self.max_dropout * over_time * math.expm1(layer * math.log(2) / span)
+            for layer in range(num_layers)
+        ]
 
-    def draw_dropped_layers(self, batch: Batch, target: Target, state: TrainingState) -> Tensor | None:
-        """Draw the layers that each sequence skips, [L, sequences] on the CPU; None without dropout.
+    def draw_dropped_layers(
+        self, batch: Batch, target: Target, state: TrainingState
+    ) -> Tensor | None:
+        """Draw the layers that each sequence skips, [L, sequences] on the CPU; None without
+        dropout.
 
-        A sequence's tokens and the step seed the draw, so that it depends neither on the batch nor on the process.
+        A sequence's tokens and the step seed the draw, so that it depends neither on the batch nor
+        on the process.
         """
         if not self.training or not self.max_dropout:
             return None
@@ -211,9 +274,13 @@ class EarlyExit(SelfDrafter, DrafterWithExits):
 
     @torch.no_grad()
     def _original_log_probs(self, batch: Batch, target: Target) -> TargetLogProbs | None:
-        """Return the original target's log-probabilities at the supervised positions [R]; None without self-distillation."""
+        """Return the original target's log-probabilities at the supervised positions [R]; None
+        without self-distillation.
+        """
         if not self.self_distillation:
             return None
         with self.target_training.use_original(target) as original:
             final = original.features(batch.tokens, ("final",), batch.lengths)
-        return TargetLogProbs(HeadTarget(final.at_layer("final")[batch.next_is_supervised], original.head.projection))
+        return TargetLogProbs(
+            HeadTarget(final.at_layer("final")[batch.next_is_supervised], original.head.projection)
+        )

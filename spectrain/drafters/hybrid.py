@@ -39,9 +39,10 @@ class CostWithCopies(InnerCost):
 class DrafterWithCopies(DrafterWrapper, PromptRunner, StoreReader):
     """Merges the tree of the drafter `inner` with copies, under the builder's budget.
 
-    Nodes are chosen by calibrated acceptance probability, which is learned while decoding for each source. Training trains the
-    inner drafter. A builder that uses latencies may skip the drafter in a round whose copies are probable enough; the drafter
-    reads the tokens of skipped rounds when it drafts next.
+    Nodes are chosen by calibrated acceptance probability, which is learned while decoding for each
+    source. Training trains the inner drafter. A builder that uses latencies may skip the drafter in
+    a round whose copies are probable enough; the drafter reads the tokens of skipped rounds when it
+    drafts next.
     """
 
     _cost_type: type[DraftingCost] = CostWithCopies
@@ -61,8 +62,11 @@ class DrafterWithCopies(DrafterWrapper, PromptRunner, StoreReader):
         self.copying.propose_copies(context)
         copies = self._weigh_tries()
         num_unread = sum(features.tokens.shape[1] for features, _ in context.deferred)
-        num_upcoming = 2 * (context.builder.depth + 1)  # committed by the last round with the drafter, and by this one
-        if num_unread + num_upcoming <= PATIENCE and not context.builder.needs_drafter(context, copies):
+        # committed by the last round with the drafter, and by this one
+        num_upcoming = 2 * (context.builder.depth + 1)
+        if num_unread + num_upcoming <= PATIENCE and not context.builder.needs_drafter(
+            context, copies
+        ):
             self.skippable.skip(context)
             return Draft(continuations=copies)
         draft = self.skippable.draft(context)
@@ -89,12 +93,17 @@ class DrafterWithCopies(DrafterWrapper, PromptRunner, StoreReader):
         return [proposal.weigh_trie(self.copying.estimator) for proposal in self.copying.proposals]
 
 
-def build_partner(inner: str | dict[str, Any], target: Target, advice: str) -> tuple[Drafter, dict[str, Any]]:
-    """Build a drafter to which copies are added, with its description; raise a UserError, which ends with the advice, for one
-    that copies itself."""
+def build_partner(
+    inner: str | dict[str, Any], target: Target, advice: str
+) -> tuple[Drafter, dict[str, Any]]:
+    """Build a drafter to which copies are added, with its description; raise a UserError, which
+    ends with the advice, for one that copies itself."""
     drafter, description = build_inner(inner, "inner", target)
     if drafter.capabilities.is_copier or drafter.capabilities.has_no_q:
-        raise UserError(f"drafter.inner={description['choice']}: it copies too; name a drafter that does not{advice}")
+        raise UserError(
+            f"drafter.inner={description['choice']}: it copies too; name a drafter that does "
+            f"not{advice}"
+        )
     return drafter, description
 
 
@@ -106,9 +115,11 @@ class Hybrid(DrafterWithCopies):
     def __init__(
         self,
         target: Target,
-        # Drafter to combine with copies: a run folder, a drafter directory, or a choice, alone or with settings.
+        # Drafter to combine with copies: a run folder, a drafter directory, or a choice, alone or
+        # with settings.
         inner: str | dict[str, Any] = "eagle3",
-        # Folder that spectrain data index wrote, to copy from; null copies from the current text only.
+        # Folder that spectrain data index wrote, to copy from; null copies from the current text
+        # only.
         store: str | None = None,
         # Largest number of final tokens of the text that are matched in the text itself.
         longest: int = 6,
@@ -118,5 +129,7 @@ class Hybrid(DrafterWithCopies):
         enough: int = 64,
     ) -> None:
         drafter, description = build_partner(inner, target, ", or use drafter=retrieval")
-        super().__init__(drafter, CopySource.open(store, target.tokenizer, longest, matches, enough))
+        super().__init__(
+            drafter, CopySource.open(store, target.tokenizer, longest, matches, enough)
+        )
         self.saved = replace(self.saved, settings={"inner": description})

@@ -1,4 +1,6 @@
-"""Prompt lookup (Saxena, 2023): copy the continuations of earlier occurrences of the last few tokens, without training."""
+"""Prompt lookup (Saxena, 2023): copy the continuations of earlier occurrences of the last few
+tokens, without training.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ if TYPE_CHECKING:
 
 
 class Ngram(Drafter, RewindableDrafter):
-    """Copies the continuations of earlier occurrences of the text's last `shortest` to `longest` tokens.
+    """Copies the continuations of earlier occurrences of the text's last `shortest` to `longest`
+    tokens.
 
-    Up to `matches` occurrences form one weighted trie: a chain takes its most likely path, other trees its heaviest nodes.
+    Up to `matches` occurrences form one weighted trie: a chain takes its most likely path, other
+    trees its heaviest nodes.
     """
 
     capabilities = Capabilities(is_copier=True)
@@ -41,7 +45,9 @@ class Ngram(Drafter, RewindableDrafter):
         if longest < 1:
             raise UserError(f"drafter.longest={longest}: use 1 or more")
         if not 1 <= shortest <= longest:
-            raise UserError(f"drafter.shortest={shortest}: use 1 to {longest}, which is drafter.longest")
+            raise UserError(
+                f"drafter.shortest={shortest}: use 1 to {longest}, which is drafter.longest"
+            )
         if matches < 1:
             raise UserError(f"drafter.matches={matches}: use 1 or more")
         self.shortest, self.matches = shortest, matches
@@ -52,9 +58,14 @@ class Ngram(Drafter, RewindableDrafter):
         depth = context.builder.depth
 
         def copies_after(row: int, path: list[int]) -> Trie:
-            return build_trie(self.texts.rows[row].find_occurrences(depth, self.matches, self.shortest, path))
+            return build_trie(
+                self.texts.rows[row].find_occurrences(depth, self.matches, self.shortest, path)
+            )
 
-        return Draft(continuations=[copies_after(row, []) for row in range(len(self.texts.rows))], copies_after=copies_after)
+        return Draft(
+            continuations=[copies_after(row, []) for row in range(len(self.texts.rows))],
+            copies_after=copies_after,
+        )
 
     def rewind(self, lengths: Tensor) -> None:
         self.texts.reset_texts()

@@ -1,6 +1,8 @@
-"""PARD (An et al., 2025): a small causal LM that drafts all its tokens in one forward, through mask tokens.
+"""PARD (An et al., 2025): a small causal LM that drafts all its tokens in one forward, through mask
+tokens.
 
-Shapes: B batch, T tokens, N packed tokens, K drafts, V vocabulary, R supervised positions, F frontier nodes.
+Shapes: B batch, T tokens, N packed tokens, K drafts, V vocabulary, R supervised positions, F
+frontier nodes.
 """
 
 from __future__ import annotations
@@ -46,17 +48,20 @@ FEATURE_SCALE = 0.02  # factor of projected features, which are added to embeddi
 
 
 class Pard(Drafter):
-    """A small LM with one learned mask vector: each of `num_drafts` - 1 masks after the root predicts one more token.
+    """A small LM with one learned mask vector: each of `num_drafts` - 1 masks after the root
+    predicts one more token.
 
-    Training runs blocks of masks after prefixes of the data, and also supervises ordinary positions. Conditional drop (section
-    3.2): a share max(keep^b, keep_least) of the prefixes has b masks or more. So every mask sees the chain of masks before it,
-    and a forward has at most T (1 + sum_b max(keep^b, keep_least)) tokens of a sequence. The labels are the data's tokens, or
-    with a divergence as `loss` the target's distributions.
+    Training runs blocks of masks after prefixes of the data, and also supervises ordinary
+    positions. Conditional drop (section 3.2): a share max(keep^b, keep_least) of the prefixes has b
+    masks or more. So every mask sees the chain of masks before it, and a forward has at most T (1 +
+    sum_b max(keep^b, keep_least)) tokens of a sequence. The labels are the data's tokens, or with a
+    divergence as `loss` the target's distributions.
 
-    PARD-2 (AMD, 2026) adds two options. With `confidence`, draft b of a block, from 0, with label x_t weighs
-    prod_{s=1..b} p(x_{t-s}), the target's probability of the labels before it. With `layers`, features of the target are
-    projected and added to the embeddings, times FEATURE_SCALE: a token gets those of the position before it, and all masks
-    those of the root. A share `without` of the sequences trains without features.
+    PARD-2 (AMD, 2026) adds two options. With `confidence`, draft b of a block, from 0, with label
+    x_t weighs prod_{s=1..b} p(x_{t-s}), the target's probability of the labels before it. With
+    `layers`, features of the target are projected and added to the embeddings, times FEATURE_SCALE:
+    a token gets those of the position before it, and all masks those of the root. A share `without`
+    of the sequences trains without features.
     """
 
     saved = SavedFiles(shape=("architecture", "num_layers", "model", "layers"))
@@ -67,12 +72,14 @@ class Pard(Drafter):
         target: Target,
         # Number of draft tokens that one forward proposes.
         num_drafts: Steps = 8,
-        # Number of the target's layers to copy, evenly spaced with the first and the last; null when model or architecture
-        # gives the drafter.
+        # Number of the target's layers to copy, evenly spaced with the first and the last; null
+        # when model or architecture gives the drafter.
         num_layers: int | None = None,
-        # Directory or hub name of a small causal model to start from; null when num_layers or architecture gives the drafter.
+        # Directory or hub name of a small causal model to start from; null when num_layers or
+        # architecture gives the drafter.
         model: str | None = None,
-        # Transformers configuration of a new, random model; null when num_layers or model gives the drafter.
+        # Transformers configuration of a new, random model; null when num_layers or model gives the
+        # drafter.
         architecture: dict[str, Any] | None = None,
         # Loss of each draft: a cross-entropy with the data or a divergence from the target.
         loss: LossName = "cross_entropy",
@@ -80,7 +87,8 @@ class Pard(Drafter):
         keep: float = 0.7,
         # Smallest share of the prefixes that any mask is trained behind.
         keep_least: float = 0.2,
-        # Whether to weigh a draft's loss by the target's probability of the drafts before it (PARD-2).
+        # Whether to weigh a draft's loss by the target's probability of the drafts before it
+        # (PARD-2).
         confidence: bool = False,
         # Layers of the target whose features are added to the embeddings (PARD-2); null adds none.
         layers: list[int] | None = None,
@@ -91,14 +99,22 @@ class Pard(Drafter):
     ) -> None:
         super().__init__()
         if num_drafts < 2:
-            raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=causal drafts one token at a time")
+            raise UserError(
+                f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=causal drafts one token "
+                "at a time"
+            )
         for key, value in (("keep", keep), ("keep_least", keep_least)):
             if not 0 < value <= 1:
                 raise UserError(f"drafter.{key}={value}: use more than 0 and at most 1")
         if not 0 <= without < 1:
             raise UserError(f"drafter.without={without}: use 0 or more and less than 1")
-        self.num_drafts, self.divergence, self.seed = num_drafts, loss, seed
-        self.keep, self.keep_least, self.confidence, self.without = keep, keep_least, confidence, without
+        self.num_drafts = num_drafts
+        self.divergence = loss
+        self.seed = seed
+        self.keep = keep
+        self.keep_least = keep_least
+        self.confidence = confidence
+        self.without = without
         self.model = make_small_model(target, num_layers, model, architecture)
         self.mask = nn.Parameter(torch.zeros(1, self.model.width))
         self.head = target.head
@@ -122,11 +138,15 @@ class Pard(Drafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """One stage on the input of the target's head and on the features in `layers`; decoding needs the latter only."""
+        """One stage on the input of the target's head and on the features in `layers`; decoding
+        needs the latter only.
+        """
         return [Stage.single(self, (*self.layers, "final"), final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of the model over all tokens and masks, with an attention mask in every layer."""
+        """Return the cost of the model over all tokens and masks, with an attention mask in
+        every layer.
+        """
         share = sum(max(self.keep**depth, self.keep_least) for depth in range(1, self.num_drafts))
         rows = batch.tokens + share * batch.supervised
         judged_rows = (1 + share) * batch.supervised
@@ -135,7 +155,9 @@ class Pard(Drafter):
         return StepCost([Run(self.model.layers, rows, rows / batch.texts, mask=mask)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Return the loss of masks and ordinary positions from one forward [B, N]; depth 0 is an ordinary position."""
+        """Return the loss of masks and ordinary positions from one forward [B, N]; depth 0 is an
+        ordinary position.
+        """
         assert batch.features is not None
         blocks = add_blocks(batch, self.prefixes(batch, state.step))
         fused = None if self.features is None else self.trained_features(batch, blocks, state.step)
@@ -151,12 +173,18 @@ class Pard(Drafter):
                     lengths=blocks.lengths,
                 ),
             )
-        is_judged = blocks.supervised | (blocks.is_batch_token & batch.next_is_supervised.gather(1, blocks.token_index))
-        labels, depths = blocks.labels[is_judged], blocks.mask_index[is_judged] + 1
+        is_judged = blocks.supervised | (
+            blocks.is_batch_token & batch.next_is_supervised.gather(1, blocks.token_index)
+        )
+        labels = blocks.labels[is_judged]
+        depths = blocks.mask_index[is_judged] + 1
         final = batch.features.at_layer("final")
-        final = final.gather(1, blocks.token_index[..., None].expand(-1, -1, final.shape[-1]))[is_judged]
+        final = final.gather(1, blocks.token_index[..., None].expand(-1, -1, final.shape[-1]))[
+            is_judged
+        ]
         drafter_head, target_head = (
-            head.projection.select_entries(slice(self.vocab_size)) for head in (self.model.head, self.head)
+            head.projection.select_entries(slice(self.vocab_size))
+            for head in (self.model.head, self.head)
         )
         share = self.shares(batch, blocks, target_head)[is_judged] if self.confidence else None
         weights = blocks.loss_weights(is_judged, batch, share)
@@ -168,33 +196,52 @@ class Pard(Drafter):
             HeadTarget(final, target_head),
             row_weight=weights,
         )
-        best = argmax_and_log_z(final, target_head)[0] if self.divergence == "cross_entropy" else judged.labels
-        return Losses.by_depth({self.divergence: judged.loss}, judged.predictions == best, depths, self.num_drafts)
+        best = (
+            argmax_and_log_z(final, target_head)[0]
+            if self.divergence == "cross_entropy"
+            else judged.labels
+        )
+        return Losses.by_depth(
+            {self.divergence: judged.loss}, judged.predictions == best, depths, self.num_drafts
+        )
 
     @torch.no_grad()
     def shares(self, batch: Batch, blocks: MaskBlocks, head: Projection) -> Tensor:
-        """Return the weight [B, N] of each draft: the product of p over the labels of the drafts before it in its block."""
+        """Return the weight [B, N] of each draft: the product of p over the labels of the drafts
+        before it in its block.
+        """
         assert batch.features is not None
         predicts = batch.next_is_supervised
         log_probs = HeadTarget(batch.features.at_layer("final")[predicts], head)
         labels = batch.tokens.roll(-1, dims=1)[predicts]
-        parts = [log_probs(rows).gather(-1, labels[rows, None])[:, 0] for rows in split_rows(len(labels))]
-        log_p = torch.zeros(predicts.shape, dtype=torch.float64, device=predicts.device)  # [B, T] of the next token
+        parts = [
+            log_probs(rows).gather(-1, labels[rows, None])[:, 0] for rows in split_rows(len(labels))
+        ]
+        # [B, T] of the next token
+        log_p = torch.zeros(predicts.shape, dtype=torch.float64, device=predicts.device)
         log_p[predicts] = torch.cat([*parts, log_p.new_zeros(0)]).double()
-        before = F.pad(log_p.cumsum(1), (1, 0))  # [B, T + 1] summed over all tokens up to each position
-        return (before.gather(1, blocks.token_index) - before.gather(1, blocks.prefix_end_index)).exp().float()
+        # [B, T + 1] summed over all tokens up to each position
+        before = F.pad(log_p.cumsum(1), (1, 0))
+        return (
+            (before.gather(1, blocks.token_index) - before.gather(1, blocks.prefix_end_index))
+            .exp()
+            .float()
+        )
 
     def trained_features(self, batch: Batch, blocks: MaskBlocks, step: int) -> Tensor:
-        """Return the features [B, N, F] that are added at every position: those of the token before it, and at a mask those of
-        the token before its block's root.
+        """Return the features [B, N, F] that are added at every position: those of the token before
+        it, and at a mask those of the token before its block's root.
 
-        They are 0 at a text's first token, and in the random share of sequences that trains without features.
+        They are 0 at a text's first token, and in the random share of sequences that trains without
+        features.
         """
         assert batch.features is not None
         rows = []
         for tokens, _ in batch.split_documents():
             source = sequence_generator(WITHOUT_FEATURES, self.seed, tokens, step)
-            has_features = torch.full((len(tokens),), float(torch.rand((), generator=source) >= self.without))
+            has_features = torch.full(
+                (len(tokens),), float(torch.rand((), generator=source) >= self.without)
+            )
             has_features[0] = 0
             rows.append(has_features)
         fused = F.pad(batch.features.fuse_layers(self.layers), (0, 0, 1, 0))[:, :-1]
@@ -203,23 +250,34 @@ class Pard(Drafter):
 
     @contextmanager
     def insert_embeddings(self, mask_index: Tensor, fused: Tensor | None) -> Iterator[None]:
-        """Put the mask vector where `mask_index` [B, N] is not negative; add projected features [B, N, F] everywhere."""
+        """Put the mask vector where `mask_index` [B, N] is not negative; add projected features
+        [B, N, F] everywhere.
+        """
         with ExitStack() as stack:
-            stack.enter_context(replace_embeddings(self.model.head.embedding, self.mask, mask_index))
+            stack.enter_context(
+                replace_embeddings(self.model.head.embedding, self.mask, mask_index)
+            )
             if self.features is not None and fused is not None:
                 added = FEATURE_SCALE * self.features(fused.to(self.features.weight.dtype))
                 stack.enter_context(add_embeddings(self.model.head.embedding, added))
             yield
 
     def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
-        """Return every prefix with a label for one of its masks, and its number of masks after the conditional drop."""
+        """Return every prefix with a label for one of its masks, and its number of masks after
+        the conditional drop.
+        """
         rows = []
         for tokens, mask in batch.split_documents():
             ends = find_prefix_ends(mask, self.num_drafts - 1)
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
             rank = torch.randperm(len(ends), generator=source)
-            prefix_counts = [max(self.keep**depth, self.keep_least) * len(ends) for depth in range(1, self.num_drafts)]
-            sizes = sum(((rank < count).long() for count in prefix_counts), start=torch.zeros_like(rank))
+            prefix_counts = [
+                max(self.keep**depth, self.keep_least) * len(ends)
+                for depth in range(1, self.num_drafts)
+            ]
+            sizes = sum(
+                ((rank < count).long() for count in prefix_counts), start=torch.zeros_like(rank)
+            )
             rows.append([(end, size) for end, size in zip(ends.tolist(), sizes.tolist()) if size])
         return rows
 
@@ -229,7 +287,9 @@ class Pard(Drafter):
         """Run the tokens that the model has not read, the root and the masks in one forward."""
         lengths, device = context.cache.lengths, context.tokens.device
         slots = 1 + self.num_drafts
-        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes)
+        self.cache = context.drafting_cache(
+            self.cache, self.model.num_layers, slots, self.model.architecture.kv_shapes
+        )
         num_unread = lengths - self.cache.lengths  # [B] without the root
         width = context.new_features.tokens.shape[1] + self.num_drafts
         offsets = torch.arange(width, device=device)
@@ -237,23 +297,33 @@ class Pard(Drafter):
         mask_index = torch.where(mask_index < self.num_drafts - 1, mask_index.clamp(min=-1), -1)
         index = (self.cache.lengths[:, None] + offsets).clamp(max=context.tokens.shape[1] - 1)
         tokens = torch.where(offsets <= num_unread[:, None], context.tokens.gather(1, index), 0)
-        with self.insert_embeddings(mask_index, self.decoding_features(context, num_unread, offsets)):
+        with self.insert_embeddings(
+            mask_index, self.decoding_features(context, num_unread, offsets)
+        ):
             tokens = to_known_tokens(tokens, self.model)
             features_out = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache))
         self.cache.commit(None, num_unread)
         is_judged = num_unread[:, None] + torch.arange(self.num_drafts, device=device)
-        final = features_out.at_layer("final").gather(1, is_judged[..., None].expand(-1, -1, self.model.width))
+        final = features_out.at_layer("final").gather(
+            1, is_judged[..., None].expand(-1, -1, self.model.width)
+        )
         log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
         return Draft(MarginalRollout(context.root, log_q))
 
-    def decoding_features(self, context: Context, num_unread: Tensor, offsets: Tensor) -> Tensor | None:
-        """Return the features [B, W, F] of the unread tokens, of the root after `num_unread` [B] of them, and of the masks."""
+    def decoding_features(
+        self, context: Context, num_unread: Tensor, offsets: Tensor
+    ) -> Tensor | None:
+        """Return the features [B, W, F] of the unread tokens, of the root after `num_unread` [B]
+        of them, and of the masks.
+        """
         if self.features is None:
             return None
         fused = context.new_features.fuse_layers(self.layers)
         if context.round == 0 or self.last is None:
             self.last = torch.zeros_like(fused[:, :1])
         shifted = torch.cat([self.last, fused], dim=1)
-        index = torch.minimum(offsets, num_unread[:, None])[..., None].expand(-1, -1, fused.shape[-1])
+        index = torch.minimum(offsets, num_unread[:, None])[..., None].expand(
+            -1, -1, fused.shape[-1]
+        )
         self.last = shifted.gather(1, num_unread[:, None, None].expand(-1, 1, fused.shape[-1]))
         return shifted.gather(1, index)

@@ -1,7 +1,9 @@
-"""P-EAGLE (arXiv 2602.01469): EAGLE-3's layers draft all tokens in one pass, through masks after the last token.
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's layers draft all tokens in one pass, through masks after
+the last token.
 
-Shapes: B batch, T tokens, N = B T positions, C masks, K drafts, D target width, V draft vocabulary, P new positions.
-Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
+Shapes: B batch, T tokens, N = B T positions, C masks, K drafts, D target width, V draft vocabulary,
+P new positions. Index t pairs the target's features at t with the embedding of token t + 1, and
+predicts token t + 2.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Count, LayerCount, Seed, Share, Steps, VocabularySize, Width
 from spectrain.drafters.layers.chains import Chains, ConditionalDrop, chain_attention, sample_chains
-from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleDrafter, EagleSettings, check_architecture
+from spectrain.drafters.layers.eagle_layers import (
+    NORM_VARIANTS,
+    EagleDrafter,
+    EagleSettings,
+    check_architecture,
+)
 from spectrain.drafters.layers.layers import Attention
 from spectrain.drafters.layers.losses import LossName
 from spectrain.drafters.layers.mask_token import check_mask_unused, resolve_mask_token
@@ -41,14 +48,24 @@ NUM_DRAFTS = 8
 class PEagle(EagleDrafter, ContextParallelDrafter):
     """EAGLE-3's layers, with `num_drafts` - 1 masks after the root.
 
-    A mask is the mask token's embedding with one learned `mask_hidden` instead of the target's features. Training supervises
-    every position and masks after some of them: a share max(keep^d, keep_least) of the positions has the mask of depth d, and
-    each mask sees the masks before it. All predictions have equal weight. `layers`, `window` and `architecture` are EAGLE-3's,
-    without its variants of a later step or of the embedding.
+    A mask is the mask token's embedding with one learned `mask_hidden` instead of the target's
+    features. Training supervises every position and masks after some of them: a share max(keep^d,
+    keep_least) of the positions has the mask of depth d, and each mask sees the masks before it.
+    All predictions have equal weight. `layers`, `window` and `architecture` are EAGLE-3's, without
+    its variants of a later step or of the embedding.
     """
 
     saved = SavedFiles(
-        shape=("vocab_size", "layers", "num_layers", "window", "mask_token_id", "own_embedding", "head_rank", "architecture")
+        shape=(
+            "vocab_size",
+            "layers",
+            "num_layers",
+            "window",
+            "mask_token_id",
+            "own_embedding",
+            "head_rank",
+            "architecture",
+        )
     )
     capabilities = replace(EagleDrafter.capabilities, on_policy=None)
     _cost_type = OnePassCost
@@ -74,23 +91,31 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
         keep_least: Share = 0.2,
         # Token id of the mask; null picks an id that no text of the target holds.
         mask_token_id: int | None = None,
-        # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
+        # True trains an input embedding of the drafter's own, with the mask token's row; false uses
+        # the target's, frozen.
         own_embedding: bool = True,
         # Initial values of the output layer and fc: the target's (target), or random ones (random).
         start: Literal["target", "random"] = "target",
         # Rank of the factorised output layer (SlimSpec); null uses a full-rank layer.
         head_rank: Width | None = None,
-        # Configuration keys and norm variants of the layers that differ from the target's; null copies the target's.
+        # Configuration keys and norm variants of the layers that differ from the target's; null
+        # copies the target's.
         architecture: dict[str, Any] | None = None,
         # Seed of the conditional drop of masks.
         seed: Seed = 0,
     ) -> None:
         complete = check_architecture(architecture or {}, NORM_VARIANTS)
-        settings = EagleSettings(num_layers, layers, vocab_size, window, start, own_embedding, head_rank, complete)
+        settings = EagleSettings(
+            num_layers, layers, vocab_size, window, start, own_embedding, head_rank, complete
+        )
         super().__init__(target, settings)
         if num_drafts < 2:
-            raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=eagle3 drafts one token at a time")
-        self.num_drafts, self.divergence = num_drafts, loss
+            raise UserError(
+                f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=eagle3 drafts one token "
+                "at a time"
+            )
+        self.num_drafts = num_drafts
+        self.divergence = loss
         self.drop = ConditionalDrop(num_drafts, keep, keep_least, seed)
         self.mask_token_id = resolve_mask_token(target, mask_token_id)
         self.saved = replace(self.saved, settings={"mask_token_id": self.mask_token_id})
@@ -111,15 +136,19 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
         """Return the cost of the layers over all tokens and masks."""
         share = self.drop.masks_per_token
         rows = batch.tokens + share * batch.supervised
-        return StepCost([Run(self, rows, batch.length)], self.judged_rows(batch, (1 + share) * batch.supervised))
+        return StepCost(
+            [Run(self, rows, batch.length)], self.judged_rows(batch, (1 + share) * batch.supervised)
+        )
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the loss of all positions and their chains of masks from one forward.
 
-        The label of position t is the target's distribution at t + 1, that of its mask of depth d the one at t + d + 1.
+        The label of position t is the target's distribution at t + 1, that of its mask of depth d
+        the one at t + d + 1.
         """
         all_chains = sample_chains(batch, self.drop, state.step)
-        chains, states = all_chains.select_own(batch), self._trained_states(batch, all_chains, state)
+        chains = all_chains.select_own(batch)
+        states = self._trained_states(batch, all_chains, state)
         supervision = Supervision(self, batch)
         is_supervised = supervision.is_supervised(0)
         rows = is_supervised.flatten().nonzero()[:, 0]
@@ -129,22 +158,30 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
         depths = torch.cat([torch.zeros_like(rows), chains.depths])
         own = torch.arange(len(chains.depths), device=rows.device)
         state_index = torch.cat([rows, is_supervised.numel() + own])
-        label_index = torch.cat([supervision.label_index(0), supervision.row_index.flatten()[chains.label_positions]])
+        label_index = torch.cat(
+            [supervision.label_index(0), supervision.row_index.flatten()[chains.label_positions]]
+        )
         label_index, order = label_index.sort(stable=True)
-        depths, weights = depths[order], chains.document_weights(label_documents)[order]
+        depths = depths[order]
+        weights = chains.document_weights(label_documents)[order]
         hidden = self.head_inputs(states[0, state_index[order]])
         loss, right = supervision.judge_states(hidden, self.lm_head, label_index, weights)
         return Losses.by_depth({self.divergence: loss}, right, depths, self.num_drafts)
 
     def _trained_states(self, batch: Batch, all_chains: Chains, state: TrainingState) -> Tensor:
         """Return the states [1, N + C, D] of the positions of this process, then of its masks."""
-        piece, chains = batch.piece, all_chains.select_own(batch)
+        piece = batch.piece
+        chains = all_chains.select_own(batch)
         count = len(chains.depths)
         masks = self.project_fused(self.mask_hidden).expand(-1, count, -1)
-        hidden = torch.cat([self.fuse_features(batch.input_features).flatten(0, 1)[None], masks], dim=1)
+        hidden = torch.cat(
+            [self.fuse_features(batch.input_features).flatten(0, 1)[None], masks], dim=1
+        )
         # The token that rolls in from beyond a document's end is never supervised.
         next_tokens = piece.cut_columns(batch.tokens.roll(-1, dims=1)).reshape(1, -1)
-        tokens = torch.cat([next_tokens, next_tokens.new_full((1, count), self.mask_token_id)], dim=1)
+        tokens = torch.cat(
+            [next_tokens, next_tokens.new_full((1, count), self.mask_token_id)], dim=1
+        )
         positions = batch.positions.expand_as(batch.tokens).reshape(1, -1)
         positions = torch.cat([positions, positions[:, chains.anchors] + chains.depths], dim=1)
         # Some scalings of the rotary embedding depend on the last position of the complete text.
@@ -158,17 +195,24 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
             (q, own_q), (k, own_k), (v, own_v) = (
-                part.split([next_tokens.numel(), count], 2) for part in attention.project_qkv(x, rope)
+                part.split([next_tokens.numel(), count], 2)
+                for part in attention.project_qkv(x, rope)
             )
             # [1, heads, B t, D] -> [B, heads, t, D]
-            rows = (part[0].unflatten(1, (len(batch.tokens), -1)).transpose(0, 1) for part in (q, k, v))
+            rows = (
+                part[0].unflatten(1, (len(batch.tokens), -1)).transpose(0, 1) for part in (q, k, v)
+            )
             q, k, v = piece.exchange_qkv(*rows)
             options = AttentionOptions(window=self.window)
             attended = piece.attend_unrolled(UnrolledRows(q, [k], [v], batch.lengths, options))
             context = k.transpose(0, 1).flatten(1, 2)[None], v.transpose(0, 1).flatten(1, 2)[None]
             mask_qkv = piece.exchange_slots((own_q, own_k, own_v), owners)
-            masks = piece.return_slots(chain_attention(*mask_qkv, context, seen_chains, self.window), owners)
-            return attention.project_output(torch.cat([attended.transpose(0, 1).flatten(1, 2)[None], masks], dim=2))
+            masks = piece.return_slots(
+                chain_attention(*mask_qkv, context, seen_chains, self.window), owners
+            )
+            return attention.project_output(
+                torch.cat([attended.transpose(0, 1).flatten(1, 2)[None], masks], dim=2)
+            )
 
         states: Tensor = state.run_checkpointed(self.run_layers, tokens, hidden, attend)
         return states
@@ -176,16 +220,25 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Run the pairs of the last accepted tokens, the last one the root's, and the masks in one forward."""
+        """Run the pairs of the last accepted tokens, the last one the root's, and the masks in
+        one forward.
+        """
         self.cache = context.drafting_cache(self.cache, self.num_layers, 1 + self.num_drafts)
-        fused, masks = context.new_features.fuse_layers(self.fused_layers), self.num_drafts - 1
+        fused = context.new_features.fuse_layers(self.fused_layers)
+        masks = self.num_drafts - 1
         width = fused.shape[1] + masks
         is_pair = torch.arange(width, device=fused.device) < context.num_new[:, None]
         tokens = torch.where(is_pair, F.pad(context.next_tokens, (0, masks)), self.mask_token_id)
-        fused = torch.where(is_pair[..., None], F.pad(fused, (0, 0, 0, masks)), self.mask_hidden.to(fused.dtype))
-        output = self.run(tokens, self.project_fused(fused), self.cache.next_slots(width), self.cache, None)
+        fused = torch.where(
+            is_pair[..., None], F.pad(fused, (0, 0, 0, masks)), self.mask_hidden.to(fused.dtype)
+        )
+        output = self.run(
+            tokens, self.project_fused(fused), self.cache.next_slots(width), self.cache, None
+        )
         self.cache.commit(None, context.num_new)
-        slots = (context.num_new - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
+        slots = (context.num_new - 1).clamp(min=0)[:, None] + torch.arange(
+            self.num_drafts, device=fused.device
+        )
         states = output.gather(1, slots[..., None].expand(-1, -1, output.shape[-1]))
         return Draft(MarginalRollout(context.root, self.log_q(states), self.draft_ids))
 
@@ -193,4 +246,6 @@ class PEagle(EagleDrafter, ContextParallelDrafter):
 def _document_index(batch: Batch) -> Tensor:
     """Return the index [N] of the document of every position."""
     lengths = batch.lengths or (batch.tokens.shape[1],) * len(batch.tokens)
-    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(batch.tokens.device)
+    return (
+        torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(batch.tokens.device)
+    )

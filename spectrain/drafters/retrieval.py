@@ -1,4 +1,6 @@
-"""Drafts looked up in the text itself and in a store of texts (REST, He et al., 2024). Needs no training."""
+"""Drafts looked up in the text itself and in a store of texts (REST, He et al., 2024). Needs no
+training.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ if TYPE_CHECKING:
 
 
 class Retrieval(Drafter, StoreReader):
-    """Merges continuations of earlier matches of the text's end into one tree, weighted by calibrated probability.
+    """Merges continuations of earlier matches of the text's end into one tree, weighted by
+    calibrated probability.
 
-    Up to `longest` final tokens are matched in the text itself and up to 16 in the `store`. With fewer than `enough` matches,
-    shorter endings are matched too, up to `matches` positions per source; REST stops at the longest match. The acceptance
-    probability of a copy is learned while decoding, from its source, the matched length and the share of agreeing matches.
+    Up to `longest` final tokens are matched in the text itself and up to 16 in the `store`. With
+    fewer than `enough` matches, shorter endings are matched too, up to `matches` positions per
+    source; REST stops at the longest match. The acceptance probability of a copy is learned while
+    decoding, from its source, the matched length and the share of agreeing matches.
     """
 
     capabilities = Capabilities(is_copier=True, has_no_q=True)
@@ -28,7 +32,8 @@ class Retrieval(Drafter, StoreReader):
     def __init__(
         self,
         target: Target,
-        # Folder that spectrain data index wrote, to copy from; null copies from the current text only.
+        # Folder that spectrain data index wrote, to copy from; null copies from the current text
+        # only.
         store: str | None = None,
         # Largest number of final tokens of the text that are matched in the text itself.
         longest: int = 6,
@@ -43,4 +48,6 @@ class Retrieval(Drafter, StoreReader):
 
     def draft(self, context: Context) -> Draft:
         proposals = self.copying.propose_copies(context)
-        return Draft(continuations=[proposal.weigh_trie(self.copying.estimator) for proposal in proposals])
+        return Draft(
+            continuations=[proposal.weigh_trie(self.copying.estimator) for proposal in proposals]
+        )

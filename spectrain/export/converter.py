@@ -12,24 +12,45 @@ from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import atomic_write, require_writable
 from spectrain.provenance import package_versions
 
-from .layout import DESCRIPTION_KEYS, MALFORMED_ERRORS, METADATA_FILE, DrafterCheckpoint, Layout, write_json
+from .layout import (
+    DESCRIPTION_KEYS,
+    MALFORMED_ERRORS,
+    METADATA_FILE,
+    DrafterCheckpoint,
+    Layout,
+    write_json,
+)
 from .layouts import detect_layout, read_files, select_layout
 from .linter import NOT_DATA, check_files
 from .loading_check import check_settings
 from .targets import TargetFiles
 
 LAYOUT_SETTINGS = (
-    "_target_", "architecture", "layers", "vocab_size", "num_layers", "model", "block_size", "sample_from_anchor", "causal",
-    "window", "mask_token_id", "own_embedding",
-)  # fmt: skip
-"""Settings of drafters that every layout that has them writes into its own files, so that spectrain.json never holds them.
+    "_target_",
+    "architecture",
+    "layers",
+    "vocab_size",
+    "num_layers",
+    "model",
+    "block_size",
+    "sample_from_anchor",
+    "causal",
+    "window",
+    "mask_token_id",
+    "own_embedding",
+)
+"""Settings of drafters that every layout that has them writes into its own files, so that
+spectrain.json never holds them.
 
-A setting of one family is in the `covers` of its layouts instead; one that is in neither comes back from spectrain.json.
+A setting of one family is in the `covers` of its layouts instead; one that is in neither comes back
+from spectrain.json.
 """
 
 
 def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterCheckpoint:
-    """Read a drafter in any supported layout; raise UserError at the first fault that is an error and not repairable."""
+    """Read a drafter in any supported layout; raise UserError at the first fault that is an
+    error and not repairable.
+    """
     files = read_files(directory)
     layout = detect_layout(files)
     for finding in check_files(files, layout, None):
@@ -44,12 +65,18 @@ def read_drafter(directory: Path, target: TargetFiles | None = None) -> DrafterC
     except UserError:
         raise
     except KeyError as error:
-        raise UserError(f"{directory}: {error} is missing; run spectrain lint {directory}") from error
+        raise UserError(
+            f"{directory}: {error} is missing; run spectrain lint {directory}"
+        ) from error
     except MALFORMED_ERRORS as error:
-        raise UserError(f"{directory}: its files do not hold a drafter ({first_line(error)}); copy them again") from error
+        raise UserError(
+            f"{directory}: its files do not hold a drafter ({first_line(error)}); copy them again"
+        ) from error
 
 
-def write_drafter(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles | None, directory: Path) -> None:
+def write_drafter(
+    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles | None, directory: Path
+) -> None:
     """Write a drafter into a folder, with spectrain.json for what the layout has no key for."""
     if not layout.covers_all:
         drafter = drafter.expand_heads()
@@ -57,21 +84,35 @@ def write_drafter(drafter: DrafterCheckpoint, layout: Layout, target: TargetFile
     if layout.covers_all:
         return
     metadata: dict[str, Any] = {
-        "drafter": {key: value for key, value in drafter.drafter.items() if key not in (*LAYOUT_SETTINGS, *layout.covers)},
-        "description": by_choice_name({k: drafter.description[k] for k in DESCRIPTION_KEYS if drafter.description.get(k)}),
+        "drafter": {
+            key: value
+            for key, value in drafter.drafter.items()
+            if key not in (*LAYOUT_SETTINGS, *layout.covers)
+        },
+        "description": by_choice_name(
+            {k: drafter.description[k] for k in DESCRIPTION_KEYS if drafter.description.get(k)}
+        ),
         "spectrain_version": package_versions().get("spectrain"),
     }
     if "mask_row" in drafter.description:
         metadata["mask_row"] = drafter.description["mask_row"]
     if target is not None:
-        metadata["target"] = {"said": target.reference, "name": target.name, "tokenizer": target.template_hash()}
+        metadata["target"] = {
+            "said": target.reference,
+            "name": target.name,
+            "tokenizer": target.template_hash(),
+        }
     if drafter.is_target:
         metadata["exits"] = read_exits(drafter)
     write_json(directory / METADATA_FILE, metadata)
 
 
-def write_checked(drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, directory: Path) -> None:
-    """Write a drafter into a folder; raise a RunError if the linter finds that an engine would not serve it."""
+def write_checked(
+    drafter: DrafterCheckpoint, layout: Layout, target: TargetFiles, directory: Path
+) -> None:
+    """Write a drafter into a folder; raise a RunError if the linter finds that an engine would
+    not serve it.
+    """
     write_drafter(drafter, layout, target, directory)
     if drafter.is_target or layout.holds_target:
         return
@@ -79,7 +120,8 @@ def write_checked(drafter: DrafterCheckpoint, layout: Layout, target: TargetFile
     for finding in check_files(files, detect_layout(files), target):
         if finding.level == "error":
             raise RunError(
-                f"{directory}: what was written would not serve: {finding.problem} ({finding.name}); {finding.remedy}"
+                f"{directory}: what was written would not serve: {finding.problem} "
+                f"({finding.name}); {finding.remedy}"
             )
 
 
@@ -91,20 +133,31 @@ def resolve_target(drafter: DrafterCheckpoint) -> TargetFiles:
     if settings:
         return TargetFiles.from_settings(settings, may_download=False)
     if drafter.target is None:
-        raise UserError("target: the drafter's files do not say which target it is for; say it, as in target=tiny")
+        raise UserError(
+            "target: the drafter's files do not say which target it is for; say it, as in "
+            "target=tiny"
+        )
     return TargetFiles(drafter.target, may_download=False)
 
 
 def read_exits(drafter: DrafterCheckpoint) -> dict[str, Any]:
-    """Return the early exits that a target was trained for, as counts of executed layers, which is transformers' numbering."""
+    """Return the early exits that a target was trained for, as counts of executed layers, which
+    is transformers' numbering.
+    """
     assert drafter.trained_target is not None
-    count = AutoConfig.from_pretrained(drafter.trained_target, trust_remote_code=False).get_text_config().num_hidden_layers
+    count = (
+        AutoConfig.from_pretrained(drafter.trained_target, trust_remote_code=False)
+        .get_text_config()
+        .num_hidden_layers
+    )
     return {"trained": list(range(1, count)), "default": drafter.drafter.get("exit_layer")}
 
 
-def convert(source: Path, out: Path, format_name: str, target: TargetFiles | None, dtype: str | None = None) -> Path:
-    """Read a drafter and write it in another layout, bit for bit without `dtype`; only low-rank output layers are multiplied
-    out."""
+def convert(
+    source: Path, out: Path, format_name: str, target: TargetFiles | None, dtype: str | None = None
+) -> Path:
+    """Read a drafter and write it in another layout, bit for bit without `dtype`; only low-rank
+    output layers are multiplied out."""
     refuse_nonempty(out)
     drafter = read_drafter(source, target)
     if target is None and drafter.target is not None:
@@ -119,6 +172,9 @@ def refuse_nonempty(out: Path) -> None:
     """Raise UserError where `out` is a link, already holds something, or cannot be written."""
     require_writable(out, "out")
     if out.is_symlink():
-        raise UserError(f"{out}: it is a link and would be replaced; give the folder that it points to, or another")
+        raise UserError(
+            f"{out}: it is a link and would be replaced; give the folder that it points to, or "
+            "another"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: it already holds files; choose another folder")

@@ -1,7 +1,9 @@
-"""The base of the layouts of DFlash and its relatives. Spectrain's `blocks.N.` are `layers.N.`, `markov.` is `markov_head.`.
+"""The base of the layouts of DFlash and its relatives. Spectrain's `blocks.N.` are `layers.N.`,
+`markov.` is `markov_head.`.
 
-Embedding and output layer are the target's. Two numberings of the fused layers exist: `target_layer_ids` names a layer by its
-output, one less than the stream entering the next layer, which `aux_hidden_state_layer_ids` and spectrain name.
+Embedding and output layer are the target's. Two numberings of the fused layers exist:
+`target_layer_ids` names a layer by its output, one less than the stream entering the next layer,
+which `aux_hidden_state_layer_ids` and spectrain name.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from spectrain.drafters.layers.block_drafter import default_layers
 from spectrain.errors import UserError
 
 from .eagle3 import drafter_layer_config
-from .fused import HEAD, SIZE_KEYS, FusedConfig, FusedLayout, equal_when_rounded, flatten_config, require_keys
+from .fused import (
+    HEAD,
+    SIZE_KEYS,
+    FusedConfig,
+    FusedLayout,
+    equal_when_rounded,
+    flatten_config,
+    require_keys,
+)
 from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, MissingTarget
 from .table import list_packages
 from .targets import TargetFiles
@@ -46,7 +56,9 @@ class BlockFamily:
         return f"{self.module or f'spectrain.drafters.{self.name}'}.{self.title}"
 
     def read_settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the family's own settings from config.json; raise KeyError naming the keys that are missing."""
+        """Return the family's own settings from config.json; raise KeyError naming the keys that
+        are missing.
+        """
         missing = [key for key in self.config_keys.values() if config.get(key) is None]
         if missing:
             raise KeyError(", ".join(missing))
@@ -54,44 +66,79 @@ class BlockFamily:
 
     def config_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         """Return the entries of config.json for the family's own settings."""
-        return {**{key: drafter.drafter[setting] for setting, key in self.config_keys.items()}, **self.fixed_entries}
+        return {
+            **{key: drafter.drafter[setting] for setting, key in self.config_keys.items()},
+            **self.fixed_entries,
+        }
 
 
 DFLASH = BlockFamily("DFlash", {}, ())
 DSPARK = BlockFamily(
-    "DSpark", {"markov_head": "markov_head_type", "rank": "markov_rank", "confidence": "enable_confidence_head"},
-    ("markov_head", "confidence_head"), {"confidence_head_with_markov": True}, is_shifted=True,
-)  # fmt: skip
+    "DSpark",
+    {
+        "markov_head": "markov_head_type",
+        "rank": "markov_rank",
+        "confidence": "enable_confidence_head",
+    },
+    ("markov_head", "confidence_head"),
+    {"confidence_head_with_markov": True},
+    is_shifted=True,
+)
 DFLASH2 = BlockFamily(
-    "DFlash2", {key: key for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")},
-    ("candidate_selector", "attention_conv", "mlp_conv"), allows_draft_vocabulary=False,
-)  # fmt: skip
+    "DFlash2",
+    {
+        key: key
+        for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    },
+    ("candidate_selector", "attention_conv", "mlp_conv"),
+    allows_draft_vocabulary=False,
+)
 LILICORR = BlockFamily(
     "LiLiCorr",
     {
-        "top_k": "lilicorr_candidate_topk", "correction_width": "lilicorr_hidden_size",
-        "correction_layers": "lilicorr_num_layers", "correction_heads": "lilicorr_num_heads",
-        "correction_mlp_ratio": "lilicorr_mlp_ratio", "factor_width": "lilicorr_factor_dim",
-        "vector_eps": "lilicorr_vector_eps", "logit_scale": "lilicorr_logit_scale",
+        "top_k": "lilicorr_candidate_topk",
+        "correction_width": "lilicorr_hidden_size",
+        "correction_layers": "lilicorr_num_layers",
+        "correction_heads": "lilicorr_num_heads",
+        "correction_mlp_ratio": "lilicorr_mlp_ratio",
+        "factor_width": "lilicorr_factor_dim",
+        "vector_eps": "lilicorr_vector_eps",
+        "logit_scale": "lilicorr_logit_scale",
     },
-    ("lilicorr",), {"lilicorr_enabled": True}, allows_draft_vocabulary=False,
-)  # fmt: skip
+    ("lilicorr",),
+    {"lilicorr_enabled": True},
+    allows_draft_vocabulary=False,
+)
 FAMILIES = {family.name: family for family in (DFLASH, DSPARK, DFLASH2, LILICORR)}
 
 BLOCK_SETTINGS = (
-    "block_size", "num_layers", "layers", "vocab_size", "sample_from_anchor", "causal", "window", "mask_token_id",
-    "own_embedding", "architecture",
-)  # fmt: skip
+    "block_size",
+    "num_layers",
+    "layers",
+    "vocab_size",
+    "sample_from_anchor",
+    "causal",
+    "window",
+    "mask_token_id",
+    "own_embedding",
+    "architecture",
+)
 """Settings of every block drafter that the files determine."""
 LAYER_KEYS = (*SIZE_KEYS, "num_hidden_layers", "num_key_value_heads", "head_dim")
-LAYER_ID_OFFSETS = {"target_layer_ids": 1, "aux_hidden_state_layer_ids": 0, "eagle_aux_hidden_state_layer_ids": 0}
+LAYER_ID_OFFSETS = {
+    "target_layer_ids": 1,
+    "aux_hidden_state_layer_ids": 0,
+    "eagle_aux_hidden_state_layer_ids": 0,
+}
 """Key of the fused layers -> what to add to its ids for spectrain's numbering."""
 SHIFTED_BLOCK_REASON = "every engine would serve it as a DFlash block, one token off"
 CONFIDENCE_WEIGHT = "confidence_head.proj.weight"
 
 
 class DFlashLayout(FusedLayout):
-    """The base of a block drafter's layouts: `parse_config` translates config.json, all else is shared."""
+    """The base of a block drafter's layouts: `parse_config` translates config.json, all else is
+    shared.
+    """
 
     family: ClassVar[BlockFamily] = DFLASH
     layer_id_offset: ClassVar[int]  # spectrain's layer ids minus the layout's
@@ -106,13 +153,23 @@ class DFlashLayout(FusedLayout):
         "lilicorr.": "a correction by a lattice of candidates, which LiLiCorr has",
         "mask_hidden": "a hidden state for masks, which P-EAGLE has",
         "attention_sink": "an attention sink, which our layers lack",
-        **{part: meaning for package in list_packages() for part, meaning in package.foreign_parts.items()},
+        **{
+            part: meaning
+            for package in list_packages()
+            for part, meaning in package.foreign_parts.items()
+        },
         **FusedLayout.foreign_parts,
     }
     fixed_values: ClassVar[dict[str, Any]] = {
-        "attention_bias": False, "attention_sink_bias": False, "add_swa_attention_sink_bias": False, "hidden_act": "silu",
-        "is_neox_style": True, "rope_is_neox_style": True, "attention_value_scale": 1.0, "logit_scale": 1.0,
-    }  # fmt: skip
+        "attention_bias": False,
+        "attention_sink_bias": False,
+        "add_swa_attention_sink_bias": False,
+        "hidden_act": "silu",
+        "is_neox_style": True,
+        "rope_is_neox_style": True,
+        "attention_value_scale": 1.0,
+        "logit_scale": 1.0,
+    }
 
     def __init__(self) -> None:
         self.constructor = self.family.constructor
@@ -129,14 +186,27 @@ class DFlashLayout(FusedLayout):
     def native_name(self, name: str) -> str:
         name = name.removeprefix("model.")
         prefixes = self.name_prefixes.items()
-        return next((ours + name.removeprefix(other) for ours, other in prefixes if name.startswith(other)), name)
+        return next(
+            (ours + name.removeprefix(other) for ours, other in prefixes if name.startswith(other)),
+            name,
+        )
 
     def layout_name(self, name: str) -> str:
         prefixes = self.name_prefixes.items()
-        return next((other + name.removeprefix(ours) for ours, other in prefixes if name.startswith(ours)), name)
+        return next(
+            (other + name.removeprefix(ours) for ours, other in prefixes if name.startswith(ours)),
+            name,
+        )
 
-    def class_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
-        values = {**config.settings, "num_layers": config.num_layers, "layers": config.layers, "vocab_size": config.draft_rows}
+    def class_settings(
+        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
+    ) -> dict[str, Any]:
+        values = {
+            **config.settings,
+            "num_layers": config.num_layers,
+            "layers": config.layers,
+            "vocab_size": config.draft_rows,
+        }
         values |= {"own_embedding": own_embedding, "architecture": config.architecture}
         return {key: values[key] for key in (*BLOCK_SETTINGS, *self.family.config_keys)}
 
@@ -149,11 +219,22 @@ class DFlashLayout(FusedLayout):
 
     def find_unsupported(self, files: DrafterFiles) -> str | None:
         config = flatten_config(files.config)
-        problem = super().find_unsupported(files) or find_cell_conflict(self.parse_config(files).settings)
-        if problem is None and config.get("enable_confidence_head") and config.get("confidence_head_with_markov") is False:
-            return f"confidence_head_with_markov=False: the confidence head of {self.choice} reads the preceding token, too"
+        problem = super().find_unsupported(files) or find_cell_conflict(
+            self.parse_config(files).settings
+        )
+        if (
+            problem is None
+            and config.get("enable_confidence_head")
+            and config.get("confidence_head_with_markov") is False
+        ):
+            return (
+                f"confidence_head_with_markov=False: the confidence head of {self.choice} "
+                "reads the preceding token, too"
+            )
         if problem is None and (files.directory / "mask_embedding.pt").exists():
-            return f"mask_embedding.pt is a separate embedding of the mask, which {self.choice} lacks"
+            return (
+                f"mask_embedding.pt is a separate embedding of the mask, which {self.choice} lacks"
+            )
         return problem
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
@@ -161,32 +242,53 @@ class DFlashLayout(FusedLayout):
         if self.find_unsupported(files) is not None:
             return
         config = self.parse_config(files)
-        mask_token, is_shifted = config.settings["mask_token_id"], config.settings["sample_from_anchor"]
+        mask_token = config.settings["mask_token_id"]
+        is_shifted = config.settings["sample_from_anchor"]
         if is_shifted and not self.family.is_shifted:
             yield Finding(
-                "shifted-block", "error", "slot 0 of its blocks drafts too (sample_from_anchor, as DeepSpec trains)",
+                "shifted-block",
+                "error",
+                "slot 0 of its blocks drafts too (sample_from_anchor, as DeepSpec trains)",
                 SHIFTED_BLOCK_REASON,
-                "train with drafter.sample_from_anchor=false, or serve it as DSpark without a Markov head",
-            )  # fmt: skip
+                "train with drafter.sample_from_anchor=false, or serve it as DSpark without a "
+                "Markov head",
+            )
         if config.has_draft_vocabulary and not self.family.allows_draft_vocabulary:
             yield Finding(
-                "cut-vocabulary", "error", f"draft_vocab_size={config.draft_rows} of {config.vocab_size} tokens",
-                f"every reader of {self.family.title} needs the full vocabulary", "train with drafter.vocab_size=null",
-            )  # fmt: skip
+                "cut-vocabulary",
+                "error",
+                f"draft_vocab_size={config.draft_rows} of {config.vocab_size} tokens",
+                f"every reader of {self.family.title} needs the full vocabulary",
+                "train with drafter.vocab_size=null",
+            )
         if not 0 <= mask_token < config.vocab_size:
             yield Finding(
-                "mask-token-range", "error", f"mask_token_id={mask_token}: the embedding has {config.vocab_size} rows",
-                "engines put that token into every slot to draft", "write the id that it was trained with",
-            )  # fmt: skip
+                "mask-token-range",
+                "error",
+                f"mask_token_id={mask_token}: the embedding has {config.vocab_size} rows",
+                "engines put that token into every slot to draft",
+                "write the id that it was trained with",
+            )
         values = flatten_config(files.config)
         ids = {key: values[key] for key in LAYER_ID_OFFSETS if values.get(key)}
-        if len({tuple(id + LAYER_ID_OFFSETS[key] for id in layer_ids) for key, layer_ids in ids.items()}) > 1:
+        if (
+            len(
+                {
+                    tuple(id + LAYER_ID_OFFSETS[key] for id in layer_ids)
+                    for key, layer_ids in ids.items()
+                }
+            )
+            > 1
+        ):
             yield Finding(
-                "layer-ids-numbering", "error",
-                f"{' and '.join(f'{key}={layer_ids}' for key, layer_ids in ids.items())} are not the same layers",
-                "target_layer_ids numbers a layer's output, one less than the stream that the others number; engines differ in "
-                "which they read", "keep the key that it was trained with",
-            )  # fmt: skip
+                "layer-ids-numbering",
+                "error",
+                f"{' and '.join(f'{key}={layer_ids}' for key, layer_ids in ids.items())} are not "
+                "the same layers",
+                "target_layer_ids numbers a layer's output, one less than the stream that the "
+                "others number; engines differ in which they read",
+                "keep the key that it was trained with",
+            )
 
         yield from markov_findings(files)
 
@@ -194,28 +296,44 @@ class DFlashLayout(FusedLayout):
         yield from super().findings_with_target(files, target)
         config = self.parse_config(files)
         assert config.layers is not None
-        default, mask_token = default_layers(target.num_layers, len(config.layers)), config.settings["mask_token_id"]
+        default = default_layers(target.num_layers, len(config.layers))
+        mask_token = config.settings["mask_token_id"]
         if config.layers == [layer + (1 if self.layer_id_offset else -1) for layer in default]:
             yield Finding(
-                "layer-ids-numbering", "warning",
-                f"layer ids {[layer - self.layer_id_offset for layer in config.layers]} look like the other layout's numbers",
-                "target_layer_ids numbers a layer's output, one less than aux_hidden_state_layer_ids, the stream entering "
-                "the next", f"write {[layer - self.layer_id_offset for layer in default]}, unless it was trained on these",
-            )  # fmt: skip
+                "layer-ids-numbering",
+                "warning",
+                f"layer ids {[layer - self.layer_id_offset for layer in config.layers]} look like "
+                "the other layout's numbers",
+                "target_layer_ids numbers a layer's output, one less than "
+                "aux_hidden_state_layer_ids, the stream entering the next",
+                (
+                    f"write {[layer - self.layer_id_offset for layer in default]}, unless it "
+                    "was trained on these"
+                ),
+            )
         if occurs_in_text(target.tokenizer, mask_token):
             yield Finding(
-                "mask-token-heard", "warning",
-                f"mask_token_id={mask_token} is {target.tokenizer.convert_ids_to_tokens(mask_token)!r}, which occurs in texts",
+                "mask-token-heard",
+                "warning",
+                f"mask_token_id={mask_token} is "
+                f"{target.tokenizer.convert_ids_to_tokens(mask_token)!r}, which occurs in texts",
                 "a drafter that was trained to read it as a mask reads it as text, too",
                 "write the id that it was trained with; train with a token that no text holds",
-            )  # fmt: skip
+            )
 
     def read_head(
-        self, files: DrafterFiles, config: FusedConfig, tensors: dict[str, Tensor], target: TargetFiles | None
+        self,
+        files: DrafterFiles,
+        config: FusedConfig,
+        tensors: dict[str, Tensor],
+        target: TargetFiles | None,
     ) -> None:
         if HEAD not in tensors or config.has_draft_vocabulary:
             return
-        problem = f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and {self.choice} then uses the target's"
+        problem = (
+            f"{files.directory}: {HEAD} has all {config.vocab_size} rows, and {self.choice} "
+            "then uses the target's"
+        )
         if target is None:
             raise MissingTarget(f"{problem}; if they are equal, give --target")
         if not equal_when_rounded(tensors[HEAD], target.load_head()):
@@ -223,21 +341,26 @@ class DFlashLayout(FusedLayout):
         del tensors[HEAD]
 
     def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
-        """Raise UserError where no layout can hold the drafter, or this one has no key for a setting."""
+        """Raise UserError where no layout can hold the drafter, or this one has no key for a
+        setting.
+        """
         if drafter.drafter["sample_from_anchor"] and not self.family.is_shifted:
             raise UserError(
-                f"sample_from_anchor: in a shifted block slot 0 drafts too, and {SHIFTED_BLOCK_REASON}; "
-                "score it with spectrain eval, or train with drafter.sample_from_anchor=false"
+                "sample_from_anchor: in a shifted block slot 0 drafts too, and "
+                f"{SHIFTED_BLOCK_REASON}; score it with spectrain eval, or train with "
+                "drafter.sample_from_anchor=false"
             )
         if "lm_head.bias" in drafter.tensors:
             raise UserError(
-                f"lm_head.bias: output layers of engines' {self.family.title} have no bias, and the target's has one; train "
-                "with drafter.vocab_size=null"
+                f"lm_head.bias: output layers of engines' {self.family.title} have no bias, and "
+                "the target's has one; train with drafter.vocab_size=null"
             )
         if conflict := find_cell_conflict(drafter.drafter):
             raise UserError(f"{conflict}; train with drafter.markov_head=gated")
         if not self.family.allows_draft_vocabulary:
-            refuse_draft_vocabulary(drafter, f"every reader of {self.family.title} needs the full vocabulary; train")
+            refuse_draft_vocabulary(
+                drafter, f"every reader of {self.family.title} needs the full vocabulary; train"
+            )
 
 
 def require_block_keys(config: dict[str, Any], keys: tuple[str, ...]) -> None:
@@ -248,8 +371,11 @@ def require_block_keys(config: dict[str, Any], keys: tuple[str, ...]) -> None:
 
 def qwen3_layer(drafter: DrafterCheckpoint) -> dict[str, Any]:
     """Return the drafter's layers as a Qwen3 configuration."""
-    count, window = drafter.drafter["num_layers"], drafter.drafter["window"]
-    layer = {key: value for key, value in drafter_layer_config(drafter).items() if key != "mlp_bias"}
+    count = drafter.drafter["num_layers"]
+    window = drafter.drafter["window"]
+    layer = {
+        key: value for key, value in drafter_layer_config(drafter).items() if key != "mlp_bias"
+    }
     return {
         **layer,
         "model_type": "qwen3",
@@ -262,9 +388,12 @@ def qwen3_layer(drafter: DrafterCheckpoint) -> dict[str, Any]:
 
 def refuse_draft_vocabulary(drafter: DrafterCheckpoint, reason: str) -> None:
     """Raise UserError where the drafter drafts a part of the vocabulary."""
-    rows, vocab = len(drafter.tensors["d2t"]), len(drafter.tensors["t2d"])
+    rows = len(drafter.tensors["d2t"])
+    vocab = len(drafter.tensors["t2d"])
     if rows < vocab:
-        raise UserError(f"d2t: it drafts {rows} of {vocab} tokens, and {reason} with drafter.vocab_size=null")
+        raise UserError(
+            f"d2t: it drafts {rows} of {vocab} tokens, and {reason} with drafter.vocab_size=null"
+        )
 
 
 def num_drafts(drafter: DrafterCheckpoint) -> int:
@@ -273,11 +402,13 @@ def num_drafts(drafter: DrafterCheckpoint) -> int:
 
 
 def find_cell_conflict(settings: dict[str, Any]) -> str | None:
-    """Describe the fault of an RNN Markov head in blocks whose anchor drafts nothing; return None where there is none."""
+    """Describe the fault of an RNN Markov head in blocks whose anchor drafts nothing; return
+    None where there is none.
+    """
     if settings.get("markov_head") == "rnn" and not settings["sample_from_anchor"]:
         return (
-            "markov_head=rnn and sample_from_anchor=false: the speculators library runs the cell over slot 0 too, which drafts "
-            "nothing, and drafter=dspark does not"
+            "markov_head=rnn and sample_from_anchor=false: the speculators library runs the cell "
+            "over slot 0 too, which drafts nothing, and drafter=dspark does not"
         )
     return None
 
@@ -287,22 +418,37 @@ def markov_findings(files: DrafterFiles) -> Iterator[Finding]:
     kind = files.config.get("markov_head_type", "vanilla")
     if kind != "vanilla":
         yield Finding(
-            "markov-head", "warning", f"markov_head_type is {kind}", "vLLM supports only vanilla; SGLang supports all three",
+            "markov-head",
+            "warning",
+            f"markov_head_type is {kind}",
+            "vLLM supports only vanilla; SGLang supports all three",
             "serve it with SGLang, in the flat layout, or train with drafter.markov_head=vanilla",
-        )  # fmt: skip
-    if files.config.get("enable_confidence_head") and files.config.get("confidence_head_with_markov") is None:
+        )
+    if (
+        files.config.get("enable_confidence_head")
+        and files.config.get("confidence_head_with_markov") is None
+    ):
         yield Finding(
-            "confidence-implicit", "error", "config.json lacks confidence_head_with_markov",
-            "the default is false in vLLM and true in the speculators library, so the head may read another input",
+            "confidence-implicit",
+            "error",
+            "config.json lacks confidence_head_with_markov",
+            "the default is false in vLLM and true in the speculators library, so the head may "
+            "read another input",
             "write the value that it was trained with",
-        )  # fmt: skip
+        )
 
 
 def occurs_in_text(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
-    """Tell whether texts may hold a token: an ordinary token, an end token, or one of the chat template."""
+    """Tell whether texts may hold a token: an ordinary token, an end token, or one of the chat
+    template.
+    """
     if token >= len(tokenizer) or token == tokenizer.mask_token_id:
         return False
     added = tokenizer.added_tokens_decoder.get(token)
-    if added is None or not added.special or token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+    if (
+        added is None
+        or not added.special
+        or token in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    ):
         return True
     return isinstance(tokenizer.chat_template, str) and str(added) in tokenizer.chat_template

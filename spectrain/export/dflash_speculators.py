@@ -1,4 +1,6 @@
-"""The layouts of block drafters that the speculators library writes and vLLM reads: DFlash, DSpark and DFlash2."""
+"""The layouts of block drafters that the speculators library writes and vLLM reads: DFlash,
+DSpark and DFlash2.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from .targets import TargetFiles
 
 
 class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
-    """The speculators layout of DFlash: its layer in `transformer_layer_config`, its target in `speculators_config`."""
+    """The speculators layout of DFlash: its layer in `transformer_layer_config`, its target in
+    `speculators_config`.
+    """
 
     title = "DFlash, speculators layout"
     layer_id_offset = 0
@@ -27,7 +31,13 @@ class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
         config = files.config
         require_block_keys(
-            flatten_config(config), ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "transformer_layer_config")
+            flatten_config(config),
+            (
+                "block_size",
+                "mask_token_id",
+                "aux_hidden_state_layer_ids",
+                "transformer_layer_config",
+            ),
         )
         layer = config["transformer_layer_config"]
         slides = "sliding_attention" in (layer.get("layer_types") or [])
@@ -39,7 +49,13 @@ class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
             "window": layer["sliding_window"] if slides else None,
             **self.family.read_settings(config),
         }
-        return FusedConfig(layer, config["aux_hidden_state_layer_ids"], {}, config.get("draft_vocab_size"), settings)
+        return FusedConfig(
+            layer,
+            config["aux_hidden_state_layer_ids"],
+            {},
+            config.get("draft_vocab_size"),
+            settings,
+        )
 
     def trains_causal(self, config: dict[str, Any]) -> bool:
         """Tell whether the library trains layers with a window causally inside the block."""
@@ -53,30 +69,38 @@ class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
         num_slots = settings["block_size"] - (0 if settings["sample_from_anchor"] else 1)
         if num_tokens > num_slots:
             yield Finding(
-                "too-many-tokens", "error",
-                f"speculative_tokens is {num_tokens}, and a block of {settings['block_size']} drafts {num_slots}",
-                "engines run longer blocks than it was trained on", f"write {num_slots}",
-            )  # fmt: skip
+                "too-many-tokens",
+                "error",
+                f"speculative_tokens is {num_tokens}, and a block of {settings['block_size']} "
+                f"drafts {num_slots}",
+                "engines run longer blocks than it was trained on",
+                f"write {num_slots}",
+            )
 
     def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         """Yield a fault where slots attend to other slots in an engine than in training."""
-        non_causal, types = (
-            files.config.get("sliding_window_non_causal"),
-            files.config["transformer_layer_config"].get("layer_types"),
-        )
+        non_causal = files.config.get("sliding_window_non_causal")
+        types = files.config["transformer_layer_config"].get("layer_types")
         if non_causal is None and "sliding_attention" in (types or []):
             yield Finding(
-                "block-causality-implicit", "error", "config.json lacks sliding_window_non_causal",
-                "the default is true in vLLM and false in the speculators library, so a slot may attend to other slots than in "
-                "training", "write the value that it was trained with",
-            )  # fmt: skip
+                "block-causality-implicit",
+                "error",
+                "config.json lacks sliding_window_non_causal",
+                "the default is true in vLLM and false in the speculators library, so a slot may "
+                "attend to other slots than in training",
+                "write the value that it was trained with",
+            )
         if non_causal is False and "sliding_attention" not in (types or []):
             yield Finding(
-                "block-causality", "error", "full-attention layers and sliding_window_non_causal is false",
-                "the speculators library trains such layers in both directions regardless, and vLLM serves them causally",
-                'write "sliding_window_non_causal": true, or spectrain convert DIR OUT --to vllm --target TARGET',
+                "block-causality",
+                "error",
+                "full-attention layers and sliding_window_non_causal is false",
+                "the speculators library trains such layers in both directions regardless, and "
+                "vLLM serves them causally",
+                'write "sliding_window_non_causal": true, or spectrain convert DIR OUT --to vllm '
+                "--target TARGET",
                 is_repairable=True,
-            )  # fmt: skip
+            )
 
     def layer_entries(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         return {**qwen3_layer(drafter), "architectures": ["Qwen3ForCausalLM"]}
@@ -100,11 +124,14 @@ class SpeculatorsDFlash(SpeculatorsLayout, DFlashLayout):
         super().check_writable(drafter, target)
         if drafter.drafter["causal"] and drafter.drafter["window"] is None:
             raise UserError(
-                "drafter.causal=true: the speculators library trains layers without a window in both directions and vLLM "
-                "serves them as the file says, so no value suits both; train with drafter.window too"
+                "drafter.causal=true: the speculators library trains layers without a window in "
+                "both directions and vLLM serves them as the file says, so no value suits both; "
+                "train with drafter.window too"
             )
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {"vllm": DrafterLaunch(self.method, path, num_drafts(drafter))}
 
 
@@ -141,27 +168,40 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
         yield from super().findings(files)
         if files.config.get("sample_from_anchor") is None:
             yield Finding(
-                "anchor-implicit", "error", "config.json lacks sample_from_anchor",
-                "the default is false in vLLM and true in the speculators library, so every draft may be one token off",
+                "anchor-implicit",
+                "error",
+                "config.json lacks sample_from_anchor",
+                "the default is false in vLLM and true in the speculators library, so every draft "
+                "may be one token off",
                 "write the value that it was trained with",
-            )  # fmt: skip
+            )
 
     def causality_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         settings = self.parse_config(files).settings
         if settings["window"] is not None and not settings["causal"]:
             yield Finding(
-                "block-causality", "error", "layers with a window and sliding_window_non_causal is true",
-                "the speculators library trains them in both directions, and vLLM serves a DSpark with a window causally",
-                "train with sliding_window_non_causal: false, or without a window", is_repairable=True,
-            )  # fmt: skip
+                "block-causality",
+                "error",
+                "layers with a window and sliding_window_non_causal is true",
+                "the speculators library trains them in both directions, and vLLM serves a DSpark "
+                "with a window causally",
+                "train with sliding_window_non_causal: false, or without a window",
+                is_repairable=True,
+            )
 
     def check_writable(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> None:
         super().check_writable(drafter, target)
         if drafter.drafter["window"] is not None and not drafter.drafter["causal"]:
             raise UserError(
-                f"drafter.window={drafter.drafter['window']}: vLLM serves a DSpark with a window causally; train with "
-                "drafter.causal=true too, or without a window"
+                f"drafter.window={drafter.drafter['window']}: vLLM serves a DSpark with a window "
+                "causally; train with drafter.causal=true too, or without a window"
             )
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
-        return super().drafter_launches(drafter, files, path) if drafter.drafter["markov_head"] == "vanilla" else {}
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
+        return (
+            super().drafter_launches(drafter, files, path)
+            if drafter.drafter["markov_head"] == "vanilla"
+            else {}
+        )

@@ -1,7 +1,8 @@
-"""The layouts of EAGLE's first drafter by its authors, vLLM and SGLang: fc, and one Llama layer without its first norm.
+"""The layouts of EAGLE's first drafter by its authors, vLLM and SGLang: fc, and one Llama layer
+without its first norm.
 
-All have `layers.0.` names, `fc.weight` and a flat config.json. They differ in the class that `architectures` names, in fc's
-bias, and in whether they hold the target's embedding.
+All have `layers.0.` names, `fc.weight` and a flat config.json. They differ in the class that
+`architectures` names, in fc's bias, and in whether they hold the target's embedding.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
 from .eagle3 import LAYER_PARTS
-from .fused import EMBEDDING, HEAD, SIZE_KEYS, FusedConfig, FusedLayout, flat_rope, is_close_to, layer_rope, require_keys
+from .fused import (
+    EMBEDDING,
+    HEAD,
+    SIZE_KEYS,
+    FusedConfig,
+    FusedLayout,
+    flat_rope,
+    is_close_to,
+    layer_rope,
+    require_keys,
+)
 from .layout import (
     CHAIN_TOKENS,
     DrafterCheckpoint,
@@ -30,11 +41,14 @@ from .layout import (
 )
 from .targets import TargetFiles
 
-FC_BIAS, LAYER_PREFIX = "fc.bias", "layers.0."
+FC_BIAS = "fc.bias"
+LAYER_PREFIX = "layers.0."
 
 
 class OriginalEagle1(FusedLayout):
-    """The authors' layout: it holds the target's embedding, and a bias of fc unless config.json has bias=false."""
+    """The authors' layout: it holds the target's embedding, and a bias of fc unless config.json
+    has bias=false.
+    """
 
     title = "EAGLE, original layout"
     constructor = "spectrain.drafters.eagle1.Eagle1"
@@ -51,9 +65,14 @@ class OriginalEagle1(FusedLayout):
     def matches_files(self, files: DrafterFiles) -> bool:
         shape = files.tensors["fc.weight"].shape if "fc.weight" in files.tensors else ()
         is_other_layout = "drafter" in files.config or "speculators_model_type" in files.config
-        is_eagle3 = any("hidden_norm" in name or name.startswith("midlayer.") for name in files.tensors)
+        is_eagle3 = any(
+            "hidden_norm" in name or name.startswith("midlayer.") for name in files.tensors
+        )
         return (
-            self.has_architecture(files) and not (is_other_layout or is_eagle3) and len(shape) == 2 and shape[1] == 2 * shape[0]
+            self.has_architecture(files)
+            and not (is_other_layout or is_eagle3)
+            and len(shape) == 2
+            and shape[1] == 2 * shape[0]
         )
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
@@ -66,7 +85,9 @@ class OriginalEagle1(FusedLayout):
     def layout_name(self, name: str) -> str:
         return LAYER_PREFIX + name if name.startswith(LAYER_PARTS) else name
 
-    def class_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
+    def class_settings(
+        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
+    ) -> dict[str, Any]:
         bias = self.native_tensors(files).get(FC_BIAS)
         # SGLang's layout has one, even an untrained one.
         return {"bias": bias is not None and bool(bias.any()), "architecture": config.architecture}
@@ -76,33 +97,59 @@ class OriginalEagle1(FusedLayout):
         return bool(files.config.get("bias", True))
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        expected, prefix = super().expected_tensors(files), "model." if "model.fc.weight" in files.tensors else ""
-        required = {name: shape for name, shape in expected.required.items() if name != prefix + FC_BIAS}
-        optional = {name: shape for name, shape in expected.optional.items() if name not in (HEAD, "d2t", "t2d")}
+        expected = super().expected_tensors(files)
+        prefix = "model." if "model.fc.weight" in files.tensors else ""
+        required = {
+            name: shape for name, shape in expected.required.items() if name != prefix + FC_BIAS
+        }
+        optional = {
+            name: shape
+            for name, shape in expected.optional.items()
+            if name not in (HEAD, "d2t", "t2d")
+        }
         group = required if self.needs_bias(files) else optional
         group[prefix + FC_BIAS] = (self.parse_config(files).width,)
         return ExpectedTensors(required, optional, expected.ignored)
 
     def read_head(
-        self, files: DrafterFiles, config: FusedConfig, tensors: dict[str, Tensor], target: TargetFiles | None
+        self,
+        files: DrafterFiles,
+        config: FusedConfig,
+        tensors: dict[str, Tensor],
+        target: TargetFiles | None,
     ) -> None:
         if EMBEDDING in tensors:
             require_target(target, f"{EMBEDDING} should be the target's own")
-            raise UserError(f"{files.directory}: {EMBEDDING} is not the target's, and {self.choice} uses the target's")
+            raise UserError(
+                f"{files.directory}: {EMBEDDING} is not the target's, and {self.choice} uses the "
+                "target's"
+            )
         if FC_BIAS in tensors and not tensors[FC_BIAS].any():
             del tensors[FC_BIAS]
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         drafter = super().read(files, target)
-        return replace(drafter, tensors={name: drafter.tensors[name] for name in drafter.tensors if name not in ("d2t", "t2d")})
+        return replace(
+            drafter,
+            tensors={
+                name: drafter.tensors[name]
+                for name in drafter.tensors
+                if name not in ("d2t", "t2d")
+            },
+        )
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
         tensors = self.select_tensors(drafter)
         target = require_target(target, "this layout holds the size of the target's vocabulary")
         if self.holds_embedding:
             tensors[EMBEDDING] = target.load_embedding().to(tensors["fc.weight"].dtype)
         write_tensors(directory / "model.safetensors", self.layout_tensors(tensors))
-        write_json(directory / "config.json", self._make_config(drafter, target.vocab_size, FC_BIAS in tensors))
+        write_json(
+            directory / "config.json",
+            self._make_config(drafter, target.vocab_size, FC_BIAS in tensors),
+        )
 
     def _make_config(self, drafter: DrafterCheckpoint, vocab: int, bias: bool) -> dict[str, Any]:
         architecture = drafter.drafter["architecture"]
@@ -129,7 +176,9 @@ class OriginalEagle1(FusedLayout):
 
 
 class SglangEagle1(OriginalEagle1):
-    """SGLang's layout: its fc always has a bias, which stays uninitialized where the file lacks it, so zeros are written."""
+    """SGLang's layout: its fc always has a bias, which stays uninitialized where the file lacks
+    it, so zeros are written.
+    """
 
     title = "EAGLE, SGLang layout"
     architectures = ("LlamaForCausalLMEagle",)
@@ -142,7 +191,9 @@ class SglangEagle1(OriginalEagle1):
         fc = drafter.tensors["fc.weight"]
         return {FC_BIAS: fc.new_zeros(len(fc)), **drafter.tensors}
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {"sglang": DrafterLaunch("EAGLE", path, CHAIN_TOKENS)}
 
 
@@ -161,21 +212,30 @@ class VllmEagle1(OriginalEagle1):
         bias = self.native_tensors(files).get(FC_BIAS)
         if bias is not None and bias.any():
             yield Finding(
-                "fc-bias", "error", f"{FC_BIAS} is not zero", "vLLM's fc has none and ignores it",
+                "fc-bias",
+                "error",
+                f"{FC_BIAS} is not zero",
+                "vLLM's fc has none and ignores it",
                 "train it with drafter.bias=false, or serve it with SGLang",
-            )  # fmt: skip
+            )
 
     def select_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
         if FC_BIAS in drafter.tensors:
-            raise UserError(f"{FC_BIAS}: vLLM's EAGLE has no bias; use --to sglang, or train with drafter.bias=false")
+            raise UserError(
+                f"{FC_BIAS}: vLLM's EAGLE has no bias; use --to sglang, or train with "
+                "drafter.bias=false"
+            )
         return dict(drafter.tensors)
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {"vllm": DrafterLaunch("eagle", path, CHAIN_TOKENS)}
 
 
 class NestedEagle1(VllmEagle1):
-    """The layout of vLLM's first EAGLE conversion: a Llama configuration below `model`, and the target's output layer.
+    """The layout of vLLM's first EAGLE conversion: a Llama configuration below `model`, and the
+    target's output layer.
 
     It is read only; `fc` has a bias where config.json has eagle_fc_bias or bias.
     """
@@ -183,7 +243,9 @@ class NestedEagle1(VllmEagle1):
     title = "EAGLE, vLLM's nested layout"
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        return files.config.get("model_type") == "eagle" and isinstance(files.config.get("model"), dict)
+        return files.config.get("model_type") == "eagle" and isinstance(
+            files.config.get("model"), dict
+        )
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
         return super().parse_config(unnest_config(files))
@@ -195,7 +257,8 @@ class NestedEagle1(VllmEagle1):
         return bool(files.config.get("eagle_fc_bias") or files.config.get("bias"))
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        expected, config = super().expected_tensors(files), self.parse_config(files)
+        expected = super().expected_tensors(files)
+        config = self.parse_config(files)
         names = [name for name in files.tensors if self.native_name(name) == HEAD]
         expected.optional.update(dict.fromkeys(names, (config.vocab_size, config.width)))
         return expected
@@ -209,17 +272,27 @@ class NestedEagle1(VllmEagle1):
         # Unlike today's, the class of this layout has a bias.
         yield from OriginalEagle1.findings(self, files)
         yield Finding(
-            "nested-config", "warning", "config.json holds the layer's configuration below model, as vLLM's first EAGLE did",
-            "other engines look for it at the top level", "spectrain convert DIR OUT --to vllm --target TARGET",
-        )  # fmt: skip
+            "nested-config",
+            "warning",
+            ("config.json holds the layer's configuration below model, as vLLM's first EAGLE did"),
+            "other engines look for it at the top level",
+            "spectrain convert DIR OUT --to vllm --target TARGET",
+        )
 
     def read_head(
-        self, files: DrafterFiles, config: FusedConfig, tensors: dict[str, Tensor], target: TargetFiles | None
+        self,
+        files: DrafterFiles,
+        config: FusedConfig,
+        tensors: dict[str, Tensor],
+        target: TargetFiles | None,
     ) -> None:
         if HEAD in tensors:
             target = require_target(target, f"{HEAD} should be the target's own")
             if not is_close_to(tensors.pop(HEAD), target.load_head()):
-                raise UserError(f"{files.directory}: {HEAD} is not the target's, and {self.choice} uses the target's")
+                raise UserError(
+                    f"{files.directory}: {HEAD} is not the target's, and {self.choice} uses the "
+                    "target's"
+                )
         super().read_head(files, config, tensors, target)
 
 

@@ -1,7 +1,8 @@
 """The base of EAGLE-3's layouts.
 
-Spectrain's tensor names have no prefix for the first layer (`fc.weight`, `self_attn.q_proj.weight`); layouts have one. Later
-layers are `later.0.` and so on in spectrain, `layers.1.` and so on in layouts.
+Spectrain's tensor names have no prefix for the first layer (`fc.weight`,
+`self_attn.q_proj.weight`); layouts have one. Later layers are `later.0.` and so on in spectrain,
+`layers.1.` and so on in layouts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Eagle3Layout(FusedLayout):
         name = name.removeprefix("model.").removeprefix("midlayer.").removeprefix("layers.0.")
         kind, _, rest = name.partition(".")
         number, _, rest = rest.partition(".")
-        return f"later.{int(number) - 1}.{rest}" if kind == "layers" and number.isdecimal() else name
+        return (
+            f"later.{int(number) - 1}.{rest}" if kind == "layers" and number.isdecimal() else name
+        )
 
     def layout_name(self, name: str) -> str:
         if name.startswith("later."):
@@ -42,22 +45,40 @@ class Eagle3Layout(FusedLayout):
             return f"layers.{int(number) + 1}.{rest}"
         return self.prefix + name if name.startswith(LAYER_PARTS) else name
 
-    def class_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
-        settings = {"vocab_size": config.draft_rows, "layers": config.layers, "num_layers": config.num_layers}
+    def class_settings(
+        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
+    ) -> dict[str, Any]:
+        settings = {
+            "vocab_size": config.draft_rows,
+            "layers": config.layers,
+            "num_layers": config.num_layers,
+        }
         if config.window is not None:
             settings["window"] = config.window
         return settings | self.embedding_settings(config, files, own_embedding)
 
-    def embedding_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
-        """Return the settings that EAGLE-3 and P-EAGLE hold differently: the layer, and whether the embedding is its own."""
-        return {"architecture": config.architecture | ({"own_embedding": True} if own_embedding else {})}
+    def embedding_settings(
+        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
+    ) -> dict[str, Any]:
+        """Return the settings that EAGLE-3 and P-EAGLE hold differently: the layer, and whether
+        the embedding is its own.
+        """
+        return {
+            "architecture": config.architecture | ({"own_embedding": True} if own_embedding else {})
+        }
 
     def read_head(
-        self, files: DrafterFiles, config: FusedConfig, tensors: dict[str, Tensor], target: TargetFiles | None
+        self,
+        files: DrafterFiles,
+        config: FusedConfig,
+        tensors: dict[str, Tensor],
+        target: TargetFiles | None,
     ) -> None:
         if HEAD not in tensors:
             if target is None:
-                raise MissingTarget(f"{files.directory}: {HEAD} is missing, so it is the target's; give --target")
+                raise MissingTarget(
+                    f"{files.directory}: {HEAD} is missing, so it is the target's; give --target"
+                )
             tensors[HEAD] = target.load_head().to(tensors["fc.weight"].dtype)
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
@@ -68,18 +89,25 @@ class Eagle3Layout(FusedLayout):
 
 
 def unnamed_layers(target: TargetFiles) -> list[int]:
-    """Return the layers that engines fuse where config.json names none; raise UserError for a target that is too small."""
+    """Return the layers that engines fuse where config.json names none; raise UserError for a
+    target that is too small.
+    """
     layers = engine_layers(target.num_layers)
     if layers is None:
         raise UserError(
-            "config.json names no fused layers, and the engines' default, 2, the middle and three before the end, is not three "
-            f"different ones of the {target.num_layers} layers of {target.reference}; write those that it was trained on"
+            "config.json names no fused layers, and the engines' default, 2, the middle and "
+            f"three before the end, is not three different ones of the {target.num_layers} layers "
+            f"of {target.reference}; write those that it was trained on"
         )
     return layers
 
 
-def check_layer_count(drafter: DrafterCheckpoint, target: TargetFiles | None, engine: str, lowest: int = 0) -> None:
-    """Raise UserError where an engine that fuses exactly three layers, none below the lowest, cannot serve a drafter."""
+def check_layer_count(
+    drafter: DrafterCheckpoint, target: TargetFiles | None, engine: str, lowest: int = 0
+) -> None:
+    """Raise UserError where an engine that fuses exactly three layers, none below the lowest,
+    cannot serve a drafter.
+    """
     layers = drafter.drafter.get("layers")
     if layers is None or (len(layers) == NUM_FUSED_LAYERS and min(layers) >= lowest):
         return
@@ -88,14 +116,15 @@ def check_layer_count(drafter: DrafterCheckpoint, target: TargetFiles | None, en
     remedy = f"train with drafter.layers={default}, or use" if is_possible else "use"
     bound = ", none of them 0," if lowest else ""
     raise UserError(
-        f"drafter.layers={layers}: {engine} fuses exactly three layers of the target{bound} and this drafter {len(layers)} "
-        f"({', '.join(map(str, layers))}); {remedy} the format vllm"
+        f"drafter.layers={layers}: {engine} fuses exactly three layers of the target{bound} and "
+        f"this drafter {len(layers)} ({', '.join(map(str, layers))}); {remedy} the format vllm"
     )
 
 
 def drafter_layer_config(drafter: DrafterCheckpoint) -> dict[str, Any]:
     """Return the drafter's layers as a Llama or Qwen3 configuration."""
-    architecture, count = drafter.drafter["architecture"], drafter.drafter["num_layers"]
+    architecture = drafter.drafter["architecture"]
+    count = drafter.drafter["num_layers"]
     window = drafter.drafter.get("window")
     return {
         "model_type": "qwen3" if architecture.get("qk_norm") else "llama",
@@ -113,9 +142,16 @@ def drafter_layer_config(drafter: DrafterCheckpoint) -> dict[str, Any]:
 
 
 def sliding_config(window: int, num_layers: int) -> dict[str, Any]:
-    """Return the entries of Llama's and Qwen3's configurations for a sliding window in every layer."""
+    """Return the entries of Llama's and Qwen3's configurations for a sliding window in every
+    layer.
+    """
     kinds = ["sliding_attention"] * num_layers
-    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": kinds}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": 0,
+        "layer_types": kinds,
+    }
 
 
 def variant_flags(drafter: DrafterCheckpoint) -> dict[str, bool]:
@@ -126,10 +162,18 @@ def complete_settings(drafter: dict[str, Any], target: TargetFiles) -> dict[str,
     """Return a drafter's settings with the target's values filled in."""
     layers = drafter.get("layers")
     fused_layers = default_layers(target.num_layers) if layers is None else sorted(set(layers))
-    return {**drafter, "architecture": complete_layer(drafter.get("architecture"), target), "layers": fused_layers}
+    return {
+        **drafter,
+        "architecture": complete_layer(drafter.get("architecture"), target),
+        "layers": fused_layers,
+    }
 
 
 def complete_layer(architecture: dict[str, Any] | None, target: TargetFiles) -> dict[str, Any]:
     """Return an `architecture` with the values of the target's layer filled in."""
     layer = llama_layer_settings(target.config, architecture)
-    return {key: value for key, value in layer.items() if key in LAYER_KEYS or key in (architecture or {})}
+    return {
+        key: value
+        for key, value in layer.items()
+        if key in LAYER_KEYS or key in (architecture or {})
+    }

@@ -1,4 +1,6 @@
-"""The GGUF layout of complete models, Llama, Qwen2 and Qwen3: distilled drafters (--spec-type draft-simple), and targets."""
+"""The GGUF layout of complete models, Llama, Qwen2 and Qwen3: distilled drafters (--spec-type
+draft-simple), and targets.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,27 @@ from .gguf_layout import (
 )
 from .gguf_tokenizer import tokenizer_keys
 from .huggingface import CAUSAL_CLASS, MODEL_PREFIX, STOP_HEAD_PREFIX
-from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Interpretation, require_target
+from .layout import (
+    CHAIN_TOKENS,
+    DrafterCheckpoint,
+    DrafterFiles,
+    ExpectedTensors,
+    Finding,
+    Interpretation,
+    require_target,
+)
 from .targets import LOADERS, TargetFiles
 
 MODEL_ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """Model type, in transformers and in GGUF -> the name of its tensors' table in the package gguf."""
 INTERLEAVED_TYPES = ("llama",)
 """Model types whose queries and keys llama.cpp rotates in pairs of neighbours."""
-UNSUPPORTED_KEYS = {"mlp_bias": False, "use_sliding_window": False, "hidden_act": "silu", "partial_rotary_factor": 1.0}
+UNSUPPORTED_KEYS = {
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+}
 """Key of a configuration -> the only value of it that llama.cpp's classes have."""
 
 
@@ -58,23 +73,35 @@ class GgufModel(GgufLayout):
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         config = model_config(files)
         names = map_names(config)
-        shapes = {name: tuple(tensor.shape) for name, tensor in build_meta_model(config).state_dict().items()}
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in build_meta_model(config).state_dict().items()
+        }
         optional = {names[HEAD]: shapes.pop(HEAD)} if config["tie_word_embeddings"] else {}
-        return ExpectedTensors({names[name]: shape for name, shape in shapes.items()}, optional, (ROPE_FACTORS,))
+        return ExpectedTensors(
+            {names[name]: shape for name, shape in shapes.items()}, optional, (ROPE_FACTORS,)
+        )
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         problem = find_foreign_rope(files)
         if problem is not None:
             yield Finding(
-                "not-representable", "warning", problem, "spectrain cannot score or fine-tune it", "nothing, to serve it"
+                "not-representable",
+                "warning",
+                problem,
+                "spectrain cannot score or fine-tune it",
+                "nothing, to serve it",
             )
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         if (problem := find_foreign_rope(files)) is not None:
             raise UserError(f"{files.directory}: {problem}")
-        metadata, config = files.read_metadata(), model_config(files)
+        metadata = files.read_metadata()
+        config = model_config(files)
         own_names = {name: ours for ours, name in map_names(config).items()}
-        tensors = {own_names[name]: tensor for name, tensor in files.tensors.items() if name in own_names}
+        tensors = {
+            own_names[name]: tensor for name, tensor in files.tensors.items() if name in own_names
+        }
         if config["model_type"] in INTERLEAVED_TYPES:
             tensors = convert_heads(tensors, config, to_file=False)
         settings = {"architecture": config, "num_layers": None, "model": None}
@@ -87,12 +114,18 @@ class GgufModel(GgufLayout):
 
     def interpretations(self, drafter: DrafterCheckpoint) -> Iterator[Interpretation]:
         if drafter.drafter["architecture"]["model_type"] in INTERLEAVED_TYPES:
-            yield unpermuted_interpretation(drafter, "llama.cpp rotates neighbours: write their rows in pairs")
+            yield unpermuted_interpretation(
+                drafter, "llama.cpp rotates neighbours: write their rows in pairs"
+            )
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
         target = require_target(target, "its tokenizer is also the drafter's")
         if any(name.startswith(STOP_HEAD_PREFIX) for name in drafter.tensors):
-            print("drafter.stop_head: left out, because llama.cpp lets no drafter decide when to stop")
+            print(
+                "drafter.stop_head: left out, because llama.cpp lets no drafter decide when to stop"
+            )
         tensors = {
             name.removeprefix(MODEL_PREFIX): TensorSource.from_tensor(tensor.detach().cpu())
             for name, tensor in drafter.tensors.items()
@@ -102,12 +135,16 @@ class GgufModel(GgufLayout):
         keys = {"general.name": f"draft model for {target.name}"} | tokenizer_keys(target)
         write_model(directory / DRAFTER_FILE, config, tensors, keys, self.dtype)
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {"llamacpp": DrafterLaunch("draft-simple", path, CHAIN_TOKENS)}
 
 
 def write_target(target: TargetFiles, directory: Path, dtype: str | None) -> Path:
-    """Write a target's own weights as `TARGET_FILE`, one tensor after the other; return the path."""
+    """Write a target's own weights as `TARGET_FILE`, one tensor after the other; return the
+    path.
+    """
     layout = GgufModel() if dtype is None else GgufModel().with_dtype(dtype)
     assert isinstance(layout, GgufModel)
     config = complete_config(target.config.to_dict())
@@ -122,7 +159,8 @@ def has_own_file(target: TargetFiles, requested: str | None) -> bool:
 
 
 def find_target_file(target: TargetFiles, dtype: str, requested: str | None) -> Path:
-    """Return a target as a GGUF file: its own where no type is requested, or else one that is written once into the cache.
+    """Return a target as a GGUF file: its own where no type is requested, or else one that is
+    written once into the cache.
 
     `dtype` is the type of the target in this project, which applies without a requested one.
     """
@@ -145,8 +183,12 @@ def list_weights(directory: Path) -> dict[str, TensorSource]:
         with open_tensors(path) as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 part = file.get_slice(name)
-                dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(part.get_dtype(), torch.float32)
-                sources[name] = TensorSource(tuple(part.get_shape()), dtype, partial(load_weight, path, name))
+                dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(
+                    part.get_dtype(), torch.float32
+                )
+                sources[name] = TensorSource(
+                    tuple(part.get_shape()), dtype, partial(load_weight, path, name)
+                )
     return sources
 
 
@@ -157,37 +199,58 @@ def load_weight(path: Path, name: str) -> Tensor:
 
 
 def complete_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's configuration with all its settings; raise UserError for a model that llama.cpp's classes are not."""
+    """Return a model's configuration with all its settings; raise UserError for a model that
+    llama.cpp's classes are not.
+    """
     kind = config.get("model_type", "llama")
     if kind not in MODEL_ARCHITECTURES:
         raise UserError(
-            f"model_type={kind}: format=gguf writes {', '.join(MODEL_ARCHITECTURES)}; use llama.cpp's own converter"
+            f"model_type={kind}: format=gguf writes {', '.join(MODEL_ARCHITECTURES)}; use "
+            "llama.cpp's own converter"
         )
     complete: dict[str, Any] = AutoConfig.for_model(**{**config, "model_type": kind}).to_dict()
     for key, value in UNSUPPORTED_KEYS.items():
         if complete.get(key, value) not in (value, None):
-            raise UserError(f"{key}={complete[key]}: llama.cpp's {kind} has {key}={value}; use a model with that")
+            raise UserError(
+                f"{key}={complete[key]}: llama.cpp's {kind} has {key}={value}; use a model with "
+                "that"
+            )
     return complete
 
 
 def write_model(
-    path: Path, config: dict[str, Any], tensors: dict[str, TensorSource], keys: dict[str, Any], dtype: str | None
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, TensorSource],
+    keys: dict[str, Any],
+    dtype: str | None,
 ) -> None:
     """Write a complete model with its tensors under transformers' names."""
-    names, kind = map_names(config), config["model_type"]
+    names = map_names(config)
+    kind = config["model_type"]
     unknown = sorted(tensors.keys() - names.keys())
     if unknown:
-        raise UserError(f"{unknown[0]}: llama.cpp's {kind} has no such tensor; use a model without it")
-    absent = sorted(names.keys() - tensors.keys() - ({HEAD} if config["tie_word_embeddings"] else set()))
+        raise UserError(
+            f"{unknown[0]}: llama.cpp's {kind} has no such tensor; use a model without it"
+        )
+    absent = sorted(
+        names.keys() - tensors.keys() - ({HEAD} if config["tie_word_embeddings"] else set())
+    )
     if absent:
         more = f" ({len(absent) - 1} more are missing too)" if absent[1:] else ""
         raise UserError(
-            f"{absent[0]}: it is not among the weights of the model{more}; save the model again with all its weights"
+            f"{absent[0]}: it is not among the weights of the model{more}; save the model again "
+            "with all its weights"
         )
     if config["tie_word_embeddings"]:
         tensors = {name: source for name, source in tensors.items() if name != HEAD}
-    sources = {names[name]: convert_source(name, tensors[name], config) for name in sorted(tensors, key=names.__getitem__)}
-    sources |= {name: TensorSource.from_tensor(tensor) for name, tensor in rope_tensors(config).items()}
+    sources = {
+        names[name]: convert_source(name, tensors[name], config)
+        for name in sorted(tensors, key=names.__getitem__)
+    }
+    sources |= {
+        name: TensorSource.from_tensor(tensor) for name, tensor in rope_tensors(config).items()
+    }
     write_gguf(path, kind, keys | size_keys(kind, config), sources, dtype)
 
 
@@ -205,8 +268,13 @@ def convert_source(name: str, source: TensorSource, config: dict[str, Any]) -> T
 def map_names(config: dict[str, Any]) -> dict[str, str]:
     """Return transformers' name of every tensor of a model -> the name in a GGUF file."""
     architecture = gguf.MODEL_ARCH[MODEL_ARCHITECTURES[config["model_type"]]]
-    find_name: Callable[..., str | None] = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"]).get_name
-    names = {name: find_name(name, try_suffixes=(".weight", ".bias")) for name in build_meta_model(config).state_dict()}
+    find_name: Callable[..., str | None] = gguf.get_tensor_name_map(
+        architecture, config["num_hidden_layers"]
+    ).get_name
+    names = {
+        name: find_name(name, try_suffixes=(".weight", ".bias"))
+        for name in build_meta_model(config).state_dict()
+    }
     return {name: other for name, other in names.items() if other is not None}
 
 
@@ -214,10 +282,13 @@ def build_meta_model(config: dict[str, Any]) -> Any:
     """Return the model of a configuration on the device "meta"."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**config), trust_remote_code=False
+            )
     except Exception as error:  # unknown settings may raise anything
         raise UserError(
-            f"transformers cannot build the model of these sizes ({first_line(error)}); copy the file again"
+            f"transformers cannot build the model of these sizes ({first_line(error)}); copy the "
+            "file again"
         ) from error
 
 
@@ -225,7 +296,10 @@ def model_config(files: DrafterFiles) -> dict[str, Any]:
     """Return the transformers configuration of a model's file."""
     kind = files.config["general.architecture"]
     has_bias = "blk.0.attn_q.bias" in files.tensors
-    ids = {f"{name}_token_id": files.config.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+    ids = {
+        f"{name}_token_id": files.config.get(f"tokenizer.ggml.{name}_token_id")
+        for name in ("bos", "eos")
+    }
     return {
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],
         "model_type": kind,

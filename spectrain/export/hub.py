@@ -9,23 +9,37 @@ from spectrain.errors import RunError, UserError
 
 
 def push(directory: Path, repo: str, private: bool) -> str:
-    """Upload a folder without the scores in it to a model repository, which is created if new; return its address."""
+    """Upload a folder without the scores in it to a model repository, which is created if new;
+    return its address.
+    """
     scores = directory / "eval"
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and scores not in path.parents)
+    files = sorted(
+        path for path in directory.rglob("*") if path.is_file() and scores not in path.parents
+    )
     size = sum(path.stat().st_size for path in files)
-    print(f"uploading {len(files)} files, {size / 1e6:.1f} MB, to {repo}, {'private' if private else 'public'} if it is new:")
+    print(
+        f"uploading {len(files)} files, {size / 1e6:.1f} MB, to {repo}, "
+        f"{'private' if private else 'public'} if it is new:"
+    )
     for path in files:
         print(f"  {path.relative_to(directory)}  {path.stat().st_size:,} bytes")
     api = HfApi()
     try:
         address = str(api.create_repo(repo, private=private, exist_ok=True))
-        api.upload_folder(repo_id=repo, folder_path=directory, ignore_patterns=["eval/*"],
-                          commit_message="Drafter exported by spectrain")  # fmt: skip
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=directory,
+            ignore_patterns=["eval/*"],
+            commit_message="Drafter exported by spectrain",
+        )
     except HFValidationError as error:
-        raise UserError(f"push={repo}: this is not the name of a repository; write ORG/NAME") from error
+        raise UserError(
+            f"push={repo}: this is not the name of a repository; write ORG/NAME"
+        ) from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(
-            f"push={repo}: the upload failed ({reason}); the files are in {directory}, log in with hf auth login and try again"
+            f"push={repo}: the upload failed ({reason}); the files are in {directory}, log in "
+            "with hf auth login and try again"
         ) from error
     return address

@@ -1,4 +1,6 @@
-"""The layout of transformers for complete models: distilled drafters, PARD, and targets trained to exit early (LayerSkip)."""
+"""The layout of transformers for complete models: distilled drafters, PARD, and targets trained
+to exit early (LayerSkip).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ STOP_HEAD_PREFIX = "stop_head."
 
 
 class HuggingFaceLayout(Layout):
-    """A directory for AutoModelForCausalLM; `spd_type` and `pard_token` name the embedding row of PARD's mask."""
+    """A directory for AutoModelForCausalLM; `spd_type` and `pard_token` name the embedding row
+    of PARD's mask.
+    """
 
     title = "transformers"
 
@@ -48,7 +52,9 @@ class HuggingFaceLayout(Layout):
         try:
             config = AutoConfig.from_pretrained(files.directory, trust_remote_code=False)
             with init_empty_weights():
-                state = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
+                state = AutoModelForCausalLM.from_config(
+                    config, trust_remote_code=False
+                ).state_dict()
         except Exception as error:  # unknown settings may raise anything
             raise UserError(
                 f"{files.directory / 'config.json'}: transformers cannot build this model "
@@ -62,21 +68,31 @@ class HuggingFaceLayout(Layout):
         )
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        token, rows = files.config.get("pard_token"), files.config.get("vocab_size", 0)
-        if files.config.get("spd_type") == "pard" and not (isinstance(token, int) and 0 <= token < rows):
+        token = files.config.get("pard_token")
+        rows = files.config.get("vocab_size", 0)
+        if files.config.get("spd_type") == "pard" and not (
+            isinstance(token, int) and 0 <= token < rows
+        ):
             yield Finding(
-                "pard-token", "error", f"pard_token={token} is outside the embedding, which has {rows} rows",
-                "engines put that token into every slot to draft", "write the id of the mask token",
-            )  # fmt: skip
+                "pard-token",
+                "error",
+                f"pard_token={token} is outside the embedding, which has {rows} rows",
+                "engines put that token into every slot to draft",
+                "write the id of the mask token",
+            )
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         metadata = files.read_metadata()
         if metadata.early_exits is not None:
             raise UserError(
-                f"{files.directory}: this is a target that exits early, not a drafter; use it as target=hf "
-                f"target.model={files.directory} drafter=early_exit"
+                f"{files.directory}: this is a target that exits early, not a drafter; use it as "
+                f"target=hf target.model={files.directory} drafter=early_exit"
             )
-        architecture = {key: value for key, value in files.config.items() if key not in ("spd_type", "pard_token")}
+        architecture = {
+            key: value
+            for key, value in files.config.items()
+            if key not in ("spd_type", "pard_token")
+        }
         tensors = {MODEL_PREFIX + name: tensor for name, tensor in files.tensors.items()}
         drafter: dict[str, Any] = {"_target_": CAUSAL_CLASS, **metadata.drafter}
         drafter |= {"architecture": architecture, "num_layers": None, "model": None}
@@ -89,24 +105,35 @@ class HuggingFaceLayout(Layout):
             if row is not None:  # the row that the mask replaced
                 tensors[name] = tensors[name].clone()
                 tensors[name][token] = torch.tensor(row, dtype=tensors[name].dtype)
-        return DrafterCheckpoint(drafter, tensors, metadata.target, description=metadata.description)
+        return DrafterCheckpoint(
+            drafter, tensors, metadata.target, description=metadata.description
+        )
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
         if drafter.is_target:
             self._write_target(drafter, directory)
             return
         if "features.weight" in drafter.tensors:
             raise UserError(
-                f"drafter.layers={drafter.drafter.get('layers')}: no engine passes target features to PARD; score it with "
-                "spectrain eval, or train it with drafter.layers=null"
+                f"drafter.layers={drafter.drafter.get('layers')}: no engine passes target "
+                "features to PARD; score it with spectrain eval, or train it with "
+                "drafter.layers=null"
             )
         target = require_target(target, "its tokenizer is also the drafter's")
         if any(name.startswith(STOP_HEAD_PREFIX) for name in drafter.tensors):
-            print("drafter.stop_head: left out, because no engine lets a drafter decide when to stop")
+            print(
+                "drafter.stop_head: left out, because no engine lets a drafter decide when to stop"
+            )
         architecture = dict(drafter.drafter["architecture"])
         kind = architecture.setdefault("model_type", "llama")
         architecture.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
-        exported = {name: tensor for name, tensor in drafter.tensors.items() if not name.startswith(STOP_HEAD_PREFIX)}
+        exported = {
+            name: tensor
+            for name, tensor in drafter.tensors.items()
+            if not name.startswith(STOP_HEAD_PREFIX)
+        }
         tensors = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in exported.items()}
         architecture["dtype"] = drafter.dtype
         if "mask" in drafter.tensors:
@@ -126,12 +153,14 @@ class HuggingFaceLayout(Layout):
         trained = drafter.trained_target
         if trained is None:
             raise UserError(
-                "format=hf: this target was not trained to exit early, so there is nothing to export; transformers decodes any "
-                "model with generate(.., assistant_early_exit=E)"
+                "format=hf: this target was not trained to exit early, so there is nothing to "
+                "export; transformers decodes any model with generate(.., assistant_early_exit=E)"
             )
         shutil.copytree(trained, directory, dirs_exist_ok=True)
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         if drafter.is_target:
             return {}
         if "mask" in drafter.tensors:
@@ -148,21 +177,30 @@ class HuggingFaceLayout(Layout):
             return {"transformers": generate_snippet(path, f"assistant_early_exit={exit_layer}")}
         if "mask" in drafter.tensors:
             return {}
-        return {"transformers": generate_snippet(target, f'assistant_model=AutoModelForCausalLM.from_pretrained("{path}")')}
+        return {
+            "transformers": generate_snippet(
+                target, f'assistant_model=AutoModelForCausalLM.from_pretrained("{path}")'
+            )
+        }
 
 
-def generate_snippet(model: str, option: str, classes: str = "AutoModelForCausalLM, AutoTokenizer") -> str:
+def generate_snippet(
+    model: str, option: str, classes: str = "AutoModelForCausalLM, AutoTokenizer"
+) -> str:
     """Return the lines of Python that decode with transformers."""
     return (
         f"from transformers import {classes}\n"
-        f'tokenizer, model = AutoTokenizer.from_pretrained("{model}"), AutoModelForCausalLM.from_pretrained("{model}")\n'
+        f'tokenizer, model = AutoTokenizer.from_pretrained("{model}"), '
+        f'AutoModelForCausalLM.from_pretrained("{model}")\n'
         'inputs = tokenizer("..", return_tensors="pt")\n'
         f"model.generate(**inputs, do_sample=False, {option})"
     )
 
 
 def find_mask_token(target: TargetFiles, rows: int) -> int:
-    """Return a token that no text holds: an unused embedding row, an unused special token, or the padding token."""
+    """Return a token that no text holds: an unused embedding row, an unused special token, or
+    the padding token.
+    """
     tokenizer = target.tokenizer
     if rows > len(tokenizer):
         return len(tokenizer)
@@ -170,13 +208,18 @@ def find_mask_token(target: TargetFiles, rows: int) -> int:
     spare = {
         token.content: number
         for number, token in sorted(tokenizer.added_tokens_decoder.items())
-        if token.special and token.content not in template and token.content not in (tokenizer.bos_token, tokenizer.eos_token)
+        if token.special
+        and token.content not in template
+        and token.content not in (tokenizer.bos_token, tokenizer.eos_token)
     }
-    last = [spare.pop(token) for token in (tokenizer.pad_token, tokenizer.unk_token) if token in spare]
+    last = [
+        spare.pop(token) for token in (tokenizer.pad_token, tokenizer.unk_token) if token in spare
+    ]
     candidates = [*spare.values(), *last]
     if not candidates:
         raise UserError(
-            f"pard_token: {target.reference} has no unused token for the mask, and engines need the target's vocabulary; "
-            "use drafter=causal, or a target whose embedding has rows without a token"
+            f"pard_token: {target.reference} has no unused token for the mask, and engines need "
+            "the target's vocabulary; use drafter=causal, or a target whose embedding has rows "
+            "without a token"
         )
     return candidates[0]

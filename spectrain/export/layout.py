@@ -1,7 +1,9 @@
-"""The contract of an export layout: the files of a directory, a drafter between two layouts, and the `Layout` class.
+"""The contract of an export layout: the files of a directory, a drafter between two layouts, and
+the `Layout` class.
 
-A layout is one class in one file. `read` returns a drafter in spectrain's own terms and `write` takes one, so a conversion is
-one `read` and one `write`. A new layout is one file and one line in layouts.py.
+A layout is one class in one file. `read` returns a drafter in spectrain's own terms and `write`
+takes one, so a conversion is one `read` and one `write`. A new layout is one file and one line in
+layouts.py.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spectrain.config.choices import choice_name
-from spectrain.config.saved import check_choices, check_no_directives, parse_groups, read_json_object
+from spectrain.config.saved import (
+    check_choices,
+    check_no_directives,
+    parse_groups,
+    read_json_object,
+)
 from spectrain.errors import UserError
 from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors
@@ -46,7 +53,9 @@ MALFORMED_ERRORS = (
 
 @dataclass
 class DrafterFiles:
-    """The contents of a drafter's directory: config.json and every tensor of its safetensors files."""
+    """The contents of a drafter's directory: config.json and every tensor of its safetensors
+    files.
+    """
 
     directory: Path
     config: dict[str, Any]
@@ -54,32 +63,46 @@ class DrafterFiles:
 
     @staticmethod
     def from_directory(directory: Path) -> DrafterFiles:
-        """Read a directory without unpickling; raise UserError where config.json or the weights are missing."""
+        """Read a directory without unpickling; raise UserError where config.json or the weights
+        are missing.
+        """
         config: dict[str, Any] = {}
         if directory.is_dir():
             refuse_odd_files(directory)
         if (directory / "config.json").exists():
             config = read_config(directory)
-        elif not (directory / "adapter_config.json").exists():  # a peft directory has no config.json
-            raise UserError(f"{directory}: there is no config.json in it; give the directory of a drafter")
+        # a peft directory has no config.json
+        elif not (directory / "adapter_config.json").exists():
+            raise UserError(
+                f"{directory}: there is no config.json in it; give the directory of a drafter"
+            )
         weight_files = sorted(directory.glob("*.safetensors"))
-        pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
+        pickled = sorted(
+            path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES
+        )
         if not weight_files and pickled:
             raise UserError(
-                f"{directory / pickled[0]}: a pickled file can run any code, so it is not read; where you trust it, make it "
+                f"{directory / pickled[0]}: a pickled file can run any code, so it is not read; "
+                "where you trust it, make it "
                 f'safetensors: python -c "import torch; from safetensors.torch import save_file; '
-                f"save_file({{k: v.contiguous().clone() for k, v in torch.load('{pickled[0]}', weights_only=True).items()}}, "
+                f"save_file({{k: v.contiguous().clone() for k, v in torch.load('{pickled[0]}', "
+                f"weights_only=True).items()}}, "
                 f"'{Path(pickled[0]).stem}.safetensors')\""
             )
         if not weight_files:
-            raise UserError(f"{directory}: there are no weights (*.safetensors) in it; give the directory of a drafter")
+            raise UserError(
+                f"{directory}: there are no weights (*.safetensors) in it; give the directory of "
+                "a drafter"
+            )
         tensors: dict[str, Tensor] = {}
         for path in weight_files:
             tensors |= read_tensors(path, "copy the file again", MAX_DRAFTER_TENSORS)
         return DrafterFiles(directory, config, tensors)
 
     def read_sidecar(self, name: str) -> dict[str, Any]:
-        """Read another JSON file of the directory and refuse directives in it; return {} where it does not exist."""
+        """Read another JSON file of the directory and refuse directives in it; return {} where
+        it does not exist.
+        """
         path = self.directory / name
         return check_no_directives(read_json_object(path), path) if path.exists() else {}
 
@@ -90,15 +113,24 @@ class DrafterFiles:
         description = parse_groups(content.pop("description", {}), path)
         check_choices(description, path, "description.")
         check_no_directives(content, path)
-        drafter, target = content.get("drafter", {}), content.get("target", {})
+        drafter = content.get("drafter", {})
+        target = content.get("target", {})
         if not isinstance(drafter, dict) or not isinstance(target, dict) or "choice" in drafter:
             raise UserError(f"{path}: drafter and target hold no settings; copy the file again")
         for key in ("said", "name", "tokenizer"):
             if not isinstance(target.get(key), str | None):
-                raise UserError(f"{path}: target.{key}={str(target[key])[:100]}: use a text; copy the file again")
+                raise UserError(
+                    f"{path}: target.{key}={str(target[key])[:100]}: use a text; copy the file "
+                    "again"
+                )
         names = {key: target[key] for key in ("said", "tokenizer") if target.get(key)}
         return ExportMetadata(
-            drafter, description, names.get("said"), names.get("tokenizer"), content.get("exits"), content.get("mask_row")
+            drafter,
+            description,
+            names.get("said"),
+            names.get("tokenizer"),
+            content.get("exits"),
+            content.get("mask_row"),
         )
 
     def read_group(self, group: str) -> dict[str, Any] | None:
@@ -111,7 +143,9 @@ class DrafterFiles:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read a drafter's config.json; raise UserError for sizes that no model has, and for known keys of a wrong type."""
+    """Read a drafter's config.json; raise UserError for sizes that no model has, and for known
+    keys of a wrong type.
+    """
     path = directory / "config.json"
     config = read_json_object(path)
     check_sizes(config, path, DRAFTER_SIZES)
@@ -133,7 +167,9 @@ class ExportMetadata:
 
 @dataclass
 class DrafterCheckpoint:
-    """A drafter between two layouts: complete settings in spectrain's terms, and tensors under spectrain's names."""
+    """A drafter between two layouts: complete settings in spectrain's terms, and tensors under
+    spectrain's names.
+    """
 
     drafter: dict[str, Any]  # the group `drafter` of a saved description, `_target_` included
     tensors: dict[str, Tensor]
@@ -148,21 +184,32 @@ class DrafterCheckpoint:
 
     @property
     def is_target(self) -> bool:
-        """Whether it has no weights of its own because its target was trained to draft with its own layers."""
+        """Whether it has no weights of its own because its target was trained to draft with its
+        own layers.
+        """
         return not self.tensors
 
     def expand_heads(self) -> DrafterCheckpoint:
-        """Multiply low-rank output layers out, for layouts that have full ones only; logits are equal up to rounding."""
+        """Multiply low-rank output layers out, for layouts that have full ones only; logits are
+        equal up to rounding.
+        """
         tensors = dict(self.tensors)
         for name in [name for name in tensors if name.endswith("lm_down.weight")]:
-            down, head = tensors.pop(name), name.replace("lm_down", "lm_head")
+            down = tensors.pop(name)
+            head = name.replace("lm_down", "lm_head")
             tensors[head] = (tensors[head].float() @ down.float()).to(down.dtype)
-        return replace(self, drafter={k: v for k, v in self.drafter.items() if k != "head_rank"}, tensors=tensors)
+        return replace(
+            self,
+            drafter={k: v for k, v in self.drafter.items() if k != "head_rank"},
+            tensors=tensors,
+        )
 
     @property
     def dtype(self) -> str:
         """The dtype of most of its weights, as configurations name it."""
-        dtypes = [str(tensor.dtype) for tensor in self.tensors.values() if tensor.is_floating_point()]
+        dtypes = [
+            str(tensor.dtype) for tensor in self.tensors.values() if tensor.is_floating_point()
+        ]
         return max(set(dtypes), key=dtypes.count).removeprefix("torch.") if dtypes else "float32"
 
 
@@ -207,23 +254,27 @@ class Layout(ABC):
     """The way in which one project writes a drafter to files."""
 
     title: ClassVar[str]
-    # Whether config.json holds every setting of the drafter and its description, so that no spectrain.json is written.
+    # Whether config.json holds every setting of the drafter and its description, so that no
+    # spectrain.json is written.
     covers_all: ClassVar[bool] = False
     # Its own files of settings, which the linter reads.
     sidecars: ClassVar[tuple[str, ...]] = ()
     holds_target: ClassVar[bool] = False  # its directory is a target that contains the drafter
     needs_engine: ClassVar[bool] = False  # its files are written in the environment of its engine
-    pickled_names: ClassVar[tuple[str, ...]] = ()  # pickled copies of its weights for readers that know no other files
-    # Whether `expected_tensors` builds spectrain's drafter from config.json, so that no other check need build it.
+    # pickled copies of its weights for readers that know no other files
+    pickled_names: ClassVar[tuple[str, ...]] = ()
+    # Whether `expected_tensors` builds spectrain's drafter from config.json, so that no other check
+    # need build it.
     builds_drafter: ClassVar[bool] = False
-    mixes_dtypes: ClassVar[bool] = False  # its readers expect some tensors in float32, whatever type the others have
+    # its readers expect some tensors in float32, whatever type the others have
+    mixes_dtypes: ClassVar[bool] = False
 
     @property
     def covers(self) -> tuple[str, ...]:
         """The drafter's settings that this layout's own files hold; `read` takes them from there.
 
-        An export also holds spectrain.json: the settings in neither `LAYOUT_SETTINGS` nor `covers`, and the run's tree,
-        rule and recipe. `DrafterFiles.read_metadata` reads it.
+        An export also holds spectrain.json: the settings in neither `LAYOUT_SETTINGS` nor `covers`,
+        and the run's tree, rule and recipe. `DrafterFiles.read_metadata` reads it.
         """
         return ()
 
@@ -240,7 +291,9 @@ class Layout(ABC):
         """Return the tensors that config.json implies."""
 
     def check_data(self, files: DrafterFiles) -> None:
-        """Raise UserError where config.json holds a directive that would run or construct something."""
+        """Raise UserError where config.json holds a directive that would run or construct
+        something.
+        """
         check_no_directives(files.config, files.directory / "config.json")
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
@@ -253,38 +306,59 @@ class Layout(ABC):
 
     @abstractmethod
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        """Return the drafter in spectrain's terms; raise UserError naming what spectrain's classes cannot represent."""
+        """Return the drafter in spectrain's terms; raise UserError naming what spectrain's
+        classes cannot represent.
+        """
 
     def interpretations(self, drafter: DrafterCheckpoint) -> Iterator[Interpretation]:
         """Yield other ways to interpret the tensors, which only files of this layout suggest."""
         return iter(())
 
     def with_dtype(self, dtype: str) -> Layout:
-        """Return this layout with another type for the matrices that it writes; raise UserError where it has only their own."""
+        """Return this layout with another type for the matrices that it writes; raise UserError
+        where it has only their own.
+        """
         raise UserError(
-            f"dtype={dtype}: in this format, {self.title}, weights keep the drafter's type; leave it out, or use format=gguf "
-            "or openvino"
+            f"dtype={dtype}: in this format, {self.title}, weights keep the drafter's type; leave "
+            "it out, or use format=gguf or openvino"
         )
 
     def with_engine(self, python: str) -> Layout:
-        """Return this layout with another environment for the engine's own converter; raise UserError where it needs none."""
-        raise UserError(f"engine_python={python}: this format, {self.title}, is written without an engine; leave it out")
+        """Return this layout with another environment for the engine's own converter; raise
+        UserError where it needs none.
+        """
+        raise UserError(
+            f"engine_python={python}: this format, {self.title}, is written without an engine; "
+            "leave it out"
+        )
 
     @abstractmethod
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        """Write the drafter into an existing folder; raise UserError naming what the layout cannot hold."""
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
+        """Write the drafter into an existing folder; raise UserError naming what the layout
+        cannot hold.
+        """
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
-        """Return, by engine, how it is started with this drafter; `path` is the drafter's folder."""
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
+        """Return, by engine, how it is started with this drafter; `path` is the drafter's
+        folder.
+        """
         return {}
 
     def python_snippets(self, drafter: DrafterCheckpoint, target: str, path: str) -> dict[str, str]:
-        """Return, by library, the lines of Python that decode with it; `target` is the path of the target."""
+        """Return, by library, the lines of Python that decode with it; `target` is the path of
+        the target.
+        """
         return {}
 
 
 class RefusedSettings(ValueError):
-    """Settings of spectrain's own that its constructors refuse; the message is that of the refusal."""
+    """Settings of spectrain's own that its constructors refuse; the message is that of the
+    refusal.
+    """
 
 
 class MissingTarget(UserError):
@@ -294,7 +368,10 @@ class MissingTarget(UserError):
 def require_target(target: TargetFiles | None, purpose: str) -> TargetFiles:
     """Return the target's files, or raise MissingTarget saying what they are needed for."""
     if target is None:
-        raise MissingTarget(f"--target: {purpose}; say which target the drafter is for, a directory or a name on the hub")
+        raise MissingTarget(
+            f"--target: {purpose}; say which target the drafter is for, a directory or a name on "
+            "the hub"
+        )
     return target
 
 
@@ -305,4 +382,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors sorted by name, so that equal drafters give equal files."""
     # Readers of other projects want this entry.
-    save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensors[name].contiguous() for name in sorted(tensors)},
+        path,
+        metadata={"format": "pt"},
+    )

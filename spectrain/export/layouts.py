@@ -1,5 +1,5 @@
-"""The table of export layouts. A new layout is its own file and one line here, before any layout whose
-`matches_files` accepts its files: help, completion, converter and linter read it.
+"""The table of export layouts. A new layout is its own file and one line here, before any layout
+whose `matches_files` accepts its files: help, completion, converter and linter read it.
 
 The table names classes as text, so that listing the formats imports no layout.
 """
@@ -59,15 +59,26 @@ CORE_LAYOUTS = (
     TableRow("native.NativeLayout", "spectrain", " ".join(NATIVE_FAMILIES)),
 )
 LAYOUTS = insert_rows(CORE_LAYOUTS, (row for package in list_packages() for row in package.rows))
-"""Every layout; the first one whose `matches_files` is true wins. A format has at most one layout for each family."""
+"""Every layout; the first one whose `matches_files` is true wins. A format has at most one
+layout for each family.
+"""
 FORMATS = tuple(dict.fromkeys(name for row in LAYOUTS for name in row.formats.split()))
 OWN_SUFFIXES = {row.suffix for row in LAYOUTS} - {".safetensors"}
-"""Suffixes of files that hold settings and weights together, so that their directory needs no config.json."""
+"""Suffixes of files that hold settings and weights together, so that their directory needs no
+config.json.
+"""
 EXPORT_FORMATS = tuple(name for name in FORMATS if name != "spectrain")
 SERVING_HINTS = {
     "hybrid": f"no engine has it; {SCORE_WITHOUT_ENGINE}, or export its inner drafter",
-    "ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
-    **{family: hint for package in list_packages() for family, hint in package.serving_hints.items()},
+    "ngram": (
+        'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", '
+        '"num_speculative_tokens": 4}\''
+    ),
+    **{
+        family: hint
+        for package in list_packages()
+        for family, hint in package.serving_hints.items()
+    },
 }
 """Family that no engine can serve from an export -> why, and what to do instead."""
 
@@ -102,30 +113,46 @@ def detect_layout(files: DrafterFiles) -> Layout:
 
     if (adapter := describe_adapter(files.directory)) is not None:
         raise UserError(
-            f"{files.directory}: {adapter}; if it is an Uno drafter, say so by a file spectrain.json that holds {{}}"
+            f"{files.directory}: {adapter}; if it is an Uno drafter, say so by a file "
+            f"spectrain.json that holds {{}}"
         )
     titles = ", ".join(load_layout(row).title for row in LAYOUTS)
-    raise UserError(f"{files.directory}: its config.json has no supported layout; supported are {titles}")
+    raise UserError(
+        f"{files.directory}: its config.json has no supported layout; supported are {titles}"
+    )
 
 
 def select_layout(family: str, format_name: str, dtype: str | None = None) -> Layout:
-    """Return the layout of a format for a family's drafters, or raise UserError saying which format to use.
+    """Return the layout of a format for a family's drafters, or raise UserError saying which format
+    to use.
 
     With `dtype`, its matrices have that type in place of the drafter's own.
     """
-    if format_name not in FORMATS and (missing := explain_missing("format", format_name)) is not None:
+    if (
+        format_name not in FORMATS
+        and (missing := explain_missing("format", format_name)) is not None
+    ):
         raise UserError(missing)
     if format_name not in FORMATS:
-        raise UserError(f"format={format_name}: there is no such format; {suggest_nearest(format_name, FORMATS)}")
+        raise UserError(
+            f"format={format_name}: there is no such format; "
+            f"{suggest_nearest(format_name, FORMATS)}"
+        )
     rows = [row for row in LAYOUTS if family in row.families.split()]
     for row in rows:
         if format_name in row.formats.split():
             return load_layout(row) if dtype is None else load_layout(row).with_dtype(dtype)
     if family in SERVING_HINTS:
         raise UserError(f"format={format_name}: {family} cannot be served: {SERVING_HINTS[family]}")
-    alternatives = [name for name in EXPORT_FORMATS if any(name in row.formats.split() for row in rows)]
+    alternatives = [
+        name for name in EXPORT_FORMATS if any(name in row.formats.split() for row in rows)
+    ]
     if not alternatives:
-        raise UserError(f"format={format_name}: no layout of an engine supports drafter={family}; {SCORE_WITHOUT_ENGINE}")
+        raise UserError(
+            f"format={format_name}: no layout of an engine supports drafter={family}; "
+            f"{SCORE_WITHOUT_ENGINE}"
+        )
     raise UserError(
-        f"format={format_name}: it does not support drafter={family}; use format={' or format='.join(alternatives)}"
+        f"format={format_name}: it does not support drafter={family}; use "
+        f"format={' or format='.join(alternatives)}"
     )

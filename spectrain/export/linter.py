@@ -1,6 +1,8 @@
-"""The linter of drafter files: it finds silent faults that cost acceptance, each under a stable name.
+"""The linter of drafter files: it finds silent faults that cost acceptance, each under a stable
+name.
 
-`check_files` reads files only, the drafter's and with a target the target's. `lint` with a target also decodes (measure.py).
+`check_files` reads files only, the drafter's and with a target the target's. `lint` with a target
+also decodes (measure.py).
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from spectrain.files import PICKLE_SUFFIXES
 from spectrain.models.rope import RopeError
 
 from .command_only_findings import check_command_only
-from .layout import MALFORMED_ERRORS, DrafterFiles, ExpectedTensors, Finding, Layout, RefusedSettings
+from .layout import (
+    MALFORMED_ERRORS,
+    DrafterFiles,
+    ExpectedTensors,
+    Finding,
+    Layout,
+    RefusedSettings,
+)
 from .layouts import detect_layout, read_files
 from .loading_check import check_loading
 from .targets import TargetFiles, tokenizer_hash
@@ -36,8 +45,16 @@ UNREADABLE = "unreadable"
 """The fault of files whose layout cannot be told because of a value of a wrong type."""
 NOT_DATA = "not-data"
 """The fault of settings that are more than data."""
-NOT_DATA_CONSEQUENCE = "a file from elsewhere must not decide what runs on your machine, nor for how long"
-NONZERO_TENSORS = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
+NOT_DATA_CONSEQUENCE = (
+    "a file from elsewhere must not decide what runs on your machine, nor for how long"
+)
+NONZERO_TENSORS = (
+    "fc.weight",
+    "norm.weight",
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "_proj.weight",
+)
 
 
 def lint(directory: Path, target: TargetFiles | None) -> list[Finding]:
@@ -52,7 +69,11 @@ def lint_files(files: DrafterFiles, target: TargetFiles | None) -> list[Finding]
     except UserError:
         raise
     except MALFORMED_ERRORS as error:
-        return [replace(malformed_finding(f"a value of a wrong type ({first_line(error)})"), name=UNREADABLE)]
+        return [
+            replace(
+                malformed_finding(f"a value of a wrong type ({first_line(error)})"), name=UNREADABLE
+            )
+        ]
     findings = list(check_files(files, layout, target))
     if is_sound(findings):
         findings += guard_check(partial(require_loadable, files, layout, target))
@@ -67,10 +88,14 @@ def lint_files(files: DrafterFiles, target: TargetFiles | None) -> list[Finding]
 
 def is_sound(findings: list[Finding]) -> bool:
     """Tell whether spectrain can read files with these findings."""
-    return all(finding.level == "warning" and finding.name != "not-representable" for finding in findings)
+    return all(
+        finding.level == "warning" and finding.name != "not-representable" for finding in findings
+    )
 
 
-def require_loadable(files: DrafterFiles, layout: Layout, target: TargetFiles | None) -> Iterator[Finding]:
+def require_loadable(
+    files: DrafterFiles, layout: Layout, target: TargetFiles | None
+) -> Iterator[Finding]:
     """Yield a fault where eval would refuse the files."""
     try:
         check_loading(files, layout, target)
@@ -79,8 +104,12 @@ def require_loadable(files: DrafterFiles, layout: Layout, target: TargetFiles | 
     yield from ()
 
 
-def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None) -> Iterator[Finding]:
-    """Yield the faults that the files show, and with a target those that a comparison with its files shows."""
+def check_files(
+    files: DrafterFiles, layout: Layout, target: TargetFiles | None
+) -> Iterator[Finding]:
+    """Yield the faults that the files show, and with a target those that a comparison with its
+    files shows.
+    """
     directives = list(check_data_only(files, layout))
     yield from directives
     yield from check_command_only(files.directory)
@@ -92,30 +121,44 @@ def check_files(files: DrafterFiles, layout: Layout, target: TargetFiles | None)
         lambda: layout.findings(files),
     ]
     if target is not None:
-        checks += [lambda: layout.findings_with_target(files, target), lambda: check_tokenizer(files, target)]
+        checks += [
+            lambda: layout.findings_with_target(files, target),
+            lambda: check_tokenizer(files, target),
+        ]
     # The same key may stop several checks.
     yield from dict.fromkeys(finding for check in checks for finding in guard_check(check))
 
 
 def guard_check(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield what a check finds, and a fault in place of any error that settings of a wrong type raise."""
+    """Yield what a check finds, and a fault in place of any error that settings of a wrong type
+    raise.
+    """
     try:
         yield from check()
     except KeyError as error:
         yield Finding(
-            "missing-key", "error", f"config.json lacks {error}", "engines stop or use a default that may be wrong",
+            "missing-key",
+            "error",
+            f"config.json lacks {error}",
+            "engines stop or use a default that may be wrong",
             "write it as it was when the drafter was trained",
-        )  # fmt: skip
+        )
     except RopeError as error:
         yield Finding(
-            "rope-unreadable", "error", f"config.json: {error}", "engines stop, or rotate by other angles than in training",
+            "rope-unreadable",
+            "error",
+            f"config.json: {error}",
+            "engines stop, or rotate by other angles than in training",
             "write it as it was when the drafter was trained",
-        )  # fmt: skip
+        )
     except RefusedSettings as error:
         yield Finding(
-            "malformed", "error", f"config.json: {error}", "no command can use it",
+            "malformed",
+            "error",
+            f"config.json: {error}",
+            "no command can use it",
             "write it as it was when the drafter was trained",
-        )  # fmt: skip
+        )
     except UserError:
         raise
     except MALFORMED_ERRORS as error:
@@ -125,15 +168,22 @@ def guard_check(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 def malformed_finding(problem: str) -> Finding:
     """Return the fault of a config.json that holds what nothing can use."""
     return Finding(
-        "malformed", "error", f"config.json holds {problem}", "engines stop, or read something else",
+        "malformed",
+        "error",
+        f"config.json holds {problem}",
+        "engines stop, or read something else",
         "write it as it was when the drafter was trained",
-    )  # fmt: skip
+    )
 
 
 def check_data_only(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
-    """Yield a fault for every file whose settings would construct something, or name a choice that does not exist."""
+    """Yield a fault for every file whose settings would construct something, or name a choice
+    that does not exist.
+    """
     readers: list[Callable[[], Any]] = [partial(layout.check_data, files), files.read_metadata]
-    readers += [partial(files.read_sidecar, name) for name in ("adapter_config.json", *layout.sidecars)]
+    readers += [
+        partial(files.read_sidecar, name) for name in ("adapter_config.json", *layout.sidecars)
+    ]
     run = files.directory.parent / "config.yaml"
     if files.directory.name == "drafter" and run.exists():
         readers.append(lambda: parse_groups(read_yaml(run), run))
@@ -154,20 +204,32 @@ def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
         names_by_dtype.setdefault(tensor.dtype, name)
         if not tensor.isfinite().all():
             yield Finding(
-                "not-finite", "error", f"{name} holds NaN or infinity", "every draft is then the same wrong token",
+                "not-finite",
+                "error",
+                f"{name} holds NaN or infinity",
+                "every draft is then the same wrong token",
                 "take an earlier checkpoint; training diverged, or the file was truncated",
-            )  # fmt: skip
+            )
         elif name.endswith(NONZERO_TENSORS) and not tensor.any():
             yield Finding(
-                "all-zero", "error", f"{name} is zero throughout", "a loader filled in a tensor that it did not find",
+                "all-zero",
+                "error",
+                f"{name} is zero throughout",
+                "a loader filled in a tensor that it did not find",
                 "convert again from the original files",
-            )  # fmt: skip
+            )
     if len(names_by_dtype) > 1 and not layout.mixes_dtypes:
-        dtypes = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names_by_dtype.items())
+        dtypes = ", ".join(
+            f"{name} is {str(dtype).removeprefix('torch.')}"
+            for dtype, name in names_by_dtype.items()
+        )
         yield Finding(
-            "mixed-dtype", "warning", f"weights are of several types: {dtypes}", "engines cast them to one, which rounds",
+            "mixed-dtype",
+            "warning",
+            f"weights are of several types: {dtypes}",
+            "engines cast them to one, which rounds",
             "save all of them in the type that you serve in",
-        )  # fmt: skip
+        )
     if torch.float64 in names_by_dtype:
         yield Finding(
             "dtype",
@@ -180,36 +242,54 @@ def check_values(files: DrafterFiles, layout: Layout) -> Iterator[Finding]:
         path.name
         for path in files.directory.iterdir()
         # The .bin of an OpenVINO model holds plain numbers.
-        if path.suffix in PICKLE_SUFFIXES and path.name not in layout.pickled_names and not path.with_suffix(".xml").exists()
+        if path.suffix in PICKLE_SUFFIXES
+        and path.name not in layout.pickled_names
+        and not path.with_suffix(".xml").exists()
     )
     if pickled:
         yield Finding(
-            "pickled-file", "warning", f"the directory also holds {pickled[0]}",
-            "some loaders prefer it to the safetensors, and it can run code", "delete it",
-        )  # fmt: skip
+            "pickled-file",
+            "warning",
+            f"the directory also holds {pickled[0]}",
+            "some loaders prefer it to the safetensors, and it can run code",
+            "delete it",
+        )
 
 
 def check_shapes(files: DrafterFiles, expected: ExpectedTensors) -> Iterator[Finding]:
-    """Yield tensors that are missing, that no engine reads, or whose shape contradicts config.json."""
+    """Yield tensors that are missing, that no engine reads, or whose shape contradicts
+    config.json.
+    """
     for name, shape in {**expected.required, **expected.optional}.items():
         tensor = files.tensors.get(name)
         if tensor is None:
             if name in expected.required:
                 yield Finding(
-                    MISSING_TENSOR_FAULTS.get(name, "missing-tensor"), "error", f"{name} is missing", explain_missing(name),
+                    MISSING_TENSOR_FAULTS.get(name, "missing-tensor"),
+                    "error",
+                    f"{name} is missing",
+                    explain_missing(name),
                     "convert again from the original files",
-                )  # fmt: skip
-        elif len(tensor.shape) != len(shape) or any(size not in (None, actual) for size, actual in zip(shape, tensor.shape)):
+                )
+        elif len(tensor.shape) != len(shape) or any(
+            size not in (None, actual) for size, actual in zip(shape, tensor.shape)
+        ):
             yield shape_finding(name, tuple(tensor.shape), shape)
     names = {*expected.required, *expected.optional}
-    unknown = [name for name in files.tensors if name not in names and not name.endswith(expected.ignored or ("\0",))]
+    unknown = [
+        name
+        for name in files.tensors
+        if name not in names and not name.endswith(expected.ignored or ("\0",))
+    ]
     for number, name in enumerate(unknown[:MAX_UNKNOWN], 1):
         more = f", nor {len(unknown) - number} more" if number == MAX_UNKNOWN < len(unknown) else ""
         yield Finding(
-            "unknown-tensor", "error", f"no reader of this layout uses {name}{more}",
+            "unknown-tensor",
+            "error",
+            f"no reader of this layout uses {name}{more}",
             "SGLang and the Medusa loaders silently drop it, vLLM may stop",
             "rename it to what the layout says, or delete it",
-        )  # fmt: skip
+        )
 
 
 def explain_missing(name: str) -> str:
@@ -225,7 +305,11 @@ def shape_finding(name: str, actual: tuple[int, ...], expected: tuple[int | None
     problem = f"{name} is {list(actual)} and config.json implies {list(expected)}"
     if actual == tuple(reversed(expected)) and len(actual) == 2:
         return Finding(
-            "transposed-tensor", "error", f"{problem}: transposed", "engines stop, or read it wrongly", "save its transpose"
+            "transposed-tensor",
+            "error",
+            f"{problem}: transposed",
+            "engines stop, or read it wrongly",
+            "save its transpose",
         )
     if name.endswith(("lm_head.weight", "d2t")) or ".lm_heads." in f".{name}":
         return Finding(
@@ -237,11 +321,19 @@ def shape_finding(name: str, actual: tuple[int, ...], expected: tuple[int | None
         )
     if name in ("t2d", "embed_tokens.weight"):
         return Finding(
-            "vocab-size", "error", problem,
+            "vocab-size",
+            "error",
+            problem,
             "vocab_size is the target's, draft_vocab_size the drafter's; engines allocate by them",
             "write the target's vocab_size",
-        )  # fmt: skip
-    return Finding("wrong-shape", "error", problem, "engines stop, or read it wrongly", "write the sizes as they were trained")
+        )
+    return Finding(
+        "wrong-shape",
+        "error",
+        problem,
+        "engines stop, or read it wrongly",
+        "write the sizes as they were trained",
+    )
 
 
 def check_tokenizer(files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
@@ -249,18 +341,26 @@ def check_tokenizer(files: DrafterFiles, target: TargetFiles) -> Iterator[Findin
     expected_hash: Any = files.read_metadata().tokenizer_hash
     if expected_hash is not None and expected_hash != target.template_hash():
         yield Finding(
-            "tokenizer", "error", "it was made for a target with another tokenizer or chat template",
-            "ids mean other tokens, or conversations differ from those it was trained on", "lint with the target it is for",
-        )  # fmt: skip
+            "tokenizer",
+            "error",
+            "it was made for a target with another tokenizer or chat template",
+            "ids mean other tokens, or conversations differ from those it was trained on",
+            "lint with the target it is for",
+        )
     if (files.directory / "tokenizer.json").exists():
         from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            raise UserError(f"{files.directory}: its tokenizer cannot be read ({str(error).splitlines()[0]})") from error
+            raise UserError(
+                f"{files.directory}: its tokenizer cannot be read ({str(error).splitlines()[0]})"
+            ) from error
         if tokenizer_hash(tokenizer) != target.template_hash():
             yield Finding(
-                "tokenizer", "error", "its tokenizer or chat template is not the target's",
-                "engines compare ids, so drafts are other tokens", "copy the target's tokenizer files, if the ids are the same",
-            )  # fmt: skip
+                "tokenizer",
+                "error",
+                "its tokenizer or chat template is not the target's",
+                "engines compare ids, so drafts are other tokens",
+                "copy the target's tokenizer files, if the ids are the same",
+            )

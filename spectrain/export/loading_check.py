@@ -1,4 +1,6 @@
-"""The last check of a drafter's files: they are read as eval reads them, and its drafter is built without weights."""
+"""The last check of a drafter's files: they are read as eval reads them, and its drafter is
+built without weights.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ from .targets import TargetFiles
 
 
 def check_settings(files: DrafterFiles, drafter: DrafterCheckpoint) -> None:
-    """Raise a UserError where eval would refuse the settings of a drafter, of its tree or of its acceptance rule, and where
-    spectrain.json holds another value of a setting than the layout's own files."""
+    """Raise a UserError where eval would refuse the settings of a drafter, of its tree or of its
+    acceptance rule, and where spectrain.json holds another value of a setting than the layout's own
+    files."""
     for key, value in files.read_metadata().drafter.items():
         current = drafter.drafter.get(key, value)
         if (type(value), value) != (type(current), current):
             raise UserError(
-                f"{files.directory / METADATA_FILE}: drafter.{key}={str(value)[:100]}, and the other files have {current}; "
-                "leave it out"
+                f"{files.directory / METADATA_FILE}: drafter.{key}={str(value)[:100]}, and the "
+                f"other files have {current}; leave it out"
             )
     check_node("drafter", drafter.drafter)
     for group in ("tree", "acceptance"):
@@ -27,9 +30,11 @@ def check_settings(files: DrafterFiles, drafter: DrafterCheckpoint) -> None:
 
 
 def check_loading(files: DrafterFiles, layout: Layout, target: TargetFiles | None) -> None:
-    """Raise a UserError, or whatever settings of a wrong type raise, where eval would refuse a drafter's files.
+    """Raise a UserError, or whatever settings of a wrong type raise, where eval would refuse a
+    drafter's files.
 
-    Without a `target`, it is the one that the files name. What depends on a target that is not on this machine is left to eval.
+    Without a `target`, it is the one that the files name. What depends on a target that is not on
+    this machine is left to eval.
     """
     metadata = files.read_metadata()
     target = target or find_local_target(metadata.target)
@@ -45,7 +50,9 @@ def check_loading(files: DrafterFiles, layout: Layout, target: TargetFiles | Non
     names = {there: name for name, (_, there) in module.saved.layout.items()}
     tensors = {names.get(name, name): tensor for name, tensor in drafter.tensors.items()}
     for _, fault in find_mismatches(module, tensors):
-        raise UserError(f"it does not fit the drafter that config.json describes: {fault}; copy the files again")
+        raise UserError(
+            f"it does not fit the drafter that config.json describes: {fault}; copy the files again"
+        )
 
 
 def find_local_target(reference: str | None) -> TargetFiles | None:

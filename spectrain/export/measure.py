@@ -1,8 +1,10 @@
-"""Faults that no shape shows, detected by measurement: interpret the same tensors in other ways and compare.
+"""Faults that no shape shows, detected by measurement: interpret the same tensors in other ways and
+compare.
 
-An interpretation is a mistake that porting code makes: layers off by one, a flipped norm flag, a transposed square tensor. Each
-is judged by its divergence from the target on text that the target generated: divergence tells a layer from its neighbour where
-acceptance on a few prompts cannot. The report then gives the acceptance from real decoding.
+An interpretation is a mistake that porting code makes: layers off by one, a flipped norm flag, a
+transposed square tensor. Each is judged by its divergence from the target on text that the target
+generated: divergence tells a layer from its neighbour where acceptance on a few prompts cannot. The
+report then gives the acceptance from real decoding.
 """
 
 from __future__ import annotations
@@ -33,67 +35,112 @@ from spectrain.trees import Chain
 from .layout import DrafterCheckpoint, Finding, Interpretation, Layout
 from .targets import TargetFiles
 
-NUM_PROMPTS, NUM_TOKENS, DEPTH = 16, 64, 3
-MIN_RELATIVE_GAIN, MIN_STANDARD_ERRORS = 0.02, 3.0
-"""How much lower a divergence must be, relatively and in standard errors over prompts. After 40 training steps
-wrong ones were up to 1.7 % lower; right ones were at least 5 % and 4 standard errors lower."""
-NUM_SHUFFLES, FALSE_ALARMS = 16, 0.01
-"""Number of shuffled copies with which a better interpretation is compared, and the share of untrained drafters that may be
-reported, whatever the number of interpretations."""
+NUM_PROMPTS = 16
+NUM_TOKENS = 64
+DEPTH = 3
+MIN_RELATIVE_GAIN = 0.02
+MIN_STANDARD_ERRORS = 3.0
+"""How much lower a divergence must be, relatively and in standard errors over prompts. After 40
+training steps wrong ones were up to 1.7 % lower; right ones were at least 5 % and 4 standard errors
+lower."""
+NUM_SHUFFLES = 16
+FALSE_ALARMS = 0.01
+"""Number of shuffled copies with which a better interpretation is compared, and the share of
+untrained drafters that may be reported, whatever the number of interpretations."""
 SHUFFLED = ("_proj.weight", "linear.weight")
 """Names of the matrices that are shuffled."""
 
 
-def find_misinterpretation(drafter: DrafterCheckpoint, files: TargetFiles, layout: Layout) -> list[Finding]:
-    """Return a fault where another interpretation agrees better with the target than the files' own."""
+def find_misinterpretation(
+    drafter: DrafterCheckpoint, files: TargetFiles, layout: Layout
+) -> list[Finding]:
+    """Return a fault where another interpretation agrees better with the target than the files'
+    own.
+    """
     if drafter.family not in INTERPRETATIONS:
         return []
     target: Target = build(files.settings)
     target.pack_weights()
     for _, fault in find_mismatches(build_drafter(drafter, target), drafter.tensors):
-        return [Finding("wrong-shape", "error", fault, "it is of another target", "lint with the target that it is for")]
+        return [
+            Finding(
+                "wrong-shape",
+                "error",
+                fault,
+                "it is of another target",
+                "lint with the target that it is for",
+            )
+        ]
     findings = list(check_head_order(drafter, target))
     generations = decode(target, opening_prompts(target), Greedy(), NUM_TOKENS)
     divergence = measure_divergence(drafter, target, generations)
     better = []
-    candidates = [*INTERPRETATIONS[drafter.family](drafter, files), *layout.interpretations(drafter)]
+    candidates = [
+        *INTERPRETATIONS[drafter.family](drafter, files),
+        *layout.interpretations(drafter),
+    ]
     for candidate in candidates:
         candidate_divergence = measure_divergence(candidate.drafter, target, generations)
         gain = divergence - candidate_divergence
         standard_error = gain.std() / len(gain) ** 0.5
-        if gain.mean() > MIN_RELATIVE_GAIN * divergence.mean() and gain.mean() > MIN_STANDARD_ERRORS * standard_error:
+        if (
+            gain.mean() > MIN_RELATIVE_GAIN * divergence.mean()
+            and gain.mean() > MIN_STANDARD_ERRORS * standard_error
+        ):
             better.append((candidate_divergence.mean().item(), candidate))
     if not better:
         return findings
     lowest, best = min(better, key=lambda pair: pair[0])
     if not is_trained(best.drafter, lowest, target, generations, FALSE_ALARMS / len(candidates)):
         return findings
-    accepted, best_accepted = (measure_acceptance(checkpoint, target, generations) for checkpoint in (drafter, best.drafter))
-    problem = (
-        f"with {best.description} it would accept {best_accepted:.2f} tokens per forward instead of {accepted:.2f} "
-        f"({NUM_PROMPTS} prompts, chain of {DEPTH}, greedy), and it is closer to its target"
+    accepted, best_accepted = (
+        measure_acceptance(checkpoint, target, generations)
+        for checkpoint in (drafter, best.drafter)
     )
-    return [*findings, Finding(best.finding_name, "error", problem, "engines read what the files say", best.remedy)]
+    problem = (
+        f"with {best.description} it would accept {best_accepted:.2f} tokens per forward instead "
+        f"of {accepted:.2f} ({NUM_PROMPTS} prompts, chain of {DEPTH}, greedy), and it is closer "
+        "to its target"
+    )
+    return [
+        *findings,
+        Finding(
+            best.finding_name, "error", problem, "engines read what the files say", best.remedy
+        ),
+    ]
 
 
 def is_trained(
-    drafter: DrafterCheckpoint, divergence: float, target: Target, generations: list[Generation], chance: float
+    drafter: DrafterCheckpoint,
+    divergence: float,
+    target: Target,
+    generations: list[Generation],
+    chance: float,
 ) -> bool:
-    """Tell whether a drafter agrees better with its target than copies of it whose matrices are shuffled.
+    """Tell whether a drafter agrees better with its target than copies of it whose matrices are
+    shuffled.
 
-    Of a drafter with random matrices, each interpretation is another random drafter, and the best of many may be several
-    percent closer to the target, on every prompt: no standard error over prompts shows that. Its copies are as good as itself,
-    so it passes with the given chance, by Student's t over the copies.
+    Of a drafter with random matrices, each interpretation is another random drafter, and the best
+    of many may be several percent closer to the target, on every prompt: no standard error over
+    prompts shows that. Its copies are as good as itself, so it passes with the given chance, by
+    Student's t over the copies.
     """
     generator = torch.Generator().manual_seed(0)
     copies = [shuffle_matrices(drafter, generator) for _ in range(NUM_SHUFFLES)]
-    divergences = torch.stack([measure_divergence(copy, target, generations).mean() for copy in copies])
+    divergences = torch.stack(
+        [measure_divergence(copy, target, generations).mean() for copy in copies]
+    )
     deviation = divergences.std().item() * (1 + 1 / NUM_SHUFFLES) ** 0.5
-    return divergences.mean().item() - divergence > student_quantile(1 - chance, NUM_SHUFFLES - 1) * deviation
+    return (
+        divergences.mean().item() - divergence
+        > student_quantile(1 - chance, NUM_SHUFFLES - 1) * deviation
+    )
 
 
 def shuffle_matrices(drafter: DrafterCheckpoint, generator: torch.Generator) -> DrafterCheckpoint:
-    """Return a copy of a drafter with the rows and the columns of its layers' matrices in random order."""
+    """Return a copy of a drafter with the rows and the columns of its layers' matrices in random
+    order.
+    """
     shuffled = {}
     for name, tensor in drafter.tensors.items():
         if tensor.dim() == 2 and name.endswith(SHUFFLED):
@@ -103,7 +150,9 @@ def shuffle_matrices(drafter: DrafterCheckpoint, generator: torch.Generator) -> 
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """Return a quantile of Student's t, by its expansion around the normal one (Abramowitz and Stegun, 26.7.5)."""
+    """Return a quantile of Student's t, by its expansion around the normal one (Abramowitz and
+    Stegun, 26.7.5).
+    """
     z = NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -117,8 +166,12 @@ def opening_prompts(target: Target) -> list[list[int]]:
     return [tokenize_question(target.template, conversation) for conversation in conversations]
 
 
-def measure_divergence(drafter: DrafterCheckpoint, target: Target, generations: list[Generation]) -> Tensor:
-    """Return, by prompt, KL(target || drafter) in nats per generated token, summed over draft steps."""
+def measure_divergence(
+    drafter: DrafterCheckpoint, target: Target, generations: list[Generation]
+) -> Tensor:
+    """Return, by prompt, KL(target || drafter) in nats per generated token, summed over draft
+    steps.
+    """
     module = load_drafter(drafter, target)
     module.divergence = "forward_kl"
     divergences = []
@@ -128,14 +181,20 @@ def measure_divergence(drafter: DrafterCheckpoint, target: Target, generations: 
         loss_mask[:, len(generation.prompt) :] = True
         batch = Batch(tokens, loss_mask, target.features(tokens, module.layers))
         with torch.no_grad():
-            divergences.append(module.loss(batch, target, TrainingState()).total.item() / len(generation.output))
+            divergences.append(
+                module.loss(batch, target, TrainingState()).total.item() / len(generation.output)
+            )
     return torch.tensor(divergences)
 
 
-def measure_acceptance(drafter: DrafterCheckpoint, target: Target, generations: list[Generation]) -> float:
+def measure_acceptance(
+    drafter: DrafterCheckpoint, target: Target, generations: list[Generation]
+) -> float:
     """Return the tokens that a complete round of greedy chains emits, pooled over prompts."""
     prompts = [generation.prompt for generation in generations]
-    drafted = decode(target, prompts, Greedy(), NUM_TOKENS, load_drafter(drafter, target), Chain(depth=DEPTH))
+    drafted = decode(
+        target, prompts, Greedy(), NUM_TOKENS, load_drafter(drafter, target), Chain(depth=DEPTH)
+    )
     rounds = [count for generation in drafted for count in generation.complete_round_lengths]
     return sum(rounds) / max(1, len(rounds))
 
@@ -149,11 +208,15 @@ def load_drafter(drafter: DrafterCheckpoint, target: Target) -> VocabularyDrafte
 
 def build_drafter(drafter: DrafterCheckpoint, target: Target) -> VocabularyDrafter:
     """Return the module that a drafter's settings construct, without its weights."""
-    module: VocabularyDrafter = build({**drafter.drafter, **MEASUREMENT_SETTINGS.get(drafter.family, {})}, target=target)
+    module: VocabularyDrafter = build(
+        {**drafter.drafter, **MEASUREMENT_SETTINGS.get(drafter.family, {})}, target=target
+    )
     return module
 
 
-def with_changes(drafter: DrafterCheckpoint, settings: dict[str, Any], tensors: dict[str, Tensor]) -> DrafterCheckpoint:
+def with_changes(
+    drafter: DrafterCheckpoint, settings: dict[str, Any], tensors: dict[str, Tensor]
+) -> DrafterCheckpoint:
     """Return a copy of a drafter with some settings and tensors replaced."""
     architecture = {**drafter.drafter.get("architecture", {}), **settings.pop("architecture", {})}
     changed = copy.deepcopy({**drafter.drafter, **settings})
@@ -162,47 +225,88 @@ def with_changes(drafter: DrafterCheckpoint, settings: dict[str, Any], tensors: 
     return replace(drafter, drafter=changed, tensors={**drafter.tensors, **tensors})
 
 
-def fused_interpretations(drafter: DrafterCheckpoint, target: TargetFiles) -> Iterator[Interpretation]:
-    """Yield the interpretations of any drafter that fuses target layers and has its own attention."""
+def fused_interpretations(
+    drafter: DrafterCheckpoint, target: TargetFiles
+) -> Iterator[Interpretation]:
+    """Yield the interpretations of any drafter that fuses target layers and has its own
+    attention.
+    """
     for shift, word in ((-1, "lower"), (1, "higher")):
         shifted = [layer + shift for layer in drafter.drafter["layers"]]
         if min(shifted) >= 0 and max(shifted) <= target.num_layers:
             changed = with_changes(drafter, {"layers": shifted}, {})
-            yield Interpretation("layer-ids-off-by-one", f"layers one {word}, {shifted},", f"write {shifted} instead", changed)
+            yield Interpretation(
+                "layer-ids-off-by-one",
+                f"layers one {word}, {shifted},",
+                f"write {shifted} instead",
+                changed,
+            )
     architecture = drafter.drafter["architecture"]
     rope = target.drafter_rope(architecture["head_dim"])
     if rope != architecture["rope_parameters"]:
         changed = with_changes(drafter, {"architecture": {"rope_parameters": rope}}, {})
-        yield Interpretation("rope", "the target's rotary embedding", "write the target's rope_parameters", changed)
+        yield Interpretation(
+            "rope", "the target's rotary embedding", "write the target's rope_parameters", changed
+        )
     yield from transposed_interpretations(
         drafter, [name for name in drafter.tensors if name.endswith(("_proj.weight", "fc.weight"))]
     )
 
 
-def eagle3_interpretations(drafter: DrafterCheckpoint, target: TargetFiles) -> Iterator[Interpretation]:
+def eagle3_interpretations(
+    drafter: DrafterCheckpoint, target: TargetFiles
+) -> Iterator[Interpretation]:
     yield from fused_interpretations(drafter, target)
-    tensors, architecture = drafter.tensors, drafter.drafter["architecture"]
-    for flag, name in (("norm_before_residual", "norm-before-residual"), ("norm_output", "norm-output")):
+    tensors = drafter.tensors
+    architecture = drafter.drafter["architecture"]
+    for flag, name in (
+        ("norm_before_residual", "norm-before-residual"),
+        ("norm_output", "norm-output"),
+    ):
         flipped = not architecture.get(flag, False)
         changed = with_changes(drafter, {"architecture": {flag: flipped}}, {})
         yield Interpretation(
-            f"{name}-swapped", f"{flag}={str(flipped).lower()}", f"write {flag}={str(flipped).lower()}", changed
+            f"{name}-swapped",
+            f"{flag}={str(flipped).lower()}",
+            f"write {flag}={str(flipped).lower()}",
+            changed,
         )
-    swapped = {"input_layernorm.weight": tensors["hidden_norm.weight"], "hidden_norm.weight": tensors["input_layernorm.weight"]}
-    remedy = "exchange input_layernorm.weight, of the embedding, and hidden_norm.weight, of the state"
-    yield Interpretation("norms-swapped", "the two input norms exchanged", remedy, with_changes(drafter, {}, swapped))
-    halves = {
-        name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1) for name in (f"self_attn.{p}_proj.weight" for p in "qkv")
+    swapped = {
+        "input_layernorm.weight": tensors["hidden_norm.weight"],
+        "hidden_norm.weight": tensors["input_layernorm.weight"],
     }
-    remedy = "exchange the halves of the columns of q_proj, k_proj and v_proj: the embedding comes first, then the state"
-    yield Interpretation("halves-swapped", "state before embedding", remedy, with_changes(drafter, {}, halves))
+    remedy = (
+        "exchange input_layernorm.weight, of the embedding, and hidden_norm.weight, of the state"
+    )
+    yield Interpretation(
+        "norms-swapped", "the two input norms exchanged", remedy, with_changes(drafter, {}, swapped)
+    )
+    halves = {
+        name: torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1)
+        for name in (f"self_attn.{p}_proj.weight" for p in "qkv")
+    }
+    remedy = (
+        "exchange the halves of the columns of q_proj, k_proj and v_proj: the embedding comes "
+        "first, then the state"
+    )
+    yield Interpretation(
+        "halves-swapped", "state before embedding", remedy, with_changes(drafter, {}, halves)
+    )
 
 
-def medusa_interpretations(drafter: DrafterCheckpoint, target: TargetFiles) -> Iterator[Interpretation]:
-    tensors, heads = drafter.tensors, drafter.drafter["num_heads"]
+def medusa_interpretations(
+    drafter: DrafterCheckpoint, target: TargetFiles
+) -> Iterator[Interpretation]:
+    tensors = drafter.tensors
+    heads = drafter.drafter["num_heads"]
     blocks = [name for name in tensors if name.endswith("linear.weight")]
     transposed = with_changes(drafter, {}, {name: tensors[name].T.contiguous() for name in blocks})
-    yield Interpretation("transposed-tensor", "the blocks transposed", "save the transpose of every block's weight", transposed)
+    yield Interpretation(
+        "transposed-tensor",
+        "the blocks transposed",
+        "save the transpose of every block's weight",
+        transposed,
+    )
     for name, order in (
         ("heads-shifted", [*range(1, heads), 0]),
         ("heads-reversed", list(range(heads))[::-1]),
@@ -210,29 +314,39 @@ def medusa_interpretations(drafter: DrafterCheckpoint, target: TargetFiles) -> I
         moved = {
             f"heads.{head}.{rest}": tensors[f"heads.{source}.{rest}"]
             for head, source in enumerate(order)
-            for rest in (key.split(".", 2)[2] for key in tensors if key.startswith(f"heads.{source}."))
+            for rest in (
+                key.split(".", 2)[2] for key in tensors if key.startswith(f"heads.{source}.")
+            )
         }
         if order != list(range(heads)):
             description = f"heads in the order {', '.join(map(str, order))}"
             yield Interpretation(
-                name, description, "number the heads by how far ahead they predict", with_changes(drafter, {}, moved)
+                name,
+                description,
+                "number the heads by how far ahead they predict",
+                with_changes(drafter, {}, moved),
             )
 
 
-def transposed_interpretations(drafter: DrafterCheckpoint, names: list[str]) -> Iterator[Interpretation]:
+def transposed_interpretations(
+    drafter: DrafterCheckpoint, names: list[str]
+) -> Iterator[Interpretation]:
     """Yield each square tensor transposed, because its shape does not show it."""
     for name in names:
         tensor = drafter.tensors[name]
         if tensor.shape[0] == tensor.shape[1]:
             changed = with_changes(drafter, {}, {name: tensor.T.contiguous()})
-            yield Interpretation("transposed-tensor", f"{name} transposed", f"save the transpose of {name}", changed)
+            yield Interpretation(
+                "transposed-tensor", f"{name} transposed", f"save the transpose of {name}", changed
+            )
 
 
 def check_head_order(drafter: DrafterCheckpoint, target: Target) -> Iterator[Finding]:
-    """Yield a fault where rows of an output layer resemble the target's rows of other tokens than d2t maps them to.
+    """Yield a fault where rows of an output layer resemble the target's rows of other tokens than
+    d2t maps them to.
 
-    Output layers remain close to their initialization, and layers that are trained apart come to resemble the target's: similar
-    tokens have similar rows.
+    Output layers remain close to their initialization, and layers that are trained apart come to
+    resemble the target's: similar tokens have similar rows.
     """
     name = next((name for name in drafter.tensors if name.endswith("lm_head.weight")), None)
     if name is None:
@@ -244,16 +358,24 @@ def check_head_order(drafter: DrafterCheckpoint, target: Target) -> Iterator[Fin
         return
     sample = torch.linspace(0, len(ids) - 1, min(256, len(ids))).long()
     similarity = rows[sample] @ target_rows.T
-    nearest, expected = similarity.argmax(-1), similarity.gather(1, sample[:, None])[:, 0]
+    nearest = similarity.argmax(-1)
+    expected = similarity.gather(1, sample[:, None])[:, 0]
     misplaced = (similarity.max(-1).values > 0.5) & (expected < 0.25) & (nearest != sample)
     if misplaced.float().mean() > 0.5:
         yield Finding(
-            "head-order", "error",
-            f"{int(misplaced.sum())} of {len(sample)} rows of {name} resemble the target's rows of other tokens than d2t's",
-            "every draft is another token than intended", "write the rows in d2t's order, or d2t in the rows' order",
-        )  # fmt: skip
+            "head-order",
+            "error",
+            f"{int(misplaced.sum())} of {len(sample)} rows of {name} resemble the target's rows "
+            "of other tokens than d2t's",
+            "every draft is another token than intended",
+            "write the rows in d2t's order, or d2t in the rows' order",
+        )
 
 
-INTERPRETATIONS = {"eagle3": eagle3_interpretations, "medusa": medusa_interpretations, "dflash": fused_interpretations}
+INTERPRETATIONS = {
+    "eagle3": eagle3_interpretations,
+    "medusa": medusa_interpretations,
+    "dflash": fused_interpretations,
+}
 MEASUREMENT_SETTINGS = {"eagle3": {"ttt_steps": DEPTH}}
 """Family -> settings for the measurement."""

@@ -1,8 +1,8 @@
-"""The layouts of Medusa by its authors (FasterDecoding) and vLLM. Sizes: H width of the target, V its vocabulary, K heads, L
-blocks a head.
+"""The layouts of Medusa by its authors (FasterDecoding) and vLLM. Sizes: H width of the target, V
+its vocabulary, K heads, L blocks a head.
 
-The authors' tensors are `{head}.{block}.linear.weight` and `.bias`, then the head's output layer as `{head}.{L}.weight`.
-Version 2 lacks the latter: every head ends in the target's own output layer.
+The authors' tensors are `{head}.{block}.linear.weight` and `.bias`, then the head's output layer as
+`{head}.{L}.weight`. Version 2 lacks the latter: every head ends in the target's own output layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.servers.commands import DrafterLaunch
 
-from .layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, MissingTarget, write_json, write_tensors
+from .layout import (
+    DrafterCheckpoint,
+    DrafterFiles,
+    ExpectedTensors,
+    Finding,
+    Layout,
+    MissingTarget,
+    write_json,
+    write_tensors,
+)
 from .targets import TargetFiles
 from .vocabulary import add_maps, check_vocabulary, target_ids
 
@@ -34,26 +43,41 @@ class MedusaLayout(Layout):
     head_name: ClassVar[str]  # the name of a head's output layer
 
     def file_names(self, heads: int, layers: int) -> dict[str, str]:
-        """Return the layout's name of every tensor, by spectrain's name; raise ValueError for counts that no drafter has."""
+        """Return the layout's name of every tensor, by spectrain's name; raise ValueError for
+        counts that no drafter has.
+        """
         for count in (heads, layers):
             if not 0 <= count <= MAX_COUNT:
-                raise ValueError(f"{count} heads or blocks, and there are {MAX_COUNT} of each at most")
+                raise ValueError(
+                    f"{count} heads or blocks, and there are {MAX_COUNT} of each at most"
+                )
         names = {
-            f"heads.{head}.blocks.{layer}.linear.{kind}": self.block_name.format(head=head, layer=layer, kind=kind)
-            for head in range(heads) for layer in range(layers) for kind in ("weight", "bias")
-        }  # fmt: skip
+            f"heads.{head}.blocks.{layer}.linear.{kind}": self.block_name.format(
+                head=head, layer=layer, kind=kind
+            )
+            for head in range(heads)
+            for layer in range(layers)
+            for kind in ("weight", "bias")
+        }
         return names | {
-            f"heads.{head}.lm_head.weight": self.head_name.format(head=head, layers=layers) for head in range(heads)
+            f"heads.{head}.lm_head.weight": self.head_name.format(head=head, layers=layers)
+            for head in range(heads)
         }
 
     def make_checkpoint(
         self, files: DrafterFiles, tensors: dict[str, Tensor], vocab: int | None, target: str | None
     ) -> DrafterCheckpoint:
         """Return spectrain's drafter of these tensors; without d2t the heads draft every token."""
-        rows, metadata = len(tensors["heads.0.lm_head.weight"]), files.read_metadata()
+        rows = len(tensors["heads.0.lm_head.weight"])
+        metadata = files.read_metadata()
         add_maps(tensors, rows, vocab or rows)
-        drafter: dict[str, Any] = {"_target_": "spectrain.drafters.medusa.Medusa", **metadata.drafter}
-        heads, blocks = ({name.split(".")[index] for name in tensors if ".blocks." in name} for index in (1, 3))
+        drafter: dict[str, Any] = {
+            "_target_": "spectrain.drafters.medusa.Medusa",
+            **metadata.drafter,
+        }
+        heads, blocks = (
+            {name.split(".")[index] for name in tensors if ".blocks." in name} for index in (1, 3)
+        )
         drafter |= {"num_heads": len(heads), "num_layers": len(blocks), "vocab_size": rows}
         reference = metadata.target if target is None else target
         return DrafterCheckpoint(drafter, tensors, reference, description=metadata.description)
@@ -63,55 +87,73 @@ class OriginalMedusa(MedusaLayout):
     """The authors' layout."""
 
     title = "Medusa, original layout"
-    block_name, head_name = "{head}.{layer}.linear.{kind}", "{head}.{layers}.weight"
+    block_name = "{head}.{layer}.linear.{kind}"
+    head_name = "{head}.{layers}.weight"
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return "medusa_num_heads" in files.config
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         tensors = strip_prefix(files)
-        rows, width = len(tensors.get(f"0.{num_layers(files)}.weight", ())) or None, head_width(tensors)
-        prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in files.tensors) else ""
+        rows = len(tensors.get(f"0.{num_layers(files)}.weight", ())) or None
+        width = head_width(tensors)
+        prefix = (
+            "medusa_heads."
+            if any(name.startswith("medusa_heads.") for name in files.tensors)
+            else ""
+        )
         names = self.file_names(int(files.config["medusa_num_heads"]), num_layers(files))
         return ExpectedTensors(
             {
                 prefix + name: medusa_shape(native, width, rows)
-                for native, name in names.items() if not (shares_head(files) and native.endswith("lm_head.weight"))
+                for native, name in names.items()
+                if not (shares_head(files) and native.endswith("lm_head.weight"))
             }
-        )  # fmt: skip
+        )
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         tensors = strip_prefix(files)
         if shares_head(files):
             if target is None:
                 raise MissingTarget(
-                    f"{files.directory}: 0.{num_layers(files)}.weight is missing, because heads of version 2 end in the "
-                    "target's output layer; give --target"
+                    f"{files.directory}: 0.{num_layers(files)}.weight is missing, because heads "
+                    "of version 2 end in the target's output layer; give --target"
                 )
-            dtype, head = tensors["0.0.linear.weight"].dtype, target.load_head()
+            dtype = tensors["0.0.linear.weight"].dtype
+            head = target.load_head()
             for number in range(int(files.config["medusa_num_heads"])):
                 tensors[f"{number}.{num_layers(files)}.weight"] = head.to(dtype, copy=True)
         names = self.file_names(int(files.config["medusa_num_heads"]), num_layers(files))
         native = {ours: tensors[name] for ours, name in names.items()}
-        return self.make_checkpoint(files, native, None, files.config.get("base_model_name_or_path"))
+        return self.make_checkpoint(
+            files, native, None, files.config.get("base_model_name_or_path")
+        )
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        config, tensors = files.config, strip_prefix(files)
+        config = files.config
+        tensors = strip_prefix(files)
         heads = {int(name.split(".")[0]) for name in tensors if name.split(".")[0].isdigit()}
         if heads and len(heads) != config["medusa_num_heads"]:
             yield Finding(
-                "head-count", "error", f"medusa_num_heads={config['medusa_num_heads']} and there are {len(heads)} heads",
+                "head-count",
+                "error",
+                (f"medusa_num_heads={config['medusa_num_heads']} and there are {len(heads)} heads"),
                 "the original loader silently leaves missing heads at their initialization",
                 f"write medusa_num_heads={len(heads)}, or add the heads",
-            )  # fmt: skip
+            )
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        tensors, heads, layers = drafter.tensors, drafter.drafter["num_heads"], drafter.drafter["num_layers"]
-        rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
+        tensors = drafter.tensors
+        heads = drafter.drafter["num_heads"]
+        layers = drafter.drafter["num_layers"]
+        rows = len(tensors["d2t"])
+        vocab = len(tensors["t2d"])
         if rows != vocab:
             raise UserError(
-                f"d2t: the heads draft {rows} of {vocab} tokens, and the original layout has no token map; use --to vllm, or "
-                f"train with drafter.vocab_size={vocab}"
+                f"d2t: the heads draft {rows} of {vocab} tokens, and the original layout has no "
+                f"token map; use --to vllm, or train with drafter.vocab_size={vocab}"
             )
         config = {
             "medusa_num_heads": heads,
@@ -124,18 +166,23 @@ class OriginalMedusa(MedusaLayout):
 
 
 class VllmMedusa(MedusaLayout):
-    """vLLM's layout: `blocks.{head}.layers.{block}` and `lm_heads.{head}`, or a single `lm_head` for all heads.
+    """vLLM's layout: `blocks.{head}.layers.{block}` and `lm_heads.{head}`, or a single `lm_head`
+    for all heads.
 
-    vLLM (0.32) supports a draft vocabulary, with ids in `token_map`, only for the single head; separate heads need all V rows.
-    Spectrain's heads are filled up with the mean of their rows. Its logit is the mean of the others and so never the largest:
-    vLLM drafts what spectrain drafts. `d2t`, which vLLM ignores, holds which rows were trained.
+    vLLM (0.32) supports a draft vocabulary, with ids in `token_map`, only for the single head;
+    separate heads need all V rows. Spectrain's heads are filled up with the mean of their rows. Its
+    logit is the mean of the others and so never the largest: vLLM drafts what spectrain drafts.
+    `d2t`, which vLLM ignores, holds which rows were trained.
     """
 
     title = "Medusa, vLLM layout"
-    block_name, head_name = "blocks.{head}.layers.{layer}.{kind}", "lm_heads.{head}.weight"
+    block_name = "blocks.{head}.layers.{layer}.{kind}"
+    head_name = "lm_heads.{head}.weight"
 
     def matches_files(self, files: DrafterFiles) -> bool:
-        return files.config.get("model_type") == "medusa" or "MedusaModel" in (files.config.get("architectures") or [])
+        return files.config.get("model_type") == "medusa" or "MedusaModel" in (
+            files.config.get("architectures") or []
+        )
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         config = files.config
@@ -145,12 +192,19 @@ class VllmMedusa(MedusaLayout):
         if "d2t" in files.tensors:
             rows = config["vocab_size"]
         names = self.file_names(config["num_heads"], config["num_hidden_layers"])
-        shapes = {name: medusa_shape(native, config["hidden_size"], rows) for native, name in names.items()}
+        shapes = {
+            name: medusa_shape(native, config["hidden_size"], rows)
+            for native, name in names.items()
+        }
         if not config.get("medusa_fc_bias"):
             shapes = {name: shape for name, shape in shapes.items() if not name.endswith(".bias")}
         if config.get("original_lm_head"):
-            shapes = {name: shape for name, shape in shapes.items() if not name.startswith("lm_heads.")}
-            shared = "lm_heads.0.weight" if "lm_heads.0.weight" in files.tensors else "lm_head.weight"
+            shapes = {
+                name: shape for name, shape in shapes.items() if not name.startswith("lm_heads.")
+            }
+            shared = (
+                "lm_heads.0.weight" if "lm_heads.0.weight" in files.tensors else "lm_head.weight"
+            )
             shapes[shared] = (rows, config["hidden_size"])
         if map_rows < config["vocab_size"]:
             shapes["token_map"] = (map_rows,)
@@ -159,17 +213,27 @@ class VllmMedusa(MedusaLayout):
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         if has_original_names(files):
             return OriginalMedusa().read(as_original(files), target)
-        config, tensors = files.config, {n.removeprefix("medusa_heads."): t for n, t in files.tensors.items()}
+        config = files.config
+        tensors = {n.removeprefix("medusa_heads."): t for n, t in files.tensors.items()}
         if config.get("logit_scale", 1.0) != 1.0:
-            raise UserError(f"{files.directory}: logit_scale={config['logit_scale']}: heads of drafter=medusa have no scale")
-        shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight")) if config.get("original_lm_head") else None
+            raise UserError(
+                f"{files.directory}: logit_scale={config['logit_scale']}: heads of drafter=medusa "
+                "have no scale"
+            )
+        shared = (
+            tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight"))
+            if config.get("original_lm_head")
+            else None
+        )
         native: dict[str, Tensor] = {}
         for ours, name in self.file_names(config["num_heads"], config["num_hidden_layers"]).items():
             if ours.endswith("lm_head.weight"):
                 head = tensors[name] if shared is None else shared.clone()
                 native[ours] = head[target_ids(tensors["d2t"])] if "d2t" in tensors else head
             elif name.endswith(".bias") and name not in tensors:
-                native[ours] = native[ours.replace(".bias", ".weight")].new_zeros(config["hidden_size"])
+                native[ours] = native[ours.replace(".bias", ".weight")].new_zeros(
+                    config["hidden_size"]
+                )
             else:
                 native[ours] = tensors[name]
         if "d2t" in tensors:
@@ -182,50 +246,82 @@ class VllmMedusa(MedusaLayout):
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         config, tensors = files.config, files.tensors
         for key in config:
-            remapped = re.search(r"num.*(heads|layers)", key) and key not in ("num_heads", "num_hidden_layers")
+            remapped = re.search(r"num.*(heads|layers)", key) and key not in (
+                "num_heads",
+                "num_hidden_layers",
+            )
             if remapped:
                 yield Finding(
-                    "num-attention-heads" if "attention" in key else "count-key", "error", f"config.json holds {key}",
-                    "vLLM reads every key with num and heads or layers as the number of Medusa heads or blocks",
+                    "num-attention-heads" if "attention" in key else "count-key",
+                    "error",
+                    f"config.json holds {key}",
+                    "vLLM reads every key with num and heads or layers as the number of Medusa "
+                    "heads or blocks",
                     f"delete {key}",
-                )  # fmt: skip
+                )
         if any(name.endswith(".bias") for name in tensors) and not config.get("medusa_fc_bias"):
             yield Finding(
-                "medusa-bias", "error", "medusa_fc_bias is not true and the blocks have biases",
-                "vLLM silently drops them", 'write "medusa_fc_bias": true',
-            )  # fmt: skip
+                "medusa-bias",
+                "error",
+                "medusa_fc_bias is not true and the blocks have biases",
+                "vLLM silently drops them",
+                'write "medusa_fc_bias": true',
+            )
         rows = config.get("truncated_vocab_size") or config.get("vocab_size")
         if not config.get("original_lm_head") and rows != config.get("vocab_size"):
             yield Finding(
-                "short-heads", "error", f"truncated_vocab_size={rows} is below vocab_size and every head has an output layer",
+                "short-heads",
+                "error",
+                (
+                    f"truncated_vocab_size={rows} is below vocab_size and every head has an "
+                    "output layer"
+                ),
                 "vLLM allocates vocab_size rows for such heads and stops while it loads them",
-                "fill them up: spectrain convert DIR OUT --to vllm", is_repairable=True,
-            )  # fmt: skip
+                "fill them up: spectrain convert DIR OUT --to vllm",
+                is_repairable=True,
+            )
         if "d2t" in tensors:
             yield from check_vocabulary(int(config["vocab_size"]), {"d2t": tensors["d2t"]})
         ids = tensors.get("token_map")
-        if ids is not None and (ids.is_floating_point() or bool((ids < 0).any() or (ids >= config["vocab_size"]).any())):
+        if ids is not None and (
+            ids.is_floating_point() or bool((ids < 0).any() or (ids >= config["vocab_size"]).any())
+        ):
             yield Finding(
-                "token-map-range", "error", "token_map holds ids outside the vocabulary", "vLLM fails while it decodes",
+                "token-map-range",
+                "error",
+                "token_map holds ids outside the vocabulary",
+                "vLLM fails while it decodes",
                 "write the target's id of every row of lm_heads",
-            )  # fmt: skip
+            )
         elif ids is not None and len(ids.unique()) < len(ids):
             yield Finding(
-                "token-map-offsets", "error",
+                "token-map-offsets",
+                "error",
                 "token_map holds the same id twice; perhaps it holds offsets, as EAGLE-3's maps do",
-                "drafts are other tokens than intended", "write the target's id of every row of lm_heads",
-            )  # fmt: skip
+                "drafts are other tokens than intended",
+                "write the target's id of every row of lm_heads",
+            )
         if ids is not None and rows == config.get("vocab_size"):
             yield Finding(
-                "truncated-vocab-size", "error", "the files hold token_map, but truncated_vocab_size is not below vocab_size",
-                "vLLM ignores the map", f'write "truncated_vocab_size": {len(ids)}',
-            )  # fmt: skip
+                "truncated-vocab-size",
+                "error",
+                ("the files hold token_map, but truncated_vocab_size is not below vocab_size"),
+                "vLLM ignores the map",
+                f'write "truncated_vocab_size": {len(ids)}',
+            )
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
-        tensors, heads, layers = drafter.tensors, drafter.drafter["num_heads"], drafter.drafter["num_layers"]
-        vocab, names = len(tensors["t2d"]), self.file_names(heads, layers)
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
+        tensors = drafter.tensors
+        heads = drafter.drafter["num_heads"]
+        layers = drafter.drafter["num_layers"]
+        vocab = len(tensors["t2d"])
+        names = self.file_names(heads, layers)
         renamed = {
-            name: fill_rows(tensors[native], tensors["d2t"], vocab) if native.endswith("lm_head.weight") else tensors[native]
+            name: fill_rows(tensors[native], tensors["d2t"], vocab)
+            if native.endswith("lm_head.weight")
+            else tensors[native]
             for native, name in names.items()
         }
         if len(tensors["d2t"]) < vocab:
@@ -246,7 +342,9 @@ class VllmMedusa(MedusaLayout):
         write_json(directory / "config.json", config)
         write_tensors(directory / "model.safetensors", renamed)
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {"vllm": DrafterLaunch("medusa", path, drafter.drafter["num_heads"])}
 
 
@@ -272,7 +370,10 @@ def has_original_names(files: DrafterFiles) -> bool:
 
 def as_original(files: DrafterFiles) -> DrafterFiles:
     """Return the files with vLLM's config.json translated into the authors'."""
-    config = {"medusa_num_heads": files.config["num_heads"], "medusa_num_layers": files.config["num_hidden_layers"]}
+    config = {
+        "medusa_num_heads": files.config["num_heads"],
+        "medusa_num_layers": files.config["num_hidden_layers"],
+    }
     return replace(files, config=config)
 
 
@@ -284,7 +385,9 @@ def medusa_shape(name: str, width: int, rows: int | None) -> tuple[int | None, .
 
 
 def fill_rows(head: Tensor, d2t: Tensor, vocab: int) -> Tensor:
-    """Return an output layer of all V rows that drafts the same tokens: the other rows hold the mean of the rows."""
+    """Return an output layer of all V rows that drafts the same tokens: the other rows hold the
+    mean of the rows.
+    """
     if len(head) == vocab:
         return head
     full = head.float().mean(0).to(head.dtype).repeat(vocab, 1)
@@ -294,4 +397,11 @@ def fill_rows(head: Tensor, d2t: Tensor, vocab: int) -> Tensor:
 
 def head_width(tensors: dict[str, Tensor]) -> int:
     """Return H, from any of the blocks."""
-    return next((tensor.shape[-1] for name, tensor in tensors.items() if name.endswith("weight") and tensor.dim() == 2), 0)
+    return next(
+        (
+            tensor.shape[-1]
+            for name, tensor in tensors.items()
+            if name.endswith("weight") and tensor.dim() == 2
+        ),
+        0,
+    )

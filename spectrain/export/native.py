@@ -1,4 +1,6 @@
-"""Spectrain's own layout: config.json names the class with its settings, model.safetensors holds the class's tensors."""
+"""Spectrain's own layout: config.json names the class with its settings, model.safetensors holds
+the class's tensors.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,13 @@ from .targets import TargetFiles
 from .vocabulary import check_vocabulary
 
 ARCHITECTURE_SIZES = (
-    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
-)  # fmt: skip
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
+)
 """Keys of an `architecture` that needs no target."""
 CHAIN_TOKENS = 3
 """Tokens that this project's engine drafts in a round when it serves (`server=spectrain`)."""
@@ -63,8 +70,8 @@ class NativeLayout(Layout):
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
         """Return the tensors of the drafter that config.json describes, built on the device "meta".
 
-        Where its target would have to be downloaded, or is not named, any tensor will do. Raise RefusedSettings where the
-        drafter cannot be built.
+        Where its target would have to be downloaded, or is not named, any tensor will do. Raise
+        RefusedSettings where the drafter cannot be built.
         """
         try:
             drafter = self._build_drafter(files)
@@ -73,7 +80,9 @@ class NativeLayout(Layout):
         except (UserError, *MALFORMED_ERRORS) as error:
             raise RefusedSettings(first_line(error)) from error
         if drafter is None:
-            return ExpectedTensors({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
+            return ExpectedTensors(
+                {name: (None,) * tensor.dim() for name, tensor in files.tensors.items()}
+            )
         shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
         file_names = {name: drafter.saved.layout.get(name, ("", name))[1] for name in shapes}
         # Of tied tensors, named_parameters lists the first, and only that one is saved.
@@ -84,15 +93,21 @@ class NativeLayout(Layout):
         )
 
     def _build_drafter(self, files: DrafterFiles) -> Drafter | None:
-        """Build the drafter that config.json describes on the device "meta"; None where its target is not at hand."""
-        target, settings = self._target_files(files), files.read_group("drafter") or {}
+        """Build the drafter that config.json describes on the device "meta"; None where its
+        target is not at hand.
+        """
+        target = self._target_files(files)
+        settings = files.read_group("drafter") or {}
         check_node("drafter", settings)
         if target is None or not target.is_local:
             return None
-        # The settings as eval takes them: what weights or target determine in a conversion is not filled in here.
+        # The settings as eval takes them: what weights or target determine in a conversion is not
+        # filled in here.
         return build_meta_drafter(settings, target.build_meta_target())
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {"spectrain": DrafterLaunch("chain", path, CHAIN_TOKENS)}
 
     def _target_files(self, files: DrafterFiles) -> TargetFiles | None:
@@ -122,13 +137,22 @@ class NativeLayout(Layout):
         trained_target = next((path for path in candidates if path.is_dir()), None)
         config_path = files.directory / "config.json"
         description = parse_groups(
-            {k: files.config[k] for k in (*DESCRIPTION_KEYS, "target") if files.config.get(k)}, config_path
+            {k: files.config[k] for k in (*DESCRIPTION_KEYS, "target") if files.config.get(k)},
+            config_path,
         )
         if adapter := files.read_sidecar("adapter_config.json"):
             description["adapter_config"] = adapter
-        return DrafterCheckpoint(self._resolve_settings(files), dict(files.tensors), reference, trained_target, description)
+        return DrafterCheckpoint(
+            self._resolve_settings(files),
+            dict(files.tensors),
+            reference,
+            trained_target,
+            description,
+        )
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
         self._check_id_order(drafter)
         settings = drafter.description.get("target") if target is None else target.settings
         if settings is None and drafter.target is not None:
@@ -139,7 +163,11 @@ class NativeLayout(Layout):
             **{key: drafter.description.get(key) for key in DESCRIPTION_KEYS},
             "spectrain_version": package_versions().get("spectrain"),
         }
-        adapters = {name: tensor for name, tensor in drafter.tensors.items() if name.startswith("base_model.")}
+        adapters = {
+            name: tensor
+            for name, tensor in drafter.tensors.items()
+            if name.startswith("base_model.")
+        }
         rest = {name: tensor for name, tensor in drafter.tensors.items() if name not in adapters}
         if adapters:
             write_tensors(directory / "adapter_model.safetensors", adapters)
@@ -151,12 +179,17 @@ class NativeLayout(Layout):
         ids = drafter.tensors.get("d2t")
         if ids is not None and len(ids) > 1 and bool((ids[1:] < ids[:-1]).any()):
             raise UserError(
-                "d2t: its ids do not ascend, as drafter=eagle3 and drafter=medusa require; sort the rows of lm_head"
+                "d2t: its ids do not ascend, as drafter=eagle3 and drafter=medusa require; sort "
+                "the rows of lm_head"
             )
 
 
-def shape_of_eagle3(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
-    """Fill in the number of layers from the weights, and the layer and the fused features from the target."""
+def shape_of_eagle3(
+    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+) -> dict[str, Any]:
+    """Fill in the number of layers from the weights, and the layer and the fused features from
+    the target.
+    """
     count = 1 + len({name.split(".")[1] for name in files.tensors if name.startswith("later.")})
     settings = {"num_layers": count, **drafter}
     if drafter.get("layers") and set(ARCHITECTURE_SIZES) <= set(drafter.get("architecture") or {}):
@@ -164,7 +197,9 @@ def shape_of_eagle3(drafter: dict[str, Any], files: DrafterFiles, target: Target
     return complete_settings(settings, require_named_target(target, files))
 
 
-def shape_of_eagle1(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+def shape_of_eagle1(
+    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+) -> dict[str, Any]:
     """Return the layer, from the target where the settings lack it, and whether fc has a bias."""
     architecture = drafter.get("architecture")
     if not set(ARCHITECTURE_SIZES) <= set(architecture or {}):
@@ -172,42 +207,66 @@ def shape_of_eagle1(drafter: dict[str, Any], files: DrafterFiles, target: Target
     return {"architecture": architecture, "bias": "fc.bias" in files.tensors}
 
 
-def shape_of_peagle(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+def shape_of_peagle(
+    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+) -> dict[str, Any]:
     """Fill in what EAGLE-3 has, the number of drafts, and whether the weights hold an embedding."""
-    peagle_settings = {"num_drafts": NUM_DRAFTS, "own_embedding": "embed_tokens.weight" in files.tensors}
+    peagle_settings = {
+        "num_drafts": NUM_DRAFTS,
+        "own_embedding": "embed_tokens.weight" in files.tensors,
+    }
     return {**peagle_settings, **shape_of_eagle3(drafter, files, target)}
 
 
 def shape_of_block(
-    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None, family: BlockFamily | None = None
+    drafter: dict[str, Any],
+    files: DrafterFiles,
+    target: TargetFiles | None,
+    family: BlockFamily | None = None,
 ) -> dict[str, Any]:
-    """Return every setting that other layouts hold, too, with the layer and the fused features filled in."""
+    """Return every setting that other layouts hold, too, with the layer and the fused features
+    filled in.
+    """
     settings = GroupSpec.from_node("drafter", drafter).with_defaults()
     if not settings["layers"] or not settings["architecture"]:
         target = require_named_target(target, files)
         layers = settings["layers"] or default_layers(target.num_layers, settings["num_layers"])
-        settings |= {"layers": sorted(set(layers)), "architecture": complete_layer(settings["architecture"], target)}
+        settings |= {
+            "layers": sorted(set(layers)),
+            "architecture": complete_layer(settings["architecture"], target),
+        }
     family = family or FAMILIES[choice_name("drafter", drafter)]
     keys = (*BLOCK_SETTINGS, *family.config_keys)
     return {key: settings[key] for key in keys if key not in ("vocab_size", "mask_token_id")}
 
 
 def require_named_target(target: TargetFiles | None, files: DrafterFiles) -> TargetFiles:
-    """Return the target that settings depend on, or raise UserError where config.json names none."""
+    """Return the target that settings depend on, or raise UserError where config.json names
+    none.
+    """
     if target is None:
-        raise MissingTarget(f"{files.directory / 'config.json'}: it names no target, and settings depend on it; write target")
+        raise MissingTarget(
+            f"{files.directory / 'config.json'}: it names no target, and settings depend on it; "
+            "write target"
+        )
     return target
 
 
-def shape_of_medusa(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+def shape_of_medusa(
+    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+) -> dict[str, Any]:
     heads = {name.split(".")[1] for name in files.tensors if name.startswith("heads.")}
     blocks = {name.split(".")[3] for name in files.tensors if name.startswith("heads.0.blocks.")}
     return {"num_heads": len(heads), "num_layers": len(blocks)}
 
 
-def shape_of_adapter(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+def shape_of_adapter(
+    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+) -> dict[str, Any]:
     adapter = files.read_sidecar("adapter_config.json")
-    return adapter_shape(files.tensors, adapter or {"r": 0, "lora_alpha": drafter.get("alpha", 32.0)})
+    return adapter_shape(
+        files.tensors, adapter or {"r": 0, "lora_alpha": drafter.get("alpha", 32.0)}
+    )
 
 
 SHAPE_READERS = {
@@ -222,8 +281,8 @@ SHAPE_READERS = {
 
 
 def find_shape_reader(family: str) -> Callable[..., dict[str, Any]] | None:
-    """Return the function that completes a family's description, from this table or an installed package; None if there is
-    none."""
+    """Return the function that completes a family's description, from this table or an installed
+    package; None if there is none."""
     paths = (package.shape_readers.get(family) for package in list_packages())
     path = next((path for path in paths if path is not None), None)
     if path is None:

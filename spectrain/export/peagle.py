@@ -1,4 +1,6 @@
-"""The layouts of P-EAGLE: EAGLE-3's with `mask_hidden`, a mask token and, usually, a trained embedding."""
+"""The layouts of P-EAGLE: EAGLE-3's with `mask_hidden`, a mask token and, usually, a trained
+embedding.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,14 @@ class PEagleLayout(Eagle3Layout):
 
     def mask_token_id(self, files: DrafterFiles) -> Any:
         """Return the id of the mask token, or None where the files name none."""
-        return next((files.config[key] for key in MASK_TOKEN_KEYS if files.config.get(key) is not None), None)
+        return next(
+            (files.config[key] for key in MASK_TOKEN_KEYS if files.config.get(key) is not None),
+            None,
+        )
 
-    def embedding_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
+    def embedding_settings(
+        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
+    ) -> dict[str, Any]:
         num_drafts = self.read_num_drafts(files)
         return {
             "architecture": config.architecture,
@@ -47,15 +54,23 @@ class PEagleLayout(Eagle3Layout):
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(files)
-        token, rows = self.mask_token_id(files), self.parse_config(files).vocab_size
+        token = self.mask_token_id(files)
+        rows = self.parse_config(files).vocab_size
         if not isinstance(token, int) or not 0 <= token < rows:
             yield Finding(
-                "mask-token", "error", f"the mask token is {token}, outside the embedding, which has {rows} rows",
-                "engines refuse the file, or read another row", "write the id that it was trained with",
-            )  # fmt: skip
+                "mask-token",
+                "error",
+                f"the mask token is {token}, outside the embedding, which has {rows} rows",
+                "engines refuse the file, or read another row",
+                "write the id that it was trained with",
+            )
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
-        return {"vllm": DrafterLaunch("eagle3", path, drafter.drafter["num_drafts"], is_parallel=True)}
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
+        return {
+            "vllm": DrafterLaunch("eagle3", path, drafter.drafter["num_drafts"], is_parallel=True)
+        }
 
 
 class SpeculatorsPEagle(PEagleLayout, SpeculatorsEagle3):
@@ -82,16 +97,22 @@ class SpeculatorsPEagle(PEagleLayout, SpeculatorsEagle3):
         yield from super().findings(files)
         if files.config.get("fc_norm"):
             yield Finding(
-                "fc-norm-dropped", "warning", "fc_norm is on", "vLLM 0.32 honours this flag for EAGLE-3 only, and stops "
-                "at the norms of a P-EAGLE", "serve the flat layout: spectrain convert DIR OUT --to flat --target TARGET",
-            )  # fmt: skip
+                "fc-norm-dropped",
+                "warning",
+                "fc_norm is on",
+                (
+                    "vLLM 0.32 honours this flag for EAGLE-3 only, and stops at the norms of "
+                    "a P-EAGLE"
+                ),
+                ("serve the flat layout: spectrain convert DIR OUT --to flat --target TARGET"),
+            )
 
 
 class FlatPEagle(PEagleLayout, FlatEagle3):
     """EAGLE-3's flat config.json with `pard_token`, which only vLLM serves.
 
-    Layer ids are vLLM's, which are spectrain's, and the files hold the embedding. `ptd_token_id`, another name of the token, is
-    read, too.
+    Layer ids are vLLM's, which are spectrain's, and the files hold the embedding. `ptd_token_id`,
+    another name of the token, is read, too.
     """
 
     title = "P-EAGLE, flat layout"
@@ -109,24 +130,32 @@ class FlatPEagle(PEagleLayout, FlatEagle3):
     def numbering_findings(self, files: DrafterFiles) -> Iterator[Finding]:
         if self._layer_ids(files.config) is None:
             yield Finding(
-                "layer-ids-missing", "warning", "eagle_aux_hidden_state_layer_ids is missing", "vLLM uses its own default",
+                "layer-ids-missing",
+                "warning",
+                "eagle_aux_hidden_state_layer_ids is missing",
+                "vLLM uses its own default",
                 "write the layers that it was trained on",
-            )  # fmt: skip
+            )
 
     def findings_with_target(self, files: DrafterFiles, target: TargetFiles) -> Iterator[Finding]:
         yield from Eagle3Layout.findings_with_target(self, files, target)
         lower = [layer - 1 for layer in default_layers(target.num_layers)]
         if self._layer_ids(files.config) == lower:
             yield Finding(
-                "layer-ids-numbering", "warning", f"layer ids are {lower}, the default in SGLang's numbering",
-                "vLLM, the only engine of P-EAGLE, uses them unchanged and fuses the preceding layers",
+                "layer-ids-numbering",
+                "warning",
+                f"layer ids are {lower}, the default in SGLang's numbering",
+                "vLLM, the only engine of P-EAGLE, uses them unchanged and fuses the preceding "
+                "layers",
                 f"write {[layer + 1 for layer in lower]}, unless it was trained on these",
-            )  # fmt: skip
+            )
 
     def file_tensors(self, drafter: DrafterCheckpoint) -> dict[str, Tensor]:
         return dict(drafter.tensors)
 
-    def extra_config(self, drafter: DrafterCheckpoint, target: TargetFiles | None) -> dict[str, Any]:
+    def extra_config(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None
+    ) -> dict[str, Any]:
         layers = drafter.drafter.get("layers")
         layer_ids = {} if layers is None else {"eagle_aux_hidden_state_layer_ids": layers}
         return {**layer_ids, "pard_token": drafter.drafter["mask_token_id"]}

@@ -1,4 +1,6 @@
-"""The layouts that the speculators library writes and vLLM reads: what all of them have, and EAGLE-3's."""
+"""The layouts that the speculators library writes and vLLM reads: what all of them have, and
+EAGLE-3's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from spectrain.servers.commands import DrafterLaunch
 
 from .eagle3 import Eagle3Layout, drafter_layer_config, variant_flags
 from .fused import EMBEDDING, FusedConfig, FusedLayout
-from .layout import CHAIN_TOKENS, DrafterCheckpoint, DrafterFiles, Finding, require_target, write_json, write_tensors
+from .layout import (
+    CHAIN_TOKENS,
+    DrafterCheckpoint,
+    DrafterFiles,
+    Finding,
+    require_target,
+    write_json,
+    write_tensors,
+)
 from .targets import TargetFiles
 from .vocabulary import drop_full_maps
 
@@ -23,7 +33,9 @@ NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 
 
 class SpeculatorsLayout(FusedLayout):
-    """The base of the library's layouts: the layer in `transformer_layer_config`, the target in `speculators_config`."""
+    """The base of the library's layouts: the layer in `transformer_layer_config`, the target in
+    `speculators_config`.
+    """
 
     model_type: ClassVar[str]
 
@@ -37,12 +49,23 @@ class SpeculatorsLayout(FusedLayout):
         yield from super().findings(files)
         for key, value in (
             ("speculators_config.verifier.name_or_path", verifier_name(files)),
-            ("speculators_config.proposal_methods[0].speculative_tokens", read_method(files).get("speculative_tokens")),
+            (
+                "speculators_config.proposal_methods[0].speculative_tokens",
+                read_method(files).get("speculative_tokens"),
+            ),
         ):
             if not value:
-                yield Finding("speculators-config", "error", f"{key} is missing", "vLLM refuses the file", "write it")
+                yield Finding(
+                    "speculators-config",
+                    "error",
+                    f"{key} is missing",
+                    "vLLM refuses the file",
+                    "write it",
+                )
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
         target = require_target(target, "the files name the target")
         self.check_writable(drafter, target)
         tensors = self.layout_tensors(drop_full_maps(self.file_tensors(drafter, target)))
@@ -54,14 +77,21 @@ class SpeculatorsLayout(FusedLayout):
             "tie_word_embeddings": False,
             "draft_vocab_size": len(drafter.tensors["d2t"]),
             **self.family_entries(drafter),
-            "transformer_layer_config": {**self.layer_entries(drafter), **common_layer_config(target)},
-            "speculators_config": proposal_config(self.model_type, self.num_drafts(drafter), target),
+            "transformer_layer_config": {
+                **self.layer_entries(drafter),
+                **common_layer_config(target),
+            },
+            "speculators_config": proposal_config(
+                self.model_type, self.num_drafts(drafter), target
+            ),
         }
         write_json(directory / "config.json", config)
         write_tensors(directory / "model.safetensors", tensors)
 
     def file_tensors(self, drafter: DrafterCheckpoint, target: TargetFiles) -> dict[str, Tensor]:
-        """Return the tensors that the files hold, under spectrain's names; maps of the full vocabulary are left out."""
+        """Return the tensors that the files hold, under spectrain's names; maps of the full
+        vocabulary are left out.
+        """
         return drafter.tensors
 
     @abstractmethod
@@ -85,7 +115,8 @@ class SpeculatorsEagle3(SpeculatorsLayout, Eagle3Layout):
     model_type = "eagle3"
     architectures = ("Eagle3DraftModel",)
     flags: ClassVar[tuple[str, ...]] = NORM_FLAGS
-    implied_flags: ClassVar[tuple[str, ...]] = ("norm_before_residual",)  # flags whose default is true in vLLM
+    # flags whose default is true in vLLM
+    implied_flags: ClassVar[tuple[str, ...]] = ("norm_before_residual",)
     trains_embedding: ClassVar[bool] = False
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
@@ -101,35 +132,48 @@ class SpeculatorsEagle3(SpeculatorsLayout, Eagle3Layout):
         config = files.config
         for flag in (flag for flag in self.implied_flags if flag not in config):
             yield Finding(
-                "norm-flag-implicit", "error", f"config.json lacks {flag}",
-                "the default is true in vLLM and false in the speculators library, so one of them drafts from another "
-                "residual stream", "write the value that it was trained with",
-            )  # fmt: skip
+                "norm-flag-implicit",
+                "error",
+                f"config.json lacks {flag}",
+                "the default is true in vLLM and false in the speculators library, so one of them "
+                "drafts from another residual stream",
+                "write the value that it was trained with",
+            )
         if config.get("norm_before_fc") and config.get("fc_norm"):
             yield Finding(
-                "norm-flags-exclusive", "error", "norm_before_fc and fc_norm are both on", "engines refuse the file",
+                "norm-flags-exclusive",
+                "error",
+                "norm_before_fc and fc_norm are both on",
+                "engines refuse the file",
                 "leave on the flag whose tensors the files hold",
-            )  # fmt: skip
+            )
         if config.get("eagle_aux_hidden_state_layer_ids") is None:
             yield Finding(
-                "layer-ids-missing", "warning", "eagle_aux_hidden_state_layer_ids is missing",
-                "every engine uses its own default", "write the layers that it was trained on",
-            )  # fmt: skip
+                "layer-ids-missing",
+                "warning",
+                "eagle_aux_hidden_state_layer_ids is missing",
+                "every engine uses its own default",
+                "write the layers that it was trained on",
+            )
         if EMBEDDING not in files.tensors:
             yield Finding(
-                "missing-embed-tokens", "error", f"{EMBEDDING} is missing",
+                "missing-embed-tokens",
+                "error",
+                f"{EMBEDDING} is missing",
                 "vLLM uses the target's, but the speculators library silently loads zeros",
-                "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET", is_repairable=True,
-            )  # fmt: skip
+                "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET",
+                is_repairable=True,
+            )
 
     def file_tensors(self, drafter: DrafterCheckpoint, target: TargetFiles) -> dict[str, Tensor]:
-        tensors, vocab = dict(drafter.tensors), len(drafter.tensors["t2d"])
+        tensors = dict(drafter.tensors)
+        vocab = len(drafter.tensors["t2d"])
         if EMBEDDING not in tensors:
             tensors[EMBEDDING] = target.load_embedding().to(tensors["fc.weight"].dtype)
         if len(tensors[EMBEDDING]) != vocab:
             raise UserError(
-                f"{target.reference}: its embedding has {len(tensors[EMBEDDING])} rows and t2d {vocab}; this drafter is for "
-                "another target"
+                f"{target.reference}: its embedding has {len(tensors[EMBEDDING])} rows and t2d "
+                f"{vocab}; this drafter is for another target"
             )
         return tensors
 
@@ -154,7 +198,9 @@ class SpeculatorsEagle3(SpeculatorsLayout, Eagle3Layout):
     def num_drafts(self, drafter: DrafterCheckpoint) -> int:
         return 3
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {"vllm": DrafterLaunch("eagle3", path, CHAIN_TOKENS)}
 
 
@@ -170,18 +216,28 @@ def common_layer_config(target: TargetFiles) -> dict[str, Any]:
 
 def proposal_config(algorithm: str, num_tokens: int, target: TargetFiles) -> dict[str, Any]:
     """Return `speculators_config`: the number of drafts a round, and the target."""
-    method = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
         "proposal_methods": [method],
-        "verifier": {"name_or_path": target.engine_path, "architectures": target.full_config.architectures},
+        "verifier": {
+            "name_or_path": target.engine_path,
+            "architectures": target.full_config.architectures,
+        },
     }
 
 
 def verifier_name(files: DrafterFiles) -> str | None:
     """Return the target that `speculators_config` names, or None."""
-    name: str | None = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    name: str | None = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get(
+        "name_or_path"
+    )
     return name
 
 

@@ -1,4 +1,6 @@
-"""Rows of the table of layouts, and what installed packages add to it. All is text, so that nothing is imported for a list."""
+"""Rows of the table of layouts, and what installed packages add to it. All is text, so that
+nothing is imported for a list.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,21 @@ class TableRow:
     """A layout of the table."""
 
     class_path: str  # module of this package and class
-    formats: str  # the values of `format` that write it, separated by spaces; empty for a layout that is only read
+    # the values of `format` that write it, separated by spaces; empty for a layout that is only
+    # read
+    formats: str
     families: str  # the choices of `drafter` that it can hold, separated by spaces
-    suffix: str = ".safetensors"  # of its weights; a layout with another one has its own `read_files`
-    # Of a row of an installed package, whose class path is absolute: the row of this table before which it stands.
+    # of its weights; a layout with another one has its own `read_files`
+    suffix: str = ".safetensors"
+    # Of a row of an installed package, whose class path is absolute: the row of this table before
+    # which it stands.
     before: str = ""
 
 
 @dataclass(frozen=True)
 class LayoutPackage:
-    """What an installed package adds to exports, as text, so that nothing is imported to list the formats.
+    """What an installed package adds to exports, as text, so that nothing is imported to list the
+    formats.
 
     Its entry point is in the group `spectrain.export`.
     """
@@ -38,7 +45,8 @@ class LayoutPackage:
     serving_hints: Mapping[str, str] = field(default_factory=dict)
     # Choice of `drafter` -> import path of the function that returns what a description may omit.
     shape_readers: Mapping[str, str] = field(default_factory=dict)
-    # Part of a tensor's name -> what it is, for the message of a layout of block drafters that lacks it.
+    # Part of a tensor's name -> what it is, for the message of a layout of block drafters that
+    # lacks it.
     foreign_parts: Mapping[str, str] = field(default_factory=dict)
 
 

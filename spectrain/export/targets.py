@@ -30,35 +30,53 @@ from spectrain.models.rope import RopeError, drafter_rope
 from spectrain.models.sharding import select_auto_class
 from spectrain.models.target import Target
 
-LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.models.loading.load_smollm2"}
+LOADERS = {
+    "tiny": "spectrain.models.loading.load_tiny",
+    "smollm2": "spectrain.models.loading.load_smollm2",
+}
 
 
 class TargetFiles:
-    """The files of a target: `tiny`, `smollm2`, a directory in transformers format, a .gguf file or a name on the hub."""
+    """The files of a target: `tiny`, `smollm2`, a directory in transformers format, a .gguf file
+    or a name on the hub.
+    """
 
-    def __init__(self, reference: str, with_weights: bool = True, may_download: bool = True) -> None:
+    def __init__(
+        self, reference: str, with_weights: bool = True, may_download: bool = True
+    ) -> None:
         self.reference = reference
         # Whether the directory needs the weights of a GGUF file, which the first use converts.
         self.with_weights = with_weights
         # What a drafter's own files name is read from this machine alone.
         self.may_download = may_download
-        self.settings: dict[str, Any] = {"_target_": "spectrain.models.loading.load_hf", "model": reference}
+        self.settings: dict[str, Any] = {
+            "_target_": "spectrain.models.loading.load_hf",
+            "model": reference,
+        }
         if reference in LOADERS:
             self.settings = {"_target_": LOADERS[reference]}
         elif Path(reference).expanduser().exists():
             self.settings["model"] = str(Path(reference).expanduser().resolve())
 
     @staticmethod
-    def from_settings(settings: dict[str, Any], with_weights: bool = True, may_download: bool = True) -> TargetFiles:
-        """Return the files of a configuration's group `target`; a plan needs no weights, and those of a file of settings may
-        not be downloaded."""
+    def from_settings(
+        settings: dict[str, Any], with_weights: bool = True, may_download: bool = True
+    ) -> TargetFiles:
+        """Return the files of a configuration's group `target`; a plan needs no weights, and those
+        of a file of settings may not be downloaded."""
         choice = choice_name("target", settings)
         reference = settings.get("path") or (choice if choice in LOADERS else settings.get("model"))
         if not isinstance(reference, str) or not reference:
-            raise UserError(f"target.model={reference}: it does not name a target; give a model directory or a name on the hub")
+            raise UserError(
+                f"target.model={reference}: it does not name a target; give a model directory or "
+                "a name on the hub"
+            )
         files = TargetFiles(reference, with_weights, may_download)
         # The path becomes an absolute one.
-        files.settings = {**settings, **({"model": files.settings["model"]} if "model" in settings else {})}
+        files.settings = {
+            **settings,
+            **({"model": files.settings["model"]} if "model" in settings else {}),
+        }
         return files
 
     @cached_property
@@ -74,27 +92,43 @@ class TargetFiles:
         if path.is_dir():
             return path.resolve()
         if path.is_absolute() or self.reference.startswith("."):
-            raise UserError(f"target {self.reference}: there is no such directory; give a model directory or a name on the hub")
+            raise UserError(
+                f"target {self.reference}: there is no such directory; give a model directory or "
+                "a name on the hub"
+            )
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
 
         try:
             patterns = ["*.json", "*.safetensors", "*.jinja", "*.model"]
             local = not self.may_download
-            return Path(snapshot_download(self.reference, allow_patterns=patterns, local_files_only=local))
+            return Path(
+                snapshot_download(self.reference, allow_patterns=patterns, local_files_only=local)
+            )
         except LocalEntryNotFoundError as error:
             raise UserError(self._explain_absence()) from error
         except (HfHubHTTPError, RepositoryNotFoundError, ValueError, OSError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"target {self.reference}: it cannot be found ({reason}); give a model directory") from error
+            reason = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
+            raise UserError(
+                f"target {self.reference}: it cannot be found ({reason}); give a model directory"
+            ) from error
 
     def _explain_absence(self) -> str:
         """Return the sentence for a target on the hub that is not on this machine."""
         if self.may_download:
-            return f"target {self.reference}: it cannot be found on the hub or on this machine; give a model directory"
+            return (
+                f"target {self.reference}: it cannot be found on the hub or on this machine; "
+                "give a model directory"
+            )
         return (
-            f"target {self.reference}: a file names it, and what a file names is not downloaded; name it in the command, as in "
-            f"target=hf target.model={self.reference}"
+            f"target {self.reference}: a file names it, and what a file names is not downloaded; "
+            f"name it in the command, as in target=hf target.model={self.reference}"
         )
 
     @property
@@ -107,7 +141,9 @@ class TargetFiles:
 
     @property
     def converted_directory(self) -> Path | None:
-        """The directory to which a GGUF file is converted, which may not be written yet; None for a target that needs none."""
+        """The directory to which a GGUF file is converted, which may not be written yet; None
+        for a target that needs none.
+        """
         gguf = self.gguf_file
         if self.reference == "smollm2":
             return cache_directory() / SMOLLM2_NAME
@@ -129,12 +165,20 @@ class TargetFiles:
         is_name = self.settings.get("model") == self.reference and self.gguf_file is None
         if is_name:
             return self.reference
-        return str(self.directory if self.with_weights else self.converted_directory or self.directory)
+        return str(
+            self.directory if self.with_weights else self.converted_directory or self.directory
+        )
 
     @cached_property
     def full_config(self) -> Any:
-        """The configuration of the whole model; of a model on the hub, no weights are downloaded for it."""
-        is_on_hub = not self.is_local and not Path(self.reference).is_absolute() and not self.reference.startswith(".")
+        """The configuration of the whole model; of a model on the hub, no weights are downloaded
+        for it.
+        """
+        is_on_hub = (
+            not self.is_local
+            and not Path(self.reference).is_absolute()
+            and not self.reference.startswith(".")
+        )
         if not is_on_hub:
             check_model_directory(self.directory)
         try:
@@ -148,7 +192,8 @@ class TargetFiles:
                 raise UserError(self._explain_absence()) from error
             reason = explain_load_error(self.directory, error)
             raise UserError(
-                f"target {self.reference}: its config.json cannot be read ({reason}); give a model directory"
+                f"target {self.reference}: its config.json cannot be read ({reason}); give a "
+                "model directory"
             ) from error
 
     @property
@@ -162,7 +207,8 @@ class TargetFiles:
             return drafter_rope(self.config.to_dict(), head_dim)
         except RopeError as error:
             raise UserError(
-                f"target {self.reference}: its config.json cannot be read ({error}); give another target"
+                f"target {self.reference}: its config.json cannot be read ({error}); give another "
+                "target"
             ) from error
 
     @property
@@ -180,16 +226,23 @@ class TargetFiles:
 
     def build_meta_target(self) -> Target:
         """Return the target on the device "meta", without data, for its shapes."""
-        return make_meta_target(self.full_config, self.tokenizer, self.reference, str(self.directory))
+        return make_meta_target(
+            self.full_config, self.tokenizer, self.reference, str(self.directory)
+        )
 
     @property
     def special_token_ids(self) -> dict[str, Any]:
         """The ids of special tokens, as configurations hold them."""
-        return {key: getattr(self.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {
+            key: getattr(self.config, key, None)
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
 
     def load_embedding(self) -> Tensor:
         """Return the embedding [V, D]."""
-        return self._load_tensor(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"), "embedding")
+        return self._load_tensor(
+            ("embed_tokens.weight", "wte.weight", "word_embeddings.weight"), "embedding"
+        )
 
     def load_head(self) -> Tensor:
         """Return the output layer [V, D], which may be the embedding."""
@@ -209,11 +262,14 @@ class TargetFiles:
                     if name.endswith(endings) and not name.startswith("vision"):
                         return file.get_tensor(name)
         raise UserError(
-            f"target {self.reference}: its {what} is not among its safetensors; save the model with save_pretrained"
+            f"target {self.reference}: its {what} is not among its safetensors; save the model "
+            "with save_pretrained"
         )
 
     def template_hash(self) -> str:
-        """Return a hash of tokens and chat template, equal for targets that use the same ids and text."""
+        """Return a hash of tokens and chat template, equal for targets that use the same ids and
+        text.
+        """
         return tokenizer_hash(self.tokenizer)
 
 
@@ -221,11 +277,17 @@ def make_meta_target(config: Any, tokenizer: Any = None, name: str = "", path: s
     """Return the target of a configuration on the device "meta", without data, for its shapes."""
     attention = attn_implementation_for(config, ATTENTION_NAME)
     with torch.device("meta"):
-        model = select_auto_class(config).from_config(config, attn_implementation=attention, trust_remote_code=False)
+        model = select_auto_class(config).from_config(
+            config, attn_implementation=attention, trust_remote_code=False
+        )
     return Target(model, tokenizer, name, path)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of every token with its id, the special tokens and the chat template."""
-    content = [sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.all_special_tokens)), tokenizer.chat_template]
+    content = [
+        sorted(tokenizer.get_vocab().items()),
+        sorted(map(str, tokenizer.all_special_tokens)),
+        tokenizer.chat_template,
+    ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

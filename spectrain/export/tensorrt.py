@@ -1,4 +1,5 @@
-"""The layouts that TensorRT-LLM's converters read: Medusa's and ReDrafter's. It reads EAGLE-3 in the flat layout.
+"""The layouts that TensorRT-LLM's converters read: Medusa's and ReDrafter's. It reads EAGLE-3 in
+the flat layout.
 
 Sizes: H width of the target, V its vocabulary, L residual blocks.
 """
@@ -20,7 +21,8 @@ MEDUSA_KEYS = {"num_medusa_heads": "medusa_num_heads"}
 
 
 class TensorRtMedusa(OriginalMedusa):
-    """The authors' tensors, also as `medusa_lm_head.pt`, which TensorRT-LLM unpickles, and its key for the number of heads.
+    """The authors' tensors, also as `medusa_lm_head.pt`, which TensorRT-LLM unpickles, and its key
+    for the number of heads.
 
     Reading takes the safetensors file that is written beside it.
     """
@@ -40,14 +42,21 @@ class TensorRtMedusa(OriginalMedusa):
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
         yield from super().findings(rename_keys(files))
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
         super().write(drafter, target, directory)
         files = DrafterFiles.from_directory(directory)
         names = {other: name for name, other in MEDUSA_KEYS.items()}
-        write_json(directory / "config.json", {names.get(key, key): value for key, value in files.config.items()})
+        write_json(
+            directory / "config.json",
+            {names.get(key, key): value for key, value in files.config.items()},
+        )
         torch.save(files.tensors, directory / self.pickled_names[0])
 
 
 def rename_keys(files: DrafterFiles) -> DrafterFiles:
     """Return the files with TensorRT-LLM's keys translated into the authors'."""
-    return replace(files, config={MEDUSA_KEYS.get(key, key): value for key, value in files.config.items()})
+    return replace(
+        files, config={MEDUSA_KEYS.get(key, key): value for key, value in files.config.items()}
+    )

@@ -1,4 +1,6 @@
-"""The contracts of feature sources and of caches on disk. Shapes: B batch, T tokens, L layers, D target width."""
+"""The contracts of feature sources and of caches on disk. Shapes: B batch, T tokens, L layers, D
+target width.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -18,7 +20,9 @@ from .batch import Batch, collate
 
 
 class SourceError(RunError):
-    """A source that cannot give the features of a batch for now; the training saves itself and stops."""
+    """A source that cannot give the features of a batch for now; the training saves itself and
+    stops.
+    """
 
 
 class FeatureCache(ABC):
@@ -40,15 +44,23 @@ class FeatureCache(ABC):
 
     @abstractmethod
     def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
-        """Describe in a sentence what a training on these sequences reads, and what it adds for the missing ones."""
+        """Describe in a sentence what a training on these sequences reads, and what it adds for
+        the missing ones.
+        """
 
     @abstractmethod
-    def read_states(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
-        """Read the states [T, L, D] of a sequence in the target's type and on its device; None if no intact copy is stored."""
+    def read_states(
+        self, example: Example, layers: tuple[Layer, ...], like: Target
+    ) -> Tensor | None:
+        """Read the states [T, L, D] of a sequence in the target's type and on its device; None
+        if no intact copy is stored.
+        """
 
     @abstractmethod
     def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
-        """Take states [T, L, D] of all cached layers and return what reading `layers` gives; a writable cache stores them."""
+        """Take states [T, L, D] of all cached layers and return what reading `layers` gives; a
+        writable cache stores them.
+        """
 
     def flush(self) -> None:
         """Write the pending states to disk."""
@@ -96,12 +108,18 @@ class Source(ABC):
         """Return the examples with their features, padded or packed."""
 
     def prepare(
-        self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, examples: list[Example] | None
+        self,
+        target: Target,
+        layers: tuple[Layer, ...],
+        final_reach: int | None,
+        examples: list[Example] | None,
     ) -> str | None:
-        """Prepare the source, before the run writes anything; return a message for the user, if there is one.
+        """Prepare the source, before the run writes anything; return a message for the user, if
+        there is one.
 
-        The loss reads `layers`. It reads "final" only where the next token carries loss and up to `final_reach` positions
-        before, or everywhere if that is None. `examples` are all examples of the training, or None for a stream.
+        The loss reads `layers`. It reads "final" only where the next token carries loss and up to
+        `final_reach` positions before, or everywhere if that is None. `examples` are all examples
+        of the training, or None for a stream.
         """
         return None
 
@@ -116,38 +134,59 @@ class Source(ABC):
         return 0.0
 
     def begin(self, drafter: nn.Module) -> None:
-        """Receive the drafter in its state before the first step of the training, resumed or not."""
+        """Receive the drafter in its state before the first step of the training, resumed or
+        not.
+        """
 
     def leave_writing(self) -> None:
-        """Write nothing to disk, because another process sees the same batches and writes their features."""
+        """Write nothing to disk, because another process sees the same batches and writes their
+        features.
+        """
 
     def writable_store(self) -> FeatureCache | None:
-        """Return the prepared store that batches add to; None if the source writes nothing to disk."""
+        """Return the prepared store that batches add to; None if the source writes nothing to
+        disk.
+        """
         return None
 
     def provenance_facts(self) -> dict[str, Any]:
-        """Return what the prepared source reads and no setting says; a resumed training compares it."""
+        """Return what the prepared source reads and no setting says; a resumed training compares
+        it.
+        """
         return {}
 
     def flush(self) -> None:
-        """Write pending features to disk. The trainer calls this before every checkpoint and at the end."""
+        """Write pending features to disk. The trainer calls this before every checkpoint and at
+        the end.
+        """
 
     def close(self) -> str | None:
-        """Write pending features and release what the source holds; return a message for the user, if there is one."""
+        """Write pending features and release what the source holds; return a message for the
+        user, if there is one.
+        """
         self.flush()
         return None
 
 
 class FeatureSource(Source):
-    """A source whose batches hold the examples as they are, with the features of the layers that are requested."""
+    """A source whose batches hold the examples as they are, with the features of the layers that
+    are requested.
+    """
 
     def make_batch(self, request: BatchRequest) -> Batch:
         batch = collate(request.examples, request.packed).to(request.target.device)
         if not request.layers:
-            refuse_images(request.texts, "source: this family reads no features, because it runs the target itself")
+            refuse_images(
+                request.texts,
+                "source: this family reads no features, because it runs the target itself",
+            )
             return batch
-        return replace(batch, features=Features(batch.tokens, request.layers, self.get_states(batch, request)))
+        return replace(
+            batch, features=Features(batch.tokens, request.layers, self.get_states(batch, request))
+        )
 
     @abstractmethod
     def get_states(self, batch: Batch, request: BatchRequest) -> Tensor:
-        """Return the states [B, T, L, D] of the layers that are requested, on the target's device."""
+        """Return the states [B, T, L, D] of the layers that are requested, on the target's
+        device.
+        """

@@ -16,16 +16,19 @@ from .context_piece import WHOLE, ContextGroup, ContextPiece, SplitPiece
 
 @dataclass(frozen=True)
 class Batch:
-    """Conversations as tokens: padded rows of one conversation each, or one packed row without padding.
+    """Conversations as tokens: padded rows of one conversation each, or one packed row without
+    padding.
 
-    Attention is causal, so no token attends to padding. Packed documents, whose `lengths` are given, never see each other.
+    Attention is causal, so no token attends to padding. Packed documents, whose `lengths` are
+    given, never see each other.
     """
 
     tokens: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] bool, True on the tokens that the assistant wrote
     # Features that the source added, for a drafter that names layers.
     features: Features | None = None
-    # [B, T] tokens from the first wrong token of a replayed draft to each token; -1 where the token was accepted.
+    # [B, T] tokens from the first wrong token of a replayed draft to each token; -1 where the token
+    # was accepted.
     tokens_past_error: Tensor | None = None
     # Lengths of the documents of a packed batch, in order; None for a padded batch.
     lengths: tuple[int, ...] | None = None
@@ -35,11 +38,14 @@ class Batch:
     advantage: Tensor | None = None
     # [B, T] position of every token in its text, where a text has side branches.
     position_ids: Tensor | None = None
-    # [B, T, T], or [1, T, T] per packed document: which tokens each token attends to, where a text has side branches.
+    # [B, T, T], or [1, T, T] per packed document: which tokens each token attends to, where a text
+    # has side branches.
     visible: Tensor | tuple[Tensor, ...] | None = None
-    # Of each document, the only tokens that carry loss: the first of them and the one after the last. None if any may.
+    # Of each document, the only tokens that carry loss: the first of them and the one after the
+    # last. None if any may.
     loss_windows: tuple[tuple[int, int], ...] | None = None
-    # The columns that this process runs. Features exist at them and at the next ones, up to the labels of its losses.
+    # The columns that this process runs. Features exist at them and at the next ones, up to the
+    # labels of its losses.
     piece: ContextPiece = WHOLE
 
     @property
@@ -49,12 +55,16 @@ class Batch:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The position [1, T] of every token in its document; a packed document begins where it is 0."""
+        """The position [1, T] of every token in its document; a packed document begins where it
+        is 0.
+        """
         return document_positions(self.lengths or (self.tokens.shape[1],), self.tokens.device)
 
     @property
     def next_is_supervised(self) -> Tensor:
-        """[B, T] bool, True at positions whose next token is of the same document and carries loss."""
+        """[B, T] bool, True at positions whose next token is of the same document and carries
+        loss.
+        """
         return torch.nn.functional.pad((self.loss_mask & (self.positions > 0))[:, 1:], (0, 1))
 
     @property
@@ -64,7 +74,11 @@ class Batch:
         if self.piece.is_whole:
             return self.features
         count = self.piece.cut_columns(self.tokens).shape[1]
-        return replace(self.features, tokens=self.features.tokens[:, :count], hidden=self.features.hidden[:, :count])
+        return replace(
+            self.features,
+            tokens=self.features.tokens[:, :count],
+            hidden=self.features.hidden[:, :count],
+        )
 
     @property
     def feature_columns(self) -> slice:
@@ -80,17 +94,25 @@ class Batch:
         return selected
 
     def split_context(self, group: ContextGroup, label_reach: int) -> "Batch":
-        """Return the batch with the features of this process: at its columns and `label_reach` next ones."""
+        """Return the batch with the features of this process: at its columns and `label_reach`
+        next ones.
+        """
         piece = group.make_piece(self.tokens.shape[1])
         features = self.features
         if features is not None:
             columns = slice(piece.start, piece.stop + label_reach)
             # The copy lets the other features go.
-            features = replace(features, tokens=features.tokens[:, columns], hidden=features.hidden[:, columns].clone())
+            features = replace(
+                features,
+                tokens=features.tokens[:, columns],
+                hidden=features.hidden[:, columns].clone(),
+            )
         return replace(self, piece=piece, features=features)
 
     def at_next_token(self, part: Tensor | None) -> Tensor | None:
-        """Return the values [R] of `part` [B, T] at the tokens after these positions; None if there is no `part`."""
+        """Return the values [R] of `part` [B, T] at the tokens after these positions; None if
+        there is no `part`.
+        """
         return None if part is None else part.roll(-1, dims=1)[self.next_is_supervised]
 
     def split_documents(self) -> list[tuple[Tensor, Tensor]]:
@@ -103,7 +125,9 @@ class Batch:
 
     @property
     def num_supervised(self) -> int:
-        """Number of tokens that carry loss. A step divides its loss sum by the total over its batches."""
+        """Number of tokens that carry loss. A step divides its loss sum by the total over its
+        batches.
+        """
         return int(self.loss_mask.sum())
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -119,12 +143,20 @@ class Batch:
 
 
 def pad_or_pack(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:
-    """Arrange per-token values [T, ..] of every document as a batch [B, T, ..]: padded, or packed in one row."""
-    return torch.cat(rows)[None] if packed else pad_sequence(rows, batch_first=True, padding_value=padding)
+    """Arrange per-token values [T, ..] of every document as a batch [B, T, ..]: padded, or
+    packed in one row.
+    """
+    return (
+        torch.cat(rows)[None]
+        if packed
+        else pad_sequence(rows, batch_first=True, padding_value=padding)
+    )
 
 
 def collate(examples: list[Example], packed: bool = False) -> Batch:
     """Make a batch of examples: padded on the right in a row each, or packed in one row."""
     tokens = pad_or_pack([torch.tensor(example.tokens) for example in examples], packed)
     mask = pad_or_pack([torch.tensor(example.mask) for example in examples], packed)
-    return Batch(tokens, mask, lengths=tuple(len(example.tokens) for example in examples) if packed else None)
+    return Batch(
+        tokens, mask, lengths=tuple(len(example.tokens) for example in examples) if packed else None
+    )

@@ -1,4 +1,6 @@
-"""The commands `spectrain data store`, which fills a feature store before training, and `spectrain data verify`."""
+"""The commands `spectrain data store`, which fills a feature store before training, and
+`spectrain data verify`.
+"""
 
 import time
 from pathlib import Path
@@ -21,14 +23,18 @@ from .stored_source import StoredSource
 
 
 def capture_features(spec: RunSpec) -> None:
-    """Store the features that the recipe's drafter reads, for all its data; continue where an earlier capture stopped.
+    """Store the features that the recipe's drafter reads, for all its data; continue where an
+    earlier capture stopped.
 
-    The target runs the batches of the first epoch, so that a training reads, bit for bit, what it would have computed. With a
-    server, the states are requested from it, one sequence at a time, and checked.
+    The target runs the batches of the first epoch, so that a training reads, bit for bit, what it
+    would have computed. With a server, the states are requested from it, one sequence at a time,
+    and checked.
     """
     source = spec.source.build()
     if not isinstance(source, StoredSource):
-        raise UserError("source: data store writes a feature store; set source=store source.path=DIR")
+        raise UserError(
+            "source: data store writes a feature store; set source=store source.path=DIR"
+        )
     trainer = spec.trainer.build()
     accelerator = trainer.make_accelerator()
     data = spec.data.build()
@@ -36,11 +42,14 @@ def capture_features(spec: RunSpec) -> None:
     target: Target = spec.target.build()
     dataset: Dataset = data.make_dataset(target.template, target.vision)
     if dataset.is_sample:
-        raise UserError("data: the length of a stream is unknown; train with source=store, which captures what it reads")
+        raise UserError(
+            "data: the length of a stream is unknown; train with source=store, which captures "
+            "what it reads"
+        )
     if target.sharding != "none":
         raise UserError(
-            f"target.sharding={target.sharding}: data store runs different batches on every process; leave it out, or train "
-            "with source=store, which captures what it reads"
+            f"target.sharding={target.sharding}: data store runs different batches on every "
+            "process; leave it out, or train with source=store, which captures what it reads"
         )
     drafter = spec.drafter.build(target=target)
     layers = drafter.stages[0].layers
@@ -52,27 +61,39 @@ def capture_features(spec: RunSpec) -> None:
     store = source.writable_store()
     if store is None:
         raise UserError(
-            f"source.path={spec.source.get('path')}: this cache is another project's and is never written; choose another "
-            f"folder"
+            f"source.path={spec.source.get('path')}: this cache is another project's and is never "
+            "written; choose another folder"
         )
     if accelerator.is_main_process:
         print(message, flush=True)
     if requester is None:
         batches = [dataset[batch] for batch in dataset.make_batches(0, trainer.batch_settings)]
-        run_batches(source, store, accelerator, [BatchRequest(batch, target, layers, trainer.packing) for batch in batches])
+        run_batches(
+            source,
+            store,
+            accelerator,
+            [BatchRequest(batch, target, layers, trainer.packing) for batch in batches],
+        )
     else:
         request_sequences(requester, store, accelerator, dataset.examples)
     accelerator.wait_for_everyone()
     if missing := sum(example not in store for example in dataset.examples):
         reasons = f"; {store.path / FAILURE_FILE} has the reasons" if requester is not None else ""
-        raise RunError(f"source.path={store.path}: {missing} sequences are still missing{reasons}; run the same command again")
+        raise RunError(
+            f"source.path={store.path}: {missing} sequences are still missing{reasons}; run the "
+            "same command again"
+        )
     if accelerator.is_main_process:
         print(f"{store.path}: complete; train with source=store source.path={store.path}")
 
 
-def run_batches(source: Source, store: FeatureStore, accelerator: Accelerator, requests: list[BatchRequest]) -> None:
+def run_batches(
+    source: Source, store: FeatureStore, accelerator: Accelerator, requests: list[BatchRequest]
+) -> None:
     """Let the target run this process's share of the batches that hold a missing sequence."""
-    remaining = [request for request in requests if not all(example in store for example in request.examples)]
+    remaining = [
+        request for request in requests if not all(example in store for example in request.examples)
+    ]
     # Every process must list the remaining batches before any process adds to the store.
     accelerator.wait_for_everyone()
     if remaining:
@@ -82,9 +103,14 @@ def run_batches(source: Source, store: FeatureStore, accelerator: Accelerator, r
 
 
 def request_sequences(
-    requester: StateRequester, store: FeatureStore, accelerator: Accelerator, examples: list[Example]
+    requester: StateRequester,
+    store: FeatureStore,
+    accelerator: Accelerator,
+    examples: list[Example],
 ) -> None:
-    """Capture this process's share of the missing sequences from the server, and record those that fail."""
+    """Capture this process's share of the missing sequences from the server, and record those
+    that fail.
+    """
     distinct = {store.sequence_key(example): example for example in examples}
     missing = [example for example in distinct.values() if example not in store]
     accelerator.wait_for_everyone()
@@ -95,11 +121,15 @@ def request_sequences(
         print(filler.summary_line, flush=True)
     gathered: list[dict[str, str]] = gather_object([filler.failed])
     if accelerator.is_main_process:
-        record_failures({key: reason for failed in gathered for key, reason in failed.items()}, examples, store)
+        record_failures(
+            {key: reason for failed in gathered for key, reason in failed.items()}, examples, store
+        )
 
 
 def fill_store(source: Source, requests: list[BatchRequest], shows_progress: bool) -> None:
-    """Let the source store the missing sequences of these batches, and print the progress every 30 seconds."""
+    """Let the source store the missing sequences of these batches, and print the progress every
+    30 seconds.
+    """
     start_time = last_print = time.monotonic()
     tokens = 0
     try:
@@ -111,7 +141,8 @@ def fill_store(source: Source, requests: list[BatchRequest], shows_progress: boo
                 seconds_left = (now - start_time) / number * (len(requests) - number)
                 last_print = now
                 print(
-                    f"batch {number} of {len(requests)}  {tokens / (now - start_time):.0f} tokens/s  {seconds_left:.0f} s left",
+                    f"batch {number} of {len(requests)}  {tokens / (now - start_time):.0f} "
+                    f"tokens/s  {seconds_left:.0f} s left",
                     flush=True,
                 )
     finally:
@@ -119,14 +150,17 @@ def fill_store(source: Source, requests: list[BatchRequest], shows_progress: boo
 
 
 def verify_store(path: str | None, drop: bool) -> None:
-    """Compare every shard with its size and SHA-256, and report those that are missing or damaged."""
+    """Compare every shard with its size and SHA-256, and report those that are missing or
+    damaged.
+    """
     if path is None:
         raise UserError("path: name the feature store, as in path=DIR")
     store = FeatureStore(Path(path).expanduser(), repair=drop)
     store.verify_shards()
     print(
-        f"{store.path}: {len(store.shards)} intact shards, {store.num_bytes / 1e9:.3g} GB, {len(store.shard_names)} sequences, "
-        f"layers {format_layers(store.layers)} in {store.contents.dtype}"
+        f"{store.path}: {len(store.shards)} intact shards, {store.num_bytes / 1e9:.3g} GB, "
+        f"{len(store.shard_names)} sequences, layers {format_layers(store.layers)} in "
+        f"{store.contents.dtype}"
     )
     if store.damaged_files:
         remedy = (
@@ -135,6 +169,6 @@ def verify_store(path: str | None, drop: bool) -> None:
             else "delete them with drop=true, then run spectrain data store"
         )
         raise RunError(
-            f"{store.path}: {len(store.damaged_files)} files are missing or damaged ({', '.join(store.damaged_files)}); "
-            f"{remedy}"
+            f"{store.path}: {len(store.damaged_files)} files are missing or damaged "
+            f"({', '.join(store.damaged_files)}); {remedy}"
         )

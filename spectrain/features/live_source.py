@@ -1,4 +1,6 @@
-"""A source that computes features with the target during training. Shapes: T tokens, L layers, D target width."""
+"""A source that computes features with the target during training. Shapes: T tokens, L layers, D
+target width.
+"""
 
 import torch
 from torch import Tensor
@@ -24,7 +26,11 @@ class LiveSource(FeatureSource):
         self.cached_bytes = 0
 
     def prepare(
-        self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, examples: list[Example] | None
+        self,
+        target: Target,
+        layers: tuple[Layer, ...],
+        final_reach: int | None,
+        examples: list[Example] | None,
     ) -> str | None:
         target.require_layers("source=live")
         return None
@@ -39,8 +45,8 @@ class LiveSource(FeatureSource):
     def _compute_features(self, example: Example, request: BatchRequest) -> Tensor:
         """Return the features [T, L, D] of one example, and cache them if there is room.
 
-        The example runs by itself, because the last bits depend on the batch: a resumed run, whose cache is empty, would
-        otherwise not compute the same features as an uninterrupted one.
+        The example runs by itself, because the last bits depend on the batch: a resumed run, whose
+        cache is empty, would otherwise not compute the same features as an uninterrupted one.
         """
         if example.content_hash in self.cached_features:
             return self.cached_features[example.content_hash]

@@ -1,6 +1,8 @@
-"""Windows of the loss: only some consecutive tokens of a text carry loss, with everything before them as context.
+"""Windows of the loss: only some consecutive tokens of a text carry loss, with everything before
+them as context.
 
-Attention is causal, so nothing after a window matters to its loss: the batch ends there. Shapes: B batch, T tokens.
+Attention is causal, so nothing after a window matters to its loss: the batch ends there. Shapes: B
+batch, T tokens.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,9 @@ TokenRange = tuple[int, int]
 
 
 def sample_loss_windows(batch: Batch, num_tokens: int, seed: int, step: int) -> Batch:
-    """Return the batch with the loss of a random window of `num_tokens` in each text. Tokens and step key the draw."""
+    """Return the batch with the loss of a random window of `num_tokens` in each text. Tokens and
+    step key the draw.
+    """
     return keep_loss_windows(
         batch,
         [
@@ -30,14 +34,17 @@ def sample_loss_windows(batch: Batch, num_tokens: int, seed: int, step: int) -> 
 
 
 def sample_window(mask: Tensor, num_tokens: int, generator: torch.Generator) -> TokenRange:
-    """Draw a window of a text with the loss mask [T], uniformly from those that hold a supervised token.
+    """Draw a window of a text with the loss mask [T], uniformly from those that hold a supervised
+    token.
 
-    A window may reach beyond the ends of the text, so that every supervised token has the same chance.
+    A window may reach beyond the ends of the text, so that every supervised token has the same
+    chance.
     """
     supervised = mask.nonzero()[:, 0].tolist()
     if not supervised:
         return 0, min(num_tokens, len(mask))
-    first, end = supervised[0], supervised[-1] + 1
+    first = supervised[0]
+    end = supervised[-1] + 1
     if num_tokens >= end - first:
         return first, end
     starts = torch.arange(first - num_tokens + 1, end)
@@ -49,23 +56,35 @@ def sample_window(mask: Tensor, num_tokens: int, generator: torch.Generator) -> 
 
 
 def keep_loss_windows(batch: Batch, windows: Sequence[TokenRange]) -> Batch:
-    """Return the batch with loss in these windows only, a window for each text, cut after the last token of a window.
+    """Return the batch with loss in these windows only, a window for each text, cut after the last
+    token of a window.
 
     It is for batches of plain texts, without replayed drafts or side branches.
     """
-    assert batch.visible is None and batch.tokens_past_error is None, "a window is cut from a plain text"
+    assert batch.visible is None and batch.tokens_past_error is None, (
+        "a window is cut from a plain text"
+    )
     ends = [end for _, end in windows]
-    device, lengths = batch.tokens.device, None if batch.lengths is None else tuple(ends)
+    device = batch.tokens.device
+    lengths = None if batch.lengths is None else tuple(ends)
     if batch.lengths is None:
         columns = torch.arange(max(ends), device=device)
         bounds = torch.tensor(windows, device=device)
         inside = (columns >= bounds[:, :1]) & (columns < bounds[:, 1:])
     else:
         starts = accumulate(batch.lengths[:-1], initial=0)
-        columns = torch.cat([torch.arange(first, first + end, device=device) for first, end in zip(starts, ends)])
-        inside = torch.cat([torch.arange(end, device=device) >= first for first, end in windows])[None]
+        columns = torch.cat(
+            [torch.arange(first, first + end, device=device) for first, end in zip(starts, ends)]
+        )
+        inside = torch.cat([torch.arange(end, device=device) >= first for first, end in windows])[
+            None
+        ]
     features = batch.features
     if features is not None:
-        features = replace(features, tokens=features.tokens[:, columns], hidden=features.hidden[:, columns])
+        features = replace(
+            features, tokens=features.tokens[:, columns], hidden=features.hidden[:, columns]
+        )
     loss_mask = batch.loss_mask[:, columns] & inside
-    return Batch(batch.tokens[:, columns], loss_mask, features, lengths=lengths, loss_windows=tuple(windows))
+    return Batch(
+        batch.tokens[:, columns], loss_mask, features, lengths=lengths, loss_windows=tuple(windows)
+    )

@@ -25,7 +25,9 @@ PRINT_SECONDS = 30.0
 
 @dataclass
 class StoreFiller:
-    """Captures sequences from servers into a store, and collects those that fail with their reason."""
+    """Captures sequences from servers into a store, and collects those that fail with their
+    reason.
+    """
 
     requester: StateRequester
     store: FeatureStore
@@ -39,7 +41,9 @@ class StoreFiller:
     last_print: float = field(default_factory=time.monotonic)
 
     def fill_store(self, examples: list[Example]) -> None:
-        """Capture these sequences; raise a RunError if the servers are gone or nothing succeeds any more."""
+        """Capture these sequences; raise a RunError if the servers are gone or nothing succeeds
+        any more.
+        """
         try:
             asyncio.run(self._capture_all(examples))
         finally:
@@ -73,7 +77,8 @@ class StoreFiller:
         self.num_failed_in_a_row += 1
         if self.num_failed_in_a_row >= STOP_AFTER:
             raise RunError(
-                f"server.url: {STOP_AFTER} sequences failed one after another, the last: {error}; {self._how_to_go_on()}"
+                f"server.url: {STOP_AFTER} sequences failed one after another, the last: {error}; "
+                f"{self._how_to_go_on()}"
             ) from error
 
     @property
@@ -81,28 +86,35 @@ class StoreFiller:
         """Return a line with what was captured, repeated and not captured, and how fast."""
         seconds = time.monotonic() - self.start_time
         return (
-            f"{self.num_done - len(self.failed)} sequences captured, {self.num_tokens} tokens in {seconds:.0f} s "
-            f"({self.num_tokens / max(1e-9, seconds):.0f} a second); {self.requester.num_repeated} requested again, "
-            f"{len(self.failed)} failed"
+            f"{self.num_done - len(self.failed)} sequences captured, {self.num_tokens} tokens in "
+            f"{seconds:.0f} s ({self.num_tokens / max(1e-9, seconds):.0f} a second); "
+            f"{self.requester.num_repeated} requested again, {len(self.failed)} failed"
         )
 
     def _how_to_go_on(self) -> str:
-        return f"what was captured is stored in {self.store.path}; start the server again, and run the same command"
+        return (
+            f"what was captured is stored in {self.store.path}; start the server again, and "
+            "run the same command"
+        )
 
     def _print_progress(self, total: int) -> None:
         now = time.monotonic()
         if not self.shows_progress or now - self.last_print < PRINT_SECONDS:
             return
-        self.last_print, seconds = now, now - self.start_time
+        self.last_print = now
+        seconds = now - self.start_time
         print(
-            f"sequence {self.num_done} of {total}  {self.num_tokens / seconds:.0f} tokens/s  {len(self.failed)} failed  "
-            f"{seconds / self.num_done * (total - self.num_done):.0f} s left",
+            f"sequence {self.num_done} of {total}  {self.num_tokens / seconds:.0f} tokens/s  "
+            f"{len(self.failed)} failed  {seconds / self.num_done * (total - self.num_done):.0f} "
+            "s left",
             flush=True,
         )
 
 
 def record_failures(failed: dict[str, str], examples: list[Example], store: FeatureStore) -> None:
-    """Write which sequences of the data failed and why, a line each; without failures the file is deleted."""
+    """Write which sequences of the data failed and why, a line each; without failures the file
+    is deleted.
+    """
     file = store.path / FAILURE_FILE
     if not failed:
         file.unlink(missing_ok=True)
@@ -117,4 +129,9 @@ def record_failures(failed: dict[str, str], examples: list[Example], store: Feat
 
 def failure_entry(number: int, example: Example, reason: str) -> dict[str, Any]:
     """Return a line of the file of failures."""
-    return {"sequence": number, "tokens": len(example.tokens), "first_ids": example.tokens[:16], "error": reason}
+    return {
+        "sequence": number,
+        "tokens": len(example.tokens),
+        "first_ids": example.tokens[:16],
+        "error": reason,
+    }

@@ -1,4 +1,6 @@
-"""A source whose features a server computes while the drafter trains. Shapes: B batch, T tokens, L layers, D target width."""
+"""A source whose features a server computes while the drafter trains. Shapes: B batch, T tokens,
+L layers, D target width.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class BackgroundLoop:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="spectrain-server", daemon=True)
+        self.thread = threading.Thread(
+            target=self.loop.run_forever, name="spectrain-server", daemon=True
+        )
         self.thread.start()
         self.slots = asyncio.Semaphore(server.concurrency)
         self.submit(server.__aenter__()).result()
@@ -69,9 +73,11 @@ class StatesRequest:
 
 
 class ServerSource(FeatureSource):
-    """Requests the features of the coming batches from a server that captures hidden states, ahead of the trainer.
+    """Requests the features of the coming batches from a server that captures hidden states, ahead
+    of the trainer.
 
-    A sequence whose states fail a check is requested again. A server that goes away stops the training at a checkpoint.
+    A sequence whose states fail a check is requested again. A server that goes away stops the
+    training at a checkpoint.
     """
 
     needs_server = True
@@ -80,12 +86,13 @@ class ServerSource(FeatureSource):
         self,
         # Number of batches that are requested before the trainer needs them.
         ahead: int = 8,
-        # Whether the features are stored in source.path, so that later epochs and runs request nothing again.
+        # Whether the features are stored in source.path, so that later epochs and runs request
+        # nothing again.
         keep: bool = False,
         # Folder of the feature store; null stores nothing.
         path: str | None = None,
-        # Type of the stored features; auto takes the target's type or that of an existing store, and fp8 and int8 store one
-        # scale per token and layer.
+        # Type of the stored features; auto takes the target's type or that of an existing store,
+        # and fp8 and int8 store one scale per token and layer.
         dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto",
         # Largest size of the store, in gigabytes.
         max_gb: float = 100.0,
@@ -95,7 +102,10 @@ class ServerSource(FeatureSource):
         if ahead < 1:
             raise UserError(f"source.ahead={ahead}: use 1 or more")
         if keep != (path is not None):
-            raise UserError("source.keep: features are stored with source.keep=true source.path=DIR; give both or neither")
+            raise UserError(
+                "source.keep: features are stored with source.keep=true source.path=DIR; give "
+                "both or neither"
+            )
         self.num_ahead = ahead
         self.kept = None if path is None else StoredSource(path, dtype, None, max_gb, shard_mb)
         self.store: FeatureStore | None = None
@@ -112,20 +122,32 @@ class ServerSource(FeatureSource):
         self.server = server
 
     def prepare(
-        self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, examples: list[Example] | None
+        self,
+        target: Target,
+        layers: tuple[Layer, ...],
+        final_reach: int | None,
+        examples: list[Example] | None,
     ) -> str:
-        """Check the server against the target and the data, and open the store, before the run writes anything."""
+        """Check the server against the target and the data, and open the store, before the run
+        writes anything.
+        """
         assert self.server is not None, "use_server comes first"
         self.requester = StateRequester(self.server, target, layers)
         engine = self.requester.connect(examples or [])
-        message = f"states of layers {format_layers(layers)} from {engine}, {self.server.concurrency} requests at a time"
+        message = (
+            f"states of layers {format_layers(layers)} from {engine}, "
+            f"{self.server.concurrency} requests at a time"
+        )
         if self.kept is None:
             return message
         self.kept.engine = engine
         stored = self.kept.prepare(target, layers, final_reach, examples)
         self.store = self.kept.own_store
         if self.store is None:
-            raise UserError(f"source.path={self.kept.path}: this cache is another project's; choose another folder")
+            raise UserError(
+                f"source.path={self.kept.path}: this cache is another project's; choose another "
+                "folder"
+            )
         return f"{message}; {stored}"
 
     def request_ahead(self, examples: list[Example]) -> None:
@@ -161,7 +183,9 @@ class ServerSource(FeatureSource):
 
     def _take_states(self, example: Example, layers: tuple[Layer, ...]) -> Tensor:
         """Return the states [T, L, D] of a sequence from the store or from the server."""
-        target, requester, key = self.requester.target, self.requester, example.content_hash
+        target = self.requester.target
+        requester = self.requester
+        key = example.content_hash
         stored = None if self.store is None else self.store.read_states(example, layers, target)
         if stored is not None:
             self.requests.pop(key, None)
@@ -173,7 +197,11 @@ class ServerSource(FeatureSource):
             del self.requests[key]
         if self.store is not None:
             return self.store.put_states(example, states, layers)
-        return states if layers == requester.layers else states[:, [requester.layers.index(layer) for layer in layers]]
+        return (
+            states
+            if layers == requester.layers
+            else states[:, [requester.layers.index(layer) for layer in layers]]
+        )
 
     def _read_checked(self, result: Future[CapturedStates], tokens: list[int]) -> Tensor:
         """Wait for the states and check them against the target, which only this thread runs."""
@@ -190,7 +218,8 @@ class ServerSource(FeatureSource):
         raise AssertionError("the last attempt returns or raises")
 
     def take_waited_seconds(self) -> float:
-        waited, self.reported_seconds = self.waited_seconds - self.reported_seconds, self.waited_seconds
+        waited = self.waited_seconds - self.reported_seconds
+        self.reported_seconds = self.waited_seconds
         return waited
 
     def writable_store(self) -> FeatureStore | None:
@@ -216,8 +245,14 @@ def describe_waiting(waited: float, seconds: float, num_repeated: int) -> str:
     """Say how long the trainer waited for the server, and which of them is the bottleneck."""
     share = waited / max(1e-9, seconds)
     if share >= BOTTLENECK_SHARE:
-        verdict = "the server is the bottleneck: add servers, raise server.concurrency, or set source.keep=true"
+        verdict = (
+            "the server is the bottleneck: add servers, raise server.concurrency, or set "
+            "source.keep=true"
+        )
     else:
         verdict = "the trainer is the bottleneck"
     repeated = f"; {num_repeated} sequences were requested again" if num_repeated else ""
-    return f"the trainer waited {waited:.1f} of {seconds:.1f} s for states ({share:.0%}); {verdict}{repeated}"
+    return (
+        f"the trainer waited {waited:.1f} of {seconds:.1f} s for states ({share:.0%}); "
+        f"{verdict}{repeated}"
+    )

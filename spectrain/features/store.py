@@ -1,12 +1,15 @@
-"""The feature store: features of complete sequences, captured once, on disk. Shapes: T tokens, L layers, D width.
+"""The feature store: features of complete sequences, captured once, on disk. Shapes: T tokens, L
+layers, D width.
 
     DIR/manifest.json            what is stored of every sequence, and for which target
     DIR/NAME.safetensors         a shard, written atomically: the tensors of many sequences
-    DIR/NAME.json                its index: size and SHA-256 of the shard, a checksum for every sequence
+    DIR/NAME.json                its index: size and SHA-256 of the shard, a checksum for every
+    sequence
 
-The hash of its tokens identifies a sequence, so neither the order nor the number of processes matters. Every shard has a random
-name, so any number of processes may write. The store compares a checksum when it first reads a sequence, and sizes when it
-opens. Hashing terabytes at every start would cost more than it detects, so only `spectrain data verify` compares SHA-256.
+The hash of its tokens identifies a sequence, so neither the order nor the number of processes
+matters. Every shard has a random name, so any number of processes may write. The store compares a
+checksum when it first reads a sequence, and sizes when it opens. Hashing terabytes at every start
+would cost more than it detects, so only `spectrain data verify` compares SHA-256.
 """
 
 from __future__ import annotations
@@ -42,11 +45,15 @@ from .base import FeatureCache
 from .store_contents import FORMAT_VERSION, SCALED_DTYPES, StoreContents, read_manifest
 
 HEADER_BYTES = 600
-"""Upper bound of the bytes that a sequence takes in the header of its shard and in the index, in addition to its tensors."""
+"""Upper bound of the bytes that a sequence takes in the header of its shard and in the index, in
+addition to its tensors.
+"""
 MANIFEST_SECONDS = 60.0
 """Seconds to wait for another process that writes the manifest."""
 STALE_SECONDS = 600.0
-"""Seconds after which an unfinished file is taken for a killed process's: writing one takes far less."""
+"""Seconds after which an unfinished file is taken for a killed process's: writing one takes far
+less.
+"""
 
 
 @dataclass
@@ -67,21 +74,31 @@ MAX_INDEX_BYTES = 200_000_000
 class FeatureStore(FeatureCache):
     """A feature store on disk, and the sequences that wait to be written to it.
 
-    It reports a shard that is missing or damaged, whose sequences then count as not stored. With `repair` it deletes the files.
+    It reports a shard that is missing or damaged, whose sequences then count as not stored. With
+    `repair` it deletes the files.
     """
 
     def __init__(
-        self, path: Path, requested: StoreContents | None = None, max_bytes: float = float("inf"), shard_bytes: float = 512e6,
+        self,
+        path: Path,
+        requested: StoreContents | None = None,
+        max_bytes: float = float("inf"),
+        shard_bytes: float = 512e6,
         repair: bool = False,
-    ) -> None:  # fmt: skip
-        self.path, self.max_bytes, self.shard_bytes, self.repair = path, max_bytes, shard_bytes, repair
+    ) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        self.shard_bytes = shard_bytes
+        self.repair = repair
         manifest = path / "manifest.json"
         if manifest.exists():
             self.contents = read_manifest(manifest)
         elif requested is not None:
             self.contents = requested
         else:
-            raise UserError(f"{path}: it holds no feature store (no manifest.json); give the folder of one")
+            raise UserError(
+                f"{path}: it holds no feature store (no manifest.json); give the folder of one"
+            )
         self.shards: dict[str, StoreShard] = {}
         self.shard_names: dict[str, str] = {}  # sequence key -> name of its shard
         self.damaged_files: list[str] = []  # names of missing or damaged files
@@ -91,7 +108,9 @@ class FeatureStore(FeatureCache):
         self.read_indices: set[str] = set()  # names of the index files
         self.is_writer = True  # False where another process writes the pending sequences
         self.folder_mtime = -1  # nanoseconds, when the indices were last read
-        self.open_shard: Callable[[str], Any] = lru_cache(maxsize=128)(lambda name: safe_open(path / name, "pt"))
+        self.open_shard: Callable[[str], Any] = lru_cache(maxsize=128)(
+            lambda name: safe_open(path / name, "pt")
+        )
         self._remove_stale_files()
         self._read_new_indices()
 
@@ -108,26 +127,40 @@ class FeatureStore(FeatureCache):
         return self.contents.sequence_key(example)
 
     def describe_capture(self, distinct: list[Example], missing: list[Example]) -> str:
-        """Describe the store's size once it holds these sequences; raise `UserError` if there is not enough room."""
-        contents, max_gb = self.contents, self.max_bytes / 1e9
+        """Describe the store's size once it holds these sequences; raise `UserError` if there is
+        not enough room.
+        """
+        contents = self.contents
+        max_gb = self.max_bytes / 1e9
         tokens = sum(len(example.tokens) for example in distinct)
         bytes_per_token = sum(map(contents.num_bytes, distinct)) / tokens
         new_bytes = sum(map(contents.num_bytes, missing))
         total = self.num_bytes + new_bytes + HEADER_BYTES * len(missing)
-        folder = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.is_dir())
+        folder = next(
+            folder
+            for folder in (self.path.absolute(), *self.path.absolute().parents)
+            if folder.is_dir()
+        )
         free = shutil.disk_usage(folder).free
-        size = f"{tokens} tokens of {bytes_per_token:.0f} bytes, {total / 1e9:.3g} GB in {contents.dtype}"
-        remedy = "store less: source.dtype=int8 in a new folder, source.supervised_only=true, data.limit"
+        size = (
+            f"{tokens} tokens of {bytes_per_token:.0f} bytes, {total / 1e9:.3g} GB in "
+            f"{contents.dtype}"
+        )
+        remedy = (
+            "store less: source.dtype=int8 in a new folder, source.supervised_only=true, data.limit"
+        )
         if total > self.max_bytes:
-            raise UserError(f"source.max_gb={max_gb:g}: the store needs {size}; raise it, or {remedy}")
+            raise UserError(
+                f"source.max_gb={max_gb:g}: the store needs {size}; raise it, or {remedy}"
+            )
         if new_bytes > free:
             raise UserError(
-                f"source.path={self.path}: the store needs {size}, and only {free / 1e9:.3g} GB are free; choose another disk, "
-                f"or {remedy}"
+                f"source.path={self.path}: the store needs {size}, and only {free / 1e9:.3g} GB "
+                f"are free; choose another disk, or {remedy}"
             )
         return (
-            f"{self.path}: {len(distinct)} sequences, {size}; {len(distinct) - len(missing)} are stored, "
-            f"{new_bytes / 1e9:.3g} GB to capture; {free / 1e9:.3g} GB free"
+            f"{self.path}: {len(distinct)} sequences, {size}; {len(distinct) - len(missing)} are "
+            f"stored, {new_bytes / 1e9:.3g} GB to capture; {free / 1e9:.3g} GB free"
         )
 
     def __contains__(self, example: Example) -> bool:
@@ -137,8 +170,12 @@ class FeatureStore(FeatureCache):
             self._read_new_indices()
         return key in self.shard_names or key in self.pending
 
-    def read_states(self, example: Example, layers: tuple[Layer, ...], like: Tensor | Target) -> Tensor | None:
-        """Read the states [T, L, D] of a sequence in the type and on the device of `like`; None if no intact copy is stored."""
+    def read_states(
+        self, example: Example, layers: tuple[Layer, ...], like: Tensor | Target
+    ) -> Tensor | None:
+        """Read the states [T, L, D] of a sequence in the type and on the device of `like`; None
+        if no intact copy is stored.
+        """
         if example not in self:
             return None
         key = self.contents.sequence_key(example)
@@ -146,12 +183,19 @@ class FeatureStore(FeatureCache):
         return None if tensors is None else self._decode_tensors(example, tensors, layers, like)
 
     def put_states(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
-        """Store states [T, L, D] of the store's layers; return what reading `layers` of them gives from now on."""
-        key, tensors = self.contents.sequence_key(example), self.contents.encode_states(example, states)
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values() if tensor.dtype not in SCALED_DTYPES):
+        """Store states [T, L, D] of the store's layers; return what reading `layers` of them
+        gives from now on.
+        """
+        key = self.contents.sequence_key(example)
+        tensors = self.contents.encode_states(example, states)
+        if not all(
+            bool(tensor.isfinite().all())
+            for tensor in tensors.values()
+            if tensor.dtype not in SCALED_DTYPES
+        ):
             raise RunError(
-                f"source.path={self.path}: the target's features of a sequence ({key}) are not finite in "
-                f"{self.contents.dtype}; use source.dtype=bfloat16, or check the target"
+                f"source.path={self.path}: the target's features of a sequence ({key}) are not "
+                f"finite in {self.contents.dtype}; use source.dtype=bfloat16, or check the target"
             )
         if key not in self.pending:
             self.pending[key] = tensors
@@ -166,42 +210,63 @@ class FeatureStore(FeatureCache):
         try:
             if self.pending and self.is_writer:
                 self._write_shard()
-            self.pending, self.pending_bytes = {}, 0
+            self.pending = {}
+            self.pending_bytes = 0
         except OSError as error:
             raise UserError(
-                f"source.path={self.path}: it cannot be written ({error.strerror}); choose another folder"
+                f"source.path={self.path}: it cannot be written ({error.strerror}); choose "
+                "another folder"
             ) from error
 
     def _write_shard(self) -> None:
         if self.num_bytes + self.pending_bytes > self.max_bytes:
-            raise UserError(f"source.max_gb={self.max_bytes / 1e9:g}: the store in {self.path} is full; raise it")
+            raise UserError(
+                f"source.max_gb={self.max_bytes / 1e9:g}: the store in {self.path} is full; raise "
+                "it"
+            )
         manifest = self.path / "manifest.json"
         self._begin_manifest(manifest)
         name = f"features-{secrets.token_hex(5)}"
         file = self.path / f"{name}.safetensors"
-        tensors = {f"{key}/{part}": tensor for key, parts in self.pending.items() for part, tensor in parts.items()}
+        tensors = {
+            f"{key}/{part}": tensor
+            for key, parts in self.pending.items()
+            for part, tensor in parts.items()
+        }
         with self._mark_writing():
             with atomic_write(file) as scratch:
                 save_file(tensors, scratch, metadata={"format": "pt"})
                 # safetensors writes files that only their owner can read.
                 scratch.chmod(manifest.stat().st_mode)
                 shard = StoreShard(
-                    name, scratch.stat().st_size, hash_file(scratch), {k: compute_checksum(v) for k, v in self.pending.items()}
+                    name,
+                    scratch.stat().st_size,
+                    hash_file(scratch),
+                    {k: compute_checksum(v) for k, v in self.pending.items()},
                 )
             write_text(file.with_suffix(".json"), json.dumps(asdict(shard)) + "\n")
         self._add_shard(shard)
         self.verified_keys |= set(self.pending)
 
     def _begin_manifest(self, manifest: Path) -> None:
-        """Write the manifest, or raise a UserError if another process has written that of other features."""
+        """Write the manifest, or raise a UserError if another process has written that of other
+        features.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         taken = f"source.path={self.path}: another process begins this store"
-        with lock_file(self.path / ".lock", taken, REPEAT_COMMAND, MANIFEST_SECONDS, is_temporary=True):
+        with lock_file(
+            self.path / ".lock", taken, REPEAT_COMMAND, MANIFEST_SECONDS, is_temporary=True
+        ):
             if not manifest.exists():
-                write_text(manifest, json.dumps({"format": FORMAT_VERSION, **asdict(self.contents)}, indent=2) + "\n")
+                write_text(
+                    manifest,
+                    json.dumps({"format": FORMAT_VERSION, **asdict(self.contents)}, indent=2)
+                    + "\n",
+                )
             elif read_manifest(manifest) != self.contents:
                 raise UserError(
-                    f"source.path={self.path}: another process has begun to store other features there; choose another folder"
+                    f"source.path={self.path}: another process has begun to store other features "
+                    "there; choose another folder"
                 )
 
     def verify_shards(self) -> None:
@@ -218,7 +283,9 @@ class FeatureStore(FeatureCache):
         self.damaged_files.append(file)
         outcome = "will be captured again" if self.repair else "count as not stored"
         print(
-            f"{self.path / file}: {reason}; " + (f"its {len(keys)} sequences " if keys else "what it held ") + outcome,
+            f"{self.path / file}: {reason}; "
+            + (f"its {len(keys)} sequences " if keys else "what it held ")
+            + outcome,
             flush=True,
         )
         self.shards.pop(name, None)
@@ -232,19 +299,29 @@ class FeatureStore(FeatureCache):
                     (self.path / f"{name}{suffix}").unlink()
 
     def _decode_tensors(
-        self, example: Example, tensors: dict[str, Tensor], layers: tuple[Layer, ...], like: Tensor | Target
+        self,
+        example: Example,
+        tensors: dict[str, Tensor],
+        layers: tuple[Layer, ...],
+        like: Tensor | Target,
     ) -> Tensor:
-        """Decode stored tensors on the device of `like`, to which they move in their stored type."""
+        """Decode stored tensors on the device of `like`, to which they move in their stored
+        type.
+        """
         on_device = {part: tensor.to(like.device) for part, tensor in tensors.items()}
         return self.contents.decode_states(example, on_device, layers, like.dtype)
 
     def _load_tensors(self, key: str) -> dict[str, Tensor] | None:
-        """Read the stored tensors of a sequence; the first reading compares their checksum. None if they are damaged."""
+        """Read the stored tensors of a sequence; the first reading compares their checksum. None
+        if they are damaged.
+        """
         name = self.shard_names[key]
         file = f"{name}.safetensors"
         try:
             shard = self.open_shard(file)
-            tensors = {part: shard.get_tensor(f"{key}/{part}") for part in self.contents.tensor_names}
+            tensors = {
+                part: shard.get_tensor(f"{key}/{part}") for part in self.contents.tensor_names
+            }
         except (OSError, SafetensorError) as error:
             self._drop_shard(file, f"it cannot be read ({error})")
             return None
@@ -271,7 +348,11 @@ class FeatureStore(FeatureCache):
                 if shard.name != index.stem:
                     raise ValueError("it names another file")
             except ValueError as error:
-                reason = first_line(error).removeprefix(f"{index}: ").removesuffix("; copy the file again")
+                reason = (
+                    first_line(error)
+                    .removeprefix(f"{index}: ")
+                    .removesuffix("; copy the file again")
+                )
                 self._drop_shard(index.name, f"this index cannot be read ({reason})")
                 continue
             self._add_shard(shard)
@@ -279,7 +360,10 @@ class FeatureStore(FeatureCache):
             num_bytes = file.stat().st_size if file.exists() else None
             if num_bytes != shard.bytes:
                 self._drop_shard(
-                    file.name, "it is missing" if num_bytes is None else f"it has {num_bytes} bytes instead of {shard.bytes}"
+                    file.name,
+                    "it is missing"
+                    if num_bytes is None
+                    else f"it has {num_bytes} bytes instead of {shard.bytes}",
                 )
 
     def _add_shard(self, shard: StoreShard) -> None:
@@ -289,7 +373,9 @@ class FeatureStore(FeatureCache):
 
     @contextmanager
     def _mark_writing(self) -> Iterator[None]:
-        """Hold a lock of the manifest, which processes that write share, so that none removes an unfinished file of another."""
+        """Hold a lock of the manifest, which processes that write share, so that none removes an
+        unfinished file of another.
+        """
         with (self.path / "manifest.json").open() as file:
             # Not every file system has locks.
             with suppress(OSError):
@@ -307,8 +393,8 @@ class FeatureStore(FeatureCache):
     def _remove_stale_files(self) -> None:
         """With `repair`, delete the unfinished files of killed processes.
 
-        They are recognized by their age. A clock that has jumped makes all files old, so nothing is deleted while a process
-        writes.
+        They are recognized by their age. A clock that has jumped makes all files old, so nothing is
+        deleted while a process writes.
         """
         if not self.repair or not self.path.is_dir() or self._is_written():
             return

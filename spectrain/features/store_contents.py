@@ -1,4 +1,6 @@
-"""What a feature store holds of every sequence, and how states are encoded. Shapes: T tokens, L layers, D width."""
+"""What a feature store holds of every sequence, and how states are encoded. Shapes: T tokens, L
+layers, D width.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +21,45 @@ from spectrain.models.target import Target
 
 StoreDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 TORCH_DTYPES = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn, "int8": torch.int8,
-}  # fmt: skip
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 MAX_SCALED_VALUE = {"fp8": 448.0, "int8": 127.0}
 """The quantized value of a token's largest state, for types that have a scale per token."""
 SCALED_DTYPES = tuple(TORCH_DTYPES[dtype] for dtype in MAX_SCALED_VALUE)
 HEAD_SAMPLES = 1 << 16
-"""Values of each weight in the hash of a head. Training leaves most embeddings unchanged, so few values would not show it."""
+"""Values of each weight in the hash of a head. Training leaves most embeddings unchanged, so few
+values would not show it.
+"""
 FORMAT_VERSION = 1
 
 
 def count_state_bytes(rows: float, width: int, dtype: str) -> float:
-    """Return the bytes on disk of `rows` states of this width, with a scale each for fp8 and int8."""
+    """Return the bytes on disk of `rows` states of this width, with a scale each for fp8 and
+    int8.
+    """
     return rows * (width * TORCH_DTYPES[dtype].itemsize + (4 if dtype in MAX_SCALED_VALUE else 0))
 
 
 def quantize(states: Tensor, dtype: StoreDtype) -> tuple[Tensor, Tensor | None]:
-    """Quantize states [.., D]; for fp8 and int8, also return one float32 scale per token and layer [..].
+    """Quantize states [.., D]; for fp8 and int8, also return one float32 scale per token and layer
+    [..].
 
-    Values round to the nearest, ties to even, which gives the smallest error and no bias on average over many values.
-    Stochastic rounding would be unbiased for each value, but a store is written once and read in every epoch, so its noise,
-    twice as large, would never average out.
+    Values round to the nearest, ties to even, which gives the smallest error and no bias on average
+    over many values. Stochastic rounding would be unbiased for each value, but a store is written
+    once and read in every epoch, so its noise, twice as large, would never average out.
     """
     if dtype not in MAX_SCALED_VALUE:
         return states.to(TORCH_DTYPES[dtype]), None
-    scale = (states.float().abs().amax(-1) / MAX_SCALED_VALUE[dtype]).clamp(min=torch.finfo(torch.float32).tiny)
-    scaled = (states.float() / scale[..., None]).clamp(-MAX_SCALED_VALUE[dtype], MAX_SCALED_VALUE[dtype])
+    scale = (states.float().abs().amax(-1) / MAX_SCALED_VALUE[dtype]).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
+    scaled = (states.float() / scale[..., None]).clamp(
+        -MAX_SCALED_VALUE[dtype], MAX_SCALED_VALUE[dtype]
+    )
     return (scaled.round() if dtype == "int8" else scaled).to(TORCH_DTYPES[dtype]), scale
 
 
@@ -55,7 +69,9 @@ def dequantize(states: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
 
 
 def select_final_positions(mask: list[bool], reach: int) -> Tensor:
-    """Return the positions [n] whose next token carries loss, and up to `reach` positions before each of them."""
+    """Return the positions [n] whose next token carries loss, and up to `reach` positions before
+    each of them.
+    """
     carries = torch.tensor([*mask[1:], False])
     for _ in range(reach):
         carries = carries | torch.cat([carries[1:], carries.new_zeros(1)])
@@ -63,16 +79,21 @@ def select_final_positions(mask: list[bool], reach: int) -> Tensor:
 
 
 def hash_weights(model: nn.Module) -> str:
-    """Hash some values of every weight. Neither sharding nor freshly added adapters change the result."""
+    """Hash some values of every weight. Neither sharding nor freshly added adapters change the
+    result.
+    """
     return hash_samples(dict(sorted(model.named_parameters())), 64)
 
 
 def hash_head(target: Target) -> str:
-    """Hash many values of the weights outside of the layers, which identify a target that was loaded without its layers."""
+    """Hash many values of the weights outside of the layers, which identify a target that was
+    loaded without its layers.
+    """
     outside = {
-        name: weight for name, weight in sorted(target.decoder.named_parameters())
+        name: weight
+        for name, weight in sorted(target.decoder.named_parameters())
         if not name.startswith(f"{target.layer_list_name}.")
-    }  # fmt: skip
+    }
     output = {f"output.{name}": weight for name, weight in target.head.output.named_parameters()}
     return hash_samples(outside | output, HEAD_SAMPLES)
 
@@ -85,7 +106,10 @@ def hash_samples(weights: dict[str, nn.Parameter], num_samples: int) -> str:
             tensor: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
             flat = tensor.detach().flatten()
             sample = flat[:: max(1, len(flat) // num_samples)].float().cpu()
-            digest.update(f"{name.replace('.base_layer', '')} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+            digest.update(
+                f"{name.replace('.base_layer', '')} {tuple(weight.shape)}".encode()
+                + sample.numpy().tobytes()
+            )
     return digest.hexdigest()[:16]
 
 
@@ -100,7 +124,8 @@ class StoreContents:
     layers: tuple[Layer, ...]
     width: int
     dtype: StoreDtype
-    # "final" is stored only at the positions of `select_final_positions`; None stores it at every position.
+    # "final" is stored only at the positions of `select_final_positions`; None stores it at every
+    # position.
     final_reach: int | None
     # Hash of the weights outside of the layers; None in older stores.
     head: str | None = None
@@ -110,17 +135,26 @@ class StoreContents:
     @property
     def dense_layers(self) -> tuple[Layer, ...]:
         """The layers that are stored at every position."""
-        return self.layers if self.final_reach is None else tuple(layer for layer in self.layers if layer != "final")
+        return (
+            self.layers
+            if self.final_reach is None
+            else tuple(layer for layer in self.layers if layer != "final")
+        )
 
     @property
     def tensor_names(self) -> list[str]:
         """The names of the tensors that are stored of every sequence."""
-        parts = [*(["hidden"] if self.dense_layers else []), *([] if self.final_reach is None else ["final"])]
+        parts = [
+            *(["hidden"] if self.dense_layers else []),
+            *([] if self.final_reach is None else ["final"]),
+        ]
         suffixes = ("", ".scale") if self.dtype in MAX_SCALED_VALUE else ("",)
         return [part + suffix for part in parts for suffix in suffixes]
 
     def sequence_key(self, example: Example) -> str:
-        """Return the key of a sequence: a hash of its tokens and, if the loss mask decides what is stored, of that mask."""
+        """Return the key of a sequence: a hash of its tokens and, if the loss mask decides what
+        is stored, of that mask.
+        """
         if self.final_reach is None:
             return example.content_hash
         return f"{example.content_hash}-{zlib.crc32(bytes(example.mask)):08x}"
@@ -135,7 +169,8 @@ class StoreContents:
     def encode_states(self, example: Example, states: Tensor) -> dict[str, Tensor]:
         """Convert states [T, L, D] to the tensors that are stored, on the CPU.
 
-        The last states may be missing where no later token carries loss: no loss reads them, as it reads no padding.
+        The last states may be missing where no later token carries loss: no loss reads them, as it
+        reads no padding.
         """
         assert not any(example.mask[len(states) + 1 :]), "a loss reads states that are missing"
         parts = {}
@@ -152,46 +187,81 @@ class StoreContents:
         return {name: tensor.to("cpu").contiguous() for name, tensor in stored.items()}
 
     def decode_states(
-        self, example: Example, tensors: dict[str, Tensor], layers: tuple[Layer, ...], dtype: torch.dtype
+        self,
+        example: Example,
+        tensors: dict[str, Tensor],
+        layers: tuple[Layer, ...],
+        dtype: torch.dtype,
     ) -> Tensor:
-        """Return states [T, L, D] of these layers. Where "final" is not stored they are NaN, so that reading them shows."""
-        dense, device = self.dense_layers, next(iter(tensors.values())).device
+        """Return states [T, L, D] of these layers. Where "final" is not stored they are NaN, so
+        that reading them shows.
+        """
+        dense = self.dense_layers
+        device = next(iter(tensors.values())).device
         if dense:
             hidden = dequantize(tensors["hidden"], tensors.get("hidden.scale"), dtype)
             # States that are missing at the end read as padding.
-            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 0, 0, len(example.tokens) - len(hidden)))
+            hidden = torch.nn.functional.pad(
+                hidden, (0, 0, 0, 0, 0, len(example.tokens) - len(hidden))
+            )
             if layers == dense:
                 return hidden
-        states = torch.full((len(example.tokens), len(layers), self.width), torch.nan, dtype=dtype, device=device)
+        states = torch.full(
+            (len(example.tokens), len(layers), self.width), torch.nan, dtype=dtype, device=device
+        )
         for number, layer in enumerate(layers):
             if layer in dense:
                 states[:, number] = hidden[:, dense.index(layer)]
             else:
                 rows = select_final_positions(example.mask, self.final_reach or 0).to(device)
-                states[rows, number] = dequantize(tensors["final"], tensors.get("final.scale"), dtype)
+                states[rows, number] = dequantize(
+                    tensors["final"], tensors.get("final.scale"), dtype
+                )
         return states
 
     def check_serves(self, requested: StoreContents, where: Path) -> None:
-        """Raise `UserError` with the reason if the requested contents cannot be read from this store."""
+        """Raise `UserError` with the reason if the requested contents cannot be read from this
+        store.
+        """
         missing = [str(layer) for layer in requested.layers if layer not in self.layers]
         reason = None
         compares_all = self.weights is not None and requested.weights is not None
         if not compares_all and self.head is None:
-            reason = "it does not say which embedding, norm and output layer its target has, so only target.parts=all reads it"
+            reason = (
+                "it does not say which embedding, norm and output layer its target has, so "
+                "only target.parts=all reads it"
+            )
         elif (self.weights != requested.weights) if compares_all else (self.head != requested.head):
-            reason = f"it was captured from {self.target} ({self.path}), whose weights are not those of {requested.target}"
+            reason = (
+                f"it was captured from {self.target} ({self.path}), whose weights are not "
+                f"those of {requested.target}"
+            )
         elif self.template != requested.template:
-            reason = "it was captured with another chat template, so it would contain none of the sequences"
+            reason = (
+                "it was captured with another chat template, so it would contain none of the "
+                "sequences"
+            )
         elif missing:
-            reason = f"it holds layers {format_layers(self.layers)}, and the drafter also reads {', '.join(missing)}"
+            reason = (
+                f"it holds layers {format_layers(self.layers)}, and the drafter also reads "
+                f"{', '.join(missing)}"
+            )
         elif self.dtype != requested.dtype:
-            reason = f"it holds {self.dtype}, not {requested.dtype}; leave source.dtype out to read it"
+            reason = (
+                f"it holds {self.dtype}, not {requested.dtype}; leave source.dtype out to read it"
+            )
         elif self.final_reach is not None and "final" in requested.layers:
             reach = requested.final_reach
             if reach is None or reach > self.final_reach:
-                reason = "it holds the last state only at supervised positions, and the drafter reads more of them"
+                reason = (
+                    "it holds the last state only at supervised positions, and the drafter "
+                    "reads more of them"
+                )
         if reason is not None:
-            raise UserError(f"source.path={where}: {reason}; choose another folder to capture the features again")
+            raise UserError(
+                f"source.path={where}: {reason}; choose another folder to capture the features "
+                "again"
+            )
 
 
 def format_layers(layers: tuple[Layer, ...]) -> str:
@@ -206,4 +276,6 @@ def read_manifest(path: Path) -> StoreContents:
             raise ValueError("it is of another version of spectrain")
         return StoreContents(**{**facts, "layers": tuple(facts["layers"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: this manifest cannot be read ({error}); capture to another folder") from error
+        raise UserError(
+            f"{path}: this manifest cannot be read ({error}); capture to another folder"
+        ) from error

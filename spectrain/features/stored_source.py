@@ -1,4 +1,6 @@
-"""A source that reads captured features from disk. Shapes: B batch, T tokens, L layers, D target width."""
+"""A source that reads captured features from disk. Shapes: B batch, T tokens, L layers, D target
+width.
+"""
 
 import hashlib
 from pathlib import Path
@@ -21,9 +23,11 @@ from .store_contents import StoreContents, format_layers, hash_head, hash_weight
 
 
 class StoredSource(FeatureSource):
-    """Reads features from a folder that `spectrain data store` fills, and captures missing sequences at their first use.
+    """Reads features from a folder that `spectrain data store` fills, and captures missing
+    sequences at their first use.
 
-    A new folder holds the layers that the drafter reads. A cache of the speculators project is read, but never written.
+    A new folder holds the layers that the drafter reads. A cache of the speculators project is
+    read, but never written.
     """
 
     stores_features = True
@@ -32,58 +36,80 @@ class StoredSource(FeatureSource):
         self,
         # Folder of the feature store, or of a feature cache of the speculators project.
         path: str,
-        # Type of the stored features; auto takes the target's type or that of an existing store, and fp8 and int8 store one
-        # scale per token and layer.
+        # Type of the stored features; auto takes the target's type or that of an existing store,
+        # and fp8 and int8 store one scale per token and layer.
         dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto",
-        # Whether the target's final state is stored only at the positions where the drafter's loss reads it; null follows an
-        # existing store, and a new one holds every position.
+        # Whether the target's final state is stored only at the positions where the drafter's loss
+        # reads it; null follows an existing store, and a new one holds every position.
         supervised_only: bool | None = None,
         # Largest size of the store, in gigabytes.
         max_gb: float = 100.0,
         # Size of one shard, in megabytes.
         shard_mb: float = 512.0,
-        # Whether missing sequences are captured and stored during training; false stops the training instead.
+        # Whether missing sequences are captured and stored during training; false stops the
+        # training instead.
         capture: bool = True,
     ) -> None:
         for key, value in (("max_gb", max_gb), ("shard_mb", shard_mb)):
             if not value > 0:
                 raise UserError(f"source.{key}={value}: use more than 0")
-        self.path, self.dtype, self.supervised_only = Path(path).expanduser(), dtype, supervised_only
+        self.path = Path(path).expanduser()
+        self.dtype = dtype
+        self.supervised_only = supervised_only
         self.max_gb, self.shard_mb, self.capture = max_gb, shard_mb, capture
         self.store: FeatureCache | None = None
-        self.own_store: FeatureStore | None = None  # None where the store is another project's cache
-        # The server that fills the store, as the manifest names it; None where the target runs here.
+        # None where the store is another project's cache
+        self.own_store: FeatureStore | None = None
+        # The server that fills the store, as the manifest names it; None where the target runs
+        # here.
         self.engine: str | None = None
 
     def prepare(
-        self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, examples: list[Example] | None
+        self,
+        target: Target,
+        layers: tuple[Layer, ...],
+        final_reach: int | None,
+        examples: list[Example] | None,
     ) -> str:
-        """Open the store, and raise `UserError` if the missing sequences would exceed the size limit or the free disk space."""
+        """Open the store, and raise `UserError` if the missing sequences would exceed the size
+        limit or the free disk space.
+        """
         if not layers:
-            raise UserError("source=store: this family reads no features, because it runs the target itself; use source=live")
+            raise UserError(
+                "source=store: this family reads no features, because it runs the target itself; "
+                "use source=live"
+            )
         store = self._open_store(target, layers, final_reach)
         if examples is None:
             return (
-                f"{self.path}: layers {format_layers(store.layers)}; missing sequences of the stream are captured, "
-                f"up to {self.max_gb:g} GB"
+                f"{self.path}: layers {format_layers(store.layers)}; missing sequences of the "
+                f"stream are captured, up to {self.max_gb:g} GB"
             )
         distinct = list({store.sequence_key(example): example for example in examples}.values())
         missing = [example for example in distinct if example not in store]
         if missing and self.capture and self.engine is None:
-            target.require_layers(f"source.path={self.path} lacks {len(missing)} of {len(distinct)} sequences, whose capture")
+            target.require_layers(
+                f"source.path={self.path} lacks {len(missing)} of {len(distinct)} sequences, "
+                "whose capture"
+            )
         elif missing and self.engine is None:
             raise UserError(
-                f"source.path={self.path}: {len(missing)} of {len(distinct)} sequences are not in it; capture them first with "
-                "spectrain data store, or set source.capture=true"
+                f"source.path={self.path}: {len(missing)} of {len(distinct)} sequences are not in "
+                "it; capture them first with spectrain data store, or set source.capture=true"
             )
         return store.describe_capture(distinct, missing) + self._describe_origin(target)
 
     def _describe_origin(self, target: Target) -> str:
-        """Return where stored features come from, for a target without layers, of which only the head could be compared."""
+        """Return where stored features come from, for a target without layers, of which only the
+        head could be compared.
+        """
         if target.has_layers or self.own_store is None or not self.own_store.shards:
             return ""
         contents = self.own_store.contents
-        return f"; from {contents.target} ({contents.path}), compared by embedding, norm and output layer"
+        return (
+            f"; from {contents.target} ({contents.path}), compared by embedding, norm and "
+            "output layer"
+        )
 
     def leave_writing(self) -> None:
         if self.own_store is not None:
@@ -96,9 +122,16 @@ class StoredSource(FeatureSource):
         if self.own_store is None:
             return {} if self.store is None else {"layers": list(self.store.layers)}
         contents = self.own_store.contents
-        return {"dtype": contents.dtype, "final_reach": contents.final_reach, "head": contents.head, "engine": contents.engine}
+        return {
+            "dtype": contents.dtype,
+            "final_reach": contents.final_reach,
+            "head": contents.head,
+            "engine": contents.engine,
+        }
 
-    def _open_store(self, target: Target, layers: tuple[Layer, ...], final_reach: int | None) -> FeatureCache:
+    def _open_store(
+        self, target: Target, layers: tuple[Layer, ...], final_reach: int | None
+    ) -> FeatureCache:
         if self.store is not None:
             return self.store
         if find_hidden_states(self.path) is not None:
@@ -106,8 +139,9 @@ class StoredSource(FeatureSource):
             missing = [layer for layer in layers if layer not in cache.layers]
             if missing:
                 raise UserError(
-                    f"source.path={self.path}: it holds layers {format_layers(cache.layers)}, and the drafter also reads "
-                    f"{format_layers(tuple(missing))}; set drafter.layers to layers of the store"
+                    f"source.path={self.path}: it holds layers {format_layers(cache.layers)}, and "
+                    f"the drafter also reads {format_layers(tuple(missing))}; set drafter.layers "
+                    "to layers of the store"
                 )
             self.store = cache
             return cache
@@ -117,18 +151,29 @@ class StoredSource(FeatureSource):
         if stored is not None:
             stored.check_serves(requested, self.path)
             if self.engine and not stored.engine:
-                raise UserError(f"source.path={self.path}: the target itself stored its features; choose another folder")
+                raise UserError(
+                    f"source.path={self.path}: the target itself stored its features; choose "
+                    "another folder"
+                )
         self.store = self.own_store = FeatureStore(
             self.path, requested, self.max_gb * 1e9, self.shard_mb * 1e6, repair=self.capture
         )
         return self.store
 
     def _requested_contents(
-        self, target: Target, layers: tuple[Layer, ...], final_reach: int | None, stored: StoreContents | None
+        self,
+        target: Target,
+        layers: tuple[Layer, ...],
+        final_reach: int | None,
+        stored: StoreContents | None,
     ) -> StoreContents:
-        """Return the contents that the settings request; settings left open follow the existing store."""
+        """Return the contents that the settings request; settings left open follow the existing
+        store.
+        """
         if self.supervised_only and (final_reach is None or "final" not in layers):
-            raise UserError("source.supervised_only=true: this family reads every position; leave it out")
+            raise UserError(
+                "source.supervised_only=true: this family reads every position; leave it out"
+            )
         stores_supervised_only = self.supervised_only or (
             self.supervised_only is None and stored is not None and stored.final_reach is not None
         )
@@ -136,11 +181,14 @@ class StoredSource(FeatureSource):
         if dtype == "auto":
             dtype = str(target.dtype).removeprefix("torch.") if stored is None else stored.dtype
         template = hashlib.sha256(str(target.tokenizer.chat_template).encode()).hexdigest()[:16]
-        # A server may hold the layers in other types, so only the weights outside of them are known.
+        # A server may hold the layers in other types, so only the weights outside of them are
+        # known.
         weights = hash_weights(target.model) if target.has_layers and self.engine is None else None
         reach = final_reach if stores_supervised_only else None
         identity = target.name, target.path, weights, template
-        return StoreContents(*identity, layers, target.width, dtype, reach, hash_head(target), self.engine)
+        return StoreContents(
+            *identity, layers, target.width, dtype, reach, hash_head(target), self.engine
+        )
 
     def get_states(self, batch: Batch, request: BatchRequest) -> Tensor:
         target, layers, examples = request.target, request.layers, request.examples
@@ -150,13 +198,19 @@ class StoredSource(FeatureSource):
         if _is_missing_anywhere(num_missing > 0, target):
             if num_missing and not self.capture:
                 raise RunError(
-                    f"source.path={self.path}: {num_missing} sequences of a batch are not in it; set source.capture=true"
+                    f"source.path={self.path}: {num_missing} sequences of a batch are not in it; "
+                    "set source.capture=true"
                 )
-            # Run the full batch, as source=live does: the last bits of a product depend on the batch.
-            hidden = target.features(batch.tokens, store.layers, batch.lengths, request.texts).hidden
+            # Run the full batch, as source=live does: the last bits of a product depend on the
+            # batch.
+            hidden = target.features(
+                batch.tokens, store.layers, batch.lengths, request.texts
+            ).hidden
             parts = hidden if batch.lengths is None else hidden[0].split(batch.lengths)
             rows = [
-                store.put_states(example, states[: len(example.tokens)], layers) if row is None else row
+                store.put_states(example, states[: len(example.tokens)], layers)
+                if row is None
+                else row
                 for example, row, states in zip(examples, rows, parts)
             ]
         return pad_or_pack([row for row in rows if row is not None], request.packed)
@@ -167,7 +221,9 @@ class StoredSource(FeatureSource):
 
 
 def _is_missing_anywhere(missing: bool, target: Target) -> bool:
-    """Tell whether sequences are missing here, or on any process if all of them must run the target together."""
+    """Tell whether sequences are missing here, or on any process if all of them must run the
+    target together.
+    """
     if not target.runs_in_lockstep or not dist.is_initialized():
         return missing
     flag = torch.tensor(float(missing), device=target.device)

@@ -21,7 +21,8 @@ class ByteBudget:
     """The bytes that all open requests together may hold. Only the event loop uses it."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.num_held = limit, 0
+        self.limit = limit
+        self.num_held = 0
 
     @contextmanager
     def open(self) -> Iterator[HeldBytes]:
@@ -37,7 +38,8 @@ class HeldBytes:
     """The bytes that one request holds of a budget."""
 
     def __init__(self, budget: ByteBudget) -> None:
-        self.budget, self.count = budget, 0
+        self.budget = budget
+        self.count = 0
 
     def take(self, count: int) -> bool:
         """Take more bytes; return whether there is room for them."""
@@ -52,7 +54,8 @@ class RequestReceiver:
     """Receives the parts of a request, and knows whether there are more."""
 
     def __init__(self, receive: Receive) -> None:
-        self.receive, self.is_complete = receive, False
+        self.receive = receive
+        self.is_complete = False
 
     async def __call__(self) -> Message:
         message = await self.receive()
@@ -60,9 +63,11 @@ class RequestReceiver:
         return message
 
     async def drop_rest(self) -> None:
-        """Read what else comes of the request, within the limits of time and of a number of bytes, and forget it.
+        """Read what else comes of the request, within the limits of time and of a number of bytes,
+        and forget it.
 
-        A connection that is closed while bytes of it are unread is reset, and then its client may lose the answer.
+        A connection that is closed while bytes of it are unread is reset, and then its client may
+        lose the answer.
         """
         num_dropped = 0
         while not self.is_complete and num_dropped <= MAX_DROPPED_BYTES:
@@ -70,11 +75,14 @@ class RequestReceiver:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, held: HeldBytes) -> bytes:
-    """Return the body of a request; raise a Refusal for one that is too large, before it is read where its length is given."""
+    """Return the body of a request; raise a Refusal for one that is too large, before it is read
+    where its length is given.
+    """
     declared = dict(scope["headers"]).get(b"content-length")
     if declared is not None and (not declared.isdigit() or int(declared[:20]) > limit):
         raise Refusal(413 if declared.isdigit() else 400, f"the body is larger than {limit} bytes")
-    parts, size = list[bytes](), 0
+    parts = list[bytes]()
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -85,7 +93,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int, held: HeldBytes)
             raise Refusal(413, f"the body is larger than {limit} bytes")
         # Bytes count as they come, so that a length which is only promised keeps nobody out.
         if not held.take(len(part)):
-            raise Refusal(503, f"the open requests hold {held.budget.limit} bytes together; try again later")
+            raise Refusal(
+                503, f"the open requests hold {held.budget.limit} bytes together; try again later"
+            )
         parts.append(part)
         if not message.get("more_body"):
             return b"".join(parts)
@@ -107,14 +117,20 @@ async def send_response(
     headers: tuple[tuple[bytes, bytes], ...] = (),
 ) -> None:
     """Send a whole response."""
-    sent = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode()), *headers]
+    sent = [
+        (b"content-type", content_type.encode()),
+        (b"content-length", str(len(content)).encode()),
+        *headers,
+    ]
     await send({"type": "http.response.start", "status": status, "headers": sent})
     await send({"type": "http.response.body", "body": content, "more_body": False})
 
 
 def format_error(status: int, message: str) -> bytes:
     """Return an error in OpenAI's form."""
-    return json.dumps({"error": {"message": message[:500], "type": "spectrain_follow", "code": status}}).encode()
+    return json.dumps(
+        {"error": {"message": message[:500], "type": "spectrain_follow", "code": status}}
+    ).encode()
 
 
 async def send_error(send: Send, status: int, message: str) -> None:
@@ -122,8 +138,12 @@ async def send_error(send: Send, status: int, message: str) -> None:
     await send_response(send, status, format_error(status, message), "application/json")
 
 
-async def send_refusal(scope: Scope, receiver: RequestReceiver, send: Send, refusal: Refusal) -> None:
-    """Send a refusal. Where the body of the request is not read to its end, the connection ends after that."""
+async def send_refusal(
+    scope: Scope, receiver: RequestReceiver, send: Send, refusal: Refusal
+) -> None:
+    """Send a refusal. Where the body of the request is not read to its end, the connection ends
+    after that.
+    """
     content = format_error(refusal.status, str(refusal))
     if receiver.is_complete or scope["method"] in ("GET", "HEAD", "OPTIONS"):
         await send_response(send, refusal.status, content, "application/json")
@@ -140,10 +160,18 @@ async def send_refusal(scope: Scope, receiver: RequestReceiver, send: Send, refu
 
 
 class BoundedApplication:
-    """An ASGI application whose requests reach it once they are complete, within limits of size and number."""
+    """An ASGI application whose requests reach it once they are complete, within limits of size
+    and number.
+    """
 
-    def __init__(self, application: Application, max_body_bytes: int, max_total_bytes: int, max_requests: int) -> None:
-        self.application, self.max_body_bytes, self.max_requests = application, max_body_bytes, max_requests
+    def __init__(
+        self, application: Application, max_body_bytes: int, max_total_bytes: int, max_requests: int
+    ) -> None:
+        self.application, self.max_body_bytes, self.max_requests = (
+            application,
+            max_body_bytes,
+            max_requests,
+        )
         self.budget = ByteBudget(max_total_bytes)
         self.num_open = 0
 
@@ -163,7 +191,9 @@ class BoundedApplication:
 
     @contextmanager
     def count_open(self, scope: Scope) -> Iterator[None]:
-        """Count a request while it is answered; those that only ask for the state are never refused."""
+        """Count a request while it is answered; those that only ask for the state are never
+        refused.
+        """
         counts = scope["method"] == "POST" and scope["path"].startswith("/v1/")
         if counts and self.num_open >= self.max_requests:
             raise Refusal(503, f"{self.max_requests} requests are open; try again later")

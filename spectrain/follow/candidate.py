@@ -1,4 +1,6 @@
-"""A candidate on its way: a process trains it, and another one proves it. Both are niced, and end with this process."""
+"""A candidate on its way: a process trains it, and another one proves it. Both are niced, and
+end with this process.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from .traffic import RecordedConversation
 from .train_candidate import plan_training
 
 Phase = Literal["train", "prove"]
-MODULES: dict[Phase, str] = {"train": "spectrain.follow.train_candidate", "prove": "spectrain.follow.proof"}
+MODULES: dict[Phase, str] = {
+    "train": "spectrain.follow.train_candidate",
+    "prove": "spectrain.follow.proof",
+}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -40,7 +45,9 @@ class CandidateData:
 
     def count(self) -> dict[str, int]:
         """Return how many conversations there are of each use."""
-        return {name: len(getattr(self, name)) for name in ("new", "replay", "prove_new", "prove_old")}
+        return {
+            name: len(getattr(self, name)) for name in ("new", "replay", "prove_new", "prove_old")
+        }
 
 
 class CandidateJob:
@@ -65,7 +72,11 @@ class CandidateJob:
             write_conversations(self.folder / f"{name}.jsonl", getattr(data, name))
         for name in ("new", "old"):
             write_conversations(self.folder / f"prove-{name}.jsonl", getattr(data, f"prove_{name}"))
-        adapter = {"_target_": "spectrain.training.adapters.LoraAdapter"} if settings.learn == "lora" else None
+        adapter = (
+            {"_target_": "spectrain.training.adapters.LoraAdapter"}
+            if settings.learn == "lora"
+            else None
+        )
         plan: dict[str, Any] = {
             "spec": plan_training(spec, serving, settings, adapter).to_nodes(),
             "serving": serving,
@@ -80,21 +91,31 @@ class CandidateJob:
         """Start the process of a phase."""
         self.phase = phase
         threads = dict.fromkeys(THREAD_VARIABLES, str(self.settings.threads))
-        variables = {**inherited_environment(), **threads, "SPECTRAIN_FOLLOW_NICE": str(self.settings.nice)}
+        variables = {
+            **inherited_environment(),
+            **threads,
+            "SPECTRAIN_FOLLOW_NICE": str(self.settings.nice),
+        }
         log: IO[bytes] = self._stack.enter_context((self.folder / f"{phase}.log").open("wb"))
         arguments = [sys.executable, "-m", MODULES[phase], str(self.folder)]
         self.process = self._stack.enter_context(run_group(arguments, variables, log))
 
     def poll(self) -> bool:
-        """Return whether the process of this phase has ended well; a RunError says how it failed."""
+        """Return whether the process of this phase has ended well; a RunError says how it
+        failed.
+        """
         assert self.process is not None
         status = self.process.poll()
         if status is None:
             return False
         if status != 0:
-            how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            how = (
+                f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            )
             text = (self.folder / f"{self.phase}.log").read_text(errors="replace")
-            raise RunError(f"the process to {self.phase} the candidate ended with {how}: {explain_log(text)}")
+            raise RunError(
+                f"the process to {self.phase} the candidate ended with {how}: {explain_log(text)}"
+            )
         self.close()
         return True
 

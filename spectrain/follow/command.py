@@ -30,7 +30,16 @@ from .state import FollowFolder
 from .swap import DrafterSwapper
 from .upstream import UpstreamSwitch
 
-CONTINUED_GROUPS = ("target", "drafter", "source", "trainer", "optimizer", "schedule", "tree", "acceptance")
+CONTINUED_GROUPS = (
+    "target",
+    "drafter",
+    "source",
+    "trainer",
+    "optimizer",
+    "schedule",
+    "tree",
+    "acceptance",
+)
 PACKAGES = ("aiohttp", "httptools", "uvicorn")
 NUM_SHOWN = 10
 
@@ -38,7 +47,9 @@ NUM_SHOWN = 10
 def follow_command(config: Mapping[str, Any]) -> None:
     """Follow the traffic of a server until a signal ends it."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise UserError(f"follow: {' and '.join(missing)} is not installed; run pip install 'spectrain[follow]'")
+        raise UserError(
+            f"follow: {' and '.join(missing)} is not installed; run pip install 'spectrain[follow]'"
+        )
     spec, settings = resolve_follow_spec(config)
     folder = FollowFolder(Path(str(spec.run)))
     server: OpenAIServer = spec.server.build()
@@ -67,7 +78,10 @@ def read_logs(settings: FollowSettings, folder: FollowFolder) -> RequestLogs:
     """Return the request logs of a folder; a UserError says that it does not exist."""
     logs = Path(str(settings.requests))
     if not logs.is_dir():
-        raise UserError(f"follow.requests={settings.requests}: there is no such folder; give the one with the .jsonl files")
+        raise UserError(
+            f"follow.requests={settings.requests}: there is no such folder; give the one with the "
+            ".jsonl files"
+        )
     return RequestLogs(settings, logs, folder.logs, folder.clock.now)
 
 
@@ -77,13 +91,19 @@ def run_proxy(follower: TrafficFollower, proxy: Proxy) -> None:
     host, port = settings.address
     allow_open_files()
     proxy.key = read_control_key()
-    proxy.pages = make_pages(proxy.counters, follower.describe, follower.watch, follower.folder.ledger)
+    proxy.pages = make_pages(
+        proxy.counters, follower.describe, follower.watch, follower.folder.ledger
+    )
     with serve_in_thread(proxy, host, port, proxy.open_connections) as thread:
         follower.swapper.thread = thread
         loop = threading.Thread(target=follower.run, name="follower", daemon=True)
         loop.start()
         print(describe_traffic(follower), flush=True)
-        print(f"metrics are at http://{settings.listen}/metrics, and a page is at http://{settings.listen}/follow", flush=True)
+        print(
+            f"metrics are at http://{settings.listen}/metrics, and a page is at "
+            f"http://{settings.listen}/follow",
+            flush=True,
+        )
         print(f"both need the control key, which is in {VARIABLE} or in {key_path()}", flush=True)
         try:
             while loop.is_alive() and thread.thread.is_alive():
@@ -105,21 +125,35 @@ def describe_traffic(follower: TrafficFollower) -> str:
 
 
 def resolve_follow_spec(config: Mapping[str, Any]) -> tuple[RunSpec, FollowSettings]:
-    """Return the settings of candidates, those of the run with the command's own changes, and those of the command."""
+    """Return the settings of candidates, those of the run with the command's own changes, and
+    those of the command.
+    """
     requested = to_containers(config)
     follow = requested.pop("follow")
     if requested.get("run") is None:
         raise UserError("run: say whose drafter follows the traffic, as in run=runs/NAME")
     if not requested.get("server"):
-        raise UserError("server: name the server, as in server=vllm server.url=http://127.0.0.1:8000/v1")
+        raise UserError(
+            "server: name the server, as in server=vllm server.url=http://127.0.0.1:8000/v1"
+        )
     folder = Path(requested["run"])
     directory = require_drafter_directory("run", folder)
-    description = load_description(directory, GroupSpec.from_node("target", requested.get("target")))
-    groups: dict[str, Any] = {key: requested.get(key) for key in ("source", "trainer", "optimizer", "schedule")}
-    groups |= {key: description[key] for key in ("target", "drafter", "tree", "acceptance") if description.get(key)}
+    description = load_description(
+        directory, GroupSpec.from_node("target", requested.get("target"))
+    )
+    groups: dict[str, Any] = {
+        key: requested.get(key) for key in ("source", "trainer", "optimizer", "schedule")
+    }
+    groups |= {
+        key: description[key]
+        for key in ("target", "drafter", "tree", "acceptance")
+        if description.get(key)
+    }
     if (folder / "config.yaml").exists():
         saved = RunSpec.load(folder / "config.yaml")
-        groups |= {group: getattr(saved, group).node for group in ("trainer", "optimizer", "schedule")}
+        groups |= {
+            group: getattr(saved, group).node for group in ("trainer", "optimizer", "schedule")
+        }
     for group in CONTINUED_GROUPS:
         if requested.get(group) and groups.get(group):
             groups[group] = to_containers(OmegaConf.merge(groups[group], requested[group]))
@@ -129,34 +163,50 @@ def resolve_follow_spec(config: Mapping[str, Any]) -> tuple[RunSpec, FollowSetti
 
 
 def status_command(run: str | None, rollback: bool) -> None:
-    """Print what follows a run, and its last decisions; or request a roll-back of the process that follows it."""
+    """Print what follows a run, and its last decisions; or request a roll-back of the process
+    that follows it.
+    """
     if run is None:
         raise UserError("run: say which run, as in run=runs/NAME")
     folder = FollowFolder(Path(run))
     if not folder.ledger.exists():
-        raise UserError(f"run={run}: nothing has followed this run; start spectrain follow run={run}")
+        raise UserError(
+            f"run={run}: nothing has followed this run; start spectrain follow run={run}"
+        )
     if rollback:
         (folder.root / "rollback").touch()
-        print("a roll-back is requested; the process that follows this run makes it within some seconds")
+        print(
+            "a roll-back is requested; the process that follows this run makes it within some "
+            "seconds"
+        )
         return
     print("\n".join(format_status(folder)))
 
 
 def format_status(folder: FollowFolder) -> list[str]:
     """Return the lines that `spectrain follow status` prints."""
-    status, lines = folder.read_status(), list[str]()
+    status = folder.read_status()
+    lines = list[str]()
     if status is not None:
         active = status.active
-        lines.append(f"active drafter  {active.path} ({active.digest[:8]}) since {format_time(active.since)}")
+        lines.append(
+            f"active drafter  {active.path} ({active.digest[:8]}) since {format_time(active.since)}"
+        )
         lines.append(f"now             {status.phase}, last checked {format_time(status.time)}")
         lines.append(f"recorded        {status.conversations} conversations, {status.old} old ones")
         for kind, entry in status.kinds.items():
-            mean, reference = format_number(entry.accepted_per_draft), format_number(entry.reference)
+            mean = format_number(entry.accepted_per_draft)
+            reference = format_number(entry.reference)
             alarm = ", alarm of drift" if entry.alarm else ""
             alarm += f", {entry.unmeasured} not measurable" if entry.unmeasured else ""
-            lines.append(f"{kind:15} {entry.requests} requests, {mean} accepted per draft, reference {reference or '-'}{alarm}")
+            lines.append(
+                f"{kind:15} {entry.requests} requests, {mean} accepted per draft, reference "
+                f"{reference or '-'}{alarm}"
+            )
     lines.append("last decisions")
     for decision in [*read_ledger(folder.ledger, report_damage)][-NUM_SHOWN:]:
-        lines.append(f"  {format_time(decision['time'])}  {decision['event']}: {describe_entry(decision)}")
+        lines.append(
+            f"  {format_time(decision['time'])}  {decision['event']}: {describe_entry(decision)}"
+        )
     # A line break in a file would look like another line.
     return [line.replace("\n", " ") for line in lines]

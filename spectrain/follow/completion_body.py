@@ -1,6 +1,8 @@
-"""What a request to this project's engine may hold: OpenAI's settings that it has, each checked, and no other ones.
+"""What a request to this project's engine may hold: OpenAI's settings that it has, each checked,
+and no other ones.
 
-A setting that would be ignored is refused, so that an answer is never silently other than requested.
+A setting that would be ignored is refused, so that an answer is never silently other than
+requested.
 """
 
 from __future__ import annotations
@@ -43,7 +45,14 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
 }
 """Settings that this engine does not have, with the values by which they change nothing."""
-UNREAD_KEYS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id"}
+UNREAD_KEYS = {
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "service_tier",
+    "request_id",
+}
 """Keys that say who sends a request, or where it is accounted. They change no answer."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
@@ -69,7 +78,11 @@ class RequestMessage(BaseModel):
 
     def to_message(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
         return {**self.model_dump(exclude_none=True), "content": content}
 
 
@@ -99,7 +112,9 @@ class CompletionBody(BaseModel):
     stream_options: StreamOptions = StreamOptions()
 
     def make_rule(self, vocab_size: int) -> AcceptanceRule:
-        """Return the rule that draws the answer. Without a seed, every request has draws of its own."""
+        """Return the rule that draws the answer. Without a seed, every request has draws of its
+        own.
+        """
         if self.temperature == 0:
             return Greedy()
         seed = secrets.randbelow(2**63) if self.seed is None else self.seed
@@ -124,7 +139,10 @@ class ChatBody(CompletionBody):
 
     @property
     def num_characters(self) -> int:
-        return sum(len(message.to_message()["content"]) + len(message.reasoning_content or "") for message in self.messages)
+        return sum(
+            len(message.to_message()["content"]) + len(message.reasoning_content or "")
+            for message in self.messages
+        )
 
 
 class TextBody(CompletionBody):
@@ -139,15 +157,25 @@ class TextBody(CompletionBody):
 
 
 def parse_completion(content: bytes, is_chat: bool) -> ChatBody | TextBody:
-    """Return the checked body of a request; a Refusal says in one sentence what is wrong with it."""
-    body = {key: value for key, value in parse_body(content).items() if value is not None and key not in UNREAD_KEYS}
+    """Return the checked body of a request; a Refusal says in one sentence what is wrong with
+    it.
+    """
+    body = {
+        key: value
+        for key, value in parse_body(content).items()
+        if value is not None and key not in UNREAD_KEYS
+    }
     for key, neutral in NEUTRAL_VALUES.items():
-        if key in body and not any(type(value) is type(body[key]) and value == body[key] for value in neutral):
+        if key in body and not any(
+            type(value) is type(body[key]) and value == body[key] for value in neutral
+        ):
             raise Refusal(400, f"{key}: this engine does not support it; leave it out")
         body.pop(key, None)
     messages = body.get("messages")
     if is_chat and isinstance(messages, list):
-        body["messages"] = [drop_empty(message) if isinstance(message, dict) else message for message in messages]
+        body["messages"] = [
+            drop_empty(message) if isinstance(message, dict) else message for message in messages
+        ]
     try:
         parsed: ChatBody | TextBody = (ChatBody if is_chat else TextBody).model_validate(body)
     except ValidationError as error:
@@ -157,18 +185,30 @@ def parse_completion(content: bytes, is_chat: bool) -> ChatBody | TextBody:
 
 
 def drop_empty(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without the empty fields that clients send back from an answer, such as tool_calls=[]."""
-    return {key: value for key, value in message.items() if key == "content" or value not in (None, [])}
+    """Return a message without the empty fields that clients send back from an answer, such as
+    tool_calls=[].
+    """
+    return {
+        key: value for key, value in message.items() if key == "content" or value not in (None, [])
+    }
 
 
 def check_values(body: ChatBody | TextBody) -> None:
     """Raise a Refusal for values that no single field can check."""
     if 0 < body.temperature < LEAST_TEMPERATURE:
         raise Refusal(400, f"temperature: use 0, or {LEAST_TEMPERATURE} to 2")
-    if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
-        raise Refusal(400, "max_tokens: max_completion_tokens says something else; leave one of them out")
+    if (
+        body.max_tokens
+        and body.max_completion_tokens
+        and body.max_tokens != body.max_completion_tokens
+    ):
+        raise Refusal(
+            400, "max_tokens: max_completion_tokens says something else; leave one of them out"
+        )
     if body.num_characters > MAX_PROMPT_CHARACTERS:
-        raise Refusal(400, f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters; shorten it")
+        raise Refusal(
+            400, f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters; shorten it"
+        )
 
 
 def describe_problem(error: ValidationError) -> str:

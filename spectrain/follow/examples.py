@@ -1,4 +1,6 @@
-"""Recorded conversations as token sequences: the server's own ids where it gave them, or else those of the chat template."""
+"""Recorded conversations as token sequences: the server's own ids where it gave them, or else
+those of the chat template.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ from .traffic import RecordedConversation
 
 
 def make_example(conversation: RecordedConversation, target: Target) -> Example | None:
-    """Return the tokens of a conversation, with loss on its answer; None for one that cannot be used."""
+    """Return the tokens of a conversation, with loss on its answer; None for one that cannot be
+    used.
+    """
     try:
         prompt, answer = tokenize_conversation(conversation, target)
-        tokens, vocabulary = prompt + answer, target.head.num_embeddings
+        tokens = prompt + answer
+        vocabulary = target.head.num_embeddings
         is_inside = all(isinstance(token, int) and 0 <= token < vocabulary for token in tokens)
     except (UserError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -29,17 +34,29 @@ def make_example(conversation: RecordedConversation, target: Target) -> Example 
     return Example(tokens, [False] * len(prompt) + [True] * len(answer))
 
 
-def tokenize_conversation(conversation: RecordedConversation, target: Target) -> tuple[list[int], list[int]]:
+def tokenize_conversation(
+    conversation: RecordedConversation, target: Target
+) -> tuple[list[int], list[int]]:
     """Return the token ids of a prompt and of its answer."""
-    request, prompt = conversation.request, conversation.prompt_ids
+    request = conversation.request
+    prompt = conversation.prompt_ids
     if prompt is None and "messages" in request:
-        arguments = check_template_arguments(request.get("chat_template_kwargs"), "recorded request")
-        prompt = tokenize_prompt(target.template, Conversation(request["messages"], request.get("tools"), None, arguments))
+        arguments = check_template_arguments(
+            request.get("chat_template_kwargs"), "recorded request"
+        )
+        prompt = tokenize_prompt(
+            target.template,
+            Conversation(request["messages"], request.get("tools"), None, arguments),
+        )
     elif prompt is None:
         text = request["prompt"]
         # Engines add a start token to a text prompt, unless the request says otherwise.
         special = bool(request.get("add_special_tokens", True))
-        prompt = text if isinstance(text, list) else target.tokenizer(text, add_special_tokens=special)["input_ids"]
+        prompt = (
+            text
+            if isinstance(text, list)
+            else target.tokenizer(text, add_special_tokens=special)["input_ids"]
+        )
     answer = conversation.answer_ids
     if answer is None:
         answer = target.tokenizer(conversation.answer, add_special_tokens=False)["input_ids"]
@@ -48,6 +65,9 @@ def tokenize_conversation(conversation: RecordedConversation, target: Target) ->
 
 def write_examples(path: Path, examples: Iterable[Example]) -> int:
     """Write examples as data=tokens reads them; return their number."""
-    lines = [json.dumps({"input_ids": entry.tokens, "loss_mask": list(map(int, entry.mask))}) for entry in examples]
+    lines = [
+        json.dumps({"input_ids": entry.tokens, "loss_mask": list(map(int, entry.mask))})
+        for entry in examples
+    ]
     write_text(path, "\n".join(lines) + "\n")
     return len(lines)

@@ -1,4 +1,6 @@
-"""A request with its answer, as the proxy hands it to what learns. No header is in it but the kind of traffic."""
+"""A request with its answer, as the proxy hands it to what learns. No header is in it but the
+kind of traffic.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exchange:
-    """The bytes of a request and of its whole answer, with the kind that the request's header names."""
+    """The bytes of a request and of its whole answer, with the kind that the request's header
+    names.
+    """
 
     route: str
     request: bytes

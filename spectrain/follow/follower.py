@@ -1,4 +1,6 @@
-"""The loop: record, watch, train, prove, swap, account. A failure of one step is recorded, and the loop goes on."""
+"""The loop: record, watch, train, prove, swap, account. A failure of one step is recorded, and
+the loop goes on.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,19 @@ class TrafficFollower:
         swapper: DrafterSwapper,
         active: ActiveDrafter,
     ) -> None:
-        self.spec, self.settings, self.folder, self.server = spec, settings, folder, server
+        self.spec = spec
+        self.settings = settings
+        self.folder = folder
+        self.server = server
         self.recorder, self.swapper, self.active = recorder, swapper, active
         # Ages and pauses are measured by a clock that cannot jump.
         self.now = folder.clock.now
         self.ledger = Ledger(folder.ledger)
         self.kinds = KindRegistry(settings.kinds)
         self.watch = TrafficWatch(settings)
-        self.reservoir = Reservoir(settings.conversations, settings.held_out, settings.retention_hours * 3600)
+        self.reservoir = Reservoir(
+            settings.conversations, settings.held_out, settings.retention_hours * 3600
+        )
         self.old: list[RecordedConversation] = []
         self.is_old_fixed = False
         self.job: CandidateJob | None = None
@@ -82,7 +89,9 @@ class TrafficFollower:
 
     def run(self) -> None:
         """Run until `is_stopping` is set."""
-        self.ledger.record("started", drafter=self.active.path, digest=self.active.digest, way=self.swapper.way)
+        self.ledger.record(
+            "started", drafter=self.active.path, digest=self.active.digest, way=self.swapper.way
+        )
         while not self.is_stopping.wait(TICK_SECONDS):
             self.tick()
         if self.job is not None:
@@ -92,7 +101,12 @@ class TrafficFollower:
 
     def tick(self) -> None:
         """Run every step once."""
-        for step in (self.record_traffic, self.advance_candidate, self.check_live, self.begin_candidate):
+        for step in (
+            self.record_traffic,
+            self.advance_candidate,
+            self.check_live,
+            self.begin_candidate,
+        ):
             self.attempt(step)
         if self.is_due("save", SAVE_SECONDS):
             self.attempt(self.save)
@@ -110,7 +124,9 @@ class TrafficFollower:
                 self.ledger.record("error", step=step.__name__, message=message)
 
     def is_due(self, name: str, seconds: float) -> bool:
-        """Return whether something was not done in so many seconds, and note that it is done now."""
+        """Return whether something was not done in so many seconds, and note that it is done
+        now.
+        """
         now = time.monotonic()
         if now - self._last.get(name, float("-inf")) < seconds:
             return False
@@ -126,7 +142,16 @@ class TrafficFollower:
         for exchange in self.recorder.take_all():
             try:
                 conversation = parse_exchange(exchange, self.kinds, self.server.parse_rounds)
-            except (UserError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
+            except (
+                UserError,
+                ValueError,
+                KeyError,
+                TypeError,
+                IndexError,
+                AttributeError,
+                OverflowError,
+                RecursionError,
+            ):
                 continue
             if conversation is not None:
                 self.add_conversation(conversation)
@@ -144,15 +169,17 @@ class TrafficFollower:
             self.num_new += 1
 
     def add_old(self, conversation: RecordedConversation) -> bool:
-        """Add a conversation that is held out to the fixed set of old ones, until that is complete; return whether it is in
-        the set."""
+        """Add a conversation that is held out to the fixed set of old ones, until that is complete;
+        return whether it is in the set."""
         if any(entry.digest == conversation.digest for entry in self.old):
             return True
         is_room = not self.is_old_fixed and self.alarm is None
         is_added = is_room and is_for_proof(conversation.digest)
         if is_added:
             self.old.append(conversation)
-        if not self.is_old_fixed and (len(self.old) >= self.settings.held_out or self.alarm is not None):
+        if not self.is_old_fixed and (
+            len(self.old) >= self.settings.held_out or self.alarm is not None
+        ):
             self.is_old_fixed = True
             write_conversations(self.folder.old, self.old)
             self.ledger.record("old set fixed", conversations=len(self.old))
@@ -178,14 +205,18 @@ class TrafficFollower:
         self.ledger.record("training", candidate=job.folder.name, reason=reason, data=data.count())
 
     def select_data(self) -> CandidateData:
-        """Return the conversations of a candidate: new ones since the alarm, and old ones of the same store."""
+        """Return the conversations of a candidate: new ones since the alarm, and old ones of the
+        same store.
+        """
         new = self.reservoir.select(False, lambda entry: entry.time > self.new_since)
         replay = self.reservoir.select(False, lambda entry: entry.time <= self.new_since)
         recent = self.reservoir.select(True, lambda entry: entry.time > self.new_since)
         return CandidateData(new, replay, recent, self.old[: self.settings.held_out])
 
     def find_depth(self, data: CandidateData) -> int:
-        """Return how many tokens the server drafts in a round, by its settings or by what it has drafted."""
+        """Return how many tokens the server drafts in a round, by its settings or by what it has
+        drafted.
+        """
         configured: int | None = getattr(self.server.settings, "draft_tokens", None)
         drafted = [max(entry.drafted) for entry in data.prove_new if entry.drafted]
         return configured or max(drafted, default=3)
@@ -220,7 +251,12 @@ class TrafficFollower:
 
     def decide(self, job: CandidateJob, proof: PromotionProof) -> None:
         """Promote a proven candidate, or keep it for inspection with the reason."""
-        numbers = {"candidate": job.folder.name, "new": asdict(proof.new), "old": asdict(proof.old), "reason": proof.reason}
+        numbers = {
+            "candidate": job.folder.name,
+            "new": asdict(proof.new),
+            "old": asdict(proof.old),
+            "reason": proof.reason,
+        }
         if proof.is_promoted:
             self.promote(job.directory, numbers)
             return
@@ -237,9 +273,12 @@ class TrafficFollower:
 
     def promote(self, directory: Path, numbers: dict[str, Any]) -> None:
         """Bring a candidate into use, and check that outputs did not change."""
-        shadows = ShadowRequests(self.swapper.servers, select_shadows(self.reservoir.select(), self.settings.shadow))
+        shadows = ShadowRequests(
+            self.swapper.servers, select_shadows(self.reservoir.select(), self.settings.shadow)
+        )
         digest = hash_weights(directory) or ""
-        began, before = time.monotonic(), shadows.send()
+        began = time.monotonic()
+        before = shadows.send()
         try:
             outcome = self.swapper.swap(directory, digest)
         except (RunError, UserError, OSError) as error:
@@ -256,9 +295,12 @@ class TrafficFollower:
         self.forget_alarm()
         changed = shadows.count_changed(before, shadows.send())
         self.ledger.record(
-            "promoted", **numbers, **asdict(outcome), shadow={"sent": len(before), "changed": changed},
+            "promoted",
+            **numbers,
+            **asdict(outcome),
+            shadow={"sent": len(before), "changed": changed},
             seconds=round(time.monotonic() - began, 3),
-        )  # fmt: skip
+        )
         if changed > self.settings.shadow_tolerance * len(before):
             self.roll_back(f"{changed} of {len(before)} repeated requests have other answers")
 
@@ -268,7 +310,9 @@ class TrafficFollower:
         self.attempt(lambda: self.folder.write_active(active))
 
     def check_live(self) -> None:
-        """Roll back where the live acceptance of a kind lies below the interval of that before the swap."""
+        """Roll back where the live acceptance of a kind lies below the interval of that before
+        the swap.
+        """
         if not self.before_swap or not self.settings.rollback_after:
             self.before_swap = {}
             return
@@ -280,7 +324,10 @@ class TrafficFollower:
         self.ledger.record("live", kinds=[asdict(result) for result in results])
         self.before_swap = {}
         if worse:
-            self.roll_back(f"live acceptance of {worse[0].kind} fell from {worse[0].before:.3f} to {worse[0].after:.3f}")
+            self.roll_back(
+                f"live acceptance of {worse[0].kind} fell from {worse[0].before:.3f} to "
+                f"{worse[0].after:.3f}"
+            )
 
     def roll_back(self, reason: str) -> None:
         """Use the drafter before the active one again."""
@@ -296,26 +343,36 @@ class TrafficFollower:
         self.before_swap = {}
         self.forget_alarm()
         self.paused_until = self.now() + self.settings.pause_seconds
-        self.ledger.record("rolled back", reason=reason, to=previous, failed=failed, way=outcome.way)
+        self.ledger.record(
+            "rolled back", reason=reason, to=previous, failed=failed, way=outcome.way
+        )
 
     def restore_drafter(self) -> None:
-        """Send the active drafter again to a server that was started anew, and obey a request to roll back."""
+        """Send the active drafter again to a server that was started anew, and obey a request to
+        roll back.
+        """
         request = self.folder.root / "rollback"
         if request.exists():
             request.unlink()
             self.roll_back("requested")
-        directory, digest = Path(self.active.path), self.active.digest
+        directory = Path(self.active.path)
+        digest = self.active.digest
         if self.swapper.restart_ended(directory, digest):
             self.ledger.record("server started again", drafter=self.active.path)
         # A server starts with the run's own drafter, so only a candidate has to be sent to it.
-        elif self.folder.candidates in directory.parents and self.swapper.is_served(directory, digest) is False:
+        elif (
+            self.folder.candidates in directory.parents
+            and self.swapper.is_served(directory, digest) is False
+        ):
             self.swapper.push(directory, digest)
             self.ledger.record("sent again", drafter=self.active.path)
 
     # Account
 
     def save(self) -> None:
-        """Write the recorded conversations and the status, and delete what is past its retention time."""
+        """Write the recorded conversations and the status, and delete what is past its retention
+        time.
+        """
         self.ledger.flush()
         self.reservoir.delete_expired(self.now())
         self.folder.delete_conversations(self.reservoir.retention_seconds)
@@ -334,7 +391,9 @@ class TrafficFollower:
                 "unmeasured": series.num_unmeasured,
                 "tokens": series.num_tokens,
                 "rounds": series.num_rounds,
-                "accepted_per_draft": sum(series.values) / len(series.values) if series.values else None,
+                "accepted_per_draft": sum(series.values) / len(series.values)
+                if series.values
+                else None,
                 "reference": series.test.mean if series.test.is_ready else None,
                 "by_position": [round(rate, 4) for rate in series.acceptance_by_position],
                 "drift_sum": series.test.sum,

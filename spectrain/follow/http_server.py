@@ -1,6 +1,8 @@
-"""Runs an ASGI application at an address, in a thread with its own event loop, within limits of size and time.
+"""Runs an ASGI application at an address, in a thread with its own event loop, within limits of
+size and time.
 
-A connection waits while its request is not complete: for headers, then for the body. How long each may take is in `limits.py`.
+A connection waits while its request is not complete: for headers, then for the body. How long each
+may take is in `limits.py`.
 """
 
 from __future__ import annotations
@@ -40,18 +42,24 @@ MAX_OPEN_FILES = 2**14
 
 
 class IncompleteRequests:
-    """The connections of a server whose request is not complete, the one that has waited longest first."""
+    """The connections of a server whose request is not complete, the one that has waited longest
+    first.
+    """
 
     def __init__(self) -> None:
         self.connections: dict[BoundedHttpProtocol, None] = {}
         self.timer: asyncio.TimerHandle | None = None
 
     def add(self, connection: BoundedHttpProtocol) -> None:
-        """Add a connection. Where there are too many, the one that has waited longest is refused, so that others get in."""
+        """Add a connection. Where there are too many, the one that has waited longest is
+        refused, so that others get in.
+        """
         self.connections.setdefault(connection)
         if len(self.connections) > MAX_INCOMPLETE:
             oldest = next(iter(self.connections))
-            oldest.refuse_incomplete(f"the request was not complete while more than {MAX_INCOMPLETE} others were not")
+            oldest.refuse_incomplete(
+                f"the request was not complete while more than {MAX_INCOMPLETE} others were not"
+            )
         if self.timer is None:
             self.timer = connection.loop.call_later(LOOK_SECONDS, self.refuse_late, connection.loop)
 
@@ -60,30 +68,43 @@ class IncompleteRequests:
         self.connections.pop(connection, None)
 
     def refuse_late(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Refuse the requests that take too long, and look again later as long as there are others."""
+        """Refuse the requests that take too long, and look again later as long as there are
+        others.
+        """
         now = time.monotonic()
         for connection in [*self.connections]:
             connection.check_time(now)
-        self.timer = loop.call_later(LOOK_SECONDS, self.refuse_late, loop) if self.connections else None
+        self.timer = (
+            loop.call_later(LOOK_SECONDS, self.refuse_late, loop) if self.connections else None
+        )
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Uvicorn's fast parser, which by itself would collect headers and wait for the rest of a request without end."""
+    """Uvicorn's fast parser, which by itself would collect headers and wait for the rest of a
+    request without end.
+    """
 
-    def __init__(self, *arguments: Any, incomplete: IncompleteRequests, max_connections: int, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, incomplete: IncompleteRequests, max_connections: int, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self.incomplete, self.max_connections = incomplete, max_connections
         self.phase: Literal["head", "body", "complete"] = "complete"
         # When the phase began, and when the last bytes came.
         self.began = self.last_read = time.monotonic()
-        # Bytes of the request on the wire after the read in which it began, those of its body, and those of the last read.
+        # Bytes of the request on the wire after the read in which it began, those of its body, and
+        # those of the last read.
         self.num_bytes = self.num_body_bytes = self.read_size = 0
         self.unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         if len(self.connections) > self.max_connections:
-            self.write_error(503, "Service Unavailable", f"{self.max_connections} connections are open; try again later")
+            self.write_error(
+                503,
+                "Service Unavailable",
+                f"{self.max_connections} connections are open; try again later",
+            )
             self.transport.close()
             return
         self.begin_phase("head")
@@ -97,7 +118,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def begin_phase(self, phase: Literal["head", "body"]) -> None:
         """Wait for the headers or for the body of a request."""
-        self.phase, self.began = phase, time.monotonic()
+        self.phase = phase
+        self.began = time.monotonic()
         self.last_read = self.began
         self.incomplete.add(self)
 
@@ -107,7 +129,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.phase != "body" and self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        self.last_read, self.read_size = time.monotonic(), len(data)
+        self.last_read = time.monotonic()
+        self.read_size = len(data)
         if self.phase == "complete" and not self.answers_earlier:
             self.begin_phase("head")
         super().data_received(data)
@@ -119,7 +142,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.num_bytes, self.num_body_bytes = -self.read_size, 0
+        self.num_bytes = -self.read_size
+        self.num_body_bytes = 0
         if self.phase == "complete":
             self.begin_phase("head")
 
@@ -162,7 +186,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def write_error(self, status: int, name: str, message: str) -> None:
         """Write the answer to a request that has not reached the application."""
         content = format_error(status, message)
-        head = f"HTTP/1.1 {status} {name}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head = (
+            f"HTTP/1.1 {status} {name}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        )
         self.transport.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
 
     # Answers
@@ -183,10 +209,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def make_http_server(application: Any, host: str, port: int) -> uvicorn.Server:
-    """Return a server for an ASGI application. Its parser bounds the size of headers and the time of a request."""
+    """Return a server for an ASGI application. Its parser bounds the size of headers and the
+    time of a request.
+    """
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    most = MAX_CONNECTIONS if open_files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, open_files // 2)
-    protocol: Any = partial(BoundedHttpProtocol, incomplete=IncompleteRequests(), max_connections=most)
+    most = (
+        MAX_CONNECTIONS
+        if open_files == resource.RLIM_INFINITY
+        else min(MAX_CONNECTIONS, open_files // 2)
+    )
+    protocol: Any = partial(
+        BoundedHttpProtocol, incomplete=IncompleteRequests(), max_connections=most
+    )
     config = uvicorn.Config(
         application,
         host=host,
@@ -206,7 +240,9 @@ def make_http_server(application: Any, host: str, port: int) -> uvicorn.Server:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files: a request takes a connection to its client and one to its server."""
+    """Raise this process's limit of open files: a request takes a connection to its client and
+    one to its server.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -216,13 +252,19 @@ def allow_open_files() -> None:
 class HttpThread:
     """A server that runs in a thread, and the event loop in it."""
 
-    def __init__(self, server: uvicorn.Server, connections: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+    def __init__(
+        self, server: uvicorn.Server, connections: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> None:
         self.server, self.connections = server, connections
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread = threading.Thread(target=self._run, name="proxy", daemon=True)
 
     def _run(self) -> None:
-        runner = asyncio.Runner(loop_factory=self.server.config.get_loop_factory()) if hasattr(asyncio, "Runner") else None
+        runner = (
+            asyncio.Runner(loop_factory=self.server.config.get_loop_factory())
+            if hasattr(asyncio, "Runner")
+            else None
+        )
         if runner is None:
             asyncio.run(self._serve())
             return
@@ -251,7 +293,10 @@ class HttpThread:
 
 @contextmanager
 def serve_in_thread(
-    application: Any, host: str, port: int, connections: Callable[[], AbstractAsyncContextManager[None]]
+    application: Any,
+    host: str,
+    port: int,
+    connections: Callable[[], AbstractAsyncContextManager[None]],
 ) -> Iterator[HttpThread]:
     """Serve an application while the block runs; a RunError says that the address is not free."""
     thread = HttpThread(make_http_server(application, host, port), connections)
@@ -259,7 +304,9 @@ def serve_in_thread(
     while not thread.server.started and thread.thread.is_alive():
         thread.thread.join(0.02)
     if not thread.server.started:
-        raise RunError(f"follow.listen={host}:{port}: this address cannot be listened at; give another one")
+        raise RunError(
+            f"follow.listen={host}:{port}: this address cannot be listened at; give another one"
+        )
     try:
         yield thread
     finally:

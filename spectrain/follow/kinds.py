@@ -24,8 +24,14 @@ class KindRegistry:
         self.names: set[str] = set()
 
     def classify(self, body: Mapping[str, Any], header: str | None) -> str:
-        """Return the kind of a request: what its header says or, without one, its prompt template."""
-        name = header if header is not None and KIND_NAME.fullmatch(header) else describe_template(body)
+        """Return the kind of a request: what its header says or, without one, its prompt
+        template.
+        """
+        name = (
+            header
+            if header is not None and KIND_NAME.fullmatch(header)
+            else describe_template(body)
+        )
         return self.register(name)
 
     def register(self, name: str) -> str:
@@ -38,12 +44,23 @@ class KindRegistry:
 
 
 def describe_template(body: Mapping[str, Any]) -> str:
-    """Return a name for the prompt template of a request: a hash, so that no text of a prompt is shown."""
-    messages, prompt = body.get("messages"), body.get("prompt")
+    """Return a name for the prompt template of a request: a hash, so that no text of a prompt is
+    shown.
+    """
+    messages = body.get("messages")
+    prompt = body.get("prompt")
     if isinstance(messages, list):
         first = messages[0] if messages and isinstance(messages[0], dict) else {}
-        system = str(first.get("content"))[:SYSTEM_CHARACTERS] if first.get("role") in ("system", "developer") else ""
-        return f"chat-{hash_pattern(system)}" if system else "chat" + "-tools" * bool(body.get("tools"))
+        system = (
+            str(first.get("content"))[:SYSTEM_CHARACTERS]
+            if first.get("role") in ("system", "developer")
+            else ""
+        )
+        return (
+            f"chat-{hash_pattern(system)}"
+            if system
+            else "chat" + "-tools" * bool(body.get("tools"))
+        )
     if isinstance(prompt, list):
         return f"tokens-{hash_pattern(' '.join(map(str, prompt[:PREFIX_TOKENS])))}"
     words = str(prompt)[:SYSTEM_CHARACTERS].split(maxsplit=1)

@@ -25,8 +25,12 @@ class Ledger:
         self._waiting: deque[str] = deque(maxlen=MAX_WAITING)
 
     def record(self, event: str, **numbers: Any) -> None:
-        """Record a decision; a failure to write it raises nothing, and it is written with the next one."""
-        self._waiting.append(json.dumps({"time": round(self.clock(), 3), "event": event, **numbers}, default=str))
+        """Record a decision; a failure to write it raises nothing, and it is written with the
+        next one.
+        """
+        self._waiting.append(
+            json.dumps({"time": round(self.clock(), 3), "event": event, **numbers}, default=str)
+        )
         self.flush()
 
     def flush(self) -> bool:
@@ -61,9 +65,11 @@ def append_line(path: Path, line: str) -> None:
         os.close(handle)
 
 
-def read_ledger(path: Path, report: Callable[[str], None] = lambda problem: None) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a ledger. A line that a power failure or an editor has damaged is left out, and `report` is called
-    with the sentence that names it."""
+def read_ledger(
+    path: Path, report: Callable[[str], None] = lambda problem: None
+) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a ledger. A line that a power failure or an editor has damaged is left
+    out, and `report` is called with the sentence that names it."""
     if not path.exists():
         return
     require_regular_file(path)
@@ -73,7 +79,9 @@ def read_ledger(path: Path, report: Callable[[str], None] = lambda problem: None
             if entry is not None:
                 yield entry
             elif line.strip():
-                report(f"{path}: line {number} is left out, because it is no decision with its time")
+                report(
+                    f"{path}: line {number} is left out, because it is no decision with its time"
+                )
 
 
 def parse_entry(line: str) -> dict[str, Any] | None:
@@ -85,5 +93,7 @@ def parse_entry(line: str) -> dict[str, Any] | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("event"), str):
         return None
     moment = entry.get("time")
-    is_time = isinstance(moment, (int, float)) and not isinstance(moment, bool) and 0 <= moment <= LATEST
+    is_time = (
+        isinstance(moment, (int, float)) and not isinstance(moment, bool) and 0 <= moment <= LATEST
+    )
     return entry if is_time else None

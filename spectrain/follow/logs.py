@@ -1,7 +1,8 @@
 """Request logs instead of a proxy: the .jsonl files of a folder, read as they grow.
 
-A line is a JSON object with `request` and `response`, the bodies that a client sent and got: objects, or for a streamed answer
-its text. Each may also be an object with `body`, as in OpenAI's batches. Optional are `route`, `kind` and `time`, in seconds.
+A line is a JSON object with `request` and `response`, the bodies that a client sent and got:
+objects, or for a streamed answer its text. Each may also be an object with `body`, as in OpenAI's
+batches. Optional are `route`, `kind` and `time`, in seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class LogPosition:
 
 @dataclass
 class RequestLogs:
-    """Gives the requests that were added to a folder of logs. Where it stopped is saved in a file."""
+    """Gives the requests that were added to a folder of logs. Where it stopped is saved in a
+    file.
+    """
 
     settings: ListenSettings
     folder: Path
@@ -65,23 +68,30 @@ class RequestLogs:
         write_text(self.saved, json.dumps(content) + "\n")
 
     def find_age(self, moment: float | None) -> float:
-        """Return the age in seconds of a line with a time. The clock that makes it younger counts."""
+        """Return the age in seconds of a line with a time. The clock that makes it younger
+        counts.
+        """
         return 0.0 if moment is None else max(0.0, min(read_date(), self.now()) - moment)
 
     def take_all(self) -> list[Exchange]:
         """Return the requests of lines that are new, at most some megabytes of each file."""
-        exchanges, present = list[Exchange](), set[int]()
+        exchanges = list[Exchange]()
+        present = set[int]()
         # Opening a pipe would wait for somebody who writes to it.
         for path in sorted(path for path in self.folder.glob("*.jsonl") if path.is_file()):
             with suppress(OSError), path.open("rb") as file:
                 number = path.stat().st_ino
                 present.add(number)
-                for line in self._read_lines(file, self.positions.setdefault(number, LogPosition())):
+                for line in self._read_lines(
+                    file, self.positions.setdefault(number, LogPosition())
+                ):
                     self.num_lines += 1
                     exchange = self._parse_line(line)
                     if exchange is not None:
                         exchanges.append(exchange)
-        self.positions = {number: position for number, position in self.positions.items() if number in present}
+        self.positions = {
+            number: position for number, position in self.positions.items() if number in present
+        }
         return exchanges
 
     def _read_lines(self, file: Any, position: LogPosition) -> Iterator[bytes]:
@@ -89,7 +99,8 @@ class RequestLogs:
         size = file.seek(0, 2)
         if size < position.offset:
             # The file was emptied.
-            position.offset, position.is_inside_line = 0, False
+            position.offset = 0
+            position.is_inside_line = False
         file.seek(position.offset)
         content: bytes = file.read(READ_BYTES)
         complete, newline, _ = content.rpartition(b"\n")
@@ -122,7 +133,9 @@ class RequestLogs:
 
 
 def parse_log_entry(entry: dict[str, Any]) -> Exchange:
-    """Return the request of a line of a log; a ValueError, KeyError, TypeError or AttributeError says that it holds none."""
+    """Return the request of a line of a log; a ValueError, KeyError, TypeError or AttributeError
+    says that it holds none.
+    """
     request, response = (open_body(entry[key]) for key in ("request", "response"))
     chat, text = RECORDED_ROUTES
     route = entry.get("route") or (chat if "messages" in request else text)

@@ -1,8 +1,10 @@
-"""This project's engine behind OpenAI's interface: `python -m spectrain.follow.own_engine run=DIR port=8001`.
+"""This project's engine behind OpenAI's interface: `python -m spectrain.follow.own_engine run=DIR
+port=8001`.
 
-A thread decodes one request at a time; requests wait in a queue. Answers hold token ids and the rounds of each answer, and
-POST /swap_drafter loads other weights of the drafter between two requests, after a check of all of them. That endpoint and
-/drafter need the control key. What a request may hold is in `completion_body.py`, and all limits are in `limits.py`.
+A thread decodes one request at a time; requests wait in a queue. Answers hold token ids and the
+rounds of each answer, and POST /swap_drafter loads other weights of the drafter between two
+requests, after a check of all of them. That endpoint and /drafter need the control key. What a
+request may hold is in `completion_body.py`, and all limits are in `limits.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ BIG_BODY = 2**16
 
 @dataclass
 class EngineJob:
-    """A request that is decoded. Each step puts its new tokens into `steps`, and the end puts None."""
+    """A request that is decoded. Each step puts its new tokens into `steps`, and the end puts
+    None.
+    """
 
     prompt: list[int]
     max_new_tokens: int
@@ -73,7 +77,9 @@ class DecodingThread:
     def __init__(self, run: str, num_tokens: int) -> None:
         self.folder = str(require_drafter_directory("run", run))
         description = load_description(Path(self.folder), None)
-        self.target: Target = GroupSpec.from_node("target", description["target"]).named_by(self.folder).build()
+        self.target: Target = (
+            GroupSpec.from_node("target", description["target"]).named_by(self.folder).build()
+        )
         self.target.template = self.target.template.with_clock()
         self.target.pack_weights()
         self.drafter = self.load(self.folder)
@@ -83,12 +89,15 @@ class DecodingThread:
         threading.Thread(target=self._run, daemon=True).start()
 
     def load(self, folder: str) -> Drafter:
-        """Return the drafter of a folder, ready to decode; an error is raised for files that are damaged or do not fit."""
+        """Return the drafter of a folder, ready to decode; an error is raised for files that are
+        damaged or do not fit.
+        """
         return load_for_decoding(require_drafter_directory("path", folder), self.target)
 
     def swap(self, folder: str) -> None:
         """Use the drafter of another folder from the next request on."""
-        drafter, done = self.load(folder), threading.Event()
+        drafter = self.load(folder)
+        done = threading.Event()
 
         def exchange() -> None:
             self.drafter, self.folder = drafter, folder
@@ -112,7 +121,9 @@ class DecodingThread:
     def _decode(self, job: EngineJob) -> None:
         request = make_request(self.target, [job.prompt], job.max_new_tokens)
         num_sent = 0
-        for generations in decode_steps(EagerRunner(self.target, job.rule, self.drafter, self.builder), request):
+        for generations in decode_steps(
+            EagerRunner(self.target, job.rule, self.drafter, self.builder), request
+        ):
             job.generation = generations[0]
             if len(job.generation.output) > num_sent:
                 job.hand_over(job.generation.output[num_sent:])
@@ -126,8 +137,10 @@ class OwnEngine:
 
     def __init__(self, thread: DecodingThread, name: str, key: str) -> None:
         self.thread, self.name, self.key = thread, name, key
-        self._tokenizing, self._swapping = asyncio.Lock(), asyncio.Lock()
-        # No token has more characters, so that a longer prompt than this times the context cannot fit.
+        self._tokenizing = asyncio.Lock()
+        self._swapping = asyncio.Lock()
+        # No token has more characters, so that a longer prompt than this times the context cannot
+        # fit.
         self.longest_token = max(map(len, thread.target.tokenizer.get_vocab()))
 
     def make_application(self) -> Application:
@@ -142,7 +155,9 @@ class OwnEngine:
         ]
         limits = ListenSettings()
         application: Any = Starlette(routes=routes, exception_handlers={Refusal: answer_refusal})
-        return BoundedApplication(application, limits.max_body_bytes, limits.max_total_bytes, MAX_ENGINE_REQUESTS)
+        return BoundedApplication(
+            application, limits.max_body_bytes, limits.max_total_bytes, MAX_ENGINE_REQUESTS
+        )
 
     async def list_models(self, request: Request) -> Response:
         """Name the served model."""
@@ -170,7 +185,8 @@ class OwnEngine:
     async def complete(self, request: Request) -> Response:
         """Answer a prompt."""
         is_chat = request.url.path.endswith("chat/completions")
-        content, loop = await request.body(), asyncio.get_running_loop()
+        content = await request.body()
+        loop = asyncio.get_running_loop()
         async with self._tokenizing if len(content) > BIG_BODY else nullcontext():
             body, job = await asyncio.to_thread(self.make_job, content, is_chat, loop)
         self.thread.jobs.put(job)
@@ -186,12 +202,18 @@ class OwnEngine:
             job.is_cancelled = True
         return JSONResponse(self.make_answer(job, is_chat))
 
-    def make_job(self, content: bytes, is_chat: bool, loop: asyncio.AbstractEventLoop) -> tuple[ChatBody | TextBody, EngineJob]:
+    def make_job(
+        self, content: bytes, is_chat: bool, loop: asyncio.AbstractEventLoop
+    ) -> tuple[ChatBody | TextBody, EngineJob]:
         """Return the checked body of a request, and its job."""
-        body, target = parse_completion(content, is_chat), self.thread.target
+        body = parse_completion(content, is_chat)
+        target = self.thread.target
         if body.model is not None and body.model != self.name:
             raise Refusal(404, f"model: this engine serves {self.name} and no other one")
-        too_long = f"the prompt and its answer exceed the context of {target.max_length} tokens; shorten them"
+        too_long = (
+            f"the prompt and its answer exceed the context of {target.max_length} tokens; "
+            "shorten them"
+        )
         if body.num_characters > target.max_length * self.longest_token:
             raise Refusal(400, too_long)
         try:
@@ -210,13 +232,21 @@ class OwnEngine:
             messages = [message.to_message() for message in body.messages]
             arguments = check_template_arguments(body.chat_template_kwargs, "request")
             template = self.thread.target.template
-            prompt_ids = tokenize_prompt(template, Conversation(messages, None, body.documents, arguments))
-            if body.documents and prompt_ids == tokenize_prompt(template, Conversation(messages, None, None, arguments)):
-                raise UserError("documents: the chat template of this model does not show them; leave them out")
+            prompt_ids = tokenize_prompt(
+                template, Conversation(messages, None, body.documents, arguments)
+            )
+            if body.documents and prompt_ids == tokenize_prompt(
+                template, Conversation(messages, None, None, arguments)
+            ):
+                raise UserError(
+                    "documents: the chat template of this model does not show them; leave them out"
+                )
             return prompt_ids
         prompt: Any = body.prompt
         if isinstance(prompt, str):
-            prompt = self.thread.target.tokenizer(prompt, add_special_tokens=body.add_special_tokens)["input_ids"]
+            prompt = self.thread.target.tokenizer(
+                prompt, add_special_tokens=body.add_special_tokens
+            )["input_ids"]
         vocabulary = self.thread.target.head.vocab_size
         if not prompt:
             raise UserError("prompt: it is empty; give a text or a list of token ids")
@@ -235,8 +265,18 @@ class OwnEngine:
         assert generation is not None
         text = self.decode_text(generation.output)
         answer = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-        choice = {"index": 0, "finish_reason": self.finish_reason(generation), "token_ids": generation.output, **answer}
-        return {"object": "completion", "model": self.name, "choices": [choice], **end_fields(generation)}
+        choice = {
+            "index": 0,
+            "finish_reason": self.finish_reason(generation),
+            "token_ids": generation.output,
+            **answer,
+        }
+        return {
+            "object": "completion",
+            "model": self.name,
+            "choices": [choice],
+            **end_fields(generation),
+        }
 
     def finish_reason(self, generation: Generation) -> str:
         """Return why an answer ended."""
@@ -244,7 +284,8 @@ class OwnEngine:
 
     async def stream(self, job: EngineJob, is_chat: bool) -> AsyncIterator[bytes]:
         """Yield the events of a streamed answer."""
-        tokens, sent = list[int](), ""
+        tokens = list[int]()
+        sent = ""
         try:
             async for step in read_steps(job):
                 tokens += step
@@ -253,11 +294,15 @@ class OwnEngine:
                 added = "" if text.endswith("\ufffd") else text[len(sent) :]
                 sent += added
                 answer = {"delta": {"content": added}} if is_chat else {"text": added}
-                yield format_event({"choices": [{"index": 0, "finish_reason": None, "token_ids": step, **answer}]})
+                yield format_event(
+                    {"choices": [{"index": 0, "finish_reason": None, "token_ids": step, **answer}]}
+                )
             assert job.generation is not None
             end: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
             last = {"index": 0, "finish_reason": self.finish_reason(job.generation), **end}
-            yield format_event({"model": self.name, "choices": [last], **end_fields(job.generation)})
+            yield format_event(
+                {"model": self.name, "choices": [last], **end_fields(job.generation)}
+            )
         except Exception as error:
             yield format_event({"error": {"message": f"{type(error).__name__}: {error}"}})
         finally:
@@ -269,7 +314,10 @@ def parse_swap(content: bytes) -> str:
     """Return the folder that the body of a swap names."""
     body = parse_body(content)
     if body.keys() != {"path"} or not isinstance(body["path"], str):
-        raise Refusal(400, 'give the folder of the drafter and nothing else, as in {"path": "runs/NAME/drafter"}')
+        raise Refusal(
+            400,
+            'give the folder of the drafter and nothing else, as in {"path": "runs/NAME/drafter"}',
+        )
     return body["path"]
 
 
@@ -286,7 +334,10 @@ def end_fields(generation: Generation) -> dict[str, Any]:
     accepted = [length - 1 for length in generation.round_lengths]
     drafted = [nodes - 1 for nodes in generation.node_counts]
     return {
-        "usage": {"prompt_tokens": len(generation.prompt), "completion_tokens": len(generation.output)},
+        "usage": {
+            "prompt_tokens": len(generation.prompt),
+            "completion_tokens": len(generation.output),
+        },
         "prompt_token_ids": generation.prompt,
         "metrics": {"rounds": {"accepted": accepted, "drafted": drafted}},
     }
@@ -305,7 +356,9 @@ async def answer_refusal(request: Request, refusal: Exception) -> Response:
 
 def error_response(status: int, message: str) -> Response:
     """Return an error in OpenAI's form."""
-    return Response(format_error(status, message), status_code=status, media_type="application/json")
+    return Response(
+        format_error(status, message), status_code=status, media_type="application/json"
+    )
 
 
 @dataclass(frozen=True)
@@ -322,10 +375,15 @@ class EngineOptions:
     @classmethod
     def parse(cls, words: list[str]) -> EngineOptions:
         """Return the options of a command line; a UserError names the word that is wrong."""
-        given: dict[str, Any] = {key: value for key, _, value in (word.partition("=") for word in words)}
+        given: dict[str, Any] = {
+            key: value for key, _, value in (word.partition("=") for word in words)
+        }
         known = [entry.name for entry in fields(cls)]
         if unknown := [key for key in given if key not in known]:
-            raise UserError(f"{unknown[0]}: there is no such option; use {', '.join(f'{name}=' for name in known)}")
+            raise UserError(
+                f"{unknown[0]}: there is no such option; use "
+                f"{', '.join(f'{name}=' for name in known)}"
+            )
         if not given.get("run"):
             raise UserError("run: say whose drafter is served, as in run=runs/NAME")
         for key, largest in (("port", 65535), ("tokens", 64)):
@@ -341,12 +399,15 @@ def main(words: list[str]) -> None:
     register_resolvers()
     try:
         options = EngineOptions.parse(words)
-        thread, key = DecodingThread(options.run, options.tokens), read_control_key()
+        thread = DecodingThread(options.run, options.tokens)
+        key = read_control_key()
     except (UserError, RunError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     allow_open_files()
-    make_http_server(OwnEngine(thread, options.name, key).make_application(), options.host, options.port).run()
+    make_http_server(
+        OwnEngine(thread, options.name, key).make_application(), options.host, options.port
+    ).run()
 
 
 if __name__ == "__main__":

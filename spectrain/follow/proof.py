@@ -1,7 +1,8 @@
-"""The proof: a candidate against the drafter that serves, on the same prompts, with intervals, and the rule of promotion.
+"""The proof: a candidate against the drafter that serves, on the same prompts, with intervals, and
+the rule of promotion.
 
-Both decode every prompt in this project's engine with the chain that the server drafts, whose rounds are those of the server.
-The compared value is tokens per forward. Shapes: P prompts.
+Both decode every prompt in this project's engine with the chain that the server drafts, whose
+rounds are those of the server. The compared value is tokens per forward. Shapes: P prompts.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ LEAST_PROMPTS = 8
 
 @dataclass(frozen=True)
 class PairedGain:
-    """Tokens per forward of the candidate over those of the serving drafter, on the same prompts."""
+    """Tokens per forward of the candidate over those of the serving drafter, on the same
+    prompts.
+    """
 
     num_prompts: int
     serving: float
     candidate: float
-    # Relative gain, -0.02 for a loss of 2 %, with its 95 % interval; None where there are too few prompts.
+    # Relative gain, -0.02 for a loss of 2 %, with its 95 % interval; None where there are too few
+    # prompts.
     gain: float
     interval: Interval
     # Answers of both that are equal, which all should be.
@@ -65,36 +69,62 @@ class PromotionProof:
 
 
 def decide_promotion(new: PairedGain, old: PairedGain, tolerance: float) -> PromotionProof:
-    """Promote a candidate only if new traffic gains with its lower bound above 0, and the lower bound of old traffic is above
-    minus the tolerance."""
+    """Promote a candidate only if new traffic gains with its lower bound above 0, and the lower
+    bound of old traffic is above minus the tolerance."""
     reason = None
     if min(new.num_prompts, old.num_prompts) < LEAST_PROMPTS:
-        reason = f"too few prompts: {new.num_prompts} new and {old.num_prompts} old, and {LEAST_PROMPTS} are needed"
+        reason = (
+            f"too few prompts: {new.num_prompts} new and {old.num_prompts} old, and "
+            f"{LEAST_PROMPTS} are needed"
+        )
     elif not new.low > 0:
-        reason = f"the gain on new traffic, {new.gain:+.1%}, is not certain: its interval begins at {new.low:+.1%}"
+        reason = (
+            f"the gain on new traffic, {new.gain:+.1%}, is not certain: its interval begins "
+            f"at {new.low:+.1%}"
+        )
     elif not old.low > -tolerance:
-        reason = f"old traffic may lose {-old.low:.1%} ({old.gain:+.1%}), which is more than the tolerance of {tolerance:.1%}"
+        reason = (
+            f"old traffic may lose {-old.low:.1%} ({old.gain:+.1%}), which is more than the "
+            f"tolerance of {tolerance:.1%}"
+        )
     elif new.num_equal < new.num_prompts // 2:
-        reason = f"only {new.num_equal} of {new.num_prompts} answers are equal, so the target does not verify the drafts"
+        reason = (
+            f"only {new.num_equal} of {new.num_prompts} answers are equal, so the target does "
+            "not verify the drafts"
+        )
     if reason is not None:
         return PromotionProof(new, old, False, reason)
     return PromotionProof(
-        new, old, True, f"new traffic gains {new.gain:+.1%}, at least {new.low:+.1%}; old has {old.gain:+.1%}"
+        new,
+        old,
+        True,
+        f"new traffic gains {new.gain:+.1%}, at least {new.low:+.1%}; old has {old.gain:+.1%}",
     )
 
 
 def compare_rounds(serving: Sequence[Generation], candidate: Sequence[Generation]) -> PairedGain:
     """Compare the decodings of the same prompts by two drafters."""
-    columns = np.array([[*count_tokens(new), *count_tokens(old)] for old, new in zip(serving, candidate)], dtype=np.float64)
+    columns = np.array(
+        [[*count_tokens(new), *count_tokens(old)] for old, new in zip(serving, candidate)],
+        dtype=np.float64,
+    )
     columns = columns.reshape(-1, 4)
     sums = columns.sum(0)
     num_equal = sum(old.output == new.output for old, new in zip(serving, candidate))
     if not sums.all():
         return PairedGain(len(columns), 0.0, 0.0, 0.0, None, num_equal)
     ratio = interval(columns, SIGNS)
-    old_rate, new_rate = sums[2] / sums[3], sums[0] / sums[1]
+    old_rate = sums[2] / sums[3]
+    new_rate = sums[0] / sums[1]
     ends = None if ratio is None else [round(end - 1, 4) for end in ratio]
-    return PairedGain(len(columns), float(old_rate), float(new_rate), float(new_rate / old_rate - 1), ends, num_equal)
+    return PairedGain(
+        len(columns),
+        float(old_rate),
+        float(new_rate),
+        float(new_rate / old_rate - 1),
+        ends,
+        num_equal,
+    )
 
 
 def count_tokens(generation: Generation) -> tuple[int, int]:
@@ -102,7 +132,9 @@ def count_tokens(generation: Generation) -> tuple[int, int]:
     return sum(generation.round_lengths), len(generation.round_lengths)
 
 
-def decode_all(target: Target, drafter: Drafter, examples: Sequence[Example], depth: int, limit: int) -> list[Generation]:
+def decode_all(
+    target: Target, drafter: Drafter, examples: Sequence[Example], depth: int, limit: int
+) -> list[Generation]:
     """Decode the prompts of conversations, each by itself as the server does."""
     builder = Chain(depth)
     return [
@@ -119,7 +151,9 @@ def decode_all(target: Target, drafter: Drafter, examples: Sequence[Example], de
 
 
 def prove_candidate(folder: Path) -> PromotionProof:
-    """Compare the candidate of a folder with the serving drafter, by the folder's plan.json and its conversations."""
+    """Compare the candidate of a folder with the serving drafter, by the folder's plan.json and
+    its conversations.
+    """
     plan = json.loads((folder / "plan.json").read_text())
     register_resolvers()
     spec = RunSpec.from_nodes(plan["spec"])
@@ -127,11 +161,19 @@ def prove_candidate(folder: Path) -> PromotionProof:
     target.pack_weights()
     sets = {name: read_examples(folder / f"prove-{name}.jsonl", target) for name in ("new", "old")}
     results: dict[str, dict[str, list[Generation]]] = {name: {} for name in sets}
-    for role, path in (("serving", plan["serving"]), ("candidate", str(folder / "run" / "drafter"))):
+    for role, path in (
+        ("serving", plan["serving"]),
+        ("candidate", str(folder / "run" / "drafter")),
+    ):
         drafter = load_for_decoding(Path(path), target)
         for name, examples in sets.items():
-            results[name][role] = decode_all(target, drafter, examples, plan["depth"], plan["prove_tokens"])
-    new, old = (compare_rounds(results[name]["serving"], results[name]["candidate"]) for name in ("new", "old"))
+            results[name][role] = decode_all(
+                target, drafter, examples, plan["depth"], plan["prove_tokens"]
+            )
+    new, old = (
+        compare_rounds(results[name]["serving"], results[name]["candidate"])
+        for name in ("new", "old")
+    )
     proof = decide_promotion(new, old, plan["tolerance"])
     write_text(folder / "proof.json", json.dumps(asdict(proof), indent=2) + "\n")
     return proof
@@ -140,7 +182,12 @@ def prove_candidate(folder: Path) -> PromotionProof:
 def read_proof(folder: Path) -> PromotionProof:
     """Return the proof of a candidate."""
     content = json.loads((folder / "proof.json").read_text())
-    return PromotionProof(PairedGain(**content["new"]), PairedGain(**content["old"]), content["is_promoted"], content["reason"])
+    return PromotionProof(
+        PairedGain(**content["new"]),
+        PairedGain(**content["old"]),
+        content["is_promoted"],
+        content["reason"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The proxy: an ASGI application that passes requests on byte by byte, and hands copies of some to the recorder.
+"""The proxy: an ASGI application that passes requests on byte by byte, and hands copies of some to
+the recorder.
 
-What records, learns and swaps runs elsewhere; nothing of it can break a request. Memory is bounded: bodies and recorded answers
-by `max_body_bytes` and `max_record_bytes` each and by `max_total_bytes` together, and other answers by what the connections
-buffer. All limits are in `limits.py`.
+What records, learns and swaps runs elsewhere; nothing of it can break a request. Memory is bounded:
+bodies and recorded answers by `max_body_bytes` and `max_record_bytes` each and by `max_total_bytes`
+together, and other answers by what the connections buffer. All limits are in `limits.py`.
 """
 
 from __future__ import annotations
@@ -60,10 +61,18 @@ Page = Callable[[], tuple[str, bytes]]
 """Returns the content type and the content of a page of the proxy's own."""
 
 BIG_BODY = 2**16
-"""A larger body is parsed in a thread, one after the other, so that other requests go on and memory stays bounded."""
+"""A larger body is parsed in a thread, one after the other, so that other requests go on and
+memory stays bounded.
+"""
 KEEP_SECONDS = 4.0
-"""Seconds that an idle connection to a server is kept; servers with uvicorn close theirs after 5."""
-PAGE_HEADERS = ((b"cache-control", b"no-store"), (b"referrer-policy", b"no-referrer"), (b"x-content-type-options", b"nosniff"))
+"""Seconds that an idle connection to a server is kept; servers with uvicorn close theirs after
+5.
+"""
+PAGE_HEADERS = (
+    (b"cache-control", b"no-store"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+)
 FINAL_STATUSES = range(200, 600)
 # Headers that the client library would add by itself.
 SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type", "Connection")
@@ -86,7 +95,9 @@ class ProxyCounters:
 
 @dataclass
 class Recorder:
-    """Exchanges on their way to the thread that learns. Adding one never waits for that thread and never fails."""
+    """Exchanges on their way to the thread that learns. Adding one never waits for that thread
+    and never fails.
+    """
 
     sample: float
     # Gives the time at which an exchange is recorded.
@@ -100,7 +111,9 @@ class Recorder:
         return self.generator.random() < self.sample
 
     def add(self, exchange: Exchange) -> int:
-        """Add an exchange, and drop the oldest ones where too many wait; return how many were dropped."""
+        """Add an exchange, and drop the oldest ones where too many wait; return how many were
+        dropped.
+        """
         with self.lock:
             self.exchanges.append(exchange)
             before = len(self.exchanges)
@@ -120,7 +133,9 @@ class Recorder:
 class Proxy:
     """Passes requests on to the active server."""
 
-    def __init__(self, settings: ListenSettings, servers: UpstreamSwitch, recorder: Recorder) -> None:
+    def __init__(
+        self, settings: ListenSettings, servers: UpstreamSwitch, recorder: Recorder
+    ) -> None:
         self.settings, self.servers, self.recorder = settings, servers, recorder
         # The proxy's own pages by path, and the key without which they are not shown.
         self.pages: dict[str, Page] = {}
@@ -165,17 +180,23 @@ class Proxy:
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.settings.requests is not None:
             raise Refusal(404, "follow reads request logs, so it passes no requests on")
-        route = find_route(scope["method"], scope["path"], scope.get("raw_path") or scope["path"].encode())
+        route = find_route(
+            scope["method"], scope["path"], scope.get("raw_path") or scope["path"].encode()
+        )
         check_headers(scope["headers"])
         check_encoding(scope["headers"])
         is_post = scope["method"] == "POST"
         with self.budget.open() as held:
-            body = await read_body(scope, receive, self.settings.max_body_bytes if is_post else 0, held)
+            body = await read_body(
+                scope, receive, self.settings.max_body_bytes if is_post else 0, held
+            )
             if is_post:
                 await self._check_body(body)
             # A request is open once it is complete, so that half of one takes no place.
             if self.counters.num_open >= self.settings.max_requests:
-                raise Refusal(503, f"{self.settings.max_requests} requests are open; try again later")
+                raise Refusal(
+                    503, f"{self.settings.max_requests} requests are open; try again later"
+                )
             self.counters.num_open += 1
             try:
                 await self._answer_complete(scope, route, body, held, receive, send)
@@ -193,7 +214,8 @@ class Proxy:
         self, scope: Scope, route: Route, body: bytes, held: HeldBytes, receive: Receive, send: Send
     ) -> None:
         """Answer a request whose body was read and checked, and record it with its answer."""
-        headers, tap = dict(scope["headers"]), None
+        headers = dict(scope["headers"])
+        tap = None
         is_recorded_route = scope["method"] == "POST" and scope["path"] in self.settings.routes
         if is_recorded_route and headers.get(SWITCH_HEADER) != b"off" and self.recorder.selects():
             tap = AnswerTap(self.settings.max_record_bytes - len(body), held)
@@ -207,9 +229,14 @@ class Proxy:
         exchange = Exchange(path, body, b"".join(tap.parts), name, self.recorder.clock())
         self.counters.skipped += self.recorder.add(exchange)
 
-    async def _pass_on(self, scope: Scope, route: Route, body: bytes, channel: AnswerChannel) -> int | None:
-        """Pass a request on and its answer back; return the status, or None where client or server broke off."""
-        request, is_gone = asyncio.current_task(), False
+    async def _pass_on(
+        self, scope: Scope, route: Route, body: bytes, channel: AnswerChannel
+    ) -> int | None:
+        """Pass a request on and its answer back; return the status, or None where client or
+        server broke off.
+        """
+        request = asyncio.current_task()
+        is_gone = False
 
         async def watch_client() -> None:
             nonlocal is_gone
@@ -230,10 +257,12 @@ class Proxy:
         finally:
             watcher.cancel()
 
-    async def _answer(self, scope: Scope, route: Route, body: bytes, channel: AnswerChannel) -> int | None:
-        """Return the status of the answer that was passed back, or None where the server broke it off. A server that cannot be
-        reached is waited for, and a request that it drops is sent again some times, if its route may be repeated and its answer
-        has not begun."""
+    async def _answer(
+        self, scope: Scope, route: Route, body: bytes, channel: AnswerChannel
+    ) -> int | None:
+        """Return the status of the answer that was passed back, or None where the server broke it
+        off. A server that cannot be reached is waited for, and a request that it drops is sent
+        again some times, if its route may be repeated and its answer has not begun."""
         sends = SendAttempts(self.settings.wait_seconds, MAX_SENDS if route.is_repeatable else 1)
         while True:
             upstream = self.servers.active
@@ -242,7 +271,8 @@ class Proxy:
                 return await self._request(upstream, scope, body, channel)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 if channel.has_begun:
-                    # The answer is not ended, so that the client sees a broken one, as it would without the proxy.
+                    # The answer is not ended, so that the client sees a broken one, as it would
+                    # without the proxy.
                     self.counters.failed += 1
                     return None
                 problem = sends.note_failure(was_sent=not isinstance(error, UNSENT))
@@ -255,21 +285,33 @@ class Proxy:
                 upstream.num_open -= 1
             await sends.wait()
 
-    async def _request(self, upstream: Upstream, scope: Scope, body: bytes, channel: AnswerChannel) -> int:
+    async def _request(
+        self, upstream: Upstream, scope: Scope, body: bytes, channel: AnswerChannel
+    ) -> int:
         assert self._session is not None, "requests are answered inside `open_connections`"
         query = scope["query_string"].decode("latin-1")
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1").partition("?")[0]
         url = URL(upstream.root + path + (f"?{query}" if query else ""), encoded=True)
-        passed = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in select_passed_headers(scope["headers"])]
-        headers = [(name, value) for name, value in passed if name not in ("host", "content-length")]
+        passed = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in select_passed_headers(scope["headers"])
+        ]
+        headers = [
+            (name, value) for name, value in passed if name not in ("host", "content-length")
+        ]
         async with self._session.request(
             scope["method"], url, data=body or None, headers=headers, allow_redirects=False
         ) as response:
             if response.status not in FINAL_STATUSES:
                 raise aiohttp.ClientPayloadError(f"the server answered status {response.status}")
-            raw = [*select_passed_headers((name.lower(), value) for name, value in response.raw_headers)]
+            raw = [
+                *select_passed_headers(
+                    (name.lower(), value) for name, value in response.raw_headers
+                )
+            ]
             async for chunk in response.content.iter_any():
-                # Headers wait for the first part, because a request whose answer has not begun can be repeated.
+                # Headers wait for the first part, because a request whose answer has not begun can
+                # be repeated.
                 if not channel.has_begun:
                     await channel.begin(response.status, raw)
                 await channel.send_chunk(chunk)
@@ -287,8 +329,10 @@ class SendAttempts:
     """How often a request was sent, and whether it is sent again."""
 
     def __init__(self, wait_seconds: float, max_sends: int) -> None:
-        self.deadline, self.wait_seconds = time.monotonic() + wait_seconds, wait_seconds
-        self.max_sends, self.num_sends = max_sends, 0
+        self.deadline = time.monotonic() + wait_seconds
+        self.wait_seconds = wait_seconds
+        self.max_sends = max_sends
+        self.num_sends = 0
         self.pause = FIRST_PAUSE_SECONDS
 
     def note_failure(self, was_sent: bool) -> str | None:
@@ -299,7 +343,9 @@ class SendAttempts:
             self.deadline = time.monotonic() + self.wait_seconds
         if self.num_sends >= self.max_sends:
             times = "once" if self.num_sends == 1 else f"{self.num_sends} times"
-            return f"the server dropped this request {times} without an answer; it is not sent again"
+            return (
+                f"the server dropped this request {times} without an answer; it is not sent again"
+            )
         if time.monotonic() >= self.deadline:
             return f"the server does not answer, for {self.wait_seconds:g} seconds"
         return None
@@ -314,7 +360,10 @@ class AnswerTap:
     """Keeps a copy of an answer, up to a number of bytes and to what all requests may hold."""
 
     def __init__(self, room: int, held: HeldBytes) -> None:
-        self.room, self.held, self.parts, self.is_complete = room, held, list[bytes](), False
+        self.room = room
+        self.held = held
+        self.parts = list[bytes]()
+        self.is_complete = False
 
     def add(self, chunk: bytes) -> None:
         """Keep a part of the answer, or drop all parts where there is no room."""

@@ -1,4 +1,6 @@
-"""What the proxy accepts: checks of paths, headers and bodies. A request that fails one never reaches the server."""
+"""What the proxy accepts: checks of paths, headers and bodies. A request that fails one never
+reaches the server.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from typing import Any
 
 from .limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_MODEL_CHARACTERS, MAX_PATH_BYTES
 
-KIND_HEADER, SWITCH_HEADER = b"x-spectrain-kind", b"x-spectrain-follow"
+KIND_HEADER = b"x-spectrain-kind"
+SWITCH_HEADER = b"x-spectrain-follow"
 OWN_HEADERS = {KIND_HEADER, SWITCH_HEADER}
 HOP_HEADERS = {
     b"connection",
@@ -48,7 +51,8 @@ class Route:
     """A path that clients use."""
 
     methods: tuple[str, ...]
-    # Whether a request that the server has dropped may be sent again: it computes or reads, and stores nothing.
+    # Whether a request that the server has dropped may be sent again: it computes or reads, and
+    # stores nothing.
     is_repeatable: bool = True
 
 
@@ -57,8 +61,10 @@ COMPUTED = Route(("POST", "OPTIONS"))
 STORED = Route(("POST", "OPTIONS"), is_repeatable=False)
 READ = Route(("GET", "HEAD", "OPTIONS"))
 COMPUTED_PATHS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings",
-    "/v1/tokenize", "/v1/detokenize", "/v1/rerank", "/v1/score", "/v2/rerank", "/tokenize", "/detokenize", "/rerank", "/score",
+    "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/tokenize", "/v1/detokenize", "/v1/rerank", "/v1/score", "/v2/rerank", "/tokenize",
+    "/detokenize", "/rerank", "/score",
 )  # fmt: skip
 STORED_PATHS = ("/v1/responses",)
 READ_PATHS = ("/v1/models", "/health", "/version", "/ping")
@@ -72,20 +78,28 @@ MODEL_PATH = re.compile(r"/v1/models((/(?!\.{1,2}(/|$))[A-Za-z0-9_.:@~+-]+)+)")
 
 
 def find_route(method: str, path: str, raw_path: bytes) -> Route:
-    """Return the route of a request; raise a Refusal for a path that is not one of a client's, however it is written."""
+    """Return the route of a request; raise a Refusal for a path that is not one of a client's,
+    however it is written.
+    """
     # The name of a model may be percent-encoded; no other path has a reason to be.
     route = ROUTES.get(path) if raw_path == path.encode("utf-8", "replace") else None
     if route is None and MODEL_PATH.fullmatch(path):
         route = READ
     if route is None or len(raw_path) > MAX_PATH_BYTES:
-        raise Refusal(404, "this path is not passed on; docs/follow.md lists those that are, as /v1/chat/completions")
+        raise Refusal(
+            404,
+            "this path is not passed on; docs/follow.md lists those that are, as "
+            "/v1/chat/completions",
+        )
     if method not in route.methods:
         raise Refusal(405, f"this path takes {' and '.join(route.methods)}")
     return route
 
 
 def check_headers(headers: Headers) -> None:
-    """Raise a Refusal for headers that are too many, too long, or hold characters that could end a header."""
+    """Raise a Refusal for headers that are too many, too long, or hold characters that could end
+    a header.
+    """
     total = number = 0
     lengths: set[bytes] = set()
     for name, value in headers:
@@ -96,13 +110,19 @@ def check_headers(headers: Headers) -> None:
         if name == b"content-length":
             lengths.add(value)
     if number > MAX_HEADERS or total > MAX_HEADER_BYTES:
-        raise Refusal(431, f"the headers are too long; this proxy takes {MAX_HEADERS} of {MAX_HEADER_BYTES} bytes together")
+        raise Refusal(
+            431,
+            f"the headers are too long; this proxy takes {MAX_HEADERS} of {MAX_HEADER_BYTES} "
+            "bytes together",
+        )
     if len(lengths) > 1:
         raise Refusal(400, "the headers name several lengths")
 
 
 def check_encoding(headers: Headers) -> None:
-    """Raise a Refusal for a body that its headers declare to be compressed or of another encoding than UTF-8."""
+    """Raise a Refusal for a body that its headers declare to be compressed or of another
+    encoding than UTF-8.
+    """
     for name, value in headers:
         if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise Refusal(400, "Content-Encoding: send the body without compression")
@@ -114,7 +134,12 @@ def check_encoding(headers: Headers) -> None:
 def select_passed_headers(headers: Headers) -> Iterator[tuple[bytes, bytes]]:
     """Yield the headers that are passed on, in order."""
     headers = [*headers]
-    named = {name.strip().lower() for key, value in headers if key.lower() == b"connection" for name in value.split(b",")}
+    named = {
+        name.strip().lower()
+        for key, value in headers
+        if key.lower() == b"connection"
+        for name in value.split(b",")
+    }
     for name, value in headers:
         lower = name.lower()
         if lower not in HOP_HEADERS and lower not in named and lower not in OWN_HEADERS:
@@ -122,15 +147,25 @@ def select_passed_headers(headers: Headers) -> Iterator[tuple[bytes, bytes]]:
 
 
 def parse_body(content: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; raise a Refusal for anything else, and for the name of a model that leads elsewhere."""
+    """Return the JSON object of a body; raise a Refusal for anything else, and for the name of a
+    model that leads elsewhere.
+    """
     try:
-        # By itself, Python's parser would guess other encodings, and take halves of characters in UTF-8.
+        # By itself, Python's parser would guess other encodings, and take halves of characters in
+        # UTF-8.
         text = content.decode("utf-8")
-        body = json.loads(text, object_pairs_hook=make_object, parse_constant=refuse_constant, parse_float=parse_float)
+        body = json.loads(
+            text,
+            object_pairs_hook=make_object,
+            parse_constant=refuse_constant,
+            parse_float=parse_float,
+        )
         if HALF_CHARACTER.search(text):
             json.dumps(body, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
-        raise Refusal(400, "the body is not UTF-8 text; send it in UTF-8, without half characters") from error
+        raise Refusal(
+            400, "the body is not UTF-8 text; send it in UTF-8, without half characters"
+        ) from error
     except RecursionError as error:
         raise Refusal(400, "the body is not valid JSON: it is nested too deeply") from error
     except ValueError as error:
@@ -149,7 +184,9 @@ class MalformedJson(ValueError):
 
 
 def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; one key given twice is refused, because servers differ in which value they take."""
+    """Return a JSON object; one key given twice is refused, because servers differ in which
+    value they take.
+    """
     made = dict(pairs)
     if len(made) < len(pairs):
         repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -172,6 +209,10 @@ def parse_float(digits: str) -> float:
 
 def is_model_name(model: Any) -> bool:
     """Return whether a value can be the name of a served model."""
-    if not isinstance(model, str) or len(model) > MAX_MODEL_CHARACTERS or any(ord(character) < 32 for character in model):
+    if (
+        not isinstance(model, str)
+        or len(model) > MAX_MODEL_CHARACTERS
+        or any(ord(character) < 32 for character in model)
+    ):
         return False
     return ".." not in re.split(r"[/\\]", model)

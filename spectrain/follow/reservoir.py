@@ -1,8 +1,10 @@
-"""A bounded, sampled store of recorded conversations: no duplicates, no conversation past its retention time.
+"""A bounded, sampled store of recorded conversations: no duplicates, no conversation past its
+retention time.
 
-Conversations are held out of training by the hash of their prompt, so that one is never trained on and proven with. Of every
-kind the store keeps a random sample (Vitter, 1985, algorithm R), and the kinds share its room. Past twice its room a sample
-favours recent conversations, because each new one still enters with probability 1/2.
+Conversations are held out of training by the hash of their prompt, so that one is never trained on
+and proven with. Of every kind the store keeps a random sample (Vitter, 1985, algorithm R), and the
+kinds share its room. Past twice its room a sample favours recent conversations, because each new
+one still enters with probability 1/2.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class KindSample:
         self.num_offered = 0
 
     def add(self, conversation: RecordedConversation, limit: int) -> bool:
-        """Add a conversation, or replace a random one by it with the probability that keeps the sample uniform."""
+        """Add a conversation, or replace a random one by it with the probability that keeps the
+        sample uniform.
+        """
         self.num_offered = min(self.num_offered + 1, RECENCY * limit)
         if len(self.conversations) < limit:
             self.conversations.append(conversation)
@@ -75,9 +79,19 @@ class Reservoir:
         num_kinds = sum(1 for held, _ in self.samples if held == is_held_out)
         is_kept = sample.add(conversation, max(1, self.limits[is_held_out] // num_kinds))
         for other in self.samples:
-            self._shrink(other, max(1, self.limits[other[0]] // sum(1 for held, _ in self.samples if held == other[0])))
+            self._shrink(
+                other,
+                max(
+                    1,
+                    self.limits[other[0]] // sum(1 for held, _ in self.samples if held == other[0]),
+                ),
+            )
         if is_kept:
-            self.digests = {entry.digest for entry in self.select()} if len(self.digests) > 4 * len(self) + 64 else self.digests
+            self.digests = (
+                {entry.digest for entry in self.select()}
+                if len(self.digests) > 4 * len(self) + 64
+                else self.digests
+            )
             self.digests.add(digest)
         return is_kept
 
@@ -90,14 +104,20 @@ class Reservoir:
         """Delete conversations past their retention time; return how many."""
         before = len(self)
         for sample in self.samples.values():
-            sample.conversations = [entry for entry in sample.conversations if now - entry.time <= self.retention_seconds]
+            sample.conversations = [
+                entry
+                for entry in sample.conversations
+                if now - entry.time <= self.retention_seconds
+            ]
         self.samples = {key: sample for key, sample in self.samples.items() if sample.conversations}
         if len(self) < before:
             self.digests = {entry.digest for entry in self.select()}
         return before - len(self)
 
     def select(
-        self, held_out: bool | None = None, matches: Callable[[RecordedConversation], bool] = lambda entry: True
+        self,
+        held_out: bool | None = None,
+        matches: Callable[[RecordedConversation], bool] = lambda entry: True,
     ) -> list[RecordedConversation]:
         """Return conversations that match, in order of time; `held_out` None takes both halves."""
         chosen = [
@@ -134,9 +154,11 @@ def write_conversations(path: Path, conversations: Iterable[RecordedConversation
     path.chmod(0o600)
 
 
-def read_conversations(path: Path, report: Callable[[str], None] = lambda problem: None) -> Iterator[RecordedConversation]:
-    """Yield the conversations of a file, if it exists; a line that is damaged is left out, and `report` is called with the
-    sentence that names it."""
+def read_conversations(
+    path: Path, report: Callable[[str], None] = lambda problem: None
+) -> Iterator[RecordedConversation]:
+    """Yield the conversations of a file, if it exists; a line that is damaged is left out, and
+    `report` is called with the sentence that names it."""
     if not path.exists():
         return
     require_regular_file(path)

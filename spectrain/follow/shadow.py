@@ -1,4 +1,6 @@
-"""Shadow requests: answered greedy requests, repeated before and after a swap, because drafters never change outputs."""
+"""Shadow requests: answered greedy requests, repeated before and after a swap, because drafters
+never change outputs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ SHADOW_TOKENS = 32
 def select_shadows(conversations: list[RecordedConversation], count: int) -> list[dict[str, Any]]:
     """Return the bodies of the latest greedy requests, each with a short limit."""
     greedy = [entry for entry in conversations if entry.request.get("temperature") == 0]
-    return [{**entry.request, "max_tokens": SHADOW_TOKENS} for entry in greedy[-count:]] if count else []
+    return (
+        [{**entry.request, "max_tokens": SHADOW_TOKENS} for entry in greedy[-count:]]
+        if count
+        else []
+    )
 
 
 class ShadowRequests:
@@ -27,7 +33,9 @@ class ShadowRequests:
 
     def send(self) -> list[str | None]:
         """Return the answers; None for a request that failed."""
-        with httpx.Client(base_url=self.servers.active.root, timeout=SHADOW_SECONDS, trust_env=False) as client:
+        with httpx.Client(
+            base_url=self.servers.active.root, timeout=SHADOW_SECONDS, trust_env=False
+        ) as client:
             return [self._answer(client, body) for body in self.bodies]
 
     def _answer(self, client: httpx.Client, body: dict[str, Any]) -> str | None:

@@ -73,11 +73,15 @@ class FollowFolder:
     """The paths of a run's files, and the small ones read and written."""
 
     def __init__(self, run: Path) -> None:
-        self.run, self.root = run, run / "follow"
-        self.ledger, self.serving = self.root / "ledger.jsonl", self.root / "serving.json"
-        self.recorded, self.old = self.root / "recorded.jsonl", self.root / "old.jsonl"
+        self.run = run
+        self.root = run / "follow"
+        self.ledger = self.root / "ledger.jsonl"
+        self.serving = self.root / "serving.json"
+        self.recorded = self.root / "recorded.jsonl"
+        self.old = self.root / "old.jsonl"
         self.logs = self.root / "logs.json"
-        self.candidates, self.status = self.root / "candidates", self.root / "status.json"
+        self.candidates = self.root / "candidates"
+        self.status = self.root / "status.json"
         self.clock = FollowClock(self.root / "clock.json")
 
     @contextmanager
@@ -89,20 +93,25 @@ class FollowFolder:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock.touch()
         except OSError as error:
-            raise UserError(f"{self.root}: it cannot be written ({error.strerror}); follow needs this folder") from error
+            raise UserError(
+                f"{self.root}: it cannot be written ({error.strerror}); follow needs this folder"
+            ) from error
         with lock_file(lock, f"run={self.run}: another process follows this run", "stop it first"):
             yield
 
     def next_candidate(self) -> Path:
         """Return the folder of the next candidate."""
-        numbers = [int(path.name) for path in self.candidates.glob("[0-9]*") if path.name.isdecimal()]
+        numbers = [
+            int(path.name) for path in self.candidates.glob("[0-9]*") if path.name.isdecimal()
+        ]
         return self.candidates / f"{max(numbers, default=0) + 1:04d}"
 
     def delete_conversations(self, seconds: float) -> None:
-        """Delete the conversations in folders of candidates that are older; drafters and proofs stay.
+        """Delete the conversations in folders of candidates that are older; drafters and proofs
+        stay.
 
-        When a folder was first seen is written into it, because the dates of files come from a clock that may jump. Where that
-        cannot be read, the folder counts as seen now.
+        When a folder was first seen is written into it, because the dates of files come from a
+        clock that may jump. Where that cannot be read, the folder counts as seen now.
         """
         now = self.clock.now()
         for folder in {path.parent for path in self.candidates.glob("*/*.jsonl")}:
@@ -118,13 +127,21 @@ class FollowFolder:
                     path.unlink()
 
     def read_active(self, first: Path) -> ActiveDrafter:
-        """Return the active drafter: the saved one or, if there is none or its files are damaged, the run's own."""
+        """Return the active drafter: the saved one or, if there is none or its files are
+        damaged, the run's own.
+        """
         if self.serving.exists():
-            active = read_json_as(self.serving, ActiveDrafter, "delete it; then the run's own drafter serves")
-            if self.holds_drafter(active, first) and hash_weights(Path(active.path)) == active.digest:
+            active = read_json_as(
+                self.serving, ActiveDrafter, "delete it; then the run's own drafter serves"
+            )
+            if (
+                self.holds_drafter(active, first)
+                and hash_weights(Path(active.path)) == active.digest
+            ):
                 return active
             print(
-                f"{self.serving}: the files of {active.path} are not those that served; the run's own drafter serves",
+                f"{self.serving}: the files of {active.path} are not those that served; the run's "
+                "own drafter serves",
                 file=sys.stderr,
                 flush=True,
             )
@@ -134,10 +151,14 @@ class FollowFolder:
         """Return what a process wrote into status.json; None if none has written it yet."""
         if not self.status.exists():
             return None
-        return read_json_as(self.status, FollowStatus, "delete it; the process that follows this run writes it anew")
+        return read_json_as(
+            self.status, FollowStatus, "delete it; the process that follows this run writes it anew"
+        )
 
     def holds_drafter(self, active: ActiveDrafter, first: Path) -> bool:
-        """Tell whether a saved drafter and the one before it are the run's own; a file may name no others."""
+        """Tell whether a saved drafter and the one before it are the run's own; a file may name
+        no others.
+        """
         folders = (self.run.resolve(), first.resolve())
         named = [path for path in (active.path, active.previous) if path is not None]
         if any("\0" in path for path in named):
@@ -152,7 +173,11 @@ class FollowFolder:
 
 def hash_weights(folder: Path) -> str | None:
     """Return a hash of the files of a drafter, or None if there are none."""
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")]) if folder.is_dir() else []
+    files = (
+        sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
+        if folder.is_dir()
+        else []
+    )
     if not files:
         return None
     digest = hashlib.sha256()

@@ -1,4 +1,6 @@
-"""Requests with their answers, as recorded: conversations for training, and rounds for the watch. No header is recorded."""
+"""Requests with their answers, as recorded: conversations for training, and rounds for the
+watch. No header is recorded.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from .exchange import Exchange
 from .kinds import KindRegistry
 
 RoundsParser = Callable[[dict[str, Any]], DraftedRounds | None]
-STORED_REQUEST_KEYS = ("model", "messages", "prompt", "tools", "chat_template_kwargs", "temperature", "add_special_tokens")
+STORED_REQUEST_KEYS = (
+    "model",
+    "messages",
+    "prompt",
+    "tools",
+    "chat_template_kwargs",
+    "temperature",
+    "add_special_tokens",
+)
 
 
 TokenId = Annotated[int, Ge(0), Le(2**31)]
@@ -36,7 +46,8 @@ class RecordedConversation:
     kind: str
     # By the clock of follow (`clock.py`).
     time: Annotated[float, Ge(0), Le(LATEST)]
-    # What the request said: messages or prompt, tools, arguments of the template, and the temperature.
+    # What the request said: messages or prompt, tools, arguments of the template, and the
+    # temperature.
     request: dict[str, Any]
     answer: str
     prompt_ids: list[TokenId] | None = None
@@ -44,18 +55,23 @@ class RecordedConversation:
     # Accepted and drafted tokens of each round; () where the server does not tell.
     accepted: tuple[NumTokens, ...] = ()
     drafted: tuple[NumTokens, ...] = ()
-    # Tokens of the answer by the server's own count; None where it does not tell, as in a stream without usage.
+    # Tokens of the answer by the server's own count; None where it does not tell, as in a stream
+    # without usage.
     num_tokens: NumTokens | None = None
 
     @property
     def digest(self) -> str:
         """Return a hash of the prompt, by which duplicates are recognized."""
-        content = json.dumps([self.request.get("messages"), self.request.get("prompt")], sort_keys=True)
+        content = json.dumps(
+            [self.request.get("messages"), self.request.get("prompt")], sort_keys=True
+        )
         return blake2b(content.encode(errors="replace"), digest_size=12).hexdigest()
 
     @property
     def mean_accepted(self) -> float | None:
-        """Return the mean number of accepted tokens per draft; None without drafts, or where the server does not tell."""
+        """Return the mean number of accepted tokens per draft; None without drafts, or where the
+        server does not tell.
+        """
         rounds = sum(1 for count in self.drafted if count)
         return sum(self.accepted) / rounds if rounds else None
 
@@ -68,22 +84,31 @@ RECORDED_ROW = TypeAdapter(RecordedConversation)
 
 
 def parse_recorded(line: bytes) -> RecordedConversation:
-    """Return the conversation of a line of a JSON Lines file; a UserError says what is wrong with it."""
+    """Return the conversation of a line of a JSON Lines file; a UserError says what is wrong
+    with it.
+    """
     try:
         conversation = RECORDED_ROW.validate_json(line, strict=True)
     except ValidationError as error:
         raise UserError(describe_violation(error)) from error
-    if not isinstance(conversation.request.get("messages") or conversation.request.get("prompt"), (str, list)):
+    if not isinstance(
+        conversation.request.get("messages") or conversation.request.get("prompt"), (str, list)
+    ):
         raise UserError("request holds neither messages nor a prompt")
     return conversation
 
 
-def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: RoundsParser) -> RecordedConversation | None:
-    """Return the conversation of a request and its answer; None for one that holds no single complete answer.
+def parse_exchange(
+    exchange: Exchange, kinds: KindRegistry, parse_rounds: RoundsParser
+) -> RecordedConversation | None:
+    """Return the conversation of a request and its answer; None for one that holds no single
+    complete answer.
 
-    A UserError says that it holds values which could not be read again, such as half of a character.
+    A UserError says that it holds values which could not be read again, such as half of a
+    character.
     """
-    body, is_chat = json.loads(exchange.request), exchange.route.endswith("chat/completions")
+    body = json.loads(exchange.request)
+    is_chat = exchange.route.endswith("chat/completions")
     response = parse_response(exchange.response, is_chat)
     if response is None or len(response["choices"]) != 1 or body.get("n", 1) != 1:
         return None
@@ -112,7 +137,9 @@ def parse_exchange(exchange: Exchange, kinds: KindRegistry, parse_rounds: Rounds
 
 
 def brings_template(body: dict[str, Any]) -> bool:
-    """Tell whether a request chose how its prompt is rendered, which the target's own chat template cannot repeat."""
+    """Tell whether a request chose how its prompt is rendered, which the target's own chat
+    template cannot repeat.
+    """
     try:
         check_template_arguments(body.get("chat_template_kwargs"), "request")
     except UserError:
@@ -121,7 +148,8 @@ def brings_template(body: dict[str, Any]) -> bool:
 
 
 def count_answer_tokens(response: dict[str, Any], choice: dict[str, Any]) -> int | None:
-    """Return the tokens of an answer by its usage or else by its token ids; None where it holds neither.
+    """Return the tokens of an answer by its usage or else by its token ids; None where it holds
+    neither.
 
     The parts of a stream are never counted, because a part may hold several tokens.
     """
@@ -133,8 +161,8 @@ def count_answer_tokens(response: dict[str, Any], choice: dict[str, Any]) -> int
 
 
 def are_consistent(rounds: DraftedRounds, num_tokens: int | None) -> bool:
-    """Return whether rounds can be those of an answer: no round accepts more than it drafted, and all but the last one, which a
-    limit may cut, emit no more tokens than there are."""
+    """Return whether rounds can be those of an answer: no round accepts more than it drafted, and
+    all but the last one, which a limit may cut, emit no more tokens than there are."""
     is_possible = len(rounds.accepted) == len(rounds.drafted) and all(
         0 <= accepted <= drafted for accepted, drafted in zip(rounds.accepted, rounds.drafted)
     )
@@ -159,5 +187,9 @@ def parse_response(content: bytes, is_chat: bool) -> dict[str, Any] | None:
 
 def as_token_ids(value: Any) -> list[int] | None:
     """Return a list of token ids, or None for anything else."""
-    is_valid = isinstance(value, list) and value and all(isinstance(token, int) and token >= 0 for token in value)
+    is_valid = (
+        isinstance(value, list)
+        and value
+        and all(isinstance(token, int) and token >= 0 for token in value)
+    )
     return list(value) if is_valid else None

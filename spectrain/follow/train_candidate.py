@@ -1,7 +1,8 @@
 """The process that trains a candidate: `python -m spectrain.follow.train_candidate FOLDER`.
 
-FOLDER/plan.json names the drafter to continue and the settings; new.jsonl and replay.jsonl hold the recorded conversations. The
-process writes data.jsonl, and FOLDER/run with the drafter in it, which is complete or absent.
+FOLDER/plan.json names the drafter to continue and the settings; new.jsonl and replay.jsonl hold the
+recorded conversations. The process writes data.jsonl, and FOLDER/run with the drafter in it, which
+is complete or absent.
 """
 
 from __future__ import annotations
@@ -36,12 +37,19 @@ def train_candidate(folder: Path) -> None:
     register_resolvers()
     spec = RunSpec.from_nodes(plan["spec"])
     target: Target = spec.target.build()
-    new, replayed = ([*read_examples(folder / f"{name}.jsonl", target)] for name in ("new", "replay"))
+    new, replayed = (
+        [*read_examples(folder / f"{name}.jsonl", target)] for name in ("new", "replay")
+    )
     if not new:
         raise RunError(f"{folder}: none of the recorded conversations can be trained on")
     write_examples(folder / "data.jsonl", mix_examples(new, replayed, plan["replay"]))
-    data = GroupSpec.from_node("data", {"_target_": "spectrain.data.tokens.TokensReader", "path": str(folder / "data.jsonl")})
-    changed = RunSpec.from_nodes({**spec.to_nodes(), "data": {**data.node, "held_out": 0.0}, "run": str(folder / "run")})
+    data = GroupSpec.from_node(
+        "data",
+        {"_target_": "spectrain.data.tokens.TokensReader", "path": str(folder / "data.jsonl")},
+    )
+    changed = RunSpec.from_nodes(
+        {**spec.to_nodes(), "data": {**data.node, "held_out": 0.0}, "run": str(folder / "run")}
+    )
     train_and_score(changed, target)
 
 
@@ -51,9 +59,11 @@ def read_examples(path: Path, target: Target) -> list[Example]:
     return [example for example in examples if example is not None]
 
 
-def mix_examples(new: list[Example], replayed: list[Example], share: float, seed: int = 0) -> list[Example]:
-    """Return new conversations, with replayed ones as the share of the whole, repeated where there are too few, in random
-    order."""
+def mix_examples(
+    new: list[Example], replayed: list[Example], share: float, seed: int = 0
+) -> list[Example]:
+    """Return new conversations, with replayed ones as the share of the whole, repeated where there
+    are too few, in random order."""
     generator = random.Random(seed)
     count = round(len(new) * share / (1 - share)) if share < 1 else len(replayed)
     chosen = [replayed[number % len(replayed)] for number in range(count)] if replayed else []
@@ -70,12 +80,21 @@ def plan_training(spec: RunSpec, drafter: str, settings: FollowSettings, adapter
     for key in ("resume", "max_steps"):
         spec = replace(spec, trainer=spec.trainer.drop_setting(key))
     changed = spec.with_settings("drafter", init=drafter).with_settings("trainer", **trainer)
-    nodes = {**changed.to_nodes(), "eval": {}, "tracker": {}, "server": {}, "adapter": adapter or {}}
-    source, server = nodes["source"].get("_target_", ""), dict(spec.server.node)
+    nodes = {
+        **changed.to_nodes(),
+        "eval": {},
+        "tracker": {},
+        "server": {},
+        "adapter": adapter or {},
+    }
+    source = nodes["source"].get("_target_", "")
+    server = dict(spec.server.node)
     if settings.states_url is not None and source != SERVER_SOURCE:
         nodes["source"] = {"_target_": SERVER_SOURCE}
     if nodes["source"].get("_target_") == SERVER_SOURCE:
-        nodes["server"] = server | ({} if settings.states_url is None else {"url": settings.states_url})
+        nodes["server"] = server | (
+            {} if settings.states_url is None else {"url": settings.states_url}
+        )
     return RunSpec.from_nodes(nodes)
 
 

@@ -21,8 +21,11 @@ class UpstreamSwitch:
         self.active = Upstream(url.rstrip("/").removesuffix("/v1"))
 
     def switch(self, url: str) -> Upstream:
-        """Send new requests to another server; return the earlier one, which still answers its open requests."""
-        earlier, self.active = self.active, Upstream(url.rstrip("/").removesuffix("/v1"))
+        """Send new requests to another server; return the earlier one, which still answers its
+        open requests.
+        """
+        earlier = self.active
+        self.active = Upstream(url.rstrip("/").removesuffix("/v1"))
         return earlier
 
 

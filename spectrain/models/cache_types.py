@@ -1,4 +1,5 @@
-"""What the key-value cache is asked for and what it calls: shapes, options of attention, transforms, recurrent states.
+"""What the key-value cache is asked for and what it calls: shapes, options of attention,
+transforms, recurrent states.
 
 Shapes: B batch, N nodes, T' slots in use, H heads, D head size.
 """
@@ -22,7 +23,9 @@ class KeyValueShape(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """What the attention of a layer does beyond softmax(q k^T) v, by the argument names of `tree_attention`."""
+    """What the attention of a layer does beyond softmax(q k^T) v, by the argument names of
+    `tree_attention`.
+    """
 
     scale: float | None = None  # of the scores; None: by the head size
     window: int | None = None
@@ -32,7 +35,9 @@ class AttentionOptions(NamedTuple):
 
 DEFAULT_OPTIONS = AttentionOptions()
 KVTransform = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(layer, its keys, its values [B, H, T', D]) -> the keys and values that are attended to instead."""
+"""(layer, its keys, its values [B, H, T', D]) -> the keys and values that are attended to
+instead.
+"""
 QueryObserver = Callable[[int, Tensor, float], None]
 """(layer, queries [B, H, N, D] of new nodes, the scale of their scores) -> None."""
 

@@ -1,8 +1,10 @@
-"""The chat template of a target: how it renders a conversation, which fields it reads, and the kinds of text in an answer.
+"""The chat template of a target: how it renders a conversation, which fields it reads, and the
+kinds of text in an answer.
 
-Templates differ in what they accept: a missing content, arguments of tool calls as an object or as JSON text, the role
-`developer`. A probe conversation shows which of these forms a template renders, so that no list of models is needed. Another
-probe finds the strings that begin reasoning, content and tool calls, such as <think>, </think> and <tool_call>.
+Templates differ in what they accept: a missing content, arguments of tool calls as an object or as
+JSON text, the role `developer`. A probe conversation shows which of these forms a template renders,
+so that no list of models is needed. Another probe finds the strings that begin reasoning, content
+and tool calls, such as <think>, </think> and <tool_call>.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from .template_arguments import check_template_arguments
 from .template_limits import TemplateLimitError
 
 Message = dict[str, Any]
-"""A message in the form of `apply_chat_template`: role, content (text, null or parts), tool_calls, reasoning_content .."""
+"""A message in the form of `apply_chat_template`: role, content (text, null or parts),
+tool_calls, reasoning_content ..
+"""
 
 Kind = Literal["content", "reasoning", "tool_calls"]
 KINDS: tuple[Kind, ...] = ("content", "reasoning", "tool_calls")
@@ -34,22 +38,34 @@ REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 # A tag such as <think>, <|channel|> or [TOOL_CALLS].
 TAG = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")
-QUESTION, THOUGHT, ANSWER, TOOL = "Probe question", "Probe thought", "Probe answer", "probe_tool"
+QUESTION = "Probe question"
+THOUGHT = "Probe thought"
+ANSWER = "Probe answer"
+TOOL = "probe_tool"
 # Nine letters and digits: Mistral's templates accept no other id.
-PROBE_CALL = {"id": "probe0001", "type": "function", "function": {"name": TOOL, "arguments": {"probe_key": "probe value"}}}
+PROBE_CALL = {
+    "id": "probe0001",
+    "type": "function",
+    "function": {"name": TOOL, "arguments": {"probe_key": "probe value"}},
+}
 PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": TOOL,
         "description": "A probe.",
-        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "A key."}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "A key."}},
+        },
     },
 }
 
 
 # What transformers calls the function by which a template asks for the date or the time.
 CLOCK_NAME = "strftime_now"
-CLOCK_CALL = re.compile(rf"""\b{CLOCK_NAME}\s*\(\s*(?P<quote>["'])(?P<format>[^"'\\]*)(?P=quote)\s*\)""")
+CLOCK_CALL = re.compile(
+    rf"""\b{CLOCK_NAME}\s*\(\s*(?P<quote>["'])(?P<format>[^"'\\]*)(?P=quote)\s*\)"""
+)
 CLOCK_USE = re.compile(rf"\b{CLOCK_NAME}\b(?!\s+is\s+(?:not\s+)?defined)")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 # The date that Llama 3's template prints where nothing tells it the date.
@@ -58,18 +74,24 @@ FIXED_DATE = datetime(2024, 7, 26)
 
 @dataclass(frozen=True)
 class Markers:
-    """The strings that begin each kind of text in an answer; None for a kind that the template does not have."""
+    """The strings that begin each kind of text in an answer; None for a kind that the template
+    does not have.
+    """
 
     reasoning: str | None = None
     # Ends the reasoning, or begins the final content.
     content: str | None = None
     tool_calls: str | None = None
 
-    def split_kinds(self, text: str, begin: int, end: int, kind: Kind = "content") -> Iterator[tuple[int, int, Kind]]:
-        """Yield the (begin, end, kind) of the parts of text[begin:end], which begins with `kind`, in order and without gaps.
+    def split_kinds(
+        self, text: str, begin: int, end: int, kind: Kind = "content"
+    ) -> Iterator[tuple[int, int, Kind]]:
+        """Yield the (begin, end, kind) of the parts of text[begin:end], which begins with `kind`,
+        in order and without gaps.
 
-        A marker of reasoning or of tool calls belongs to the part that it begins, and a marker of content to the part that it
-        ends. A marker of tool calls that is mere JSON, such as {"name": ", counts only where an answer begins.
+        A marker of reasoning or of tool calls belongs to the part that it begins, and a marker of
+        content to the part that it ends. A marker of tool calls that is mere JSON, such as {"name":
+        ", counts only where an answer begins.
         """
         start = at = begin
         while at < end:
@@ -80,14 +102,21 @@ class Markers:
             if following != kind:
                 if edge > start:
                     yield start, edge, kind
-                start, kind = edge, following
+                start = edge
+                kind = following
             at = position + len(marker)
         if end > start:
             yield start, end, kind
 
-    def _next_marker(self, text: str, at: int, end: int, begin: int) -> tuple[int, str | None, Kind]:
+    def _next_marker(
+        self, text: str, at: int, end: int, begin: int
+    ) -> tuple[int, str | None, Kind]:
         best: tuple[int, str | None, Kind] = (end, None, "content")
-        for kind, marker in (("reasoning", self.reasoning), ("content", self.content), ("tool_calls", self.tool_calls)):
+        for kind, marker in (
+            ("reasoning", self.reasoning),
+            ("content", self.content),
+            ("tool_calls", self.tool_calls),
+        ):
             if marker is None:
                 continue
             position = text.find(marker, at, end)
@@ -98,17 +127,21 @@ class Markers:
         return best
 
     def last_kind(self, text: str) -> Kind:
-        """Return the kind of what follows the text, such as the generation prompt of a template that opens <think> itself."""
+        """Return the kind of what follows the text, such as the generation prompt of a template
+        that opens <think> itself.
+        """
         kinds = list(self.split_kinds(text + "\n\0", 0, len(text) + 2))
         return kinds[-1][2]
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer with the arguments that it is always rendered with, such as enable_thinking.
+    """The chat template of a tokenizer with the arguments that it is always rendered with, such as
+    enable_thinking.
 
-    `num_embeddings` is the number of rows of the target's embedding, where a target is loaded: token ids must be below it.
-    A template that prints today's date prints `FIXED_DATE` instead, so that data, stores and resumed trainings have the same
-    tokens on every day. With `reads_clock` it prints today's, for answers to somebody who asks now.
+    `num_embeddings` is the number of rows of the target's embedding, where a target is loaded:
+    token ids must be below it. A template that prints today's date prints `FIXED_DATE` instead, so
+    that data, stores and resumed trainings have the same tokens on every day. With `reads_clock` it
+    prints today's, for answers to somebody who asks now.
     """
 
     def __init__(
@@ -132,12 +165,20 @@ class ChatTemplate:
     def source(self) -> str:
         """The text of the template, of all of them where there are several by name."""
         template: Any = self.tokenizer.chat_template or ""
-        return template if isinstance(template, str) else "\n".join(template[name] for name in sorted(template))
+        return (
+            template
+            if isinstance(template, str)
+            else "\n".join(template[name] for name in sorted(template))
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return what identifies the rendering: a hash of the template, and its arguments."""
         digest = sha256(self.source.encode()).hexdigest()[:16] if self.exists else None
-        date = {"date": FIXED_DATE.date().isoformat()} if self.prints_date and not self.reads_clock else {}
+        date = (
+            {"date": FIXED_DATE.date().isoformat()}
+            if self.prints_date and not self.reads_clock
+            else {}
+        )
         return {"sha256": digest, "arguments": self.arguments, **date}
 
     @property
@@ -149,7 +190,9 @@ class ChatTemplate:
         """Return the template with these arguments added."""
         if not arguments:
             return self
-        return ChatTemplate(self.tokenizer, {**self.arguments, **arguments}, self.num_embeddings, self.reads_clock)
+        return ChatTemplate(
+            self.tokenizer, {**self.arguments, **arguments}, self.num_embeddings, self.reads_clock
+        )
 
     def with_clock(self) -> ChatTemplate:
         """Return the template as it prints the real date."""
@@ -157,7 +200,9 @@ class ChatTemplate:
 
     @property
     def vocab_size(self) -> int:
-        """The number that token ids must be below: the rows of the embedding, or without a target the tokenizer's tokens."""
+        """The number that token ids must be below: the rows of the embedding, or without a
+        target the tokenizer's tokens.
+        """
         return len(self.tokenizer) if self.num_embeddings is None else self.num_embeddings
 
     def check_embedded(self, tokens: Sequence[int]) -> None:
@@ -165,9 +210,10 @@ class ChatTemplate:
         largest = max(tokens, default=0)
         if self.num_embeddings is not None and largest >= self.num_embeddings:
             raise UserError(
-                f"data: a text holds {self.tokenizer.convert_ids_to_tokens(largest)!r}, the token {largest} of the target's "
-                f"tokenizer, and the target's embedding has {self.num_embeddings} rows; leave such texts out, or resize the "
-                "embedding and train it"
+                f"data: a text holds {self.tokenizer.convert_ids_to_tokens(largest)!r}, the token "
+                f"{largest} of the target's tokenizer, and the target's embedding has "
+                f"{self.num_embeddings} rows; leave such texts out, or resize the embedding and "
+                "train it"
             )
 
     def reads(self, name: str) -> bool:
@@ -187,9 +233,11 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None = None,
         for_generation: bool = False,
     ) -> str:
-        """Render messages as text; with `for_generation` the text ends where the assistant's next turn begins.
+        """Render messages as text; with `for_generation` the text ends where the assistant's next
+        turn begins.
 
-        A template that refuses the conversation, or that needs more than its limits, raises a UserError.
+        A template that refuses the conversation, or that needs more than its limits, raises a
+        UserError.
         """
         own = check_template_arguments(arguments, "data")
         try:
@@ -199,18 +247,29 @@ class ChatTemplate:
         except Exception as error:  # templates raise whatever their author chose
             roles = ", ".join(message["role"] for message in messages)
             raise UserError(
-                f"data: the chat template refuses a conversation of {roles} ({first_line(error)}); mend or drop it"
+                f"data: the chat template refuses a conversation of {roles} "
+                f"({first_line(error)}); mend or drop it"
             ) from error
 
     def _render(
-        self, messages: Sequence[Message], tools: Any = None, documents: Any = None, arguments: Any = None, opens: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        documents: Any = None,
+        arguments: Any = None,
+        opens: bool = False,
     ) -> str:
         options = {**self.arguments, **(arguments or {})}
         if self.prints_date and not self.reads_clock:
             options = {"chat_template": self._select_source(tools), **options}
         return str(
             self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, documents=documents, tokenize=False, add_generation_prompt=opens, **options
+                list(messages),
+                tools=tools,
+                documents=documents,
+                tokenize=False,
+                add_generation_prompt=opens,
+                **options,
             )
         )
 
@@ -220,8 +279,15 @@ class ChatTemplate:
         """Return the character spans that a template with {% generation %} marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        present = [{key: value for key, value in message.items() if value is not None} for message in self.adapt(messages)]
-        options = {**self.tokenizer.special_tokens_map, **self.arguments, **check_template_arguments(arguments, "data")}
+        present = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in self.adapt(messages)
+        ]
+        options = {
+            **self.tokenizer.special_tokens_map,
+            **self.arguments,
+            **check_template_arguments(arguments, "data"),
+        }
         _, spans = render_jinja_template(
             [present],
             tools,
@@ -233,23 +299,31 @@ class ChatTemplate:
         return [(begin, end) for begin, end in spans[0]]
 
     def _select_source(self, tools: Any) -> str:
-        """Return the text of the template that renders a conversation, with the fixed date unless it reads the clock."""
+        """Return the text of the template that renders a conversation, with the fixed date
+        unless it reads the clock.
+        """
         source: str = self.tokenizer.get_chat_template(None, tools)
         return source if self.reads_clock else fix_date(source)
 
     # The forms that a template accepts
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages in the form that the template renders; what they say stays the same."""
+        """Return the messages in the form that the template renders; what they say stays the
+        same.
+        """
         return [self._adapt_message(message) for message in messages]
 
     def _adapt_message(self, message: Message) -> Message:
         adapted = dict(message)
         if isinstance(content := adapted.get("content"), list):
-            adapted["content"] = [{key: value for key, value in part.items() if key != "path"} for part in content]
+            adapted["content"] = [
+                {key: value for key, value in part.items() if key != "path"} for part in content
+            ]
         if adapted.get("role") == "developer" and not self.reads("developer"):
             adapted["role"] = "system"
-        reasoning = next((adapted[name] for name in REASONING_NAMES if adapted.get(name) is not None), None)
+        reasoning = next(
+            (adapted[name] for name in REASONING_NAMES if adapted.get(name) is not None), None
+        )
         if reasoning is not None:
             adapted.update({name: reasoning for name in REASONING_NAMES if self.reads(name)})
         if adapted.get("content") is None:
@@ -260,11 +334,15 @@ class ChatTemplate:
 
     @cached_property
     def _tool_forms(self) -> tuple[bool, bool] | None:
-        """How tool calls are passed: whether a missing content is "", and whether arguments are JSON text; None where the
-        template renders no tool call in any form."""
+        """How tool calls are passed: whether a missing content is "", and whether arguments are
+        JSON text; None where the template renders no tool call in any form."""
         for fills_content, as_text in product((False, True), repeat=2):
             call = _with_json_arguments(PROBE_CALL) if as_text else PROBE_CALL
-            answer = {"role": "assistant", "content": "" if fills_content else None, "tool_calls": [call]}
+            answer = {
+                "role": "assistant",
+                "content": "" if fills_content else None,
+                "tool_calls": [call],
+            }
             text = self._probe([{"role": "user", "content": QUESTION}, answer], [PROBE_TOOL])
             turn = text[text.find(QUESTION) :]
             # Python's form of a dictionary shows that the template concatenates text.
@@ -304,55 +382,82 @@ class ChatTemplate:
 
         def render_answer(*following: Message, **fields: Any) -> str:
             answer = self._adapt_message({"role": "assistant", "content": ANSWER, **fields})
-            return self._probe([question, answer, *following], [PROBE_TOOL] if "tool_calls" in fields else None)
+            return self._probe(
+                [question, answer, *following], [PROBE_TOOL] if "tool_calls" in fields else None
+            )
 
         # Before a later question, templates render an answer without an empty block of reasoning.
-        plain = _text_between(render_answer({"role": "user", "content": "Another question"}), QUESTION, ANSWER)
+        plain = _text_between(
+            render_answer({"role": "user", "content": "Another question"}), QUESTION, ANSWER
+        )
         plain = plain or _text_between(render_answer(), QUESTION, ANSWER)
         thoughtful = render_answer(reasoning_content=THOUGHT)
-        to_thought, to_answer = _text_between(thoughtful, QUESTION, THOUGHT), _text_between(thoughtful, THOUGHT, ANSWER)
+        to_thought = _text_between(thoughtful, QUESTION, THOUGHT)
+        to_answer = _text_between(thoughtful, THOUGHT, ANSWER)
         calling = render_answer(tool_calls=[PROBE_CALL])
         to_call = _text_between(calling, ANSWER, TOOL)
-        calling_at_once = render_answer(tool_calls=[PROBE_CALL], reasoning_content=THOUGHT, content=None)
+        calling_at_once = render_answer(
+            tool_calls=[PROBE_CALL], reasoning_content=THOUGHT, content=None
+        )
         thought_to_call = _text_between(calling_at_once, THOUGHT, TOOL)
 
         reasoning = _new_tag(to_thought, plain, last=True) or _remainder(to_thought, plain)
-        content = _new_tag(to_answer, to_thought, last=True) or _remainder(to_answer, thought_to_call)
-        if reasoning is None and "</think>" in self.source:  # the template cuts reasoning out of the content
-            reasoning, content = "<think>", "</think>"
+        content = _new_tag(to_answer, to_thought, last=True) or _remainder(
+            to_answer, thought_to_call
+        )
+        # the template cuts reasoning out of the content
+        if reasoning is None and "</think>" in self.source:
+            reasoning = "<think>"
+            content = "</think>"
         if to_call:
-            tool_calls = _new_tag(to_call, plain + to_thought + to_answer) or _remainder(to_call, to_answer)
+            tool_calls = _new_tag(to_call, plain + to_thought + to_answer) or _remainder(
+                to_call, to_answer
+            )
         elif thought_to_call:
-            tool_calls = _new_tag(thought_to_call, plain + to_thought + to_answer) or _remainder(thought_to_call, to_answer)
+            tool_calls = _new_tag(thought_to_call, plain + to_thought + to_answer) or _remainder(
+                thought_to_call, to_answer
+            )
         else:
-            bare = _text_between(render_answer(tool_calls=[PROBE_CALL], content=None), QUESTION, TOOL)
+            bare = _text_between(
+                render_answer(tool_calls=[PROBE_CALL], content=None), QUESTION, TOOL
+            )
             tool_calls = _new_tag(bare, plain) or _remainder(bare, plain)
         return Markers(reasoning, content, tool_calls)
 
     @cached_property
     def turn_end(self) -> str:
         """What ends an assistant turn, such as <|im_end|>."""
-        text = self._probe([{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}])
+        text = self._probe(
+            [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+        )
         return text.rpartition(ANSWER)[2].rstrip()
 
 
 def fix_date(source: str) -> str:
-    """Return a template in which `FIXED_DATE` stands in place of today's date; a UserError if that cannot be done.
+    """Return a template in which `FIXED_DATE` stands in place of today's date; a UserError if that
+    cannot be done.
 
     Templates call strftime_now("%d %b %Y"), which transformers and engines provide.
     """
     fixed = CLOCK_CALL.sub(lambda call: json.dumps(FIXED_DATE.strftime(call["format"])), source)
     if CLOCK_USE.search(COMMENT.sub("", fixed)):
         raise UserError(
-            f"target: its chat template calls {CLOCK_NAME} with a format that it computes, so its text differs from day to "
-            "day; give a template without that by target.chat_template=FILE"
+            f"target: its chat template calls {CLOCK_NAME} with a format that it computes, so its "
+            "text differs from day to day; give a template without that by "
+            "target.chat_template=FILE"
         )
     return fixed
 
 
 def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    return {
+        **call,
+        "function": {
+            **function,
+            "arguments": json.dumps(function["arguments"], ensure_ascii=False),
+        },
+    }
 
 
 def _text_between(text: str, first: str, second: str) -> str:

@@ -1,8 +1,9 @@
 """Files of tensors that carry a checksum, so that a damaged one is never taken for what was saved.
 
-The checksum is the SHA-256 of names, types, shapes and bytes of all tensors, in the metadata of the safetensors file. It stays
-in the file when that is copied or renamed; a file that another tool has written has none, and is not checked. Hashing takes a
-second for a gigabyte or two, where the processor has instructions for it.
+The checksum is the SHA-256 of names, types, shapes and bytes of all tensors, in the metadata of the
+safetensors file. It stays in the file when that is copied or renamed; a file that another tool has
+written has none, and is not checked. Hashing takes a second for a gigabyte or two, where the
+processor has instructions for it.
 """
 
 import hashlib
@@ -20,7 +21,9 @@ from spectrain.errors import UserError, first_line
 
 CHECKSUM_KEY = "sha256"
 MAX_DRAFTER_TENSORS = 1 << 15
-"""Tensors of one file of a drafter; the largest targets have 90,000 in all of their files, and a few hundred in each."""
+"""Tensors of one file of a drafter; the largest targets have 90,000 in all of their files, and a
+few hundred in each.
+"""
 
 
 class DamagedFile(UserError):
@@ -41,8 +44,8 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors and their checksum to a safetensors file.
 
-    The checksum is the only entry of the metadata, because safetensors writes several in any order, and equal tensors are to
-    give equal files.
+    The checksum is the only entry of the metadata, because safetensors writes several in any order,
+    and equal tensors are to give equal files.
     """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, path, metadata={CHECKSUM_KEY: hash_tensors(contiguous)})
@@ -50,7 +53,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 @contextmanager
 def open_tensors(path: Path, remedy: str = "copy the file again") -> Iterator[Any]:
-    """Open a safetensors file to read single tensors; raise `DamagedFile` if it is no file or cannot be read.
+    """Open a safetensors file to read single tensors; raise `DamagedFile` if it is no file or
+    cannot be read.
 
     A checksum is not compared, because that takes all tensors.
     """
@@ -65,17 +69,21 @@ def open_tensors(path: Path, remedy: str = "copy the file again") -> Iterator[An
 
 
 def read_tensors(path: Path, remedy: str, limit: int | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file; raise `DamagedFile` if it cannot be read, is not what was saved, or holds more
-    tensors than `limit`."""
+    """Read the tensors of a safetensors file; raise `DamagedFile` if it cannot be read, is not what
+    was saved, or holds more tensors than `limit`."""
     with open_tensors(path, remedy) as file:
-        metadata, names = file.metadata() or {}, list(file.keys())
+        metadata = file.metadata() or {}
+        names = list(file.keys())
         if limit is not None and len(names) > limit:
             raise DamagedFile(
-                f"{path}: it holds {', '.join(names[:3])} and {len(names) - 3} more tensors, and no such file has more than "
-                f"{limit}; {remedy}"
+                f"{path}: it holds {', '.join(names[:3])} and {len(names) - 3} more tensors, and "
+                f"no such file has more than {limit}; {remedy}"
             )
         tensors = {name: file.get_tensor(name) for name in names}
     saved = metadata.get(CHECKSUM_KEY)
     if saved is not None and saved != hash_tensors(tensors):
-        raise DamagedFile(f"{path}: it is damaged: its tensors do not have the checksum that they were saved with; {remedy}")
+        raise DamagedFile(
+            f"{path}: it is damaged: its tensors do not have the checksum that they were saved "
+            f"with; {remedy}"
+        )
     return tensors

@@ -22,17 +22,22 @@ Files = TypeVar("Files", bound="CheckpointFiles")
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor from the index of a checkpoint in several files; raise UserError where it is none."""
+    """Return the file of each tensor from the index of a checkpoint in several files; raise
+    UserError where it is none.
+    """
     weight_map: Any = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
     files = weight_map.values() if isinstance(weight_map, dict) else [None]
     if not all(isinstance(file, str) and Path(file).name == file for file in files):
-        raise UserError(f"{path}: weight_map names no file beside it for each tensor; copy the file again")
+        raise UserError(
+            f"{path}: weight_map names no file beside it for each tensor; copy the file again"
+        )
     return dict(weight_map)
 
 
 class CheckpointFiles:
-    """Reads the safetensors files of a model by tensor name. With `repository`, `directory` is the snapshot of that hub
-    repository, and a file that it lacks is downloaded when a tensor of it is read first."""
+    """Reads the safetensors files of a model by tensor name. With `repository`, `directory` is the
+    snapshot of that hub repository, and a file that it lacks is downloaded when a tensor of it is
+    read first."""
 
     def __init__(self, directory: Path, repository: str | None = None) -> None:
         self.directory, self.repository = directory, repository
@@ -47,8 +52,8 @@ class CheckpointFiles:
 
     @classmethod
     def open_model(cls: type[Files], model: str, revision: str | None = None) -> Files:
-        """Open a model directory, or a name on the hub, of which the index is downloaded, or the weights where there is no
-        index."""
+        """Open a model directory, or a name on the hub, of which the index is downloaded, or the
+        weights where there is no index."""
         if Path(model).is_dir():
             return cls(Path(model))
         try:
@@ -59,7 +64,9 @@ class CheckpointFiles:
 
     @classmethod
     def open_local(cls: type[Files], path: str) -> Files | None:
-        """Open a model directory, or a hub name of which files lie in the hub's cache; None where it is neither."""
+        """Open a model directory, or a hub name of which files lie in the hub's cache; None
+        where it is neither.
+        """
         if Path(path).is_dir():
             return cls(Path(path))
         try:

@@ -1,9 +1,11 @@
-"""Decoder layers compiled for decoding: one compilation of a shape serves all layers of a model, whose code stays unchanged.
+"""Decoder layers compiled for decoding: one compilation of a shape serves all layers of a model,
+whose code stays unchanged.
 
-Inductor fuses the norms, rotary embedding and activation of a layer with its matrix products. Attention is one opaque
-operation: it looks up its cache, tree and layer when it runs, so none of them is traced, and the index of a layer, which is all
-that differs between layers, never enters the compiled code. Nor does the storage of a cache: Inductor copied a tensor that is
-written to at every call (Torch 2.13).
+Inductor fuses the norms, rotary embedding and activation of a layer with its matrix products.
+Attention is one opaque
+operation: it looks up its cache, tree and layer when it runs, so none of them is traced, and the
+index of a layer, which is all that differs between layers, never enters the compiled code. Nor does
+the storage of a cache: Inductor copied a tensor that is written to at every call (Torch 2.13).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ MAX_SHAPES = 64  # compiled shapes (batch sizes times numbers of nodes) per proc
 
 @dataclass
 class ForwardContext:
-    """The forward that runs: the visibility of its attention, and the layers that are still to come."""
+    """The forward that runs: the visibility of its attention, and the layers that are still to
+    come.
+    """
 
     cache: TreeCache
     visibility: Visibility
@@ -56,7 +60,9 @@ def set_forward_context(
 
 
 def mark_layer_done(layer: int) -> None:
-    """Record that a layer attended uncompiled, so that the next compiled layer is not mistaken for it."""
+    """Record that a layer attended uncompiled, so that the next compiled layer is not mistaken
+    for it.
+    """
     if _contexts:
         following = next(_contexts[-1].layers)
         assert following == layer, f"layer {layer} runs where layer {following} was to run"
@@ -64,11 +70,19 @@ def mark_layer_done(layer: int) -> None:
 
 @torch.library.custom_op("spectrain::attend_layer", mutates_args=())
 def attend_layer(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Append keys and values of the next layer and attend, [B, N, H, D]."""
     now = _contexts[-1]
-    attended = now.cache.attend(next(now.layers), q, k, v, now.visibility, AttentionOptions(scale, window, softcap, sinks))
+    attended = now.cache.attend(
+        next(now.layers), q, k, v, now.visibility, AttentionOptions(scale, window, softcap, sinks)
+    )
     return attended.transpose(1, 2).contiguous()
 
 
@@ -88,8 +102,21 @@ def attend_with_cache(
     options: AttentionOptions = DEFAULT_OPTIONS,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Append keys and values of a layer to a drafter's cache and attend, [B, N, H, D], from compiled code."""
-    return _attend_with_cache(q, k, v, visible, cache.lengths, cache.cache_id, layer, cache.uncommitted, *options, positions)
+    """Append keys and values of a layer to a drafter's cache and attend, [B, N, H, D], from
+    compiled code.
+    """
+    return _attend_with_cache(
+        q,
+        k,
+        v,
+        visible,
+        cache.lengths,
+        cache.cache_id,
+        layer,
+        cache.uncommitted,
+        *options,
+        positions,
+    )
 
 
 @torch.library.custom_op("spectrain::attend_with_cache", mutates_args=())
@@ -108,12 +135,16 @@ def _attend_with_cache(
     sinks: Tensor | None,
     positions: Tensor | None,
 ) -> Tensor:
-    """Attend with the lengths and uncommitted nodes at this point of the code; the cache itself is updated at the end."""
+    """Attend with the lengths and uncommitted nodes at this point of the code; the cache itself
+    is updated at the end.
+    """
     cache = live_caches[int(cache_id)]
     before = cache.lengths, cache.uncommitted
     cache.lengths, cache.uncommitted = lengths, uncommitted
     try:
-        attended = cache.attend_new(layer, q, k, v, visible, AttentionOptions(scale, window, softcap, sinks), positions)
+        attended = cache.attend_new(
+            layer, q, k, v, visible, AttentionOptions(scale, window, softcap, sinks), positions
+        )
     finally:
         cache.lengths, cache.uncommitted = before
     return attended.transpose(1, 2).contiguous()
@@ -131,7 +162,9 @@ def _compile_layer(backend: str) -> Any:
 
 
 def compile_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Compile a function for calls of fixed shapes. It gets its own code object, so that its compilations count separately."""
+    """Compile a function for calls of fixed shapes. It gets its own code object, so that its
+    compilations count separately.
+    """
     assert isinstance(function, FunctionType)
     copied = FunctionType(function.__code__.replace(), function.__globals__)
     return torch.compile(copied, backend=backend, dynamic=False)
@@ -139,8 +172,12 @@ def compile_function(function: Callable[..., Any], backend: str) -> Callable[...
 
 @contextmanager
 def compile_layers(layers: Iterable[nn.Module], backend: str) -> Iterator[None]:
-    """Run these layers of targets compiled, over a tree or a single node with a cache, while the context is open."""
+    """Run these layers of targets compiled, over a tree or a single node with a cache, while the
+    context is open.
+    """
     forwards = [(layer, partial(_compile_layer(backend), layer)) for layer in layers]
-    assert not any("forward" in vars(layer) for layer, _ in forwards), "something else runs in a layer's place"
+    assert not any("forward" in vars(layer) for layer, _ in forwards), (
+        "something else runs in a layer's place"
+    )
     with torch._dynamo.config.patch(recompile_limit=MAX_SHAPES), override_forwards(forwards):
         yield

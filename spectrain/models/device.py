@@ -23,9 +23,10 @@ def synchronize_device(device: torch.device) -> None:
 def choose_work_clock(device: torch.device) -> Callable[[], float]:
     """Return the clock, in seconds, by which steps of different kinds are compared on a device.
 
-    One thread that computes on a CPU is timed by its own processor time: beside busy processes the system interrupts steps for
-    longer than they take, so that their wall times say little about their work. Otherwise it is the wall clock, because a
-    thread also waits for other threads, or for a GPU. So it is on Windows, whose processor times have steps of 16 milliseconds.
+    One thread that computes on a CPU is timed by its own processor time: beside busy processes the
+    system interrupts steps for longer than they take, so that their wall times say little about
+    their work. Otherwise it is the wall clock, because a thread also waits for other threads, or
+    for a GPU. So it is on Windows, whose processor times have steps of 16 milliseconds.
     """
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and sys.platform != "win32"
     return time.thread_time if is_alone else time.perf_counter
@@ -54,21 +55,25 @@ def capture_graph(graph: Any, pool: Any = None) -> Iterator[None]:
 
 @cache
 def measure_bandwidth(device: torch.device, size: int = 1 << 28) -> float:
-    """Return the bytes per second that can be read, the best of several passes over `size` bytes."""
+    """Return the bytes per second that can be read, the best of several passes over `size`
+    bytes.
+    """
     data = torch.ones(size // 4, device=device)
     return size / min(_time_call(data.sum, device) for _ in range(6))
 
 
 @cache
 def measure_flops(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:
-    """Return the floating-point operations per second of a large matrix product, the best of several."""
+    """Return the floating-point operations per second of a large matrix product, the best of
+    several.
+    """
     data = torch.ones(width, width, device=device, dtype=dtype)
     return 2 * width**3 / min(_time_call(lambda: data @ data, device) for _ in range(6))
 
 
 def forward_weights(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that a forward reads completely, shared ones once. An embedding that is no output layer is
-    excluded, because only rows of it are read."""
+    """Return the parameters that a forward reads completely, shared ones once. An embedding that is
+    no output layer is excluded, because only rows of it are read."""
     looked_up = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
     looked_up -= {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
     return [parameter for parameter in module.parameters() if id(parameter) not in looked_up]
@@ -90,10 +95,12 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
 
 
 def roofline_seconds(module: nn.Module, rows: float, limits: DeviceLimits) -> float:
-    """Return the lower bound in seconds of a forward over so many rows: reading every weight once, or its arithmetic.
+    """Return the lower bound in seconds of a forward over so many rows: reading every weight once,
+    or its arithmetic.
 
-    A mixture of experts reads those of its E experts that some row chooses, E (1 - (1 - k / E) ^ rows) of them on average if
-    each row chooses k of them independently, and computes k for each row.
+    A mixture of experts reads those of its E experts that some row chooses, E (1 - (1 - k / E) ^
+    rows) of them on average if each row chooses k of them independently, and computes k for each
+    row.
     """
     experts = {id(weight): share for weight, share in expert_weights(module)}
     size = products = 0.0
@@ -111,7 +118,11 @@ def expert_weights(module: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
             if is_experts(child):
                 parts: list[Any] = [child, parent, *parent.children()]
                 chosen = next((part.top_k for part in parts if has_top_k(part)), 1)
-                yield from ((weight, chosen / len(weight)) for weight in child.parameters() if weight.dim() == 3)
+                yield from (
+                    (weight, chosen / len(weight))
+                    for weight in child.parameters()
+                    if weight.dim() == 3
+                )
 
 
 def has_top_k(module: Any) -> bool:

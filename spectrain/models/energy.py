@@ -16,7 +16,9 @@ EnergyReader = Callable[[], float]
 
 
 def find_energy_reader(device: torch.device) -> EnergyReader | None:
-    """Return what reads the energy of a device, without that of the rest of the machine; None if it has no counter."""
+    """Return what reads the energy of a device, without that of the rest of the machine; None if
+    it has no counter.
+    """
     return find_gpu_reader(device) if device.type == "cuda" else find_cpu_reader()
 
 
@@ -28,7 +30,9 @@ def find_gpu_reader(device: torch.device) -> EnergyReader | None:
     try:
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        handle = pynvml.nvmlDeviceGetHandleByUUID(
+            uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        )
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except pynvml.NVMLError:
         return None
@@ -36,9 +40,15 @@ def find_gpu_reader(device: torch.device) -> EnergyReader | None:
 
 
 def find_cpu_reader(folder: Path = POWERCAP) -> EnergyReader | None:
-    """Return the reader of the counters of all processors, by RAPL; None if there are none or this user may not read them."""
+    """Return the reader of the counters of all processors, by RAPL; None if there are none or
+    this user may not read them.
+    """
     try:
-        counters = [RaplCounter(path) for path in sorted(folder.glob("intel-rapl:*")) if path.name.count(":") == 1]
+        counters = [
+            RaplCounter(path)
+            for path in sorted(folder.glob("intel-rapl:*"))
+            if path.name.count(":") == 1
+        ]
     except OSError:
         return None
     return (lambda: sum(counter.read_joules() for counter in counters)) if counters else None
@@ -50,13 +60,16 @@ class RaplCounter:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "energy_uj"
         self.range = int((folder / "max_energy_range_uj").read_text())
-        self.last, self.total = self._read_microjoules(), 0
+        self.last = self._read_microjoules()
+        self.total = 0
 
     def _read_microjoules(self) -> int:
         return int(self.path.read_text())
 
     def read_joules(self) -> float:
-        """Return the joules since this object was made. Between two calls the counter may begin again once."""
+        """Return the joules since this object was made. Between two calls the counter may begin
+        again once.
+        """
         now = self._read_microjoules()
         step = now - self.last
         self.total += step if step >= 0 else step + self.range

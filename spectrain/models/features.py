@@ -1,4 +1,6 @@
-"""Features: what a forward of the target yields. Shapes: B batch, T tokens, L captured layers, D width, V vocabulary."""
+"""Features: what a forward of the target yields. Shapes: B batch, T tokens, L captured layers, D
+width, V vocabulary.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,14 +10,14 @@ import torch
 from torch import Tensor
 
 Layer = int | Literal["final"]
-"""A point in the target: k is the residual stream entering layer k, `num_layers` the un-normed output of the
-last one, "final" the output of the final norm, which the head reads."""
+"""A point in the target: k is the residual stream entering layer k, `num_layers` the un-normed
+output of the last one, "final" the output of the final norm, which the head reads."""
 
 
 @dataclass(frozen=True)
 class Features:
-    """Hidden states of the target over tokens; `hidden[:, t]` has attended to `tokens[:, :t + 1]`, or to the ancestors of a
-    node."""
+    """Hidden states of the target over tokens; `hidden[:, t]` has attended to `tokens[:, :t + 1]`,
+    or to the ancestors of a node."""
 
     tokens: Tensor  # [B, T]
     layers: tuple[Layer, ...]
@@ -34,20 +36,36 @@ class Features:
 
     def gather(self, index: Tensor) -> "Features":
         """Return the features at positions `index` [B, P] of every row."""
-        hidden = self.hidden.gather(1, index[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
+        hidden = self.hidden.gather(
+            1, index[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:])
+        )
         return Features(self.tokens.gather(1, index), self.layers, hidden)
 
     @staticmethod
     def concat_prefixes(parts: list[tuple["Features", Tensor]]) -> "Features":
-        """Concatenate the first `counts[b]` positions of every part. The result has the layers of the last part."""
+        """Concatenate the first `counts[b]` positions of every part. The result has the layers
+        of the last part.
+        """
         layers = parts[-1][0].layers
-        states = [part.hidden if part.layers == layers else torch.stack([part.at_layer(layer) for layer in layers], 2)
-                  if layers else part.hidden[:, :, :0] for part, _ in parts]  # fmt: skip
+        states = [
+            part.hidden
+            if part.layers == layers
+            else torch.stack([part.at_layer(layer) for layer in layers], 2)
+            if layers
+            else part.hidden[:, :, :0]
+            for part, _ in parts
+        ]
         real = torch.cat(
-            [torch.arange(part.tokens.shape[1], device=counts.device) < counts[:, None] for part, counts in parts], 1
+            [
+                torch.arange(part.tokens.shape[1], device=counts.device) < counts[:, None]
+                for part, counts in parts
+            ],
+            1,
         )
         order = (~real).long().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
-        return Features(torch.cat([part.tokens for part, _ in parts], 1), layers, torch.cat(states, 1)).gather(order)
+        return Features(
+            torch.cat([part.tokens for part, _ in parts], 1), layers, torch.cat(states, 1)
+        ).gather(order)
 
     def to(self, device: torch.device | str) -> "Features":
         return replace(self, tokens=self.tokens.to(device), hidden=self.hidden.to(device))

@@ -14,15 +14,23 @@ NUM_SAMPLES = 4096
 
 
 def hash_target(target: Target) -> str | None:
-    """Hash names, shapes and values of a target's weights: all values of a model of up to 256 MB, else 4,096 of each weight.
+    """Hash names, shapes and values of a target's weights: all values of a model of up to 256 MB,
+    else 4,096 of each weight.
 
-    The values are rounded to bfloat16, so that a target has the same hash in every type that it is loaded in. All processes
-    that share the weights must call this. None for a target that was loaded without its layers.
+    The values are rounded to bfloat16, so that a target has the same hash in every type that it is
+    loaded in. All processes that share the weights must call this. None for a target that was
+    loaded without its layers.
     """
     if not target.has_layers:
         return None
-    weights = {name: weight for name, weight in sorted(target.model.named_parameters()) if ".lora_" not in name}
-    is_small = sum(weight.numel() * weight.element_size() for weight in weights.values()) <= WHOLE_BYTES
+    weights = {
+        name: weight
+        for name, weight in sorted(target.model.named_parameters())
+        if ".lora_" not in name
+    }
+    is_small = (
+        sum(weight.numel() * weight.element_size() for weight in weights.values()) <= WHOLE_BYTES
+    )
     digest = hashlib.sha256()
     for name, weight in weights.items():
         full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight

@@ -1,7 +1,7 @@
 """Overrides of modules' forwards: the only way in which this project changes what a layer runs.
 
-They serve layers that are skipped, dropped for some sequences, checkpointed or compiled, and linears with weights packed for
-oneDNN. Shapes: B batch, T tokens, D width.
+They serve layers that are skipped, dropped for some sequences, checkpointed or compiled, and
+linears with weights packed for oneDNN. Shapes: B batch, T tokens, D width.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,9 @@ Forward = Callable[..., Any]
 
 
 def set_forward(module: nn.Module, forward: Forward | None) -> Forward | None:
-    """Set the forward of a module, or restore that of its class with None; return the former override."""
+    """Set the forward of a module, or restore that of its class with None; return the former
+    override.
+    """
     before: Forward | None = vars(module).get("forward")
     if forward is not None:
         module.forward = forward
@@ -40,7 +42,9 @@ def override_forwards(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator
 
 
 def checkpoint_layer(layer: nn.Module) -> Forward:
-    """Return a forward with gradient checkpointing: only the input is stored, and the backward pass runs the layer again."""
+    """Return a forward with gradient checkpointing: only the input is stored, and the backward
+    pass runs the layer again.
+    """
     return partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -54,7 +58,9 @@ def identity(num_returned: int) -> Forward:
 
 
 def zeros(returns_tuple: bool) -> Forward:
-    """Return a forward that outputs zeros, for attention or feed-forward, whose output is added to the residual stream."""
+    """Return a forward that outputs zeros, for attention or feed-forward, whose output is added
+    to the residual stream.
+    """
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = torch.zeros_like(hidden_states)
@@ -64,14 +70,21 @@ def zeros(returns_tuple: bool) -> Forward:
 
 
 def run_on_subset(
-    layer: nn.Module, running: Tensor, lengths: tuple[int, ...] | None, returns_tuple: bool, device: torch.device
+    layer: nn.Module,
+    running: Tensor,
+    lengths: tuple[int, ...] | None,
+    returns_tuple: bool,
+    device: torch.device,
 ) -> Forward:
-    """Return a forward that runs the layer for the sequences in `running`, [B] bool (rows, or parts of a packed row); the
-    others skip it."""
+    """Return a forward that runs the layer for the sequences in `running`, [B] bool (rows, or parts
+    of a packed row); the others skip it."""
     forward = layer.forward
-    dim, remaining, running_tokens = 0, None, running
+    dim = 0
+    remaining = None
+    running_tokens = running
     if lengths is not None:
-        dim, remaining = 1, tuple(length for length, runs in zip(lengths, running.tolist()) if runs)
+        dim = 1
+        remaining = tuple(length for length, runs in zip(lengths, running.tolist()) if runs)
         running_tokens = running.repeat_interleave(torch.tensor(lengths))
     index = running_tokens.nonzero()[:, 0].to(device)
     # Other processes run this layer, so a dummy runs here.
@@ -86,16 +99,30 @@ def run_on_subset(
         kwargs["lengths"] = remaining
         output = forward(hidden_states.index_select(dim, index), *args, **kwargs)
         states = output[0] if returns_tuple else output
-        result = hidden_states.index_copy(dim, index, states) if running.any() else hidden_states + 0 * states.sum()
+        result = (
+            hidden_states.index_copy(dim, index, states)
+            if running.any()
+            else hidden_states + 0 * states.sum()
+        )
         return (result, *output[1:]) if returns_tuple else result
 
     return run
 
 
 def _select_sequences(value: Any, index: Tensor, size: int, dim: int) -> Any:
-    """Select some sequences of every argument, along dim 0, or some tokens of packed ones, along dim 1."""
+    """Select some sequences of every argument, along dim 0, or some tokens of packed ones, along
+    dim 1.
+    """
     if isinstance(value, Tensor):
-        return value.index_select(dim, index) if value.dim() > 1 and value.shape[dim] == size else value
+        return (
+            value.index_select(dim, index)
+            if value.dim() > 1 and value.shape[dim] == size
+            else value
+        )
     if isinstance(value, (tuple, list)):
         return type(value)(_select_sequences(item, index, size, dim) for item in value)
-    return {key: _select_sequences(item, index, size, dim) for key, item in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _select_sequences(item, index, size, dim) for key, item in value.items()}
+        if isinstance(value, dict)
+        else value
+    )

@@ -29,25 +29,36 @@ def layer_index(skipped: SkippedLayer) -> int:
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """The layers that run: `first` to `last` (excluded) without those `skipped`, and for which sequences.
+    """The layers that run: `first` to `last` (excluded) without those `skipped`, and for which
+    sequences.
 
-    A skipped layer, or half of one, passes its input on. Layer l does the same for sequence b where `dropped` [layers, B] is
-    True (in training, without cache and mask). Neither costs the work of the layer.
+    A skipped layer, or half of one, passes its input on. Layer l does the same for sequence b where
+    `dropped` [layers, B] is True (in training, without cache and mask). Neither costs the work of
+    the layer.
     """
 
     first: int = 0
     last: int | None = None  # None is the last layer
-    hidden: Tensor | None = None  # [B, N, D] what enters layer `first`, instead of the embedded tokens
+    # [B, N, D] what enters layer `first`, instead of the embedded tokens
+    hidden: Tensor | None = None
     skipped: Collection[SkippedLayer] = ()
     dropped: Tensor | None = None
 
     def active_layers(self, num_layers: int) -> list[int]:
         """Return the layers that run, in order."""
-        return [layer for layer in range(num_layers)[self.first : self.last] if layer not in self.skipped]
+        return [
+            layer
+            for layer in range(num_layers)[self.first : self.last]
+            if layer not in self.skipped
+        ]
 
     def attention_layers(self, num_layers: int) -> list[int]:
         """Return the active layers whose attention runs."""
-        return [layer for layer in self.active_layers(num_layers) if Sublayer(layer, "attention") not in self.skipped]
+        return [
+            layer
+            for layer in self.active_layers(num_layers)
+            if Sublayer(layer, "attention") not in self.skipped
+        ]
 
 
 ALL_LAYERS = LayerSpan()
@@ -55,17 +66,20 @@ ALL_LAYERS = LayerSpan()
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """One forward over tokens [B, N]: which features it returns, what each token sees, and which layers run.
+    """One forward over tokens [B, N]: which features it returns, what each token sees, and which
+    layers run.
 
-    Without a cache, `mask` [B, N, N] says what each token sees. With a cache, it marks the appended nodes that each new node
-    sees, [B, N, uncommitted + N]. None is causal. With `lengths`, the one row [1, N] holds packed documents that do not see
-    each other: positions start anew in each, `span.dropped` is [layers, documents], and `mask` has one [1, n, n] per document.
+    Without a cache, `mask` [B, N, N] says what each token sees. With a cache, it marks the appended
+    nodes that each new node sees, [B, N, uncommitted + N]. None is causal. With `lengths`, the one
+    row [1, N] holds packed documents that do not see each other: positions start anew in each,
+    `span.dropped` is [layers, documents], and `mask` has one [1, n, n] per document.
     """
 
     # The features to return; "final" is the final norm of the layer that ran last.
     layers: tuple[Layer, ...] = ()
     logits: bool = False
-    # Whether logits are in float32; else they have the output layer's type, where float32 would hold the same numbers.
+    # Whether logits are in float32; else they have the output layer's type, where float32 would
+    # hold the same numbers.
     upcast: bool = True
     grad: bool = False
     # Gradient checkpointing: layers that train run again in the backward pass.
@@ -80,9 +94,13 @@ class ForwardPlan:
 
     def __post_init__(self) -> None:
         dropped = self.span.dropped is not None
-        assert not dropped or (self.cache is None and self.mask is None), "layers are dropped in training only"
+        assert not dropped or (self.cache is None and self.mask is None), (
+            "layers are dropped in training only"
+        )
         assert self.lengths is None or self.cache is None, "documents are packed in training only"
-        assert self.cache is None or not isinstance(self.mask, tuple), "a mask for each document is for packed ones"
+        assert self.cache is None or not isinstance(self.mask, tuple), (
+            "a mask for each document is for packed ones"
+        )
 
 
 DEFAULT_PLAN = ForwardPlan()

@@ -1,7 +1,8 @@
 """The header of a GGUF file, checked before a library reads it.
 
-Counts and lengths in a header are what somebody wrote; each is compared with the size of the file before anything is looped
-over or allocated, so that a file of a few bytes cannot keep a process busy or fill its memory.
+Counts and lengths in a header are what somebody wrote; each is compared with the size of the file
+before anything is looped over or allocated, so that a file of a few bytes cannot keep a process
+busy or fill its memory.
 """
 
 import mmap
@@ -19,11 +20,22 @@ MAX_DIMENSIONS = 8
 VERSIONS = (2, 3)
 ValueType = gguf.GGUFValueType
 SCALAR_BYTES = {
-    ValueType.UINT8: 1, ValueType.INT8: 1, ValueType.BOOL: 1, ValueType.UINT16: 2, ValueType.INT16: 2, ValueType.UINT32: 4,
-    ValueType.INT32: 4, ValueType.FLOAT32: 4, ValueType.UINT64: 8, ValueType.INT64: 8, ValueType.FLOAT64: 8,
-}  # fmt: skip
-# A key has a length, a type and a value; a tensor a length, its number of dimensions, a type and an offset.
-KEY_BYTES, TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
+    ValueType.UINT8: 1,
+    ValueType.INT8: 1,
+    ValueType.BOOL: 1,
+    ValueType.UINT16: 2,
+    ValueType.INT16: 2,
+    ValueType.UINT32: 4,
+    ValueType.INT32: 4,
+    ValueType.FLOAT32: 4,
+    ValueType.UINT64: 8,
+    ValueType.INT64: 8,
+    ValueType.FLOAT64: 8,
+}
+# A key has a length, a type and a value; a tensor a length, its number of dimensions, a type and an
+# offset.
+KEY_BYTES = 8 + 4 + 1
+TENSOR_BYTES = 8 + 4 + 4 + 8
 
 
 class MalformedHeader(ValueError):
@@ -31,14 +43,21 @@ class MalformedHeader(ValueError):
 
 
 def check_gguf_header(path: Path) -> None:
-    """Raise a UserError if a file is no GGUF file, or if its header says more than the file can hold."""
+    """Raise a UserError if a file is no GGUF file, or if its header says more than the file can
+    hold.
+    """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; give a GGUF file")
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             HeaderReader(content).read_header()
     except (MalformedHeader, OSError, ValueError) as error:
-        raise UserError(f"{path}: it cannot be read as a GGUF file ({error}); copy the file again") from error
+        raise UserError(
+            f"{path}: it cannot be read as a GGUF file ({error}); copy the file again"
+        ) from error
 
 
 class HeaderReader:
@@ -59,7 +78,10 @@ class HeaderReader:
         self.position = 4
         version = self.read_number("<I")
         if version not in VERSIONS:
-            raise MalformedHeader(f"its version is {version}, and versions {' and '.join(map(str, VERSIONS))} are read")
+            raise MalformedHeader(
+                f"its version is {version}, and versions {' and '.join(map(str, VERSIONS))} are "
+                "read"
+            )
         num_tensors = self.read_number("<Q")
         num_keys = self.read_number("<Q")
         self.check_count(num_keys, KEY_BYTES, "keys")
@@ -71,7 +93,9 @@ class HeaderReader:
         # The data begins behind the header; what aligns it is left out of account.
         end = max([self.read_tensor_end() for _ in range(num_tensors)], default=0)
         if end > self.num_left:
-            raise MalformedHeader(f"its tensors take {end} bytes, and {self.num_left} are left of the file")
+            raise MalformedHeader(
+                f"its tensors take {end} bytes, and {self.num_left} are left of the file"
+            )
 
     def read_number(self, form: str) -> int:
         """Read an integer in a form of the module struct."""
@@ -82,9 +106,13 @@ class HeaderReader:
         return number
 
     def check_count(self, count: int, size: int, what: str) -> None:
-        """Raise `MalformedHeader` if `count` parts of at least `size` bytes do not fit what is left of the file."""
+        """Raise `MalformedHeader` if `count` parts of at least `size` bytes do not fit what is
+        left of the file.
+        """
         if count * size > self.num_left:
-            raise MalformedHeader(f"it says {count} {what}, and {self.num_left} bytes are left of the file")
+            raise MalformedHeader(
+                f"it says {count} {what}, and {self.num_left} bytes are left of the file"
+            )
 
     def read_text(self, what: str, max_bytes: int | None = None) -> None:
         """Skip a text, which has its length before it."""

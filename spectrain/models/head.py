@@ -1,4 +1,6 @@
-"""The parts of the target that drafters borrow: embedding and output layer. Shapes: D width, V vocabulary."""
+"""The parts of the target that drafters borrow: embedding and output layer. Shapes: D width, V
+vocabulary.
+"""
 
 from typing import Any
 
@@ -26,7 +28,8 @@ def logit_scale(config: Any) -> float:
 class Head:
     """The embedding and the output layer of the target, which drafters borrow.
 
-    It is not a module, so a drafter that holds one neither owns nor saves the weights of the target.
+    It is not a module, so a drafter that holds one neither owns nor saves the weights of the
+    target.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,8 +50,14 @@ class Head:
 
     @property
     def num_embeddings(self) -> int:
-        """The number of tokens that the target can read; those of an embedding of another kind are its outputs."""
-        return self.embedding.num_embeddings if isinstance(self.embedding, nn.Embedding) else self.vocab_size
+        """The number of tokens that the target can read; those of an embedding of another kind
+        are its outputs.
+        """
+        return (
+            self.embedding.num_embeddings
+            if isinstance(self.embedding, nn.Embedding)
+            else self.vocab_size
+        )
 
     @property
     def width(self) -> int:
@@ -64,18 +73,25 @@ class Head:
         return self.embedding(tokens)
 
     def all_embeddings(self, device: torch.device) -> Tensor:
-        """Return the embedding of every token, [V, D], through a look-up, because some models scale what they look up."""
+        """Return the embedding of every token, [V, D], through a look-up, because some models
+        scale what they look up.
+        """
         return self.embed(torch.arange(self.vocab_size, device=device))
 
     def logits(self, final: Tensor, rows: Tensor | None = None, upcast: bool = True) -> Tensor:
-        """Return logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary entries only. Without
-        `upcast` the logits keep the type of the output layer where nothing scales or caps them."""
+        """Return logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary
+        entries only. Without `upcast` the logits keep the type of the output layer where nothing
+        scales or caps them."""
         if rows is None:
             logits = self.output(final)
         else:
             bias = self.output.bias
             logits = F.linear(final, self.output.weight[rows], None if bias is None else bias[rows])
-        return logits if not upcast and self.scale == 1 and self.softcap is None else self.scale_and_cap(logits.float())
+        return (
+            logits
+            if not upcast and self.scale == 1 and self.softcap is None
+            else self.scale_and_cap(logits.float())
+        )
 
     def scale_and_cap(self, product: Tensor) -> Tensor:
         """Scale and cap products of the output layer [..., V], in float32."""

@@ -1,4 +1,6 @@
-"""Texts with images: the tokens that stand for images, and the processor that turns images into model inputs."""
+"""Texts with images: the tokens that stand for images, and the processor that turns images into
+model inputs.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ ModelInputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a text, as files that are read again for every use, because their pixels take more memory than their
-    tokens."""
+    """The images of a text, as files that are read again for every use, because their pixels take
+    more memory than their tokens."""
 
     text: str  # with one placeholder for each
     paths: tuple[str, ...]
@@ -30,14 +32,19 @@ class Images:
     process_inputs: Callable[[str, Sequence[str]], ModelInputs] = field(repr=False, compare=False)
 
     def model_inputs(self, length: int, like: nn.Module) -> ModelInputs:
-        """Return the model inputs besides the tokens, for a text that may continue after the processed part."""
+        """Return the model inputs besides the tokens, for a text that may continue after the
+        processed part.
+        """
         processed = self.process_inputs(self.text, self.paths)
-        weight, inputs = next(like.parameters()), {}
+        weight = next(like.parameters())
+        inputs = {}
         for name, value in processed.items():
             if name in ("input_ids", "attention_mask"):
                 continue
             if isinstance(value, Tensor):
-                is_per_token = value.shape == processed["input_ids"].shape and not value.is_floating_point()
+                is_per_token = (
+                    value.shape == processed["input_ids"].shape and not value.is_floating_point()
+                )
                 value = F.pad(value, (0, length - value.shape[1])) if is_per_token else value
                 value = value.to(weight.device, weight.dtype if value.is_floating_point() else None)
             inputs[name] = value
@@ -45,7 +52,9 @@ class Images:
 
 
 class TextWithImages(list[int]):
-    """Token ids that carry the images which some of them stand for, also after appending tokens or cutting the end."""
+    """Token ids that carry the images which some of them stand for, also after appending tokens
+    or cutting the end.
+    """
 
     def __init__(self, tokens: Iterable[int], images: Images) -> None:
         super().__init__(tokens)
@@ -56,7 +65,11 @@ class TextWithImages(list[int]):
 
     def __getitem__(self, index: Any) -> Any:
         tokens = super().__getitem__(index)
-        if not isinstance(index, slice) or index.start not in (None, 0) or index.step not in (None, 1):
+        if (
+            not isinstance(index, slice)
+            or index.start not in (None, 0)
+            or index.step not in (None, 1)
+        ):
             return tokens
         return TextWithImages(tokens, self.images)
 
@@ -83,7 +96,10 @@ def have_images(texts: Iterable[Sequence[int]]) -> bool:
 def refuse_images(texts: Iterable[Sequence[int]], who: str) -> None:
     """Raise UserError where any of the texts has images and `who` reads text only."""
     if have_images(texts):
-        raise UserError(f"{who}: it reads text alone, and there are images; leave out conversations that have any")
+        raise UserError(
+            f"{who}: it reads text alone, and there are images; leave out conversations that have "
+            "any"
+        )
 
 
 class ImageProcessor:
@@ -95,14 +111,20 @@ class ImageProcessor:
     @cached_property
     def processor(self) -> Any:
         if not self.has_vision:
-            raise UserError(f"target {self.model}: it reads text alone, and the data holds images; use a target that sees them")
+            raise UserError(
+                f"target {self.model}: it reads text alone, and the data holds images; use a "
+                "target that sees them"
+            )
         try:
-            return AutoProcessor.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
+            return AutoProcessor.from_pretrained(
+                self.model, trust_remote_code=self.trust_remote_code
+            )
         # Where a package is missing, errors are of any kind.
         except Exception as error:
             raise UserError(
-                f"target {self.model}: its processor of images could not be loaded ({first_line(error)}); see that its files "
-                "are there, and run pip install pillow torchvision"
+                f"target {self.model}: its processor of images could not be loaded "
+                f"({first_line(error)}); see that its files are there, and run pip install pillow "
+                "torchvision"
             ) from error
 
     @property
@@ -111,22 +133,31 @@ class ImageProcessor:
         return int(self.processor.image_token_id)
 
     def tokenize_text(self, text: str, paths: Sequence[str]) -> TextWithImages:
-        """Return the tokens of a text, with every placeholder replaced by the tokens of its image."""
+        """Return the tokens of a text, with every placeholder replaced by the tokens of its
+        image.
+        """
         tokens = self.process_inputs(text, paths)["input_ids"][0].tolist()
         digest = blake2b(digest_size=16)
         for path in paths:
             digest.update(blake2b(Path(path).read_bytes()).digest())
         last = max(index for index, token in enumerate(tokens) if token == self.placeholder_id)
-        return TextWithImages(tokens, Images(text, tuple(paths), digest.digest(), last + 1, self.process_inputs))
+        return TextWithImages(
+            tokens, Images(text, tuple(paths), digest.digest(), last + 1, self.process_inputs)
+        )
 
     def process_inputs(self, text: str, paths: Sequence[str]) -> ModelInputs:
         """Run the processor on a text and its images."""
         pictures = [open_image(path) for path in paths]
         try:
-            return dict(self.processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt"))
+            return dict(
+                self.processor(
+                    text=[text], images=pictures, add_special_tokens=False, return_tensors="pt"
+                )
+            )
         except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
             raise UserError(
-                f"target {self.model}: its processor refuses {', '.join(paths)} ({first_line(error)}); mend or drop them"
+                f"target {self.model}: its processor refuses {', '.join(paths)} "
+                f"({first_line(error)}); mend or drop them"
             ) from error
 
 
@@ -138,4 +169,6 @@ def open_image(path: str) -> Any:
         with Image.open(path) as picture:
             return picture.convert("RGB")
     except OSError as error:
-        raise UserError(f"{path}: it is no picture that can be read ({first_line(error)}); mend or drop it") from error
+        raise UserError(
+            f"{path}: it is no picture that can be read ({first_line(error)}); mend or drop it"
+        ) from error

@@ -1,9 +1,11 @@
-"""The static key-value cache, for the target and for drafters. Shapes: B batch, T slots, H key-value heads, D head size.
+"""The static key-value cache, for the target and for drafters. Shapes: B batch, T slots, H
+key-value heads, D head size.
 
-Storage is one allocation [layers, 2, B, T, H, D]. Where layers, or keys and values, differ in heads or sizes, it is [layers, 2,
-B, T, 1, W]: W is the widest layer's numbers per slot, and each layer uses a part of them. A row holds `lengths[b]` committed
-tokens. A forward appends N uncommitted nodes after them (a prompt, a tree, or one more level of a tree); `commit` keeps one
-path of these and discards the rest.
+Storage is one allocation [layers, 2, B, T, H, D]. Where layers, or keys and values, differ in heads
+or sizes, it is [layers, 2, B, T, 1, W]: W is the widest layer's numbers per slot, and each layer
+uses a part of them. A row holds `lengths[b]` committed tokens. A forward appends N uncommitted
+nodes after them (a prompt, a tree, or one more level of a tree); `commit` keeps one path of these
+and discards the rest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,18 +25,27 @@ from spectrain.kernels.kv_commit import kv_commit
 from spectrain.kernels.tree_attention import Visibility, tree_attention
 
 from .cache_layer import CacheLayer, attention_dtype, storage_dtype
-from .cache_types import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape, KVTransform, QueryObserver, RecurrentStates
+from .cache_types import (
+    DEFAULT_OPTIONS,
+    AttentionOptions,
+    KeyValueShape,
+    KVTransform,
+    QueryObserver,
+    RecurrentStates,
+)
 
 _cache_ids = count()
 live_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
 
 
 class TreeCache(Cache):
-    """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included.
+    """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens,
+    tree nodes included.
 
-    Without a `bound`, the host has `longest` exactly, and every commit reads it from the device. With a `bound` on the length
-    of every active row, the host has only the bound: nothing synchronizes, tensors stay in place, and a CUDA graph may replay
-    the operations. `shapes` holds the shape of each attention layer where these differ or where not every layer attends. The
+    Without a `bound`, the host has `longest` exactly, and every commit reads it from the device.
+    With a `bound` on the length of every active row, the host has only the bound: nothing
+    synchronizes, tensors stay in place, and a CUDA graph may replay the operations. `shapes` holds
+    the shape of each attention layer where these differ or where not every layer attends. The
     states of recurrent layers are in `recurrences`.
     """
 
@@ -54,25 +65,40 @@ class TreeCache(Cache):
         self.max_length, self.bound, self.shapes = max_length, bound, shapes
         # Compiled code reads this flag, because it would be compiled again for every bound.
         self.is_bounded = bound is not None
-        self.storage_index = {layer: index for index, layer in enumerate(shapes or ())}  # where shapes differ
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # [B] committed tokens
-        self.longest = bound or 0  # the largest length, or its bound; the host has it without asking the device
+        # where shapes differ
+        self.storage_index = {layer: index for index, layer in enumerate(shapes or ())}
+        # [B] committed tokens
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        # the largest length, or its bound; the host has it without asking the device
+        self.longest = bound or 0
         self.is_empty = True  # no forward has appended anything yet
         self.uncommitted = 0  # appended nodes that are not yet committed or discarded
-        self.positions: Tensor | None = None  # [B, uncommitted] position ids of these nodes, where they are set
+        # [B, uncommitted] position ids of these nodes, where they are set
+        self.positions: Tensor | None = None
         self.recurrences: dict[int, RecurrentStates] = {}  # by layer
-        self.prompt_lengths: Tensor | None = None  # [B] lengths of the prompts that the next forward runs
-        self.position_offsets: Tensor | None = None  # [B] position ids minus indices in the text, after images
-        self.storage: Tensor | None = None  # allocated at the first keys, whose shape and dtype it takes
+        # [B] lengths of the prompts that the next forward runs
+        self.prompt_lengths: Tensor | None = None
+        # [B] position ids minus indices in the text, after images
+        self.position_offsets: Tensor | None = None
+        # allocated at the first keys, whose shape and dtype it takes
+        self.storage: Tensor | None = None
         self.kv_transform: KVTransform | None = None  # changes what layers attend to
-        self.query_observer: QueryObserver | None = None  # receives the queries of every uncompiled layer
+        # receives the queries of every uncompiled layer
+        self.query_observer: QueryObserver | None = None
         self.last_updated = -1  # layer index of the last call of `update`
         self.returns_all_keys = False  # whether layers compute attention themselves, over all keys
         super().__init__(layers=[CacheLayer(self) for _ in range(num_layers)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
         """Return an empty cache: a copied drafter decodes for itself."""
-        return TreeCache(len(self.layers), len(self.lengths), self.max_length, self.lengths.device, self.bound, self.shapes)
+        return TreeCache(
+            len(self.layers),
+            len(self.lengths),
+            self.max_length,
+            self.lengths.device,
+            self.bound,
+            self.shapes,
+        )
 
     def reset(self) -> None:
         """Discard every token in place, so that a replayed graph finds the same tensors."""
@@ -84,10 +110,16 @@ class TreeCache(Cache):
         self.is_empty = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int = 0, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int = 0,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Implement the method that layers of `transformers` call. Attention itself appends, so keys and values pass unchanged.
-        Layers with attention of their own get all keys and values instead."""
+        """Implement the method that layers of `transformers` call. Attention itself appends, so
+        keys and values pass unchanged. Layers with attention of their own get all keys and values
+        instead."""
         # Compiled code is the same for all layers, so it reads no index.
         if not torch.compiler.is_compiling():
             self.last_updated = layer_idx
@@ -98,20 +130,30 @@ class TreeCache(Cache):
         return keys.to(key_states.dtype).contiguous(), values.to(value_states.dtype).contiguous()
 
     def max_prefix_length(self, num_nodes: int) -> int:
-        """Return the most committed tokens that a row can hold when `num_nodes` more follow the uncommitted ones."""
+        """Return the most committed tokens that a row can hold when `num_nodes` more follow the
+        uncommitted ones.
+        """
         room = self.max_length - self.uncommitted - num_nodes
-        assert room >= (self.longest if not self.is_bounded else 0), f"cache of {self.max_length} slots is {-room} too small"
+        assert room >= (self.longest if not self.is_bounded else 0), (
+            f"cache of {self.max_length} slots is {-room} too small"
+        )
         return min(self.longest, room)
 
     def next_slots(self, num_nodes: int) -> Tensor:
         """Return the slots [B, N] that the next `num_nodes` nodes of every row will take."""
-        return (self.lengths + self.uncommitted)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
+        return (self.lengths + self.uncommitted)[:, None] + torch.arange(
+            num_nodes, device=self.lengths.device
+        )
 
     def visibility(
-        self, tree: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None
+        self,
+        tree: Tensor,
+        query_positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
     ) -> Visibility:
-        """Return what new nodes see: the committed tokens, and the appended nodes in `tree` [B, N, M], of which the new ones
-        are the last. Positions [B, N] and [B, M] serve sliding windows."""
+        """Return what new nodes see: the committed tokens, and the appended nodes in `tree` [B, N,
+        M], of which the new ones are the last. Positions [B, N] and [B, M] serve sliding windows.
+        """
         positions = self.lengths[:, None] if query_positions is None else query_positions
         return Visibility(
             self.lengths,
@@ -123,8 +165,12 @@ class TreeCache(Cache):
         )
 
     def set_positions(self, positions: Tensor) -> None:
-        """Set the position ids [B, N] of the nodes that the next forward appends, for sliding windows."""
-        self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
+        """Set the position ids [B, N] of the nodes that the next forward appends, for sliding
+        windows.
+        """
+        self.positions = (
+            positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
+        )
 
     def attend_new(
         self,
@@ -136,15 +182,31 @@ class TreeCache(Cache):
         options: AttentionOptions = DEFAULT_OPTIONS,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Append keys and values [B, H, N, D] of a drafter's layer, and attend. The queries belong to the newest N appended
-        nodes and see `visible` [B, N, M]. A window needs the `positions` [B, M] of the appended nodes."""
+        """Append keys and values [B, H, N, D] of a drafter's layer, and attend. The queries belong
+        to the newest N appended nodes and see `visible` [B, N, M]. A window needs the `positions`
+        [B, M] of the appended nodes."""
         query_positions = None if positions is None else positions[:, -queries.shape[2] :]
-        return self.attend(layer, queries, keys, values, self.visibility(visible, query_positions, positions), options)
+        return self.attend(
+            layer,
+            queries,
+            keys,
+            values,
+            self.visibility(visible, query_positions, positions),
+            options,
+        )
 
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, visibility: Visibility, options: AttentionOptions
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visibility: Visibility,
+        options: AttentionOptions,
     ) -> Tensor:
-        """Append keys and values [B, H, N, D] of a layer, and attend with as many queries, [B, H, N, D]."""
+        """Append keys and values [B, H, N, D] of a layer, and attend with as many queries, [B,
+        H, N, D].
+        """
         scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
         window, softcap, sinks = options.window, options.softcap, options.sinks
         self.write(layer, keys, values)
@@ -152,11 +214,13 @@ class TreeCache(Cache):
             slots = self.keys_values(layer)
             if can_attend(queries, *slots, softcap, sinks):
                 return attend_cached(queries, *slots, visibility, scale, window)
-        return tree_attention(queries, *self.read(layer, keys.shape[2]), visibility, scale, window, softcap, sinks)
+        return tree_attention(
+            queries, *self.read(layer, keys.shape[2]), visibility, scale, window, softcap, sinks
+        )
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, H, N, D] after those of a layer, and return all its slots up to the newest, [B, H, T', D],
-        in the type in which they are attended to."""
+        """Write keys and values [B, H, N, D] after those of a layer, and return all its slots up to
+        the newest, [B, H, T', D], in the type in which they are attended to."""
         self.write(layer, keys, values)
         return self.read(layer, keys.shape[2])
 
@@ -165,7 +229,8 @@ class TreeCache(Cache):
         num_nodes = keys.shape[2]
         if self.storage is None:
             self.storage = self._allocate_storage(keys)
-        keys, values = keys.to(self.storage.dtype), values.to(self.storage.dtype)
+        keys = keys.to(self.storage.dtype)
+        values = values.to(self.storage.dtype)
         end = self.max_prefix_length(num_nodes) + self.uncommitted + num_nodes
         if self.shapes is not None:
             rows = torch.arange(len(keys), device=keys.device)[:, None]
@@ -173,8 +238,14 @@ class TreeCache(Cache):
                 slots[rows, self.next_slots(num_nodes)] = new.transpose(1, 2)
         else:
             store = self.storage[layer]
-            if (len(keys), keys.shape[1], keys.shape[3]) != (store.shape[1], *store.shape[3:]) or values.shape != keys.shape:
-                raise UserError("target: its layers differ in key-value shape, and the cache was made for equal shapes")
+            if (len(keys), keys.shape[1], keys.shape[3]) != (
+                store.shape[1],
+                *store.shape[3:],
+            ) or values.shape != keys.shape:
+                raise UserError(
+                    "target: its layers differ in key-value shape, and the cache was made for "
+                    "equal shapes"
+                )
             if len(keys) == 1 and not self.is_bounded:
                 store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
                 store[1, :, end - num_nodes : end] = values.transpose(1, 2)
@@ -182,11 +253,17 @@ class TreeCache(Cache):
                 kv_append(store, keys, values, self.lengths, self.uncommitted)
 
     def read(self, layer: int, num_new: int) -> tuple[Tensor, Tensor]:
-        """Return all keys and values of a layer up to the `num_new` newest nodes, [B, H, T', D], as they are attended to."""
+        """Return all keys and values of a layer up to the `num_new` newest nodes, [B, H, T', D],
+        as they are attended to.
+        """
         end = self.max_prefix_length(num_new) + self.uncommitted + num_new
         dtype = attention_dtype(self.dtype, self.lengths.device)
-        keys, values = (slots[:, :end].transpose(1, 2).to(dtype) for slots in self.keys_values(layer))
-        return (keys, values) if self.kv_transform is None else self.kv_transform(layer, keys, values)
+        keys, values = (
+            slots[:, :end].transpose(1, 2).to(dtype) for slots in self.keys_values(layer)
+        )
+        return (
+            (keys, values) if self.kv_transform is None else self.kv_transform(layer, keys, values)
+        )
 
     @property
     def can_lend_storage(self) -> bool:
@@ -194,16 +271,22 @@ class TreeCache(Cache):
         return self.lends_storage(torch.bfloat16, torch.float32)
 
     def lends_storage(self, *dtypes: torch.dtype) -> bool:
-        """Return whether kernels may write and read the slots of layers themselves, with numbers of one of these types."""
+        """Return whether kernels may write and read the slots of layers themselves, with numbers
+        of one of these types.
+        """
         parts = self.kv_transform, self.query_observer, self.shapes, self.position_offsets
         is_stored_so = self.storage is None or self.storage.dtype in dtypes
         return is_stored_so and not self.returns_all_keys and all(part is None for part in parts)
 
     def lend_storage(self, num_new: int, num_heads: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Return the storage, for kernels that append the keys of `num_new` nodes in every layer."""
+        """Return the storage, for kernels that append the keys of `num_new` nodes in every
+        layer.
+        """
         self.max_prefix_length(num_new)
         if self.storage is None:
-            self.storage = self._allocate_storage(self.lengths.new_empty(len(self.lengths), num_heads, 0, size, dtype=dtype))
+            self.storage = self._allocate_storage(
+                self.lengths.new_empty(len(self.lengths), num_heads, 0, size, dtype=dtype)
+            )
         return self.storage
 
     def row_starts(self) -> Tensor:
@@ -217,7 +300,10 @@ class TreeCache(Cache):
             return self.storage[layer, 0], self.storage[layer, 1]
         heads, *sizes = self.shapes[layer]
         both = self.storage[self.storage_index[layer], :, :, :, 0]
-        keys, values = (half[..., : heads * size].unflatten(-1, (heads, size)) for half, size in zip(both, sizes))
+        keys, values = (
+            half[..., : heads * size].unflatten(-1, (heads, size))
+            for half, size in zip(both, sizes)
+        )
         return keys, values
 
     @property
@@ -234,11 +320,15 @@ class TreeCache(Cache):
     def _allocate_storage(self, keys: Tensor) -> Tensor:
         """Return empty slots for all attention layers."""
         batch, heads, _, size = keys.shape
-        count, slot = len(self.layers), (heads, size)
+        count = len(self.layers)
+        slot = (heads, size)
         if self.shapes is not None:
-            count, slot = len(self.shapes), (1, max(shape.width for shape in self.shapes.values()))
+            count = len(self.shapes)
+            slot = (1, max(shape.width for shape in self.shapes.values()))
         dtype = storage_dtype(keys.dtype, keys.device)
-        return torch.zeros((count, 2, batch, self.max_length, *slot), dtype=dtype, device=keys.device)
+        return torch.zeros(
+            (count, 2, batch, self.max_length, *slot), dtype=dtype, device=keys.device
+        )
 
     def add_uncommitted(self, num_nodes: int) -> None:
         """Count the `num_nodes` nodes that a forward over every layer has appended."""
@@ -246,7 +336,9 @@ class TreeCache(Cache):
         self.is_empty = False
 
     def reorder_nodes(self, order: Tensor, layers: slice = slice(None)) -> None:
-        """Reorder the appended nodes: the i-th after the committed tokens becomes node `order[b, i]` [B, N]."""
+        """Reorder the appended nodes: the i-th after the committed tokens becomes node `order[b,
+        i]` [B, N].
+        """
         for recurrence in self.recurrences.values():
             recurrence.reorder_nodes(order)
         if self.storage is None:
@@ -259,9 +351,14 @@ class TreeCache(Cache):
             self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
 
     def commit(
-        self, path: Tensor | None, counts: Tensor, hidden: Tensor | None = None, path_hidden: Tensor | None = None
+        self,
+        path: Tensor | None,
+        counts: Tensor,
+        hidden: Tensor | None = None,
+        path_hidden: Tensor | None = None,
     ) -> None:
-        """Commit the first `counts[b]` of the appended nodes, or of `path[b]` [B, P], which ascends. Discard the others.
+        """Commit the first `counts[b]` of the appended nodes, or of `path[b]` [B, P], which
+        ascends. Discard the others.
 
         `path_hidden` [B, P, ...] receives the rows of `hidden` [B, N, ...] along the path.
         """
@@ -270,7 +367,12 @@ class TreeCache(Cache):
         if path is not None and self.is_bounded and self.storage is not None:
             kv_commit(self.storage, self.lengths, path, counts, hidden, path_hidden)
         else:
-            if path is not None and not self.recurrences and self.storage is not None and self.storage.device.type == "cpu":
+            if (
+                path is not None
+                and not self.recurrences
+                and self.storage is not None
+                and self.storage.device.type == "cpu"
+            ):
                 self._move_path(self.storage, path, counts)
             elif path is not None:
                 self.reorder_nodes(path)
@@ -280,9 +382,12 @@ class TreeCache(Cache):
         self.roll_back()
 
     def _move_path(self, storage: Tensor, path: Tensor, counts: Tensor) -> None:
-        """Move the first `counts[b]` nodes of `path[b]` [B, P] to the slots after the committed tokens, one by one: few of them
-        are elsewhere. A path ascends, so no node is overwritten before it was moved."""
-        for row, (start, nodes, num_accepted) in enumerate(zip(self.lengths.tolist(), path.tolist(), counts.tolist())):
+        """Move the first `counts[b]` nodes of `path[b]` [B, P] to the slots after the committed
+        tokens, one by one: few of them are elsewhere. A path ascends, so no node is overwritten
+        before it was moved."""
+        for row, (start, nodes, num_accepted) in enumerate(
+            zip(self.lengths.tolist(), path.tolist(), counts.tolist())
+        ):
             for step, node in enumerate(nodes[:num_accepted]):
                 if node != step:
                     storage[:, :, row, start + step] = storage[:, :, row, start + node]
@@ -290,18 +395,20 @@ class TreeCache(Cache):
     def _check_no_states(self) -> None:
         if self.recurrences:
             raise UserError(
-                "target: its layers keep a state, which cannot take committed tokens back as this drafter does; use another "
-                "drafter, such as eagle3"
+                "target: its layers keep a state, which cannot take committed tokens back as this "
+                "drafter does; use another drafter, such as eagle3"
             )
 
     @contextmanager
     def rewind_tokens(self, committed: int) -> Iterator[None]:
-        """Hide the newest committed tokens of every row while the context is open, discard what was appended meanwhile, and
-        restore the tokens bit by bit."""
+        """Hide the newest committed tokens of every row while the context is open, discard what was
+        appended meanwhile, and restore the tokens bit by bit."""
         self._check_no_states()
         assert not self.is_bounded and self.storage is not None and not self.uncommitted
         rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
-        slots = self.lengths[:, None] - committed + torch.arange(committed, device=self.lengths.device)
+        slots = (
+            self.lengths[:, None] - committed + torch.arange(committed, device=self.lengths.device)
+        )
         before = self.storage[:, :, rows, slots]
         self.roll_back(committed)
         try:
@@ -313,14 +420,20 @@ class TreeCache(Cache):
             self.longest += committed
 
     def fill_slots(self, keys_values: Tensor) -> None:
-        """Commit the keys and values [layers, 2, T, H, D] of T tokens in an empty cache of one row."""
+        """Commit the keys and values [layers, 2, T, H, D] of T tokens in an empty cache of one
+        row.
+        """
         _, _, length, num_heads, size = keys_values.shape
-        self.lend_storage(length, num_heads, size, keys_values.dtype)[:, :, 0, :length] = keys_values
+        self.lend_storage(length, num_heads, size, keys_values.dtype)[:, :, 0, :length] = (
+            keys_values
+        )
         self.add_uncommitted(length)
         self.commit(None, torch.full_like(self.lengths, length))
 
     def crop(self, lengths: Tensor) -> None:
-        """Cut every row to `lengths` [B] committed tokens, which is at most its length, and discard the appended nodes."""
+        """Cut every row to `lengths` [B] committed tokens, which is at most its length, and
+        discard the appended nodes.
+        """
         self._check_no_states()
         self.lengths.copy_(lengths)
         if not self.is_bounded:
@@ -328,7 +441,9 @@ class TreeCache(Cache):
         self.roll_back()
 
     def roll_back(self, committed: int = 0) -> None:
-        """Discard all uncommitted nodes, and the newest `committed` committed tokens of every row."""
+        """Discard all uncommitted nodes, and the newest `committed` committed tokens of every
+        row.
+        """
         for recurrence in self.recurrences.values():
             recurrence.roll_back(len(self.lengths))
         if committed:

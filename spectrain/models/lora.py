@@ -1,4 +1,6 @@
-"""LoRA on the target, through peft: injection, switching off, merging; and what a family trains of its target."""
+"""LoRA on the target, through peft: injection, switching off, merging; and what a family trains
+of its target.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,28 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from .architectures.quantized import clear_quantization, dequantize_weight, has_dense_weight, is_quantized, refuse_training
+from .architectures.quantized import (
+    clear_quantization,
+    dequantize_weight,
+    has_dense_weight,
+    is_quantized,
+    refuse_training,
+)
 from .target import Target
 
 
 def inject_lora(target: Target, rank: int, alpha: float) -> list[nn.Parameter]:
-    """Inject LoRA (Hu et al., 2022) into every linear of the decoder layers and return the new parameters, which start as no
-    change.
+    """Inject LoRA (Hu et al., 2022) into every linear of the decoder layers and return the new
+    parameters, which start as no change.
 
     Fused experts and their router are no linears and stay as they are.
     """
-    linears = [name for name, module in target.decoder.named_modules() if isinstance(module, nn.Linear)]
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=linears or "all-linear"), target.decoder)
+    linears = [
+        name for name, module in target.decoder.named_modules() if isinstance(module, nn.Linear)
+    ]
+    inject_adapter_in_model(
+        LoraConfig(r=rank, lora_alpha=alpha, target_modules=linears or "all-linear"), target.decoder
+    )
     for layer in find_lora_layers(target):
         for factors in (layer.lora_A, layer.lora_B):
             # bfloat16 would lose small steps.
@@ -51,7 +63,9 @@ def disable_adapters(target: Target) -> Iterator[None]:
 def dequantize_linear(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     """Return a linear with the same weights, dequantized."""
     weight = dequantize_weight(linear, dtype)
-    dense = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    dense = nn.Linear(
+        linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
+    )
     dense.weight = nn.Parameter(weight, requires_grad=False)
     if linear.bias is not None:
         dense.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
@@ -59,8 +73,9 @@ def dequantize_linear(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
 
 
 def merge_lora(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Merge the adapters of a target or a drafter into its weights, so that it is an ordinary model again. Quantized weights
-    are dequantized to `dtype` first, because rounding would remove what was learned."""
+    """Merge the adapters of a target or a drafter into its weights, so that it is an ordinary model
+    again. Quantized weights are dequantized to `dtype` first, because rounding would remove what
+    was learned."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
             base: nn.Linear = module.get_base_layer()
@@ -74,13 +89,20 @@ def merge_lora(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
 
 
 class TargetTraining:
-    """What a family trains of its target: all weights (`adapt` full), or LoRA adapters in its layers (lora).
+    """What a family trains of its target: all weights (`adapt` full), or LoRA adapters in its
+    layers (lora).
 
-    With `keeps_original`, a target whose weights change is copied first, so that `use_original` can restore its output.
+    With `keeps_original`, a target whose weights change is copied first, so that `use_original` can
+    restore its output.
     """
 
-    def __init__(self, adapt: Literal["full", "lora"], rank: int, alpha: float, keeps_original: bool = False) -> None:
-        self.adapt, self.rank, self.alpha, self.keeps_original = adapt, rank, alpha, keeps_original
+    def __init__(
+        self, adapt: Literal["full", "lora"], rank: int, alpha: float, keeps_original: bool = False
+    ) -> None:
+        self.adapt = adapt
+        self.rank = rank
+        self.alpha = alpha
+        self.keeps_original = keeps_original
         self.parameters: list[nn.Parameter] = []  # trainable parameters of the target
         self.original: Target | None = None
 
@@ -116,11 +138,14 @@ class TargetTraining:
                 clear_quantization(target.model)
         cast_parameters(target, self.dtype)
         target.requires_grad_(False)
-        self.parameters, self.original = [], None
+        self.parameters = []
+        self.original = None
 
 
 def cast_parameters(target: Target, dtype: torch.dtype) -> None:
-    """Cast the weights but not the buffers: rotary frequencies rounded to bfloat16 would change the model."""
+    """Cast the weights but not the buffers: rotary frequencies rounded to bfloat16 would change
+    the model.
+    """
     for parameter in target.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -1,4 +1,6 @@
-"""Recording the masks that a model requests while a target is inspected; otherwise no mask is ever built."""
+"""Recording the masks that a model requests while a target is inspected; otherwise no mask is
+ever built.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor
 
 MaskFunction = Callable[..., Tensor]
-"""(batch, head, query and key indices) -> whether the query sees the key, as transformers defines it."""
+"""(batch, head, query and key indices) -> whether the query sees the key, as transformers
+defines it.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,9 @@ _recorded: list[list[tuple[Tensor, RequestedMask]]] = []
 
 @contextmanager
 def record_masks() -> Iterator[list[tuple[Tensor, RequestedMask]]]:
-    """Record every mask that a model requests while the context is open, with the tensor that it receives."""
+    """Record every mask that a model requests while the context is open, with the tensor that it
+    receives.
+    """
     requests: list[tuple[Tensor, RequestedMask]] = []
     _recorded.append(requests)
     try:
@@ -50,10 +56,13 @@ def make_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Answer the mask request of transformers: with None, because attention has the visibility of tokens; while a target is
-    inspected, with a causal mask [1, 1, Q, K] that identifies the layers which receive it."""
+    """Answer the mask request of transformers: with None, because attention has the visibility of
+    tokens; while a target is inspected, with a causal mask [1, 1, Q, K] that identifies the layers
+    which receive it."""
     if not _recorded or mask_function is None:
         return None
-    mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=kwargs.get("device")).tril()[None, None]
+    mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=kwargs.get("device")).tril()[
+        None, None
+    ]
     _recorded[-1].append((mask, RequestedMask(mask_function, local_size)))
     return mask

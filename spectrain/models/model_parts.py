@@ -1,4 +1,6 @@
-"""The parts of a Hugging Face causal LM: its decoder, the decoder's layers, embedding and output layer."""
+"""The parts of a Hugging Face causal LM: its decoder, the decoder's layers, embedding and output
+layer.
+"""
 
 from typing import Any
 
@@ -29,7 +31,10 @@ class ModelParts(nn.Module):
         self.runs_in_lockstep = False
         self.layer_list_name = layer_list_name(find_decoder(model)) or ""
         if not self.layer_list_name:
-            raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
+            raise UserError(
+                f"target {name}: its decoder has no list of layers, so features cannot be "
+                "captured from it"
+            )
         self.rope_switch = find_rope_switch(self.config)
 
     @property
@@ -80,35 +85,65 @@ class ModelParts(nn.Module):
 
     @property
     def final_norm(self) -> nn.Module:
-        """Return the norm before the output layer; raise UserError where the decoder has other modules there too."""
+        """Return the norm before the output layer; raise UserError where the decoder has other
+        modules there too.
+        """
         left_out = {self.layer_list_name, *LAYER_INPUT_NAMES}
-        outside = [(name, part) for name, part in self.decoder.named_children() if name not in left_out]
-        norms = [part for _, part in outside if [*part.parameters()] and not isinstance(part, nn.Embedding)]
+        outside = [
+            (name, part) for name, part in self.decoder.named_children() if name not in left_out
+        ]
+        norms = [
+            part
+            for _, part in outside
+            if [*part.parameters()] and not isinstance(part, nn.Embedding)
+        ]
         if all(weight.shape == (self.width,) for part in norms for weight in part.parameters()):
             # A norm without weights has only its name.
             norms = norms or [part for name, part in outside if name == "norm"]
             if norms:
                 return norms[-1]
-        raise UserError(f"target {self.name}: its final norm cannot be told from other modules; use target.parts=all")
+        raise UserError(
+            f"target {self.name}: its final norm cannot be told from other modules; use "
+            "target.parts=all"
+        )
 
     def get_sublayer(self, layer: int, kind: SublayerKind) -> nn.Module:
         """Return the attention or MLP module of a layer."""
         module = getattr(self.layers[layer], SUBLAYER_NAMES[kind], None)
         if not isinstance(module, nn.Module) or isinstance(module, nn.ModuleList):
-            raise UserError(f"target {self.name}: its layers have no {kind} of their own to skip; skip whole layers")
+            raise UserError(
+                f"target {self.name}: its layers have no {kind} of their own to skip; skip whole "
+                "layers"
+            )
         return module
 
 
 def find_decoder(model: Any) -> nn.Module:
-    """Return the part of a model that holds the decoder layers but no output layer; in a multimodal model, that of the text."""
+    """Return the part of a model that holds the decoder layers but no output layer; in a
+    multimodal model, that of the text.
+    """
     decoder: nn.Module = model.get_decoder()
     candidates = (decoder, getattr(decoder, "model", None), getattr(model, "base_model", None))
-    return next((module for module in candidates if module is not None and layer_list_name(module) is not None), decoder)
+    return next(
+        (
+            module
+            for module in candidates
+            if module is not None and layer_list_name(module) is not None
+        ),
+        decoder,
+    )
 
 
 def layer_list_name(decoder: nn.Module) -> str | None:
     """Return the attribute of a decoder that lists its layers; None where it has none."""
-    return next((name for name in LAYER_LIST_NAMES if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
+    return next(
+        (
+            name
+            for name in LAYER_LIST_NAMES
+            if isinstance(getattr(decoder, name, None), nn.ModuleList)
+        ),
+        None,
+    )
 
 
 def find_layers(decoder: nn.Module) -> nn.ModuleList | None:

@@ -1,4 +1,6 @@
-"""Sizes that a config.json may name: ones that no model has are refused before anything is built by them."""
+"""Sizes that a config.json may name: ones that no model has are refused before anything is built
+by them.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,16 +10,22 @@ from typing import Any
 from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
 
-# Key -> its largest value. The largest published models have 126 layers, a width of 18,432 and 262,400 tokens.
+# Key -> its largest value. The largest published models have 126 layers, a width of 18,432 and
+# 262,400 tokens.
 MAX_SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "block_size"), 4096),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts"), 1 << 16),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts",
+        "num_local_experts"), 1 << 16),
     **dict.fromkeys(("medusa_num_layers", "num_nextn_predict_layers", "mtp_num_layers"), 256),
-    "medusa_num_heads": 64, "hidden_size": 1 << 20, "intermediate_size": 1 << 24, "vocab_size": 10_000_000,
+    "medusa_num_heads": 64, "hidden_size": 1 << 20, "intermediate_size": 1 << 24,
+    "vocab_size": 10_000_000,
     "n_routed_experts": 1 << 16, "num_heads": 1 << 16, "max_position_embeddings": 1 << 30,
 }  # fmt: skip
 # A drafter of more layers than any target would take seconds to build, even without data.
-DRAFTER_SIZES = {**MAX_SIZES, **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 256)}
+DRAFTER_SIZES = {
+    **MAX_SIZES,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 256),
+}
 # Keys of the number that a norm adds to a variance; published models have 1e-3 at most.
 NORM_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 MAX_EPSILON = 0.01
@@ -28,8 +36,8 @@ MAX_TEXT_BYTES = 200_000_000
 
 
 def check_model_directory(directory: Path) -> None:
-    """Raise a UserError where reading a directory would not end, and for a size in its config.json that no model has; of
-    anything but a directory with a config.json nothing is known."""
+    """Raise a UserError where reading a directory would not end, and for a size in its config.json
+    that no model has; of anything but a directory with a config.json nothing is known."""
     if not directory.is_dir():
         return
     refuse_odd_files(directory)
@@ -39,18 +47,22 @@ def check_model_directory(directory: Path) -> None:
 
 
 def refuse_odd_files(directory: Path) -> None:
-    """Raise a UserError for a pipe, a device or a socket in a directory, and for a text file that is larger than a model's."""
+    """Raise a UserError for a pipe, a device or a socket in a directory, and for a text file
+    that is larger than a model's.
+    """
     for path in sorted(directory.iterdir()):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UserError(f"{path}: this is no file; copy it again")
         if path.suffix in TEXT_SUFFIXES and path.is_file() and path.stat().st_size > MAX_TEXT_BYTES:
             raise UserError(
-                f"{path}: it has more than {MAX_TEXT_BYTES // 1_000_000} MB, which no model needs; copy the file again"
+                f"{path}: it has more than {MAX_TEXT_BYTES // 1_000_000} MB, which no model "
+                "needs; copy the file again"
             )
 
 
 def check_sizes(config: dict[str, Any], path: Path, limits: Mapping[str, int] = MAX_SIZES) -> None:
-    """Raise a UserError for the first size of a configuration, or of a part of it, that no model has.
+    """Raise a UserError for the first size of a configuration, or of a part of it, that no model
+    has.
 
     Null stands for a default. A list has a value for every layer, as of models whose layers differ.
     """
@@ -65,7 +77,9 @@ def check_sizes(config: dict[str, Any], path: Path, limits: Mapping[str, int] = 
 
 
 def find_wrong_size(value: Any, limit: int) -> str | None:
-    """Return what to write in place of a size; None for a size that a model may have, or for null."""
+    """Return what to write in place of a size; None for a size that a model may have, or for
+    null.
+    """
     sizes = value if isinstance(value, list) else [value]
     for size in sizes:
         if size is None or (is_number(size, limit, least=0) and int(size) == size):
@@ -77,7 +91,9 @@ def find_wrong_size(value: Any, limit: int) -> str | None:
 
 def is_number(value: Any, limit: float, least: float = math.ulp(0.0)) -> bool:
     """Tell whether a value is a number, and no truth value, from `least` to `limit`."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= limit
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= limit
+    )
 
 
 def iterate_settings(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,5 @@
-"""A cache for texts that join and leave while others are decoded. Shapes: B texts, P slots of the pool, the others as in
-kv_cache.py."""
+"""A cache for texts that join and leave while others are decoded. Shapes: B texts, P slots of the
+pool, the others as in kv_cache.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from .kv_cache import TreeCache
 
 
 class PooledCache(TreeCache):
-    """Keys and values of texts that each have a segment of one pool of slots, as long as the text can become.
+    """Keys and values of texts that each have a segment of one pool of slots, as long as the text
+    can become.
 
-    The storage is [layers, 2, 1, P, H, D]. Only kernels that take the first slot of each text run on it (`row_starts`).
+    The storage is [layers, 2, 1, P, H, D]. Only kernels that take the first slot of each text run
+    on it (`row_starts`).
     """
 
     def __init__(self, num_layers: int, num_slots: int, device: torch.device) -> None:
@@ -35,16 +37,23 @@ class PooledCache(TreeCache):
         assert source.storage is not None
         if self.storage is None:
             layers, both, _, _, *slot = source.storage.shape
-            self.storage = torch.zeros(layers, both, 1, self.max_length, *slot, dtype=source.storage.dtype)
+            self.storage = torch.zeros(
+                layers, both, 1, self.max_length, *slot, dtype=source.storage.dtype
+            )
         length = source.longest
-        self.storage[:, :, 0, segment.start : segment.start + length] = source.storage[:, :, 0, :length]
+        self.storage[:, :, 0, segment.start : segment.start + length] = source.storage[
+            :, :, 0, :length
+        ]
         self.segments.append(segment)
         self._set_texts(torch.cat([self.lengths, source.lengths]))
 
     def copy_text(self, number: int) -> Tensor:
-        """Return a copy of the keys and values of a text's committed tokens, [layers, 2, T, H, D]."""
+        """Return a copy of the keys and values of a text's committed tokens, [layers, 2, T, H,
+        D].
+        """
         assert self.storage is not None
-        start, length = self.segments[number].start, int(self.lengths[number])
+        start = self.segments[number].start
+        length = int(self.lengths[number])
         return self.storage[:, :, 0, start : start + length].clone()
 
     def keep_texts(self, kept: list[int]) -> None:
@@ -56,6 +65,7 @@ class PooledCache(TreeCache):
         return self.starts
 
     def _set_texts(self, lengths: Tensor) -> None:
-        self.lengths, self.longest = lengths, int(lengths.max()) if len(lengths) else 0
+        self.lengths = lengths
+        self.longest = int(lengths.max()) if len(lengths) else 0
         self.starts = torch.tensor([segment.start for segment in self.segments], dtype=torch.int64)
         self.is_empty = False

@@ -1,9 +1,11 @@
-"""The only door through which weights of transformers' models are loaded, because none of them may be invented.
+"""The only door through which weights of transformers' models are loaded, because none of them may
+be invented.
 
-transformers fills weights that a checkpoint lacks, or has in another shape, with random numbers, and logs a report of them.
-Here such a checkpoint is refused by the name of its first such weight, without the report. Tied weights and buffers that no
-checkpoint holds may be absent, and weights that the model does not have are no fault: they are those of a vision tower or of
-layers for drafting.
+transformers fills weights that a checkpoint lacks, or has in another shape, with random numbers,
+and logs a report of them. Here such a checkpoint is refused by the name of its first such weight,
+without the report. Tied weights and buffers that no checkpoint holds may be absent, and weights
+that the model does not have are no fault: they are those of a vision tower or of layers for
+drafting.
 """
 
 from __future__ import annotations
@@ -21,18 +23,24 @@ from spectrain.errors import UserError, first_line
 
 from .checkpoint_files import INDEX_FILE, read_index
 
-REPORT_ROW = re.compile(r"^(?P<weight>\S[^|\n]*?)\s*\|\s*(?:\x1b\[\d+m)?(?P<status>MISSING|MISMATCH|CONVERSION)", re.MULTILINE)
+REPORT_ROW = re.compile(
+    r"^(?P<weight>\S[^|\n]*?)\s*\|\s*(?:\x1b\[\d+m)?(?P<status>MISSING|MISMATCH|CONVERSION)",
+    re.MULTILINE,
+)
 """A row of the report of transformers about a weight that was not loaded."""
 REPORTING_LOGGERS = ("transformers.modeling_utils", "transformers.integrations.peft")
 ADVICE = "save the model again with all its weights, or use another checkpoint"
 
 
 def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> Any:
-    """Load a model by a class of transformers from a directory or the hub; `options` are those of its `from_pretrained`.
+    """Load a model by a class of transformers from a directory or the hub; `options` are those of
+    its `from_pretrained`.
 
-    A UserError that begins with `key`, as in target.model, names a weight that is missing or has another shape.
+    A UserError that begins with `key`, as in target.model, names a weight that is missing or has
+    another shape.
     """
-    # With the sizes ignored, transformers names the weights instead of ending with a reference to its report.
+    # With the sizes ignored, transformers names the weights instead of ending with a reference to
+    # its report.
     asked = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     index = Path(model) / INDEX_FILE
     if index.exists():
@@ -41,7 +49,10 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
         try:
             network, info = model_class.from_pretrained(model, **asked)
         except SafetensorError as error:
-            raise UserError(f"{key}={model}: its weights cannot be read ({first_line(error)}); copy its files again") from error
+            raise UserError(
+                f"{key}={model}: its weights cannot be read ({first_line(error)}); copy its files "
+                "again"
+            ) from error
         except RuntimeError as error:
             fault = describe_reported_fault(reports)
             if fault is None:
@@ -57,31 +68,44 @@ def load_pretrained(model_class: Any, model: Any, key: str, **options: Any) -> A
 
 
 def describe_fault(info: Mapping[str, Any]) -> str | None:
-    """Describe the first weight that was not loaded, from the loading information of transformers; None where all were."""
+    """Describe the first weight that was not loaded, from the loading information of
+    transformers; None where all were.
+    """
     if info["missing_keys"]:
         return _describe_missing(info["missing_keys"])
     if info["mismatched_keys"]:
         name, stored, expected = min(info["mismatched_keys"])
         others = _count_others(info["mismatched_keys"], "have other shapes too")
-        return f"{name} has the shape {[*stored]} in its files and {[*expected]} by its config.json{others}"
+        return (
+            f"{name} has the shape {[*stored]} in its files and {[*expected]} by its "
+            f"config.json{others}"
+        )
     return None
 
 
 def describe_reported_fault(reports: Collection[logging.LogRecord]) -> str | None:
-    """Describe the first weight that a report of transformers calls missing or unfit; None where there is none."""
+    """Describe the first weight that a report of transformers calls missing or unfit; None where
+    there is none.
+    """
     rows = [row for record in reports for row in REPORT_ROW.finditer(record.getMessage())]
     if not rows:
         return None
     converted = [row["weight"] for row in rows if row["status"] == "CONVERSION"]
     if converted:
         others = _count_others(converted, "cannot either")
-        return f"{converted[0]} cannot be made of the weights in its files, of which some are missing or do not fit{others}"
+        return (
+            f"{converted[0]} cannot be made of the weights in its files, of which some are "
+            f"missing or do not fit{others}"
+        )
     return _describe_missing([row["weight"] for row in rows])
 
 
 def _describe_missing(names: Collection[str]) -> str:
     others = _count_others(names, "are missing too")
-    return f"{min(names)} is not among its weights{others}, and transformers would fill it with random numbers"
+    return (
+        f"{min(names)} is not among its weights{others}, and transformers would fill it with "
+        "random numbers"
+    )
 
 
 def _count_others(names: Collection[Any], what: str) -> str:
@@ -90,7 +114,9 @@ def _count_others(names: Collection[Any], what: str) -> str:
 
 @contextmanager
 def hold_back_reports() -> Iterator[list[logging.LogRecord]]:
-    """Collect what transformers logs about loading instead of printing it; what is still in the list at the end is printed."""
+    """Collect what transformers logs about loading instead of printing it; what is still in the
+    list at the end is printed.
+    """
     reports: list[logging.LogRecord] = []
     loggers = [logging.getLogger(name) for name in REPORTING_LOGGERS]
     levels = [logger.level for logger in loggers]

@@ -22,16 +22,29 @@ EXACT_SDPA = "sdpa_exact"
 
 
 def _sdpa_exact(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Call transformers' SDPA; single tokens attend as they do in spectrain: by its kernel, or in float64, rounded once."""
+    """Call transformers' SDPA; single tokens attend as they do in spectrain: by its kernel, or
+    in float64, rounded once.
+    """
     if query.shape[2] > 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
-    slots, scale = (key.transpose(1, 2), value.transpose(1, 2)), kwargs.get("scaling") or query.shape[-1] ** -0.5
-    if has_cpu_kernels(query.dtype, query.device) and can_attend(query, *slots, kwargs.get("softcap"), kwargs.get("s_aux")):
+    slots = (key.transpose(1, 2), value.transpose(1, 2))
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    if has_cpu_kernels(query.dtype, query.device) and can_attend(
+        query, *slots, kwargs.get("softcap"), kwargs.get("s_aux")
+    ):
         assert attention_mask is None or attention_mask.dtype == torch.bool
         return attend_token(query, key, value, attention_mask, scale).transpose(1, 2), None
-    attended, _ = sdpa_attention_forward(module, query.double(), key.double(), value.double(), attention_mask, *args, **kwargs)
+    attended, _ = sdpa_attention_forward(
+        module, query.double(), key.double(), value.double(), attention_mask, *args, **kwargs
+    )
     return attended.to(query.dtype), None
 
 
@@ -41,10 +54,12 @@ AttentionMaskInterface.register(EXACT_SDPA, sdpa_mask)
 
 @contextmanager
 def reference_model(target: Target) -> Iterator[Any]:
-    """Yield the unmodified target: transformers' attention and cache, torch's linears. In half precision on a CPU single tokens
-    attend in the order of sums of this project, and a single row is multiplied as a pair where one alone has other bits."""
+    """Yield the unmodified target: transformers' attention and cache, torch's linears. In half
+    precision on a CPU single tokens attend in the order of sums of this project, and a single row
+    is multiplied as a pair where one alone has other bits."""
     model: Any = target.model
-    architecture, is_paired = target.architecture, target.dtype == torch.bfloat16 and target.device.type == "cpu"
+    architecture = target.architecture
+    is_paired = target.dtype == torch.bfloat16 and target.device.type == "cpu"
     packed = any(is_packed(module) for module in model.modules())
     unpack_linears(model)
     architecture.set_attention(model, _reference_attention(target))
@@ -58,26 +73,45 @@ def reference_model(target: Target) -> Iterator[Any]:
 
 
 def _reference_attention(target: Target) -> str:
-    """Return the attention that transformers would choose; on a CPU in half precision, the one of `_sdpa_exact`."""
+    """Return the attention that transformers would choose; on a CPU in half precision, the one
+    of `_sdpa_exact`.
+    """
     if not target.model._supports_sdpa:
         return "eager"
-    is_exact = target.architecture.attends_by_masks or attention_dtype(target.dtype, target.device) == target.dtype
+    is_exact = (
+        target.architecture.attends_by_masks
+        or attention_dtype(target.dtype, target.device) == target.dtype
+    )
     return "sdpa" if is_exact else EXACT_SDPA
 
 
 def generate(
-    model: Any, prompt: list[int], max_new_tokens: int, stop_ids: frozenset[int], static: bool = False, **options: Any
+    model: Any,
+    prompt: list[int],
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    static: bool = False,
+    **options: Any,
 ) -> list[int]:
-    """Return the greedy output of transformers' `generate`, EOS included; `options` are its own. The prompt carries its
-    images."""
+    """Return the greedy output of transformers' `generate`, EOS included; `options` are its own.
+    The prompt carries its images."""
     if static:
         options |= {"cache_implementation": "static", "disable_compile": True}
-    device, images = next(model.parameters()).device, get_images(prompt)
+    device = next(model.parameters()).device
+    images = get_images(prompt)
     options |= {} if images is None else images.model_inputs(len(prompt), model)
     with torch.inference_mode():
         output = model.generate(
-            torch.tensor([prompt], device=device), attention_mask=torch.ones(1, len(prompt), device=device, dtype=torch.int64),
-            max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=1.0, temperature=None, top_p=None, top_k=None,
-            eos_token_id=sorted(stop_ids), pad_token_id=min(stop_ids, default=0), **options,
-        )  # fmt: skip
+            torch.tensor([prompt], device=device),
+            attention_mask=torch.ones(1, len(prompt), device=device, dtype=torch.int64),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            repetition_penalty=1.0,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            eos_token_id=sorted(stop_ids),
+            pad_token_id=min(stop_ids, default=0),
+            **options,
+        )
     return output[0, len(prompt) :].tolist()

@@ -1,4 +1,6 @@
-"""Hooks that read the residual stream of a model between its layers, or replace it. Shapes: B batch, N tokens, D width."""
+"""Hooks that read the residual stream of a model between its layers, or replace it. Shapes: B
+batch, N tokens, D width.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,18 @@ class InputReader:
 
 def only_reads_input(module: nn.Module) -> bool:
     """Return whether all hooks of a module only store the states that enter it."""
-    return not module._forward_hooks and all(type(hook) is InputReader for hook in module._forward_pre_hooks.values())
+    return not module._forward_hooks and all(
+        type(hook) is InputReader for hook in module._forward_pre_hooks.values()
+    )
 
 
 @contextmanager
-def capture_stream(modules: nn.ModuleList, layers: Sequence[Layer]) -> Iterator[dict[Layer, Tensor]]:
-    """Capture what enters the given layers, and what leaves the last one, while the context is open. "final" is left out."""
+def capture_stream(
+    modules: nn.ModuleList, layers: Sequence[Layer]
+) -> Iterator[dict[Layer, Tensor]]:
+    """Capture what enters the given layers, and what leaves the last one, while the context is
+    open. "final" is left out.
+    """
     captured: dict[Layer, Tensor] = {}
     num_layers = len(modules)
 
@@ -40,7 +48,11 @@ def capture_stream(modules: nn.ModuleList, layers: Sequence[Layer]) -> Iterator[
         if layer == num_layers:
             handles.append(modules[-1].register_forward_hook(store_output))
         elif layer != "final":
-            handles.append(modules[layer].register_forward_pre_hook(InputReader(captured, layer), with_kwargs=True))
+            handles.append(
+                modules[layer].register_forward_pre_hook(
+                    InputReader(captured, layer), with_kwargs=True
+                )
+            )
     try:
         yield captured
     finally:
@@ -50,10 +62,14 @@ def capture_stream(modules: nn.ModuleList, layers: Sequence[Layer]) -> Iterator[
 
 @contextmanager
 def feed_stream(layer: nn.Module, hidden: Tensor) -> Iterator[None]:
-    """Feed states [B, N, D] into a layer, in place of what the layer before it returns, while the context is open."""
+    """Feed states [B, N, D] into a layer, in place of what the layer before it returns, while
+    the context is open.
+    """
 
     def replace_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        return (
+            ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        )
 
     handle = layer.register_forward_pre_hook(replace_input, with_kwargs=True, prepend=True)
     try:

@@ -1,21 +1,28 @@
-"""Rotary embeddings: the forms that transformers' configurations have, and the ones that a drafter's layers use.
+"""Rotary embeddings: the forms that transformers' configurations have, and the ones that a
+drafter's layers use.
 
-A drafter's layers are Llama's or Qwen3's. Training, decoding, every export and every reader take their rotary embedding from
-here, as one `rope_parameters`, so that what is trained is what is exported. Engines build the layers from the drafter's own
-config.json, and agree with each other about the plain forms only:
+A drafter's layers are Llama's or Qwen3's. Training, decoding, every export and every reader take
+their rotary embedding from here, as one `rope_parameters`, so that what is trained is what is
+exported. Engines build the layers from the drafter's own config.json, and agree with each other
+about the plain forms only:
 
-* Llama's class in transformers ignores `partial_rotary_factor` in the default form and fails on it in scaled ones; vLLM and
-  SGLang rotate that part of a head; llama.cpp has a key of its own. A drafter's layers are trained from scratch, so they need
-  not rotate as little as the target's: they rotate whole heads, and the key is left out.
-* `mrope_section` and `mrope_interleaved` split a head among three positions, which are equal on text. They are left out, too.
-* The factors of longrope belong to frequencies, one for each pair of rotated dimensions. For whole heads they are interpolated
-  over the frequencies. transformers changes from the short to the long ones at a length, vLLM at the start by the served
-  length. A drafter is trained below that length, so both lists hold the short factors. If all are 1, the form is default.
-* Dynamic scaling differs from the default form only beyond the length up to which a drafter is trained, and vLLM and SGLang
-  apply it everywhere, so a drafter has the default form.
-* A proportional embedding is Gemma's; no engine's Llama has it, so a drafter has the default form, or linear with its factor.
+* Llama's class in transformers ignores `partial_rotary_factor` in the default form and fails on it
+  in scaled ones; vLLM and SGLang rotate that part of a head; llama.cpp has a key of its own. A
+  drafter's layers are trained from scratch, so they need not rotate as little as the target's: they
+  rotate whole heads, and the key is left out.
+* `mrope_section` and `mrope_interleaved` split a head among three positions, which are equal on
+  text. They are left out, too.
+* The factors of longrope belong to frequencies, one for each pair of rotated dimensions. For whole
+  heads they are interpolated over the frequencies. transformers changes from the short to the long
+  ones at a length, vLLM at the start by the served length. A drafter is trained below that length,
+  so both lists hold the short factors. If all are 1, the form is default.
+* Dynamic scaling differs from the default form only beyond the length up to which a drafter is
+  trained, and vLLM and SGLang apply it everywhere, so a drafter has the default form.
+* A proportional embedding is Gemma's; no engine's Llama has it, so a drafter has the default form,
+  or linear with its factor.
 
-A drafter that other projects trained keeps the form that its files name, apart from the keys that Llama's layer ignores.
+A drafter that other projects trained keeps the form that its files name, apart from the keys that
+Llama's layer ignores.
 """
 
 from __future__ import annotations
@@ -53,33 +60,52 @@ FORMS = {
     "dynamic": RopeForm(("factor",)),
     "yarn": RopeForm(
         ("factor",),
-        {"attention_factor": None, "beta_fast": 32, "beta_slow": 1, "mscale": 0, "mscale_all_dim": 0, "truncate": True},
+        {
+            "attention_factor": None,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0,
+            "mscale_all_dim": 0,
+            "truncate": True,
+        },
         has_original_length=True,
     ),
     "llama3": RopeForm(("factor", "low_freq_factor", "high_freq_factor"), has_original_length=True),
-    "longrope": RopeForm(FACTOR_LISTS, {"factor": None, "attention_factor": None}, has_original_length=True),
+    "longrope": RopeForm(
+        FACTOR_LISTS, {"factor": None, "attention_factor": None}, has_original_length=True
+    ),
     "proportional": RopeForm((), {"factor": 1.0, PARTIAL: 1.0}),
 }
 """Value of `rope_type` -> its keys."""
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration's rotary embedding as one `rope_parameters`, whichever schema it has; raise RopeError.
+    """Return a configuration's rotary embedding as one `rope_parameters`, whichever schema it has;
+    raise RopeError.
 
-    Keys that equal the form's defaults and keys that it lacks are left out, so that equal embeddings are equal. A partial
-    factor is kept.
+    Keys that equal the form's defaults and keys that it lacks are left out, so that equal
+    embeddings are equal. A partial factor is kept.
     """
     given = _select_group(config)
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = "default" if kind == "mrope" else kind
     if not isinstance(kind, str) or kind not in FORMS:
-        raise RopeError(f"rope_type={kind}: there is no such rotary embedding; {suggest_nearest(str(kind), (*FORMS, 'mrope'))}")
-    form, theta = FORMS[kind], given.get("rope_theta")
+        raise RopeError(
+            f"rope_type={kind}: there is no such rotary embedding; "
+            f"{suggest_nearest(str(kind), (*FORMS, 'mrope'))}"
+        )
+    form = FORMS[kind]
+    theta = given.get("rope_theta")
     theta = config.get("rope_theta") if theta is None else theta
-    rope = {"rope_type": kind, "rope_theta": _check_number(kind, "rope_theta", DEFAULT_THETA if theta is None else theta)}
+    rope = {
+        "rope_type": kind,
+        "rope_theta": _check_number(kind, "rope_theta", DEFAULT_THETA if theta is None else theta),
+    }
     for key in form.required:
         if given.get(key) is None:
-            raise RopeError(f"rope_type={kind}: {key} is missing; write it as the model was trained with it")
+            raise RopeError(
+                f"rope_type={kind}: {key} is missing; write it as the model was trained with it"
+            )
         rope[key] = _check_value(kind, key, given[key])
     for key, default in form.defaults.items():
         if given.get(key) is not None and given[key] != default:
@@ -93,11 +119,14 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _select_group(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of one rotary embedding; of a model with one for each kind of layer, that of full attention."""
+    """Return the settings of one rotary embedding; of a model with one for each kind of layer,
+    that of full attention.
+    """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise RopeError(
-            f"rope_parameters={given}: it is no group of settings; write {{rope_type: default, rope_theta: 10000.0}}"
+            f"rope_parameters={given}: it is no group of settings; write {{rope_type: default, "
+            f"rope_theta: 10000.0}}"
         )
     by_kind = {kind: group for kind, group in given.items() if isinstance(group, Mapping)}
     if not by_kind:
@@ -107,12 +136,21 @@ def _select_group(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_original_length(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
     """Return the length that the model was trained for before its rotary embedding was scaled."""
-    lengths = given.get(ORIGINAL_LENGTH), config.get(ORIGINAL_LENGTH), config.get("max_position_embeddings")
+    lengths = (
+        given.get(ORIGINAL_LENGTH),
+        config.get(ORIGINAL_LENGTH),
+        config.get("max_position_embeddings"),
+    )
     length = next((length for length in lengths if length is not None), None)
     if length is None:
-        raise RopeError(f"rope_type={kind}: {ORIGINAL_LENGTH} is missing; write it as the model was trained with it")
+        raise RopeError(
+            f"rope_type={kind}: {ORIGINAL_LENGTH} is missing; write it as the model was trained "
+            "with it"
+        )
     if _check_number(kind, ORIGINAL_LENGTH, length) < 2:
-        raise RopeError(f"rope_type={kind}: {ORIGINAL_LENGTH}={length} must be a number of tokens above 1")
+        raise RopeError(
+            f"rope_type={kind}: {ORIGINAL_LENGTH}={length} must be a number of tokens above 1"
+        )
     return length
 
 
@@ -138,70 +176,96 @@ def _check_number(kind: str, key: str, value: Any) -> Any:
 
 
 def _drop_unused(rope: dict[str, Any]) -> dict[str, Any]:
-    """Leave out keys of yarn that change nothing; raise RopeError for ranges and lists that contradict each other."""
+    """Leave out keys of yarn that change nothing; raise RopeError for ranges and lists that
+    contradict each other.
+    """
     if rope["rope_type"] == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
         raise RopeError(
-            f"rope_type=llama3: high_freq_factor={rope['high_freq_factor']} must be above low_freq_factor="
-            f"{rope['low_freq_factor']}"
+            f"rope_type=llama3: high_freq_factor={rope['high_freq_factor']} must be above "
+            f"low_freq_factor={rope['low_freq_factor']}"
         )
     if rope["rope_type"] == "longrope" and len(rope["short_factor"]) != len(rope["long_factor"]):
         raise RopeError(
-            f"rope_type=longrope: short_factor has {len(rope['short_factor'])} numbers and long_factor "
-            f"{len(rope['long_factor'])}; write as many of both"
+            f"rope_type=longrope: short_factor has {len(rope['short_factor'])} numbers and "
+            f"long_factor {len(rope['long_factor'])}; write as many of both"
         )
     if rope["rope_type"] != "yarn":
         return rope
     has_scales = "mscale" in rope and "mscale_all_dim" in rope and "attention_factor" not in rope
-    return {key: value for key, value in rope.items() if has_scales or key not in ("mscale", "mscale_all_dim")}
+    return {
+        key: value
+        for key, value in rope.items()
+        if has_scales or key not in ("mscale", "mscale_all_dim")
+    }
 
 
 def fit_to_head(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return a rotary embedding of `read_rope` for layers that rotate whole heads; raise RopeError where lists do not fit."""
+    """Return a rotary embedding of `read_rope` for layers that rotate whole heads; raise
+    RopeError where lists do not fit.
+    """
     if rope["rope_type"] != "proportional":
         rope = {key: value for key, value in rope.items() if key != PARTIAL}
     count = len(rope.get("short_factor", ()))
     if count not in (0, head_dim // 2):
         raise RopeError(
-            f"rope_type=longrope: short_factor and long_factor have {count} numbers, and a head of {head_dim} needs "
-            f"{head_dim // 2}; write one for each pair of dimensions"
+            f"rope_type=longrope: short_factor and long_factor have {count} numbers, and a head "
+            f"of {head_dim} needs {head_dim // 2}; write one for each pair of dimensions"
         )
     return rope
 
 
 def drafter_rope(config: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return the rotary embedding of a drafter's layers with heads of `head_dim` from its target's configuration."""
+    """Return the rotary embedding of a drafter's layers with heads of `head_dim` from its
+    target's configuration.
+    """
     rope = {key: value for key, value in read_rope(config).items() if key != PARTIAL}
-    kind, plain = rope["rope_type"], {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    kind = rope["rope_type"]
+    plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     if kind == "dynamic":
         return plain
     if kind == "proportional":
-        return {**plain, "rope_type": "linear", "factor": rope["factor"]} if "factor" in rope else plain
+        return (
+            {**plain, "rope_type": "linear", "factor": rope["factor"]}
+            if "factor" in rope
+            else plain
+        )
     if kind != "longrope":
         return rope
-    factors, scale = interpolate_factors(rope["short_factor"], head_dim // 2), attention_scale(rope)
+    factors = interpolate_factors(rope["short_factor"], head_dim // 2)
+    scale = attention_scale(rope)
     if scale == 1 and all(factor == 1 for factor in factors):
         return plain
     lists = dict.fromkeys(FACTOR_LISTS, factors)
-    return {**plain, "rope_type": "longrope", **lists, ORIGINAL_LENGTH: rope[ORIGINAL_LENGTH], "attention_factor": scale}
+    return {
+        **plain,
+        "rope_type": "longrope",
+        **lists,
+        ORIGINAL_LENGTH: rope[ORIGINAL_LENGTH],
+        "attention_factor": scale,
+    }
 
 
 def interpolate_factors(factors: list[float], count: int) -> list[float]:
-    """Return the factors of `count` pairs of dimensions whose frequencies span the range that those of `factors` span.
+    """Return the factors of `count` pairs of dimensions whose frequencies span the range that those
+    of `factors` span.
 
-    Pair i of n has the frequency theta^(-i/n), so pair j of a whole head lies at j * n / count among the given ones. Beyond the
-    last of these the last factor holds.
+    Pair i of n has the frequency theta^(-i/n), so pair j of a whole head lies at j * n / count
+    among the given ones. Beyond the last of these the last factor holds.
     """
     last = len(factors) - 1
     interpolated = []
     for number in range(count):
         exact = min(number * len(factors) / count, last)
-        below, above = factors[int(exact)], factors[min(int(exact) + 1, last)]
+        below = factors[int(exact)]
+        above = factors[min(int(exact) + 1, last)]
         interpolated.append(below + (exact - int(exact)) * (above - below))
     return interpolated
 
 
 def attention_scale(rope: Mapping[str, Any]) -> float:
-    """Return the factor of cosines and sines of longrope for a drafter, whose length is the original one."""
+    """Return the factor of cosines and sines of longrope for a drafter, whose length is the
+    original one.
+    """
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     factor = rope.get("factor") or 1.0

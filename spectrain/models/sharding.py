@@ -1,7 +1,8 @@
-"""Targets that several devices hold together: layers split by tensor parallelism, or sharded and gathered while they run.
+"""Targets that several devices hold together: layers split by tensor parallelism, or sharded and
+gathered while they run.
 
-Either way all processes of a launch run the same layers at the same time. Every process holds the complete embedding, final
-norm and output layer, because drafters borrow these.
+Either way all processes of a launch run the same layers at the same time. Every process holds the
+complete embedding, final norm and output layer, because drafters borrow these.
 """
 
 from typing import Any, Literal
@@ -22,49 +23,69 @@ Sharding = Literal["none", "fsdp2", "tensor"]
 
 
 def select_auto_class(config: Any) -> Any:
-    """Return the class that loads a configuration: a causal LM, or a model of text and images, whose text decoder is the
-    target. Where both fit, the checkpoint's own class decides."""
-    multimodal, text = (auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForCausalLM))
+    """Return the class that loads a configuration: a causal LM, or a model of text and images,
+    whose text decoder is the target. Where both fit, the checkpoint's own class decides."""
+    multimodal, text = (
+        auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForCausalLM)
+    )
     if type(config) not in multimodal:
         return AutoModelForCausalLM
     is_saved_multimodal = multimodal[type(config)].__name__ in (config.architectures or ())
-    return AutoModelForImageTextToText if is_saved_multimodal or type(config) not in text else AutoModelForCausalLM
+    return (
+        AutoModelForImageTextToText
+        if is_saved_multimodal or type(config) not in text
+        else AutoModelForCausalLM
+    )
 
 
-def load_network(model: str, config: Any, device: str, sharding: Sharding, **options: Any) -> nn.Module:
-    """Load a causal LM by hub name or directory onto a device, complete or shared between the processes of the launch."""
+def load_network(
+    model: str, config: Any, device: str, sharding: Sharding, **options: Any
+) -> nn.Module:
+    """Load a causal LM by hub name or directory onto a device, complete or shared between the
+    processes of the launch.
+    """
     # Nothing is unpickled.
     options["use_safetensors"] = True
     if sharding == "none":
-        network: nn.Module = load_pretrained(select_auto_class(config), model, "target.model", config=config, **options)
+        network: nn.Module = load_pretrained(
+            select_auto_class(config), model, "target.model", config=config, **options
+        )
         return network if "device_map" in options or device == "cpu" else network.to(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
-            f"target.sharding={sharding}: this launch has one process; start several with torchrun or accelerate launch"
+            f"target.sharding={sharding}: this launch has one process; start several with "
+            "torchrun or accelerate launch"
         )
     share = _load_tensor_parallel if sharding == "tensor" else _load_fsdp2
     return share(model, config, device, options)
 
 
-def _load_tensor_parallel(model: str, config: Any, device: str, options: dict[str, Any]) -> nn.Module:
+def _load_tensor_parallel(
+    model: str, config: Any, device: str, options: dict[str, Any]
+) -> nn.Module:
     """Load with tensor parallelism, by the plan of transformers for the model."""
     try:
         from transformers.distributed import DistributedConfig
     except ImportError as error:
-        raise UserError("target.sharding=tensor: this transformers cannot; run pip install -U transformers") from error
+        raise UserError(
+            "target.sharding=tensor: this transformers cannot; run pip install -U transformers"
+        ) from error
     model_class: Any = select_auto_class(config)._model_mapping[type(config)]
     # The output layer is not split.
     headless: Any = type(model_class.__name__, (model_class,), {"_tp_plan": {}})
     count = dist.get_world_size()
     try:
         plan = DistributedConfig(tp_size=count)
-        network: nn.Module = load_pretrained(headless, model, "target.model", config=config, distributed_config=plan, **options)
+        network: nn.Module = load_pretrained(
+            headless, model, "target.model", config=config, distributed_config=plan, **options
+        )
     except UserError:
         raise
     except (ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"target.sharding=tensor: transformers cannot cut this model {count} ways ({reason}); use fsdp2"
+            f"target.sharding=tensor: transformers cannot cut this model {count} ways ({reason}); "
+            "use fsdp2"
         ) from error
     head: Any = network.get_output_embeddings()  # type: ignore[operator]
     for name, parameter in list(head.named_parameters(recurse=False)):
@@ -76,12 +97,18 @@ def _load_tensor_parallel(model: str, config: Any, device: str, options: dict[st
 
 
 def _load_fsdp2(model: str, config: Any, device: str, options: dict[str, Any]) -> nn.Module:
-    """Load with FSDP2 over the decoder layers. Only the first process reads the weights; it sends the others their shards."""
+    """Load with FSDP2 over the decoder layers. Only the first process reads the weights; it
+    sends the others their shards.
+    """
     first = dist.get_rank() == 0
     kind = select_auto_class(config)
-    complete: Any = load_pretrained(kind, model, "target.model", config=config, **options) if first else None
+    complete: Any = (
+        load_pretrained(kind, model, "target.model", config=config, **options) if first else None
+    )
     with torch.device("meta"):
-        network: Any = kind.from_config(config, dtype=options["dtype"], attn_implementation=options["attn_implementation"])
+        network: Any = kind.from_config(
+            config, dtype=options["dtype"], attn_implementation=options["attn_implementation"]
+        )
     network.tie_weights()
     mesh = dist.device_mesh.init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     for layer in find_layers(find_decoder(network)) or ():
@@ -90,7 +117,9 @@ def _load_fsdp2(model: str, config: Any, device: str, options: dict[str, Any]) -
     # `to_empty` has separated tied weights.
     network.tie_weights()
     state = complete.state_dict() if first else {}
-    set_model_state_dict(network, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    set_model_state_dict(
+        network, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
     # No checkpoint holds buffers such as rotary frequencies.
     buffers = dict(complete.named_buffers()) if first else {}
     for name, buffer in network.named_buffers():
@@ -108,8 +137,13 @@ def _load_fsdp2(model: str, config: Any, device: str, options: dict[str, Any]) -
 
 def _check_sharded(network: Any) -> None:
     """Raise RunError where a process holds all of the layers after all."""
-    parameters: list[Any] = [p for layer in find_layers(find_decoder(network)) or () for p in layer.parameters()]
+    parameters: list[Any] = [
+        p for layer in find_layers(find_decoder(network)) or () for p in layer.parameters()
+    ]
     local = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
     total = sum(parameter.numel() for parameter in parameters)
     if local >= total:
-        raise RunError(f"target: this process holds all {total} parameters of its layers, so nothing was shared")
+        raise RunError(
+            f"target: this process holds all {total} parameters of its layers, so nothing was "
+            "shared"
+        )

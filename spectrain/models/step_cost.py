@@ -1,6 +1,8 @@
-"""The memory and arithmetic of a training step in closed form: which modules run over how many rows, and which logits exist.
+"""The memory and arithmetic of a training step in closed form: which modules run over how many
+rows, and which logits exist.
 
-A row is a token that a module runs over, or a state that an output layer reads. Shapes: R rows, V vocabulary.
+A row is a token that a module runs over, or a state that an output layer reads. Shapes: R rows, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ from typing import Any
 from torch import nn
 
 OUTPUT_LAYERS = ("lm_head", "lm_down")
-"""Linears whose outputs are logits, which a step does not store; the formula of the logits counts them."""
+"""Linears whose outputs are logits, which a step does not store; the formula of the logits
+counts them.
+"""
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The sizes of a batch: texts, tokens of the longest one, tokens with padding, and tokens that carry loss."""
+    """The sizes of a batch: texts, tokens of the longest one, tokens with padding, and tokens
+    that carry loss.
+    """
 
     texts: float
     length: int
@@ -28,8 +34,9 @@ class BatchShape:
     loss_tokens: int | None = None
 
     def split_columns(self, parts: int) -> BatchShape:
-        """Return the sizes of the piece of the columns that has most supervised tokens, of `parts` pieces. Draft steps run over
-        a complete piece, and its share of the texts counts what is drawn of each text."""
+        """Return the sizes of the piece of the columns that has most supervised tokens, of `parts`
+        pieces. Draft steps run over a complete piece, and its share of the texts counts what is
+        drawn of each text."""
         if parts == 1:
             return self
         tokens = math.ceil(self.tokens / parts)
@@ -38,7 +45,9 @@ class BatchShape:
         return replace(self, texts=texts, tokens=tokens, supervised=supervised, loss_tokens=None)
 
     def window_rows(self, num_steps: int) -> int:
-        """Count the positions at which `num_steps` draft steps predict the tokens of the windows: all tokens without any."""
+        """Count the positions at which `num_steps` draft steps predict the tokens of the
+        windows: all tokens without any.
+        """
         if self.loss_tokens is None:
             return self.tokens
         return min(self.tokens, int(self.texts) * (self.loss_tokens + num_steps + 1))
@@ -73,7 +82,8 @@ class Judged:
     # Matrices of the drafter's rows, and of the labels' rows, that exist at the same time.
     copies: float = 2
     label_copies: float = 2
-    # Number of output layers that are judged one after another, and the width that they read; 0 is the target's.
+    # Number of output layers that are judged one after another, and the width that they read; 0 is
+    # the target's.
     layers: int = 1
     width: int = 0
     # Rows whose logits are computed without gradients, besides the labels.
@@ -122,13 +132,16 @@ class RowCost:
 def row_cost(module: nn.Module, trained: Collection[int] = ()) -> RowCost:
     """Return the cost of a row in a module; `trained` holds the ids of the trained parameters.
 
-    The backward pass reads the output of every linear, what a norm normalised and what it returned, the activation and the
-    product of a gated feed-forward, and what attention returned. A mixture of experts costs its share of the experts. A module
-    that stores more has the attribute `stored_values`: values a row.
+    The backward pass reads the output of every linear, what a norm normalised and what it returned,
+    the activation and the product of a gated feed-forward, and what attention returned. A mixture
+    of experts costs its share of the experts. A module that stores more has the attribute
+    `stored_values`: values a row.
     """
     if isinstance(module, nn.Linear):
         weight = module.weight
-        return RowCost(module.out_features, 0, weight.numel(), weight.numel() if id(weight) in trained else 0)
+        return RowCost(
+            module.out_features, 0, weight.numel(), weight.numel() if id(weight) in trained else 0
+        )
     if is_norm(module):
         return RowCost(states=2 * next(module.parameters()).numel())
     parts: list[Any] = [module, *module.children()]
@@ -136,16 +149,28 @@ def row_cost(module: nn.Module, trained: Collection[int] = ()) -> RowCost:
     cost = RowCost()
     for name, child in module.named_children():
         if name not in OUTPUT_LAYERS and not isinstance(child, nn.Embedding):
-            part = experts_cost(child, top_k, trained) if is_experts(child) else row_cost(child, trained)
+            part = (
+                experts_cost(child, top_k, trained)
+                if is_experts(child)
+                else row_cost(child, trained)
+            )
             # What LoRA adds to a linear's output is not stored by itself.
             cost += replace(part, products=0) if name == "lora_B" else part
     cost += RowCost(products=getattr(module, "stored_values", 0))
-    inner, attended = (getattr(getattr(module, name, None), "in_features", 0) for name in ("down_proj", "o_proj"))
+    inner, attended = (
+        getattr(getattr(module, name, None), "in_features", 0) for name in ("down_proj", "o_proj")
+    )
     for norm, linear in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
-        if is_norm(getattr(module, norm, None)) and isinstance(read := getattr(module, linear, None), nn.Linear):
+        if is_norm(getattr(module, norm, None)) and isinstance(
+            read := getattr(module, linear, None), nn.Linear
+        ):
             # A norm of heads has one head's weights for all of them.
-            cost += RowCost(states=2 * (read.out_features - next(getattr(module, norm).parameters()).numel()))
-    cost += RowCost(products=2 * inner + attended, attention=attended, num_attentions=int(attended > 0))
+            cost += RowCost(
+                states=2 * (read.out_features - next(getattr(module, norm).parameters()).numel())
+            )
+    cost += RowCost(
+        products=2 * inner + attended, attention=attended, num_attentions=int(attended > 0)
+    )
     return cost
 
 
@@ -153,7 +178,10 @@ def experts_cost(experts: Any, top_k: int, trained: Collection[int]) -> RowCost:
     """Return the cost of a row in its `top_k` experts, whose weights are stacked [E, .., ..]."""
     share = top_k / len(experts.down_proj)
     weights, tuned = (
-        share * sum(p.numel() for p in experts.parameters() if p.dim() == 3 and (every or id(p) in trained))
+        share
+        * sum(
+            p.numel() for p in experts.parameters() if p.dim() == 3 and (every or id(p) in trained)
+        )
         for every in (True, False)
     )
     width = getattr(experts, "hidden_dim", None) or getattr(experts, "hidden_size", 1)
@@ -168,5 +196,11 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module | None) -> bool:
-    """Return whether a module normalises: it has a weight vector, and "Norm" in the name of its class."""
-    return module is not None and "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
+    """Return whether a module normalises: it has a weight vector, and "Norm" in the name of its
+    class.
+    """
+    return (
+        module is not None
+        and "Norm" in type(module).__name__
+        and any(True for _ in module.parameters(recurse=False))
+    )

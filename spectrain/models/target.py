@@ -1,8 +1,10 @@
-"""The target: an unmodified Hugging Face causal LM, run over token batches, cached trees or some of its layers only.
+"""The target: an unmodified Hugging Face causal LM, run over token batches, cached trees or some of
+its layers only.
 
 Shapes: B batch, T tokens, N nodes, L captured layers, D width, V vocabulary.
-Nothing here copies or patches model code: attention goes through `AttentionInterface`, keys and values through our
-`Cache`, features through hooks. What differs between targets is in `architectures/`.
+Nothing here copies or patches model code: attention goes through `AttentionInterface`, keys and
+values through our `Cache`, features through hooks. What differs between targets is in
+`architectures/`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from .residual_stream import capture_stream
 from .sharding import Sharding
 
 ImageCheck = Callable[["Target", Sequence[int], Images], None]
-"""Raises UserError for a text with images that the target would read otherwise than transformers."""
+"""Raises UserError for a text with images that the target would read otherwise than
+transformers.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,9 @@ class SmallModelOrigin:
 
 
 class Target(ModelParts):
-    """A frozen causal LM whose output is wanted. It learns only where a stage of a drafter's training names its parameters."""
+    """A frozen causal LM whose output is wanted. It learns only where a stage of a drafter's
+    training names its parameters.
+    """
 
     def __init__(
         self,
@@ -63,21 +69,26 @@ class Target(ModelParts):
         super().__init__(model, name)
         self.tokenizer, self.path = tokenizer, path
         self.template = ChatTemplate(tokenizer, num_embeddings=self.head.num_embeddings)
-        # Whether the layers were loaded; without them nothing runs but embedding, final norm and output layer.
+        # Whether the layers were loaded; without them nothing runs but embedding, final norm and
+        # output layer.
         self.has_layers = True
         # How the processes of the launch hold the model together.
         self.sharding = sharding
         self.runs_in_lockstep = sharding != "none"
-        has_vision = "vision_config" in getattr(model.config, "sub_configs", {}) and self.decoder is not model.base_model
+        has_vision = (
+            "vision_config" in getattr(model.config, "sub_configs", {})
+            and self.decoder is not model.base_model
+        )
         self.vision = ImageProcessor(path, has_vision)
-        # The check of the first text with images; None once it has passed, and where nothing is checked.
+        # The check of the first text with images; None once it has passed, and where nothing is
+        # checked.
         self.image_check: ImageCheck | None = None
         self.architecture = architecture or detect_architecture(self)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, dtype: str = "auto", device: str = "auto") -> Target:
-        """Load a target by the name of a model that ships with the project (tiny, smollm2), from a directory, or from the
-        hub."""
+        """Load a target by the name of a model that ships with the project (tiny, smollm2), from a
+        directory, or from the hub."""
         shipped = name if name in ("tiny", "smollm2") else None
         load = GroupSpec("target", shipped or "hf").load_constructor()
         settings = {"dtype": dtype, "device": device} | ({} if shipped else {"model": str(name)})
@@ -93,10 +104,14 @@ class Target(ModelParts):
         return frozenset(i for i in ids if i is not None)
 
     def new_cache(self, batch_size: int, max_length: int, bound: int | None = None) -> TreeCache:
-        return TreeCache(self.num_layers, batch_size, max_length, self.device, bound, self.architecture.kv_shapes)
+        return TreeCache(
+            self.num_layers, batch_size, max_length, self.device, bound, self.architecture.kv_shapes
+        )
 
     def make_small_model(self, origin: SmallModelOrigin) -> Target | None:
-        """Return an untrained small model of the target's own kind; None where any causal LM may draft."""
+        """Return an untrained small model of the target's own kind; None where any causal LM may
+        draft.
+        """
         return None
 
     @property
@@ -105,8 +120,9 @@ class Target(ModelParts):
         return self.config
 
     def pack_weights(self) -> None:
-        """Switch decoding and feature capture to faster linears: reordered weights on a CPU, and on a GPU one product for the
-        linears that read the same input. A sharded target stays as it is."""
+        """Switch decoding and feature capture to faster linears: reordered weights on a CPU, and on
+        a GPU one product for the linears that read the same input. A sharded target stays as it is.
+        """
         if self.sharding == "none":
             speed_up_linears(self.model if self.has_layers else self.head.output)
 
@@ -114,7 +130,8 @@ class Target(ModelParts):
         """Raise UserError where the layers, which `user` runs or copies, were not loaded."""
         if not self.has_layers:
             raise UserError(
-                f"target.parts=head: {user} needs the layers of {self.name}, which are not loaded; use target.parts=all"
+                f"target.parts=head: {user} needs the layers of {self.name}, which are not "
+                "loaded; use target.parts=all"
             )
 
     def features(
@@ -124,9 +141,11 @@ class Target(ModelParts):
         lengths: tuple[int, ...] | None = None,
         texts: Sequence[Sequence[int]] = (),
     ) -> Features:
-        """Return frozen features of sequences [B, T], padded on the right, or of packed ones, without logits. `texts` are the
-        same tokens with their images."""
-        return self.run(tokens, ForwardPlan(layers=layers, lengths=lengths, texts=self._check_images(texts)))
+        """Return frozen features of sequences [B, T], padded on the right, or of packed ones,
+        without logits. `texts` are the same tokens with their images."""
+        return self.run(
+            tokens, ForwardPlan(layers=layers, lengths=lengths, texts=self._check_images(texts))
+        )
 
     def prefill(
         self,
@@ -136,66 +155,98 @@ class Target(ModelParts):
         layers: tuple[Layer, ...],
         texts: Sequence[Sequence[int]] = (),
     ) -> Features:
-        """Run prompts [B, T], padded on the right, into an empty cache. Return features, with logits [B, 1, V] after the last
-        token of each row. `texts` are the same prompts with their images.
+        """Run prompts [B, T], padded on the right, into an empty cache. Return features, with
+        logits [B, 1, V] after the last token of each row. `texts` are the same prompts with their
+        images.
 
-        Where kernels give a later row the bits of a text alone, prompts run one after the other, so that a prompt has these
-        bits too: products over many padded rows round otherwise."""
+        Where kernels give a later row the bits of a text alone, prompts run one after the other, so
+        that a prompt has these bits too: products over many padded rows round otherwise."""
         if len(tokens) > 1 and self._runs_prompts_alone(cache, texts):
             return self._prefill_each(tokens, lengths, cache, layers)
         with_final = layers if "final" in layers else (*layers, "final")
         cache.prompt_lengths = lengths
-        features = self.run(tokens, ForwardPlan(layers=with_final, cache=cache, texts=self._check_images(texts)))
+        features = self.run(
+            tokens, ForwardPlan(layers=with_final, cache=cache, texts=self._check_images(texts))
+        )
         cache.commit(None, lengths)
-        last = features.at_layer("final").gather(1, (lengths - 1)[:, None, None].expand(-1, 1, self.width))
+        last = features.at_layer("final").gather(
+            1, (lengths - 1)[:, None, None].expand(-1, 1, self.width)
+        )
         return Features(tokens, features.layers, features.hidden, self.head.logits(last))
 
     def _runs_prompts_alone(self, cache: TreeCache, texts: Sequence[Sequence[int]]) -> bool:
         """Return whether a prompt alone and later rows have the same bits, which kernels see to."""
-        return cache.can_lend_storage and not have_images(texts) and self.architecture.can_pool_texts(self)
+        return (
+            cache.can_lend_storage
+            and not have_images(texts)
+            and self.architecture.can_pool_texts(self)
+        )
 
-    def _prefill_each(self, tokens: Tensor, lengths: Tensor, cache: TreeCache, layers: tuple[Layer, ...]) -> Features:
-        """Run the prompts one after the other, each in a cache of its own whose slots are copied."""
-        parts, longest = [], tokens.shape[1]
+    def _prefill_each(
+        self, tokens: Tensor, lengths: Tensor, cache: TreeCache, layers: tuple[Layer, ...]
+    ) -> Features:
+        """Run the prompts one after the other, each in a cache of its own whose slots are
+        copied.
+        """
+        parts = []
+        longest = tokens.shape[1]
         for row, length in enumerate(lengths.tolist()):
             alone = self.new_cache(1, length)
-            parts.append(self.prefill(tokens[row : row + 1, :length], lengths[row : row + 1], alone, layers))
+            parts.append(
+                self.prefill(tokens[row : row + 1, :length], lengths[row : row + 1], alone, layers)
+            )
             assert alone.storage is not None
             *_, num_heads, size = alone.storage.shape
             slots = cache.lend_storage(longest, num_heads, size, alone.storage.dtype)
             slots[:, :, row, :length] = alone.storage[:, :, 0, :length]
-            # Layers refer to the cache, so it would keep its memory until the next collection of garbage.
+            # Layers refer to the cache, so it would keep its memory until the next collection of
+            # garbage.
             alone.storage = None
         cache.add_uncommitted(longest)
         cache.commit(None, lengths)
-        hidden = torch.cat([F.pad(part.hidden, (0, 0, 0, 0, 0, longest - part.hidden.shape[1])) for part in parts])
+        hidden = torch.cat(
+            [F.pad(part.hidden, (0, 0, 0, 0, 0, longest - part.hidden.shape[1])) for part in parts]
+        )
         logits = torch.cat([part.logits for part in parts if part.logits is not None])
         return Features(tokens, parts[0].layers, hidden, logits)
 
     def extend(self, tokens: Tensor, cache: TreeCache) -> Features:
-        """Run further tokens [B, N] of texts behind the committed ones, and commit them. Return features with logits [B, 1, V]
-        after the last of them."""
+        """Run further tokens [B, N] of texts behind the committed ones, and commit them. Return
+        features with logits [B, 1, V] after the last of them."""
         chain = TokenTree.from_chain(tokens)
         positions = cache.lengths[:, None] + chain.depths
-        features = self.run(tokens, ForwardPlan(layers=("final",), positions=positions, mask=chain.ancestors, cache=cache))
+        features = self.run(
+            tokens,
+            ForwardPlan(layers=("final",), positions=positions, mask=chain.ancestors, cache=cache),
+        )
         cache.commit(None, torch.full_like(cache.lengths, tokens.shape[1]))
         last = features.at_layer("final")[:, -1:]
         return Features(tokens, features.layers, features.hidden, self.head.logits(last))
 
     def verify(self, tree: TokenTree, cache: TreeCache, layers: tuple[Layer, ...] = ()) -> Features:
-        """Run a tree [B, N] on top of the committed tokens of the cache and return logits [B, N, V] at every node. Commit
-        afterwards.
+        """Run a tree [B, N] on top of the committed tokens of the cache and return logits [B, N, V]
+        at every node. Commit afterwards.
 
-        Every rule computes in float32 or only compares, so on a GPU half-precision logits are not upcast, which spares a pass
-        and twice the bytes. Torch's argmax on a CPU takes three times as long in half precision, so there they are.
+        Every rule computes in float32 or only compares, so on a GPU half-precision logits are not
+        upcast, which spares a pass and twice the bytes. Torch's argmax on a CPU takes three times
+        as long in half precision, so there they are.
         """
         positions = cache.lengths[:, None] + tree.depths
         upcast = self.device.type == "cpu"
-        plan = ForwardPlan(layers, logits=True, upcast=upcast, positions=positions, mask=tree.ancestors, cache=cache)
+        plan = ForwardPlan(
+            layers,
+            logits=True,
+            upcast=upcast,
+            positions=positions,
+            mask=tree.ancestors,
+            cache=cache,
+        )
         return self.run(tree.tokens, plan)
 
     def run(self, tokens: Tensor, plan: ForwardPlan = DEFAULT_PLAN) -> Features:
-        """Run one forward over tokens [B, N] as the plan says and return the features that it requests."""
+        """Run one forward over tokens [B, N] as the plan says and return the features that it
+        requests.
+        """
         self.require_layers("a forward of the target")
         call = self.architecture.resolve_call(self, tokens, plan)
         with ExitStack() as stack, torch.set_grad_enabled(plan.grad):
@@ -205,21 +256,29 @@ class Target(ModelParts):
             output = self.decoder(**self.architecture.decoder_arguments(call))
             final = captured["final"] = output.last_hidden_state
             states = [captured[layer] for layer in plan.layers]
-            hidden = torch.stack(states, dim=2) if states else final.new_empty(*tokens.shape, 0, self.width)
+            hidden = (
+                torch.stack(states, dim=2)
+                if states
+                else final.new_empty(*tokens.shape, 0, self.width)
+            )
             logits = self.head.logits(final, upcast=plan.upcast) if plan.logits else None
         if plan.cache is not None:
             plan.cache.add_uncommitted(tokens.shape[1])
         return Features(tokens, plan.layers, hidden, logits)
 
     def apply_final_norm(self, hidden: Tensor, grad: bool = False) -> Tensor:
-        """Apply the final norm to states [B, T, D] of any layer: what the head reads at an early exit."""
+        """Apply the final norm to states [B, T, D] of any layer: what the head reads at an early
+        exit.
+        """
         if not self.has_layers:
             with torch.set_grad_enabled(grad):
                 normed: Tensor = self.final_norm(hidden)
                 return normed
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         span = LayerSpan(first=self.num_layers, hidden=hidden)
-        return self.run(tokens, ForwardPlan(layers=("final",), grad=grad, span=span)).at_layer("final")
+        return self.run(tokens, ForwardPlan(layers=("final",), grad=grad, span=span)).at_layer(
+            "final"
+        )
 
     def save(self, path: str | Path) -> None:
         """Write model and tokenizer in transformers format."""
@@ -230,13 +289,18 @@ class Target(ModelParts):
         self.tokenizer.save_pretrained(path)
 
     def _check_images(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Return the texts where any has images, else nothing. The first text with images is checked against transformers."""
-        first = next(((text, images) for text in texts if (images := get_images(text)) is not None), None)
+        """Return the texts where any has images, else nothing. The first text with images is
+        checked against transformers.
+        """
+        first = next(
+            ((text, images) for text in texts if (images := get_images(text)) is not None), None
+        )
         if first is None:
             return ()
         if self.image_check is not None:
             # The check itself runs texts with images.
-            check, self.image_check = self.image_check, None
+            check = self.image_check
+            self.image_check = None
             try:
                 check(self, *first)
             except UserError:
@@ -246,11 +310,17 @@ class Target(ModelParts):
 
     @property
     def can_pool_texts(self) -> bool:
-        """Return whether texts of different lengths run without padding, each with the bits that it has alone."""
-        return self.sharding == "none" and self.has_layers and self.architecture.can_pool_texts(self)
+        """Return whether texts of different lengths run without padding, each with the bits that
+        it has alone.
+        """
+        return (
+            self.sharding == "none" and self.has_layers and self.architecture.can_pool_texts(self)
+        )
 
     def capture_blocker(self) -> str | None:
-        """Return why rounds over this target cannot be captured as CUDA graphs, or None where they can."""
+        """Return why rounds over this target cannot be captured as CUDA graphs, or None where
+        they can.
+        """
         return self.architecture.capture_blocker(self)
 
     def check_layers(self, layers: Sequence[Layer]) -> None:
@@ -258,14 +328,21 @@ class Target(ModelParts):
         num_layers = self.num_layers
         for layer in layers:
             if layer != "final" and not 0 <= layer <= num_layers:
-                raise UserError(f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to {num_layers}")
+                raise UserError(
+                    f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to "
+                    f"{num_layers}"
+                )
 
     def check_single_stream(self) -> None:
         """Raise UserError where a layer reads more than one state per token."""
         self.architecture.check_single_stream(self.name)
 
-    def capture_layers(self, layers: tuple[Layer, ...]) -> AbstractContextManager[dict[Layer, Tensor]]:
-        """Capture the residual stream at the given layers through hooks while the context is open."""
+    def capture_layers(
+        self, layers: tuple[Layer, ...]
+    ) -> AbstractContextManager[dict[Layer, Tensor]]:
+        """Capture the residual stream at the given layers through hooks while the context is
+        open.
+        """
         self.check_layers(layers)
         if {*layers} - {"final"}:
             self.check_single_stream()

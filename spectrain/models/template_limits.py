@@ -1,8 +1,10 @@
-"""Chat templates rendered within limits of work and size, because a template comes with a model that somebody else made.
+"""Chat templates rendered within limits of work and size, because a template comes with a model
+that somebody else made.
 
-The sandbox of `transformers` keeps a template from running code. It does not keep it from looping without end, or from asking
-for a text of 20 GB. Here every loop step, call, filter and operator of a template takes from a budget, which depends on the
-conversation alone and not on a clock, and everything that makes a large value is checked before the value is made.
+The sandbox of `transformers` keeps a template from running code. It does not keep it from looping
+without end, or from asking for a text of 20 GB. Here every loop step, call, filter and operator of
+a template takes from a budget, which depends on the conversation alone and not on a clock, and
+everything that makes a large value is checked before the value is made.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ from spectrain.errors import UserError
 # Characters; the longest template of a known model has 30,000.
 MAX_SOURCE = 1_000_000
 # Steps of any template, and more per object and per character of the conversation.
-BASE_STEPS, STEPS_PER_OBJECT, STEPS_PER_CHARACTER = 1_000_000, 1_000, 16
+BASE_STEPS = 1_000_000
+STEPS_PER_OBJECT = 1_000
+STEPS_PER_CHARACTER = 16
 # Steps of a call and of a filter, which take as long as this many iterations.
-STEPS_PER_CALL, STEPS_PER_FILTER = 20, 5
+STEPS_PER_CALL = 20
+STEPS_PER_FILTER = 5
 # Characters or elements of any value of a template, and more per character of the conversation.
-BASE_SIZE, SIZE_PER_CHARACTER = 1_000_000, 16
+BASE_SIZE = 1_000_000
+SIZE_PER_CHARACTER = 16
 # Characters that are read or written in one step.
 CHARACTERS_PER_STEP = 16
 # Largest width, indent or count that a filter or a method takes.
@@ -38,15 +44,18 @@ MAX_WIDTH = 10_000
 MAX_BITS = 10_000
 ADVICE = "use another model, or give a template that you trust with target.chat_template=FILE"
 
-WIDENING = {"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes", "indent", "batch", "slice", "tojson",
+WIDENING = {"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes", "indent", "batch",
+    "slice", "tojson",
             "generate_lorem_ipsum", "wordwrap", "round"}  # fmt: skip
 """Filters, functions and methods that make as much as a number says."""
 SLOW = {"urlize", "striptags", "xmlattr", "pprint", "wordwrap", "wordcount", "sum", "title"}
 """Filters that may read a text as often as it has characters."""
 CHECKED_NAMES = WIDENING | SLOW | {"replace", "join", "translate", "format"}
 """Filters, functions and methods that may make more than they are given."""
-SHALLOW = {"length", "count", "first", "last", "default", "d", "reverse", "items", "defined", "undefined", "none", "string",
-           "mapping", "sequence", "iterable", "number", "integer", "float", "boolean", "true", "false", "callable", "test",
+SHALLOW = {"length", "count", "first", "last", "default", "d", "reverse", "items", "defined",
+    "undefined", "none", "string",
+           "mapping", "sequence", "iterable", "number", "integer", "float", "boolean", "true",
+           "false", "callable", "test",
            "filter", "odd", "even", "divisibleby", "escaped", "sameas"}  # fmt: skip
 """Filters and tests that take no longer for a long text or a deep list, and that make none."""
 WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*?(\*|\d{5,})")
@@ -62,24 +71,32 @@ class _Budget:
     __slots__ = ("size", "steps")
 
     def __init__(self) -> None:
-        self.steps, self.size = BASE_STEPS, BASE_SIZE
+        self.steps = BASE_STEPS
+        self.size = BASE_SIZE
 
     def begin(self, content: Any = None) -> None:
         """Set the budget for a rendering of this content."""
         num_objects, num_characters = count_content(content)
-        self.steps = BASE_STEPS + STEPS_PER_OBJECT * num_objects + STEPS_PER_CHARACTER * num_characters
+        self.steps = (
+            BASE_STEPS + STEPS_PER_OBJECT * num_objects + STEPS_PER_CHARACTER * num_characters
+        )
         self.size = BASE_SIZE + SIZE_PER_CHARACTER * num_characters
 
     def take(self, steps: int = 1) -> None:
         """Take steps from the budget; raise an error if none are left."""
         self.steps -= steps
         if self.steps < 0:
-            raise TemplateLimitError(f"target: its chat template takes too many steps for one conversation; {ADVICE}")
+            raise TemplateLimitError(
+                f"target: its chat template takes too many steps for one conversation; {ADVICE}"
+            )
 
     def check_size(self, size: int) -> None:
         """Raise an error if a value of this size is too large; take the steps that it needs."""
         if size > self.size:
-            raise TemplateLimitError(f"target: its chat template makes a text that is too long for one conversation; {ADVICE}")
+            raise TemplateLimitError(
+                "target: its chat template makes a text that is too long for one conversation; "
+                f"{ADVICE}"
+            )
         self.steps -= 1 + size // CHARACTERS_PER_STEP
         if self.steps < 0:
             self.take(0)
@@ -91,7 +108,9 @@ _lock = threading.RLock()
 
 def count_content(content: Any) -> tuple[int, int]:
     """Return the objects and the characters of what a template is given."""
-    num_objects, num_characters, waiting = 0, 0, [content]
+    num_objects = 0
+    num_characters = 0
+    waiting = [content]
     while waiting:
         value = waiting.pop()
         num_objects += 1
@@ -106,12 +125,16 @@ def count_content(content: Any) -> tuple[int, int]:
 
 
 def measure(value: Any) -> int:
-    """Return the size of a value with everything in it, or more than the limit as soon as it is larger."""
+    """Return the size of a value with everything in it, or more than the limit as soon as it is
+    larger.
+    """
     if isinstance(value, (str, bytes)):
         return len(value)
     if isinstance(value, int):
         return value.bit_length() // 8 + 1
-    size, limit, waiting = 0, _budget.size, [value]
+    size = 0
+    limit = _budget.size
+    waiting = [value]
     while waiting and size <= limit:
         entry = waiting.pop()
         size += 1
@@ -151,8 +174,12 @@ def check_arguments(name: str, arguments: Iterable[Any], options: Mapping[str, A
 def check_result(name: str, values: list[Any]) -> None:
     """Check the size of what a filter, a function or a method would make of these arguments."""
     sizes = [measure(value) for value in values]
-    if name in WIDENING and any(isinstance(value, int) and abs(value) > MAX_WIDTH for value in values):
-        raise TemplateLimitError(f"target: its chat template calls {name} with a number above {MAX_WIDTH}; {ADVICE}")
+    if name in WIDENING and any(
+        isinstance(value, int) and abs(value) > MAX_WIDTH for value in values
+    ):
+        raise TemplateLimitError(
+            f"target: its chat template calls {name} with a number above {MAX_WIDTH}; {ADVICE}"
+        )
     if name in SLOW:
         _budget.take(sum(sizes) ** 2 // 1000)
     texts = [value for value in values if isinstance(value, str)]
@@ -160,11 +187,16 @@ def check_result(name: str, values: list[Any]) -> None:
         text, old, new = texts[:3]
         _budget.check_size(len(text) + text.count(old) * len(new))
     elif name == "indent" and texts:
-        width = max((value if isinstance(value, int) else measure(value) for value in values[1:]), default=4)
+        width = max(
+            (value if isinstance(value, int) else measure(value) for value in values[1:]), default=4
+        )
         _budget.check_size(len(texts[0]) + width * (1 + texts[0].count("\n")))
     elif name == "join":
         separator = max(map(len, texts), default=0)
-        count = max((len(value) for value in values if isinstance(value, (list, tuple, dict, range, str))), default=0)
+        count = max(
+            (len(value) for value in values if isinstance(value, (list, tuple, dict, range, str))),
+            default=0,
+        )
         _budget.check_size(separator * count + sum(sizes))
     elif name == "translate":
         _budget.check_size(sum(sizes) * max(sizes, default=0))
@@ -175,7 +207,9 @@ def check_result(name: str, values: list[Any]) -> None:
 def check_format(text: str) -> None:
     """Refuse a printf format with a width that is too large, or that is given as an argument."""
     if WIDE_FORMAT.search(text):
-        raise TemplateLimitError(f"target: its chat template pads a text to more than {MAX_WIDTH} characters; {ADVICE}")
+        raise TemplateLimitError(
+            f"target: its chat template pads a text to more than {MAX_WIDTH} characters; {ADVICE}"
+        )
 
 
 def _with_limits(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,7 +258,9 @@ class LimitedFormatter(SandboxedFormatter):
 
 
 class LimitedCodeGenerator(CodeGenerator):
-    """Generates the code of a template, with checks where values are made, compared or iterated over."""
+    """Generates the code of a template, with checks where values are made, compared or iterated
+    over.
+    """
 
     def _visit_checked(self, visit: Callable[..., None], *arguments: Any) -> None:
         self.write("environment.check_value(")
@@ -268,7 +304,9 @@ class LimitedCodeGenerator(CodeGenerator):
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         escapes = frame.eval_ctx.volatile or frame.eval_ctx.autoescape
-        join = "(markup_join if context.eval_ctx.autoescape else str_join)" if escapes else "str_join"
+        join = (
+            "(markup_join if context.eval_ctx.autoescape else str_join)" if escapes else "str_join"
+        )
         self.write(f"{join}(environment.check_parts((")
         for part in node.nodes:
             self.visit(part, frame)
@@ -327,8 +365,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             finalize=check_value,
         )
         self.globals.update(sandbox.globals)
-        self.filters = {name: _with_limits(name, function) for name, function in sandbox.filters.items()}
-        self.tests = {name: _with_limits(name, cast(Callable[..., Any], function)) for name, function in sandbox.tests.items()}
+        self.filters = {
+            name: _with_limits(name, function) for name, function in sandbox.filters.items()
+        }
+        self.tests = {
+            name: _with_limits(name, cast(Callable[..., Any], function))
+            for name, function in sandbox.tests.items()
+        }
 
     @staticmethod
     def check_value(value: Any) -> Any:
@@ -354,7 +397,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Join the parts of an output; the error comes before they fill the memory."""
-        size, kept = 0, list[str]()
+        size = 0
+        kept = list[str]()
         for part in parts:
             size += len(part)
             if size > _budget.size:
@@ -364,7 +408,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        return super().getitem(obj, check_value(argument) if isinstance(argument, tuple) else argument)
+        return super().getitem(
+            obj, check_value(argument) if isinstance(argument, tuple) else argument
+        )
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and type(left) is str and type(right) is str:
@@ -377,9 +423,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 if isinstance(count, int) and not isinstance(value, (int, float)):
                     _budget.check_size(measure(value) * max(0, count))
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            num_bits = left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
+            num_bits = (
+                left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
+            )
             if num_bits > MAX_BITS:
-                raise TemplateLimitError(f"target: its chat template computes a number that is too large; {ADVICE}")
+                raise TemplateLimitError(
+                    f"target: its chat template computes a number that is too large; {ADVICE}"
+                )
         if operator == "%" and isinstance(left, str):
             check_format(left)
         return check_value(super().call_binop(context, operator, left, right))
@@ -392,15 +442,19 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             return super().call(__context, __obj, *values, **options)
         owner = getattr(__obj, "__self__", None)
         if owner is not __self:
-            name, values = getattr(__obj, "__name__", ""), arguments
-            check_arguments(name, (owner, *values) if isinstance(__obj, BuiltinMethodType) else values, options)
+            name = getattr(__obj, "__name__", "")
+            values = arguments
+            check_arguments(
+                name, (owner, *values) if isinstance(__obj, BuiltinMethodType) else values, options
+            )
         return check_value(super().call(__context, __obj, *arguments, **options))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapper = super().wrap_str_format(value)
         if wrapper is None:
             return None
-        text, is_map = value.__self__, value.__name__ == "format_map"
+        text = value.__self__
+        is_map = value.__name__ == "format_map"
 
         def format_text(*arguments: Any, **options: Any) -> str:
             options, arguments = (arguments[0], ()) if is_map else (options, arguments)
@@ -416,7 +470,9 @@ _compile_unlimited = chat_template_utils._compile_jinja_template
 def compile_limited(source: str) -> Template:
     """Compile a chat template as `transformers` does, with limits."""
     if len(source) > MAX_SOURCE:
-        raise TemplateLimitError(f"target: its chat template has more than {MAX_SOURCE} characters; {ADVICE}")
+        raise TemplateLimitError(
+            f"target: its chat template has more than {MAX_SOURCE} characters; {ADVICE}"
+        )
     with _lock:
         # What is constant is computed while compiling.
         _budget.begin(source)

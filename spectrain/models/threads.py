@@ -1,9 +1,10 @@
 """The number of threads that a kind of step computes with on a CPU, chosen by timing real steps.
 
-No fixed number suits every machine. A forward of SmolLM2-135M over eight nodes on two virtual cores of an EPYC (bfloat16,
-without compiled kernels), in milliseconds: idle, one thread takes 24, two that spin while they wait 19, and two that sleep 32.
-Beside one process that takes a core, one takes 25, two that spin 80, and two that sleep 29. A training step is fastest with two
-threads on an idle machine, however they wait, and with one beside a process.
+No fixed number suits every machine. A forward of SmolLM2-135M over eight nodes on two virtual cores
+of an EPYC (bfloat16, without compiled kernels), in milliseconds: idle, one thread takes 24, two
+that spin while they wait 19, and two that sleep 32. Beside one process that takes a core, one takes
+25, two that spin 80, and two that sleep 29. A training step is fastest with two threads on an idle
+machine, however they wait, and with one beside a process.
 """
 
 from __future__ import annotations
@@ -22,19 +23,26 @@ import torch
 
 TRIAL_STEPS = 4  # steps of each count in a trial
 FIRST_TRIAL = 2  # times as many steps in the first trial, whose choice has no predecessor
-MARGIN = 0.96  # another count is chosen where its median time is below this fraction of the current count's
-HOPELESS = 2.0  # a count whose steps take this many times the best count's is timed no further in this trial
+# another count is chosen where its median time is below this fraction of the current count's
+MARGIN = 0.96
+# a count whose steps take this many times the best count's is timed no further in this trial
+HOPELESS = 2.0
 PAUSE_PER_TRIAL = 5.0  # shortest pause after a trial, as a multiple of its steps' seconds
 WINDOW = 5  # last steps whose median is compared with the time in the last trial
 BAND = 1.4  # factor by which that median differs where times are unsteady
 UNSTEADY_PAUSE = 1.0  # seconds between two trials because of unsteady times
-SHORTEST_PAUSE, LONGEST_PAUSE = 4.0, 64.0  # seconds until a steady count is compared again
-PERSONAL_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which a person sets the number of threads
+# seconds until a steady count is compared again
+SHORTEST_PAUSE = 4.0
+LONGEST_PAUSE = 64.0
+# by which a person sets the number of threads
+PERSONAL_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass
 class ChangeCounter:
-    """Counts changed choices. The tuners of a process share one: a change of the machine's load concerns all kinds of steps."""
+    """Counts changed choices. The tuners of a process share one: a change of the machine's load
+    concerns all kinds of steps.
+    """
 
     changes: int = 0
 
@@ -43,11 +51,13 @@ COUNTER = ChangeCounter()
 
 
 class ThreadTuner:
-    """Chooses the number of threads of one kind of step: call `set_threads` before a step and `record_step` after it.
+    """Chooses the number of threads of one kind of step: call `set_threads` before a step and
+    `record_step` after it.
 
-    A trial runs the next steps with each count in turn, forwards and backwards, as in 2, 1, 1, 2. One happens at the start,
-    when the times leave the usual ones, and when another kind of step changed its count. A core that becomes free does not show
-    in the times of fewer threads, so trials also recur: after four seconds, and after twice the pause whenever a trial changed
+    A trial runs the next steps with each count in turn, forwards and backwards, as in 2, 1, 1, 2.
+    One happens at the start, when the times leave the usual ones, and when another kind of step
+    changed its count. A core that becomes free does not show in the times of fewer threads, so
+    trials also recur: after four seconds, and after twice the pause whenever a trial changed
     nothing. A trial begins with the counts next to the chosen one.
     """
 
@@ -59,10 +69,15 @@ class ThreadTuner:
         clock: Callable[[], float] = time.monotonic,
         free_core: Callable[[], bool] | None = None,
     ) -> None:
-        self.counts, self.trial_steps, self.counter = sorted(counts), trial_steps, counter
-        self.clock, self.has_free_core = clock, free_core or has_free_core
+        self.counts = sorted(counts)
+        self.trial_steps = trial_steps
+        self.counter = counter
+        self.clock = clock
+        self.has_free_core = free_core or has_free_core
         # The count of the next step, and the chosen one, which differ during a trial.
-        self.count = self.chosen = torch.get_num_threads() if torch.get_num_threads() in counts else max(counts)
+        self.count = self.chosen = (
+            torch.get_num_threads() if torch.get_num_threads() in counts else max(counts)
+        )
         # Median seconds per unit of work of each count in the last trial.
         self.seconds: dict[int, float] = {}
         self.recent: deque[float] = deque(maxlen=WINDOW)
@@ -72,7 +87,8 @@ class ThreadTuner:
         # Seconds of the steps of a trial.
         self.trial_seconds = 0.0
         # Time of the last trial's end, and the pause after it.
-        self.trial_end, self.pause = 0.0, SHORTEST_PAUSE
+        self.trial_end = 0.0
+        self.pause = SHORTEST_PAUSE
         self._start_trial()
 
     @property
@@ -88,7 +104,9 @@ class ThreadTuner:
             torch.set_num_threads(self.count)
 
     def record_step(self, seconds: float, work: float = 1.0) -> None:
-        """Record the seconds of the step since `set_threads`, and its amount of work where that differs between steps."""
+        """Record the seconds of the step since `set_threads`, and its amount of work where that
+        differs between steps.
+        """
         if not self.trial:
             self.recent.append(seconds / work)
             return
@@ -96,8 +114,14 @@ class ThreadTuner:
         self.trial_seconds += seconds
         best = min(median(times) for times in self.trial.values() if times)
         # Without a usual time to compare with, one slow step may be an accident.
-        steps, patience = (self.trial_steps, 1) if self.is_chosen else (FIRST_TRIAL * self.trial_steps, 2)
-        hopeless = {count for count, times in self.trial.items() if times and median(times) >= HOPELESS * best}
+        steps, patience = (
+            (self.trial_steps, 1) if self.is_chosen else (FIRST_TRIAL * self.trial_steps, 2)
+        )
+        hopeless = {
+            count
+            for count, times in self.trial.items()
+            if times and median(times) >= HOPELESS * best
+        }
         open_counts = [
             count
             for count, times in self.trial.items()
@@ -105,7 +129,8 @@ class ThreadTuner:
             and (times or not self._is_beyond(count, hopeless))
         ]
         if open_counts:
-            # Forwards and backwards in turn, so that steps of two kinds that alternate are shared alike.
+            # Forwards and backwards in turn, so that steps of two kinds that alternate are shared
+            # alike.
             num_passes = min(len(self.trial[count]) for count in open_counts)
             ordered = open_counts[::-1] if num_passes % 2 else open_counts
             self.count = min(ordered, key=lambda count: len(self.trial[count]))
@@ -113,7 +138,9 @@ class ThreadTuner:
             self._finish_trial()
 
     def _is_beyond(self, count: int, hopeless: set[int]) -> bool:
-        """Tell whether a hopeless count lies between a count and the chosen one: one step of it may take minutes then."""
+        """Tell whether a hopeless count lies between a count and the chosen one: one step of it
+        may take minutes then.
+        """
         low, high = sorted((count, self.chosen))
         return any(low < other < high for other in hopeless)
 
@@ -124,34 +151,54 @@ class ThreadTuner:
 
     def describe(self) -> str:
         """Describe the choice with its measurements in a few words."""
-        times = ", ".join(f"{count}: {value * 1e3:.3g} ms" for count, value in sorted(self.seconds.items()))
+        times = ", ".join(
+            f"{count}: {value * 1e3:.3g} ms" for count, value in sorted(self.seconds.items())
+        )
         return f"{self.chosen} ({times})"
 
     def _is_trial_due(self) -> bool:
-        """Tell whether times are unsteady, another kind of step changed its count, or the pause is over."""
-        pause, usual = self.clock() - self.trial_end, self.seconds[self.chosen]
+        """Tell whether times are unsteady, another kind of step changed its count, or the pause
+        is over.
+        """
+        pause = self.clock() - self.trial_end
+        usual = self.seconds[self.chosen]
         if self.counter.changes != self.seen_changes or pause > self.pause:
             return True
         if pause < UNSTEADY_PAUSE or len(self.recent) < 2:
             return False
         is_collapsed = min(self.recent[-1], self.recent[-2]) > HOPELESS * usual
-        return is_collapsed or (len(self.recent) == WINDOW and not 1 / BAND < median(self.recent) / usual < BAND)
+        return is_collapsed or (
+            len(self.recent) == WINDOW and not 1 / BAND < median(self.recent) / usual < BAND
+        )
 
     def _start_trial(self) -> None:
-        """Begin a trial with the chosen count; where all cores are taken, no larger count takes part."""
+        """Begin a trial with the chosen count; where all cores are taken, no larger count takes
+        part.
+        """
         is_limited = self.is_chosen and self.chosen < self.counts[-1] and not self.has_free_core()
-        counts = [count for count in self.counts if count <= self.chosen] if is_limited else self.counts
+        counts = (
+            [count for count in self.counts if count <= self.chosen] if is_limited else self.counts
+        )
         if len(counts) > 1:
-            distance = {count: abs(count.bit_length() - self.chosen.bit_length()) for count in counts}
-            self.trial = {count: [] for count in sorted(counts, key=lambda count: (count != self.chosen, distance[count]))}
-            self.count, self.trial_seconds = self.chosen, 0.0
+            distance = {
+                count: abs(count.bit_length() - self.chosen.bit_length()) for count in counts
+            }
+            self.trial = {
+                count: []
+                for count in sorted(
+                    counts, key=lambda count: (count != self.chosen, distance[count])
+                )
+            }
+            self.count = self.chosen
+            self.trial_seconds = 0.0
         elif len(self.recent) == WINDOW:
             self.seconds[self.chosen] = median(self.recent)
 
     def _finish_trial(self) -> None:
-        """Choose the fastest count that was tried; after the first trial, the current one stays unless another is faster by the
-        margin."""
-        before, is_first = self.chosen, not self.is_chosen
+        """Choose the fastest count that was tried; after the first trial, the current one stays
+        unless another is faster by the margin."""
+        before = self.chosen
+        is_first = not self.is_chosen
         measured = {count: median(times) for count, times in self.trial.items() if times}
         self.seconds |= measured
         fastest = min(measured, key=lambda count: measured[count])
@@ -168,7 +215,9 @@ class ThreadTuner:
 
 
 def has_free_core() -> bool:
-    """Tell whether fewer processes run than there are cores, this one included; true where the system does not report it."""
+    """Tell whether fewer processes run than there are cores, this one included; true where the
+    system does not report it.
+    """
     try:
         running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
     except OSError:
@@ -178,8 +227,8 @@ def has_free_core() -> bool:
 
 @cache
 def candidate_counts() -> tuple[int, ...]:
-    """Return the numbers of threads to compare: the powers of two up to torch's own number, and that; only that one where the
-    environment sets it."""
+    """Return the numbers of threads to compare: the powers of two up to torch's own number, and
+    that; only that one where the environment sets it."""
     most = torch.get_num_threads()
     if personal_variable() is not None:
         return (most,)

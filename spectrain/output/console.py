@@ -1,4 +1,6 @@
-"""Consoles that read no text of files, models and servers as markup, and show its control characters."""
+"""Consoles that read no text of files, models and servers as markup, and show its control
+characters.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,17 @@ from .text import clean_text, escape_controls
 
 
 class PlainConsole(Console):
-    """A console whose texts come from files, models and servers: no markup, no emoji codes, no control characters of theirs."""
+    """A console whose texts come from files, models and servers: no markup, no emoji codes, no
+    control characters of theirs.
+    """
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(clean_text(text), **options)
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
-            segment if segment.control else Segment(escape_controls(segment.text), segment.style) for segment in buffer
+            segment if segment.control else Segment(escape_controls(segment.text), segment.style)
+            for segment in buffer
         )
 
 

@@ -1,4 +1,5 @@
-"""The streams of a command: what `print` and libraries write shows control characters and holds no secrets.
+"""The streams of a command: what `print` and libraries write shows control characters and holds no
+secrets.
 
 The command line imports this before anything heavy, so rich stays out of it.
 """
@@ -17,7 +18,9 @@ CURSOR_MOVES = re.compile("(\r|\x1b\\[A)")
 
 
 class CleanStream:
-    """A stream that shows control characters and masks secrets. Consoles of rich, which clean their texts, write past it."""
+    """A stream that shows control characters and masks secrets. Consoles of rich, which clean
+    their texts, write past it.
+    """
 
     def __init__(self, stream: TextIO, keeps_bars: bool = False) -> None:
         # The name by which rich finds the stream behind one that stands in for it.
@@ -29,7 +32,9 @@ class CleanStream:
         """Write a text; of a progress bar on a terminal, the moves of the cursor stay."""
         parts = CURSOR_MOVES.split(text) if self.keeps_bars else [text]
         # Every second part is a move.
-        self.rich_proxied_file.write("".join(part if at % 2 else clean_text(part) for at, part in enumerate(parts)))
+        self.rich_proxied_file.write(
+            "".join(part if at % 2 else clean_text(part) for at, part in enumerate(parts))
+        )
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -44,7 +49,8 @@ class CleanStream:
 def clean_output() -> Iterator[None]:
     """Clean what is printed by `print` and by libraries, until the end of the block."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = CleanStream(streams[0]), CleanStream(streams[1], keeps_bars=True)
+    sys.stdout = CleanStream(streams[0])
+    sys.stderr = CleanStream(streams[1], keeps_bars=True)
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
-"""What a training run takes, from closed formulas: parameters, bytes of a device by part, bytes on disk.
+"""What a training run takes, from closed formulas: parameters, bytes of a device by part, bytes on
+disk.
 
-Target and drafter are built on torch's device "meta", so only config.json is read. The formulas of modules and families are in
-spectrain/models/step_cost.py and in `Drafter.step_cost`.
+Target and drafter are built on torch's device "meta", so only config.json is read. The formulas of
+modules and families are in spectrain/models/step_cost.py and in `Drafter.step_cost`.
 """
 
 from collections import Counter
@@ -29,8 +30,11 @@ from .weights import count_weight_bytes, find_format_name
 FLOAT_BYTES = 4
 CHUNK_ROWS = 2048
 """Rows of the logits that the loss computes at the same time."""
-TILE_ROWS, TILE_COPIES = 64, 6
-"""On a CPU: rows of a chunk that the loss compares at the same time, and the matrices that this takes."""
+TILE_ROWS = 64
+TILE_COPIES = 6
+"""On a CPU: rows of a chunk that the loss compares at the same time, and the matrices that this
+takes.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,16 @@ class Models:
 
     @classmethod
     def from_spec(
-        cls, spec: RunSpec, device: torch.device, num_steps: int, num_devices: int = 1, target: Target | None = None
+        cls,
+        spec: RunSpec,
+        device: torch.device,
+        num_steps: int,
+        num_devices: int = 1,
+        target: Target | None = None,
     ) -> "Models":
-        """Build target and drafter as a training begins with them, or the drafter alone for a `target` that is built."""
+        """Build target and drafter as a training begins with them, or the drafter alone for a
+        `target` that is built.
+        """
         target, drafter = build_without_weights(spec, str(device), target)
         if (training := drafter.capabilities.target_training) is not None:
             with torch.device("meta"):
@@ -59,7 +70,9 @@ class Models:
         with torch.device("meta"):
             adapt_drafter(spec, drafter, target)
         weight_format = find_format_name(target, spec.target.get("quantization"))
-        return cls(target, drafter, Trainer.from_spec(spec), device, num_steps, weight_format, num_devices)
+        return cls(
+            target, drafter, Trainer.from_spec(spec), device, num_steps, weight_format, num_devices
+        )
 
     @cached_property
     def stage_shares(self) -> dict[int, float]:
@@ -71,7 +84,10 @@ class Models:
     @cached_property
     def stages(self) -> list[Stage]:
         """The stages of the training, which update only the adapters of a drafter that has some."""
-        return [replace(stage, groups=select_stage_groups(self.drafter, stage)) for stage in self.drafter.stages]
+        return [
+            replace(stage, groups=select_stage_groups(self.drafter, stage))
+            for stage in self.drafter.stages
+        ]
 
     @property
     def last_stage(self) -> Stage:
@@ -88,7 +104,9 @@ class Models:
 
     @property
     def has_gradient_buckets(self) -> bool:
-        """Whether devices hold a second copy of the drafter's gradients, in which DDP averages them."""
+        """Whether devices hold a second copy of the drafter's gradients, in which DDP averages
+        them.
+        """
         return self.num_devices > 1 and self.trainer.sharding in ("auto", "ddp")
 
     @cached_property
@@ -99,8 +117,12 @@ class Models:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a value that a norm returns in training; autocast stores a copy in its own type too."""
-        return FLOAT_BYTES if self.product_bytes == FLOAT_BYTES else FLOAT_BYTES + self.product_bytes
+        """Bytes of a value that a norm returns in training; autocast stores a copy in its own
+        type too.
+        """
+        return (
+            FLOAT_BYTES if self.product_bytes == FLOAT_BYTES else FLOAT_BYTES + self.product_bytes
+        )
 
     @property
     def own_ids(self) -> set[int]:
@@ -114,7 +136,9 @@ class Models:
 
     @property
     def loaded_parameters(self) -> list[Tensor]:
-        """The target's parameters that a training holds: with target.parts=head, those that drafters read."""
+        """The target's parameters that a training holds: with target.parts=head, those that
+        drafters read.
+        """
         return self.target_parameters if self.target.has_layers else lent_parameters(self.target)
 
     @property
@@ -128,10 +152,16 @@ class Models:
         return {}
 
     def row_cost(self, module: nn.Module, stage: int | None = None) -> RowCost:
-        """Return the cost of a row in a module, with the weights that the stage of this index trains; each is counted once."""
+        """Return the cost of a row in a module, with the weights that the stage of this index
+        trains; each is counted once.
+        """
         key = (module, stage)
         if key not in self.row_costs:
-            trained = () if stage is None else {id(parameter) for parameter in trained_parameters(self.stages[stage])}
+            trained = (
+                ()
+                if stage is None
+                else {id(parameter) for parameter in trained_parameters(self.stages[stage])}
+            )
             self.row_costs[key] = row_cost(module, trained)
         return self.row_costs[key]
 
@@ -163,29 +193,45 @@ def peak_memory(models: Models, batches: Sequence[BatchShape]) -> dict[str, int]
         for batch in largest_batches(batches):
             for moment in step_moments(models, stage, batch):
                 worst = max(worst, resident | moment, key=lambda parts: sum(parts.values()))
-    return {part: int(size) for part, size in sorted(worst.items(), key=lambda item: -item[1]) if size}
+    return {
+        part: int(size) for part, size in sorted(worst.items(), key=lambda item: -item[1]) if size
+    }
 
 
 def largest_batches(batches: Sequence[BatchShape]) -> set[BatchShape]:
     """Return the batches that may take most memory: those with the most of something."""
-    return {max(batches, key=lambda batch: getattr(batch, name)) for name in ("texts", "length", "tokens", "supervised")}
+    return {
+        max(batches, key=lambda batch: getattr(batch, name))
+        for name in ("texts", "length", "tokens", "supervised")
+    }
 
 
 def step_moments(models: Models, stage: Stage, batch: BatchShape) -> list[dict[str, float]]:
-    """Return the bytes by part while logits exist, after them, in the optimiser's step, and in a forward without gradients.
+    """Return the bytes by part while logits exist, after them, in the optimiser's step, and in a
+    forward without gradients.
 
     All but the target's forward are those of the piece of the texts that a device runs.
     """
-    piece, all_features = batch.split_columns(models.trainer.context_parallel), float(feature_bytes(models, stage, batch))
-    trained, cost = trained_parameters(stage), stage_cost(models, stage, piece)
-    judged, features = cost.judged, {"features": float(feature_bytes(models, stage, piece))}
+    piece = batch.split_columns(models.trainer.context_parallel)
+    all_features = float(feature_bytes(models, stage, batch))
+    trained = trained_parameters(stage)
+    cost = stage_cost(models, stage, piece)
+    judged = cost.judged
+    features = {"features": float(feature_bytes(models, stage, piece))}
     stored = sum(stored_bytes(models, run) for run in cost.runs) + cast_bytes(models, cost)
-    head = FLOAT_BYTES * judged.vocab_size * (judged.width or models.target.width)  # the gradient of an output layer
+    # the gradient of an output layer
+    head = FLOAT_BYTES * judged.vocab_size * (judged.width or models.target.width)
     after = stored + judged.layers * head + cost.backward_values * FLOAT_BYTES
     scratch = max((FLOAT_BYTES * p.numel() for p in trained), default=0)
-    forward_rows = max(cost.forward_rows, batch.tokens if stage.layers and models.target.has_layers else 0)
+    forward_rows = max(
+        cost.forward_rows, batch.tokens if stage.layers and models.target.has_layers else 0
+    )
     return [
-        features | {"activations": stored + (judged.layers - 1) * head, "logits": logits_bytes(models, judged)},
+        features
+        | {
+            "activations": stored + (judged.layers - 1) * head,
+            "logits": logits_bytes(models, judged),
+        },
         features | {"activations": after},
         features | {"activations": scratch, "gradients": bytes_of(trained)},
         {"features": all_features, "target activations": forward_bytes(models, forward_rows)},
@@ -193,36 +239,55 @@ def step_moments(models: Models, stage: Stage, batch: BatchShape) -> list[dict[s
 
 
 def stage_cost(models: Models, stage: Stage, batch: BatchShape) -> StepCost:
-    """Return the cost of a stage's step: one that reads features does not train the target's layers in its loss."""
+    """Return the cost of a stage's step: one that reads features does not train the target's
+    layers in its loss.
+    """
     cost = models.drafter.step_cost(models.target, batch)
     others = [run for run in cost.runs if run.module is not models.target.layers]
-    return replace(cost, runs=others, forward_rows=0) if stage.layers and others != cost.runs else cost
+    return (
+        replace(cost, runs=others, forward_rows=0) if stage.layers and others != cost.runs else cost
+    )
 
 
 def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
     """Return the bytes that a stage holds all the time."""
-    trained, own = trained_parameters(stage), models.own_ids
+    trained = trained_parameters(stage)
+    own = models.own_ids
     training = models.drafter.capabilities.target_training
     original = training.original if training is not None else None
     frozen = models.target if original is None else original
     copy = [] if original is None else [*original.parameters()]
     return {
         "target weights": target_bytes(models, models.loaded_parameters),
-        "drafter weights": bytes_of([*models.drafter.parameters(), *models.drafter.buffers(), *copy]),
-        "packed copies of weights": packed_bytes(frozen, {id(p) for p in trained}) if models.is_cpu else 0,
+        "drafter weights": bytes_of(
+            [*models.drafter.parameters(), *models.drafter.buffers(), *copy]
+        ),
+        "packed copies of weights": packed_bytes(frozen, {id(p) for p in trained})
+        if models.is_cpu
+        else 0,
         "optimiser state": 2 * bytes_of(trained),
-        "gradient buckets": bytes_of(p for p in trained if id(p) in own) if models.has_gradient_buckets else 0,
+        "gradient buckets": bytes_of(p for p in trained if id(p) in own)
+        if models.has_gradient_buckets
+        else 0,
     }
 
 
 def packed_bytes(target: Target, trained: set[int]) -> int:
-    """Return the bytes of the copies that make frozen linears of a CPU faster: joined ones, and reordered large ones."""
+    """Return the bytes of the copies that make frozen linears of a CPU faster: joined ones, and
+    reordered large ones.
+    """
     copied: list[Tensor] = []
     for module in (target.model if target.has_layers else target.head.output).modules():
         for names in SHARED_INPUT_NAMES:
-            linears = [part for name in names if isinstance(part := getattr(module, name, None), nn.Linear)]
+            linears = [
+                part for name in names if isinstance(part := getattr(module, name, None), nn.Linear)
+            ]
             copied += [linear.weight for linear in linears] if len(linears) == len(names) else []
-        copied += [module.weight] if isinstance(module, nn.Linear) and module.weight.numel() > SMALL_WEIGHTS else []
+        copied += (
+            [module.weight]
+            if isinstance(module, nn.Linear) and module.weight.numel() > SMALL_WEIGHTS
+            else []
+        )
     return bytes_of(weight for weight in copied if id(weight) not in trained)
 
 
@@ -231,7 +296,9 @@ def feature_bytes(models: Models, stage: Stage, batch: BatchShape) -> int:
 
 
 def stored_bytes(models: Models, run: Run) -> float:
-    """Return the bytes that the backward pass reads of a run; gradient checkpointing keeps the inputs of its calls only."""
+    """Return the bytes that the backward pass reads of a run; gradient checkpointing keeps the
+    inputs of its calls only.
+    """
     cost = models.row_cost(run.module)
     values = run.rows * (cost.products + run.extra) + cost.num_attentions * run.mask
     stored = values * models.product_bytes + run.rows * cost.states * models.state_bytes
@@ -247,18 +314,28 @@ def cast_bytes(models: Models, cost: StepCost) -> float:
     if models.product_bytes == FLOAT_BYTES:
         return 0.0
     weights = {
-        id(p): p.numel() for run in cost.runs for p in run.module.parameters() if p.dim() > 1 and p.itemsize == FLOAT_BYTES
+        id(p): p.numel()
+        for run in cost.runs
+        for p in run.module.parameters()
+        if p.dim() > 1 and p.itemsize == FLOAT_BYTES
     }
     return models.product_bytes * sum(weights.values())
 
 
 def logits_bytes(models: Models, judged: Judged) -> float:
-    """Return the bytes of logits in the loss: matrices of the rows of a chunk, and of a tile that a CPU works on."""
-    rows, labels = min(judged.rows, CHUNK_ROWS), min(judged.label_rows, CHUNK_ROWS)
+    """Return the bytes of logits in the loss: matrices of the rows of a chunk, and of a tile
+    that a CPU works on.
+    """
+    rows = min(judged.rows, CHUNK_ROWS)
+    labels = min(judged.label_rows, CHUNK_ROWS)
     if not models.is_cpu:
         return models.product_bytes * judged.vocab_size * (rows + labels)
     tile = TILE_COPIES * min(TILE_ROWS, judged.rows)
-    return FLOAT_BYTES * judged.vocab_size * (judged.copies * rows + judged.label_copies * labels + tile)
+    return (
+        FLOAT_BYTES
+        * judged.vocab_size
+        * (judged.copies * rows + judged.label_copies * labels + tile)
+    )
 
 
 def forward_bytes(models: Models, rows: float) -> float:
@@ -282,19 +359,31 @@ class DiskSizes:
     def from_models(cls, models: Models) -> "DiskSizes":
         trainer, drafter = models.trainer, models.drafter
         every = trainer.save_every
-        steps = range(every, models.num_steps, every)[-trainer.keep_checkpoints :] if every else range(0)
-        stages = [models.stages[stage_at(models.stages, step - 1, models.num_steps)] for step in steps]
+        steps = (
+            range(every, models.num_steps, every)[-trainer.keep_checkpoints :]
+            if every
+            else range(0)
+        )
+        stages = [
+            models.stages[stage_at(models.stages, step - 1, models.num_steps)] for step in steps
+        ]
         return cls(
             [checkpoint_bytes(drafter, stage) for stage in stages],
             checkpoint_bytes(drafter, models.last_stage),
             # Adapters are merged.
-            bytes_of(tensor for name, tensor in drafter.state_dict(keep_vars=True).items() if ".lora_" not in name),
+            bytes_of(
+                tensor
+                for name, tensor in drafter.state_dict(keep_vars=True).items()
+                if ".lora_" not in name
+            ),
             trained_target_bytes(models),
         )
 
 
 def checkpoint_bytes(drafter: Drafter, stage: Stage) -> int:
-    """Return the bytes of a checkpoint: the drafter, what is trained of the target, and Adam's two means and a count each."""
+    """Return the bytes of a checkpoint: the drafter, what is trained of the target, and Adam's
+    two means and a count each.
+    """
     trained = trained_parameters(stage)
     weights = bytes_of([*drafter.state_dict(keep_vars=True).values(), *trained])
     return weights + sum(2 * p.numel() * p.element_size() + 4 for p in trained)

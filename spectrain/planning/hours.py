@@ -1,4 +1,6 @@
-"""The hours of a run: from steps that run on this machine, from a given rate, or from an assumed one."""
+"""The hours of a run: from steps that run on this machine, from a given rate, or from an assumed
+one.
+"""
 
 import sys
 import time
@@ -24,8 +26,11 @@ from spectrain.training.trial import trial_folder
 from .footprint import Models, count_parameters
 from .workload import Operations, Workload, batch_shape, target_epochs
 
-CALIBRATION_STEPS, WARM_UP_STEPS = 20, 4
-"""Steps that run for a calibration, and those of them that pack weights and fill caches, and are not timed."""
+CALIBRATION_STEPS = 20
+WARM_UP_STEPS = 4
+"""Steps that run for a calibration, and those of them that pack weights and fill caches, and are
+not timed.
+"""
 MAX_CALIBRATED = 300e6
 """Parameters of the target up to which a calibration needs no request."""
 
@@ -36,52 +41,76 @@ class Rate:
 
     devices: int
     tokens_per_second: float | None
-    # True runs steps, False does not, and None runs them if the target is small and on this machine.
+    # True runs steps, False does not, and None runs them if the target is small and on this
+    # machine.
     calibrate: bool | None
     flops_per_second: float
     assumption: str
     is_here: bool
 
 
-def estimate_hours(spec: RunSpec, rate: Rate, models: Models, work: Workload, operations: Operations) -> dict[str, Any]:
+def estimate_hours(
+    spec: RunSpec, rate: Rate, models: Models, work: Workload, operations: Operations
+) -> dict[str, Any]:
     """Return the hours of the run, and what they are based on."""
     if rate.tokens_per_second is not None:
         seconds = work.total_padded / (rate.tokens_per_second * rate.devices)
-        return {"value": seconds / 3600, "basis": f"plan.tokens_per_second={rate.tokens_per_second:g} of a device"}
+        return {
+            "value": seconds / 3600,
+            "basis": f"plan.tokens_per_second={rate.tokens_per_second:g} of a device",
+        }
     if should_calibrate(spec, rate, models, work):
         times = time_steps(spec)
         epochs = target_epochs(spec, models, work)
         seconds = work.padded * (times.target * epochs + times.step * work.epochs) / rate.devices
         seconds += times.fit * min(times.fit_tokens, work.tokens)
         basis = f"measured over {CALIBRATION_STEPS} steps on this machine"
-        speed = {"tokens_per_second": work.total_padded / seconds, "seconds_per_token": [times.target, times.step]}
+        speed = {
+            "tokens_per_second": work.total_padded / seconds,
+            "seconds_per_token": [times.target, times.step],
+        }
         return {"value": seconds / 3600, "basis": basis, **speed}
     seconds = operations.run / (rate.flops_per_second * rate.devices)
     speed = {"tokens_per_second": work.total_padded / seconds if seconds else None}
-    return {"value": seconds / 3600, "basis": f"assumed: {rate.assumption}, nothing was run", **speed}
+    return {
+        "value": seconds / 3600,
+        "basis": f"assumed: {rate.assumption}, nothing was run",
+        **speed,
+    }
 
 
 def should_calibrate(spec: RunSpec, rate: Rate, models: Models, work: Workload) -> bool:
-    """Return whether steps run on this machine: on request, or if the target is small and its weights are here."""
+    """Return whether steps run on this machine: on request, or if the target is small and its
+    weights are here.
+    """
     can_run = rate.is_here and work.is_counted
     if rate.calibrate and not can_run:
-        raise UserError("plan.calibrate=true: it runs steps on this machine; leave out plan.tokens and a plan.device not here")
+        raise UserError(
+            "plan.calibrate=true: it runs steps on this machine; leave out plan.tokens and a "
+            "plan.device not here"
+        )
     if not models.target.has_layers:
         if rate.calibrate:
             models.target.require_layers("plan.calibrate=true")
         return False
     if rate.calibrate is not None:
         return rate.calibrate
-    return has_weights_here(spec) and can_run and count_parameters(models)["target"] <= MAX_CALIBRATED
+    return (
+        has_weights_here(spec) and can_run and count_parameters(models)["target"] <= MAX_CALIBRATED
+    )
 
 
 def has_weights_here(spec: RunSpec) -> bool:
-    """Tell whether the target's weights can be loaded without a download, and without converting a GGUF file."""
+    """Tell whether the target's weights can be loaded without a download, and without converting
+    a GGUF file.
+    """
     model = spec.target.get("model")
     if model is None:
         return True
     path = Path(model).expanduser()
-    return any((converted_directory(path) if path.suffix == ".gguf" else path).glob("*.safetensors"))
+    return any(
+        (converted_directory(path) if path.suffix == ".gguf" else path).glob("*.safetensors")
+    )
 
 
 @dataclass(frozen=True)
@@ -91,15 +120,21 @@ class StepTimes:
     # Of a padded token: in the target's features, and in the rest of a step.
     target: float
     step: float
-    # Of a token that the initial weights are fitted to, its features included, and the largest number of these tokens.
+    # Of a token that the initial weights are fitted to, its features included, and the largest
+    # number of these tokens.
     fit: float
     fit_tokens: int
 
 
 def time_steps(spec: RunSpec) -> StepTimes:
-    """Fit initial weights to the batches of a few steps, where the family does that, and run these steps."""
+    """Fit initial weights to the batches of a few steps, where the family does that, and run
+    these steps.
+    """
     trainer = Trainer.from_spec(spec).make_trial(CALIBRATION_STEPS)
-    line = f"timing {CALIBRATION_STEPS} steps on this machine for the hours; plan.calibrate=false leaves them out"
+    line = (
+        f"timing {CALIBRATION_STEPS} steps on this machine for the hours; "
+        "plan.calibrate=false leaves them out"
+    )
     print(line, file=sys.stderr, flush=True)
     target: Target = spec.target.build()
     dataset = spec.data.build().make_dataset(target.template, target.vision)
@@ -119,22 +154,30 @@ def time_steps(spec: RunSpec) -> StepTimes:
         fit = time_fit(trainer, drafter, target, dataset) if fit_tokens else 0.0
         trainer.fit(drafter, target, dataset, source, folder, on_step=on_step)
     seconds, tokens = (end - start for start, end in zip(marks[WARM_UP_STEPS - 1], marks[-1]))
-    return StepTimes(seconds / tokens, (ends[-1] - ends[WARM_UP_STEPS - 1] - seconds) / tokens, fit, fit_tokens)
+    return StepTimes(
+        seconds / tokens, (ends[-1] - ends[WARM_UP_STEPS - 1] - seconds) / tokens, fit, fit_tokens
+    )
 
 
 def time_fit(trainer: Trainer, drafter: Any, target: Target, dataset: Dataset) -> float:
-    """Fit a drafter's initial weights to the batches of the trial; return the seconds of a token, with its features.
+    """Fit a drafter's initial weights to the batches of the trial; return the seconds of a token,
+    with its features.
 
-    No step takes these features, because a training begins behind the texts of its fit. The training of the trial then leaves
-    its own fit out, so that its steps alone are timed.
+    No step takes these features, because a training begins behind the texts of its fit. The
+    training of the trial then leaves its own fit out, so that its steps alone are timed.
     """
     stream = dataset.stream_batches(trainer.batch_settings, batches_per_step=trainer.accumulate)
-    texts = [chosen.examples for chosen in choose_batches(stream, drafter.fit_tokens, CALIBRATION_STEPS)]
+    texts = [
+        chosen.examples for chosen in choose_batches(stream, drafter.fit_tokens, CALIBRATION_STEPS)
+    ]
     layers = drafter.stages[0].layers
     drafter.to(target.device)
     synchronize_device(target.device)
     start = time.perf_counter()
-    batches = [LiveSource().make_batch(BatchRequest(examples, target, layers, trainer.packing)) for examples in texts]
+    batches = [
+        LiveSource().make_batch(BatchRequest(examples, target, layers, trainer.packing))
+        for examples in texts
+    ]
     drafter.fit_start(batches, target)
     synchronize_device(target.device)
     seconds = time.perf_counter() - start

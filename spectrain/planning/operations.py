@@ -9,8 +9,8 @@ from .footprint import Models, stage_cost
 
 
 def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> tuple[float, float]:
-    """Return the operations of a padded token, on average over stages and batches: of its features, and of the rest of a
-    step.
+    """Return the operations of a padded token, on average over stages and batches: of its features,
+    and of the rest of a step.
     """
     sampled = batches[:: max(1, len(batches) // 64)]
     features = steps = 0.0
@@ -22,16 +22,25 @@ def flops_per_token(models: Models, batches: Sequence[BatchShape]) -> tuple[floa
 
 
 def feature_flops(models: Models, stage: int, batch: BatchShape) -> float:
-    """Return the operations of the target's forward that computes the features of a batch in the stage of this index."""
-    cost, layers = models.row_cost(models.target.layers), models.stages[stage].layers
-    depth = max((models.target.num_layers if layer == "final" else int(layer) for layer in layers), default=0)
+    """Return the operations of the target's forward that computes the features of a batch in the
+    stage of this index.
+    """
+    cost = models.row_cost(models.target.layers)
+    layers = models.stages[stage].layers
+    depth = max(
+        (models.target.num_layers if layer == "final" else int(layer) for layer in layers),
+        default=0,
+    )
     products = 2 * cost.weights + 4 * cost.attention * mean_keys(models.target, batch.length)
     return batch.tokens * products * depth / models.target.num_layers
 
 
 def mean_keys(target: Target, length: float) -> float:
-    """Return the keys that a row of a text attends to, on average over layers, some of which may have a sliding window."""
-    kinds, window = getattr(target.config, "layer_types", None), getattr(target.config, "sliding_window", None)
+    """Return the keys that a row of a text attends to, on average over layers, some of which may
+    have a sliding window.
+    """
+    kinds = getattr(target.config, "layer_types", None)
+    window = getattr(target.config, "sliding_window", None)
     if not kinds or not window:
         return length
     share = kinds.count("sliding_attention") / len(kinds)
@@ -39,23 +48,34 @@ def mean_keys(target: Target, length: float) -> float:
 
 
 def step_flops(models: Models, stage: int, batch: BatchShape) -> float:
-    """Return the operations of a training step on a batch in the stage of this index: two for every product of the forward,
-    its inputs' gradients and the gradients of trained weights, and seven halves of the forward for attention.
+    """Return the operations of a training step on a batch in the stage of this index: two for every
+    product of the forward, its inputs' gradients and the gradients of trained weights, and seven
+    halves of the forward for attention.
     """
     cost = stage_cost(models, models.stages[stage], batch)
     total = 0.0
     for run in cost.runs:
         row = models.row_cost(run.module, stage)
-        total += run.calls * run.rows * (2 * (2 * row.weights + row.trained) + 14 * row.attention * run.keys)
+        total += (
+            run.calls
+            * run.rows
+            * (2 * (2 * row.weights + row.trained) + 14 * row.attention * run.keys)
+        )
     judged = cost.judged
-    total += 6 * (judged.width or models.target.width) * judged.vocab_size * judged.rows * judged.layers
+    total += (
+        6 * (judged.width or models.target.width) * judged.vocab_size * judged.rows * judged.layers
+    )
     total += 2 * models.target.width * judged.vocab_size * (judged.label_rows + judged.other_rows)
     layers = models.row_cost(models.target.layers)
-    return total + cost.forward_rows * (2 * layers.weights + 4 * layers.attention * mean_keys(models.target, batch.length))
+    return total + cost.forward_rows * (
+        2 * layers.weights + 4 * layers.attention * mean_keys(models.target, batch.length)
+    )
 
 
 def drafting_weights(models: Models) -> tuple[float, float, float]:
-    """Return the weights that a row is multiplied with: of the target's layers, its output layer, and the drafter."""
+    """Return the weights that a row is multiplied with: of the target's layers, its output
+    layer, and the drafter.
+    """
     target = models.target
     drafter = sum(p.numel() for p in models.drafter.parameters())
     return models.row_cost(target.layers).weights, target.head.output.weight.numel(), drafter

@@ -1,7 +1,8 @@
-"""`spectrain plan`: what a training run needs, before anything is loaded, and what to change if that is too much.
+"""`spectrain plan`: what a training run needs, before anything is loaded, and what to change if
+that is too much.
 
-Memory, disk and operations come from closed formulas, hours from steps that really ran on this machine, or from a rate that is
-assumed and printed as such.
+Memory, disk and operations come from closed formulas, hours from steps that really ran on this
+machine, or from a rate that is assumed and printed as such.
 """
 
 import json
@@ -31,7 +32,15 @@ from spectrain.servers.engines import ENGINES, simulate_acceptance
 from spectrain.servers.row_times import advise_engine, find_times
 from spectrain.training.parallel import check_context
 
-from .footprint import DiskSizes, Models, bytes_of, count_parameters, largest_piece_bytes, lent_parameters, peak_memory
+from .footprint import (
+    DiskSizes,
+    Models,
+    bytes_of,
+    count_parameters,
+    largest_piece_bytes,
+    lent_parameters,
+    peak_memory,
+)
 from .hours import Rate, estimate_hours
 from .table import RESERVE, format_bytes, print_plan
 from .weights import FORMATS, is_kept_quantized
@@ -57,20 +66,25 @@ class Plan:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Number of devices.
     devices: int = 1
-    # Memory of a device in gigabytes (10^9 bytes); null is that of this machine, or none if the device is not here.
+    # Memory of a device in gigabytes (10^9 bytes); null is that of this machine, or none if the
+    # device is not here.
     device_gb: float | None = None
-    # Tokens of the data; batches are then full and every token is supervised. Null reads the data and counts them.
+    # Tokens of the data; batches are then full and every token is supervised. Null reads the data
+    # and counts them.
     tokens: int | None = None
-    # Padded tokens a second that one device trains on, from which hours are computed; null measures or assumes it.
+    # Padded tokens a second that one device trains on, from which hours are computed; null measures
+    # or assumes it.
     tokens_per_second: float | None = None
-    # Whether to run 20 steps on this machine for the hours; null does so if the target is small and its weights are here.
+    # Whether to run 20 steps on this machine for the hours; null does so if the target is small and
+    # its weights are here.
     calibrate: bool | None = None
     # Peak rate of a device in 10^12 operations a second; the default is an H100's for bfloat16.
     peak_tflops: float = 989.0
     # Share of the peak rate that is assumed to be reached, above 0.
     share: float = 0.4
-    # Share of rounds that accept all draft tokens up to each position, for the printed commands that simulate acceptance;
-    # null assumes that 0.7 of the tokens after accepted ones are accepted.
+    # Share of rounds that accept all draft tokens up to each position, for the printed commands
+    # that simulate acceptance; null assumes that 0.7 of the tokens after accepted ones are
+    # accepted.
     acceptance_rates: list[float] | None = None
     # Whether to print JSON instead of a table.
     json: bool = False
@@ -84,7 +98,10 @@ class Plan:
                 raise UserError(f"plan.{key}={value}: use a number above 0")
         rates = self.acceptance_rates
         if rates is not None and not is_decreasing(rates):
-            raise UserError(f"plan.acceptance_rates={rates}: use rates from 0 to 1, none above the one before it")
+            raise UserError(
+                f"plan.acceptance_rates={rates}: use rates from 0 to 1, none above the one before "
+                "it"
+            )
 
     @property
     def torch_device(self) -> torch.device:
@@ -101,7 +118,9 @@ class Plan:
         """What hours are computed from."""
         assumption = f"{self.share:.0%} of {self.peak_tflops:g} TFLOP/s"
         flops = self.share * self.peak_tflops * 1e12
-        return Rate(self.devices, self.tokens_per_second, self.calibrate, flops, assumption, self.is_here)
+        return Rate(
+            self.devices, self.tokens_per_second, self.calibrate, flops, assumption, self.is_here
+        )
 
     def limit(self) -> float | None:
         """Return the bytes of a device, None if they are unknown because it is not here."""
@@ -134,64 +153,101 @@ def plan(spec: RunSpec, options: Plan) -> dict[str, Any]:
     target = build_target_without_weights(spec, str(options.torch_device))
     work = read_workload(spec, target, options.tokens, options.devices)
     models = Models.from_spec(spec, options.torch_device, work.num_steps, options.devices, target)
-    check_context(models.trainer.context_parallel, models.drafter, spec.source.build(), models.target, options.devices)
+    check_context(
+        models.trainer.context_parallel,
+        models.drafter,
+        spec.source.build(),
+        models.target,
+        options.devices,
+    )
     memory = plan_memory(spec, options, models, work)
     operations = count_operations(spec, models, work)
-    limit, peak = options.limit(), sum(memory.values())
+    limit = options.limit()
+    peak = sum(memory.values())
     sharded = sharded_memory(models, memory, options.devices)
     summary: dict[str, Any] = {
         "parameters": count_parameters(models),
         "tokens": {
-            "epoch": work.tokens, "padded": work.padded, "epochs": work.epochs, "counted": work.is_counted,
+            "epoch": work.tokens, "padded": work.padded, "epochs": work.epochs,
+            "counted": work.is_counted,
             "steps": work.num_steps, "batch_tokens": max(batch.tokens for batch in work.batches),
         },
         "memory": {
-            "device": str(options.torch_device.type), "devices": options.devices, "peak_bytes": peak, "parts": memory,
+            "device": str(options.torch_device.type), "devices": options.devices,
+            "peak_bytes": peak, "parts": memory,
             "sharded": sharded, "limit_bytes": limit, "assumed_sizes": 0,
         },
         "disk": plan_disk(models, work),
         "flops": {
-            "target_per_token": operations.target_per_token, "step_per_token": operations.step_per_token,
+            "target_per_token": operations.target_per_token,
+            "step_per_token": operations.step_per_token,
             "run": operations.run,
         },
         "hours": estimate_hours(spec, options.rate, models, work, operations),
-        "notes": [*list_notes(spec, options, work, models), *advise_engine_gain(spec, options.acceptance_rates)],
+        "notes": [*list_notes(spec, options, work, models),
+            *advise_engine_gain(spec, options.acceptance_rates)],
         "simulation": plan_simulation(spec, models, options.acceptance_rates),
     }  # fmt: skip
     if limit is not None:
         summary["fits"] = peak <= limit * (1 - RESERVE)
-        summary["changes"] = [] if summary["fits"] else list_changes(spec, options, models, work, memory)
-    return {**summary, "setting": {**spec.to_nodes(), "plan": asdict(options)}, "provenance": collect_provenance()}
+        summary["changes"] = (
+            [] if summary["fits"] else list_changes(spec, options, models, work, memory)
+        )
+    return {
+        **summary,
+        "setting": {**spec.to_nodes(), "plan": asdict(options)},
+        "provenance": collect_provenance(),
+    }
 
 
 def plan_memory(spec: RunSpec, options: Plan, models: Models, work: Workload) -> dict[str, int]:
-    """Return the bytes of each part at the worst moment; a CPU's memory holds the cached features too."""
+    """Return the bytes of each part at the worst moment; a CPU's memory holds the cached
+    features too.
+    """
     memory = peak_memory(models, work.batches)
     cached = cached_features(spec, models, work)
-    return memory | ({"features kept for later epochs": int(cached)} if models.is_cpu and cached else {})
+    return memory | (
+        {"features kept for later epochs": int(cached)} if models.is_cpu and cached else {}
+    )
 
 
 def list_notes(spec: RunSpec, options: Plan, work: Workload, models: Models) -> list[str]:
     """Return what the numbers leave out or assume."""
     notes = []
     if work.is_counted and not models.target.template.exists:
-        notes.append("the target has no tokenizer with a chat template here; tokens are counted with that of target=tiny")
+        notes.append(
+            "the target has no tokenizer with a chat template here; tokens are counted with that "
+            "of target=tiny"
+        )
     notes += list_weight_notes(models)
     notes += list_conversion_notes(spec, models)
     if (minutes := models.trainer.max_minutes) is not None and models.trainer.max_steps is None:
-        notes.append(f"trainer.max_minutes={minutes:g} ends the run at that time; steps and hours are those of trainer.epochs")
+        notes.append(
+            f"trainer.max_minutes={minutes:g} ends the run at that time; steps and hours are "
+            "those of trainer.epochs"
+        )
     if (size := models.trainer.context_parallel) > 1:
-        repeated = "" if reads_features(spec) else "; each of them runs the target over the complete text"
-        notes.append(f"{size} devices share a text, and memory is that of the one with most supervised tokens{repeated}")
+        repeated = (
+            "" if reads_features(spec) else "; each of them runs the target over the complete text"
+        )
+        notes.append(
+            f"{size} devices share a text, and memory is that of the one with most supervised "
+            f"tokens{repeated}"
+        )
     if spec.source.build().needs_server:
         notes.append(
-            "the server's memory and arithmetic are not counted; hours hold if it captures states as fast as this trains"
+            "the server's memory and arithmetic are not counted; hours hold if it captures states "
+            "as fast as this trains"
         )
     if spec.source.build().generates_text:
-        notes.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
+        notes.append(
+            "sequences that are written while training are not counted, in memory, arithmetic or "
+            "assumed hours"
+        )
     if options.torch_device.type == "cuda":
         notes.append(
-            "attention is taken to run in fused kernels, masked too, as on an H100; elsewhere it may store every score"
+            "attention is taken to run in fused kernels, masked too, as on an H100; elsewhere it "
+            "may store every score"
         )
     return notes
 
@@ -202,91 +258,148 @@ def list_weight_notes(models: Models) -> list[str]:
     if name is None or not models.target.has_layers:
         return []
     if not is_kept_quantized(name, models.is_cpu):
-        return [f"the target's weights are quantized ({name}) and are dequantized when they are loaded"]
+        return [
+            f"the target's weights are quantized ({name}) and are dequantized when they are loaded"
+        ]
     if name not in FORMATS:
-        return [f"the target's weights are quantized ({name}); they are counted as {models.target.dtype} and take less"]
-    return [f"the target's weights are counted as they are stored ({name}), which takes kernels for this type"]
+        return [
+            f"the target's weights are quantized ({name}); they are counted as "
+            f"{models.target.dtype} and take less"
+        ]
+    return [
+        f"the target's weights are counted as they are stored ({name}), which takes kernels for "
+        "this type"
+    ]
 
 
 def list_conversion_notes(spec: RunSpec, models: Models) -> list[str]:
-    """Return how large the converted weights of a GGUF file are, where no command has written them yet."""
+    """Return how large the converted weights of a GGUF file are, where no command has written
+    them yet.
+    """
     files = TargetFiles.from_settings(spec.target.node, with_weights=False)
     converted = files.converted_directory
     if converted is None or (converted / "config.json").exists():
         return []
     size = 4 * count_parameters(models)["target"]
     return [
-        f"the first command that loads {files.gguf_file} writes its weights in float32, {format_bytes(size)}, to {converted}"
+        f"the first command that loads {files.gguf_file} writes its weights in float32, "
+        f"{format_bytes(size)}, to {converted}"
     ]
 
 
 def advise_engine_gain(spec: RunSpec, rates: list[float] | None) -> list[str]:
-    """Return what drafting can gain in the engine of server=, if it was measured on this machine, or else the command that
-    measures it."""
+    """Return what drafting can gain in the engine of server=, if it was measured on this machine,
+    or else the command that measures it."""
     if not spec.server or not spec.server.build().capabilities.has_lookup:
         return []
     engine = str(spec.server.choice)
     facts = {"dtype": spec.server.get("dtype"), "threads": spec.server.get("threads")}
     measured = find_times(TargetFiles.from_settings(spec.target.node).short_name, engine, **facts)
     if measured:
-        return [advise_engine(times, rates, acceptance=f"plan.acceptance_rates={rates}") for times in measured]
-    words = [word.lstrip("+") for word in spec.overrides if re.match(r"\+*(target|server)[.=]", word)]
+        return [
+            advise_engine(times, rates, acceptance=f"plan.acceptance_rates={rates}")
+            for times in measured
+        ]
+    words = [
+        word.lstrip("+") for word in spec.overrides if re.match(r"\+*(target|server)[.=]", word)
+    ]
     command = shlex.join(["spectrain", "bench", "engine", *words])
-    return [f"what drafting can gain for this target in {ENGINES[engine].title} was not measured on this machine: {command}"]
+    return [
+        f"what drafting can gain for this target in {ENGINES[engine].title} was not measured on "
+        f"this machine: {command}"
+    ]
 
 
-def plan_simulation(spec: RunSpec, models: Models, rates: list[float] | None) -> dict[str, Any] | None:
-    """Return the commands that show what an acceptance is worth before there is a drafter; None if no engine serves it."""
+def plan_simulation(
+    spec: RunSpec, models: Models, rates: list[float] | None
+) -> dict[str, Any] | None:
+    """Return the commands that show what an acceptance is worth before there is a drafter; None
+    if no engine serves it.
+    """
     launches = {
-        name: launch for name, launch in describe_launches(spec, models.drafter, "DRAFTER").items() if ENGINES[name].simulates
+        name: launch
+        for name, launch in describe_launches(spec, models.drafter, "DRAFTER").items()
+        if ENGINES[name].simulates
     }
     if not launches:
         return None
-    count = max(launch.drafter.num_tokens for launch in launches.values() if launch.drafter is not None)
-    chosen = round_rates(rates or [ASSUMED_ACCEPTANCE**position for position in range(1, count + 1)])
+    count = max(
+        launch.drafter.num_tokens for launch in launches.values() if launch.drafter is not None
+    )
+    chosen = round_rates(
+        rates or [ASSUMED_ACCEPTANCE**position for position in range(1, count + 1)]
+    )
     simulated = simulate_acceptance(launches, chosen).items()
-    commands = {ENGINES[name].title: ENGINES[name].make_command(launch).format_shell() for name, launch in simulated}
+    commands = {
+        ENGINES[name].title: ENGINES[name].make_command(launch).format_shell()
+        for name, launch in simulated
+    }
     words = [word.lstrip("+") for word in spec.overrides]
-    words = ["spectrain", "serve", *(word for word in words if re.match(r"(recipe|target|drafter)[.=]", word))]
+    words = [
+        "spectrain",
+        "serve",
+        *(word for word in words if re.match(r"(recipe|target|drafter)[.=]", word)),
+    ]
     if "vllm" in launches:
-        commands["spectrain"] = shlex.join([*words, "server=vllm", f"server.acceptance_rates={chosen}".replace(" ", "")])
+        commands["spectrain"] = shlex.join(
+            [*words, "server=vllm", f"server.acceptance_rates={chosen}".replace(" ", "")]
+        )
     return {"rates": chosen, "assumed": rates is None, "commands": commands}
 
 
 def plan_disk(models: Models, work: Workload) -> dict[str, Any]:
-    """Return the bytes that the run folder has at its end, and those of a feature store of this data."""
-    sizes, num_states = DiskSizes.from_models(models), work.tokens * len(models.features)
-    stores = {dtype: count_state_bytes(num_states, models.target.width, dtype) for dtype in TORCH_DTYPES}
+    """Return the bytes that the run folder has at its end, and those of a feature store of this
+    data.
+    """
+    sizes = DiskSizes.from_models(models)
+    num_states = work.tokens * len(models.features)
+    stores = {
+        dtype: count_state_bytes(num_states, models.target.width, dtype) for dtype in TORCH_DTYPES
+    }
     return {
-        "checkpoint_bytes": sizes.checkpoint, "checkpoints_kept": len(sizes.checkpoints),
-        "drafter_bytes": sizes.drafter, "trained_target_bytes": sizes.target,
+        "checkpoint_bytes": sizes.checkpoint,
+        "checkpoints_kept": len(sizes.checkpoints),
+        "drafter_bytes": sizes.drafter,
+        "trained_target_bytes": sizes.target,
         "run_bytes": sum(sizes.checkpoints) + sizes.drafter + sizes.target,
         "store_bytes": stores if models.features else {},
-    }  # fmt: skip
+    }
 
 
 def sharded_memory(models: Models, memory: dict[str, int], devices: int) -> dict[str, int]:
-    """Return the peak bytes of one of several devices if they share the drafter's states, and if they share the target too.
+    """Return the peak bytes of one of several devices if they share the drafter's states, and if
+    they share the target too.
 
-    Full sharding gathers one piece at a time: the complete drafter, which is small, and of the target its largest layer.
+    Full sharding gathers one piece at a time: the complete drafter, which is small, and of the
+    target its largest layer.
     """
     if devices == 1:
         return {}
-    states = sum(memory.get(part, 0) for part in ("drafter weights", "gradients", "optimiser state"))
+    states = sum(
+        memory.get(part, 0) for part in ("drafter weights", "gradients", "optimiser state")
+    )
     total = sum(memory.values()) - memory.get("gradient buckets", 0)
     drafter = total - states * (devices - 1) // devices + memory.get("drafter weights", 0)
     # Processes cannot share quantized weights.
     if models.weight_format is not None:
         return {"drafter": drafter}
     weights = memory.get("target weights", 0) * (devices - 1) // devices
-    return {"drafter": drafter, "drafter and target": drafter - weights + 2 * largest_piece_bytes(models)}
+    return {
+        "drafter": drafter,
+        "drafter and target": drafter - weights + 2 * largest_piece_bytes(models),
+    }
 
 
-def list_changes(spec: RunSpec, options: Plan, models: Models, work: Workload, memory: dict[str, int]) -> list[dict[str, Any]]:
+def list_changes(
+    spec: RunSpec, options: Plan, models: Models, work: Workload, memory: dict[str, int]
+) -> list[dict[str, Any]]:
     """Return the changes that take less memory, each planned itself, the best one first."""
     peak = sum(memory.values())
     sharded = sharded_memory(models, memory, options.devices)
-    peaks = {f"{SHARDING_SETTINGS[what]} on {options.devices} devices": size for what, size in sharded.items()}
+    peaks = {
+        f"{SHARDING_SETTINGS[what]} on {options.devices} devices": size
+        for what, size in sharded.items()
+    }
     if models.features and models.target.has_layers:
         weights = memory.get("target weights", 0) + memory.get("packed copies of weights", 0)
         change = "target.parts=head" if reads_features(spec) else "source=store target.parts=head"
@@ -299,7 +412,9 @@ def list_changes(spec: RunSpec, options: Plan, models: Models, work: Workload, m
         # A family may refuse it beside the other settings of the run.
         with suppress(UserError):
             dataset = work.dataset if changed.data == spec.data else None
-            peaks[" ".join(map(format_setting, settings.items()))] = peak_of_change(changed, options, models, dataset)
+            peaks[" ".join(map(format_setting, settings.items()))] = peak_of_change(
+                changed, options, models, dataset
+            )
     room = (options.limit() or math.inf) * (1 - RESERVE)
     changes = [
         {"change": change, "peak_bytes": size, "saves_bytes": peak - size, "fits": size <= room}
@@ -310,7 +425,9 @@ def list_changes(spec: RunSpec, options: Plan, models: Models, work: Workload, m
 
 
 def peak_of_change(changed: RunSpec, options: Plan, models: Models, dataset: Dataset | None) -> int:
-    """Return the peak bytes of a run with changed settings; a `dataset` that did not change is not read again."""
+    """Return the peak bytes of a run with changed settings; a `dataset` that did not change is
+    not read again.
+    """
     work = read_workload(changed, models.target, options.tokens, options.devices, dataset)
     target = None if models.changes_target else models.target
     other = Models.from_spec(changed, options.torch_device, work.num_steps, options.devices, target)
@@ -324,12 +441,15 @@ def format_setting(setting: tuple[str, Any]) -> str:
 
 def cheaper_settings(spec: RunSpec, models: Models, num_devices: int) -> list[dict[str, Any]]:
     """Return settings of this run on this number of devices that take less memory."""
-    trainer, settings = models.trainer, spec.drafter.with_defaults()
+    trainer = models.trainer
+    settings = spec.drafter.with_defaults()
     choices: list[dict[str, Any]] = []
     if trainer.batch_tokens >= 512:
         half = trainer.batch_tokens // 2
         shorter = {"data.max_length": half} if spec.data.build().max_length > half else {}
-        choices.append({"trainer.batch_tokens": half, "trainer.accumulate": trainer.accumulate * 2, **shorter})
+        choices.append(
+            {"trainer.batch_tokens": half, "trainer.accumulate": trainer.accumulate * 2, **shorter}
+        )
     for key in HALVED_SETTINGS:
         value = settings.get(key)
         if isinstance(value, int) and value > 3:
@@ -338,7 +458,9 @@ def cheaper_settings(spec: RunSpec, models: Models, num_devices: int) -> list[di
         choices.append({"drafter.adapt": "lora"})
     if trainer.loss_tokens is None and spec.data.build().max_length >= 2 * SUGGESTED_LOSS_TOKENS:
         choices.append({"trainer.loss_tokens": SUGGESTED_LOSS_TOKENS})
-    if num_devices > trainer.context_parallel == 1 and isinstance(models.drafter, ContextParallelDrafter):
+    if num_devices > trainer.context_parallel == 1 and isinstance(
+        models.drafter, ContextParallelDrafter
+    ):
         choices.append({"trainer.context_parallel": num_devices})
     if not trainer.gradient_checkpointing and not adapts_layers(models.drafter):
         choices.append({"trainer.gradient_checkpointing": True})

@@ -15,16 +15,26 @@ def print_plan(summary: dict[str, Any]) -> None:
     """The plan as tables."""
     console = make_console(soft_wrap=True)
     console.width = max(console.width, WIDTH)
-    tokens, memory, disk_, flops, hours_ = (summary[key] for key in ("tokens", "memory", "disk", "flops", "hours"))
+    tokens, memory, disk_, flops, hours_ = (
+        summary[key] for key in ("tokens", "memory", "disk", "flops", "hours")
+    )
     table = Table(title="spectrain plan", show_header=False)
     sizes = {name: format_count(number) for name, number in summary["parameters"].items()}
-    table.add_row("parameters", f"{sizes['trained']} trained; drafter {sizes['drafter']}, target {sizes['target']}")
+    table.add_row(
+        "parameters",
+        f"{sizes['trained']} trained; drafter {sizes['drafter']}, target {sizes['target']}",
+    )
     how = "counted" if tokens["counted"] else "plan.tokens"
     table.add_row(
-        "tokens", f"{format_count(tokens['epoch'])} an epoch ({how}), {tokens['epochs']:.3g} epochs, {tokens['steps']} steps"
+        "tokens",
+        f"{format_count(tokens['epoch'])} an epoch ({how}), {tokens['epochs']:.3g} epochs, "
+        f"{tokens['steps']} steps",
     )
     table.add_section()
-    table.add_row(f"memory a {memory['device']} device", f"{format_bytes(memory['peak_bytes'])} in tensors at the worst moment")
+    table.add_row(
+        f"memory a {memory['device']} device",
+        f"{format_bytes(memory['peak_bytes'])} in tensors at the worst moment",
+    )
     for part, size in sorted(memory["parts"].items(), key=lambda item: -item[1]):
         if size >= 0.001 * memory["peak_bytes"]:
             table.add_row(f"  {part}", format_bytes(size))
@@ -34,13 +44,22 @@ def print_plan(summary: dict[str, Any]) -> None:
     run = format_bytes(disk_["run_bytes"])
     run += f": {disk_['checkpoints_kept']} checkpoints of {format_bytes(disk_['checkpoint_bytes'])}"
     run += f", drafter {format_bytes(disk_['drafter_bytes'])}"
-    run += f", target {format_bytes(disk_['trained_target_bytes'])}" if disk_["trained_target_bytes"] else ""
+    run += (
+        f", target {format_bytes(disk_['trained_target_bytes'])}"
+        if disk_["trained_target_bytes"]
+        else ""
+    )
     table.add_row("disk, the run", run)
     if disk_["store_bytes"]:
-        stored = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in disk_["store_bytes"].items())
+        stored = ", ".join(
+            f"{dtype} {format_bytes(size)}" for dtype, size in disk_["store_bytes"].items()
+        )
         table.add_row("disk, a feature store", stored)
     table.add_section()
-    each = f"{flops['target_per_token'] / 1e9:.3g} GFLOP a token in the target, {flops['step_per_token'] / 1e9:.3g} in the step"
+    each = (
+        f"{flops['target_per_token'] / 1e9:.3g} GFLOP a token in the target, "
+        f"{flops['step_per_token'] / 1e9:.3g} in the step"
+    )
     table.add_row("arithmetic", f"{flops['run']:.3g} FLOP; {each}")
     table.add_row("hours", f"{hours_['value']:.3g} ({hours_['basis']})")
     console.print(table)
@@ -48,15 +67,24 @@ def print_plan(summary: dict[str, Any]) -> None:
         console.print(note, highlight=False)
     print_simulation(console, summary["simulation"])
     if memory["limit_bytes"] is None:
-        console.print("plan.device_gb=80 says whether it fits, and what to change if not", highlight=False)
+        console.print(
+            "plan.device_gb=80 says whether it fits, and what to change if not", highlight=False
+        )
         return
-    room = f"{format_bytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay for what is no tensor"
+    room = (
+        f"{format_bytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay for what is no tensor"
+    )
     console.print(f"it {'fits' if summary['fits'] else 'does not fit'} in {room}", highlight=False)
     if summary["changes"]:
         table = Table("change", "memory", "saves", "fits")
         for entry in summary["changes"]:
             fits = "yes" if entry["fits"] else "no"
-            table.add_row(entry["change"], format_bytes(entry["peak_bytes"]), format_bytes(entry["saves_bytes"]), fits)
+            table.add_row(
+                entry["change"],
+                format_bytes(entry["peak_bytes"]),
+                format_bytes(entry["saves_bytes"]),
+                fits,
+            )
         console.print(table)
 
 
@@ -65,10 +93,15 @@ def print_simulation(console: Console, simulation: dict[str, Any] | None) -> Non
     if simulation is None:
         return
     rates = " ".join(f"{rate:g}" for rate in simulation["rates"])
-    how = "assumed; plan.acceptance_rates sets others" if simulation["assumed"] else "plan.acceptance_rates"
+    how = (
+        "assumed; plan.acceptance_rates sets others"
+        if simulation["assumed"]
+        else "plan.acceptance_rates"
+    )
     console.print(
-        f"These commands serve with simulated acceptance, at the rates {rates} by position ({how}), and show what it is worth "
-        "on this hardware. DRAFTER is any drafter of this shape; spectrain serve takes an untrained one.",
+        f"These commands serve with simulated acceptance, at the rates {rates} by position "
+        f"({how}), and show what it is worth on this hardware. DRAFTER is any drafter of this "
+        "shape; spectrain serve takes an untrained one.",
         highlight=False,
     )
     for engine, command in simulation["commands"].items():

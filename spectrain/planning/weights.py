@@ -1,6 +1,8 @@
-"""The bytes of a target's weights on a device, as its checkpoint or `target.quantization` stores them.
+"""The bytes of a target's weights on a device, as its checkpoint or `target.quantization` stores
+them.
 
-A plan builds the target without weights, in the type that products have; quantized weights take less than this.
+A plan builds the target without weights, in the type that products have; quantized weights take
+less than this.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ FORMATS = {
     "8bit": WeightFormat(8),
     "int8": WeightFormat(8),
 }
-"""The formats whose sizes are computed; weights of others are counted in the type of the products."""
+"""The formats whose sizes are computed; weights of others are counted in the type of the
+products.
+"""
 
 
 def find_format_name(target: Target, quantization: str | None) -> str | None:
-    """Return the name of the format in which a checkpoint, or `target.quantization`, stores weights; None where it is dense."""
+    """Return the name of the format in which a checkpoint, or `target.quantization`, stores
+    weights; None where it is dense.
+    """
     method = quantization or quantization_method(target.config)
     if method != "bitsandbytes":
         return method
@@ -50,21 +56,38 @@ def find_format_name(target: Target, quantization: str | None) -> str | None:
 
 
 def is_kept_quantized(name: str, on_cpu: bool) -> bool:
-    """Tell whether weights stay as they are stored: a CPU, and compressed-tensors everywhere, dequantize them."""
+    """Tell whether weights stay as they are stored: a CPU, and compressed-tensors everywhere,
+    dequantize them.
+    """
     return name != "compressed-tensors" and not (on_cpu and name in DEQUANTIZED_METHODS)
 
 
-def count_weight_bytes(target: Target, parameters: Sequence[Tensor], name: str | None, on_cpu: bool) -> int:
-    """Return the bytes that parameters of a target take in the format of this name, of the same one once."""
-    stored = FORMATS.get(name or "") if name is not None and is_kept_quantized(name, on_cpu) else None
-    quantized = set() if stored is None else {id(weight) for weight in find_quantized_weights(target, stored)}
+def count_weight_bytes(
+    target: Target, parameters: Sequence[Tensor], name: str | None, on_cpu: bool
+) -> int:
+    """Return the bytes that parameters of a target take in the format of this name, of the same
+    one once.
+    """
+    stored = (
+        FORMATS.get(name or "") if name is not None and is_kept_quantized(name, on_cpu) else None
+    )
+    quantized = (
+        set()
+        if stored is None
+        else {id(weight) for weight in find_quantized_weights(target, stored)}
+    )
     bits = 0 if stored is None else stored.bits
-    sizes = {id(p): p.numel() * (bits / 8 if id(p) in quantized else p.element_size()) for p in parameters}
+    sizes = {
+        id(p): p.numel() * (bits / 8 if id(p) in quantized else p.element_size())
+        for p in parameters
+    }
     return int(sum(sizes.values()))
 
 
 def find_quantized_weights(target: Target, stored: WeightFormat) -> Iterator[Tensor]:
-    """Yield the weights of the decoder layers that a format stores, without the modules that the checkpoint excludes."""
+    """Yield the weights of the decoder layers that a format stores, without the modules that the
+    checkpoint excludes.
+    """
     excluded = _read_settings(target).get("modules_to_not_convert") or ()
     layer_modules = {id(module) for layer in target.layers for module in layer.modules()}
     for name, module in target.model.named_modules():
@@ -73,7 +96,9 @@ def find_quantized_weights(target: Target, stored: WeightFormat) -> Iterator[Ten
         if stored.linears and isinstance(module, nn.Linear):
             yield module.weight
         if stored.experts and is_experts(module):
-            yield from (parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3)
+            yield from (
+                parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3
+            )
 
 
 def _read_settings(target: Target) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""The data of a run: its batches, how often the run reads them, and how often the target runs over them."""
+"""The data of a run: its batches, how often the run reads them, and how often the target runs
+over them.
+"""
 
 import math
 from dataclasses import dataclass
@@ -46,45 +48,73 @@ class Workload:
 
 
 def read_workload(
-    spec: RunSpec, target: Target, num_tokens: int | None, num_devices: int, dataset: Dataset | None = None
+    spec: RunSpec,
+    target: Target,
+    num_tokens: int | None,
+    num_devices: int,
+    dataset: Dataset | None = None,
 ) -> Workload:
-    """Return the workload of the data, or of full batches of `num_tokens` tokens that are all supervised.
+    """Return the workload of the data, or of full batches of `num_tokens` tokens that are all
+    supervised.
 
     A `dataset` that was read with the same settings is not read again.
     """
-    trainer, data = Trainer.from_spec(spec), spec.data.build()
+    trainer = Trainer.from_spec(spec)
+    data = spec.data.build()
     if num_tokens is not None:
         dataset = full_batch(min(data.max_length, trainer.batch_tokens), trainer)
     elif dataset is None:
         dataset = count_data(data, target)
     indices = dataset.make_batches(0, trainer.batch_settings)
-    batches = [batch_shape(dataset[numbers], trainer.packing, trainer.loss_tokens) for numbers in indices]
+    batches = [
+        batch_shape(dataset[numbers], trainer.packing, trainer.loss_tokens) for numbers in indices
+    ]
     epoch = float(sum(batch.tokens for batch in batches))
     tokens = float(dataset.num_tokens if num_tokens is None else num_tokens)
     padded = epoch if num_tokens is None else tokens
     per_step = trainer.accumulate * num_devices / trainer.context_parallel * epoch / len(batches)
     num_steps = trainer.max_steps or max(1, math.ceil(trainer.epochs * padded / per_step))
-    return Workload(dataset, batches, num_steps, num_steps * per_step / padded, padded, tokens, num_tokens is None)
+    return Workload(
+        dataset,
+        batches,
+        num_steps,
+        num_steps * per_step / padded,
+        padded,
+        tokens,
+        num_tokens is None,
+    )
 
 
 def count_data(data: Any, target: Target) -> Dataset:
-    """Read the data with the target's tokenizer, or with that of target=tiny if it has none or no chat template."""
+    """Read the data with the target's tokenizer, or with that of target=tiny if it has none or
+    no chat template.
+    """
     if data.num_bytes() > QUICK_BYTES:
-        raise UserError("plan.tokens: this data is too large to be read for a plan; write its size, as in plan.tokens=4e8")
+        raise UserError(
+            "plan.tokens: this data is too large to be read for a plan; write its size, as in "
+            "plan.tokens=4e8"
+        )
     template = target.template if target.template.exists else ChatTemplate(load_tiny_tokenizer())
     dataset: Dataset = data.make_dataset(template, target.vision)
     return dataset
 
 
 def full_batch(length: int, trainer: Trainer) -> Dataset:
-    """Return data that fills one batch with texts of `length` tokens, all supervised but the first."""
+    """Return data that fills one batch with texts of `length` tokens, all supervised but the
+    first.
+    """
     count = max(1, trainer.batch_tokens // length)
     return Dataset([Example([1] * length, [False] + [True] * (length - 1))] * count, count, 0, 0)
 
 
-def batch_shape(examples: list[Example], packed: bool, loss_tokens: int | None = None) -> BatchShape:
-    """Return the sizes of a batch, of which windows of the loss, if there are any, are taken to lie at the end of each text."""
-    lengths, supervised = [len(example.tokens) for example in examples], [sum(example.mask) for example in examples]
+def batch_shape(
+    examples: list[Example], packed: bool, loss_tokens: int | None = None
+) -> BatchShape:
+    """Return the sizes of a batch, of which windows of the loss, if there are any, are taken to
+    lie at the end of each text.
+    """
+    lengths = [len(example.tokens) for example in examples]
+    supervised = [sum(example.mask) for example in examples]
     if loss_tokens is not None:
         supervised = [min(count, loss_tokens) for count in supervised]
     num_tokens = sum(lengths) if packed else len(lengths) * max(lengths)
@@ -103,14 +133,16 @@ def cached_features(spec: RunSpec, models: Models, work: Workload) -> float:
 
 
 def reads_features(spec: RunSpec) -> bool:
-    """Tell whether features come from a store or a server, so that these devices do not compute them."""
+    """Tell whether features come from a store or a server, so that these devices do not compute
+    them.
+    """
     source = spec.source.build()
     return bool(source.stores_features or source.needs_server)
 
 
 def target_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
-    """Return how often the target runs over the data: once over batches whose features are all cached, on every device of
-    those that share a text.
+    """Return how often the target runs over the data: once over batches whose features are all
+    cached, on every device of those that share a text.
     """
     total = work.tokens * token_feature_bytes(models)
     cached = cached_features(spec, models, work) / total if total else 0.0
@@ -121,7 +153,9 @@ def target_epochs(spec: RunSpec, models: Models, work: Workload) -> float:
 
 @dataclass(frozen=True)
 class Operations:
-    """Floating-point operations: of a padded token's features, of the rest of its step, and of the run."""
+    """Floating-point operations: of a padded token's features, of the rest of its step, and of
+    the run.
+    """
 
     target_per_token: float
     step_per_token: float
@@ -133,17 +167,22 @@ def count_operations(spec: RunSpec, models: Models, work: Workload) -> Operation
     features, step = flops_per_token(models, work.batches)
     epochs = 0.0 if reads_features(spec) else target_epochs(spec, models, work)
     trained = work.padded * (features * epochs + step * work.epochs)
-    each, recorded = validation_flops(models, work), recording_flops(models, work)
+    each = validation_flops(models, work)
+    recorded = recording_flops(models, work)
     during = count_affordable(trained, recorded + each, each) if each else 0
-    return Operations(features, step, trained + recorded + count_validations(models, work, during) * each)
+    return Operations(
+        features, step, trained + recorded + count_validations(models, work, during) * each
+    )
 
 
 def count_validations(models: Models, work: Workload, affordable: int) -> int:
-    """Return how often the run drafts for the held-out data: before the first step, after some steps, and at the end.
+    """Return how often the run drafts for the held-out data: before the first step, after some
+    steps, and at the end.
 
     `affordable` of them between start and end fit into the share of the time that they may take.
     """
-    trainer, last = models.trainer, work.num_steps
+    trainer = models.trainer
+    last = work.num_steps
     if trainer.eval_every is not None:
         return 1 + math.ceil(last / trainer.eval_every)
     saved = (last - 1) // trainer.save_every if trainer.save_every else 0
@@ -151,15 +190,17 @@ def count_validations(models: Models, work: Workload, affordable: int) -> int:
 
 
 def recording_flops(models: Models, work: Workload) -> float:
-    """Return the operations by which the target answers the held-out prompts, once before the training."""
+    """Return the operations by which the target answers the held-out prompts, once before the
+    training.
+    """
     rows = count_validation_rows(select_prompts(work.dataset.held_out, models.target.max_length))
     layers, output, _ = drafting_weights(models)
     return 2.0 * (rows.num_recorded * layers + rows.num_answered * output)
 
 
 def validation_flops(models: Models, work: Workload) -> float:
-    """Return the operations of one validation: two for every weight that a row is multiplied with. Attention over such short
-    texts, and what a drafter does beyond drafting, are left out.
+    """Return the operations of one validation: two for every weight that a row is multiplied with.
+    Attention over such short texts, and what a drafter does beyond drafting, are left out.
     """
     rows = count_validation_rows(select_prompts(work.dataset.held_out, models.target.max_length))
     layers, output, drafter = drafting_weights(models)

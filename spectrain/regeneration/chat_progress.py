@@ -1,4 +1,6 @@
-"""A conversation while its answers are regenerated, turn by turn; recorded tool results answer the regenerated calls."""
+"""A conversation while its answers are regenerated, turn by turn; recorded tool results answer
+the regenerated calls.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ class AnswerError(Exception):
         self.kind = kind
 
     def to_failed_row(self, pending: PendingRow) -> FailedRow:
-        origin, reason = pending.conversation.origin, str(self)
+        origin = pending.conversation.origin
+        reason = str(self)
         located = reason if not origin or reason.startswith(origin) else f"{origin}: {reason}"
         return FailedRow(pending.id, pending.messages, self.kind, located)
 
 
 @dataclass(frozen=True)
 class GeneratedAnswer:
-    """An answer: its message, why it ended ("stop" or "length"), its number of tokens, and its token ids if they are known."""
+    """An answer: its message, why it ended ("stop" or "length"), its number of tokens, and its
+    token ids if they are known.
+    """
 
     message: Message
     finish_reason: str
@@ -38,8 +43,8 @@ class GeneratedAnswer:
 class ChatProgress:
     """A conversation in progress; each answer depends on the answers before it.
 
-    Where the model calls tools, the recorded results of the same user turn answer the calls by the tools' names. The
-    conversation ends where it calls a tool that has no result left.
+    Where the model calls tools, the recorded results of the same user turn answer the calls by the
+    tools' names. The conversation ends where it calls a tool that has no result left.
     """
 
     def __init__(self, pending: PendingRow, sampling: Sampling) -> None:
@@ -80,14 +85,20 @@ class ChatProgress:
     def add_answer(self, answer: GeneratedAnswer) -> None:
         """Add the next answer; raise an AnswerError if it was cut and cut answers are not kept."""
         if answer.finish_reason == "length" and not self.sampling.keep_cut:
-            raise AnswerError("cut", f"answer {len(self.answer_lengths) + 1} was cut at {self.sampling.max_new_tokens} tokens")
+            raise AnswerError(
+                "cut",
+                f"answer {len(self.answer_lengths) + 1} was cut at {self.sampling.max_new_tokens} "
+                "tokens",
+            )
         if answer.token_ids:
             self.answer_ids[len(self.messages)] = answer.token_ids
         self.messages.append(answer.message)
         self.finish_reasons.append(answer.finish_reason)
         self.answer_lengths.append(answer.num_tokens)
         source = self.pending.messages
-        called_in_source = self.source_index < len(source) and bool(source[self.source_index].get("tool_calls"))
+        called_in_source = self.source_index < len(source) and bool(
+            source[self.source_index].get("tool_calls")
+        )
         if not self.awaits_answer:
             self.source_index += 1
         self.awaits_answer = False
@@ -97,7 +108,9 @@ class ChatProgress:
             self._skip_to_next_question()
 
     def _answer_calls(self, calls: list[dict[str, Any]]) -> None:
-        """Append the recorded result of each call, or end the conversation at the first that has none."""
+        """Append the recorded result of each call, or end the conversation at the first that has
+        none.
+        """
         answered = []
         for call in calls:
             name = call["function"]["name"]
@@ -114,7 +127,9 @@ class ChatProgress:
         while self.source_index < len(source) and source[self.source_index]["role"] == "tool":
             self.source_index += 1
         # The model answers the results, also where the source had no such turn.
-        at_answer = self.source_index < len(source) and source[self.source_index]["role"] == "assistant"
+        at_answer = (
+            self.source_index < len(source) and source[self.source_index]["role"] == "assistant"
+        )
         self.awaits_answer = not at_answer
 
     def _skip_to_next_question(self) -> None:
@@ -141,7 +156,9 @@ class ChatProgress:
 
 
 def collect_results(source: list[Message], start: int) -> list[Message]:
-    """Return the tool results between the user's message at `start` and the next, each with the name of its tool."""
+    """Return the tool results between the user's message at `start` and the next, each with the
+    name of its tool.
+    """
     names: dict[str | None, list[str]] = {}
     results = []
     for message in source[start + 1 :]:
@@ -151,5 +168,7 @@ def collect_results(source: list[Message], start: int) -> list[Message]:
             names.setdefault(call.get("id"), []).append(call["function"]["name"])
         if message["role"] == "tool":
             called = names.get(message.get("tool_call_id"))
-            results.append({**message, "name": called.pop(0) if called else str(message.get("name"))})
+            results.append(
+                {**message, "name": called.pop(0) if called else str(message.get("name"))}
+            )
     return results

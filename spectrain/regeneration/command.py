@@ -29,8 +29,8 @@ def regenerate_command(
     check: bool,
     capture: bool = False,
 ) -> None:
-    """Check an existing set, or write it with the target, the tree and the data of `spec`; with `capture`, write the features
-    too."""
+    """Check an existing set, or write it with the target, the tree and the data of `spec`; with
+    `capture`, write the features too."""
     if out is None:
         raise UserError("out: say where the conversations go, as in out=DIR")
     folder = Path(str(out)).expanduser()
@@ -38,38 +38,65 @@ def regenerate_command(
         faults = ShardSet(folder).find_faults()
         report_faults(ShardSet(folder), faults)
         if faults:
-            named = ", ".join([*faults][:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
-            raise RunError(f"out={folder}: incomplete: {named}; run the command that made it, without check=true")
+            named = ", ".join([*faults][:5]) + (
+                f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+            )
+            raise RunError(
+                f"out={folder}: incomplete: {named}; run the command that made it, without "
+                "check=true"
+            )
         return
-    settings, reader, sampler = regenerate.build(), spec.data.build(), sampling.build()
+    settings = regenerate.build()
+    reader = spec.data.build()
+    sampler = sampling.build()
     reader.require_all("regeneration")
     reader.allows_unanswered = True
     reader.load_conversations()
     if capture:
         return regenerate_and_capture(spec, settings, reader, sampler, folder)
-    for key, value in (("recipe", spec.recipe_name), ("drafter", spec.drafter), ("source", spec.source.settings)):
+    for key, value in (
+        ("recipe", spec.recipe_name),
+        ("drafter", spec.drafter),
+        ("source", spec.source.settings),
+    ):
         if value:
-            raise UserError(f"{key}: it says which features are captured; add capture=true and a server, or leave {key} out")
+            raise UserError(
+                f"{key}: it says which features are captured; add capture=true and a server, or "
+                f"leave {key} out"
+            )
     answers: AnswerWriter = (
-        make_server_writer(spec, sampler) if spec.server else make_engine_writer(writer, spec, sampler, settings, reader)
+        make_server_writer(spec, sampler)
+        if spec.server
+        else make_engine_writer(writer, spec, sampler, settings, reader)
     )
     settings.run(folder, reader, sampler, answers)
 
 
 def make_server_writer(spec: RunSpec, sampling: Sampling) -> ServerWriter:
-    """Return the writer that requests answers of a server; a UserError names a setting that the server has no use for."""
+    """Return the writer that requests answers of a server; a UserError names a setting that the
+    server has no use for.
+    """
     for key in ("target", "run", "tree", "writer"):
         if spec.overrides_key(key):
-            raise UserError(f"{key}: the server has its own model, which server.model names; leave {key} out")
+            raise UserError(
+                f"{key}: the server has its own model, which server.model names; leave {key} out"
+            )
     return ServerWriter(sampling, spec.server.build())
 
 
 def make_engine_writer(
-    writer: GroupSpec, requested: RunSpec, sampling: Sampling, settings: Regeneration, data: ConversationReader
+    writer: GroupSpec,
+    requested: RunSpec,
+    sampling: Sampling,
+    settings: Regeneration,
+    data: ConversationReader,
 ) -> EngineWriter:
     """Return our own engine with the target and, if a run is named, its drafter."""
     if requested.run is None and requested.tree.node:
-        raise UserError("tree: nothing is drafted without a drafter; give one, as in run=runs/NAME, or leave tree out")
+        raise UserError(
+            "tree: nothing is drafted without a drafter; give one, as in run=runs/NAME, or leave "
+            "tree out"
+        )
     nodes = {group.group: group.node or None for group in (requested.target, requested.tree)}
     # Without a run nothing is drafted, and any drafter will do.
     drafter_node = None if requested.run else GroupSpec("drafter", "ngram").node
@@ -80,23 +107,34 @@ def make_engine_writer(
     plain: EngineWriter = writer.build(sampling=sampling, target=target)
     if requested.run is None:
         return plain
-    directory, drafter, builder = find_drafter_directory(run), build_drafter(spec.drafter, target), spec.tree.build()
+    directory = find_drafter_directory(run)
+    drafter = build_drafter(spec.drafter, target)
+    builder = spec.tree.build()
     if drafter.capabilities.target_training or find_trained_target(run) is not None:
         raise UserError(
-            f"run={run}: its drafter belongs to the target that was trained with it; regenerate without a drafter, by "
-            f"target=hf target.model={find_trained_target(run) or run / 'target'}"
+            f"run={run}: its drafter belongs to the target that was trained with it; regenerate "
+            "without a drafter, by target=hf "
+            f"target.model={find_trained_target(run) or run / 'target'}"
         )
     assert directory is not None, "it was read from there"
     load_weights(drafter, directory)
     rows = settings.make_calibration_rows(data)
     Session.from_drafter(
-        target, drafter, builder, sampling.acceptance_rule, lambda: collect_prompts(plain.make_prompt, sampling, rows)
+        target,
+        drafter,
+        builder,
+        sampling.acceptance_rule,
+        lambda: collect_prompts(plain.make_prompt, sampling, rows),
     )
     return writer.build(sampling=sampling, target=target, drafter=drafter, builder=builder)
 
 
 def regenerate_and_capture(
-    spec: RunSpec, settings: Regeneration, data: ConversationReader, sampling: Sampling, folder: Path
+    spec: RunSpec,
+    settings: Regeneration,
+    data: ConversationReader,
+    sampling: Sampling,
+    folder: Path,
 ) -> None:
     """Write a set of answers, and a store with the states that a training on it reads."""
     writer = make_capturing_writer(spec, settings, sampling, data, folder)

@@ -1,4 +1,6 @@
-"""Answers of our engine by continuous batching: a conversation takes the place of one whose answer is finished."""
+"""Answers of our engine by continuous batching: a conversation takes the place of one whose
+answer is finished.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,17 @@ class ContinuousAnswers:
         # Receives each conversation once it is answered or has failed.
         on_outcome: Callable[[Shard, Row | FailedRow], None],
     ) -> None:
-        self.batch, self.sampling, self.steps, self.on_outcome = batch, sampling, steps, on_outcome
+        self.batch = batch
+        self.sampling = sampling
+        self.steps = steps
+        self.on_outcome = on_outcome
         self.waiting: deque[PendingAnswer] = deque()
         self.running: list[tuple[RunningText, PendingAnswer]] = []
 
     def write_answers(self, shards: Iterable[Shard]) -> None:
-        """Take shards one by one, when there is room in the batch, and answer their conversations."""
+        """Take shards one by one, when there is room in the batch, and answer their
+        conversations.
+        """
         conversations = self._iterate_conversations(shards)
         while True:
             while self._wait_for_next(conversations) and self._start(self.waiting[0]):
@@ -65,7 +72,9 @@ class ContinuousAnswers:
                 continue
             self._step()
 
-    def _iterate_conversations(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, ChatProgress]]:
+    def _iterate_conversations(
+        self, shards: Iterable[Shard]
+    ) -> Iterator[tuple[Shard, ChatProgress]]:
         for shard in shards:
             for pending in shard.unanswered_rows:
                 yield shard, ChatProgress(pending, self.sampling)
@@ -80,14 +89,18 @@ class ContinuousAnswers:
         return True
 
     def _advance(self, shard: Shard, chat: ChatProgress, prefix: TextPrefix | None = None) -> None:
-        """Let the next answer of a conversation wait, or pass the conversation on where it has no further one."""
+        """Let the next answer of a conversation wait, or pass the conversation on where it has
+        no further one.
+        """
         outcome: Row | FailedRow | None = None
         try:
             conversation = chat.next_prompt()
             if conversation is None:
                 outcome = chat.finished_row
             else:
-                self.waiting.append(PendingAnswer(shard, chat, self.steps.make_prompt(conversation), prefix))
+                self.waiting.append(
+                    PendingAnswer(shard, chat, self.steps.make_prompt(conversation), prefix)
+                )
         except AnswerError as error:
             outcome = error.to_failed_row(chat.pending)
         except UserError as error:
@@ -96,7 +109,9 @@ class ContinuousAnswers:
             self.on_outcome(shard, outcome)
 
     def _start(self, answer: PendingAnswer) -> bool:
-        """Start an answer, or answer its conversation alone where it never fits; return False where it has to wait."""
+        """Start an answer, or answer its conversation alone where it never fits; return False
+        where it has to wait.
+        """
         if not self.batch.fits_alone(answer.prompt) or have_images([answer.prompt]):
             self._answer_alone(answer)
             return True
@@ -116,13 +131,16 @@ class ContinuousAnswers:
         return True
 
     def _step(self) -> None:
-        """Decode one token of every running answer, and go on with the conversations whose answers are done."""
+        """Decode one token of every running answer, and go on with the conversations whose
+        answers are done.
+        """
         try:
             has_failed = False
             self.batch.step()
         except Exception:  # whatever a model or a full memory can raise
             has_failed = True
-        running, self.running = self.running, []
+        running = self.running
+        self.running = []
         if has_failed:
             self.batch.clear()
             for _, answer in running:

@@ -1,5 +1,5 @@
-"""The progress line of a regeneration: conversations, tokens/s, failures, time left. Without a terminal it prints plain
-lines."""
+"""The progress line of a regeneration: conversations, tokens/s, failures, time left. Without a
+terminal it prints plain lines."""
 
 import time
 from typing import Any
@@ -13,11 +13,15 @@ from spectrain.training.metrics import Pace
 
 
 class WritingProgress:
-    """Counts what this process writes; if enabled, shows it together with what other processes have finished."""
+    """Counts what this process writes; if enabled, shows it together with what other processes
+    have finished.
+    """
 
     def __init__(self, shards: ShardSet, due: list[str], enabled: bool) -> None:
         # The names of the shards that are still to be written.
-        self.shards, self.due, self.enabled = shards, set(due), enabled
+        self.shards = shards
+        self.due = set(due)
+        self.enabled = enabled
         self.total = shards.manifest["conversations"]
         self.num_written = self.num_tokens = self.num_failed = 0  # by this process
         # Conversations in unfinished shards of this process.
@@ -26,9 +30,14 @@ class WritingProgress:
         self.console = make_console()
         self.is_live = enabled and self.console.is_terminal
         self.bar = Bar(
-            TextColumn("regenerating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"),
-            TimeRemainingColumn(), console=self.console, disable=not self.is_live,
-        )  # fmt: skip
+            TextColumn("regenerating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[line]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.is_live,
+        )
         self.task = self.bar.add_task("", total=self.total, completed=self.num_finished, line="")
         self.start_time, self.pace = time.monotonic(), Pace(self.total, self.num_finished)
 
@@ -51,12 +60,16 @@ class WritingProgress:
             self.num_tokens += sum(outcome.num_tokens)
         else:
             self.num_failed += 1
-        done, seconds = self.num_finished + self.num_open, time.monotonic() - self.start_time
+        done = self.num_finished + self.num_open
+        seconds = time.monotonic() - self.start_time
         line = f"{self.num_tokens / max(1e-9, seconds):.0f} tokens/s  {self.num_failed} failed"
         if self.is_live:
             self.bar.update(self.task, completed=done, line=line)
         elif self.enabled and self.pace.is_due():
-            print(f"conversation {done} of {self.total}  {line}  {self.pace.time_left(done)}", flush=True)
+            print(
+                f"conversation {done} of {self.total}  {line}  {self.pace.time_left(done)}",
+                flush=True,
+            )
 
     def finish_shard(self, shard: Shard) -> None:
         self.due.discard(shard.name)
@@ -67,9 +80,16 @@ class WritingProgress:
     def summary_line(self) -> str:
         seconds = time.monotonic() - self.start_time
         speed = f"{self.num_tokens / max(1e-9, seconds):.0f} a second"
-        return f"this time {self.num_written} conversations, {self.num_tokens} tokens in {seconds:.0f} s ({speed})"
+        return (
+            f"this time {self.num_written} conversations, {self.num_tokens} tokens in "
+            f"{seconds:.0f} s ({speed})"
+        )
 
     def _count_finished(self) -> int:
         """Count the conversations of shards that are not to be written again, of all processes."""
         records = self.shards.manifest["shards"].items()
-        return sum(record["rows"] + sum(record["lost"].values()) for name, record in records if name not in self.due)
+        return sum(
+            record["rows"] + sum(record["lost"].values())
+            for name, record in records
+            if name not in self.due
+        )

@@ -1,7 +1,8 @@
 """`spectrain data regenerate`: conversations whose answers the target generates, shard by shard.
 
-A drafter learns the target's distribution, so a data set with other answers is best regenerated. The command can be killed
-at any moment and resumes where it stopped. Several processes, of torchrun or of separate commands, share the shards.
+A drafter learns the target's distribution, so a data set with other answers is best regenerated.
+The command can be killed at any moment and resumes where it stopped. Several processes, of torchrun
+or of separate commands, share the shards.
 """
 
 import hashlib
@@ -40,12 +41,15 @@ class OutcomeLedger:
     complete_shards: list[Shard] = field(default_factory=list)
 
     def add_outcome(self, shard: Shard, outcome: Row | FailedRow) -> None:
-        self.num_failed = self.num_failed + 1 if isinstance(outcome, FailedRow) and outcome.kind == "failed" else 0
+        self.num_failed = (
+            self.num_failed + 1
+            if isinstance(outcome, FailedRow) and outcome.kind == "failed"
+            else 0
+        )
         if isinstance(outcome, FailedRow) and self.num_failed >= self.stop_after:
             raise RunError(
-                f"{self.num_failed} conversations failed one after another, the last, number {outcome.id}, for: "
-                f"{outcome.error}; "
-                "correct that and run the same command again"
+                f"{self.num_failed} conversations failed one after another, the last, number "
+                f"{outcome.id}, for: {outcome.error}; correct that and run the same command again"
             )
         shard.add_outcome(outcome)
         self.progress.count_outcome(outcome)
@@ -63,14 +67,16 @@ class OutcomeLedger:
 
 
 class Regeneration:
-    """Regeneration of the assistant turns of conversations, each turn given the regenerated answers before it.
+    """Regeneration of the assistant turns of conversations, each turn given the regenerated answers
+    before it.
 
     Conversations that fail are left out and listed in a folder of their own.
     """
 
     def __init__(
         self,
-        # Assistant turns to regenerate: all of them, or only the first, after which the conversation ends.
+        # Assistant turns to regenerate: all of them, or only the first, after which the
+        # conversation ends.
         turns: Literal["all", "first"] = "all",
         # System prompt that replaces the system prompts of the conversations; null keeps theirs.
         system: str | None = None,
@@ -93,18 +99,29 @@ class Regeneration:
         self.turns, self.system, self.shard_size = turns, system, shard_size
         self.max_failed, self.stop_after, self.retry_failed = max_failed, stop_after, retry_failed
 
-    def run(self, out: Path, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> None:
+    def run(
+        self, out: Path, data: ConversationReader, sampling: Sampling, writer: AnswerWriter
+    ) -> None:
         """Write every missing shard, and print a summary."""
         shards = ShardSet(out)
         self.template_arguments = dict(data.template_kwargs or {})
-        pending = [self.make_pending_row(number, conversation) for number, conversation in enumerate(data.load_conversations())]
+        pending = [
+            self.make_pending_row(number, conversation)
+            for number, conversation in enumerate(data.load_conversations())
+        ]
         begun = shards.is_begun
         faults = shards.find_faults() if begun else {}
         if not begun or faults or self.retry_failed:
             writer.check_ready()
-        shards.begin_or_resume(self.recorded_settings(data, sampling, writer), {
-            "data": data.name, "conversations": len(pending), "shard_size": self.shard_size, "made_with": collect_provenance(),
-        })  # fmt: skip
+        shards.begin_or_resume(
+            self.recorded_settings(data, sampling, writer),
+            {
+                "data": data.name,
+                "conversations": len(pending),
+                "shard_size": self.shard_size,
+                "made_with": collect_provenance(),
+            },
+        )
         faults = faults if begun else shards.find_faults()
         rank = int(os.environ.get("RANK", 0))
         if rank == 0:
@@ -113,31 +130,44 @@ class Regeneration:
         with stop_gracefully(shards), WritingProgress(shards, due, enabled=rank == 0) as progress:
             ledger = OutcomeLedger(shards, progress, self.stop_after)
             if due:
-                writer.write_answers(self.claim_shards(shards, due, pending, progress), ledger.add_outcome)
+                writer.write_answers(
+                    self.claim_shards(shards, due, pending, progress), ledger.add_outcome
+                )
                 ledger.write_complete()
             shards.remove_leftovers()
         self.report_result(shards, progress)
 
     def list_due_shards(self, shards: ShardSet, faults: dict[str, str]) -> list[str]:
-        """List the shards to write: those of this rank first, then what other ranks have left, from the end."""
-        rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        records, names = shards.manifest["shards"], shards.shard_names
-        retried = {name for name in records if self.retry_failed and "failed" in records[name]["lost"]}
-        due, own_names = {*faults} | retried, {*names[rank::processes]}
+        """List the shards to write: those of this rank first, then what other ranks have left,
+        from the end.
+        """
+        rank = int(os.environ.get("RANK", 0))
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        records = shards.manifest["shards"]
+        names = shards.shard_names
+        retried = {
+            name for name in records if self.retry_failed and "failed" in records[name]["lost"]
+        }
+        due = {*faults} | retried
+        own_names = {*names[rank::processes]}
         return sorted(due & own_names) + sorted(due - own_names, reverse=True)
 
     def claim_shards(
         self, shards: ShardSet, due: list[str], pending: list[PendingRow], progress: WritingProgress
     ) -> Iterator[Shard]:
-        """Yield those of the due shards that no other process holds or has written by now, with the rows finished so far."""
-        size, before = self.shard_size, shards.manifest["shards"]
+        """Yield those of the due shards that no other process holds or has written by now, with
+        the rows finished so far.
+        """
+        size = self.shard_size
+        before = shards.manifest["shards"]
         first_of = {name: number * size for number, name in enumerate(shards.shard_names)}
         for name in due:
             first = first_of[name]
             shard = shards.claim_shard(name, pending[first : first + size])
             if shard is None:
                 continue
-            is_complete, record = shards.find_fault(name) is None, shards.manifest["shards"].get(name)
+            is_complete = shards.find_fault(name) is None
+            record = shards.manifest["shards"].get(name)
             if is_complete and not (self.retry_failed and record == before.get(name)):
                 shards.release_shard(shard)
                 continue
@@ -150,28 +180,43 @@ class Regeneration:
                 yield shard
 
     def make_calibration_rows(self, data: ConversationReader) -> list[PendingRow]:
-        """Return the first conversations to answer, with which a writer is checked or calibrated."""
-        return [self.make_pending_row(*numbered) for numbered in enumerate(data.load_conversations()[:MAX_CALIBRATION_ROWS])]
+        """Return the first conversations to answer, with which a writer is checked or
+        calibrated.
+        """
+        return [
+            self.make_pending_row(*numbered)
+            for numbered in enumerate(data.load_conversations()[:MAX_CALIBRATION_ROWS])
+        ]
 
     def make_pending_row(self, number: int, conversation: Conversation) -> PendingRow:
         """Return the conversation to answer, up to its last assistant turn or its first."""
         if not isinstance(conversation, Conversation) or conversation.text is not None:
             form = "plain text" if isinstance(conversation, Conversation) else "token ids"
-            raise UserError(f"data: regeneration answers conversations, and these are {form}; use data=jsonl with messages")
+            raise UserError(
+                f"data: regeneration answers conversations, and these are {form}; use data=jsonl "
+                "with messages"
+            )
         messages = conversation.messages
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: (answers[0] if self.turns == "first" else answers[-1]) + 1]
         if self.system is not None:
             messages = [message for message in messages if message["role"] != "system"]
             messages = [{"role": "system", "content": self.system}, *messages]
-        request = [message if message["role"] != "assistant" else {"role": "assistant"} for message in messages]
+        request = [
+            message if message["role"] != "assistant" else {"role": "assistant"}
+            for message in messages
+        ]
         key = hashlib.blake2b(json.dumps(request).encode(), digest_size=7).digest()
         # A row's own arguments of the chat template win over those of the command.
         template_arguments = {**self.template_arguments, **conversation.template_arguments}
-        pending = replace(conversation, messages=messages, template_arguments=template_arguments, answer_ids={})
+        pending = replace(
+            conversation, messages=messages, template_arguments=template_arguments, answer_ids={}
+        )
         return PendingRow(number, pending, int.from_bytes(key, "big"))
 
-    def recorded_settings(self, data: ConversationReader, sampling: Sampling, writer: AnswerWriter) -> dict[str, Any]:
+    def recorded_settings(
+        self, data: ConversationReader, sampling: Sampling, writer: AnswerWriter
+    ) -> dict[str, Any]:
         """Return the settings that determine the set, by their command-line names."""
         conversations = data.load_conversations()
         digest = hashlib.sha256()
@@ -182,8 +227,12 @@ class Regeneration:
             "data": f"{len(conversations)} conversations, sha256 {digest.hexdigest()[:16]}",
             **writer.recorded_settings(),
             **sampling.recorded_settings(),
-            **{f"regenerate.{key}": getattr(self, key) for key in ("turns", "system", "shard_size")},
-            **({"data.template_kwargs": dict(data.template_kwargs)} if data.template_kwargs else {}),
+            **{
+                f"regenerate.{key}": getattr(self, key) for key in ("turns", "system", "shard_size")
+            },
+            **(
+                {"data.template_kwargs": dict(data.template_kwargs)} if data.template_kwargs else {}
+            ),
         }
 
     def report_result(self, shards: ShardSet, progress: WritingProgress) -> None:
@@ -195,11 +244,12 @@ class Regeneration:
         for record in records:
             for kind, count in record["lost"].items():
                 counts[kind] = counts.get(kind, 0) + count
-        rows, ended = sum(record["rows"] for record in records), sum(record.get("ended", 0) for record in records)
+        rows = sum(record["rows"] for record in records)
+        ended = sum(record.get("ended", 0) for record in records)
         kinds = ", ".join(f"{count} {FAILURE_TEXTS[kind]}" for kind, count in counts.items())
         print(
-            f"{shards.folder}: {rows} of {manifest['conversations']} conversations in {len(records)} shards, "
-            f"{sum(record['cut'] for record in records)} with an answer cut"
+            f"{shards.folder}: {rows} of {manifest['conversations']} conversations in "
+            f"{len(records)} shards, {sum(record['cut'] for record in records)} with an answer cut"
             + (f", {ended} that end at a tool call without a recorded result" if ended else "")
             + (f"; {kinds}, listed in {shards.folder / 'failed'}" if kinds else "")
             + (f"; other processes are at {', '.join(sorted(left))}" if left else "")
@@ -209,15 +259,23 @@ class Regeneration:
         total = rows + sum(counts.values())
         if total and (not rows or counts.get("failed", 0) > self.max_failed * total):
             raise RunError(
-                f"{shards.folder}: {counts.get('failed', 0)} of {total} conversations failed, more than regenerate.max_failed="
-                f"{self.max_failed} allows; see {shards.folder / 'failed'}, and request them again with "
+                f"{shards.folder}: {counts.get('failed', 0)} of {total} conversations failed, "
+                f"more than regenerate.max_failed={self.max_failed} allows; see "
+                f"{shards.folder / 'failed'}, and request them again with "
                 "regenerate.retry_failed=true"
                 if rows
-                else f"{shards.folder}: none of {total} conversations was answered ({kinds}); see {shards.folder / 'failed'}"
+                else (
+                    f"{shards.folder}: none of {total} conversations was answered ({kinds}); "
+                    f"see {shards.folder / 'failed'}"
+                )
             )
 
 
-FAILURE_TEXTS = {"failed": "failed", "too_long": "too long for the context", "cut": "left out for a cut answer"}
+FAILURE_TEXTS = {
+    "failed": "failed",
+    "too_long": "too long for the context",
+    "cut": "left out for a cut answer",
+}
 
 
 def report_faults(shards: ShardSet, faults: dict[str, str]) -> None:
@@ -227,13 +285,17 @@ def report_faults(shards: ShardSet, faults: dict[str, str]) -> None:
             print(f"{shards.folder / name}: {fault}", flush=True)
     num_complete = len(shards.shard_names) - len(faults)
     print(
-        f"{shards.folder}: {num_complete} of {len(shards.shard_names)} shards are complete, {len(faults)} to write", flush=True
+        f"{shards.folder}: {num_complete} of {len(shards.shard_names)} shards are complete, "
+        f"{len(faults)} to write",
+        flush=True,
     )
 
 
 @contextmanager
 def stop_gracefully(shards: ShardSet) -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C; after either, or when the disk is full, say that finished rows are saved."""
+    """Treat SIGTERM like Ctrl-C; after either, or when the disk is full, say that finished rows
+    are saved.
+    """
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -242,11 +304,13 @@ def stop_gracefully(shards: ShardSet) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        raise RunError(f"{shards.folder}: stopped; what is finished is kept, go on with the same command") from error
+        raise RunError(
+            f"{shards.folder}: stopped; what is finished is kept, go on with the same command"
+        ) from error
     except OSError as error:
         raise RunError(
-            f"{shards.folder}: it could not be written ({error.strerror}); what is finished is kept, correct that and run "
-            "the same command again"
+            f"{shards.folder}: it could not be written ({error.strerror}); what is finished is "
+            "kept, correct that and run the same command again"
         ) from error
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -13,7 +13,8 @@ class Sampling:
         self,
         # Sampling temperature; 0 decodes greedily.
         temperature: float = 0.7,
-        # Nucleus sampling: sample from the most likely tokens whose probabilities sum to this value; 1 uses all tokens.
+        # Nucleus sampling: sample from the most likely tokens whose probabilities sum to this
+        # value; 1 uses all tokens.
         top_p: float = 1.0,
         # Sample from this many most likely tokens; 0 uses the whole vocabulary.
         top_k: int = 0,
@@ -21,7 +22,8 @@ class Sampling:
         max_new_tokens: int = 512,
         # Seed of the random draws; the same seed gives the same answers.
         seed: int = 0,
-        # Keep answers that max_new_tokens cuts, marked as cut; false leaves their conversations out.
+        # Keep answers that max_new_tokens cuts, marked as cut; false leaves their conversations
+        # out.
         keep_cut: bool = True,
     ) -> None:
         if not temperature >= 0:
@@ -38,7 +40,11 @@ class Sampling:
     @property
     def acceptance_rule(self) -> AcceptanceRule:
         """The acceptance rule that samples this way in our own engine."""
-        return Match(self.temperature, self.top_k, self.top_p, self.seed) if self.temperature else Greedy()
+        return (
+            Match(self.temperature, self.top_k, self.top_p, self.seed)
+            if self.temperature
+            else Greedy()
+        )
 
     def recorded_settings(self) -> dict[str, Any]:
         return {f"sampling.{key}": value for key, value in vars(self).items()}

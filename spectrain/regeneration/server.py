@@ -36,7 +36,9 @@ class ServerWriter(AnswerWriter):
     def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
         asyncio.run(self._write_concurrently(shards, on_outcome))
 
-    async def _write_concurrently(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
+    async def _write_concurrently(
+        self, shards: Iterable[Shard], on_outcome: OutcomeCallback
+    ) -> None:
         async with self.server:
             # Conversations of any shard are answered at the same time.
             pending = ((shard, row) for shard in shards for row in shard.unanswered_rows)
@@ -55,28 +57,46 @@ class ServerWriter(AnswerWriter):
                 chat.add_answer(await self.request_answer(chat, conversation))
             await self.finish_conversation(chat)
         except ServerError as error:
-            return AnswerError("too_long" if error.kind == "too_long" else "failed", str(error)).to_failed_row(pending)
+            return AnswerError(
+                "too_long" if error.kind == "too_long" else "failed", str(error)
+            ).to_failed_row(pending)
         except AnswerError as error:
             return error.to_failed_row(pending)
         return chat.finished_row
 
-    async def request_answer(self, chat: ChatProgress, conversation: Conversation) -> GeneratedAnswer:
-        """Return the next answer of a conversation; raise a ServerError or an AnswerError if there is none."""
+    async def request_answer(
+        self, chat: ChatProgress, conversation: Conversation
+    ) -> GeneratedAnswer:
+        """Return the next answer of a conversation; raise a ServerError or an AnswerError if
+        there is none.
+        """
         return to_answer(await self.server.complete(self.make_request(chat, conversation)))
 
     async def finish_conversation(self, chat: ChatProgress) -> None:
         """Take a conversation whose answers are all given."""
 
-    def make_request(self, chat: ChatProgress, prompt: Conversation | list[int]) -> CompletionRequest:
-        """Return the request for the next answer; its seed depends on the conversation and the turn."""
+    def make_request(
+        self, chat: ChatProgress, prompt: Conversation | list[int]
+    ) -> CompletionRequest:
+        """Return the request for the next answer; its seed depends on the conversation and the
+        turn.
+        """
         sampling = self.sampling
         keys = f"{sampling.seed}/{chat.pending.key}/{len(chat.answer_lengths)}".encode()
         seed = int.from_bytes(blake2b(keys, digest_size=4).digest(), "big") >> 1
-        return CompletionRequest(prompt, sampling.max_new_tokens, sampling.temperature, sampling.top_p, sampling.top_k, seed)
+        return CompletionRequest(
+            prompt,
+            sampling.max_new_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            seed,
+        )
 
 
 def to_answer(completion: Completion) -> GeneratedAnswer:
-    """Return the answer of a completion; raise an AnswerError for one without text, reasoning and tool calls.
+    """Return the answer of a completion; raise an AnswerError for one without text, reasoning and
+    tool calls.
 
     An empty text whose token ids are known is an answer: the model ended its turn at once.
     """
@@ -84,5 +104,9 @@ def to_answer(completion: Completion) -> GeneratedAnswer:
     text = message.get("content")
     has_text = isinstance(text, str) and bool(text.strip() or completion.token_ids)
     if not has_text and not (message.get("reasoning_content") or message.get("tool_calls")):
-        raise AnswerError("failed", f"the server gave no text (finish_reason {completion.finish_reason})")
-    return GeneratedAnswer(message, completion.finish_reason, completion.num_tokens, completion.token_ids)
+        raise AnswerError(
+            "failed", f"the server gave no text (finish_reason {completion.finish_reason})"
+        )
+    return GeneratedAnswer(
+        message, completion.finish_reason, completion.num_tokens, completion.token_ids
+    )

@@ -1,5 +1,5 @@
-"""Writers of regenerated answers: the target in this process, which decodes batches. `server.py` requests answers of a
-server."""
+"""Writers of regenerated answers: the target in this process, which decodes batches. `server.py`
+requests answers of a server."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -37,16 +37,18 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
-        """Take shards one by one, when there is capacity, and pass on each conversation once it is answered or has failed."""
+        """Take shards one by one, when there is capacity, and pass on each conversation once it
+        is answered or has failed.
+        """
 
 
 class EngineWriter(AnswerWriter):
-    """Our own decoding, by continuous batching where the target can pool texts, else in batches of conversations of similar
-    length.
+    """Our own decoding, by continuous batching where the target can pool texts, else in batches of
+    conversations of similar length.
 
-    Every draw depends on the seed, the conversation and the position, and the bits of a pooled text on no other text. The
-    batches of a shard are the same in every attempt. So an answer depends on nothing else. A drafter changes the speed of the
-    answers, not their content.
+    Every draw depends on the seed, the conversation and the position, and the bits of a pooled text
+    on no other text. The batches of a shard are the same in every attempt. So an answer depends on
+    nothing else. A drafter changes the speed of the answers, not their content.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class EngineWriter(AnswerWriter):
         builder: TreeBuilder | None = None,
         # Maximum number of tokens in a decoding batch, padding and answers included.
         batch_tokens: int = 16384,
-        # Decoding engine: captured replays rounds as CUDA graphs, eager runs a loop, auto captures on a GPU.
+        # Decoding engine: captured replays rounds as CUDA graphs, eager runs a loop, auto captures
+        # on a GPU.
         engine: EngineChoice = "auto",
     ) -> None:
         if batch_tokens < 1:
@@ -69,14 +72,26 @@ class EngineWriter(AnswerWriter):
 
     def recorded_settings(self) -> dict[str, Any]:
         dtype = str(self.target.dtype).removeprefix("torch.")
-        return {"writer": "engine", "target": self.target.name, "target.model": self.target.path, "target.dtype": dtype}
+        return {
+            "writer": "engine",
+            "target": self.target.name,
+            "target.model": self.target.path,
+            "target.dtype": dtype,
+        }
 
     def write_answers(self, shards: Iterable[Shard], on_outcome: OutcomeCallback) -> None:
         session = self.session
-        if session.drafter is None and session.eager_reason is not None and self.target.can_pool_texts:
-            limit, threads = self.sampling.max_new_tokens, session.threads
+        if (
+            session.drafter is None
+            and session.eager_reason is not None
+            and self.target.can_pool_texts
+        ):
+            limit = self.sampling.max_new_tokens
+            threads = session.threads
             batch = ContinuousBatch(self.target, session.rule, limit, self.batch_tokens, threads)
-            steps = AnswerSteps(self.make_prompt, self._parse_answer, lambda pending: self._answer_batch([pending]))
+            steps = AnswerSteps(
+                self.make_prompt, self._parse_answer, lambda pending: self._answer_batch([pending])
+            )
             ContinuousAnswers(batch, self.sampling, steps, on_outcome).write_answers(shards)
         else:
             self._write_batches(shards, on_outcome)
@@ -98,29 +113,46 @@ class EngineWriter(AnswerWriter):
                             on_outcome(shard, outcome)
 
     def make_prompt(self, conversation: Conversation) -> list[int]:
-        """Return the tokens up to the next answer; raise an AnswerError if the context has no room for the answer."""
+        """Return the tokens up to the next answer; raise an AnswerError if the context has no
+        room for the answer.
+        """
         tokens = tokenize_prompt(self.target.template, conversation)
         room = self.target.max_length - self.sampling.max_new_tokens
         if len(tokens) > room:
             raise AnswerError(
                 "too_long",
-                f"a prompt of {len(tokens)} tokens leaves no room for an answer of {self.sampling.max_new_tokens} in the "
-                f"{self.target.max_length} of {self.target.name}",
+                f"a prompt of {len(tokens)} tokens leaves no room for an answer of "
+                f"{self.sampling.max_new_tokens} in the {self.target.max_length} of "
+                f"{self.target.name}",
             )
         return tokens
 
     def _bound_length(self, pending: PendingRow) -> int:
-        """Return an upper bound on the conversation's tokens, without the template's tokens of later turns."""
-        first = len(self.make_prompt(ChatProgress(pending, self.sampling).next_prompt() or Conversation([])))
-        answers = [at for at, message in enumerate(pending.messages) if message["role"] == "assistant"]
-        questions = [
-            content_text(message["content"]) for message in pending.messages[answers[0] :] if message["role"] != "assistant"
+        """Return an upper bound on the conversation's tokens, without the template's tokens of
+        later turns.
+        """
+        first = len(
+            self.make_prompt(ChatProgress(pending, self.sampling).next_prompt() or Conversation([]))
+        )
+        answers = [
+            at for at, message in enumerate(pending.messages) if message["role"] == "assistant"
         ]
-        later: Any = self.target.tokenizer(questions, add_special_tokens=False)["input_ids"] if questions else []
+        questions = [
+            content_text(message["content"])
+            for message in pending.messages[answers[0] :]
+            if message["role"] != "assistant"
+        ]
+        later: Any = (
+            self.target.tokenizer(questions, add_special_tokens=False)["input_ids"]
+            if questions
+            else []
+        )
         return first + sum(map(len, later)) + len(answers) * self.sampling.max_new_tokens
 
     def _make_batches(self, usable: list[tuple[int, PendingRow]]) -> Iterator[list[PendingRow]]:
-        """Batch conversations of similar length; batch sizes are powers of two if rounds are captured per batch size."""
+        """Batch conversations of similar length; batch sizes are powers of two if rounds are
+        captured per batch size.
+        """
         waiting = sorted(usable, key=lambda entry: (entry[0], entry[1].id))
         while waiting:
             count = 1
@@ -132,12 +164,18 @@ class EngineWriter(AnswerWriter):
             waiting = waiting[count:]
 
     def _answer_batch(self, batch: list[PendingRow]) -> Iterator[Row | FailedRow]:
-        """Answer a batch; if that fails, answer its halves, so that one conversation does not fail others."""
+        """Answer a batch; if that fails, answer its halves, so that one conversation does not
+        fail others.
+        """
         try:
-            yield from list(self._answer_turns([ChatProgress(pending, self.sampling) for pending in batch]))
+            yield from list(
+                self._answer_turns([ChatProgress(pending, self.sampling) for pending in batch])
+            )
             return
         except Exception as error:  # whatever a model, a tokenizer or a full device can raise
-            problem = f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
+            problem = (
+                f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
+            )
         if len(batch) == 1:
             yield AnswerError("failed", problem).to_failed_row(batch[0])
             return
@@ -160,48 +198,72 @@ class EngineWriter(AnswerWriter):
                 except AnswerError as error:
                     yield error.to_failed_row(chat.pending)
             chats = []
-            for (chat, prompt), generation in zip(ready, self._decode_prompts(ready) if ready else []):
+            for (chat, prompt), generation in zip(
+                ready, self._decode_prompts(ready) if ready else []
+            ):
                 try:
                     chat.add_answer(self._parse_answer(chat, prompt, generation))
                     chats.append(chat)
                 except AnswerError as error:
                     yield error.to_failed_row(chat.pending)
 
-    def _parse_answer(self, chat: ChatProgress, prompt: list[int], generation: Generation) -> GeneratedAnswer:
-        return parse_generation(self.target, generation.output, prompt, chat.pending.conversation.tools)
+    def _parse_answer(
+        self, chat: ChatProgress, prompt: list[int], generation: Generation
+    ) -> GeneratedAnswer:
+        return parse_generation(
+            self.target, generation.output, prompt, chat.pending.conversation.tools
+        )
 
-    def _decode_prompts(self, chats_with_prompts: list[tuple[ChatProgress, list[int]]]) -> list[Generation]:
-        prompts, keys = [tokens for _, tokens in chats_with_prompts], [chat.pending.key for chat, _ in chats_with_prompts]
+    def _decode_prompts(
+        self, chats_with_prompts: list[tuple[ChatProgress, list[int]]]
+    ) -> list[Generation]:
+        prompts = [tokens for _, tokens in chats_with_prompts]
+        keys = [chat.pending.key for chat, _ in chats_with_prompts]
         return self.session.decode(prompts, self.sampling.max_new_tokens, keys)
 
 
 def parse_generation(
     target: Target, output: list[int], prompt: list[int], tools: list[dict[str, Any]] | None
 ) -> GeneratedAnswer:
-    """Return the answer with its token ids, of which the last is the stop token where the model wrote one."""
-    tokenizer, stopped = target.tokenizer, output[-1] in target.stop_ids
+    """Return the answer with its token ids, of which the last is the stop token where the model
+    wrote one.
+    """
+    tokenizer = target.tokenizer
+    stopped = output[-1] in target.stop_ids
     text = output[:-1] if stopped else output
     written = tokenizer.decode(text, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    message = parse_answer(target.template, str(written), str(tokenizer.decode(prompt[-64:])), tools)
+    message = parse_answer(
+        target.template, str(written), str(tokenizer.decode(prompt[-64:])), tools
+    )
     if message.keys() == {"role", "content"}:
-        message["content"] = tokenizer.decode(text, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        message["content"] = tokenizer.decode(
+            text, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
     return GeneratedAnswer(message, "stop" if stopped else "length", len(output), output)
 
 
 def collect_prompts(
-    make_prompt: Callable[[Conversation], list[int]], sampling: Sampling, rows: list[PendingRow], count: int = 8
+    make_prompt: Callable[[Conversation], list[int]],
+    sampling: Sampling,
+    rows: list[PendingRow],
+    count: int = 8,
 ) -> list[list[int]]:
-    """Return the first prompts that can be answered, for what is calibrated or checked on prompts; raise a UserError if there
-    is none."""
+    """Return the first prompts that can be answered, for what is calibrated or checked on prompts;
+    raise a UserError if there is none."""
     prompts: list[list[int]] = []
     reasons: list[str] = []
     for pending in rows:
         try:
-            prompts.append(make_prompt(ChatProgress(pending, sampling).next_prompt() or Conversation([])))
+            prompts.append(
+                make_prompt(ChatProgress(pending, sampling).next_prompt() or Conversation([]))
+            )
         except (AnswerError, UserError) as error:
             reasons.append(str(error))
         if len(prompts) == count:
             break
     if not prompts:
-        raise UserError(f"data: none of its first {len(rows)} conversations can be answered ({reasons[0]}); use others")
+        raise UserError(
+            f"data: none of its first {len(rows)} conversations can be answered ({reasons[0]}); "
+            "use others"
+        )
     return prompts

@@ -1,4 +1,6 @@
-"""The drafters of runs: built from settings, started for training, saved, and loaded from files of any layout."""
+"""The drafters of runs: built from settings, started for training, saved, and loaded from files
+of any layout.
+"""
 
 import inspect
 import json
@@ -31,9 +33,19 @@ from spectrain.models.checked_tensors import MAX_DRAFTER_TENSORS, read_tensors, 
 from spectrain.models.loading import build_meta_network
 from spectrain.models.target import Target
 from spectrain.provenance import package_versions
-from spectrain.training.checkpoints import TrainingResult, collect_tensors, find_mismatches, load_tensors
+from spectrain.training.checkpoints import (
+    TrainingResult,
+    collect_tensors,
+    find_mismatches,
+    load_tensors,
+)
 
-from .folder import SHIPPED_FOLDER, find_drafter_directory, find_trained_target, require_drafter_directory
+from .folder import (
+    SHIPPED_FOLDER,
+    find_drafter_directory,
+    find_trained_target,
+    require_drafter_directory,
+)
 
 # Target name -> drafter.
 SHIPPED_BY_TARGET = {"smollm2-135m-q4_1": "smollm2-eagle3"}
@@ -47,19 +59,25 @@ def save_drafter(
     remedy: str = REPEAT_COMMAND,
     template: ChatTemplate | None = None,
 ) -> None:
-    """Write config.json and model.safetensors, which are enough to load the drafter; `result` adds the cost of its
-    training, and `template` the chat template that rendered its data."""
+    """Write config.json and model.safetensors, which are enough to load the drafter; `result` adds
+    the cost of its training, and `template` the chat template that rendered its data."""
     description: dict[str, Any] = {
-        group.group: group.save() or None for group in (spec.drafter, spec.target, spec.tree, spec.acceptance)
+        group.group: group.save() or None
+        for group in (spec.drafter, spec.target, spec.tree, spec.acceptance)
     }
     description["drafter"] = {**spec.drafter.save(), **drafter.saved.settings}
     description |= {"recipe": spec.name, "spectrain_version": package_versions().get("spectrain")}
     if template is not None:
         description["chat_template"] = template.facts()
     if result is not None:
-        description["training"] = {"steps": result.num_steps, "tokens": result.num_tokens, "seconds": round(result.seconds, 2),
-                                   "parameters": result.num_parameters, "taken": result.result_step,
-                                   "max_length": result.max_text_length}  # fmt: skip
+        description["training"] = {
+            "steps": result.num_steps,
+            "tokens": result.num_tokens,
+            "seconds": round(result.seconds, 2),
+            "parameters": result.num_parameters,
+            "taken": result.result_step,
+            "max_length": result.max_text_length,
+        }
         gain = result.gain
         if gain is not None:
             description["training"] |= {
@@ -82,10 +100,14 @@ def save_drafter(
 
 
 def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
-    """Build the drafter that settings describe; inner drafters that are directories are loaded with their weights."""
+    """Build the drafter that settings describe; inner drafters that are directories are loaded
+    with their weights.
+    """
     directories = list_inner_directories(spec)
     for key, index, directory in directories:
-        description: Any = GroupSpec.from_node("drafter", load_description(directory, None)["drafter"]).save()
+        description: Any = GroupSpec.from_node(
+            "drafter", load_description(directory, None)["drafter"]
+        ).save()
         if index is not None:
             description = [*spec.get(key)[:index], description, *spec.get(key)[index + 1 :]]
         spec = spec.with_settings(**{key: description}).named_by(directory)
@@ -109,9 +131,11 @@ def list_inner_directories(spec: GroupSpec) -> list[tuple[str, int | None, Path]
     return directories
 
 
-def build_without_weights(spec: RunSpec, device: str = "cpu", target: Target | None = None) -> tuple[Target, Drafter]:
-    """Return target and drafter on torch's device "meta": only the target's configuration is read, unless `target` is given.
-    `device` is where they are to run."""
+def build_without_weights(
+    spec: RunSpec, device: str = "cpu", target: Target | None = None
+) -> tuple[Target, Drafter]:
+    """Return target and drafter on torch's device "meta": only the target's configuration is read,
+    unless `target` is given. `device` is where they are to run."""
     target = target or build_target_without_weights(spec, device)
     with warnings.catch_warnings(), torch.device("meta"):
         # A training prints them.
@@ -121,14 +145,15 @@ def build_without_weights(spec: RunSpec, device: str = "cpu", target: Target | N
 
 
 def build_target_without_weights(spec: RunSpec, device: str = "cpu") -> Target:
-    """Return the target on torch's device "meta", with its tokenizer; `device` is where it is to run.
+    """Return the target on torch's device "meta", with its tokenizer; `device` is where it is to
+    run.
 
     A UserError is raised for a kind of target that only exists with its weights.
     """
     if "network" not in inspect.signature(spec.target.load_constructor()).parameters:
         raise UserError(
-            f"target={spec.target.choice}: it is built with its weights alone, and none are read here; name a target of "
-            "transformers, as in target=hf target.model=DIR"
+            f"target={spec.target.choice}: it is built with its weights alone, and none are read "
+            "here; name a target of transformers, as in target=hf target.model=DIR"
         )
     with warnings.catch_warnings(), torch.device("meta"):
         # A training prints them.
@@ -140,12 +165,17 @@ def build_target_without_weights(spec: RunSpec, device: str = "cpu") -> Target:
 def _find_inner_directory(key: str, value: str) -> Path:
     directory = find_drafter_directory(Path(value))
     if directory is None:
-        raise UserError(f"drafter.{key}={value}: there is no drafter in it; give a run folder, a drafter directory or a choice")
+        raise UserError(
+            f"drafter.{key}={value}: there is no drafter in it; give a run folder, a drafter "
+            "directory or a choice"
+        )
     return directory
 
 
 def load_drafter(spec: RunSpec, run: Path, target: Target) -> Drafter:
-    """Build the drafter of `spec`, with the weights of `run` if it is a run folder or a drafter directory."""
+    """Build the drafter of `spec`, with the weights of `run` if it is a run folder or a drafter
+    directory.
+    """
     directory = find_drafter_directory(run)
     if directory is None:
         return build_drafter(spec.drafter, target)
@@ -154,22 +184,25 @@ def load_drafter(spec: RunSpec, run: Path, target: Target) -> Drafter:
     load_weights(drafter, directory, target)
     if drafter.capabilities.target_training and find_trained_target(run) is None:
         raise UserError(
-            f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
+            f"run={run}: the drafter belongs to the target that was trained with it; keep its "
+            "folder target beside it"
         )
     return drafter
 
 
 @contextmanager
 def explain_malformed(directory: Path) -> Iterator[None]:
-    """Turn what a constructor raises for settings of a wrong type into a UserError that names the drafter's directory."""
+    """Turn what a constructor raises for settings of a wrong type into a UserError that names
+    the drafter's directory.
+    """
     try:
         yield
     except (UserError, RunError):
         raise
     except (*MALFORMED_ERRORS, KeyError) as error:
         raise UserError(
-            f"{directory}: no drafter can be built from its settings ({describe_error(error)}); copy its files again, or leave "
-            "out what the command changes of drafter"
+            f"{directory}: no drafter can be built from its settings ({describe_error(error)}); "
+            "copy its files again, or leave out what the command changes of drafter"
         ) from error
 
 
@@ -183,8 +216,8 @@ def load_for_decoding(directory: Path, target: Target) -> Drafter:
 def load_weights(drafter: Drafter, directory: Path, target: Target | None = None) -> None:
     """Load weights that `save_drafter` or another project wrote.
 
-    A tensor that is missing, unknown, of another shape or not finite raises an error with its name, and nothing is loaded
-    then.
+    A tensor that is missing, unknown, of another shape or not finite raises an error with its name,
+    and nothing is loaded then.
     """
     layout = drafter.saved.layout
     weights: dict[str, Tensor] = {}
@@ -194,12 +227,15 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
         for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
             stored = read_tensors(directory / file, "copy the file again", MAX_DRAFTER_TENSORS)
             tensors = {names.get((file, there), there): tensor for there, tensor in stored.items()}
-            weights, home = weights | tensors, home | dict.fromkeys(tensors, file)
+            weights = weights | tensors
+            home = home | dict.fromkeys(tensors, file)
             if file == "adapter_model.safetensors":
                 require_plain_adapter(directory, stored)
     else:
         ours = {there: name for name, (_, there) in layout.items()}
-        foreign = read_drafter(directory, None if target is None else TargetFiles(target.path)).tensors
+        foreign = read_drafter(
+            directory, None if target is None else TargetFiles(target.path)
+        ).tensors
         weights = {ours.get(there, there): tensor for there, tensor in foreign.items()}
     for name, fault in find_mismatches(drafter, weights):
         path = directory / home.get(name, "model.safetensors")
@@ -207,12 +243,17 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
             path = directory / home.get(name, "model.safetensors")
-            raise RunError(f"{path}: {name} holds NaN or infinity, so its training diverged; take an earlier checkpoint")
+            raise RunError(
+                f"{path}: {name} holds NaN or infinity, so its training diverged; take an earlier "
+                "checkpoint"
+            )
     load_tensors(drafter, weights)
 
 
 def is_native(directory: Path) -> bool:
-    """Tell whether `save_drafter` wrote a directory; otherwise it is an export or belongs to another project."""
+    """Tell whether `save_drafter` wrote a directory; otherwise it is an export or belongs to
+    another project.
+    """
     if not (directory / "config.json").exists():  # peft has no such file
         return False
     config = read_json(directory / "config.json")
@@ -227,17 +268,24 @@ def load_description(directory: Path, target: GroupSpec | None) -> dict[str, Any
     settings: Any = target.node if target else None
     if is_native(directory):
         return parse_description(read_config(directory), directory / "config.json")
-    foreign: DrafterCheckpoint = read_drafter(directory, TargetFiles.from_settings(settings) if settings else None)
+    foreign: DrafterCheckpoint = read_drafter(
+        directory, TargetFiles.from_settings(settings) if settings else None
+    )
     if settings is None and foreign.target is not None:
         settings = TargetFiles(foreign.target).settings
         foreign = read_drafter(directory, TargetFiles(foreign.target, may_download=False))
     if settings is None:
-        raise UserError(f"target: the files in {directory} do not say which target they are for; say it, as in target=tiny")
+        raise UserError(
+            f"target: the files in {directory} do not say which target they are for; say it, as "
+            "in target=tiny"
+        )
     return {"drafter": foreign.drafter, "target": settings, **foreign.description}
 
 
 def load_training_facts(run: Path) -> dict[str, Any] | None:
-    """Return the cost of a drafter's training: steps, tokens, seconds and trained parameters; None if it is not recorded."""
+    """Return the cost of a drafter's training: steps, tokens, seconds and trained parameters;
+    None if it is not recorded.
+    """
     directory = find_drafter_directory(run)
     if directory is None or not is_native(directory):
         return None
@@ -249,25 +297,33 @@ def load_training_facts(run: Path) -> dict[str, Any] | None:
 
 
 def init_drafter(spec: RunSpec, target: Target, dataset: Dataset) -> Drafter:
-    """Return a drafter at the start of training: prepared on the data, or with drafter.init the weights of another drafter."""
-    name, init = spec.drafter.choice, spec.drafter.get("init")
+    """Return a drafter at the start of training: prepared on the data, or with drafter.init the
+    weights of another drafter.
+    """
+    name = spec.drafter.choice
+    init = spec.drafter.get("init")
     if is_shipped(spec.drafter):
-        raise UserError(f"drafter={name}: it is trained; go on with its family's recipe and drafter.init={name}")
+        raise UserError(
+            f"drafter={name}: it is trained; go on with its family's recipe and drafter.init={name}"
+        )
     torch.manual_seed(spec.trainer.get("seed", 0))
     drafter = build_drafter(spec.drafter, target)
     if init and not has_weights(drafter):
         raise UserError(
-            f"drafter.init={init}: this family has no weights beside the target's; go on from a trained target, "
-            "as in target=hf target.model=RUN/target"
+            f"drafter.init={init}: this family has no weights beside the target's; go on from a "
+            "trained target, as in target=hf target.model=RUN/target"
         )
     adapts = adapts_layers(drafter) and target.sharding == "tensor"
     if target.sharding != "none" and (drafter.capabilities.target_training or adapts):
         raise UserError(
-            f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
-            "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
+            f"target.sharding={target.sharding}: this family changes what the target's layers "
+            "compute, so each process needs them whole; leave it out, or use "
+            "trainer.sharding=zero3 where the target trains"
         )
     if not is_trainable(drafter):
-        raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
+        raise UserError(
+            f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}"
+        )
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if init:
         load_weights(drafter, require_drafter_directory("drafter.init", init), target)
@@ -285,7 +341,8 @@ def adapt_drafter(spec: RunSpec, drafter: Drafter, target: Target) -> None:
         return
     if not spec.drafter.get("init"):
         raise UserError(
-            f"adapter={spec.adapter.choice}: it continues the training of a drafter; name one, as in drafter.init=runs/NAME"
+            f"adapter={spec.adapter.choice}: it continues the training of a drafter; name one, as "
+            "in drafter.init=runs/NAME"
         )
     adapter.adapt_drafter(drafter, target.head.vocab_size)
 
@@ -293,33 +350,47 @@ def adapt_drafter(spec: RunSpec, drafter: Drafter, target: Target) -> None:
 def is_trainable(drafter: Drafter) -> bool:
     """Tell whether training changes any parameter, the drafter's or the target's."""
     return bool(drafter.capabilities.target_training) or any(
-        parameter.requires_grad for stage in drafter.stages for group in stage.groups for parameter in group["params"]
+        parameter.requires_grad
+        for stage in drafter.stages
+        for group in stage.groups
+        for parameter in group["params"]
     )
 
 
 def apply_init_shape(spec: RunSpec) -> RunSpec:
-    """With drafter.init, return the spec with the settings that its weights determine; a conflicting override raises a
-    UserError."""
+    """With drafter.init, return the spec with the settings that its weights determine; a
+    conflicting override raises a UserError."""
     if not spec.drafter.get("init"):
         return spec
     directory = require_drafter_directory("drafter.init", spec.drafter.get("init"))
     saved = GroupSpec.from_node("drafter", load_description(directory, spec.target)["drafter"])
     if saved.choice != spec.drafter.choice:
-        raise UserError(f"drafter.init={directory}: it holds drafter={saved.choice}; choose the recipe of that family")
-    files, drafter = saved.load_constructor().saved, spec.drafter
+        raise UserError(
+            f"drafter.init={directory}: it holds drafter={saved.choice}; choose the recipe of "
+            "that family"
+        )
+    files = saved.load_constructor().saved
+    drafter = spec.drafter
     for key in files.shape:
         value = saved.get(key)
         if spec.overrides_key(f"drafter.{key}") and drafter.get(key) != value:
             value = adjust_setting(key, drafter.get(key), value, files.adjustable, directory)
             drafter = drafter.with_settings(**{key: value})
         else:
-            drafter = drafter.with_settings(**{key: value}) if key in saved.settings else drafter.drop_setting(key)
+            drafter = (
+                drafter.with_settings(**{key: value})
+                if key in saved.settings
+                else drafter.drop_setting(key)
+            )
     return replace(spec, drafter=drafter)
 
 
-def adjust_setting(key: str, value: Any, saved: Any, adjustable: Sequence[str], directory: Path) -> Any:
-    """Return a setting of a drafter that continues, from the command's value and the saved one; raise a UserError where the
-    weights are for the saved value. Keys of a mapping that the command leaves out keep their saved values."""
+def adjust_setting(
+    key: str, value: Any, saved: Any, adjustable: Sequence[str], directory: Path
+) -> Any:
+    """Return a setting of a drafter that continues, from the command's value and the saved one;
+    raise a UserError where the weights are for the saved value. Keys of a mapping that the command
+    leaves out keep their saved values."""
     if key in adjustable:
         return value
     if isinstance(value, Mapping) and isinstance(saved, Mapping | None):
@@ -333,7 +404,9 @@ def adjust_setting(key: str, value: Any, saved: Any, adjustable: Sequence[str], 
 
 
 def make_conflict(key: str, value: Any, saved: Any, directory: Path) -> UserError:
-    """Return the error for a setting that differs from the one that the weights in a directory are for."""
+    """Return the error for a setting that differs from the one that the weights in a directory
+    are for.
+    """
     return UserError(f"drafter.{key}={value}: the drafter in {directory} has {saved}; leave it out")
 
 
@@ -365,7 +438,7 @@ def load_shipped_drafter(name: str, target: Target) -> Drafter:
     except UserError as error:
         trained_for = GroupSpec.from_node("target", description["target"]).choice
         raise UserError(
-            f"drafter={name}: it is for target={trained_for}, and {target.name} is another model; train one for it, as in "
-            f"spectrain train recipe={family.choice}"
+            f"drafter={name}: it is for target={trained_for}, and {target.name} is another model; "
+            f"train one for it, as in spectrain train recipe={family.choice}"
         ) from error
     return drafter

@@ -1,4 +1,6 @@
-"""Locks of run folders: a launch chooses, creates and locks its folder in one step, so that no two launches share one."""
+"""Locks of run folders: a launch chooses, creates and locks its folder in one step, so that no
+two launches share one.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -8,7 +10,8 @@ from pathlib import Path
 from spectrain.errors import UserError, first_line
 from spectrain.files import LockTaken, lock_file
 
-# Seconds to wait for a launch that is about to end: one whose network is cut ends itself within 30 s.
+# Seconds to wait for a launch that is about to end: one whose network is cut ends itself within 30
+# s.
 LOCK_SECONDS = 45.0
 LOCK_NAME = ".lock"
 # Attempts to lock a folder that other launches delete meanwhile.
@@ -17,11 +20,13 @@ MAX_ATTEMPTS = 100
 
 @contextmanager
 def lock_run(run: Path, seconds: float = LOCK_SECONDS) -> Iterator[bool]:
-    """Hold the lock of training in a run folder; raise `LockTaken` if another process has it for longer than `seconds`.
+    """Hold the lock of training in a run folder; raise `LockTaken` if another process has it for
+    longer than `seconds`.
 
     Yield whether the file system has locks.
     """
-    taken, remedy = "another launch trains in this folder", "let it finish or end it, then use the same command again"
+    taken = "another launch trains in this folder"
+    remedy = "let it finish or end it, then use the same command again"
     with lock_file(run / LOCK_NAME, f"run={run}: {taken}", remedy, seconds) as is_guarded:
         yield is_guarded
 
@@ -39,7 +44,8 @@ class HeldFolder:
 
 @contextmanager
 def claim_folder(run: Path, seconds: float = 0.0) -> Iterator[HeldFolder]:
-    """Create a folder where it is missing and hold its lock; a folder that is still unused at the end is removed.
+    """Create a folder where it is missing and hold its lock; a folder that is still unused at the
+    end is removed.
 
     A launch that another process keeps out for longer than `seconds` raises `LockTaken`.
     """
@@ -80,7 +86,9 @@ def claim_new_folder(candidates: Iterable[Path]) -> Iterator[Path]:
 
 
 def is_unused(run: Path) -> bool:
-    """Tell whether a folder holds nothing but the lock of a launch, which another process may still hold."""
+    """Tell whether a folder holds nothing but the lock of a launch, which another process may
+    still hold.
+    """
     return run.is_dir() and [path.name for path in run.iterdir()] == [LOCK_NAME]
 
 
@@ -95,7 +103,9 @@ def _lock_folder(run: Path, seconds: float, stack: ExitStack) -> HeldFolder:
                     _report_no_locks(run)
                 return HeldFolder(run, is_created, is_guarded)
     except OSError as error:
-        raise UserError(f"run={run}: the folder cannot be written ({first_line(error)}); choose another") from error
+        raise UserError(
+            f"run={run}: the folder cannot be written ({first_line(error)}); choose another"
+        ) from error
     raise UserError(f"run={run}: other launches delete this folder again and again; choose another")
 
 
@@ -110,4 +120,8 @@ def _create_folder(run: Path) -> bool:
 
 
 def _report_no_locks(run: Path) -> None:
-    print(f"run={run}: this file system has no locks, so nothing keeps a second launch out of the folder", flush=True)
+    print(
+        f"run={run}: this file system has no locks, so nothing keeps a second launch out of the "
+        "folder",
+        flush=True,
+    )

@@ -1,5 +1,5 @@
-"""What a resumed training goes on with: the settings and the inputs that it began with, or else a sentence that names the
-difference."""
+"""What a resumed training goes on with: the settings and the inputs that it began with, or else a
+sentence that names the difference."""
 
 import json
 from dataclasses import dataclass
@@ -22,7 +22,10 @@ from .drafters import list_inner_directories
 from .folder import require_drafter_directory
 
 CHANGEABLE_GROUPS = {
-    "server": "an address may change between launches, and a feature store names the engine that filled it",
+    "server": (
+        "an address may change between launches, and a feature store names the engine that "
+        "filled it"
+    ),
     "tree": "it drafts while scoring",
     "acceptance": "it accepts while scoring",
     "eval": "it scores the finished drafter",
@@ -54,9 +57,14 @@ CHANGEABLE_SETTINGS = {
     "source.capture": "what is captured equals what is stored",
     "source.ahead": "features that are requested earlier are the same",
 }
-"""Settings that a resumed training may change because they change nothing that is learned, and why."""
+"""Settings that a resumed training may change because they change nothing that is learned, and
+why.
+"""
 
-REMEDY = "put back what it began with, train in another folder, or accept the change with trainer.resume=changed"
+REMEDY = (
+    "put back what it began with, train in another folder, or accept the change with "
+    "trainer.resume=changed"
+)
 
 
 @dataclass(frozen=True)
@@ -72,11 +80,20 @@ class InputFacts:
 
     def to_provenance(self) -> dict[str, Any]:
         """Return the facts in the form of provenance.json."""
-        return {"data": self.data, "target": self.target, "target_name": self.target_name, "inputs": self.inputs}
+        return {
+            "data": self.data,
+            "target": self.target,
+            "target_name": self.target_name,
+            "inputs": self.inputs,
+        }
 
 
-def collect_facts(spec: RunSpec, target: Target, weights: str | None, dataset: Dataset, source: Source) -> InputFacts:
-    """Collect the facts of a training's inputs; `weights` is the hash of the target before a drafter changed its layers."""
+def collect_facts(
+    spec: RunSpec, target: Target, weights: str | None, dataset: Dataset, source: Source
+) -> InputFacts:
+    """Collect the facts of a training's inputs; `weights` is the hash of the target before a
+    drafter changed its layers.
+    """
     init = spec.drafter.get("init")
     folders = [require_drafter_directory("drafter.init", init)] if init else []
     folders += [directory for _, _, directory in list_inner_directories(spec.drafter)]
@@ -84,7 +101,15 @@ def collect_facts(spec: RunSpec, target: Target, weights: str | None, dataset: D
         **({} if weights is None else {"target_weights": weights}),
         "tokenizer": hash_tokenizer(target),
         "chat_template": target.template.facts()["sha256"],
-        **({"drafters": {str(number): hash_folder(folder) for number, folder in enumerate(folders)}} if folders else {}),
+        **(
+            {
+                "drafters": {
+                    str(number): hash_folder(folder) for number, folder in enumerate(folders)
+                }
+            }
+            if folders
+            else {}
+        ),
         **({"source": facts} if (facts := source.provenance_facts()) else {}),
     }
     return InputFacts(target.path, target.name, dataset.provenance_facts(), inputs)
@@ -92,63 +117,99 @@ def collect_facts(spec: RunSpec, target: Target, weights: str | None, dataset: D
 
 def hash_folder(folder: Path) -> str:
     """Return the hashes of the files directly in a folder as one text."""
-    return " ".join(f"{path.name}:{hash_file(path)[:16]}" for path in sorted(folder.iterdir()) if path.is_file())
+    return " ".join(
+        f"{path.name}:{hash_file(path)[:16]}" for path in sorted(folder.iterdir()) if path.is_file()
+    )
 
 
 def check_settings(run: Path, spec: RunSpec) -> None:
-    """Raise a UserError if a run began with other settings than `spec`, or if its config.yaml cannot be read."""
+    """Raise a UserError if a run began with other settings than `spec`, or if its config.yaml
+    cannot be read.
+    """
     before = RunSpec.load(run / "config.yaml")
     for group in GROUPS:
         if group in CHANGEABLE_GROUPS:
             continue
-        old, new = (list_settings(group, settings) for settings in (getattr(before, group), getattr(spec, group)))
+        old, new = (
+            list_settings(group, settings)
+            for settings in (getattr(before, group), getattr(spec, group))
+        )
         for key in ("choice", *sorted({*old, *new})):
             if old.get(key) != new.get(key):
                 name = group if key == "choice" else f"{group}.{key}"
                 raise UserError(
-                    f"{name}={new.get(key)}: the run in {run} began with {old.get(key)}; use that, or another run folder"
+                    f"{name}={new.get(key)}: the run in {run} began with {old.get(key)}; use "
+                    "that, or another run folder"
                 )
 
 
 def list_settings(group: str, spec: GroupSpec) -> dict[str, Any]:
-    """Return the choice and the settings of a group that a resumed training keeps, with their defaults."""
+    """Return the choice and the settings of a group that a resumed training keeps, with their
+    defaults.
+    """
     settings = {**spec.with_defaults(), "choice": spec.choice} if spec else {}
-    return {key: value for key, value in settings.items() if f"{group}.{key}" not in CHANGEABLE_SETTINGS}
+    return {
+        key: value for key, value in settings.items() if f"{group}.{key}" not in CHANGEABLE_SETTINGS
+    }
 
 
 def check_inputs(run: Path, facts: InputFacts, checkpoint: Path, accepts_changes: bool) -> None:
-    """Raise a UserError if the inputs of a run with a checkpoint are no longer those that it began with.
+    """Raise a UserError if the inputs of a run with a checkpoint are no longer those that it began
+    with.
 
-    With `accepts_changes` provenance.json records the change, and the training goes on. A run that an older version began
-    has fewer facts, and those are compared.
+    With `accepts_changes` provenance.json records the change, and the training goes on. A run that
+    an older version began has fewer facts, and those are compared.
     """
     path = run / "provenance.json"
     saved = read_json_object(path)
-    if not all(isinstance(saved.get(name, {}), dict) for name in ("data", "inputs")) or "tokens" not in saved.get("data", {}):
-        raise UserError(f"{path}: it does not say what the run began with; put back a copy, or train in another folder")
+    if not all(
+        isinstance(saved.get(name, {}), dict) for name in ("data", "inputs")
+    ) or "tokens" not in saved.get("data", {}):
+        raise UserError(
+            f"{path}: it does not say what the run began with; put back a copy, or train in "
+            "another folder"
+        )
     now = json.loads(json.dumps(facts.to_provenance()))
     difference = find_difference(saved, now)
     if difference is None:
         return
     if not accepts_changes:
         raise UserError(f"{difference}; {REMEDY}")
-    changes = [*saved.get("changes", []), {"step": checkpoint_step(checkpoint), "data": saved["data"],
-                                           "inputs": saved.get("inputs", {})}]  # fmt: skip
+    changes = [
+        *saved.get("changes", []),
+        {
+            "step": checkpoint_step(checkpoint),
+            "data": saved["data"],
+            "inputs": saved.get("inputs", {}),
+        },
+    ]
     write_text(path, json.dumps({**saved, **now, "changes": changes}, indent=2) + "\n")
     print(f"trainer.resume=changed: {difference}; {path} says so", flush=True)
 
 
 def find_difference(saved: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Describe the first input that differs from the one a run began with; None if all are the same."""
-    before, inputs = saved.get("inputs", {}), now["inputs"]
+    """Describe the first input that differs from the one a run began with; None if all are the
+    same.
+    """
+    before = saved.get("inputs", {})
+    inputs = now["inputs"]
     described = {
         "target_weights": f"target: {now['target']} holds other weights than when the run began",
-        "tokenizer": f"target: the tokenizer of {now['target']} is another one than when the run began",
-        "chat_template": f"target: the chat template of {now['target']} is another one than when the run began",
-        "drafters": "drafter: the files of the drafter that it starts from are other ones than when the run began",
-        "source": f"source.path: the store holds other features ({inputs.get('source')}) than when the run began "
-                  f"({before.get('source')})",
-    }  # fmt: skip
+        "tokenizer": (
+            f"target: the tokenizer of {now['target']} is another one than when the run began"
+        ),
+        "chat_template": (
+            f"target: the chat template of {now['target']} is another one than when the run began"
+        ),
+        "drafters": (
+            "drafter: the files of the drafter that it starts from are other ones than when "
+            "the run began"
+        ),
+        "source": (
+            f"source.path: the store holds other features ({inputs.get('source')}) than when "
+            f"the run began ({before.get('source')})"
+        ),
+    }
     for name, sentence in described.items():
         if name in before and name in inputs and before[name] != inputs[name]:
             return sentence
@@ -162,15 +223,21 @@ def find_data_difference(before: dict[str, Any], now: dict[str, Any]) -> str | N
     if before["tokens"] != now["tokens"]:
         return f"data: it has {now['tokens']} tokens, and had {before['tokens']} when the run began"
     if before.get("fingerprint") != now["fingerprint"]:
-        return f"data: it has {now['tokens']} tokens as when the run began, but other ones or in another order"
+        return (
+            f"data: it has {now['tokens']} tokens as when the run began, but other ones or in "
+            "another order"
+        )
     if before.get("bytes") != now.get("bytes"):
-        return f"data: its files have {now.get('bytes')} bytes, and had {before.get('bytes')} when the run began"
+        return (
+            f"data: its files have {now.get('bytes')} bytes, and had {before.get('bytes')} "
+            "when the run began"
+        )
     return "data: what is held out, or the number of its files, is another than when the run began"
 
 
 def delete_unfinished(run: Path) -> None:
-    """Delete what a run without a checkpoint has left: its metrics, the weights of its start and of its best validation, and
-    the state of its tracker."""
+    """Delete what a run without a checkpoint has left: its metrics, the weights of its start and of
+    its best validation, and the state of its tracker."""
     for name in ("metrics.jsonl", "tracker.json"):
         (run / name).unlink(missing_ok=True)
     delete_best_except(run, set())

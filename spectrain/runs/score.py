@@ -25,18 +25,26 @@ from spectrain.training.metrics import Tracker, track_run
 
 from .candidate import Candidate
 from .drafters import init_drafter, is_shipped, load_drafter, load_training_facts, save_drafter
-from .folder import archive_earlier, find_drafter_directory, find_results_folder, find_trained_target
+from .folder import (
+    archive_earlier,
+    find_drafter_directory,
+    find_results_folder,
+    find_trained_target,
+)
 
 MAX_INDEXED_TOKENS = 20_000_000  # tokens
 CARRIED_SETTINGS = ("dtype", "device", "trust_remote_code", "chat_template", "template_kwargs")
 """Settings of the target that a target trained with the drafter is loaded with."""
 
 
-def evaluate(spec: RunSpec, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:
-    """Score the drafter of a run folder or of a drafter directory; without a run's own `tracker`, as a tracked run of its
-    own.
+def evaluate(
+    spec: RunSpec, run: Path, target: Target | None = None, tracker: Tracker | None = None
+) -> dict[str, Any]:
+    """Score the drafter of a run folder or of a drafter directory; without a run's own `tracker`,
+    as a tracked run of its own.
 
-    The main process does this alone. If the target is sharded, all processes decode and the main process writes.
+    The main process does this alone. If the target is sharded, all processes decode and the main
+    process writes.
     """
     state = PartialState(cpu=not torch.cuda.is_available())
     sharded = spec.target.get("sharding", "none") != "none"
@@ -49,8 +57,8 @@ def evaluate(spec: RunSpec, run: Path, target: Target | None = None, tracker: Tr
     target = target or load_target(spec, run)
     if sharded and (evaluation.uses_clock or spec.tree.build().uses_latency):
         raise UserError(
-            f"target.sharding={target.sharding}: processes must draft the same trees, so no tree or guard can go by the clock; "
-            "use tree=eagle2 and no eval.guard"
+            f"target.sharding={target.sharding}: processes must draft the same trees, so no tree "
+            "or guard can go by the clock; use tree=eagle2 and no eval.guard"
         )
     with spec.eval.without_downloads():
         evaluation.check_prompts(target)
@@ -60,14 +68,20 @@ def evaluate(spec: RunSpec, run: Path, target: Target | None = None, tracker: Tr
             dataset = spec.data.build().make_dataset(target.template, target.vision)
     drafter = load_drafter(spec, run, target)
     if state.is_main_process:
-        with nullcontext(tracker) if tracker is not None else track_run(own, run, spec.to_nodes(), "eval") as tracker:
+        with (
+            nullcontext(tracker)
+            if tracker is not None
+            else track_run(own, run, spec.to_nodes(), "eval") as tracker
+        ):
             return score(spec, run, target, drafter, evaluation, dataset, tracker)
     with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
         return score(spec, run, target, drafter, evaluation, dataset, Tracker(), Path(scratch))
 
 
 def load_target(spec: RunSpec, run: Path) -> Target:
-    """Load the target of a run folder or a drafter directory: the one trained with the drafter, or else that of `spec`."""
+    """Load the target of a run folder or a drafter directory: the one trained with the drafter,
+    or else that of `spec`.
+    """
     saved_target = find_trained_target(run)
     if saved_target is None:
         own: Target = spec.target.build()
@@ -95,12 +109,14 @@ def score(
     trained_with = load_template_facts(run)
     if trained_with is not None and trained_with != target.template.facts():
         print(
-            f"chat template: the drafter was trained with {describe_template(trained_with)}, and is scored with "
-            f"{describe_template(target.template.facts())}"
+            f"chat template: the drafter was trained with {describe_template(trained_with)}, and "
+            f"is scored with {describe_template(target.template.facts())}"
         )
     # A folder that cannot be written raises an error before anything is decoded.
     with atomic_write(folder, folder=True) as scratch, spec.eval.without_downloads():
-        summary: dict[str, Any] = evaluation.score(make_candidate(spec, run, target, drafter, dataset, scratch), scratch)
+        summary: dict[str, Any] = evaluation.score(
+            make_candidate(spec, run, target, drafter, dataset, scratch), scratch
+        )
         archive_earlier(folder)
     print(f"written to {folder}")
     tracker.log_evaluation(summary, evaluation.tabulate(summary), folder)
@@ -108,9 +124,15 @@ def score(
 
 
 def load_template_facts(run: Path) -> dict[str, Any] | None:
-    """Return the hash and the arguments of the chat template that a run was trained with; None where it does not say."""
+    """Return the hash and the arguments of the chat template that a run was trained with; None
+    where it does not say.
+    """
     directory = find_drafter_directory(run)
-    facts = None if directory is None else read_json_object(directory / "config.json").get("chat_template")
+    facts = (
+        None
+        if directory is None
+        else read_json_object(directory / "config.json").get("chat_template")
+    )
     return facts if isinstance(facts, dict) else None
 
 
@@ -122,10 +144,16 @@ def describe_template(facts: dict[str, Any]) -> str:
 
 
 def make_candidate(
-    spec: RunSpec, run: Path, target: Target, drafter: Drafter, dataset: Dataset | None, folder: Path
+    spec: RunSpec,
+    run: Path,
+    target: Target,
+    drafter: Drafter,
+    dataset: Dataset | None,
+    folder: Path,
 ) -> Candidate:
     """Return the candidate to score, with everything that the run knows about it."""
-    trained, training = find_trained_target(run), drafter.capabilities.target_training
+    trained = find_trained_target(run)
+    training = drafter.capabilities.target_training
     began = RunSpec.load(run / "config.yaml") if (run / "config.yaml").exists() else spec
     trainable = dataset is not None and has_weights(drafter) and not training
     # The saved settings no longer describe the initial drafter.
@@ -143,7 +171,9 @@ def make_candidate(
         spec.tree.build(),
         spec.acceptance.build(),
         describe_run(spec, run, target, drafter),
-        (lambda: init_drafter(began, target, dataset)) if dataset is not None and trainable else None,
+        (lambda: init_drafter(began, target, dataset))
+        if dataset is not None and trainable
+        else None,
         (spec.target.build) if training and trained is not None else None,
         lambda: open_answer_store(spec, run, target, dataset),
         lambda learnt: save_drafter(folder / "drafter", learnt, spec),
@@ -153,7 +183,8 @@ def make_candidate(
 
 def describe_run(spec: RunSpec, run: Path, target: Target, drafter: Drafter) -> dict[str, Any]:
     """Return what the results of a run's score depend on."""
-    trained, training = find_trained_target(run), drafter.capabilities.target_training
+    trained = find_trained_target(run)
+    training = drafter.capabilities.target_training
     return {
         "target": target.name,
         "target_path": str(trained.resolve()) if training and trained is not None else target.path,
@@ -164,21 +195,34 @@ def describe_run(spec: RunSpec, run: Path, target: Target, drafter: Drafter) -> 
         "training": load_training_facts(run),
         "dtype": str(target.dtype).removeprefix("torch."),
         "chat_template": target.template.facts(),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor_name(),
+        "device": torch.cuda.get_device_name()
+        if target.device.type == "cuda"
+        else processor_name(),
         **collect_provenance(),
     }
 
 
-def open_answer_store(spec: RunSpec, run: Path, target: Target, dataset: Dataset | None) -> Datastore | None:
-    """Open the answers that a run was trained on as a store in its folder; the first call writes it.
+def open_answer_store(
+    spec: RunSpec, run: Path, target: Target, dataset: Dataset | None
+) -> Datastore | None:
+    """Open the answers that a run was trained on as a store in its folder; the first call writes
+    it.
 
     None for a stream, and for more tokens than are sorted in half a minute.
     """
     folder = run / "store"
     if not folder.exists():
-        fits = dataset is not None and not dataset.is_sample and dataset.num_tokens <= MAX_INDEXED_TOKENS
+        fits = (
+            dataset is not None
+            and not dataset.is_sample
+            and dataset.num_tokens <= MAX_INDEXED_TOKENS
+        )
         if dataset is None or not fits or not (run / "config.yaml").exists():
             return None
-        data, texts, tokenizer = spec.data.build(), dataset, target.tokenizer
-        make_folder_once(folder, INDEX_FILE, lambda scratch: index_dataset(data, texts, tokenizer, scratch))
+        data = spec.data.build()
+        texts = dataset
+        tokenizer = target.tokenizer
+        make_folder_once(
+            folder, INDEX_FILE, lambda scratch: index_dataset(data, texts, tokenizer, scratch)
+        )
     return Datastore(str(folder), target.tokenizer)

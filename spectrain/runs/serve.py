@@ -1,4 +1,6 @@
-"""`spectrain serve`: an engine with the right flags for a run's drafter, for captured hidden states, or for a target alone."""
+"""`spectrain serve`: an engine with the right flags for a run's drafter, for captured hidden
+states, or for a target alone.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,27 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
     server: Server = spec.server.build()
     with TemporaryDirectory(prefix="spectrain-serve-") as scratch, interrupt_on_signals():
         lines: list[str] = []
-        if spec.run is None and spec.recipe_name is not None and spec.server.get("acceptance_rates") and not capture:
+        if (
+            spec.run is None
+            and spec.recipe_name is not None
+            and spec.server.get("acceptance_rates")
+            and not capture
+        ):
             if print_only:
                 raise UserError(
-                    "--print: an untrained drafter is written only to be started; leave --print out, or give run=DIR"
+                    "--print: an untrained drafter is written only to be started; leave --print "
+                    "out, or give run=DIR"
                 )
             spec = write_untrained(spec, Path(scratch) / "untrained")
         if spec.run is None:
             launch = make_target_launch(spec, server, capture)
         else:
             drafter = find_served_drafter(spec, server.name, capture)
-            default = Path(f"{spec.run.rstrip('/')}-{server.name}") if print_only else Path(scratch) / "drafter"
+            default = (
+                Path(f"{spec.run.rstrip('/')}-{server.name}")
+                if print_only
+                else Path(scratch) / "drafter"
+            )
             folder = drafter.directory if drafter.is_exported else Path(out or default)
             if not drafter.is_exported:
                 require_writable(folder, "out")
@@ -66,7 +78,10 @@ def serve_command(spec: RunSpec, capture: bool, print_only: bool, out: str | Non
 def run_engine(server: Server, launch: EngineLaunch) -> None:
     """Start an engine and wait until a signal stops it."""
     with start_engine(server, launch) as engine:
-        print(f"{server.name} serves {launch.served_name} at {engine.url}; an interrupt stops it", flush=True)
+        print(
+            f"{server.name} serves {launch.served_name} at {engine.url}; an interrupt stops it",
+            flush=True,
+        )
         try:
             engine.wait()
         except KeyboardInterrupt:
@@ -86,7 +101,9 @@ def interrupt_on_signals() -> Iterator[None]:
     def interrupt(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield
     finally:
@@ -101,8 +118,9 @@ def make_target_launch(spec: RunSpec, server: Server, capture: bool) -> EngineLa
     """Return the launch of a target without a drafter, for its answers or for its hidden states."""
     if not capture and spec.recipe_name is not None:
         raise UserError(
-            f"recipe={spec.recipe_name}: it has no drafter to serve; serve a trained one with run=DIR, capture what the recipe "
-            "reads with capture=true, or simulate acceptance with server.acceptance_rates=[0.7,0.4,0.2]"
+            f"recipe={spec.recipe_name}: it has no drafter to serve; serve a trained one with "
+            "run=DIR, capture what the recipe reads with capture=true, or simulate acceptance "
+            "with server.acceptance_rates=[0.7,0.4,0.2]"
         )
     launch = launch_target(TargetFiles.from_settings(spec.target.node), server)
     return replace(launch, capture_layers=find_captured_layers(spec)) if capture else launch
@@ -111,13 +129,20 @@ def make_target_launch(spec: RunSpec, server: Server, capture: bool) -> EngineLa
 def launch_target(files: TargetFiles, server: Server) -> EngineLaunch:
     """Return the launch of a target alone, in the weight type that it has in this project too.
 
-    An engine that reads other files than transformers' gets the target in those, which are written once.
+    An engine that reads other files than transformers' gets the target in those, which are written
+    once.
     """
-    name = Path(files.reference).name if Path(files.reference).expanduser().is_dir() else files.reference
+    name = (
+        Path(files.reference).name
+        if Path(files.reference).expanduser().is_dir()
+        else files.reference
+    )
     dtype = str(files.settings.get("dtype", "auto"))
     # A quantized checkpoint says itself in what its engine computes.
     if dtype != "auto" or not getattr(files.full_config, "quantization_config", None):
-        dtype = str(resolve_dtype(resolve_device(), files.full_config, dtype)).removeprefix("torch.")
+        dtype = str(resolve_dtype(resolve_device(), files.full_config, dtype)).removeprefix(
+            "torch."
+        )
     path = files.engine_path
     if server.target_format == "gguf":
         from spectrain.export.gguf_model import find_target_file
@@ -127,7 +152,8 @@ def launch_target(files: TargetFiles, server: Server) -> EngineLaunch:
 
 
 def find_captured_layers(spec: RunSpec) -> tuple[int, ...]:
-    """Return the layers that the recipe's drafter reads, and the last layer's state before the final norm, in ascending order.
+    """Return the layers that the recipe's drafter reads, and the last layer's state before the
+    final norm, in ascending order.
 
     The final norm of that state is the layer "final"; every check of captured states needs it.
     """
@@ -135,8 +161,8 @@ def find_captured_layers(spec: RunSpec) -> tuple[int, ...]:
     layers = {layer for stage in drafter.stages for layer in stage.layers}
     if not layers:
         raise UserError(
-            f"capture=true: drafter={spec.drafter.choice} reads no hidden states; say which drafter they are for, as in "
-            "recipe=eagle3"
+            f"capture=true: drafter={spec.drafter.choice} reads no hidden states; say which "
+            "drafter they are for, as in recipe=eagle3"
         )
     return tuple(sorted({layer for layer in layers if layer != "final"} | {target.num_layers}))
 
@@ -145,8 +171,8 @@ def find_captured_layers(spec: RunSpec) -> tuple[int, ...]:
 
 
 def write_untrained(spec: RunSpec, folder: Path) -> RunSpec:
-    """Write an untrained drafter of a recipe, of which simulated acceptance needs only the cost, and return the spec that
-    serves it."""
+    """Write an untrained drafter of a recipe, of which simulated acceptance needs only the cost,
+    and return the spec that serves it."""
     target: Target = spec.target.build()
     drafter = build_drafter(spec.drafter, target)
     drafter.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.long))
@@ -167,30 +193,51 @@ class ServedDrafter:
     target: TargetFiles
 
     def write(self, folder: Path, python: str | None = None) -> None:
-        """Write it in the layout into a new folder, with the engine of an interpreter if the layout needs the engine."""
-        layout = self.layout.with_engine(python) if python is not None and self.layout.needs_engine else self.layout
+        """Write it in the layout into a new folder, with the engine of an interpreter if the
+        layout needs the engine.
+        """
+        layout = (
+            self.layout.with_engine(python)
+            if python is not None and self.layout.needs_engine
+            else self.layout
+        )
         with atomic_write(folder, folder=True) as scratch:
             write_checked(self.checkpoint, layout, self.target, scratch)
 
     def export_line(self, folder: Path) -> str:
         """Return the command that writes it in the layout."""
         formats = next(row.formats.split() for row in LAYOUTS if load_layout(row) is self.layout)
-        return shlex.join(["spectrain", "export", f"run={self.run}", f"format={formats[0]}", f"out={folder}"])
+        return shlex.join(
+            ["spectrain", "export", f"run={self.run}", f"format={formats[0]}", f"out={folder}"]
+        )
 
     def make_launch(self, server: Server, folder: Path) -> EngineLaunch:
         """Return the launch of an engine with the drafter in a folder."""
         launch = launch_target(self.target, server)
-        drafter = self.layout.drafter_launches(self.checkpoint, self.target, str(folder))[server.name]
-        return replace(launch, target=str(folder) if self.layout.holds_target else launch.target, drafter=drafter)
+        drafter = self.layout.drafter_launches(self.checkpoint, self.target, str(folder))[
+            server.name
+        ]
+        return replace(
+            launch,
+            target=str(folder) if self.layout.holds_target else launch.target,
+            drafter=drafter,
+        )
 
 
 def find_served_drafter(spec: RunSpec, engine: str, capture: bool = False) -> ServedDrafter:
-    """Return the drafter of a run with the layout that an engine reads; raise a UserError if the engine reads none of it."""
+    """Return the drafter of a run with the layout that an engine reads; raise a UserError if the
+    engine reads none of it.
+    """
     run = str(spec.run)
     if capture:
-        raise UserError("capture=true: an engine that captures states does not draft; leave run out and give recipe=NAME")
+        raise UserError(
+            "capture=true: an engine that captures states does not draft; leave run out and give "
+            "recipe=NAME"
+        )
     directory = require_drafter_directory("run", run)
-    requested = TargetFiles.from_settings(spec.target.node) if spec.overrides_key("target") else None
+    requested = (
+        TargetFiles.from_settings(spec.target.node) if spec.overrides_key("target") else None
+    )
     checkpoint = read_drafter(directory, requested)
     target = requested or resolve_target(checkpoint)
     own = detect_layout(read_files(directory))
@@ -198,25 +245,41 @@ def find_served_drafter(spec: RunSpec, engine: str, capture: bool = False) -> Se
     layout = own if is_exported else find_engine_layout(checkpoint, target, engine)
     if layout is None:
         raise UserError(
-            f"run={run}: {engine} does not serve drafter={checkpoint.family}; docs/serving.md lists what engines serve"
+            f"run={run}: {engine} does not serve drafter={checkpoint.family}; docs/serving.md "
+            "lists what engines serve"
         )
     return ServedDrafter(run, directory, is_exported, checkpoint, layout, target)
 
 
-def find_engine_layout(checkpoint: DrafterCheckpoint, target: TargetFiles, engine: str) -> Layout | None:
-    """Return the layout in which an engine reads a drafter, that of the engine's own format first; None if it reads none."""
+def find_engine_layout(
+    checkpoint: DrafterCheckpoint, target: TargetFiles, engine: str
+) -> Layout | None:
+    """Return the layout in which an engine reads a drafter, that of the engine's own format
+    first; None if it reads none.
+    """
     rows = [row for row in LAYOUTS if checkpoint.family in row.families.split()]
     rows.sort(key=lambda row: engine not in row.formats.split())
     layouts = map(load_layout, rows)
-    return next((layout for layout in layouts if engine in layout.drafter_launches(checkpoint, target, "")), None)
+    return next(
+        (layout for layout in layouts if engine in layout.drafter_launches(checkpoint, target, "")),
+        None,
+    )
 
 
 def describe_launches(spec: RunSpec, drafter: Drafter, folder: str) -> dict[str, EngineLaunch]:
-    """Return, by engine, its launch with a recipe's drafter, which exists without weights, in a folder that is to be."""
+    """Return, by engine, its launch with a recipe's drafter, which exists without weights, in a
+    folder that is to be.
+    """
     target = TargetFiles.from_settings(spec.target.node, with_weights=False)
-    settings = {"_target_": spec.drafter.path, **spec.drafter.with_defaults(), **drafter.saved.settings}
+    settings = {
+        "_target_": spec.drafter.path,
+        **spec.drafter.with_defaults(),
+        **drafter.saved.settings,
+    }
     checkpoint = DrafterCheckpoint(settings, dict(drafter.state_dict()))
     layouts = {name: find_engine_layout(checkpoint, target, name) for name in ENGINES}
     return {
-        name: make_launches(checkpoint, layout, target, folder)[name] for name, layout in layouts.items() if layout is not None
+        name: make_launches(checkpoint, layout, target, folder)[name]
+        for name, layout in layouts.items()
+        if layout is not None
     }

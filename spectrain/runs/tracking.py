@@ -1,4 +1,6 @@
-"""Trackers of a run: always metrics.jsonl and the terminal; W&B or TensorBoard, through accelerate, if one is configured."""
+"""Trackers of a run: always metrics.jsonl and the terminal; W&B or TensorBoard, through
+accelerate, if one is configured.
+"""
 
 import importlib.util
 import json
@@ -28,8 +30,8 @@ Row = dict[str, Any]
 class Wandb(Tracker):
     """Weights & Biases, offline if there is no account; it never asks for a key.
 
-    A resumed run continues the W&B run whose id and last step its folder keeps in tracker.json, and logs no step twice. An
-    offline run's artifacts stay in its folder until `wandb sync` sends them.
+    A resumed run continues the W&B run whose id and last step its folder keeps in tracker.json, and
+    logs no step twice. An offline run's artifacts stay in its folder until `wandb sync` sends them.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class Wandb(Tracker):
         project: str = "spectrain",
         # W&B user or team that owns the project; null uses the default of the account.
         entity: str | None = None,
-        # Whether W&B sends data; null is online if there is an account and its server can be reached, and offline otherwise.
+        # Whether W&B sends data; null is online if there is an account and its server can be
+        # reached, and offline otherwise.
         mode: Literal["online", "offline", "disabled"] | None = None,
         # Send checkpoints and the final drafter as artifacts.
         checkpoints: bool = False,
@@ -52,7 +55,9 @@ class Wandb(Tracker):
         self.checkpoints, self.patience = checkpoints, patience
         self.run: Any = None
 
-    def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
+    def start_run(
+        self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
+    ) -> None:
         import wandb
         from accelerate.tracking import WandBTracker
 
@@ -76,14 +81,16 @@ class Wandb(Tracker):
             mode=self._choose_mode(),
             # Another run may be open.
             reinit="create_new",
-            settings=wandb.Settings(finish_timeout=self.patience, init_timeout=min(self.patience, 60.0)),
+            settings=wandb.Settings(
+                finish_timeout=self.patience, init_timeout=min(self.patience, 60.0)
+            ),
         )
         try:
             self.tracker.start()
         except wandb.errors.Error as error:
             raise UserError(
-                f"tracker=wandb: W&B takes no run ({' '.join(str(error).split())}); log in anew with wandb login, or use "
-                "tracker.mode=offline"
+                f"tracker=wandb: W&B takes no run ({' '.join(str(error).split())}); log in anew "
+                "with wandb login, or use tracker.mode=offline"
             ) from error
         self.run = self.tracker.run
         self.run.define_metric("step", hidden=True)
@@ -101,21 +108,31 @@ class Wandb(Tracker):
 
     def log_evaluation(self, summary: dict[str, Any], rows: list[Row], folder: Path) -> None:
         prefix = f"eval/{folder.name}"
-        self.run.summary.update({f"{prefix}/{name}": value for name, value in drafter_values(rows).items()})
-        self._log_media({f"{prefix}/systems": make_table(rows), **make_page(f"{prefix}/report", folder)})
+        self.run.summary.update(
+            {f"{prefix}/{name}": value for name, value in drafter_values(rows).items()}
+        )
+        self._log_media(
+            {f"{prefix}/systems": make_table(rows), **make_page(f"{prefix}/report", folder)}
+        )
         self._send_files(folder, "evaluation", folder.name)
 
     def log_comparison(self, comparison: dict[str, Any], rows: list[Row], folder: Path) -> None:
         media = {"comparison": make_table(rows), **make_page("report", folder)}
         if advice := comparison.get("recommendations"):
             media["recommendations"] = make_table(advice)
-            self.run.summary.update({f"recommended/{item['goal']}": item["choice"] for item in advice})
+            self.run.summary.update(
+                {f"recommended/{item['goal']}": item["choice"] for item in advice}
+            )
         self._log_media(media)
-        self._send_files(folder, "comparison", "comparison", tables={"comparison": make_table(rows)})
+        self._send_files(
+            folder, "comparison", "comparison", tables={"comparison": make_table(rows)}
+        )
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         if self.checkpoints:
-            self._send_files(path, "checkpoint", "checkpoint", {"step": step}, aliases=[f"step-{step}"])
+            self._send_files(
+                path, "checkpoint", "checkpoint", {"step": step}, aliases=[f"step-{step}"]
+            )
 
     def log_drafter(self, path: Path) -> None:
         if self.checkpoints:
@@ -128,9 +145,13 @@ class Wandb(Tracker):
             self.run = None
 
     def _identify_run(self, run: Path, kind: RunKind) -> tuple[str, bool]:
-        """Return the id of the W&B run, and whether it exists already; every evaluation is a run of its own."""
+        """Return the id of the W&B run, and whether it exists already; every evaluation is a run
+        of its own.
+        """
         self.state_file = run / "tracker.json"
-        self.state: dict[str, Any] = read_json_object(self.state_file) if self.state_file.exists() else {}
+        self.state: dict[str, Any] = (
+            read_json_object(self.state_file) if self.state_file.exists() else {}
+        )
         if kind in self.state:
             return self.state[kind], True
         self.state[kind] = secrets.token_hex(4)
@@ -140,7 +161,9 @@ class Wandb(Tracker):
         return self.state[kind], False
 
     def _choose_mode(self) -> Any:
-        """Return the mode of the settings, the environment or `wandb offline`; else online if there is an account."""
+        """Return the mode of the settings, the environment or `wandb offline`; else online if
+        there is an account.
+        """
         import wandb
 
         settings = wandb.setup().settings
@@ -152,7 +175,11 @@ class Wandb(Tracker):
         try:
             httpx.get(settings.base_url, timeout=10)
         except httpx.HTTPError as error:
-            print(f"spectrain: tracker=wandb: offline, as {settings.base_url} cannot be reached ({error})", file=sys.stderr)
+            print(
+                f"spectrain: tracker=wandb: offline, as {settings.base_url} cannot be reached "
+                f"({error})",
+                file=sys.stderr,
+            )
             return "offline"
         return "online"
 
@@ -172,7 +199,9 @@ class Wandb(Tracker):
         """Send the files of a folder as an artifact, without its subfolders."""
         import wandb
 
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", f"{self.run.id}-{name}")[:128], type=kind, metadata=metadata)
+        artifact = wandb.Artifact(
+            re.sub(r"[^\w.-]", "-", f"{self.run.id}-{name}")[:128], type=kind, metadata=metadata
+        )
         with stage_files_in(self.staging):
             for file in sorted(file for file in folder.iterdir() if file.is_file()):
                 artifact.add_file(str(file))
@@ -188,7 +217,9 @@ class TensorBoard(Tracker):
         require_package("tensorboard")
         self.tracker: Any = None
 
-    def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
+    def start_run(
+        self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
+    ) -> None:
         from accelerate.tracking import TensorBoardTracker
 
         init_accelerate()
@@ -198,26 +229,38 @@ class TensorBoard(Tracker):
         is_new = step == 0 or not folder.exists()
         self.step = step
         # Steps that will run again are hidden.
-        self.tracker = TensorBoardTracker(folder.name, folder.parent, purge_step=step + 1 if step else 0)
+        self.tracker = TensorBoardTracker(
+            folder.name, folder.parent, purge_step=step + 1 if step else 0
+        )
         self.tracker.start()
         if is_new:
             facts = make_markdown([{"run": run.name, "kind": kind, **list_groups(config)}])
-            self.tracker.log({"config": indent(OmegaConf.to_yaml(OmegaConf.create(config))), "run": facts}, step=0)
+            self.tracker.log(
+                {"config": indent(OmegaConf.to_yaml(OmegaConf.create(config))), "run": facts},
+                step=0,
+            )
         if is_new and kind == "train":
             for metrics in read_metrics(run / "metrics.jsonl", step):
                 self.log_metrics(metrics, metrics["step"])
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         self.step = step
-        self.tracker.log({name: value for name, value in flatten(metrics).items() if name != "step"}, step=step)
+        self.tracker.log(
+            {name: value for name, value in flatten(metrics).items() if name != "step"}, step=step
+        )
 
     def log_evaluation(self, summary: dict[str, Any], rows: list[Row], folder: Path) -> None:
         values = {**drafter_values(rows), "systems": make_markdown(rows)}
         values["setting"] = indent(json.dumps(summary.get("setting"), indent=2))
-        self.tracker.log({f"eval/{folder.name}/{name}": value for name, value in values.items()}, step=self.step)
+        self.tracker.log(
+            {f"eval/{folder.name}/{name}": value for name, value in values.items()}, step=self.step
+        )
 
     def log_comparison(self, comparison: dict[str, Any], rows: list[Row], folder: Path) -> None:
-        texts = {"comparison": make_markdown(rows), "recommendations": make_markdown(comparison.get("recommendations") or [])}
+        texts = {
+            "comparison": make_markdown(rows),
+            "recommendations": make_markdown(comparison.get("recommendations") or []),
+        }
         texts["caveats"] = "\n".join(f"- {caveat}" for caveat in comparison.get("caveats") or [])
         self.tracker.log({name: text for name, text in texts.items() if text}, step=self.step)
 
@@ -229,7 +272,9 @@ class TensorBoard(Tracker):
 
 
 def init_accelerate() -> None:
-    """Initialize accelerate's process state, which its trackers need; one that exists is left alone."""
+    """Initialize accelerate's process state, which its trackers need; one that exists is left
+    alone.
+    """
     import torch
     from accelerate import PartialState
 
@@ -239,12 +284,17 @@ def init_accelerate() -> None:
 def require_package(package: str) -> None:
     """Raise UserError if a tracker's package is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"tracker={package}: the package is not installed; pip install 'spectrain[{package}]'")
+        raise UserError(
+            f"tracker={package}: the package is not installed; pip install 'spectrain[{package}]'"
+        )
 
 
 def list_groups(config: dict[str, Any]) -> dict[str, str]:
-    """Return the target, the drafter's family and the recipe of a configuration, by which runs are grouped."""
-    spec, groups = RunSpec.from_nodes(config), {}
+    """Return the target, the drafter's family and the recipe of a configuration, by which runs
+    are grouped.
+    """
+    spec = RunSpec.from_nodes(config)
+    groups = {}
     if spec.target:
         groups["target"] = spec.target_name
     if spec.drafter:
@@ -263,7 +313,11 @@ def flatten(metrics: dict[str, Any]) -> Row:
     flat: Row = {}
     for name, value in metrics.items():
         if isinstance(value, (list, dict)):
-            entries = value if isinstance(value, dict) else {str(number): entry for number, entry in enumerate(value, 1)}
+            entries = (
+                value
+                if isinstance(value, dict)
+                else {str(number): entry for number, entry in enumerate(value, 1)}
+            )
             flat |= {f"{name}/{key}": entry for key, entry in flatten(entries).items()}
         else:
             flat[name] = value
@@ -280,7 +334,11 @@ def make_table(rows: list[Row]) -> Any:
     import wandb
 
     columns = list_columns(rows)
-    return wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows], allow_mixed_types=True)
+    return wandb.Table(
+        columns=columns,
+        data=[[row.get(key) for key in columns] for row in rows],
+        allow_mixed_types=True,
+    )
 
 
 def make_page(name: str, folder: Path) -> dict[str, Any]:
@@ -296,7 +354,9 @@ def make_markdown(rows: list[Row]) -> str:
     columns = list_columns(rows)
     cells = [["" if row.get(key) is None else str(row[key]) for key in columns] for row in rows]
     lines = [columns, ["---"] * len(columns), *cells] if rows else []
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
 
 
 def indent(text: str) -> str:

@@ -21,7 +21,13 @@ from spectrain.models.fingerprint import hash_target
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
 from spectrain.training.adapters import describe_adapters
-from spectrain.training.checkpoints import TrainingResult, checkpoint_step, latest_checkpoint, resume_advice, set_aside_damaged
+from spectrain.training.checkpoints import (
+    TrainingResult,
+    checkpoint_step,
+    latest_checkpoint,
+    resume_advice,
+    set_aside_damaged,
+)
 from spectrain.training.metrics import Tracker, read_last_step, track_run
 from spectrain.training.parallel import disconnect_processes, wait_for_loading
 from spectrain.training.trainer import Trainer
@@ -60,7 +66,9 @@ class TrainedRun:
     tracker: Tracker | None = None
 
 
-def train_and_score(spec: RunSpec, target: Target | None = None, dataset: Dataset | None = None) -> Path:
+def train_and_score(
+    spec: RunSpec, target: Target | None = None, dataset: Dataset | None = None
+) -> Path:
     """Train the drafter that `spec` names, score it unless eval=none, and return the run folder.
 
     `target` and `dataset` may be passed if they are loaded already.
@@ -76,8 +84,11 @@ def train_and_score(spec: RunSpec, target: Target | None = None, dataset: Datase
     return trained.folder
 
 
-def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Dataset | None) -> TrainedRun:
-    """Train the drafter unless the run folder holds it already. All input is read before anything is written.
+def train(
+    spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Dataset | None
+) -> TrainedRun:
+    """Train the drafter unless the run folder holds it already. All input is read before anything
+    is written.
 
     The tracker stays open until the caller closes `stack`, so that it logs the score too.
     """
@@ -98,7 +109,9 @@ def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Datas
     step = 0 if checkpoint is None else checkpoint_step(checkpoint)
     tracker = stack.enter_context(track_run(tracker, run, spec.to_nodes(), step=step))
     try:
-        result = trainer.fit(inputs.drafter, inputs.target, inputs.dataset, inputs.source, run, tracker)
+        result = trainer.fit(
+            inputs.drafter, inputs.target, inputs.dataset, inputs.source, run, tracker
+        )
     finally:
         message = inputs.source.close()
         if message is not None and accelerator.is_main_process:
@@ -111,7 +124,9 @@ def train(spec: RunSpec, stack: ExitStack, target: Target | None, dataset: Datas
     return TrainedRun(run, accelerator, inputs, result, tracker)
 
 
-def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset: Dataset | None) -> TrainingInputs:
+def load_inputs(
+    spec: RunSpec, trainer: Trainer, target: Target | None, dataset: Dataset | None
+) -> TrainingInputs:
     """Load data, target, prompts and drafter; any mistake in one of them raises an error here."""
     data = spec.data.build()
     if dataset is None:
@@ -132,19 +147,29 @@ def load_inputs(spec: RunSpec, trainer: Trainer, target: Target | None, dataset:
     source = make_source(spec)
     source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
-    report = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
+    report = source.prepare(
+        target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples
+    )
     summary = dataset.summary_line() + data.describe_omissions()
     adapted = describe_adapters(drafter) if spec.adapter else None
     report_lines = [summary, *data.limit_lines(), *dataset.source_lines, *dataset.unread_lines()]
     report_lines += filter(None, [report, adapted])
     share = spec.data.get("held_out")
     if share and not dataset.held_out:
-        report_lines.append(f"data.held_out={share:g} holds out none of these conversations, so nothing is validated; raise it")
+        report_lines.append(
+            f"data.held_out={share:g} holds out none of these conversations, so nothing is "
+            "validated; raise it"
+        )
     if dataset.held_out and not target.has_layers:
-        report_lines.append("validation on held-out conversations is left out: it decodes with the target (target.parts=head)")
+        report_lines.append(
+            "validation on held-out conversations is left out: it decodes with the target "
+            "(target.parts=head)"
+        )
     facts = collect_facts(spec, target, weights, dataset, source)
     target.pack_weights()
-    return TrainingInputs(trainer, target, dataset, drafter, source, evaluation, facts, report_lines)
+    return TrainingInputs(
+        trainer, target, dataset, drafter, source, evaluation, facts, report_lines
+    )
 
 
 def make_source(spec: RunSpec) -> Source:
@@ -153,22 +178,27 @@ def make_source(spec: RunSpec) -> Source:
     if source.needs_server:
         if not spec.server:
             raise UserError(
-                f"source={spec.source.choice}: name the server, as in server=vllm server.url=http://127.0.0.1:8000/v1"
+                f"source={spec.source.choice}: name the server, as in server=vllm "
+                "server.url=http://127.0.0.1:8000/v1"
             )
         source.use_server(spec.server.build())
     elif spec.server:
         raise UserError(
-            f"server={spec.server.choice}: source={spec.source.choice} requests nothing of a server; use source=server, or "
-            "leave server out"
+            f"server={spec.server.choice}: source={spec.source.choice} requests nothing of a "
+            "server; use source=server, or leave server out"
         )
     return source
 
 
 def claim_run(spec: RunSpec, accelerator: Any, stack: ExitStack) -> Path:
-    """Return the run folder, the same on every process; the first process holds its lock until `stack` is closed."""
+    """Return the run folder, the same on every process; the first process holds its lock until
+    `stack` is closed.
+    """
     if spec.run is None and spec.trainer.get("resume") is not None:
         resume = spec.trainer.get("resume")
-        raise UserError(f"trainer.resume={resume}: say which run to go on with, as in run=runs/NAME")
+        raise UserError(
+            f"trainer.resume={resume}: say which run to go on with, as in run=runs/NAME"
+        )
     # The folder, or why there is none: all processes of a launch end alike.
     outcome: list[Path | UserError | None] = [None]
     if accelerator.is_main_process:
@@ -185,12 +215,15 @@ def claim_run(spec: RunSpec, accelerator: Any, stack: ExitStack) -> Path:
 
 
 def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
-    """Choose and lock the run folder. A folder with a run in it is accepted only with trainer.resume."""
+    """Choose and lock the run folder. A folder with a run in it is accepted only with
+    trainer.resume.
+    """
     if spec.run is None:
         base = Path("runs") / f"{spec.name}-{spec.target_name}"
         names = chain([base], (base.with_name(f"{base.name}-{number}") for number in count(2)))
         return stack.enter_context(claim_new_folder(names))
-    run, resumes = Path(spec.run), spec.trainer.get("resume") is not None
+    run = Path(spec.run)
+    resumes = spec.trainer.get("resume") is not None
     is_finished = (run / "drafter" / "config.json").exists()
     if resumes and is_finished and not os.access(run, os.W_OK):
         # A finished run may lie where nothing can be written.
@@ -210,11 +243,15 @@ def choose_folder(spec: RunSpec, stack: ExitStack) -> Path:
 def check_is_new(run: Path) -> None:
     """Raise a UserError if a folder holds a run."""
     if (run / "config.yaml").exists():
-        raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
+        raise UserError(
+            f"run={run}: the folder holds a run already; choose another, or go on with "
+            "trainer.resume=auto"
+        )
 
 
 def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | None = None) -> None:
-    """Write the configuration and the provenance of a run that begins; one with a checkpoint keeps its own.
+    """Write the configuration and the provenance of a run that begins; one with a checkpoint keeps
+    its own.
 
     A run that was killed before its first checkpoint begins anew, with the settings of this launch.
     """
@@ -224,7 +261,9 @@ def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | Non
         if (run / "config.yaml").exists():
             if checkpoint is not None:
                 check_settings(run, spec)
-                check_inputs(run, facts, checkpoint, accepts_changes=spec.trainer.get("resume") == "changed")
+                check_inputs(
+                    run, facts, checkpoint, accepts_changes=spec.trainer.get("resume") == "changed"
+                )
                 return
             # What cannot be read is not replaced.
             RunSpec.load(run / "config.yaml")
@@ -233,7 +272,9 @@ def open_run(run: Path, spec: RunSpec, facts: InputFacts, checkpoint: Path | Non
         write_text(run / "provenance.json", json.dumps(provenance, indent=2) + "\n")
         write_text(run / "config.yaml", spec.to_yaml())
     except OSError as error:
-        raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
+        raise UserError(
+            f"run={run}: the folder cannot be written ({error.strerror}); choose another"
+        ) from error
     finally:
         if not (run / "config.yaml").exists():
             # A full disk leaves an incomplete folder.
@@ -248,12 +289,17 @@ def save_trained(inputs: TrainingInputs, spec: RunSpec, run: Path, result: Train
         with atomic_write(run / "target", folder=True, remedy=resume_advice(run)) as scratch:
             inputs.target.save(scratch)
         inputs.target.name = f"{inputs.target.name}, trained"
-    save_drafter(run / "drafter", inputs.drafter, spec, result, resume_advice(run), inputs.target.template)
+    save_drafter(
+        run / "drafter", inputs.drafter, spec, result, resume_advice(run), inputs.target.template
+    )
 
 
 def score_trained(spec: RunSpec, trained: TrainedRun) -> None:
     """Score the trained drafter from memory or, if it was sharded, load it again."""
-    inputs, result, run, tracker = trained.inputs, trained.result, trained.folder, trained.tracker
+    inputs = trained.inputs
+    result = trained.result
+    run = trained.folder
+    tracker = trained.tracker
     assert inputs is not None and result is not None and tracker is not None
     is_unsharded = inputs.target.sharding == "none"
     if not is_unsharded:
@@ -262,11 +308,18 @@ def score_trained(spec: RunSpec, trained: TrainedRun) -> None:
     if result.is_reusable and is_unsharded and trained.accelerator.is_main_process:
         score(spec, run, inputs.target, inputs.drafter, inputs.evaluation, inputs.dataset, tracker)
     elif not result.is_reusable or not is_unsharded:
-        evaluate(spec, run, None if inputs.drafter.capabilities.target_training else inputs.target, tracker)
+        evaluate(
+            spec,
+            run,
+            None if inputs.drafter.capabilities.target_training else inputs.target,
+            tracker,
+        )
 
 
 def score_finished(spec: RunSpec, trained: TrainedRun) -> None:
-    """Score the drafter of a finished run if it has no score yet; otherwise print where the results are."""
+    """Score the drafter of a finished run if it has no score yet; otherwise print where the
+    results are.
+    """
     run = trained.folder
     if not spec.eval:
         print(f"{run} is finished: its drafter is in {run / 'drafter'}")
@@ -274,5 +327,7 @@ def score_finished(spec: RunSpec, trained: TrainedRun) -> None:
         print(f"{run} is finished and scored: see {run / 'eval'}")
     else:
         tracker = spec.tracker.build() if trained.accelerator.is_main_process else None
-        with track_run(tracker, run, spec.to_nodes(), step=read_last_step(run / "metrics.jsonl")) as tracker:
+        with track_run(
+            tracker, run, spec.to_nodes(), step=read_last_step(run / "metrics.jsonl")
+        ) as tracker:
             evaluate(spec, run, tracker=tracker)

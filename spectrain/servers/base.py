@@ -1,6 +1,8 @@
-"""The contract of servers: programs that run the target and answer over HTTP. A file per engine implements it.
+"""The contract of servers: programs that run the target and answer over HTTP. A file per engine
+implements it.
 
-Layers are numbered as everywhere in this project (`spectrain.models.features.Layer`); each engine's file converts them.
+Layers are numbered as everywhere in this project (`spectrain.models.features.Layer`); each engine's
+file converts them.
 Shapes: T tokens, L captured layers, D target width.
 """
 
@@ -38,9 +40,11 @@ class ServerCapabilities:
     captures_states: bool = False
     # Counts drafted and accepted tokens.
     counts_drafts: bool = False
-    # Has a drafter of its own that copies from the text, which `spectrain.servers.commands.LOOKUP` names.
+    # Has a drafter of its own that copies from the text, which `spectrain.servers.commands.LOOKUP`
+    # names.
     has_lookup: bool = False
-    # Each request may choose the number of tokens that its rounds draft, as num_assistant_tokens in its body.
+    # Each request may choose the number of tokens that its rounds draft, as num_assistant_tokens in
+    # its body.
     chooses_draft_length: bool = False
     # Starts in seconds, so that it can be started again for each setting of a measurement.
     starts_quickly: bool = False
@@ -71,15 +75,19 @@ class CompletionRequest:
     seed: int | None = None
     # Whether the answer arrives in parts, with the times of their arrival.
     streams: bool = False
-    # Whether the hidden states come too: of the prompt and, beyond one new token, of all of the answer but its last token.
+    # Whether the hidden states come too: of the prompt and, beyond one new token, of all of the
+    # answer but its last token.
     captures_states: bool = False
-    # Prompts with different keys share no cached prefix, where the engine knows such keys; None shares them with all.
+    # Prompts with different keys share no cached prefix, where the engine knows such keys; None
+    # shares them with all.
     cache_key: str | None = None
 
 
 @dataclass(frozen=True)
 class DraftedRounds:
-    """The verified rounds of one answer, in order. The last one is untrimmed: a limit may have cut its tokens."""
+    """The verified rounds of one answer, in order. The last one is untrimmed: a limit may have
+    cut its tokens.
+    """
 
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
@@ -87,7 +95,8 @@ class DraftedRounds:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A forward of the target after the first token of an answer: draft tokens in it, those accepted, and its seconds.
+    """A forward of the target after the first token of an answer: draft tokens in it, those
+    accepted, and its seconds.
 
     The seconds are those from the end of the forward before it, so they include the drafting.
     """
@@ -99,7 +108,9 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class DraftCounters:
-    """What a server has counted since its start: rounds, drafted tokens, and accepted tokens by position in the draft."""
+    """What a server has counted since its start: rounds, drafted tokens, and accepted tokens by
+    position in the draft.
+    """
 
     num_rounds: int
     num_drafted: int
@@ -112,8 +123,13 @@ class DraftCounters:
     def subtract(self, earlier: DraftCounters) -> DraftCounters:
         """Return what was counted after `earlier`."""
         before = {position: count for position, count in enumerate(earlier.accepted_by_position)}
-        accepted = tuple(count - before.get(position, 0) for position, count in enumerate(self.accepted_by_position))
-        return DraftCounters(self.num_rounds - earlier.num_rounds, self.num_drafted - earlier.num_drafted, accepted)
+        accepted = tuple(
+            count - before.get(position, 0)
+            for position, count in enumerate(self.accepted_by_position)
+        )
+        return DraftCounters(
+            self.num_rounds - earlier.num_rounds, self.num_drafted - earlier.num_drafted, accepted
+        )
 
 
 @dataclass(frozen=True)
@@ -121,9 +137,11 @@ class RequestTimes:
     """When an answer came, in seconds."""
 
     total: float
-    # (seconds after the request, tokens that came then) of a streamed answer. Chunks of a busy server arrive in bundles.
+    # (seconds after the request, tokens that came then) of a streamed answer. Chunks of a busy
+    # server arrive in bundles.
     arrivals: tuple[tuple[float, int], ...] = ()
-    # The engine's own clock, if it gives it: seconds to the first token, waiting included, and per later token.
+    # The engine's own clock, if it gives it: seconds to the first token, waiting included, and per
+    # later token.
     engine_first_token: float | None = None
     engine_per_token: float | None = None
 
@@ -144,14 +162,16 @@ class Completion:
     finish_reason: str
     num_tokens: int
     times: RequestTimes
-    # Token ids of the answer, its stop token included, and of the prompt; None if the server gives none.
+    # Token ids of the answer, its stop token included, and of the prompt; None if the server gives
+    # none.
     token_ids: list[int] | None = None
     prompt_ids: list[int] | None = None
     # The rounds of this answer; None if the server does not count per request.
     rounds: DraftedRounds | None = None
     # The forwards of this answer, in order; () if the server does not tell their times.
     timed_steps: tuple[TimedStep, ...] = ()
-    # Hidden states [T, L, D] in the server's type and the tokens [T] that they belong to; None if none were requested.
+    # Hidden states [T, L, D] in the server's type and the tokens [T] that they belong to; None if
+    # none were requested.
     states: Tensor | None = None
     state_tokens: list[int] | None = None
     # The layers of the states, if the server names them.
@@ -159,15 +179,18 @@ class Completion:
 
 
 class Server(ABC):
-    """A running server, or several that serve the same model. Requests are made inside `async with server`.
+    """A running server, or several that serve the same model. Requests are made inside `async with
+    server`.
 
-    A request that fails raises a ServerError; a mistake in the settings that fails every request raises a UserError.
+    A request that fails raises a ServerError; a mistake in the settings that fails every request
+    raises a UserError.
     """
 
     # Name of the choice in conf/server.
     name: ClassVar[str]
     capabilities: ClassVar[ServerCapabilities]
-    # Format in which the target has to be exported to be started; None for an engine that reads transformers' files.
+    # Format in which the target has to be exported to be started; None for an engine that reads
+    # transformers' files.
     target_format: ClassVar[str | None] = None
 
     def __init__(self, config: ClientSettings) -> None:
@@ -193,14 +216,17 @@ class Server(ABC):
         return self.settings.concurrency * len(self.clients)
 
     def check_ready(self) -> ServedModel:
-        """Return what the servers serve; raise a UserError if an address, the key or the model is wrong.
+        """Return what the servers serve; raise a UserError if an address, the key or the model is
+        wrong.
 
-        A server that is busy now counts as ready. `model` is set to the only served one if the settings leave it open.
+        A server that is busy now counts as ready. `model` is set to the only served one if the
+        settings leave it open.
         """
         served = [self._describe(client) for client in self.clients]
         if len({model.name for model in served}) > 1:
             raise UserError(
-                f"server.url: the servers serve {', '.join(model.name for model in served)}; give those of one model"
+                f"server.url: the servers serve {', '.join(model.name for model in served)}; give "
+                "those of one model"
             )
         self.model = served[0].name
         return min(served, key=lambda model: model.max_length or float("inf"))
@@ -212,9 +238,15 @@ class Server(ABC):
         names = [str(model["id"]) for model in models]
         wanted = self.settings.model
         if wanted is None and len(names) != 1:
-            raise UserError(f"server.model: the server at {client.url} serves {', '.join(names)}; name one of them")
+            raise UserError(
+                f"server.model: the server at {client.url} serves {', '.join(names)}; name one of "
+                "them"
+            )
         if wanted is not None and wanted not in names:
-            raise UserError(f"server.model={wanted}: the server has no such model; {suggest_nearest(wanted, names)}")
+            raise UserError(
+                f"server.model={wanted}: the server has no such model; "
+                f"{suggest_nearest(wanted, names)}"
+            )
         return self.describe_model(models[0 if wanted is None else names.index(wanted)])
 
     def describe_model(self, model: Mapping[str, Any]) -> ServedModel:
@@ -222,30 +254,42 @@ class Server(ABC):
         return ServedModel(str(model["id"]), model.get("max_model_len"), model.get("root"))
 
     def select_client(self) -> HttpClient:
-        """Return the client of the reachable server with the fewest open requests; raise a ServerError if all are gone."""
+        """Return the client of the reachable server with the fewest open requests; raise a
+        ServerError if all are gone.
+        """
         reachable = [client for client in self.clients if client.is_reachable]
         if not reachable:
-            raise ServerError("unreachable", f"no server answers at {', '.join(client.url for client in self.clients)}")
+            raise ServerError(
+                "unreachable",
+                f"no server answers at {', '.join(client.url for client in self.clients)}",
+            )
         return min(reachable, key=lambda client: client.num_open)
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Answer a prompt. A server that has gone away is left out, and the request goes to another one."""
+        """Answer a prompt. A server that has gone away is left out, and the request goes to
+        another one.
+        """
         while True:
             client = self.select_client()
             try:
                 return await self.request_completion(client, request)
             except ServerError as error:
-                if error.kind != "unreachable" or not any(other.is_reachable for other in self.clients):
+                if error.kind != "unreachable" or not any(
+                    other.is_reachable for other in self.clients
+                ):
                     raise
 
     @abstractmethod
-    async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
+    async def request_completion(
+        self, client: HttpClient, request: CompletionRequest
+    ) -> Completion:
         """Request an answer from one server."""
 
     def check_installed(self) -> None:
         """Raise a UserError if spectrain cannot start this engine on this machine."""
         raise UserError(
-            f"server={self.name}: spectrain does not start it; start it yourself and give server.url, or take server=vllm"
+            f"server={self.name}: spectrain does not start it; start it yourself and give "
+            "server.url, or take server=vllm"
         )
 
     def read_version(self) -> str | None:
@@ -253,29 +297,37 @@ class Server(ABC):
         return None
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
-        """Return the command that starts this engine; raise a UserError for what the engine cannot do."""
+        """Return the command that starts this engine; raise a UserError for what the engine
+        cannot do.
+        """
         raise UserError(
-            f"server={self.name}: spectrain does not start it; start it yourself and give server.url, or take server=vllm"
+            f"server={self.name}: spectrain does not start it; start it yourself and give "
+            "server.url, or take server=vllm"
         )
 
     def prepare_start(self, launch: EngineLaunch) -> None:
         """Prepare the folders that a started engine writes into."""
 
     def make_builder(self, num_tokens: int) -> TreeBuilder:
-        """Return our own tree for what the server drafts, with so many tokens: a chain, unless the engine has trees."""
+        """Return our own tree for what the server drafts, with so many tokens: a chain, unless
+        the engine has trees.
+        """
         return Chain(num_tokens)
 
-    # Request below the server's root that names the active drafter: an address, and a body or None for GET. It is None if the
-    # server does not tell. A server that does not answer it takes no other drafter.
+    # Request below the server's root that names the active drafter: an address, and a body or None
+    # for GET. It is None if the server does not tell. A server that does not answer it takes no
+    # other drafter.
     active_drafter_request: ClassVar[tuple[str, dict[str, Any] | None] | None] = None
 
     def swap_steps(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the posts, as address below the server's root and body, that load the drafter of a folder into the running
-        server; [] if it takes none."""
+        """Return the posts, as address below the server's root and body, that load the drafter of a
+        folder into the running server; [] if it takes none."""
         return []
 
     def active_drafter_path(self, content: dict[str, Any]) -> str | None:
-        """Return the folder of the active drafter from the answer to `active_drafter_request`; None for an unknown one."""
+        """Return the folder of the active drafter from the answer to `active_drafter_request`;
+        None for an unknown one.
+        """
         return None
 
     def control_headers(self) -> dict[str, str]:
@@ -283,16 +335,22 @@ class Server(ABC):
         return {}
 
     def allow_swaps(self) -> Server:
-        """Return this server with the settings by which engines that it starts take other drafters, as far as they can."""
+        """Return this server with the settings by which engines that it starts take other
+        drafters, as far as they can.
+        """
         return self
 
     async def read_counters(self) -> DraftCounters | None:
-        """Return what the servers have counted of their drafts, added up; None if they count none."""
+        """Return what the servers have counted of their drafts, added up; None if they count
+        none.
+        """
         return None
 
 
 CounterSource = Literal["requests", "totals", "none"]
-"""Where the counts of a score come from: each answer, the server's totals before and after, or nowhere."""
+"""Where the counts of a score come from: each answer, the server's totals before and after, or
+nowhere.
+"""
 
 
 def add_counters(parts: Iterable[DraftCounters | None]) -> DraftCounters | None:
@@ -302,4 +360,8 @@ def add_counters(parts: Iterable[DraftCounters | None]) -> DraftCounters | None:
         return None
     columns = zip_longest(*(part.accepted_by_position for part in counted), fillvalue=0)
     accepted = tuple(map(sum, columns))
-    return DraftCounters(sum(part.num_rounds for part in counted), sum(part.num_drafted for part in counted), accepted)
+    return DraftCounters(
+        sum(part.num_rounds for part in counted),
+        sum(part.num_drafted for part in counted),
+        accepted,
+    )

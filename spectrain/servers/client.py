@@ -1,4 +1,6 @@
-"""HTTP requests to one server. The `openai` client keeps the connections, reads streams and repeats failed requests."""
+"""HTTP requests to one server. The `openai` client keeps the connections, reads streams and
+repeats failed requests.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from openai import APIConnectionError, APIError, APIStatusError, AsyncOpenAI, AsyncStream, Omit, OpenAI, Timeout
+from openai import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    AsyncOpenAI,
+    AsyncStream,
+    Omit,
+    OpenAI,
+    Timeout,
+)
 
 from spectrain.errors import UserError
 
@@ -28,9 +39,9 @@ Parsed = TypeVar("Parsed")
 class HttpClient:
     """The connections to one server.
 
-    A temporary failure is a status of 408, 409, 429 or 500 and above, no connection, a timeout, or a malformed answer. The
-    request is repeated after 0.5, 1, 2 .. 8 seconds, shortened by up to a quarter at random, or when the server says, if
-    that is within two minutes.
+    A temporary failure is a status of 408, 409, 429 or 500 and above, no connection, a timeout, or
+    a malformed answer. The request is repeated after 0.5, 1, 2 .. 8 seconds, shortened by up to a
+    quarter at random, or when the server says, if that is within two minutes.
     """
 
     def __init__(self, settings: ClientSettings, url: str) -> None:
@@ -47,9 +58,12 @@ class HttpClient:
 
     def open(self) -> None:
         """Open connections in the running event loop."""
-        timeout = Timeout(self.settings.timeout, connect=min(CONNECT_SECONDS, self.settings.timeout))
+        timeout = Timeout(
+            self.settings.timeout, connect=min(CONNECT_SECONDS, self.settings.timeout)
+        )
         self._client = AsyncOpenAI(api_key=self.key, base_url=self.url, timeout=timeout)
-        self.is_reachable, self.num_open = True, 0
+        self.is_reachable = True
+        self.num_open = 0
 
     async def close(self) -> None:
         if self._client is not None:
@@ -64,11 +78,13 @@ class HttpClient:
     async def post(self, path: str, body: dict[str, Any], parse: Callable[[Any], Parsed]) -> Parsed:
         """Post JSON to a path below `url`, or to a full address, and return the parsed answer.
 
-        An answer that `parse` rejects (ValueError, KeyError, TypeError ..) counts as a temporary failure.
+        An answer that `parse` rejects (ValueError, KeyError, TypeError ..) counts as a temporary
+        failure.
         """
         # A raw response tells how often the client itself has repeated the request.
         options: Any = {"headers": {**self.headers, RAW_RESPONSE_HEADER: "true"}}
-        retries, attempts = self.settings.retries, 0
+        retries = self.settings.retries
+        attempts = 0
         with self._count_open():
             while True:
                 client = self.client.with_options(max_retries=retries - attempts)
@@ -86,7 +102,9 @@ class HttpClient:
                 await asyncio.sleep(RETRY_PAUSE)
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Post JSON and yield the parts of a streamed answer; a failure after the first part is not repeated."""
+        """Post JSON and yield the parts of a streamed answer; a failure after the first part is
+        not repeated.
+        """
         with self._count_open():
             client = self.client.with_options(max_retries=self.settings.retries)
             options: Any = {"headers": self.headers}
@@ -105,18 +123,27 @@ class HttpClient:
             except (APIConnectionError, APIStatusError) as error:
                 raise self._to_server_error(error, 0) from error
             except APIError as error:
-                raise ServerError("failed", f"the server broke off its answer ({error_text(error)})") from error
+                raise ServerError(
+                    "failed", f"the server broke off its answer ({error_text(error)})"
+                ) from error
             except Exception as error:
-                # A broken connection is an error of the network library, httpx or httpx2 by the version of the client.
+                # A broken connection is an error of the network library, httpx or httpx2 by the
+                # version of the client.
                 if not type(error).__module__.startswith("httpx"):
                     raise
-                raise ServerError("failed", f"the connection broke during the answer ({error_text(error)})") from error
+                raise ServerError(
+                    "failed", f"the connection broke during the answer ({error_text(error)})"
+                ) from error
 
     async def get(self, path: str) -> str:
-        """Return the text at a path below `url` or at a full address; a failure raises a ServerError."""
+        """Return the text at a path below `url` or at a full address; a failure raises a
+        ServerError.
+        """
         try:
             options: Any = {"headers": self.headers}
-            return await self.client.with_options(max_retries=1).get(path, cast_to=str, options=options)
+            return await self.client.with_options(max_retries=1).get(
+                path, cast_to=str, options=options
+            )
         except (APIConnectionError, APIStatusError) as error:
             raise self._to_server_error(error, 0) from error
 
@@ -125,12 +152,20 @@ class HttpClient:
 
         A UserError says what is wrong with the address or the key. This call needs no event loop.
         """
-        client = OpenAI(api_key=self.key, base_url=self.url, timeout=min(CONNECT_SECONDS, self.settings.timeout), max_retries=0)
+        client = OpenAI(
+            api_key=self.key,
+            base_url=self.url,
+            timeout=min(CONNECT_SECONDS, self.settings.timeout),
+            max_retries=0,
+        )
         where = f"server.url={self.url}"
         try:
             reply = client.models.with_raw_response.list(extra_headers=self.headers).text
         except APIConnectionError as error:
-            raise UserError(f"{where}: no server answers there ({error_text(error)}); start it, or mend the address") from error
+            raise UserError(
+                f"{where}: no server answers there ({error_text(error)}); start it, or mend the "
+                "address"
+            ) from error
         except APIStatusError as error:
             self._raise_if_fatal(error)
             if is_transient(error):
@@ -141,8 +176,9 @@ class HttpClient:
             return [{**model, "id": str(model["id"])} for model in json.loads(reply)["data"]]
         except MALFORMED as error:
             raise UserError(
-                f"{where}: what answers there has no list of models ({' '.join(reply.split())[:300]}); give an "
-                "OpenAI-compatible address, which mostly ends in /v1"
+                f"{where}: what answers there has no list of models "
+                f"({' '.join(reply.split())[:300]}); give an OpenAI-compatible address, which "
+                "mostly ends in /v1"
             ) from error
 
     @contextmanager
@@ -153,19 +189,24 @@ class HttpClient:
         finally:
             self.num_open -= 1
 
-    def _to_server_error(self, error: APIConnectionError | APIStatusError, prior_attempts: int) -> ServerError:
-        """Return the error to report after `prior_attempts` attempts and those of the client; a UserError stops the
-        command."""
+    def _to_server_error(
+        self, error: APIConnectionError | APIStatusError, prior_attempts: int
+    ) -> ServerError:
+        """Return the error to report after `prior_attempts` attempts and those of the client; a
+        UserError stops the command."""
         problem = error_text(error)
         kind: FailureKind = "failed"
         if isinstance(error, APIStatusError):
             self._raise_if_fatal(error)
             problem = status_text(error)
             if not is_transient(error):
-                is_long = "context" in problem.lower() and any(word in problem.lower() for word in ("length", "size"))
+                is_long = "context" in problem.lower() and any(
+                    word in problem.lower() for word in ("length", "size")
+                )
                 return ServerError("too_long" if is_long else "failed", problem)
         elif type(error.__cause__).__name__ == "ConnectError":
-            kind, self.is_reachable = "unreachable", False
+            kind = "unreachable"
+            self.is_reachable = False
         attempts = prior_attempts + int(error.request.headers.get("x-stainless-retry-count", 0)) + 1
         return ServerError(kind, f"{attempts} attempts, the last: {problem}")
 
@@ -173,13 +214,14 @@ class HttpClient:
         """Raise a UserError if the server would refuse every request."""
         if error.status_code in (401, 403):
             raise UserError(
-                f"server.api_key_variable: {self.url} refuses the key or wants one ({status_text(error)}); name the "
-                "environment variable that holds a valid one"
+                f"server.api_key_variable: {self.url} refuses the key or wants one "
+                f"({status_text(error)}); name the environment variable that holds a valid one"
             )
         if error.status_code == 404:
             raise UserError(
-                f"server.url={self.url}, server.model={self.settings.model}: the server does not know this address or this "
-                f"model ({status_text(error)}); the address mostly ends in /v1"
+                f"server.url={self.url}, server.model={self.settings.model}: the server does not "
+                f"know this address or this model ({status_text(error)}); the address mostly ends "
+                "in /v1"
             )
 
 

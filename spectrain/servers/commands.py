@@ -1,4 +1,6 @@
-"""What an engine is started for, and the command that starts it. An engine's own file turns one into the other."""
+"""What an engine is started for, and the command that starts it. An engine's own file turns one
+into the other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LOOKUP = "ngram"
-"""Method of an engine's own drafter that copies what followed the last tokens earlier in the text. It has no files."""
+"""Method of an engine's own drafter that copies what followed the last tokens earlier in the
+text. It has no files.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,11 @@ class EngineLaunch:
     drafter: DrafterLaunch | None = None
     # Layers whose states are captured, in ascending order; None starts no capture.
     capture_layers: tuple[int, ...] | None = None
-    # Share of rounds that accept the draft tokens up to each position: acceptance is simulated. None verifies drafts.
+    # Share of rounds that accept the draft tokens up to each position: acceptance is simulated.
+    # None verifies drafts.
     acceptance_rates: tuple[float, ...] | None = None
-    # Whether the weights of other drafters can be loaded into the running engine, where it needs options for that.
+    # Whether the weights of other drafters can be loaded into the running engine, where it needs
+    # options for that.
     takes_drafters: bool = False
 
 
@@ -57,7 +63,9 @@ class EngineCommand:
 
 def is_decreasing(rates: Sequence[float]) -> bool:
     """Tell whether these are rates from 0 to 1 of which none is above the one before it."""
-    return bool(rates) and all(0 <= later <= earlier for earlier, later in zip([1.0, *rates], rates))
+    return bool(rates) and all(
+        0 <= later <= earlier for earlier, later in zip([1.0, *rates], rates)
+    )
 
 
 def round_rates(rates: Sequence[float]) -> list[float]:
@@ -69,8 +77,8 @@ def round_rates(rates: Sequence[float]) -> list[float]:
 
 
 def to_options(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as command-line options, as in {"--port": 8000}; those that are None are left out, and True stands for
-    an option without a value."""
+    """Return settings as command-line options, as in {"--port": 8000}; those that are None are left
+    out, and True stands for an option without a value."""
     words: list[str] = []
     for name, value in settings.items():
         if value is not None:

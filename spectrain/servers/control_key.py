@@ -1,7 +1,8 @@
 """The key of control endpoints: of this project's engine, and of the pages of `spectrain follow`.
 
-It is that of the environment variable SPECTRAIN_CONTROL_KEY or, without one, that of a file in this user's cache, which is made
-when it is first needed and which this user alone can read. So all processes of one user on one machine have the same key.
+It is that of the environment variable SPECTRAIN_CONTROL_KEY or, without one, that of a file in this
+user's cache, which is made when it is first needed and which this user alone can read. So all
+processes of one user on one machine have the same key.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def read_control_key() -> str:
 def check_key(key: str, name: str, remedy: str) -> str:
     """Return a key; a UserError says that it is none."""
     if not KEY.fullmatch(key):
-        raise UserError(f"{name}: this is no key of 16 to 512 letters, digits and signs of base64; {remedy}")
+        raise UserError(
+            f"{name}: this is no key of 16 to 512 letters, digits and signs of base64; {remedy}"
+        )
     return key
 
 

@@ -1,4 +1,6 @@
-"""Counters of drafts at /metrics, which vLLM and llama.cpp print with the same names behind their own."""
+"""Counters of drafts at /metrics, which vLLM and llama.cpp print with the same names behind
+their own.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ async def read_settled_counters(client: HttpClient, engine: str) -> DraftCounter
 
 
 def parse_counters(text: str, engine: str) -> DraftCounters | None:
-    """Return the counters of drafts in the text of /metrics, added over the lines of an engine; None if there are none."""
+    """Return the counters of drafts in the text of /metrics, added over the lines of an engine;
+    None if there are none.
+    """
     totals: dict[str, float] = {}
     by_position: dict[int, float] = {}
     for prefix, name, labels, number in COUNTER_LINE.findall(text):
@@ -40,5 +44,7 @@ def parse_counters(text: str, engine: str) -> DraftCounters | None:
             totals[name] = totals.get(name, 0.0) + float(number)
     if "drafts" not in totals:
         return None
-    accepted = tuple(int(by_position.get(position, 0)) for position in range(max(by_position, default=-1) + 1))
+    accepted = tuple(
+        int(by_position.get(position, 0)) for position in range(max(by_position, default=-1) + 1)
+    )
     return DraftCounters(int(totals["drafts"]), int(totals["draft_tokens"]), accepted)

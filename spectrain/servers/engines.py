@@ -16,7 +16,8 @@ class Engine:
 
     title: str
     make_command: Callable[[EngineLaunch], EngineCommand]
-    # Format in which the target has to be exported for it; None for an engine that reads transformers' files.
+    # Format in which the target has to be exported for it; None for an engine that reads
+    # transformers' files.
     target_format: str | None = None
     # Whether it can accept drafts at random, at given rates.
     simulates: bool = False
@@ -30,8 +31,11 @@ ENGINES = {
 }
 
 
-def simulate_acceptance(launches: Mapping[str, EngineLaunch], rates: Sequence[float]) -> dict[str, EngineLaunch]:
-    """Return the launches of engines that can accept drafts at random, at the rate of each position.
+def simulate_acceptance(
+    launches: Mapping[str, EngineLaunch], rates: Sequence[float]
+) -> dict[str, EngineLaunch]:
+    """Return the launches of engines that can accept drafts at random, at the rate of each
+    position.
 
     Positions beyond the rates are rejected.
     """

@@ -1,4 +1,6 @@
-"""The Python environments that engines are installed in: read by their interpreter, without importing the engine."""
+"""The Python environments that engines are installed in: read by their interpreter, without
+importing the engine.
+"""
 
 from __future__ import annotations
 
@@ -36,26 +38,35 @@ class EngineEnvironment:
     versions: Mapping[str, str]
 
     def require_engine(self, title: str, package: str) -> None:
-        """Raise a UserError if none of the packages is installed; `package` is the one to install."""
+        """Raise a UserError if none of the packages is installed; `package` is the one to
+        install.
+        """
         if not self.versions:
             raise UserError(
-                f"server.python={self.python}: {title} is not installed there; install it in an environment of its own "
-                f"(python -m venv ENV, ENV/bin/pip install {package}) and give server.python=ENV/bin/python"
+                f"server.python={self.python}: {title} is not installed there; install it in an "
+                f"environment of its own (python -m venv ENV, ENV/bin/pip install {package}) and "
+                "give server.python=ENV/bin/python"
             )
 
 
 @cache
 def read_environment(python: str | None, packages: tuple[str, ...]) -> EngineEnvironment:
-    """Return the environment of an interpreter, or of this one if it is None, with the versions of the packages that it has."""
+    """Return the environment of an interpreter, or of this one if it is None, with the versions
+    of the packages that it has.
+    """
     program = sys.executable if python is None else str(Path(python).expanduser())
     try:
         done = subprocess.run(
-            [program, "-c", PROBE, *packages], capture_output=True, text=True, check=True, timeout=PROBE_SECONDS
+            [program, "-c", PROBE, *packages],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PROBE_SECONDS,
         )
         content = json.loads(done.stdout.strip().splitlines()[-1])
         return EngineEnvironment(program, Path(content["prefix"]), content["versions"])
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, IndexError) as error:
         raise UserError(
-            f"server.python={python}: it is no Python interpreter that runs; give the one of the engine's environment, as in "
-            "server.python=ENV/bin/python"
+            f"server.python={python}: it is no Python interpreter that runs; give the one of the "
+            "engine's environment, as in server.python=ENV/bin/python"
         ) from error

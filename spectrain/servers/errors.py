@@ -1,4 +1,6 @@
-"""Failures of requests to a server. This file imports no HTTP client, which would take a second at every start."""
+"""Failures of requests to a server. This file imports no HTTP client, which would take a second
+at every start.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ FailureKind = Literal["failed", "too_long", "unreachable"]
 class ServerError(Exception):
     """A request that failed for good, with the reason.
 
-    `kind` is "too_long" for a prompt beyond the context, "unreachable" if nothing answers at the address any more, and else
-    "failed".
+    `kind` is "too_long" for a prompt beyond the context, "unreachable" if nothing answers at the
+    address any more, and else "failed".
     """
 
     def __init__(self, kind: FailureKind, message: str) -> None:
@@ -23,6 +25,8 @@ class ServerError(Exception):
 
 
 def error_text(error: Exception) -> str:
-    """Return an error in one line: the network error behind the client's own, which may have no message."""
+    """Return an error in one line: the network error behind the client's own, which may have no
+    message.
+    """
     error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

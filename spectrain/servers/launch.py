@@ -1,4 +1,6 @@
-"""Starting an engine, waiting until it answers, and stopping all of its processes, also after the death of this one."""
+"""Starting an engine, waiting until it answers, and stopping all of its processes, also after
+the death of this one.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ class RunningEngine:
 
 @contextmanager
 def start_engine(server: Server, launch: EngineLaunch | EngineCommand) -> Iterator[RunningEngine]:
-    """Start an engine for a launch, or by a command, and yield it once it answers. All of its processes end with the block,
-    and with this process.
+    """Start an engine for a launch, or by a command, and yield it once it answers. All of its
+    processes end with the block, and with this process.
 
     A RunError says why it did not start; its log is kept then.
     """
@@ -79,7 +81,10 @@ def start_engine(server: Server, launch: EngineLaunch | EngineCommand) -> Iterat
         command = server.make_command(launch)
         server.prepare_start(launch)
     environment = {**inherited_environment(), **command.environment}
-    with open_log(server.name) as output, run_group(command.arguments, environment, output) as process:
+    with (
+        open_log(server.name) as output,
+        run_group(command.arguments, environment, output) as process,
+    ):
         log = Path(output.name)
         print(f"{server.name} starts; its log is {log}", file=sys.stderr, flush=True)
         client = type(server)(replace(server.settings, url=server.settings.started_url))
@@ -91,8 +96,12 @@ def start_engine(server: Server, launch: EngineLaunch | EngineCommand) -> Iterat
 
 @contextmanager
 def open_log(name: str) -> Iterator[IO[bytes]]:
-    """Yield a new file for what an engine prints. It stays only if a RunError ends the block, which names it."""
-    with tempfile.NamedTemporaryFile(prefix=f"spectrain-{name}-", suffix=".log", delete=False) as output:
+    """Yield a new file for what an engine prints. It stays only if a RunError ends the block,
+    which names it.
+    """
+    with tempfile.NamedTemporaryFile(
+        prefix=f"spectrain-{name}-", suffix=".log", delete=False
+    ) as output:
         keeps_log = False
         try:
             yield output
@@ -113,7 +122,8 @@ def check_port(settings: EngineSettings) -> None:
             probe.bind((settings.host, settings.port))
         except OSError as error:
             raise UserError(
-                f"server.port={settings.port}: {settings.host} cannot be listened at ({error.strerror}); give another port"
+                f"server.port={settings.port}: {settings.host} cannot be listened at "
+                f"({error.strerror}); give another port"
             ) from error
 
 
@@ -129,19 +139,31 @@ def wait_until_ready(engine: RunningEngine, settings: EngineSettings) -> None:
             time.sleep(POLL_SECONDS)
         else:
             raise RunError(
-                f"{engine.server.name} does not answer after {settings.start_seconds:g} seconds; see {engine.log}, or give it "
-                "longer with server.start_seconds"
+                f"{engine.server.name} does not answer after {settings.start_seconds:g} seconds; "
+                f"see {engine.log}, or give it longer with server.start_seconds"
             )
-    print(f"{engine.server.name} answers at {engine.url} after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{engine.server.name} answers at {engine.url} after {time.monotonic() - began:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def describe_end(name: str, process: subprocess.Popen[bytes], log: Path) -> str:
-    """Return a sentence on an engine that has ended: its status, what its log says of the reason, and where the log is."""
+    """Return a sentence on an engine that has ended: its status, what its log says of the
+    reason, and where the log is.
+    """
     status = process.returncode
     if -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-        return f"{name} was ended by {signal.Signals(-status).name} from outside, as when memory runs out; its log is {log}"
+        return (
+            f"{name} was ended by {signal.Signals(-status).name} from outside, as when memory "
+            f"runs out; its log is {log}"
+        )
     how = f"exit status {status}" if status >= 0 else f"signal {-status}"
-    return f"{name} has ended ({how}): {explain_log(log.read_text(errors='replace'))}; its log is {log}"
+    return (
+        f"{name} has ended ({how}): {explain_log(log.read_text(errors='replace'))}; its log "
+        f"is {log}"
+    )
 
 
 def explain_log(text: str) -> str:
@@ -149,7 +171,11 @@ def explain_log(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return "it printed nothing"
-    failures = [number for number, line in enumerate(lines) if FAILURE_LINE.search(line) and POINTER not in line]
+    failures = [
+        number
+        for number, line in enumerate(lines)
+        if FAILURE_LINE.search(line) and POINTER not in line
+    ]
     if failures:
         match = FAILURE_LINE.search(lines[failures[-1]])
         assert match is not None
@@ -159,4 +185,8 @@ def explain_log(text: str) -> str:
     else:
         shown = lines[-3:]
     explanation = " ".join(shown)
-    return explanation if len(explanation) <= MAX_EXPLANATION else f"{explanation[:MAX_EXPLANATION]} .."
+    return (
+        explanation
+        if len(explanation) <= MAX_EXPLANATION
+        else f"{explanation[:MAX_EXPLANATION]} .."
+    )

@@ -1,7 +1,8 @@
-"""llama.cpp's server: answers prompts of token ids, and tells the rounds of each answer by its stream.
+"""llama.cpp's server: answers prompts of token ids, and tells the rounds of each answer by its
+stream.
 
-A part of the stream has one token and the counts of drafted and accepted tokens so far, which rise at the first token of each
-round. Rounds near the limit draft no more tokens than fit.
+A part of the stream has one token and the counts of drafted and accepted tokens so far, which rise
+at the first token of each round. Rounds near the limit draft no more tokens than fit.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class LlamaCppServer(OpenAIServer):
     """A server of llama.cpp (llama-server)."""
 
     name = "llamacpp"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(counts_drafts=True, has_lookup=True, starts_quickly=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
+        counts_drafts=True, has_lookup=True, starts_quickly=True
+    )
     target_format = "gguf"
     settings: LlamaCppSettings
 
@@ -56,8 +59,9 @@ class LlamaCppServer(OpenAIServer):
     def check_installed(self) -> None:
         if find_program(self.settings.program) is None:
             raise UserError(
-                f"server.program={self.settings.program}: llama.cpp's server is not installed; run make llama-cpp in the "
-                "folder of this project, or give the path of llama-server"
+                f"server.program={self.settings.program}: llama.cpp's server is not installed; "
+                "run make llama-cpp in the folder of this project, or give the path of "
+                "llama-server"
             )
 
     def read_version(self) -> str | None:
@@ -66,7 +70,13 @@ class LlamaCppServer(OpenAIServer):
         if program is None:
             return None
         try:
-            done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=VERSION_SECONDS)
+            done = subprocess.run(
+                [program, "--version"],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=VERSION_SECONDS,
+            )
         except (OSError, subprocess.SubprocessError):
             return None
         match = VERSION_LINE.search(done.stdout + done.stderr)
@@ -77,12 +87,18 @@ class LlamaCppServer(OpenAIServer):
         return start_llamacpp(self.settings.complete_launch(launch), self.settings, program)
 
     def describe_model(self, model: Mapping[str, Any]) -> ServedModel:
-        return replace(super().describe_model(model), max_length=(model.get("meta") or {}).get("n_ctx"))
+        return replace(
+            super().describe_model(model), max_length=(model.get("meta") or {}).get("n_ctx")
+        )
 
-    async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
+    async def request_completion(
+        self, client: HttpClient, request: CompletionRequest
+    ) -> Completion:
         if isinstance(request.prompt, Conversation):
             return await super().request_completion(client, request)
-        parts, arrivals, began = [], [], time.perf_counter()
+        parts = []
+        arrivals = []
+        began = time.perf_counter()
         async for part in client.stream(f"{client.root}/completion", self.request_body(request)):
             parts.append(part)
             if part.get("tokens"):
@@ -90,34 +106,53 @@ class LlamaCppServer(OpenAIServer):
         try:
             return parse_stream(parts, RequestTimes(time.perf_counter() - began, tuple(arrivals)))
         except MALFORMED as error:
-            raise ServerError("failed", f"the streamed answer is malformed ({error_text(error)})") from error
+            raise ServerError(
+                "failed", f"the streamed answer is malformed ({error_text(error)})"
+            ) from error
 
     def request_body(self, request: CompletionRequest) -> dict[str, Any]:
         if isinstance(request.prompt, Conversation):
             return super().request_body(request)
         body: dict[str, Any] = {
-            "prompt": [*request.prompt], "n_predict": request.max_new_tokens, "temperature": request.temperature,
-            "top_p": request.top_p, "top_k": request.top_k, "min_p": 0.0, "return_tokens": True, "timings_per_token": True,
+            "prompt": [*request.prompt],
+            "n_predict": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "min_p": 0.0,
+            "return_tokens": True,
+            "timings_per_token": True,
             "cache_prompt": False,
-        }  # fmt: skip
-        return {**body, **({} if request.seed is None else {"seed": request.seed}), **(self.settings.extra or {})}
+        }
+        return {
+            **body,
+            **({} if request.seed is None else {"seed": request.seed}),
+            **(self.settings.extra or {}),
+        }
 
     async def read_counters(self) -> DraftCounters | None:
-        """Return what all servers have counted; None from servers that were started without --metrics."""
+        """Return what all servers have counted; None from servers that were started without
+        --metrics.
+        """
         try:
-            return add_counters([await read_settled_counters(client, self.name) for client in self.clients])
+            return add_counters(
+                [await read_settled_counters(client, self.name) for client in self.clients]
+            )
         except ServerError:
             return None
 
 
 def parse_stream(parts: list[dict[str, Any]], times: RequestTimes) -> Completion:
-    """Return the answer that the parts of a stream make up; raise a KeyError or IndexError for a stream without its end."""
+    """Return the answer that the parts of a stream make up; raise a KeyError or IndexError for a
+    stream without its end.
+    """
     last = parts[-1]
     if not last["stop"]:
         raise ValueError("its end is missing")
     tokens = [token for part in parts for token in part.get("tokens") or ()]
     steps = [part["timings"] for part in parts if part.get("tokens")]
-    timings, count = last["timings"], int(last["tokens_predicted"])
+    timings = last["timings"]
+    count = int(last["tokens_predicted"])
     # The engine's clock of later tokens starts at the first one.
     per_token = timings["predicted_ms"] / 1000 / (count - 1) if count > 1 else None
     return Completion(
@@ -132,8 +167,11 @@ def parse_stream(parts: list[dict[str, Any]], times: RequestTimes) -> Completion
 
 
 def parse_rounds(timings: list[dict[str, Any]]) -> DraftedRounds | None:
-    """Return the rounds of an answer from the counts beside its tokens; None if nothing was drafted."""
-    rounds, before = [], (0, 0)
+    """Return the rounds of an answer from the counts beside its tokens; None if nothing was
+    drafted.
+    """
+    rounds = []
+    before = (0, 0)
     for counts in timings:
         now = (int(counts.get("draft_n_accepted", 0)), int(counts.get("draft_n", 0)))
         if now[1] > before[1]:
@@ -143,12 +181,16 @@ def parse_rounds(timings: list[dict[str, Any]]) -> DraftedRounds | None:
 
 
 def parse_steps(timings: list[dict[str, Any]]) -> tuple[TimedStep, ...]:
-    """Return the forwards of an answer: all tokens of a forward carry the milliseconds at its end."""
-    steps, before = list[TimedStep](), dict[str, Any]()
+    """Return the forwards of an answer: all tokens of a forward carry the milliseconds at its
+    end.
+    """
+    steps = list[TimedStep]()
+    before = dict[str, Any]()
     for counts in timings:
         if before and counts.get("predicted_ms", 0.0) > before.get("predicted_ms", 0.0):
             drafted, accepted, milliseconds = (
-                counts.get(key, 0) - before.get(key, 0) for key in ("draft_n", "draft_n_accepted", "predicted_ms")
+                counts.get(key, 0) - before.get(key, 0)
+                for key in ("draft_n", "draft_n_accepted", "predicted_ms")
             )
             steps.append(TimedStep(int(drafted), int(accepted), milliseconds / 1000))
         before = counts

@@ -1,4 +1,6 @@
-"""Servers with OpenAI's chat interface, and what the interfaces of vLLM and others share with it."""
+"""Servers with OpenAI's chat interface, and what the interfaces of vLLM and others share with
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from spectrain.data.messages import Conversation, parse_tool_calls
 from spectrain.models.chat_template import Message
 
-from .base import Completion, CompletionRequest, DraftedRounds, RequestTimes, Server, ServerCapabilities, TimedStep
+from .base import (
+    Completion,
+    CompletionRequest,
+    DraftedRounds,
+    RequestTimes,
+    Server,
+    ServerCapabilities,
+    TimedStep,
+)
 from .errors import MALFORMED, ServerError, error_text
 from .settings import ClientSettings
 
@@ -20,8 +30,8 @@ if TYPE_CHECKING:
 class OpenAIServer(Server):
     """A server with OpenAI's chat interface. It answers messages with text.
 
-    Messages are sent without a chat template, which the server applies. Sampling settings that are off, such as top_k=0, are
-    left to the server's defaults.
+    Messages are sent without a chat template, which the server applies. Sampling settings that are
+    off, such as top_k=0, are left to the server's defaults.
     """
 
     name = "openai"
@@ -30,19 +40,26 @@ class OpenAIServer(Server):
     def __init__(self, config: ClientSettings) -> None:
         super().__init__(config)
 
-    async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
+    async def request_completion(
+        self, client: HttpClient, request: CompletionRequest
+    ) -> Completion:
         response, times = await self.request_response(client, request)
         return self.parse_response(response, isinstance(request.prompt, Conversation), times)
 
-    async def request_response(self, client: HttpClient, request: CompletionRequest) -> tuple[dict[str, Any], RequestTimes]:
+    async def request_response(
+        self, client: HttpClient, request: CompletionRequest
+    ) -> tuple[dict[str, Any], RequestTimes]:
         """Return the response of a request, the joined one of a stream, and when it came."""
-        body, is_chat = self.request_body(request), isinstance(request.prompt, Conversation)
-        path, began = "/chat/completions" if is_chat else "/completions", time.perf_counter()
+        body = self.request_body(request)
+        is_chat = isinstance(request.prompt, Conversation)
+        path = "/chat/completions" if is_chat else "/completions"
+        began = time.perf_counter()
         if not request.streams:
             response = await client.post(path, body, lambda answer: check_response(answer, is_chat))
             return response, RequestTimes(time.perf_counter() - began)
         body["stream_options"] = {"include_usage": True}
-        parts, arrivals = [], []
+        parts = []
+        arrivals = []
         async for part in client.stream(path, body):
             parts.append(part)
             if count := count_new_tokens(part):
@@ -51,12 +68,18 @@ class OpenAIServer(Server):
         try:
             return check_response(join_parts(parts, is_chat), is_chat), times
         except MALFORMED as error:
-            raise ServerError("failed", f"the streamed answer is malformed ({error_text(error)})") from error
+            raise ServerError(
+                "failed", f"the streamed answer is malformed ({error_text(error)})"
+            ) from error
 
     def request_body(self, request: CompletionRequest) -> dict[str, Any]:
         """Return the body of a request."""
-        body: dict[str, Any] = {"model": self.model, "temperature": request.temperature, "top_p": request.top_p,
-                "max_tokens": request.max_new_tokens}  # fmt: skip
+        body: dict[str, Any] = {
+            "model": self.model,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "max_tokens": request.max_new_tokens,
+        }
         if request.seed is not None:
             body["seed"] = request.seed
         # OpenAI has no top_k, so a server is only asked for one that is on.
@@ -68,13 +91,18 @@ class OpenAIServer(Server):
             body["prompt"] = [*request.prompt]
         return {**body, **(self.settings.extra or {})}
 
-    def parse_response(self, response: dict[str, Any], is_chat: bool, times: RequestTimes) -> Completion:
+    def parse_response(
+        self, response: dict[str, Any], is_chat: bool, times: RequestTimes
+    ) -> Completion:
         """Return the answer in a response."""
         choice = response["choices"][0]
-        ids, usage = choice.get("token_ids"), response.get("usage") or {}
+        ids = choice.get("token_ids")
+        usage = response.get("usage") or {}
         prompt_ids = response.get("prompt_token_ids") or choice.get("prompt_token_ids")
         return Completion(
-            parse_message(choice["message"]) if is_chat else {"role": "assistant", "content": choice.get("text", "")},
+            parse_message(choice["message"])
+            if is_chat
+            else {"role": "assistant", "content": choice.get("text", "")},
             str(choice.get("finish_reason")),
             int(usage.get("completion_tokens") or len(ids or ())),
             times,
@@ -94,11 +122,19 @@ class OpenAIServer(Server):
 
 
 def conversation_body(conversation: Conversation) -> dict[str, Any]:
-    """Return the messages and tools of a request; arguments of tool calls are JSON text, as OpenAI's interface has them."""
+    """Return the messages and tools of a request; arguments of tool calls are JSON text, as
+    OpenAI's interface has them.
+    """
     messages = []
     for message in conversation.messages:
         calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"]),
+                },
+            }
             for call in message.get("tool_calls", ())
         ]
         messages.append({**message, "tool_calls": calls} if calls else message)
@@ -106,12 +142,18 @@ def conversation_body(conversation: Conversation) -> dict[str, Any]:
         "messages": messages,
         **({"tools": conversation.tools} if conversation.tools else {}),
         **({"documents": conversation.documents} if conversation.documents else {}),
-        **({"chat_template_kwargs": conversation.template_arguments} if conversation.template_arguments else {}),
+        **(
+            {"chat_template_kwargs": conversation.template_arguments}
+            if conversation.template_arguments
+            else {}
+        ),
     }
 
 
 def check_response(response: Any, is_chat: bool) -> dict[str, Any]:
-    """Return a response whose first choice has an answer; raise a ValueError or KeyError for one that is malformed."""
+    """Return a response whose first choice has an answer; raise a ValueError or KeyError for one
+    that is malformed.
+    """
     choice = response["choices"][0]
     if is_chat:
         parse_message(choice["message"])
@@ -121,7 +163,9 @@ def check_response(response: Any, is_chat: bool) -> dict[str, Any]:
 
 
 def parse_message(answer: dict[str, Any]) -> Message:
-    """Return the message of a chat completion: text, reasoning and tool calls as the server parsed them."""
+    """Return the message of a chat completion: text, reasoning and tool calls as the server
+    parsed them.
+    """
     fields = {key: value for key, value in answer.items() if value is not None}
     reasoning = fields.get("reasoning_content", fields.get("reasoning"))
     message: Message = {"role": "assistant", "content": fields.get("content")}
@@ -133,18 +177,27 @@ def parse_message(answer: dict[str, Any]) -> Message:
 
 
 def count_new_tokens(part: dict[str, Any]) -> int:
-    """Return the number of tokens in a part of a streamed answer; a part of text without token ids counts as one."""
+    """Return the number of tokens in a part of a streamed answer; a part of text without token
+    ids counts as one.
+    """
     choice = next(iter(part.get("choices") or ()), None)
     if choice is None:
         return 0
     if isinstance(choice.get("token_ids"), list):
         return len(choice["token_ids"])
     delta = choice.get("delta") or choice
-    return int(any(delta.get(key) for key in ("text", "content", "reasoning_content", "reasoning", "tool_calls")))
+    return int(
+        any(
+            delta.get(key)
+            for key in ("text", "content", "reasoning_content", "reasoning", "tool_calls")
+        )
+    )
 
 
 def join_parts(parts: list[dict[str, Any]], is_chat: bool) -> dict[str, Any]:
-    """Return the response that the parts of a streamed answer make up; of tool calls it keeps none."""
+    """Return the response that the parts of a streamed answer make up; of tool calls it keeps
+    none.
+    """
     choices = [choice for part in parts for choice in part.get("choices") or ()]
     deltas = [choice.get("delta") or choice for choice in choices]
     ids = [token for choice in choices for token in choice.get("token_ids") or ()]
@@ -154,7 +207,11 @@ def join_parts(parts: list[dict[str, Any]], is_chat: bool) -> dict[str, Any]:
     }
     reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
     joined: dict[str, Any] = {"finish_reason": reasons[-1] if reasons else None}
-    joined |= {"message": {key: texts[key] for key in texts if key != "text"}} if is_chat else {"text": texts["text"]}
+    joined |= (
+        {"message": {key: texts[key] for key in texts if key != "text"}}
+        if is_chat
+        else {"text": texts["text"]}
+    )
     if any("token_ids" in choice for choice in choices):
         joined["token_ids"] = ids
     response: dict[str, Any] = {"choices": [joined]}

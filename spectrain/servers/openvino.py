@@ -14,7 +14,14 @@ from spectrain.models.bundled import cache_directory
 from spectrain.trees import Eagle2
 from spectrain.trees.base import TreeBuilder
 
-from .base import CompletionRequest, DraftCounters, DraftedRounds, ServerCapabilities, TimedStep, add_counters
+from .base import (
+    CompletionRequest,
+    DraftCounters,
+    DraftedRounds,
+    ServerCapabilities,
+    TimedStep,
+    add_counters,
+)
 from .commands import EngineCommand, EngineLaunch
 from .environments import EngineEnvironment
 from .openai import OpenAIServer
@@ -48,8 +55,12 @@ class OpenVinoServer(OpenAIServer):
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
         if launch.capture_layers is not None:
-            raise UserError("capture=true: OpenVINO gives no hidden states; capture with server=vllm")
-        launch = self.settings.complete_launch(replace(launch, target=str(self._target_folder(launch))))
+            raise UserError(
+                "capture=true: OpenVINO gives no hidden states; capture with server=vllm"
+            )
+        launch = self.settings.complete_launch(
+            replace(launch, target=str(self._target_folder(launch)))
+        )
         return start_openvino(launch, self.settings, self.environment)
 
     def prepare_start(self, launch: EngineLaunch) -> None:
@@ -58,26 +69,45 @@ class OpenVinoServer(OpenAIServer):
         if not (folder / f"{IR_NAME}.xml").exists():
             print(f"{launch.target} is converted to OpenVINO's format, into {folder}", flush=True)
             converter = IrConverter(self.settings.python, self.settings.weights, "server.python")
-            make_folder_once(folder, f"{IR_NAME}.xml", lambda scratch: converter.convert(launch.target, scratch))
+            make_folder_once(
+                folder, f"{IR_NAME}.xml", lambda scratch: converter.convert(launch.target, scratch)
+            )
 
     def _target_folder(self, launch: EngineLaunch) -> Path:
-        """Return the folder of the target's IR: its own folder if it holds one, or else one in the cache."""
+        """Return the folder of the target's IR: its own folder if it holds one, or else one in
+        the cache.
+        """
         source = Path(launch.target)
         if (source / f"{IR_NAME}.xml").exists():
             return source
-        digest = hashlib.sha256(json.dumps([launch.target, self.settings.weights, list_files(source)]).encode())
-        return cache_directory() / "openvino" / f"{source.name}-{self.settings.weights}-{digest.hexdigest()[:12]}"
+        digest = hashlib.sha256(
+            json.dumps([launch.target, self.settings.weights, list_files(source)]).encode()
+        )
+        return (
+            cache_directory()
+            / "openvino"
+            / f"{source.name}-{self.settings.weights}-{digest.hexdigest()[:12]}"
+        )
 
     def make_builder(self, num_tokens: int) -> TreeBuilder:
-        depth, branches = self.settings.tree_depth, self.settings.branching_factor
-        return super().make_builder(num_tokens) if not depth or not branches else Eagle2(depth, num_tokens + 1, branches)
+        depth = self.settings.tree_depth
+        branches = self.settings.branching_factor
+        return (
+            super().make_builder(num_tokens)
+            if not depth or not branches
+            else Eagle2(depth, num_tokens + 1, branches)
+        )
 
     def request_body(self, request: CompletionRequest) -> dict[str, Any]:
         return super().request_body(request) | {"return_token_ids": True}
 
     def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
         rounds = (response.get("metrics") or {}).get("rounds")
-        return None if rounds is None else DraftedRounds(tuple(rounds["accepted"]), tuple(rounds["drafted"]))
+        return (
+            None
+            if rounds is None
+            else DraftedRounds(tuple(rounds["accepted"]), tuple(rounds["drafted"]))
+        )
 
     def parse_steps(self, response: dict[str, Any]) -> tuple[TimedStep, ...]:
         seconds = (response.get("metrics") or {}).get("step_seconds") or ()
@@ -92,12 +122,16 @@ class OpenVinoServer(OpenAIServer):
         return add_counters(
             None
             if part is None
-            else DraftCounters(part["num_rounds"], part["num_drafted"], tuple(part["accepted_by_position"]))
+            else DraftCounters(
+                part["num_rounds"], part["num_drafted"], tuple(part["accepted_by_position"])
+            )
             for part in parts
         )
 
 
 def list_files(folder: Path) -> list[tuple[str, int, int]]:
     """Return name, size and time of a model's files; [] for a name on the hub."""
-    files = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]) if folder.is_dir() else []
+    files = (
+        sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]) if folder.is_dir() else []
+    )
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -1,4 +1,6 @@
-"""The commands that start OpenVINO GenAI. It is a library, so a script of spectrain serves it (spectrain_openvino.py)."""
+"""The commands that start OpenVINO GenAI. It is a library, so a script of spectrain serves it
+(spectrain_openvino.py).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ LOOKUP_MATCH = 4
 class OpenVinoSettings(EngineSettings):
     """Settings of server=openvino."""
 
-    # Nodes of a draft tree that are verified are server.draft_tokens; this is the number of branches that each level of the
-    # tree keeps. Null drafts a chain.
+    # Nodes of a draft tree that are verified are server.draft_tokens; this is the number of
+    # branches that each level of the tree keeps. Null drafts a chain.
     branching_factor: int | None = None
     # Depth of the draft tree, at most server.draft_tokens; null drafts a chain.
     tree_depth: int | None = None
@@ -45,13 +47,18 @@ class OpenVinoSettings(EngineSettings):
         if self.weights not in WEIGHT_FORMATS:
             raise UserError(f"server.weights={self.weights}: use {', '.join(WEIGHT_FORMATS)}")
         if self.dtype is not None and self.dtype not in PRECISIONS:
-            raise UserError(f"server.dtype={self.dtype}: OpenVINO computes in {', '.join(PRECISIONS)}")
+            raise UserError(
+                f"server.dtype={self.dtype}: OpenVINO computes in {', '.join(PRECISIONS)}"
+            )
         for key in ("branching_factor", "tree_depth", "threads"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"server.{key}={value}: use 1 or more")
         if (self.branching_factor is None) != (self.tree_depth is None):
-            raise UserError("server.branching_factor, server.tree_depth: a tree needs both; give both, or leave both out")
+            raise UserError(
+                "server.branching_factor, server.tree_depth: a tree needs both; give both, or "
+                "leave both out"
+            )
 
 
 def serve_openvino(launch: EngineLaunch) -> EngineCommand:
@@ -62,18 +69,30 @@ def serve_openvino(launch: EngineLaunch) -> EngineCommand:
     return EngineCommand(["spectrain", "serve", *served, "server=openvino"])
 
 
-def start_openvino(launch: EngineLaunch, settings: OpenVinoSettings, environment: EngineEnvironment) -> EngineCommand:
-    """Return the command that `spectrain serve` starts, in OpenVINO's environment; the target is the folder of its IR.
+def start_openvino(
+    launch: EngineLaunch, settings: OpenVinoSettings, environment: EngineEnvironment
+) -> EngineCommand:
+    """Return the command that `spectrain serve` starts, in OpenVINO's environment; the target is
+    the folder of its IR.
 
-    The interpreter runs isolated, so that no variable of spectrain's own environment changes what it imports.
+    The interpreter runs isolated, so that no variable of spectrain's own environment changes what
+    it imports.
     """
     options: dict[str, Any] = {
-        "--target": launch.target, "--model-name": launch.served_name, "--host": settings.host, "--port": settings.port,
-        "--precision": PRECISIONS[launch.dtype], "--threads": settings.threads, "--device": settings.device,
+        "--target": launch.target,
+        "--model-name": launch.served_name,
+        "--host": settings.host,
+        "--port": settings.port,
+        "--precision": PRECISIONS[launch.dtype],
+        "--threads": settings.threads,
+        "--device": settings.device,
         "--max-length": settings.max_length,
-    }  # fmt: skip
+    }
     if launch.drafter is not None and launch.drafter.method == LOOKUP:
-        options |= {"--lookup-match": LOOKUP_MATCH, "--num-assistant-tokens": launch.drafter.num_tokens}
+        options |= {
+            "--lookup-match": LOOKUP_MATCH,
+            "--num-assistant-tokens": launch.drafter.num_tokens,
+        }
     elif launch.drafter is not None:
         options |= {
             "--drafter": launch.drafter.path,
@@ -82,4 +101,6 @@ def start_openvino(launch: EngineLaunch, settings: OpenVinoSettings, environment
             "--tree-depth": settings.tree_depth,
             "--max-requests": 1 if launch.drafter.method in SEQUENTIAL_METHODS else None,
         }
-    return EngineCommand([environment.python, "-I", str(SCRIPT), *to_options(options), *map(str, settings.arguments)])
+    return EngineCommand(
+        [environment.python, "-I", str(SCRIPT), *to_options(options), *map(str, settings.arguments)]
+    )

@@ -1,5 +1,5 @@
-"""This project's engine behind OpenAI's interface (`spectrain.follow.own_engine`): token ids, rounds of each answer, and other
-weights of its drafter while it runs."""
+"""This project's engine behind OpenAI's interface (`spectrain.follow.own_engine`): token ids,
+rounds of each answer, and other weights of its drafter while it runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ MODULE = "spectrain.follow.own_engine"
 
 
 class OwnServer(OpenAIServer):
-    """A server of this project's engine. It answers one request at a time, so it is for tests and demonstrations."""
+    """A server of this project's engine. It answers one request at a time, so it is for tests
+    and demonstrations.
+    """
 
     name = "spectrain"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(counts_drafts=True, starts_quickly=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
+        counts_drafts=True, starts_quickly=True
+    )
     settings: EngineSettings
     active_drafter_request = ("/drafter", None)
 
@@ -32,21 +36,36 @@ class OwnServer(OpenAIServer):
         import importlib.util
 
         if importlib.util.find_spec("uvicorn") is None:
-            raise UserError("server=spectrain: uvicorn is not installed; run pip install 'spectrain[follow]'")
+            raise UserError(
+                "server=spectrain: uvicorn is not installed; run pip install 'spectrain[follow]'"
+            )
 
     def make_command(self, launch: EngineLaunch) -> EngineCommand:
-        if launch.drafter is None or launch.drafter.path is None or launch.capture_layers is not None:
-            raise UserError("server=spectrain: it serves a drafter only; give run=DIR, and leave capture out")
+        if (
+            launch.drafter is None
+            or launch.drafter.path is None
+            or launch.capture_layers is not None
+        ):
+            raise UserError(
+                "server=spectrain: it serves a drafter only; give run=DIR, and leave capture out"
+            )
         options = {
-            "run": launch.drafter.path, "tokens": self.settings.draft_tokens or launch.drafter.num_tokens,
-            "host": self.settings.host, "port": self.settings.port, "name": self.settings.model or "spectrain",
-        }  # fmt: skip
+            "run": launch.drafter.path,
+            "tokens": self.settings.draft_tokens or launch.drafter.num_tokens,
+            "host": self.settings.host,
+            "port": self.settings.port,
+            "name": self.settings.model or "spectrain",
+        }
         words = [f"{key}={value}" for key, value in options.items()]
         return EngineCommand([self.settings.python or sys.executable, "-m", MODULE, *words])
 
     def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
         rounds = (response.get("metrics") or {}).get("rounds")
-        return None if rounds is None else DraftedRounds(tuple(rounds["accepted"]), tuple(rounds["drafted"]))
+        return (
+            None
+            if rounds is None
+            else DraftedRounds(tuple(rounds["accepted"]), tuple(rounds["drafted"]))
+        )
 
     def swap_steps(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         return [("/swap_drafter", {"path": folder})]

@@ -1,7 +1,7 @@
 """Process groups that end with the process that started them, even if it is killed.
 
-As a program, this file is the guard of a group: it gets the group's number, waits for the end of its standard input, and
-needs nothing but the standard library.
+As a program, this file is the guard of a group: it gets the group's number, waits for the end of
+its standard input, and needs nothing but the standard library.
 """
 
 import os
@@ -19,8 +19,11 @@ POLL_SECONDS = 0.05
 
 
 @contextmanager
-def run_group(arguments: Sequence[str], environment: Mapping[str, str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command as the leader of a process group, and stop the group at the end of the block or the death of this process.
+def run_group(
+    arguments: Sequence[str], environment: Mapping[str, str], output: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command as the leader of a process group, and stop the group at the end of the block or
+    the death of this process.
 
     `environment` holds all of its variables; `output` is the file that the command prints to.
     """
@@ -50,7 +53,9 @@ def run_group(arguments: Sequence[str], environment: Mapping[str, str], output: 
 
 
 def stop_group(group: int, has_ended: Callable[[], bool], seconds: float = GRACE_SECONDS) -> None:
-    """Ask a process group to end, and kill what is left of it once its leader has ended or the seconds are over."""
+    """Ask a process group to end, and kill what is left of it once its leader has ended or the
+    seconds are over.
+    """
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGTERM)
         deadline = time.monotonic() + seconds
@@ -68,7 +73,9 @@ def is_gone(process: int) -> bool:
 
 
 def guard_group(group: int) -> None:
-    """Wait until standard input ends, as it does when its writer dies, and stop the group unless a line released it."""
+    """Wait until standard input ends, as it does when its writer dies, and stop the group unless
+    a line released it.
+    """
     if not sys.stdin.readline():
         stop_group(group, lambda: is_gone(group))
 

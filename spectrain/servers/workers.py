@@ -7,8 +7,12 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-async def run_workers(work: Callable[[Item], Awaitable[None]], items: Iterable[Item], count: int) -> None:
-    """Call `work` for every item, for `count` of them at the same time; the first error cancels the others and is raised."""
+async def run_workers(
+    work: Callable[[Item], Awaitable[None]], items: Iterable[Item], count: int
+) -> None:
+    """Call `work` for every item, for `count` of them at the same time; the first error cancels
+    the others and is raised.
+    """
     waiting = iter(items)
 
     async def take_items() -> None:

@@ -20,39 +20,58 @@ from spectrain.models.lora import find_lora_layers, merge_lora
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """LoRA (Hu et al., 2022): a linear layer learns alpha / rank B A x beside its frozen weight; merged, the drafter has the
-    tensors that it had before.
+    """LoRA (Hu et al., 2022): a linear layer learns alpha / rank B A x beside its frozen weight;
+    merged, the drafter has the tensors that it had before.
 
-    Everything else stays frozen. Output layers take no adapter: losses multiply with their weights without calling them.
+    Everything else stays frozen. Output layers take no adapter: losses multiply with their weights
+    without calling them.
     """
 
     # Rank of the update of each weight; a layer with a side that is not longer takes no adapter.
     rank: Count = 8
     # Scale of the updates, which are multiplied by alpha / rank.
     alpha: Positive = 16.0
-    # Names of the linear layers that learn, as in [q_proj,o_proj]; null takes all that the family trains but output layers.
+    # Names of the linear layers that learn, as in [q_proj,o_proj]; null takes all that the family
+    # trains but output layers.
     modules: list[str] | None = None
 
     def adapt_drafter(self, drafter: Drafter, vocab_size: int) -> None:
-        """Add adapters, which change nothing at first, to a drafter for a target with this vocabulary; freeze its weights."""
+        """Add adapters, which change nothing at first, to a drafter for a target with this
+        vocabulary; freeze its weights.
+        """
         if drafter.capabilities.target_training is not None:
-            raise UserError("adapter=lora: this family trains its target, which has no adapter here; leave adapter out")
+            raise UserError(
+                "adapter=lora: this family trains its target, which has no adapter here; leave "
+                "adapter out"
+            )
         if any(isinstance(module, LoraFactors) for module in drafter.modules()):
-            raise UserError("adapter=lora: the weights of this family are low-rank adapters already; leave adapter out")
+            raise UserError(
+                "adapter=lora: the weights of this family are low-rank adapters already; leave "
+                "adapter out"
+            )
         linears = find_trained_linears(drafter, self.rank, vocab_size)
         if not linears:
             raise UserError(
-                f"adapter=lora: this family trains no linear layer wider than adapter.rank={self.rank}, other than output "
-                "layers; leave adapter out"
+                "adapter=lora: this family trains no linear layer wider than "
+                f"adapter.rank={self.rank}, other than output layers; leave adapter out"
             )
-        names = [name for name in linears if self.modules is None or name.rpartition(".")[2] in self.modules]
+        names = [
+            name
+            for name in linears
+            if self.modules is None or name.rpartition(".")[2] in self.modules
+        ]
         known = sorted({name.rpartition(".")[2] for name in linears})
         for module in self.modules or ():
             if module not in known:
-                raise UserError(f"adapter.modules: {module} takes no adapter here; {suggest_nearest(module, known)}")
+                raise UserError(
+                    f"adapter.modules: {module} takes no adapter here; "
+                    f"{suggest_nearest(module, known)}"
+                )
         # A pattern, because peft would also take names that only end alike.
         pattern = "|".join(map(re.escape, names))
-        inject_adapter_in_model(LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=pattern), drafter)
+        inject_adapter_in_model(
+            LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=pattern), drafter
+        )
         for layer in find_lora_layers(drafter):
             for factors in (layer.lora_A, layer.lora_B):
                 # bfloat16 would lose small steps.
@@ -60,9 +79,14 @@ class LoraAdapter:
 
 
 def find_trained_linears(drafter: Drafter, rank: int, vocab_size: int) -> Mapping[str, nn.Linear]:
-    """Return by name the linear layers that a drafter trains and that an update of a rank fits: those with longer sides that
-    are no output layer of its vocabulary or of the target's."""
-    trained = {id(parameter) for stage in drafter.stages for group in stage.groups for parameter in group["params"]}
+    """Return by name the linear layers that a drafter trains and that an update of a rank fits:
+    those with longer sides that are no output layer of its vocabulary or of the target's."""
+    trained = {
+        id(parameter)
+        for stage in drafter.stages
+        for group in stage.groups
+        for parameter in group["params"]
+    }
     vocabularies = {vocab_size, getattr(drafter, "vocab_size", None)}
 
     def is_output(name: str, linear: nn.Linear) -> bool:
@@ -79,7 +103,12 @@ def find_trained_linears(drafter: Drafter, rank: int, vocab_size: int) -> Mappin
 def list_adapter_parameters(drafter: Drafter) -> list[nn.Parameter]:
     """Return the factors of all adapters of a drafter."""
     layers = find_lora_layers(drafter)
-    return [parameter for layer in layers for part in (layer.lora_A, layer.lora_B) for parameter in part.parameters()]
+    return [
+        parameter
+        for layer in layers
+        for part in (layer.lora_A, layer.lora_B)
+        for parameter in part.parameters()
+    ]
 
 
 def describe_adapters(drafter: Drafter) -> str:
@@ -87,7 +116,10 @@ def describe_adapters(drafter: Drafter) -> str:
     learning = sum(parameter.numel() for parameter in list_adapter_parameters(drafter))
     total = sum(parameter.numel() for parameter in drafter.parameters()) - learning
     count = len(find_lora_layers(drafter))
-    return f"adapters in {count} layers: {learning:,} parameters learn, and are merged into the drafter's {total:,} at the end"
+    return (
+        f"adapters in {count} layers: {learning:,} parameters learn, and are merged into the "
+        f"drafter's {total:,} at the end"
+    )
 
 
 def select_stage_groups(drafter: Drafter, stage: Stage) -> list[dict[str, Any]]:
@@ -95,7 +127,10 @@ def select_stage_groups(drafter: Drafter, stage: Stage) -> list[dict[str, Any]]:
     adapters = {id(parameter) for parameter in list_adapter_parameters(drafter)}
     if not adapters:
         return stage.groups
-    groups = [{**group, "params": [p for p in group["params"] if id(p) in adapters]} for group in stage.groups]
+    groups = [
+        {**group, "params": [p for p in group["params"] if id(p) in adapters]}
+        for group in stage.groups
+    ]
     return [group for group in groups if group["params"]]
 
 

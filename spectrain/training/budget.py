@@ -29,7 +29,8 @@ class Budget:
 
     def resume_from(self, time_spent: TimeSpent) -> None:
         """Continue from the time spent that a checkpoint holds."""
-        self.time_spent, self.start_time = time_spent, time.monotonic() - time_spent.seconds
+        self.time_spent = time_spent
+        self.start_time = time.monotonic() - time_spent.seconds
 
     def record_time(self, parallel: ParallelStrategy) -> None:
         """Record the time after a step, by the main process's clock."""
@@ -38,7 +39,9 @@ class Budget:
         self.time_spent = TimeSpent(seconds, self.time_spent.first or seconds)
 
     def has_spent(self, share: float, parallel: ParallelStrategy) -> bool:
-        """Tell whether this share of the time is over, by the main process's clock; without a time limit it never is."""
+        """Tell whether this share of the time is over, by the main process's clock; without a
+        time limit it never is.
+        """
         if self.max_seconds is None:
             return False
         return self._measure_seconds(parallel) >= share * self.max_seconds
@@ -47,27 +50,43 @@ class Budget:
         return float(parallel.all_gather(time.monotonic() - self.start_time)[0])
 
     def num_steps(self, step: int) -> float:
-        """Return the steps of the run, `step` of them done. With a time limit, estimate them from the time per step."""
-        used, first = self.time_spent.seconds, self.time_spent.first
+        """Return the steps of the run, `step` of them done. With a time limit, estimate them
+        from the time per step.
+        """
+        used = self.time_spent.seconds
+        first = self.time_spent.first
         if self.max_seconds is None:
             return self.max_steps
         if used <= first:
             return min(self.max_steps, ASSUMED_STEPS)
-        return min(self.max_steps, max(step, 1 + (step - 1) * (self.max_seconds - first) / (used - first)))
+        return min(
+            self.max_steps, max(step, 1 + (step - 1) * (self.max_seconds - first) / (used - first))
+        )
 
     @property
     def is_paced(self) -> bool:
-        """Tell whether a step after the first one was timed, or no time limit makes the number of steps an estimate."""
+        """Tell whether a step after the first one was timed, or no time limit makes the number
+        of steps an estimate.
+        """
         return self.max_seconds is None or self.time_spent.seconds > self.time_spent.first
 
     @property
     def seconds_left(self) -> float | None:
-        """The seconds of the time limit that were left after the newest step; None without a limit."""
-        return None if self.max_seconds is None else max(0.0, self.max_seconds - self.time_spent.seconds)
+        """The seconds of the time limit that were left after the newest step; None without a
+        limit.
+        """
+        return (
+            None
+            if self.max_seconds is None
+            else max(0.0, self.max_seconds - self.time_spent.seconds)
+        )
 
     def total_seconds(self, step: int) -> float | None:
-        """Return the estimated seconds of the whole run after `step` steps; None before a second step is timed."""
-        used, first = self.time_spent.seconds, self.time_spent.first
+        """Return the estimated seconds of the whole run after `step` steps; None before a second
+        step is timed.
+        """
+        used = self.time_spent.seconds
+        first = self.time_spent.first
         if step < 2 or used <= first:
             return None
         return used + max(0.0, self.num_steps(step) - step) * (used - first) / (step - 1)

@@ -1,6 +1,8 @@
-"""What a training run saves and restores: checkpoints, sums of metrics, random states, averaged weights and the best weights.
+"""What a training run saves and restores: checkpoints, sums of metrics, random states, averaged
+weights and the best weights.
 
-Checkpoints are safetensors and JSON only, written to a scratch folder and renamed, so that a kill loses nothing.
+Checkpoints are safetensors and JSON only, written to a scratch folder and renamed, so that a kill
+loses nothing.
 """
 
 import json
@@ -15,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -59,13 +68,18 @@ def save_checkpoint(
     progress: dict[str, Any],
     keep: int,
 ) -> None:
-    """Write weights, optimiser state and `progress`, then drop all but the newest `keep` checkpoints."""
+    """Write weights, optimiser state and `progress`, then drop all but the newest `keep`
+    checkpoints.
+    """
     with atomic_write(path, folder=True, remedy=resume_advice(path.parent.parent)) as scratch:
         save_tensors(weights, scratch / "model.safetensors")
         save_tensors(optimizer, scratch / "optimizer.safetensors")
-        (scratch / "progress.json").write_text(json.dumps(progress | {CHECKSUM_KEY: hash_progress(progress)}))
+        (scratch / "progress.json").write_text(
+            json.dumps(progress | {CHECKSUM_KEY: hash_progress(progress)})
+        )
     for old in _list_checkpoints(path.parent)[:-keep]:
-        shutil.rmtree(old.rename(old.with_name(old.name + ".part")))  # renamed first: what is half deleted is no checkpoint
+        # renamed first: what is half deleted is no checkpoint
+        shutil.rmtree(old.rename(old.with_name(old.name + ".part")))
     for rest in path.parent.glob("*.part"):
         shutil.rmtree(rest)  # of a save or a deletion that was killed
 
@@ -104,8 +118,8 @@ def hash_progress(progress: dict[str, Any]) -> str:
 def read_progress(checkpoint: Path) -> dict[str, Any]:
     """Read progress.json of a checkpoint; raise `DamagedFile` if it cannot be read.
 
-    Where it can be read and is not what the training saved, somebody has changed it. What else was changed is not known, so
-    that is a UserError, and no reason to go on silently from elsewhere.
+    Where it can be read and is not what the training saved, somebody has changed it. What else was
+    changed is not known, so that is a UserError, and no reason to go on silently from elsewhere.
     """
     path = checkpoint / "progress.json"
     try:
@@ -114,29 +128,42 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "its content"
-        raise UserError(f"{path}: it was changed: {where}: {first['msg'].lower()}; {DELETE_ADVICE}") from error
+        raise UserError(
+            f"{path}: it was changed: {where}: {first['msg'].lower()}; {DELETE_ADVICE}"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise DamagedFile(f"{path}: it cannot be read ({first_line(error)}); {DELETE_ADVICE}") from error
+        raise DamagedFile(
+            f"{path}: it cannot be read ({first_line(error)}); {DELETE_ADVICE}"
+        ) from error
     if saved.step != checkpoint_step(checkpoint) or not saved.tallies:
-        raise UserError(f"{path}: it was changed: it is not of step {checkpoint_step(checkpoint)}; {DELETE_ADVICE}")
+        raise UserError(
+            f"{path}: it was changed: it is not of step {checkpoint_step(checkpoint)}; "
+            f"{DELETE_ADVICE}"
+        )
     # Checkpoints of earlier versions have no checksum.
     if progress.get(CHECKSUM_KEY, hash_progress(progress)) != hash_progress(progress):
-        raise UserError(f"{path}: it was changed: it does not have the checksum that it was saved with; {DELETE_ADVICE}")
+        raise UserError(
+            f"{path}: it was changed: it does not have the checksum that it was saved with; "
+            f"{DELETE_ADVICE}"
+        )
     return progress
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Load weights, optimizer state and progress of a checkpoint; raise a UserError if one is not what was saved."""
+    """Load weights, optimizer state and progress of a checkpoint; raise a UserError if one is
+    not what was saved.
+    """
     progress = read_progress(path)
     weights = read_tensors(path / "model.safetensors", DELETE_ADVICE)
     return weights, read_tensors(path / "optimizer.safetensors", DELETE_ADVICE), progress
 
 
 def set_aside_damaged(run: Path) -> None:
-    """Rename the newest checkpoints of a run that are damaged, so that it goes on from the newest intact one; print each.
+    """Rename the newest checkpoints of a run that are damaged, so that it goes on from the newest
+    intact one; print each.
 
-    Raise `DamagedFile` if there are checkpoints and none is intact. Only the process that holds the lock of the run may call
-    this.
+    Raise `DamagedFile` if there are checkpoints and none is intact. Only the process that holds the
+    lock of the run may call this.
     """
     damages: list[DamagedFile] = []
     for checkpoint in reversed(_list_checkpoints(run / "checkpoints")):
@@ -148,8 +175,9 @@ def set_aside_damaged(run: Path) -> None:
     else:
         if damages:
             raise DamagedFile(
-                f"{damages[0].args[0].partition('; ')[0]}, and no other checkpoint of {run} is intact; delete "
-                f"{run / 'checkpoints'} and go on with trainer.resume=auto, which trains anew"
+                f"{damages[0].args[0].partition('; ')[0]}, and no other checkpoint of {run} is "
+                f"intact; delete {run / 'checkpoints'} and go on with trainer.resume=auto, which "
+                "trains anew"
             )
         return
     for damage, damaged in zip(damages, reversed(_list_checkpoints(run / "checkpoints"))):
@@ -157,17 +185,24 @@ def set_aside_damaged(run: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         damaged.rename(aside)
         problem = damage.args[0].partition("; ")[0]
-        print(f"spectrain: {problem}; it is now {aside.name}, and the run goes on from {checkpoint}", file=sys.stderr)
+        print(
+            f"spectrain: {problem}; it is now {aside.name}, and the run goes on from {checkpoint}",
+            file=sys.stderr,
+        )
 
 
 def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Collect parameters and buffers by name, on the CPU; of tied ones, which share their memory, only the first."""
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in select_untied(module).items()}
+    """Collect parameters and buffers by name, on the CPU; of tied ones, which share their
+    memory, only the first.
+    """
+    return {
+        name: tensor.detach().cpu().contiguous() for name, tensor in select_untied(module).items()
+    }
 
 
 def select_untied(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name where they lie; of tied ones, only the first. On the device "meta", where nothing
-    has memory, those are tied that are one object."""
+    """Return parameters and buffers by name where they lie; of tied ones, only the first. On the
+    device "meta", where nothing has memory, those are tied that are one object."""
     tensors: dict[str, Tensor] = {}
     storages: set[tuple[int, torch.Size]] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -179,20 +214,33 @@ def select_untied(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Undo `collect_tensors`; a missing, unknown or misshapen tensor is a RuntimeError with its name."""
+    """Undo `collect_tensors`; a missing, unknown or misshapen tensor is a RuntimeError with its
+    name.
+    """
     state = module.state_dict()
     loaded = {state[name].data_ptr() for name in weights if name in state}
-    tied = {name: tensor for name, tensor in state.items() if name not in weights and tensor.data_ptr() in loaded}
+    tied = {
+        name: tensor
+        for name, tensor in state.items()
+        if name not in weights and tensor.data_ptr() in loaded
+    }
     module.load_state_dict({**tied, **weights})
 
 
 def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield tensors that do not match between a drafter and its files: the first of each kind, and its fault."""
-    expected, state = select_untied(module), module.state_dict()
+    """Yield tensors that do not match between a drafter and its files: the first of each kind,
+    and its fault.
+    """
+    expected = select_untied(module)
+    state = module.state_dict()
     kinds = {
-        "has another shape": [name for name in weights if name in state and weights[name].shape != state[name].shape],
+        "has another shape": [
+            name for name in weights if name in state and weights[name].shape != state[name].shape
+        ],
         "holds fractions": [
-            name for name in weights if name in state and weights[name].is_floating_point() > state[name].is_floating_point()
+            name
+            for name in weights
+            if name in state and weights[name].is_floating_point() > state[name].is_floating_point()
         ],
         "is missing": [name for name in expected if name not in weights],
         "is unknown": [name for name in weights if name not in state],
@@ -201,7 +249,9 @@ def find_mismatches(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[t
         for name in names[:1]:
             shapes = [list(of[name].shape) for of in (weights, state) if name in of]
             differ = len(shapes) > 1 and shapes[0] != shapes[1]
-            message = f"{name} {what}" + (f", {shapes[0]} in place of {shapes[1]}" if differ else "")
+            message = f"{name} {what}" + (
+                f", {shapes[0]} in place of {shapes[1]}" if differ else ""
+            )
             yield name, message + (f", and {len(names) - 1} more" if len(names) > 1 else "")
 
 
@@ -211,10 +261,14 @@ def gather_tensor(tensor: Any) -> Tensor:
     return full.detach().cpu().contiguous()
 
 
-def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Optimiser state as tensors and numbers, named by a parameter's place in the groups: unlike the names of
-    `torch.distributed.checkpoint.state_dict`, which are those of one module, places reach into a target that is trained too."""
-    tensors, numbers = {}, {}
+def flatten_optimizer(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Optimiser state as tensors and numbers, named by a parameter's place in the groups: unlike
+    the names of `torch.distributed.checkpoint.state_dict`, which are those of one module, places
+    reach into a target that is trained too."""
+    tensors = {}
+    numbers = {}
     for index, entry in optimizer.state_dict()["state"].items():
         for key, value in entry.items():
             if isinstance(value, Tensor):
@@ -224,7 +278,9 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tenso
     return tensors, numbers
 
 
-def unflatten_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
+def unflatten_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, float]
+) -> None:
     """Undo `flatten_optimizer` on an optimiser with the same parameters."""
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **numbers}.items():
@@ -275,7 +331,9 @@ class Tally:
         for own, added in ((self.terms, other.terms), (self.times, other.times)):
             own.update({name: own.get(name, 0.0) + value for name, value in added.items()})
         self.hits = [own + more for own, more in zip_longest(self.hits, other.hits, fillvalue=0.0)]
-        self.counts = [own + more for own, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
+        self.counts = [
+            own + more for own, more in zip_longest(self.counts, other.counts, fillvalue=0.0)
+        ]
 
     def without_counts(self) -> "Tally":
         """Return the names and depths of this tally with sums of zero."""
@@ -284,9 +342,13 @@ class Tally:
 
     @classmethod
     def from_saved(cls, saved: list[dict[str, Any]], rank: int, count: int) -> "Tally":
-        """Restore the tally of this process. With another number of processes, rank 0 takes all sums."""
+        """Restore the tally of this process. With another number of processes, rank 0 takes all
+        sums.
+        """
         names = {entry.name for entry in fields(cls)}
-        tallies = [cls(**{name: value for name, value in sums.items() if name in names}) for sums in saved]
+        tallies = [
+            cls(**{name: value for name, value in sums.items() if name in names}) for sums in saved
+        ]
         if len(tallies) == count:
             return tallies[rank]
         total = cls()
@@ -294,17 +356,24 @@ class Tally:
             total.add_tally(tally)
         if rank:
             total = total.without_counts()
-        total.steps, total.supervised, total.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
+        total.steps, total.supervised, total.seconds = (
+            tallies[0].steps,
+            tallies[0].supervised,
+            tallies[0].seconds,
+        )
         total.times = tallies[min(rank, len(tallies) - 1)].times
         return total
 
     def scale_sums(self, factor: float) -> "Tally":
-        """Return the tally with its sums over batches multiplied, as where more processes than before see the same data."""
+        """Return the tally with its sums over batches multiplied, as where more processes than
+        before see the same data.
+        """
         if factor == 1:
             return self
         terms = {name: factor * term for name, term in self.terms.items()}
         hits, counts = ([factor * value for value in values] for values in (self.hits, self.counts))
-        loss, tokens = factor * self.loss, round(factor * self.tokens)
+        loss = factor * self.loss
+        tokens = round(factor * self.tokens)
         return replace(self, loss=loss, tokens=tokens, terms=terms, hits=hits, counts=counts)
 
 
@@ -315,7 +384,9 @@ def get_random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(saved: dict[str, Tensor], rank: int) -> None:
-    """Undo `get_random_state`, from "rng.DEVICE.RANK"; a process that was not there before keeps what its seed gave it."""
+    """Undo `get_random_state`, from "rng.DEVICE.RANK"; a process that was not there before keeps
+    what its seed gave it.
+    """
     if f"rng.cpu.{rank}" in saved:
         torch.set_rng_state(saved[f"rng.cpu.{rank}"])
     if f"rng.cuda.{rank}" in saved and torch.cuda.is_available():
@@ -323,7 +394,10 @@ def set_random_state(saved: dict[str, Tensor], rank: int) -> None:
 
 
 def load_trained_weights(drafter: Drafter, target: Target, weights: dict[str, Tensor]) -> None:
-    load_tensors(drafter, {k.removeprefix("drafter."): v for k, v in weights.items() if k.startswith("drafter.")})
+    load_tensors(
+        drafter,
+        {k.removeprefix("drafter."): v for k, v in weights.items() if k.startswith("drafter.")},
+    )
     trained = {k.removeprefix("target."): v for k, v in weights.items() if k.startswith("target.")}
     parameters = dict(target.named_parameters())
     with torch.no_grad():
@@ -332,8 +406,12 @@ def load_trained_weights(drafter: Drafter, target: Target, weights: dict[str, Te
 
 
 def select_trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
-    """Return the parameter groups of a stage, each with its `lr_scale`; freeze all other parameters of drafter and target."""
-    groups = [{"lr_scale": 1.0, **group} for group in select_stage_groups(drafter, drafter.stages[stage])]
+    """Return the parameter groups of a stage, each with its `lr_scale`; freeze all other
+    parameters of drafter and target.
+    """
+    groups = [
+        {"lr_scale": 1.0, **group} for group in select_stage_groups(drafter, drafter.stages[stage])
+    ]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     for parameter in [*drafter.parameters(), *target.parameters()]:
         parameter.requires_grad_(id(parameter) in trained)
@@ -356,13 +434,17 @@ def save_best(run: Path, step: int, weights: dict[str, Tensor]) -> None:
 
 
 def load_best(run: Path, step: int) -> dict[str, Tensor]:
-    """Load the weights of the best validation; raise `DamagedFile` if they are not what was saved."""
+    """Load the weights of the best validation; raise `DamagedFile` if they are not what was
+    saved.
+    """
     remedy = "go on with trainer.keep_best=false in another run folder, or train anew"
     return read_tensors(best_weights_path(run, step) / "model.safetensors", remedy)
 
 
 def delete_best_except(run: Path, steps: set[int]) -> None:
-    """Delete the weights of all other validations: surpassed ones, and those of steps that a kill has undone."""
+    """Delete the weights of all other validations: surpassed ones, and those of steps that a
+    kill has undone.
+    """
     paths = {best_weights_path(run, step) for step in steps}
     for path in (run / "checkpoints").glob("best-*[0-9]"):
         if path not in paths:
@@ -381,9 +463,13 @@ def save_start(run: Path, drafter: Drafter) -> None:
 
 
 def load_start(run: Path, drafter: Drafter) -> None:
-    """Load the weights that a training began with into its drafter; raise `DamagedFile` if they are not what was saved."""
+    """Load the weights that a training began with into its drafter; raise `DamagedFile` if they
+    are not what was saved.
+    """
     path = start_weights_path(run)
-    load_tensors(drafter, read_tensors(path, f"delete {path.parent}, and the score leaves the start out"))
+    load_tensors(
+        drafter, read_tensors(path, f"delete {path.parent}, and the score leaves the start out")
+    )
 
 
 def delete_start(run: Path) -> None:
@@ -394,7 +480,8 @@ def delete_start(run: Path) -> None:
 class WeightAverages:
     """Exponential moving averages (Polyak) of every trained parameter, by name, in float32.
 
-    After step n the newest weight counts 1 - min(decay, (1 + n) / (10 + n)), so that the start is soon forgotten.
+    After step n the newest weight counts 1 - min(decay, (1 + n) / (10 + n)), so that the start is
+    soon forgotten.
     """
 
     def __init__(self, decay: float) -> None:
@@ -403,7 +490,9 @@ class WeightAverages:
 
     @torch.no_grad()
     def update_averages(self, parameters: dict[str, nn.Parameter], step: int) -> None:
-        """Add the weights after a step. The average of a newly trained parameter starts at its value."""
+        """Add the weights after a step. The average of a newly trained parameter starts at its
+        value.
+        """
         newest = 1 - min(self.decay, (1 + step) / (10 + step))
         for name, parameter in parameters.items():
             if name in self.averages:

@@ -30,32 +30,44 @@ class ChosenBatch(NamedTuple):
 
 
 class FittedBatches(NamedTuple):
-    """The batches that a fit reads, with their features, their number of tokens, and the position in the data behind them."""
+    """The batches that a fit reads, with their features, their number of tokens, and the
+    position in the data behind them.
+    """
 
     batches: list[Batch]
     num_tokens: int
     position: StreamState | None
 
 
-def fit_initial_weights(run: RunProgress, drafter: Drafter, target: Target, stream: BatchStream) -> StreamState | None:
-    """Fit a drafter's initial weights to the first batches of a stream, where its family and its settings do that.
+def fit_initial_weights(
+    run: RunProgress, drafter: Drafter, target: Target, stream: BatchStream
+) -> StreamState | None:
+    """Fit a drafter's initial weights to the first batches of a stream, where its family and its
+    settings do that.
 
-    At most the batches of this training are read, each text once. Processes that share a feature store leave the fit out,
-    because each would store the same features. Return the position behind the batches that were read, where the training
-    begins: on texts that the fit has read it would learn little that holds elsewhere. None where nothing is fitted.
+    At most the batches of this training are read, each text once. Processes that share a feature
+    store leave the fit out, because each would store the same features. Return the position behind
+    the batches that were read, where the training
+    begins: on texts that the fit has read it would learn little that holds elsewhere. None where
+    nothing is fitted.
     """
     source, parallel = run.source, run.parallel
     if not isinstance(drafter, FittedDrafter) or not drafter.fit_tokens:
         return None
     if parallel.num_processes > 1 and source.stores_features:
         if parallel.is_main:
-            print("the initial weights are not fitted: several processes would each store the same features", flush=True)
+            print(
+                "the initial weights are not fitted: several processes would each store the same "
+                "features",
+                flush=True,
+            )
         return None
     if parallel.is_main:
         print(f"fitting the initial weights to up to {drafter.fit_tokens} tokens", flush=True)
     start_time = time.monotonic()
     drafter.to(parallel.device)
-    # What a source generates depends on a drafter that drafts already; the fit reads the texts of the data.
+    # What a source generates depends on a drafter that drafts already; the fit reads the texts of
+    # the data.
     reader = LiveSource() if source.generates_text else source
     layers, packing = drafter.stages[0].layers, run.trainer.packing
     chosen = choose_batches(stream, drafter.fit_tokens, run.num_steps * run.batches_per_step)
@@ -68,18 +80,24 @@ def fit_initial_weights(run: RunProgress, drafter: Drafter, target: Target, stre
             parallel,
         )
     except SourceError as error:
-        how = f"no step was finished; go on with the same command, trainer.resume=auto run={run.run}"
+        how = (
+            f"no step was finished; go on with the same command, trainer.resume=auto run={run.run}"
+        )
         raise RunError(f"{error}; {how}") from error
     drafter.fit_start(fitted.batches, target)
     parallel.copy_from_first(drafter)
     if parallel.is_main:
         seconds = time.monotonic() - start_time
-        print(f"initial weights fitted to {fitted.num_tokens} tokens in {seconds:.0f} s", flush=True)
+        print(
+            f"initial weights fitted to {fitted.num_tokens} tokens in {seconds:.0f} s", flush=True
+        )
     return fitted.position
 
 
 def choose_batches(stream: BatchStream, num_tokens: int, max_batches: float) -> list[ChosenBatch]:
-    """Return the first batches of a stream, up to this many tokens or batches, or until a text returns."""
+    """Return the first batches of a stream, up to this many tokens or batches, or until a text
+    returns.
+    """
     chosen: list[ChosenBatch] = []
     texts: set[str] = set()
     for examples in stream:
@@ -98,7 +116,9 @@ def read_features(
     budget: Budget,
     parallel: ParallelStrategy,
 ) -> FittedBatches:
-    """Return the features of these batches, of which none is read after FIT_SHARE of the training's minutes."""
+    """Return the features of these batches, of which none is read after FIT_SHARE of the
+    training's minutes.
+    """
     batches: list[Batch] = []
     num_requested = num_tokens = 0
     position = None

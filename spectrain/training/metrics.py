@@ -1,4 +1,6 @@
-"""Metrics of a training run: metrics.jsonl, the base class of trackers, and the line of progress on a terminal or in a log."""
+"""Metrics of a training run: metrics.jsonl, the base class of trackers, and the line of progress
+on a terminal or in a log.
+"""
 
 import json
 import time
@@ -23,19 +25,27 @@ LOG_SECONDS = 30.0
 
 
 class Tracker:
-    """A tracker that does nothing. Only the main process calls one: `start_run`, then any other method, then `finish_run`."""
+    """A tracker that does nothing. Only the main process calls one: `start_run`, then any other
+    method, then `finish_run`.
+    """
 
-    def start_run(self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0) -> None:
+    def start_run(
+        self, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
+    ) -> None:
         """Open the tracker for a run folder, after `step` finished steps."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Log the metrics of a logging interval."""
 
     def log_evaluation(self, summary: dict[str, Any], rows: Rows, folder: Path) -> None:
-        """Log an evaluation: its summary.json, a row of values for each system, and the folder of its files."""
+        """Log an evaluation: its summary.json, a row of values for each system, and the folder
+        of its files.
+        """
 
     def log_comparison(self, comparison: dict[str, Any], rows: Rows, folder: Path) -> None:
-        """Log a comparison of runs: its comparison.json, a row of values for each system of each run, and the folder."""
+        """Log a comparison of runs: its comparison.json, a row of values for each system of each
+        run, and the folder.
+        """
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint that was just saved."""
@@ -49,7 +59,11 @@ class Tracker:
 
 @contextmanager
 def track_run(
-    tracker: Tracker | None, run: Path, config: dict[str, Any], kind: RunKind = "train", step: int = 0
+    tracker: Tracker | None,
+    run: Path,
+    config: dict[str, Any],
+    kind: RunKind = "train",
+    step: int = 0,
 ) -> Iterator[Tracker]:
     """Start a tracker and finish it at the end; an exception marks the run as failed."""
     tracker = tracker or Tracker()
@@ -63,24 +77,35 @@ def track_run(
 
 
 class MetricsFile:
-    """metrics.jsonl: one line per logged step. After a resume, steps that will run again are dropped first."""
+    """metrics.jsonl: one line per logged step. After a resume, steps that will run again are
+    dropped first.
+    """
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         if path.exists():
             lines = [
-                line for line in path.read_text().splitlines() if (number := _parse_step(line)) is not None and number <= step
+                line
+                for line in path.read_text().splitlines()
+                if (number := _parse_step(line)) is not None and number <= step
             ]
             write_text(path, "".join(line + "\n" for line in lines))
 
     def write(self, metrics: dict[str, Any]) -> None:
-        with explain_failed_write(self.path, "go on with trainer.resume=auto"), self.path.open("a") as file:
+        with (
+            explain_failed_write(self.path, "go on with trainer.resume=auto"),
+            self.path.open("a") as file,
+        ):
             file.write(json.dumps(metrics) + "\n")
 
 
 def read_last_step(path: Path) -> int:
     """Return the last step in a metrics.jsonl, or 0 where it holds none."""
-    return max((_parse_step(line) or 0 for line in path.read_text().splitlines()), default=0) if path.exists() else 0
+    return (
+        max((_parse_step(line) or 0 for line in path.read_text().splitlines()), default=0)
+        if path.exists()
+        else 0
+    )
 
 
 def read_metrics(path: Path, step: int) -> list[dict[str, Any]]:
@@ -100,11 +125,14 @@ class Pace:
     """Decides when a log line is due, and estimates the remaining time."""
 
     def __init__(self, total: int, done: int = 0) -> None:
-        self.total, self.num_done_before = total, done
+        self.total = total
+        self.num_done_before = done
         self.start_time = self.last_log_time = time.monotonic()
 
     def is_due(self) -> bool:
-        """Tell whether the last line is half a minute old, and if so count this as the next line."""
+        """Tell whether the last line is half a minute old, and if so count this as the next
+        line.
+        """
         now = time.monotonic()
         if now - self.last_log_time < LOG_SECONDS:
             return False
@@ -113,7 +141,11 @@ class Pace:
 
     def time_left(self, done: int) -> str:
         """Return the remaining time in words, from the time per finished unit."""
-        seconds = (time.monotonic() - self.start_time) / max(1, done - self.num_done_before) * (self.total - done)
+        seconds = (
+            (time.monotonic() - self.start_time)
+            / max(1, done - self.num_done_before)
+            * (self.total - done)
+        )
         return f"{format_duration(seconds)} left"
 
 
@@ -125,19 +157,27 @@ def format_duration(seconds: float) -> str:
 
 
 class TrainingProgress:
-    """Shows the steps of a training with loss and agreement by depth on its own batches, tokens/s, and acceptance on what was
-    held out; nothing at all where it is not enabled."""
+    """Shows the steps of a training with loss and agreement by depth on its own batches, tokens/s,
+    and acceptance on what was held out; nothing at all where it is not enabled."""
 
     def __init__(self, num_steps: int, step: int, enabled: bool) -> None:
-        self.num_steps, self.first_step, self.is_enabled = num_steps, step, enabled
+        self.num_steps = num_steps
+        self.first_step = step
+        self.is_enabled = enabled
         self.console = make_console()
         self.is_live = enabled and self.console.is_terminal
         self.bar = Bar(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"), TimeRemainingColumn(),
-            console=self.console, disable=not self.is_live,
-        )  # fmt: skip
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[line]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.is_live,
+        )
         self.task = self.bar.add_task("training", total=num_steps, completed=step, line="")
-        self.line, self.pace = "", Pace(num_steps, step)
+        self.line = ""
+        self.pace = Pace(num_steps, step)
 
     def __enter__(self) -> "TrainingProgress":
         self.bar.__enter__()
@@ -153,42 +193,70 @@ class TrainingProgress:
             self.bar.update(self.task, total=num_steps)
 
     def update(
-        self, step: int, metrics: dict[str, Any] | None = None, seconds_left: float | None = None, is_paced: bool = True
+        self,
+        step: int,
+        metrics: dict[str, Any] | None = None,
+        seconds_left: float | None = None,
+        is_paced: bool = True,
     ) -> None:
         """Report a finished step, with `metrics` where it is logged.
 
-        `seconds_left` is what a time limit leaves; before steps are timed (not `is_paced`) their number is not shown.
+        `seconds_left` is what a time limit leaves; before steps are timed (not `is_paced`) their
+        number is not shown.
         """
         if metrics is not None:
             self.line = _format_line(metrics)
         if self.is_live:
-            self.bar.update(self.task, completed=step, line=self.line, total=self.num_steps if is_paced else None)
+            self.bar.update(
+                self.task,
+                completed=step,
+                line=self.line,
+                total=self.num_steps if is_paced else None,
+            )
             return
         is_end = metrics is not None and step in (self.num_steps, self.first_step + 1)
         if self.is_enabled and (self.pace.is_due() or is_end):
             count = f"step {step} of {self.num_steps}" if is_paced else f"step {step}"
-            left = self.pace.time_left(step) if seconds_left is None else f"{format_duration(seconds_left)} left"
+            left = (
+                self.pace.time_left(step)
+                if seconds_left is None
+                else f"{format_duration(seconds_left)} left"
+            )
             print(f"{count}  {self.line}  {left}", flush=True)
 
 
 def _format_line(metrics: dict[str, Any]) -> str:
     agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
     loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.3f}"
-    line = f"on training text: loss {loss}, agreement {agreement}; {metrics['tokens_per_second']:.0f} tokens/s"
+    line = (
+        f"on training text: loss {loss}, agreement {agreement}; "
+        f"{metrics['tokens_per_second']:.0f} tokens/s"
+    )
     held_out = metrics.get("held_out")
     if held_out and held_out["acceptance"]:  # what copies is asked for no distribution
         rates = " ".join(f"{value:.2f}" for value in held_out["acceptance"])
-        line += f"; held out: acceptance {rates}, forecast {held_out['forecast']:.2f} tokens per forward"
+        line += (
+            f"; held out: acceptance {rates}, forecast {held_out['forecast']:.2f} tokens per "
+            "forward"
+        )
     line += _format_waits(metrics)
     return line + (f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else "")
 
 
 def _format_waits(metrics: dict[str, Any]) -> str:
-    """Describe the shares of the time that went to data, to the target and to waiting for other processes, and the slowest."""
-    share, slowest = metrics.get("time_share", {}), metrics.get("slowest")
-    parts = [f"data {share['data']:.0%}"] if share.get("data", 0.0) >= REPORTED_SHARE or slowest else []
+    """Describe the shares of the time that went to data, to the target and to waiting for other
+    processes, and the slowest.
+    """
+    share = metrics.get("time_share", {})
+    slowest = metrics.get("slowest")
+    parts = (
+        [f"data {share['data']:.0%}"] if share.get("data", 0.0) >= REPORTED_SHARE or slowest else []
+    )
     if slowest is None:
         return f"; waits: {parts[0]}" if parts else ""
     parts += [f"target {share['target']:.0%}", f"other processes {share['others']:.0%}"]
     ratio = slowest["busy"] / max(slowest["others_busy"], 1e-9)
-    return f"; waits: {', '.join(parts)}; slowest: rank {slowest['rank']} ({slowest['host']}), {ratio:.1f}x the others' time"
+    return (
+        f"; waits: {', '.join(parts)}; slowest: rank {slowest['rank']} ({slowest['host']}), "
+        f"{ratio:.1f}x the others' time"
+    )

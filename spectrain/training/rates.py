@@ -1,13 +1,15 @@
 """Learning rates by the sizes of the weights (`trainer.lr=auto`).
 
-A step of Adam changes every entry of a weight by about its rate. The changes of one step agree over the inputs, so an output of
-a weight w [O, I] changes by up to I times the rate, while the output itself has the size sqrt(I) rms(w) for inputs of unit
-size. The rate rms(w) / sqrt(I) therefore changes outputs by a fixed share of what they are. For a random weight, whose entries
-have the size 1 / sqrt(I), that is the rule 1 / I of the maximal update parametrization (Yang et al., 2022). For a weight with a
-meaning, fitted or trained, it keeps large inputs, such as those of massive activations, from undoing it.
+A step of Adam changes every entry of a weight by about its rate. The changes of one step agree over
+the inputs, so an output of a weight w [O, I] changes by up to I times the rate, while the output
+itself has the size sqrt(I) rms(w) for inputs of unit size. The rate rms(w) / sqrt(I) therefore
+changes outputs by a fixed share of what they are. For a random weight, whose entries have the size
+1 / sqrt(I), that is the rule 1 / I of the maximal update parametrization (Yang et al., 2022). For a
+weight with a meaning, fitted or trained, it keeps large inputs, such as those of massive
+activations, from undoing it.
 
-Weights with a meaning take an eighth of the share of new ones: the noise of the first small batches moves them away from
-where they are good, and new ones from where they are not.
+Weights with a meaning take an eighth of the share of new ones: the noise of the first small batches
+moves them away from where they are good, and new ones from where they are not.
 """
 
 import math
@@ -19,19 +21,27 @@ from torch import Tensor, nn
 from .parallel import ParameterGroups
 
 NEW_SHARE = 0.8
-"""The largest share of its outputs by which a step changes a new weight, at the peak of the schedule."""
+"""The largest share of its outputs by which a step changes a new weight, at the peak of the
+schedule.
+"""
 KEPT_SHARE = 0.1
 """The same for a weight that was fitted or trained before."""
 STEPS_PER_DOUBLING = 2
-"""Rates are rounded to this many values in a factor of two, so that weights of similar size share a group."""
+"""Rates are rounded to this many values in a factor of two, so that weights of similar size
+share a group.
+"""
 SMALLEST_WIDTH = 64
-"""Vectors learn as slowly as matrices of their width; shorter ones, such as single gates, as those of this width."""
+"""Vectors learn as slowly as matrices of their width; shorter ones, such as single gates, as
+those of this width.
+"""
 
 
 def choose_rate(weight: Tensor, is_new: bool) -> float:
-    """Return the peak rate of a weight from its size: of a matrix [.., O, I], or of a vector, which scales or shifts outputs.
+    """Return the peak rate of a weight from its size: of a matrix [.., O, I], or of a vector, which
+    scales or shifts outputs.
 
-    A matrix of zeros, such as the second factor of an adapter, counts as a new one with as many inputs as its longer side has.
+    A matrix of zeros, such as the second factor of an adapter, counts as a new one with as many
+    inputs as its longer side has.
     """
     entries = weight.detach().float()
     size = float(entries.square().mean().sqrt()) if weight.numel() else 0.0
@@ -46,23 +56,32 @@ def choose_rate(weight: Tensor, is_new: bool) -> float:
 
 
 def choose_rates(named: Mapping[str, nn.Parameter], kept: set[str]) -> dict[str, float]:
-    """Return the peak rate of every parameter, by its name; `kept` holds the names of those with a meaning."""
+    """Return the peak rate of every parameter, by its name; `kept` holds the names of those with
+    a meaning.
+    """
     return {name: choose_rate(parameter, name not in kept) for name, parameter in named.items()}
 
 
 def describe_rates(rates: Mapping[str, float]) -> str:
-    """Describe the smallest and the largest of some rates, with a parameter that has it, for a line of the output."""
+    """Describe the smallest and the largest of some rates, with a parameter that has it, for a
+    line of the output.
+    """
     ends = [pick(rates, key=lambda name: rates[name]) for pick in (min, max)]
     shown = " to ".join(f"{rates[name]:.1e} ({name})" for name in ends)
     return f"learning rates by the sizes of the weights: {shown}"
 
 
 def split_by_rate(groups: ParameterGroups, rates: dict[int, float]) -> ParameterGroups:
-    """Split parameter groups so that each has one rate, by the id of a parameter, which its `lr_scale` is multiplied by."""
+    """Split parameter groups so that each has one rate, by the id of a parameter, which its
+    `lr_scale` is multiplied by.
+    """
     split: ParameterGroups = []
     for group in groups:
         by_rate: dict[float, list[Any]] = {}
         for parameter in group["params"]:
             by_rate.setdefault(rates[id(parameter)], []).append(parameter)
-        split += [{**group, "params": parameters, "lr_scale": rate * group["lr_scale"]} for rate, parameters in by_rate.items()]
+        split += [
+            {**group, "params": parameters, "lr_scale": rate * group["lr_scale"]}
+            for rate, parameters in by_rate.items()
+        ]
     return split

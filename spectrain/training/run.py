@@ -38,7 +38,7 @@ from .checkpoints import (
     save_checkpoint,
     save_start,
     select_trained_groups,
-)  # fmt: skip
+)
 from .initial_fit import fit_initial_weights
 from .parallel import WAITING, ParallelStrategy, ProcessMonitor
 from .progress import RunProgress
@@ -52,7 +52,9 @@ TRIAL_STEPS = 2  # steps that each number of threads is timed by, twice as many 
 
 
 class TrainingRun(RunProgress):
-    """The objects and the progress of one training run. Call `start_training`, then `train_step` repeatedly."""
+    """The objects and the progress of one training run. Call `start_training`, then `train_step`
+    repeatedly.
+    """
 
     batches: BatchQueue  # of this stream, as the source receives them ahead
 
@@ -68,7 +70,9 @@ class TrainingRun(RunProgress):
         super().__init__(trainer, source, parallel, num_steps)
         self.drafter, self.target = drafter, target
         self.monitor = ProcessMonitor(parallel, trainer.patience)
-        self.threads = make_tuner(parallel.device, TRIAL_STEPS) if parallel.num_processes == 1 else None
+        self.threads = (
+            make_tuner(parallel.device, TRIAL_STEPS) if parallel.num_processes == 1 else None
+        )
         self.source_failure: str | None = None  # why the source gives no more batches
         self.trained_ids: set[int] = set()  # parameters of this stage and those before it,
         self.num_trained = 0  # and their numbers
@@ -86,16 +90,22 @@ class TrainingRun(RunProgress):
         self.enter_stage(self.stage, self.stage_start)
 
     def restore_or_start(self, run: Path, dataset: Dataset) -> Path | None:
-        """Start from the newest checkpoint of a run, if any, open the data, and return that checkpoint."""
-        self.run, checkpoint = run, latest_checkpoint(run)
+        """Start from the newest checkpoint of a run, if any, open the data, and return that
+        checkpoint.
+        """
+        self.run = run
+        checkpoint = latest_checkpoint(run)
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, float] = {}
         if checkpoint is not None:
             weights, tensors, progress = load_checkpoint(checkpoint)
             load_trained_weights(self.drafter, self.target, weights)
-            tensors, numbers = self.restore_progress(progress, tensors), progress["optimizer"]
+            tensors = self.restore_progress(progress, tensors)
+            numbers = progress["optimizer"]
         else:
-            stream = dataset.stream_batches(self.trainer.batch_settings, batches_per_step=self.trainer.accumulate)
+            stream = dataset.stream_batches(
+                self.trainer.batch_settings, batches_per_step=self.trainer.accumulate
+            )
             self.data_position = fit_initial_weights(self, self.drafter, self.target, stream)
             if self.data_position is not None and self.parallel.is_main:
                 save_start(run, self.drafter)
@@ -107,15 +117,25 @@ class TrainingRun(RunProgress):
             self.parallel.load_optimizer(tensors, numbers)
         shared = self.parallel
         self.stream = dataset.stream_batches(
-            self.trainer.batch_settings, shared.data_rank, shared.num_data_ranks, self.data_position, self.batches_per_step
+            self.trainer.batch_settings,
+            shared.data_rank,
+            shared.num_data_ranks,
+            self.data_position,
+            self.batches_per_step,
         )
         self.batches = BatchQueue(self.stream, self.source.num_ahead, self.source.request_ahead)
         self.data_position = self.batches.state_dict()
         return checkpoint
 
     def choose_rates(self) -> None:
-        """Choose the learning rate of every parameter that a stage trains, by its size before the first step."""
-        groups = [group for stage in self.drafter.stages for group in select_stage_groups(self.drafter, stage)]
+        """Choose the learning rate of every parameter that a stage trains, by its size before
+        the first step.
+        """
+        groups = [
+            group
+            for stage in self.drafter.stages
+            for group in select_stage_groups(self.drafter, stage)
+        ]
         trained = {id(parameter) for group in groups for parameter in group["params"]}
         named = {name: p for name, p in self.named_parameters().items() if id(p) in trained}
         self.rates = choose_rates(named, {name for name in named if self._is_trained_before(name)})
@@ -123,35 +143,51 @@ class TrainingRun(RunProgress):
             print(describe_rates(self.rates), flush=True)
 
     def _is_trained_before(self, name: str) -> bool:
-        """Tell whether a parameter had a meaning before this training: the target's, and those of a drafter that drafts."""
+        """Tell whether a parameter had a meaning before this training: the target's, and those
+        of a drafter that drafts.
+        """
         is_adapter = ".lora_" in name
         return not is_adapter and (name.startswith("target.") or self.drafter.starts_trained)
 
     @property
     def num_own_batches(self) -> int:
-        """The batches of a step that are this process's own. Processes may differ by one; one may have none."""
-        return len(range(self.parallel.data_rank, self.batches_per_step, self.parallel.num_data_ranks))
+        """The batches of a step that are this process's own. Processes may differ by one; one
+        may have none.
+        """
+        return len(
+            range(self.parallel.data_rank, self.batches_per_step, self.parallel.num_data_ranks)
+        )
 
     @property
     def num_batches_run(self) -> int:
-        """The batches that every process runs in a step: where parameters are sharded, all run equally many forwards."""
+        """The batches that every process runs in a step: where parameters are sharded, all run
+        equally many forwards.
+        """
         return -(-self.batches_per_step // self.parallel.num_data_ranks)
 
     # Steps
 
     def train_step(
-        self, example_batches: list[list[Example]], stop_signal: int | None = None, data_seconds: float = 0.0
+        self,
+        example_batches: list[list[Example]],
+        stop_signal: int | None = None,
+        data_seconds: float = 0.0,
     ) -> bool:
-        """Run an optimiser step over this process's share of batches, which took `data_seconds` to read.
+        """Run an optimiser step over this process's share of batches, which took `data_seconds` to
+        read.
 
-        A process with fewer batches than others runs its last one again with a weight of 0. Return False, and take no step,
-        where a process was asked to stop.
+        A process with fewer batches than others runs its last one again with a weight of 0. Return
+        False, and take no step, where a process was asked to stop.
         """
-        example_batches = example_batches + example_batches[-1:] * (self.num_batches_run - len(example_batches))
+        example_batches = example_batches + example_batches[-1:] * (
+            self.num_batches_run - len(example_batches)
+        )
         self._prepare_step()
         if self.threads is not None:
             self.threads.set_threads()
-        now, began, timer = Tally(steps=1), time.perf_counter(), self.parallel.timer
+        now = Tally(steps=1)
+        began = time.perf_counter()
+        timer = self.parallel.timer
         timer.start(data_seconds)
         batches = self._make_batches(example_batches)
         timer.mark("features")
@@ -164,10 +200,12 @@ class TrainingRun(RunProgress):
             return False
         timer.mark("together")
         self.monitor.report_status(self.step, "computing")
-        scale = self.parallel.num_loss_parts / max(1, supervised)  # gradients are averaged over processes
+        # gradients are averaged over processes
+        scale = self.parallel.num_loss_parts / max(1, supervised)
         self.drafter.train()
         for number, (batch, examples) in enumerate(zip(batches, example_batches), 1):
-            is_last, is_own = number == len(batches), number <= self.num_own_batches
+            is_last = number == len(batches)
+            is_own = number <= self.num_own_batches
             added = self._add_gradients(batch, examples, scale if is_own else 0.0, is_last)
             now.add_tally(added if is_own else added.without_counts())
         finite = self.parallel.step()
@@ -179,31 +217,42 @@ class TrainingRun(RunProgress):
         return True
 
     def _record_threads(self, seconds: float, tokens: int) -> None:
-        """Record the time of a step by its tokens, and print the first choice of a number of threads."""
+        """Record the time of a step by its tokens, and print the first choice of a number of
+        threads.
+        """
         if self.threads is None:
             return
         was_chosen = self.threads.is_chosen
         self.threads.record_step(seconds, max(1, tokens))
         if self.threads.is_chosen and not was_chosen:
-            print(f"threads of a training step, by measured times per token: {self.threads.describe()}", flush=True)
+            print(
+                "threads of a training step, by measured times per token: "
+                f"{self.threads.describe()}",
+                flush=True,
+            )
 
     def _stage_number(self, step: int) -> int:
         return stage_at(self.drafter.stages, step, self.num_steps)
 
     def enter_stage(self, stage: int, first_step: int) -> None:
         """Make an optimizer of the parameters that a stage trains; all others are frozen."""
-        self.stage, self.stage_start = stage, first_step
+        self.stage = stage
+        self.stage_start = first_step
         groups = select_trained_groups(self.drafter, self.target, stage)
         if self.rates:
             named = self.named_parameters()
-            groups = split_by_rate(groups, {id(named[name]): rate for name, rate in self.rates.items()})
+            groups = split_by_rate(
+                groups, {id(named[name]): rate for name, rate in self.rates.items()}
+            )
         # They are there where the stage is resumed.
         for group, lr_scale in zip(groups, self.lr_scales):
             group["lr_scale"] = lr_scale
         self.lr_scales = [group["lr_scale"] for group in groups]
         new = [p for group in groups for p in group["params"] if id(p) not in self.trained_ids]
         self.trained_ids |= {id(parameter) for parameter in new}
-        self.num_trained += sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in new)
+        self.num_trained += sum(
+            getattr(parameter, "ds_numel", parameter.numel()) for parameter in new
+        )
         self.parallel.start_stage(groups, self.trainer.clip, self.trainer.make_optimizer)
 
     def _prepare_step(self) -> None:
@@ -219,7 +268,9 @@ class TrainingRun(RunProgress):
             self.lr *= max(self.lr_scales)
 
     def _make_batches(self, example_batches: list[list[Example]]) -> list[Batch]:
-        """Return the batches of a step; none where the source fails, which stops the training on all processes."""
+        """Return the batches of a step; none where the source fails, which stops the training on
+        all processes.
+        """
         try:
             return [self._make_batch(examples) for examples in example_batches]
         except SourceError as error:
@@ -228,18 +279,25 @@ class TrainingRun(RunProgress):
 
     def _make_batch(self, examples: list[Example]) -> Batch:
         layers = self.drafter.stages[self.stage].layers
-        request = BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter)
+        request = BatchRequest(
+            examples, self.target, layers, self.trainer.packing, self.step, self.drafter
+        )
         batch = self.source.make_batch(request)
-        num_tokens, context = self.trainer.loss_tokens, self.parallel.context
+        num_tokens = self.trainer.loss_tokens
+        context = self.parallel.context
         if num_tokens is not None:
             batch = sample_loss_windows(batch, num_tokens, self.trainer.seed, self.step)
         if context is not None and isinstance(self.drafter, ContextParallelDrafter):
             batch = batch.split_context(context, self.drafter.label_reach)
         return batch
 
-    def _add_gradients(self, batch: Batch, examples: list[Example], scale: float, is_last: bool) -> Tally:
+    def _add_gradients(
+        self, batch: Batch, examples: list[Example], scale: float, is_last: bool
+    ) -> Tally:
         """Add a batch to the gradients, as the last of a step or not; what it adds to the tally."""
-        state = TrainingState(self.step, self.step / self.num_steps, self.trainer.gradient_checkpointing)
+        state = TrainingState(
+            self.step, self.step / self.num_steps, self.trainer.gradient_checkpointing
+        )
         losses = self.parallel.loss(batch, state, is_last)
         total = losses.total * scale
         if is_last:
@@ -249,8 +307,12 @@ class TrainingRun(RunProgress):
         terms = {name: float(term.detach()) * scale / share for name, term in losses.terms.items()}
         tokens = sum(len(example.tokens) for example in examples)
         parts = self.parallel.num_loss_parts / share
-        hits, counts = ((part.detach().float() * parts).tolist() for part in (losses.hits, losses.counts))
-        return Tally(float(total.detach()) / share, tokens=tokens, terms=terms, hits=hits, counts=counts)
+        hits, counts = (
+            (part.detach().float() * parts).tolist() for part in (losses.hits, losses.counts)
+        )
+        return Tally(
+            float(total.detach()) / share, tokens=tokens, terms=terms, hits=hits, counts=counts
+        )
 
     def _finish_step(self, step_tally: Tally, is_finite: bool) -> None:
         """Count a step as done, or as skipped because its gradient is not finite."""
@@ -261,46 +323,66 @@ class TrainingRun(RunProgress):
                 self.averages.update_averages(self.named_parameters(), self.step)
             self.tally.add_tally(step_tally)
             return
-        self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+        self.skipped = self.skipped + 1
+        self.skipped_in_a_row = self.skipped_in_a_row + 1
         if self.parallel.is_main:
-            print(f"spectrain: training: step {self.step} is left out: its gradient is not finite", file=sys.stderr)
+            print(
+                f"spectrain: training: step {self.step} is left out: its gradient is not finite",
+                file=sys.stderr,
+            )
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of drafter and target by their names in a checkpoint."""
-        named = {f"drafter.{name}": parameter for name, parameter in self.drafter.named_parameters()}
+        named = {
+            f"drafter.{name}": parameter for name, parameter in self.drafter.named_parameters()
+        }
         own = {id(parameter) for parameter in named.values()}
-        target_parameters = {f"target.{name}": p for name, p in self.target.named_parameters() if id(p) not in own}
+        target_parameters = {
+            f"target.{name}": p for name, p in self.target.named_parameters() if id(p) not in own
+        }
         return named | target_parameters
 
     def record_held_out(self, dataset: Dataset) -> None:
         """Let the target answer the held-out prompts, before anything has trained it."""
         began = time.perf_counter()
-        self.held_out = record_held_out(self.target, self.drafter.layers, dataset.held_out, dataset.held_out_sources)
+        self.held_out = record_held_out(
+            self.target, self.drafter.layers, dataset.held_out, dataset.held_out_sources
+        )
         self.recording_seconds = time.perf_counter() - began
         if self.held_out is not None and self.parallel.is_main:
             print(
-                f"validation: up to {self.held_out.num_places:,} drafts after {self.held_out.num_roots:,} tokens of "
-                f"{len(self.held_out.sources)} held-out answers, which the target wrote in {self.recording_seconds:.1f} s",
+                f"validation: up to {self.held_out.num_places:,} drafts after "
+                f"{self.held_out.num_roots:,} tokens of {len(self.held_out.sources)} held-out "
+                f"answers, which the target wrote in {self.recording_seconds:.1f} s",
                 flush=True,
             )
 
     def plan_validations(self) -> None:
         """Plan the next validation by the times measured so far. Every process must call this."""
-        history, total = self.validation_history, self.budget.total_seconds(self.step)
+        history = self.validation_history
+        total = self.budget.total_seconds(self.step)
         affordable = 0
         if total is not None:
-            affordable = count_affordable(total, self.recording_seconds + history.seconds, history.newest_seconds)
+            affordable = count_affordable(
+                total, self.recording_seconds + history.seconds, history.newest_seconds
+            )
         affordable = self.parallel.all_gather(affordable)[0]
-        self.validation_schedule.update(history.newest_step, self.num_steps, history.count, affordable)
+        self.validation_schedule.update(
+            history.newest_step, self.num_steps, history.count, affordable
+        )
 
     def validate(self) -> dict[str, Any]:
-        """Validate the drafter, with averaged weights where there are any, on held-out data; return the measures."""
+        """Validate the drafter, with averaged weights where there are any, on held-out data;
+        return the measures.
+        """
         assert self.held_out is not None
         self.monitor.report_status(self.step, "drafting for what was held out")
         parameters = self.named_parameters()
         with nullcontext() if self.averages is None else self.averages.swap_weights(parameters):
             began = time.perf_counter()
-            measured = self.parallel.all_gather(measure_acceptance(self.drafter, self.target, self.held_out))[0]
+            measured = self.parallel.all_gather(
+                measure_acceptance(self.drafter, self.target, self.held_out)
+            )[0]
             forecast = measured.metrics["forecast"]
             is_best = self.validation_history.add_forecast(forecast, self.step, measured)
             self.validation_history.add_seconds(time.perf_counter() - began)
@@ -322,62 +404,95 @@ class TrainingRun(RunProgress):
         weights = shared.gather_trained_weights(self.drafter, self.target)
         tensors, numbers = shared.gather_optimizer_state()
         self.take_times(with_newest=True)
-        tallies, drawn = shared.all_gather(asdict(self.tally)), shared.all_gather(get_random_state())
+        tallies = shared.all_gather(asdict(self.tally))
+        drawn = shared.all_gather(get_random_state())
         position = self.gather_progress(self.tally)[0]
         if shared.is_main:
             for rank, own in enumerate(drawn):
                 tensors |= {f"rng.{name}.{rank}": tensor for name, tensor in own.items()}
             if self.averages is not None:
-                tensors |= {f"ema.{name}": tensor.cpu() for name, tensor in self.averages.averages.items()}
+                tensors |= {
+                    f"ema.{name}": tensor.cpu() for name, tensor in self.averages.averages.items()
+                }
             progress = self.state_dict(position, tallies, numbers)
             path = checkpoint_path(self.run, self.step)
             self.monitor.report_status(self.step, "saving a checkpoint")
             save_checkpoint(path, weights, tensors, progress, self.trainer.keep_checkpoints)
             delete_best_except(self.run, {self.validation_history.best_step})
-        self.saved_step, self.saved_best_step = self.step, self.validation_history.best_step
+        self.saved_step = self.step
+        self.saved_best_step = self.validation_history.best_step
         self.monitor.report_status(self.step, WAITING)
         shared.wait_for_all()
 
     def save_and_stop(self, stop: StopSignals) -> NoReturn:
-        """Save and raise RunInterrupted, after a stop signal to this process or another, or RunError if a source failed.
+        """Save and raise RunInterrupted, after a stop signal to this process or another, or
+        RunError if a source failed.
 
-        Where the signal did not arrive the exit status is 1, so that a launcher neither takes the run for finished nor waits
-        for launchers that the signal has ended: torchrun waits for them after a status of 0, for five minutes.
+        Where the signal did not arrive the exit status is 1, so that a launcher neither takes the
+        run for finished nor waits for launchers that the signal has ended: torchrun waits for them
+        after a status of 0, for five minutes.
         """
         if self.step > self.saved_step:
             self.save()
-        failures = [failure for failure in self.parallel.all_gather(self.source_failure) if failure is not None]
+        failures = [
+            failure
+            for failure in self.parallel.all_gather(self.source_failure)
+            if failure is not None
+        ]
         if failures:
             where = f"step {self.step} is saved" if self.step else "no step was finished"
-            raise RunError(f"{failures[0]}; {where}; go on with the same command, trainer.resume=auto run={self.run}")
+            raise RunError(
+                f"{failures[0]}; {where}; go on with the same command, trainer.resume=auto "
+                f"run={self.run}"
+            )
         signals = self.parallel.all_gather((stop.stop_signal, socket.gethostname()))
-        rank, number, host = next((rank, number, host) for rank, (number, host) in enumerate(signals) if number is not None)
-        name = signal.Signals(number).name + (f" to rank {rank} ({host})" if len(signals) > 1 else "")
+        rank, number, host = next(
+            (rank, number, host)
+            for rank, (number, host) in enumerate(signals)
+            if number is not None
+        )
+        name = signal.Signals(number).name + (
+            f" to rank {rank} ({host})" if len(signals) > 1 else ""
+        )
         after = f"after step {self.step}, which is saved" if self.step else "in the first step"
-        how = f"stopped by {name} {after}; go on with the same command, trainer.resume=auto run={self.run}"
-        raise RunInterrupted(how if self.parallel.is_main else "", 0 if stop.stop_signal == signal.SIGTERM else 1)
+        how = (
+            f"stopped by {name} {after}; go on with the same command, trainer.resume=auto "
+            f"run={self.run}"
+        )
+        raise RunInterrupted(
+            how if self.parallel.is_main else "", 0 if stop.stop_signal == signal.SIGTERM else 1
+        )
 
     def abort(self) -> NoReturn:
         """Raise a RunError after too many skipped steps in a row."""
         checkpoint = latest_checkpoint(self.run)
-        where = f"the last good checkpoint is {checkpoint}" if checkpoint is not None else "no checkpoint was saved yet"
+        where = (
+            f"the last good checkpoint is {checkpoint}"
+            if checkpoint is not None
+            else "no checkpoint was saved yet"
+        )
         raise RunError(
-            f"training: the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step {self.step}; {where}"
-            "; lower trainer.lr or trainer.clip"
+            f"training: the gradient was not finite in {self.skipped_in_a_row} steps in a row, up "
+            f"to step {self.step}; {where}; lower trainer.lr or trainer.clip"
         )
 
     def require_changes(self) -> None:
-        """Raise a RunError if every step was left out, or every step of a resumed training of two steps or more."""
+        """Raise a RunError if every step was left out, or every step of a resumed training of
+        two steps or more.
+        """
         num_steps = self.step - self.first_step
         if self.skipped_in_a_row == num_steps > 0 and (num_steps > 1 or self.first_step == 0):
             rest = f" after step {self.first_step}" if self.first_step else ""
             raise RunError(
-                f"training: none of {num_steps} steps{rest} had a finite gradient, so nothing was learned and no drafter is "
-                "saved; lower trainer.lr or trainer.clip, or check data and target"
+                f"training: none of {num_steps} steps{rest} had a finite gradient, so nothing was "
+                "learned and no drafter is saved; lower trainer.lr or trainer.clip, or check "
+                "data and target"
             )
 
     def finish(self) -> TrainingResult:
-        """Restore the full drafter on the main process and the target as an ordinary model; return the result."""
+        """Restore the full drafter on the main process and the target as an ordinary model;
+        return the result.
+        """
         parameters = self.named_parameters()
         if self.averages is not None:
             self.averages.copy_to(parameters)

@@ -7,7 +7,9 @@ from typing import Any
 
 
 class StopSignals:
-    """While it is entered, SIGTERM and the first SIGINT are only recorded, so that the current step can end."""
+    """While it is entered, SIGTERM and the first SIGINT are only recorded, so that the current
+    step can end.
+    """
 
     def __init__(self) -> None:
         self.stop_signal: int | None = None
@@ -16,11 +18,17 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             self.previous_handlers = {
-                number: signal.signal(number, self._record_signal) for number in (signal.SIGTERM, signal.SIGINT)
+                number: signal.signal(number, self._record_signal)
+                for number in (signal.SIGTERM, signal.SIGINT)
             }
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
 

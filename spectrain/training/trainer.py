@@ -1,4 +1,6 @@
-"""The training loop. It knows no drafter family: a drafter provides its losses and its parameter groups."""
+"""The training loop. It knows no drafter family: a drafter provides its losses and its parameter
+groups.
+"""
 
 import time
 from collections.abc import Callable
@@ -60,23 +62,39 @@ class Trainer(TrainerSettings):
     ) -> TrainingResult:
         """Train `drafter` in place, from the newest checkpoint of the run where there is one.
 
-        Afterwards the main process holds all of its tensors; the object itself is usable only where the result is reusable.
-        SIGTERM and SIGINT let the step end, save a checkpoint and raise `RunInterrupted`.
+        Afterwards the main process holds all of its tensors; the object itself is usable only where
+        the result is reusable. SIGTERM and SIGINT let the step end, save a checkpoint and raise
+        `RunInterrupted`.
         """
         run.mkdir(parents=True, exist_ok=True)
         accelerator = self.make_accelerator()
         shared = self._share_drafter(accelerator, drafter, target, source)
         self._validate(drafter, source, shared)
         self._validate_held_out(shared, dataset, target)
-        job = TrainingRun(self, drafter, target, source, shared, self.num_steps(dataset, shared.num_data_ranks))
+        job = TrainingRun(
+            self, drafter, target, source, shared, self.num_steps(dataset, shared.num_data_ranks)
+        )
         if can_validate(job, dataset):
             job.record_held_out(dataset)
         torch.manual_seed(self.seed)
         begun = job.restore_or_start(run, dataset)
         if shared.is_main:
-            how = f"{shared.num_processes} processes, {shared.name}; " if shared.num_processes > 1 else ""
-            how += "" if shared.context is None else f"{shared.context.size} share a text ({shared.context.method}); "
-            print(how + self._describe_batches(dataset) if begun is None else f"going on from {begun}", flush=True)
+            how = (
+                f"{shared.num_processes} processes, {shared.name}; "
+                if shared.num_processes > 1
+                else ""
+            )
+            how += (
+                ""
+                if shared.context is None
+                else f"{shared.context.size} share a text ({shared.context.method}); "
+            )
+            print(
+                how + self._describe_batches(dataset)
+                if begun is None
+                else f"going on from {begun}",
+                flush=True,
+            )
         with TrainingReport(job, tracker) as report, StopSignals() as stop, job.monitor:
             try:
                 at_start = self._measure_start(job)
@@ -93,12 +111,19 @@ class Trainer(TrainerSettings):
         job.require_changes()
         return job.finish()
 
-    def _share_drafter(self, accelerator: Accelerator, drafter: Drafter, target: Target, source: Source) -> ParallelStrategy:
-        """Return how the processes share the drafter and their batches; only one of those that see the same data stores it."""
-        size, context = self.context_parallel, None
+    def _share_drafter(
+        self, accelerator: Accelerator, drafter: Drafter, target: Target, source: Source
+    ) -> ParallelStrategy:
+        """Return how the processes share the drafter and their batches; only one of those that
+        see the same data stores it.
+        """
+        size = self.context_parallel
+        context = None
         check_context(size, drafter, source, target, accelerator.num_processes)
         if size > 1 and isinstance(drafter, ContextParallelDrafter):
-            context = make_context_group(accelerator, size, choose_method(self.context_method, size, drafter))
+            context = make_context_group(
+                accelerator, size, choose_method(self.context_method, size, drafter)
+            )
         copies = accelerator.num_processes if target.sharding == "tensor" else size
         autocast = self.autocast_dtype(target, accelerator.device)
         shared = make_strategy(accelerator, self.sharding, copies, autocast, context)
@@ -107,23 +132,31 @@ class Trainer(TrainerSettings):
         return shared
 
     def _measure_start(self, job: TrainingRun) -> dict[str, Any] | None:
-        """Return a validation before the first step, which shows whether training makes the drafter better; None without."""
+        """Return a validation before the first step, which shows whether training makes the
+        drafter better; None without.
+        """
         if job.step or job.is_done or job.held_out is None:
             return None
-        metrics, history = job.validate(), job.validation_history
+        metrics = job.validate()
+        history = job.validation_history
         if job.parallel.is_main and history.num_places:
             bounds = metrics.get("forecast_interval")
-            interval = "" if bounds is None else f" (95 % interval {bounds[0]:.3f} to {bounds[1]:.3f})"
+            interval = (
+                "" if bounds is None else f" (95 % interval {bounds[0]:.3f} to {bounds[1]:.3f})"
+            )
             print(
-                f"start, before step 1: {history.start:.3f} tokens per forward over {history.num_places:,} held-out places"
-                f"{interval}, measured in {history.newest_seconds:.1f} s",
+                f"start, before step 1: {history.start:.3f} tokens per forward over "
+                f"{history.num_places:,} held-out places{interval}, measured in "
+                f"{history.newest_seconds:.1f} s",
                 flush=True,
             )
         return metrics
 
-    def _step_metrics(self, job: TrainingRun, at_start: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """Return the metrics of the last step where they are due, with a validation where one is due, and after the first step
-        with that before it."""
+    def _step_metrics(
+        self, job: TrainingRun, at_start: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        """Return the metrics of the last step where they are due, with a validation where one is
+        due, and after the first step with that before it."""
         is_end = job.is_done
         if job.held_out is not None and not is_end:
             self._plan_validations(job)
@@ -143,7 +176,9 @@ class Trainer(TrainerSettings):
         return metrics
 
     def _plan_validations(self, job: TrainingRun) -> None:
-        """Plan the next validation anew from time to time, at steps of which all processes know, unless a setting says when."""
+        """Plan the next validation anew from time to time, at steps of which all processes know,
+        unless a setting says when.
+        """
         if self.eval_every is None and (job.step == 2 or job.step % self.log_every == 0):
             job.plan_validations()
 
@@ -161,48 +196,57 @@ class Trainer(TrainerSettings):
         """Raise a UserError where the drafter family does not support these settings."""
         if source.uses_drafter and not shared.unsharded:
             raise UserError(
-                f"trainer.sharding={shared.name}: the drafter writes text here, and no process has all of it; use ddp, "
-                "zero2 or source.by=target"
+                f"trainer.sharding={shared.name}: the drafter writes text here, and no process "
+                "has all of it; use ddp, zero2 or source.by=target"
             )
         if self.loss_tokens is not None and source.generates_text:
             raise UserError(
-                f"trainer.loss_tokens={self.loss_tokens}: this source writes text and has loss on what it writes; leave it out"
+                f"trainer.loss_tokens={self.loss_tokens}: this source writes text and has loss on "
+                "what it writes; leave it out"
             )
         if self.optimizer.needs_matrices and not shared.full_parameters:
             raise UserError(
-                f"optimizer={self.optimizer.name}: with trainer.sharding={shared.name} no process holds a weight as the "
-                "matrix that it is; use trainer.sharding=ddp or optimizer=adamw"
+                f"optimizer={self.optimizer.name}: with trainer.sharding={shared.name} no process "
+                "holds a weight as the matrix that it is; use trainer.sharding=ddp or "
+                "optimizer=adamw"
             )
         if self.gradient_checkpointing and adapts_layers(drafter):
             raise UserError(
-                "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
-                "be run again; leave it out and lower trainer.batch_tokens"
+                "trainer.gradient_checkpointing=true: this family adds to the target's layers "
+                "while they run, so they cannot be run again; leave it out and lower "
+                "trainer.batch_tokens"
             )
 
-    def _validate_held_out(self, shared: ParallelStrategy, dataset: Dataset, target: Target) -> None:
-        """Raise a UserError where a setting lacks held-out data, a target and a drafter that decode, or full parameters."""
+    def _validate_held_out(
+        self, shared: ParallelStrategy, dataset: Dataset, target: Target
+    ) -> None:
+        """Raise a UserError where a setting lacks held-out data, a target and a drafter that
+        decode, or full parameters.
+        """
         for key in ("keep_best", "stop_after", "eval_every"):
             value = getattr(self, key)
             if value:
                 target.require_layers(f"trainer.{key}={value}")
             if value and not dataset.held_out:
                 raise UserError(
-                    f"trainer.{key}={value}: nothing is held out to look at; raise the share, as in data.held_out=0.1"
+                    f"trainer.{key}={value}: nothing is held out to look at; raise the share, as "
+                    "in data.held_out=0.1"
                 )
             if value and not shared.unsharded:
                 raise UserError(
-                    f"trainer.{key}={value}: with trainer.sharding={shared.name} no process can draft "
-                    f"while it trains; use "
-                    "ddp or zero2, or leave it out"
+                    f"trainer.{key}={value}: with trainer.sharding={shared.name} no process can "
+                    "draft while it trains; use ddp or zero2, or leave it out"
                 )
         if self.ema is not None and not shared.full_parameters:
             raise UserError(
-                f"trainer.ema={self.ema}: with trainer.sharding={shared.name} no process holds all weights; use ddp, or "
-                "leave it out"
+                f"trainer.ema={self.ema}: with trainer.sharding={shared.name} no process holds "
+                "all weights; use ddp, or leave it out"
             )
 
     def _run_step(self, job: TrainingRun, stop: StopSignals) -> None:
-        """Run one step on this process's share of the data. On a stop signal to any process, save and exit."""
+        """Run one step on this process's share of the data. On a stop signal to any process,
+        save and exit.
+        """
         began = time.perf_counter()
         job.monitor.report_status(job.step, "reading data")
         share = list(islice(job.batches, max(1, job.num_own_batches)))
@@ -226,17 +270,26 @@ class Trainer(TrainerSettings):
 
 
 def can_validate(job: TrainingRun, dataset: Dataset) -> bool:
-    """Tell whether there is held-out data, and a whole drafter and the target's layers to draft with."""
+    """Tell whether there is held-out data, and a whole drafter and the target's layers to draft
+    with.
+    """
     return bool(dataset.held_out) and job.parallel.unsharded and job.target.has_layers
 
 
 class TrainingReport:
-    """Writes the metrics of a training on its main process: to metrics.jsonl, the terminal and a tracker."""
+    """Writes the metrics of a training on its main process: to metrics.jsonl, the terminal and a
+    tracker.
+    """
 
     def __init__(self, job: TrainingRun, tracker: Tracker | None) -> None:
-        self.job, self.tracker = job, tracker or Tracker()
-        self.metrics_file = MetricsFile(job.run / "metrics.jsonl", job.step) if job.parallel.is_main else None
-        self.progress = TrainingProgress(round(job.num_steps), job.step, enabled=job.parallel.is_main)
+        self.job = job
+        self.tracker = tracker or Tracker()
+        self.metrics_file = (
+            MetricsFile(job.run / "metrics.jsonl", job.step) if job.parallel.is_main else None
+        )
+        self.progress = TrainingProgress(
+            round(job.num_steps), job.step, enabled=job.parallel.is_main
+        )
 
     def __enter__(self) -> "TrainingReport":
         self.progress.__enter__()
@@ -249,9 +302,13 @@ class TrainingReport:
         """Report a finished step, with `metrics` where it is logged."""
         if self.metrics_file is not None and metrics is not None:
             self.metrics_file.write(metrics)
-            self.tracker.log_metrics({key: value for key, value in metrics.items() if key != "step"}, self.job.step)
+            self.tracker.log_metrics(
+                {key: value for key, value in metrics.items() if key != "step"}, self.job.step
+            )
         budget = self.job.budget
-        self.progress.set_num_steps(self.job.step if self.job.is_done else round(self.job.num_steps))
+        self.progress.set_num_steps(
+            self.job.step if self.job.is_done else round(self.job.num_steps)
+        )
         self.progress.update(self.job.step, metrics, budget.seconds_left, budget.is_paced)
 
     def record_checkpoint(self, checkpoint: Path) -> None:

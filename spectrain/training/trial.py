@@ -13,14 +13,19 @@ from spectrain.errors import RunError, RunInterrupted
 def trial_folder(name: str) -> Iterator[Path]:
     """Give a temporary folder to a trial, which prints nothing that looks like a training.
 
-    What ends the trial is an error of the command `name`: none advises to go on in the folder, which is deleted.
+    What ends the trial is an error of the command `name`: none advises to go on in the folder,
+    which is deleted.
     """
     try:
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
             yield Path(folder)
     except RunInterrupted as stopped:
-        sentence = f"{name}: stopped while it timed steps; nothing is kept, use the same command again"
+        sentence = (
+            f"{name}: stopped while it timed steps; nothing is kept, use the same command again"
+        )
         raise RunInterrupted(sentence, stopped.status) from stopped
     except RunError as error:
         cause, advice, _ = str(error).partition("; go on with the same command")
-        raise (RunError(f"{name}: {cause}; use the same command again") if advice else error) from error
+        raise (
+            RunError(f"{name}: {cause}; use the same command again") if advice else error
+        ) from error

@@ -1,7 +1,8 @@
 """Validation: the acceptance of a drafter's drafts during training, on held-out conversations.
 
-The places of a validation are fixed by the data and the target: the target answers held-out prompts greedily, once, before the
-training, and every validation drafts after each token of these answers. Shapes: C conversations, R roots, K draft depths.
+The places of a validation are fixed by the data and the target: the target answers held-out prompts
+greedily, once, before the training, and every validation drafts after each token of these answers.
+Shapes: C conversations, R roots, K draft depths.
 """
 
 import math
@@ -17,14 +18,21 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.decoding.replay import RecordedTexts, ReplayedDrafts, record_answers, record_features, replay
+from spectrain.decoding.replay import (
+    RecordedTexts,
+    ReplayedDrafts,
+    record_answers,
+    record_features,
+    replay,
+)
 from spectrain.drafters.base import Drafter
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
 
 MIN_PLACES = 2000  # drafts that a validation judges, where the held-out data allows as many
 MAX_CONVERSATIONS = 24  # conversations whose answers are drafted
-ANSWER_TOKENS = 32  # tokens of the target's own answer to each; more where there are fewer conversations
+# tokens of the target's own answer to each; more where there are fewer conversations
+ANSWER_TOKENS = 32
 MAX_ANSWER_TOKENS = 512  # tokens of an answer at most, however few conversations there are
 DRAFT_DEPTH = 4  # drafts at each place, or as many as the drafter makes
 
@@ -41,20 +49,29 @@ def evaluation_mode(drafter: Drafter) -> Iterator[None]:
 
 
 class SelectedPrompts(NamedTuple):
-    """The prompts of a validation, the source of each, and the number of tokens that the target answers."""
+    """The prompts of a validation, the source of each, and the number of tokens that the target
+    answers.
+    """
 
     prompts: list[list[int]]
     sources: list[str]
     answer_tokens: int
 
 
-def select_prompts(examples: list[Example], max_length: int, sources: Sequence[str] = ()) -> SelectedPrompts:
-    """Select the prompts of a validation, for a target of this context length, and the length of the answers.
+def select_prompts(
+    examples: list[Example], max_length: int, sources: Sequence[str] = ()
+) -> SelectedPrompts:
+    """Select the prompts of a validation, for a target of this context length, and the length of
+    the answers.
 
     Without sources all prompts have the same name.
     """
     names = sources or [""] * len(examples)
-    fitting = [(ex.prompt, name) for ex, name in zip(examples, names) if len(ex.prompt) + ANSWER_TOKENS <= max_length]
+    fitting = [
+        (ex.prompt, name)
+        for ex, name in zip(examples, names)
+        if len(ex.prompt) + ANSWER_TOKENS <= max_length
+    ]
     chosen = fitting[:MAX_CONVERSATIONS]
     longest = max((len(prompt) for prompt, _ in chosen), default=0)
     # Half more than needed, because some answers end early and some drafters make fewer drafts.
@@ -65,7 +82,9 @@ def select_prompts(examples: list[Example], max_length: int, sources: Sequence[s
 
 
 class ValidationRows(NamedTuple):
-    """The largest numbers of rows that recording the answers runs through the target, and each validation."""
+    """The largest numbers of rows that recording the answers runs through the target, and each
+    validation.
+    """
 
     num_recorded: int  # tokens of prompts and answers, once before the training
     num_answered: int  # of these, the tokens whose logits are needed
@@ -75,15 +94,19 @@ class ValidationRows(NamedTuple):
 
 def count_validation_rows(selected: SelectedPrompts) -> ValidationRows:
     """Count the rows of a validation over prompts from `select_prompts`."""
-    count, roots = len(selected.prompts), selected.answer_tokens - 1
+    count = len(selected.prompts)
+    roots = selected.answer_tokens - 1
     prompts = sum(map(len, selected.prompts))
-    recorded, drafted = prompts + count * roots, prompts + count * roots * DRAFT_DEPTH
+    recorded = prompts + count * roots
+    drafted = prompts + count * roots * DRAFT_DEPTH
     return ValidationRows(recorded, count * (roots + 1), count * roots, drafted)
 
 
 @dataclass(frozen=True)
 class HeldOutTexts:
-    """The places of a run's validations: the target's answers to held-out prompts, with its features."""
+    """The places of a run's validations: the target's answers to held-out prompts, with its
+    features.
+    """
 
     texts: RecordedTexts
     # The source of each text in a mixture; empty names otherwise.
@@ -97,24 +120,36 @@ class HeldOutTexts:
 
     @property
     def num_places(self) -> int:
-        """The largest number of drafts that a validation judges: as many after each root as the answer has tokens left."""
-        return sum(max(0, roots - depth) for roots in self.texts.num_roots for depth in range(DRAFT_DEPTH))
+        """The largest number of drafts that a validation judges: as many after each root as the
+        answer has tokens left.
+        """
+        return sum(
+            max(0, roots - depth) for roots in self.texts.num_roots for depth in range(DRAFT_DEPTH)
+        )
 
 
 @torch.no_grad()
 def record_held_out(
     target: Target, layers: tuple[Layer, ...], examples: list[Example], sources: Sequence[str] = ()
 ) -> HeldOutTexts | None:
-    """Let the target answer the held-out prompts, all of them together; None where no prompt fits its context."""
+    """Let the target answer the held-out prompts, all of them together; None where no prompt
+    fits its context.
+    """
     selected = select_prompts(examples, target.max_length, sources)
     if not selected.prompts:
         return None
     with torch.random.fork_rng():
-        return HeldOutTexts(record_answers(target, selected.prompts, selected.answer_tokens, layers), selected.sources, layers)
+        return HeldOutTexts(
+            record_answers(target, selected.prompts, selected.answer_tokens, layers),
+            selected.sources,
+            layers,
+        )
 
 
 class Validation(NamedTuple):
-    """The measures of a validation as metrics.jsonl has them, and what each conversation adds to the forecast's error."""
+    """The measures of a validation as metrics.jsonl has them, and what each conversation adds to
+    the forecast's error.
+    """
 
     metrics: dict[str, Any]
     influences: list[float]
@@ -123,12 +158,13 @@ class Validation(NamedTuple):
 def measure_acceptance(drafter: Drafter, target: Target, held_out: HeldOutTexts) -> Validation:
     """Measure a drafter on the target's own greedy answers, by depth.
 
-    Every draft before the judged one is correct. `agreement` is the share of places at which the most likely draft is the
-    target's most likely token, `acceptance` the mean sum of min(p, q), which is how often a drawn draft is accepted, and
-    `places` the number of places. `forecast` is the expected tokens per forward of a chain, 1 + a_1 + a_1 a_2 + ...,
-    `forecast_interval` its 95 % interval over conversations, and `acceptance_length` the tokens per round of the chains that
-    would draft the answers. For a mixture, `by_source` holds the same for each source. The weights and the random numbers of
-    the training stay as they are.
+    Every draft before the judged one is correct. `agreement` is the share of places at which the
+    most likely draft is the target's most likely token, `acceptance` the mean sum of min(p, q),
+    which is how often a drawn draft is accepted, and `places` the number of places. `forecast` is
+    the expected tokens per forward of a chain, 1 + a_1 + a_1 a_2 + ..., `forecast_interval` its 95
+    % interval over conversations, and `acceptance_length` the tokens per round of the chains that
+    would draft the answers. For a mixture, `by_source` holds the same for each source. The weights
+    and the random numbers of the training stay as they are.
     """
     texts = held_out.texts
     with evaluation_mode(drafter), torch.random.fork_rng():
@@ -140,7 +176,9 @@ def measure_acceptance(drafter: Drafter, target: Target, held_out: HeldOutTexts)
         metrics["by_source"] = {}
         for source in dict.fromkeys(held_out.sources):
             rows = torch.tensor([name == source for name in held_out.sources])
-            parts = {name: getattr(judged, name)[rows] for name in ("is_judged", "hits", "overlaps")}
+            parts = {
+                name: getattr(judged, name)[rows] for name in ("is_judged", "hits", "overlaps")
+            }
             metrics["by_source"][source] = summarize_acceptance(replace(judged, **parts)).metrics
     return Validation(metrics, influences)
 
@@ -151,8 +189,12 @@ def summarize_acceptance(judged: ReplayedDrafts) -> Validation:
     counts = judged.is_judged.sum((0, 1))
     reached = counts > 0
     counts = counts[reached]
-    agreement, acceptance = ((part.sum((0, 1))[reached] / counts).tolist() for part in (judged.hits, judged.overlaps))
-    influences = forecast_influences(judged.overlaps.sum(1)[:, reached], judged.is_judged.sum(1)[:, reached])
+    agreement, acceptance = (
+        (part.sum((0, 1))[reached] / counts).tolist() for part in (judged.hits, judged.overlaps)
+    )
+    influences = forecast_influences(
+        judged.overlaps.sum(1)[:, reached], judged.is_judged.sum(1)[:, reached]
+    )
     forecast = 1 + sum(accumulate(acceptance, mul))
     metrics = {
         "agreement": [round(share, 4) for share in agreement],
@@ -167,24 +209,34 @@ def summarize_acceptance(judged: ReplayedDrafts) -> Validation:
 
 
 def forecast_influences(sums: Tensor, counts: Tensor) -> list[float]:
-    """Return what each conversation adds to the error of the forecast, from its sums and counts [C, K] of places by depth.
+    """Return what each conversation adds to the error of the forecast, from its sums and counts [C,
+    K] of places by depth.
 
-    The places of a text are not independent, so the error is that of the conversations (the delta method for ratios of
-    clusters): u_c = sum over d of dF/da_d (s_cd - a_d n_cd) / N_d. Conversations without a place are left out.
+    The places of a text are not independent, so the error is that of the conversations (the delta
+    method for ratios of clusters): u_c = sum over d of dF/da_d (s_cd - a_d n_cd) / N_d.
+    Conversations without a place are left out.
     """
     with_places = counts.sum(1) > 0
-    sums, counts = sums[with_places].double(), counts[with_places].double()
+    sums = sums[with_places].double()
+    counts = counts[with_places].double()
     totals = counts.sum(0)
     rates = sums.sum(0) / totals
     depths = range(len(rates))
-    others = [[float(torch.cat([rates[:depth], rates[depth + 1 : last + 1]]).prod()) for last in depths] for depth in depths]
-    slopes = torch.tensor([sum(products[depth:]) for depth, products in enumerate(others)], dtype=torch.float64)
+    others = [
+        [float(torch.cat([rates[:depth], rates[depth + 1 : last + 1]]).prod()) for last in depths]
+        for depth in depths
+    ]
+    slopes = torch.tensor(
+        [sum(products[depth:]) for depth, products in enumerate(others)], dtype=torch.float64
+    )
     influences: list[float] = ((sums - rates * counts) / totals * slopes).sum(1).tolist()
     return influences
 
 
 def interval_around(value: float, influences: Sequence[float]) -> list[float] | None:
-    """Return the 95 % interval of a value by Student's t, from its influences [C]; None below two conversations."""
+    """Return the 95 % interval of a value by Student's t, from its influences [C]; None below
+    two conversations.
+    """
     count = len(influences)
     if count < 2:
         return None
@@ -193,8 +245,12 @@ def interval_around(value: float, influences: Sequence[float]) -> list[float] | 
     return [round(value - margin, 4), round(value + margin, 4)]
 
 
-def difference_interval(before: float, after: float, influences: tuple[Sequence[float], Sequence[float]]) -> list[float] | None:
-    """Return the 95 % interval of `after` - `before`, which were measured at the same places; None where it is unknown."""
+def difference_interval(
+    before: float, after: float, influences: tuple[Sequence[float], Sequence[float]]
+) -> list[float] | None:
+    """Return the 95 % interval of `after` - `before`, which were measured at the same places;
+    None where it is unknown.
+    """
     first, second = influences
     if len(first) != len(second):
         return None

@@ -1,7 +1,7 @@
 """The contract of tree builders. Shapes: B batch, N nodes of a tree, P nodes of a path.
 
-A drafter returns a `Draft`, which rollout.py defines: a `Rollout` that drafts step by step, or ready continuations. A builder
-makes a TokenTree of it without knowing the family.
+A drafter returns a `Draft`, which rollout.py defines: a `Rollout` that drafts step by step, or
+ready continuations. A builder makes a TokenTree of it without knowing the family.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Prefix(Protocol):
 
     @property
     def longest(self) -> int:
-        """The largest length, or an upper bound of it, available without a host-device synchronisation."""
+        """The largest length, or an upper bound of it, available without a host-device
+        synchronisation.
+        """
 
     @property
     def tokens(self) -> Tensor:
@@ -60,7 +62,8 @@ class RoundResult:
     tree: TokenTree
     logits: Tensor  # [B, N, target vocabulary]
     counts: Tensor  # [B] tokens emitted, 0 in rows that had finished before
-    seconds: dict[str, float]  # draft, verify, accept, other; of the clock that choose_work_clock gives
+    # draft, verify, accept, other; of the clock that choose_work_clock gives
+    seconds: dict[str, float]
     path: Tensor | None = None  # [B, P] accepted nodes, the root first, padded with the last one
 
 
@@ -74,7 +77,8 @@ class TreeBuilder(ABC):
     depth: int  # longest path below the root: the most tokens a round can accept before its bonus
     budget: int  # nodes that the target verifies at most, the root included
     max_drafted: int  # nodes that a rollout receives at most; its cache must hold them
-    children: Children = "deterministic"  # how a node's children are chosen; acceptance rules depend on it
+    # how a node's children are chosen; acceptance rules depend on it
+    children: Children = "deterministic"
     temperature: float = 1.0  # of the distribution that children are sampled from
     seed: int = 0
     is_chain: bool = False
@@ -83,8 +87,10 @@ class TreeBuilder(ABC):
     is_fixed: bool = False  # trees have one size and depth, without a host-device synchronisation
     uses_latency: bool = False  # the tree depends on measured times
     decides_to_draft: bool = False  # rounds whose draft would not pay are plain steps
-    learns_from_trees: bool = False  # it learns from the trees that were verified, so pruned ones mislead it
-    requirements: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency", "rehearsal" (rounds to learn from)
+    # it learns from the trees that were verified, so pruned ones mislead it
+    learns_from_trees: bool = False
+    # what it must be prepared with: "hits", "latency", "rehearsal" (rounds to learn from)
+    requirements: tuple[str, ...] = ()
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         """Build the tree of one round from a rollout, from ready continuations, or from both."""
@@ -101,13 +107,17 @@ class TreeBuilder(ABC):
         """Draft a tree below `prefix.root`, step by step."""
 
     def should_draft(self, prefix: Prefix) -> bool:
-        """Tell whether the next round drafts; asked before each round if the builder decides to draft."""
+        """Tell whether the next round drafts; asked before each round if the builder decides to
+        draft.
+        """
         return True
 
     def may_draft(self, num_texts: int, length: int, num_rounds: int, begins: bool = True) -> bool:
-        """Tell whether one of the next `num_rounds` rounds may draft, if those before it are plain steps.
+        """Tell whether one of the next `num_rounds` rounds may draft, if those before it are plain
+        steps.
 
-        `length` is that of the longest of `num_texts` texts, whose decoding begins with these rounds or goes on with them.
+        `length` is that of the longest of `num_texts` texts, whose decoding begins with these
+        rounds or goes on with them.
         """
         return True
 
@@ -115,11 +125,15 @@ class TreeBuilder(ABC):
         """Count a round of a decoding that may not draft."""
 
     def untimed_sizes(self, prefix: Prefix, is_new_batch: bool = False) -> list[int]:
-        """Return the tree sizes whose verification should be timed before the next round, in ascending order."""
+        """Return the tree sizes whose verification should be timed before the next round, in
+        ascending order.
+        """
         return []
 
     def record_times(self, prefix: Prefix, seconds: dict[int, float], total_seconds: float) -> None:
-        """Take the measured seconds to verify trees of these sizes; the measurement took `total_seconds`."""
+        """Take the measured seconds to verify trees of these sizes; the measurement took
+        `total_seconds`.
+        """
 
     def needs_drafter(self, prefix: Prefix, tries: list[Trie]) -> bool:
         """Tell whether the drafter should run although these copies are available without it."""
@@ -140,22 +154,34 @@ class TreeBuilder(ABC):
         return self.depth if rollout.depth_limit is None else min(self.depth, rollout.depth_limit)
 
     def sampled_variant(self, temperature: float) -> TreeBuilder | None:
-        """Return an unprepared builder of the same trees with sampled children; None where selection depends on the samples."""
+        """Return an unprepared builder of the same trees with sampled children; None where
+        selection depends on the samples.
+        """
         return None
 
     def report_settings(self) -> dict[str, object]:
         """Return the settings that a report shows."""
-        return {"name": self.name, "depth": self.depth, "budget": self.budget, "children": self.children}
+        return {
+            "name": self.name,
+            "depth": self.depth,
+            "budget": self.budget,
+            "children": self.children,
+        }
 
     def check_settings(self, **least: tuple[float, float]) -> None:
-        """Raise UserError for settings below their minimum, given as key=(value, minimum), and for trees too large to store."""
+        """Raise UserError for settings below their minimum, given as key=(value, minimum), and
+        for trees too large to store.
+        """
         for key, (value, lowest) in least.items():
             if not value >= lowest:
                 raise UserError(f"tree.{key}={value}: use {lowest} or more")
             if value > MAX_NODES:
                 raise UserError(f"tree.{key}={value}: use {MAX_NODES} or less")
         if not self.temperature > 0:
-            raise UserError(f"tree.temperature={self.temperature}: use more than 0, or tree.children=deterministic")
+            raise UserError(
+                f"tree.temperature={self.temperature}: use more than 0, or "
+                "tree.children=deterministic"
+            )
 
 
 class WrappedBuilder(TreeBuilder):
@@ -208,7 +234,9 @@ class RootOnlyBuilder(TreeBuilder):
     """Drafts nothing: a round is one step of autoregressive decoding."""
 
     name = "root"
-    depth, budget, max_drafted = 0, 1, 0
+    depth = 0
+    budget = 1
+    max_drafted = 0
     is_chain = is_fixed = verifies_all = True
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
@@ -216,15 +244,20 @@ class RootOnlyBuilder(TreeBuilder):
 
 
 def merge_tries(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> TokenTree:
-    """Build a tree of the heaviest nodes of each text's trie within the builder's budget, padded to the longest row.
+    """Build a tree of the heaviest nodes of each text's trie within the builder's budget, padded to
+    the longest row.
 
     Where all tries are empty, the tree is the root alone.
     """
     budget = builder.copy_budget(prefix, tries)
     selections = [
-        trie.heaviest_path(builder.depth) if builder.is_chain else trie.best_nodes(builder.depth, budget) for trie in tries
+        trie.heaviest_path(builder.depth)
+        if builder.is_chain
+        else trie.best_nodes(builder.depth, budget)
+        for trie in tries
     ]
-    roots, width = prefix.root, max(map(len, selections), default=1)
+    roots = prefix.root
+    width = max(map(len, selections), default=1)
     if width == 1:
         return TokenTree.from_chain(roots[:, None])
     rows = []
@@ -234,5 +267,10 @@ def merge_tries(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> Toke
         tokens = [root, *(trie.tokens[node] for node in nodes[1:]), *padding]
         parents = [*(new_index[trie.parents[node]] for node in nodes), *padding]
         rows.append((tokens, parents, [index < len(nodes) for index in range(width)]))
-    columns = [torch.tensor(list(part), device=roots.device) for part in zip(*rows)]  # tokens, parents, valid
-    return TokenTree.from_chain(columns[0], columns[2]) if builder.is_chain else TokenTree.from_parents(*columns)
+    # tokens, parents, valid
+    columns = [torch.tensor(list(part), device=roots.device) for part in zip(*rows)]
+    return (
+        TokenTree.from_chain(columns[0], columns[2])
+        if builder.is_chain
+        else TokenTree.from_parents(*columns)
+    )

@@ -16,14 +16,16 @@ from .token_tree import Children, TokenTree
 
 
 class Chain(TreeBuilder):
-    """A chain of up to `depth` draft tokens: the most likely ones or, with children=sampled, sampled ones.
+    """A chain of up to `depth` draft tokens: the most likely ones or, with children=sampled,
+    sampled ones.
 
-    With `stop`, a row ends before a token whose acceptance probability is below it. That is the product of the largest q along
-    the path or, with stop_on=token, the largest q after the path alone (the second exit of Kangaroo, Liu et al., 2024; the
-    fallback of BiLD, Kim et al., 2023). With stop_on=path, a drafter that predicts the acceptance probability c itself gives c
-    instead of the largest q, so that stop=1-h is the rule of SpecDec++ (Huang et al., 2024): the chain ends where
-    1 - prod(c) > h. The decision does not depend on the token, so sampled chains stay lossless; discarding a sampled token
-    would not.
+    With `stop`, a row ends before a token whose acceptance probability is below it. That is the
+    product of the largest q along the path or, with stop_on=token, the largest q after the path
+    alone (the second exit of Kangaroo, Liu et al., 2024; the fallback of BiLD, Kim et al., 2023).
+    With stop_on=path, a drafter that predicts the acceptance probability c itself gives c instead
+    of the largest q, so that stop=1-h is the rule of SpecDec++ (Huang et al., 2024): the chain ends
+    where 1 - prod(c) > h. The decision does not depend on the token, so sampled chains stay
+    lossless; discarding a sampled token would not.
     """
 
     name = "chain"
@@ -40,18 +42,24 @@ class Chain(TreeBuilder):
         temperature: float = 1.0,
         # Seed of the random draws of children.
         seed: int = 0,
-        # A chain ends before a token whose acceptance probability is below this threshold; 0 always drafts the full depth.
+        # A chain ends before a token whose acceptance probability is below this threshold; 0 always
+        # drafts the full depth.
         stop: float = 0.0,
-        # What the threshold stop is compared with: the product of acceptance probabilities along the path (path), or the
-        # drafter's largest probability of the next token alone (token).
+        # What the threshold stop is compared with: the product of acceptance probabilities along
+        # the path (path), or the drafter's largest probability of the next token alone (token).
         stop_on: Literal["path", "token"] = "path",
     ) -> None:
-        self.depth, self.children, self.temperature, self.seed, self.stop = depth, children, temperature, seed, stop
+        self.depth = depth
+        self.children = children
+        self.temperature = temperature
+        self.seed = seed
+        self.stop = stop
         self.stop_on = stop_on
         self.check_settings(depth=(depth, 1))
         if not 0 <= stop < 1:
             raise UserError(f"tree.stop={stop}: use 0 or more and less than 1")
-        self.budget, self.max_drafted = depth + 1, depth - 1
+        self.budget = depth + 1
+        self.max_drafted = depth - 1
         self.decides_length = bool(stop)  # whether a row may end before its depth
         self.is_fixed = not self.decides_length
         self.confidence = torch.ones(0)  # [B] of this round's paths
@@ -78,14 +86,18 @@ class Chain(TreeBuilder):
             if level + 1 == depth or (self.decides_length and not is_open.any()):
                 break
             tree.extend_frontier(torch.zeros_like(prefix.root)[:, None])
-        return tree.select_nodes(torch.arange(tree.tokens.shape[1], device=prefix.root.device).expand_as(tree.tokens))
+        return tree.select_nodes(
+            torch.arange(tree.tokens.shape[1], device=prefix.root.device).expand_as(tree.tokens)
+        )
 
     def begin_round(self, prefix: Prefix) -> None:
         """Reset the state of a round; called before its first token."""
         self.confidence = torch.ones(len(prefix.root), device=prefix.root.device)
 
     def should_draw(self, draft: GrowingTree, level: int) -> Tensor:
-        """Mark the rows [B] that draft one more token after `level` others; decided before it is drawn."""
+        """Mark the rows [B] that draft one more token after `level` others; decided before it is
+        drawn.
+        """
         accept_probs = draft.rollout.accept_probs
         if accept_probs is not None and self.stop_on == "path":
             self.confidence = self.confidence * accept_probs[:, 0]
@@ -95,5 +107,7 @@ class Chain(TreeBuilder):
         return self.confidence >= self.stop
 
     def should_run(self, draft: GrowingTree, level: int) -> Tensor:
-        """Mark the rows [B] whose newest token, after `level` others, the drafter runs to draft another one."""
+        """Mark the rows [B] whose newest token, after `level` others, the drafter runs to draft
+        another one.
+        """
         return torch.ones_like(self.confidence, dtype=torch.bool)

@@ -10,8 +10,10 @@ from .base import RoundResult
 from .measurements import Latency
 from .trie import Trie
 
-# Acceptance probability of the heaviest copy before any was judged, and the number of texts that it counts for.
-FIRST_RATE, PRIOR_TEXTS = 0.5, 8
+# Acceptance probability of the heaviest copy before any was judged, and the number of texts that it
+# counts for.
+FIRST_RATE = 0.5
+PRIOR_TEXTS = 8
 
 
 def are_calibrated(tries: list[Trie]) -> bool:
@@ -19,11 +21,17 @@ def are_calibrated(tries: list[Trie]) -> bool:
     return bool(tries) and all(trie.is_calibrated for trie in tries)
 
 
-def chances_by_depth(tries: list[Trie], nodes: list[list[int]], depth: int, budget: int) -> np.ndarray:
-    """Return the acceptance probability of each text's nodes, in their order, at the node's depth: [B, depth + 1, budget]."""
+def chances_by_depth(
+    tries: list[Trie], nodes: list[list[int]], depth: int, budget: int
+) -> np.ndarray:
+    """Return the acceptance probability of each text's nodes, in their order, at the node's
+    depth: [B, depth + 1, budget].
+    """
     chances = np.zeros((len(tries), depth + 1, budget))
     for text_chances, trie, chosen in zip(chances, tries, nodes):
-        text_chances[[trie.depths[node] for node in chosen], range(len(chosen))] = [trie.weights[node] for node in chosen]
+        text_chances[[trie.depths[node] for node in chosen], range(len(chosen))] = [
+            trie.weights[node] for node in chosen
+        ]
     return chances
 
 
@@ -40,30 +48,44 @@ class CopyTree:
 
     @property
     def gain_bucket(self) -> int:
-        """The bucket of expected tokens by which gains are averaged; at most 6, because more buckets have fewer rounds each."""
+        """The bucket of expected tokens by which gains are averaged; at most 6, because more
+        buckets have fewer rounds each.
+        """
         return min(6, round(2 * self.num_tokens))
 
     @classmethod
-    def find_fastest(cls, tries: list[Trie], depth: int, seconds: list[float], spent: float, latency: Latency) -> CopyTree:
-        """Return the tree with most tokens per second after `spent` seconds, if a tree of n nodes takes seconds[n - 1]."""
+    def find_fastest(
+        cls, tries: list[Trie], depth: int, seconds: list[float], spent: float, latency: Latency
+    ) -> CopyTree:
+        """Return the tree with most tokens per second after `spent` seconds, if a tree of n
+        nodes takes seconds[n - 1].
+        """
         budget = len(seconds)
         nodes = [trie.rank_nodes(depth, budget) for trie in tries]
         chances = chances_by_depth(tries, nodes, depth, budget)
-        tokens, times = chances.sum(1).mean(0).cumsum(), np.asarray(seconds)
+        tokens = chances.sum(1).mean(0).cumsum()
+        times = np.asarray(seconds)
         if latency.level_seconds:
             levels = np.arange(chances.shape[1])[:, None] * (chances.sum(0) > 0)
-            times = times + [latency.estimate_levels(int(level)) for level in np.maximum.accumulate(levels.max(0))]
+            times = times + [
+                latency.estimate_levels(int(level))
+                for level in np.maximum.accumulate(levels.max(0))
+            ]
         size = int((tokens / (spent + times)).argmax()) + 1
         expected = chances[:, :, :size].sum(2)
         selected = [set(chosen[:size]) for chosen in nodes]
         return cls(size, float(tokens[size - 1]), float(times[size - 1]), expected, tries, selected)
 
     def drafter_gain(self, outcome: RoundResult) -> float:
-        """Return how many more tokens per text a round with drafted nodes accepted than these copies alone would have."""
+        """Return how many more tokens per text a round with drafted nodes accepted than these
+        copies alone would have.
+        """
         assert outcome.path is not None
         paths = outcome.tree.tokens.gather(1, outcome.path).tolist()
         accepted = [path[1:count] for path, count in zip(paths, outcome.counts.tolist())]
-        return sum(len(tokens) - self._matched_length(row, tokens) for row, tokens in enumerate(accepted)) / len(accepted)
+        return sum(
+            len(tokens) - self._matched_length(row, tokens) for row, tokens in enumerate(accepted)
+        ) / len(accepted)
 
     def _matched_length(self, row: int, tokens: list[int]) -> int:
         """Return how many of the tokens after a text's root follow a path of these nodes."""
@@ -76,29 +98,40 @@ class CopyTree:
 
 
 class CopyRanks:
-    """Learned acceptance of copies whose weights are no probabilities, by the rank of a node's weight in its text.
+    """Learned acceptance of copies whose weights are no probabilities, by the rank of a node's
+    weight in its text.
 
-    The rate of a rank is the share of texts whose node of this rank was accepted; a text without such a node counts as one
-    whose node was not. It is a running mean over the last texts in which the rank was verified.
+    The rate of a rank is the share of texts whose node of this rank was accepted; a text without
+    such a node counts as one whose node was not. It is a running mean over the last texts in which
+    the rank was verified.
     """
 
     def __init__(self, budget: int, memory: int) -> None:
         self.memory = memory
-        self.rates = FIRST_RATE / np.arange(1, budget)  # of ranks 1 to budget - 1; the root has rank 0
+        # of ranks 1 to budget - 1; the root has rank 0
+        self.rates = FIRST_RATE / np.arange(1, budget)
         self.num_texts = np.full(budget - 1, PRIOR_TEXTS)
         self.ranked: list[list[int]] | None = None  # of this round's texts, the nodes by weight
         self.size = 0
 
     def choose_size(self, tries: list[Trie], depth: int, seconds: list[float], spent: float) -> int:
-        """Return the size of 2 or more with most tokens per second after `spent` seconds, if n nodes take seconds[n - 1]."""
+        """Return the size of 2 or more with most tokens per second after `spent` seconds, if n
+        nodes take seconds[n - 1].
+        """
         self.ranked = [trie.rank_nodes(depth, len(seconds)) for trie in tries]
         widest = max(map(len, self.ranked))
         tokens = 1 + self.rates.cumsum()[: widest - 1]
-        self.size = int((tokens / (spent + np.asarray(seconds[1:widest]))).argmax()) + 2 if widest > 1 else 1
+        self.size = (
+            int((tokens / (spent + np.asarray(seconds[1:widest]))).argmax()) + 2
+            if widest > 1
+            else 1
+        )
         return self.size
 
     def expected_round(self, seconds: list[float], spent: float) -> tuple[float, float]:
-        """Return the expected tokens and the cost, in plain steps, of the round with copies that gains most."""
+        """Return the expected tokens and the cost, in plain steps, of the round with copies that
+        gains most.
+        """
         tokens = 1 + self.rates.cumsum()
         costs = (spent + np.asarray(seconds[1:])) / seconds[0]
         best = int(np.argmax(tokens - costs))
@@ -106,7 +139,8 @@ class CopyRanks:
 
     def observe(self, outcome: RoundResult) -> None:
         """Learn from a round with the last chosen size."""
-        ranked, self.ranked = self.ranked, None
+        ranked = self.ranked
+        self.ranked = None
         if ranked is None or outcome.path is None or self.size < 2:
             return
         for nodes, path, count in zip(ranked, outcome.path.tolist(), outcome.counts.tolist()):
@@ -115,5 +149,9 @@ class CopyRanks:
                 accepted = {tree[node] for node in path[1:count] if node < len(tree)}
                 hits = np.array([float(node in accepted) for node in nodes[1 : self.size]])
                 hits = np.append(hits, np.zeros(self.size - 1 - len(hits)))
-                self.num_texts[: self.size - 1] = np.minimum(self.num_texts[: self.size - 1] + 1, self.memory)
-                self.rates[: self.size - 1] += (hits - self.rates[: self.size - 1]) / self.num_texts[: self.size - 1]
+                self.num_texts[: self.size - 1] = np.minimum(
+                    self.num_texts[: self.size - 1] + 1, self.memory
+                )
+                self.rates[: self.size - 1] += (
+                    hits - self.rates[: self.size - 1]
+                ) / self.num_texts[: self.size - 1]

@@ -1,4 +1,6 @@
-"""Trees shaped by the drafter's own confidence in every round. Shapes: B batch, F frontier nodes, K children, V draft ids."""
+"""Trees shaped by the drafter's own confidence in every round. Shapes: B batch, F frontier
+nodes, K children, V draft ids.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from .token_tree import TokenTree
 
 
 class Eagle2(TreeBuilder):
-    """EAGLE-2's dynamic tree (Li et al., 2024, section 4): expand the most likely nodes, then verify the most likely ones.
+    """EAGLE-2's dynamic tree (Li et al., 2024, section 4): expand the most likely nodes, then
+    verify the most likely ones.
 
-    Each level expands its `top_k` best nodes into `top_k` children each; of everything drafted, the `budget` - 1 nodes with
-    the best scores are verified.
+    Each level expands its `top_k` best nodes into `top_k` children each; of everything drafted, the
+    `budget` - 1 nodes with the best scores are verified.
     """
 
     name = "eagle2"

@@ -1,4 +1,6 @@
-"""Trees that grow level by level. Shapes: B batch, F frontier nodes, K children of a node, V draft vocabulary."""
+"""Trees that grow level by level. Shapes: B batch, F frontier nodes, K children of a node, V
+draft vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,32 @@ MIN_PROB = 1e-20  # smallest probability that can be sampled; well above the flo
 
 
 def sampling_probs(log_q: Tensor, temperature: float) -> Tensor:
-    """Return the distribution that children are sampled from: q at a temperature, with probabilities below MIN_PROB set to 0.
+    """Return the distribution that children are sampled from: q at a temperature, with
+    probabilities below MIN_PROB set to 0.
 
-    A rule divides by the rest of q once likelier children are rejected, in float32, and a child with q = 0 would always be
-    accepted.
+    A rule divides by the rest of q once likelier children are rejected, in float32, and a child
+    with q = 0 would always be accepted.
     """
     q = (log_q / temperature).softmax(-1)
     return q.masked_fill(q < MIN_PROB, 0)
 
 
-def pick_top_and_sampled(q: Tensor, width: int, noise: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Pick the most likely children of each node, then one sampled by Gumbel `noise` [.., V] from the rest of q [.., V].
+def pick_top_and_sampled(
+    q: Tensor, width: int, noise: Tensor, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pick the most likely children of each node, then one sampled by Gumbel `noise` [.., V] from
+    the rest of q [.., V].
 
-    Returns their draft ids and log q [.., K], and the distribution of the last one [.., V]: q without the others, normalised;
-    all zeros, with log q -inf, where that is empty. Nodes of `counts` [F] children have theirs first, followed by padding.
+    Returns their draft ids and log q [.., K], and the distribution of the last one [.., V]: q
+    without the others, normalised; all zeros, with log q -inf, where that is empty. Nodes of
+    `counts` [F] children have theirs first, followed by padding.
     """
     top = q.topk(width, dim=-1)
-    last = torch.full(q.shape[:-1], width - 1, device=q.device) if counts is None else (counts - 1).expand(q.shape[:-1])
+    last = (
+        torch.full(q.shape[:-1], width - 1, device=q.device)
+        if counts is None
+        else (counts - 1).expand(q.shape[:-1])
+    )
     is_top = torch.arange(width, device=q.device) < last[..., None]  # [.., K]
     residual = q.scatter(-1, top.indices, top.values.masked_fill(is_top, 0))
     residual = residual / residual.sum(-1, keepdim=True).clamp(min=MIN_PROB)
@@ -49,8 +60,8 @@ def pick_top_and_sampled(q: Tensor, width: int, noise: Tensor, counts: Tensor | 
 
 @dataclass(frozen=True)
 class ChildDraw:
-    """How children of nodes are picked in a round. The same nodes and distributions always have the same children, so that a
-    drafter can know in advance what a builder will draw."""
+    """How children of nodes are picked in a round. The same nodes and distributions always have the
+    same children, so that a drafter can know in advance what a builder will draw."""
 
     children: Children
     temperature: float
@@ -67,13 +78,16 @@ class ChildDraw:
     def pick(
         self, log_q: Tensor, nodes: Tensor, width: int, counts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Pick children of nodes [B, F], their indices in the tree, from log q [B, F, V]: their draft ids [B, F, K], in the
-        order of the draw, their log q, and the distribution [B, F, V] that they were drawn from, if they were."""
+        """Pick children of nodes [B, F], their indices in the tree, from log q [B, F, V]: their
+        draft ids [B, F, K], in the order of the draw, their log q, and the distribution [B, F, V]
+        that they were drawn from, if they were."""
         if self.key is None:
             best = log_q.topk(width, dim=-1)
             return best.indices, best.values, None
         q = sampling_probs(log_q, self.temperature)
-        keys, size = fold_key(self.key[:, None], nodes), q.shape[-1]  # a node's own
+        # a node's own
+        keys = fold_key(self.key[:, None], nodes)
+        size = q.shape[-1]
         if self.children == "top_and_sampled":
             return pick_top_and_sampled(q, width, gumbel_noise(keys, size), counts)
         log_q = q.log()
@@ -81,15 +95,21 @@ class ChildDraw:
             ids = (log_q + gumbel_noise(keys, size)).topk(width, dim=-1).indices
         else:
             ids = torch.stack(
-                [(log_q + gumbel_noise(fold_key(keys, number), size)).argmax(-1) for number in range(width)], dim=-1
+                [
+                    (log_q + gumbel_noise(fold_key(keys, number), size)).argmax(-1)
+                    for number in range(width)
+                ],
+                dim=-1,
             )
         return ids, log_q.gather(-1, ids), q
 
 
 class GrowingTree:
-    """A tree that grows level by level; its frontier are the nodes with a distribution and no children yet.
+    """A tree that grows level by level; its frontier are the nodes with a distribution and no
+    children yet.
 
-    A node's score is the sum of log q along its path: the drafter's own estimate that the path is accepted.
+    A node's score is the sum of log q along its path: the drafter's own estimate that the path is
+    accepted.
     """
 
     def __init__(self, builder: TreeBuilder, prefix: Prefix, rollout: Rollout) -> None:
@@ -99,12 +119,14 @@ class GrowingTree:
         self.parents = torch.full_like(self.tokens, -1)
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
         self.frontier = torch.zeros_like(self.tokens)  # [B, F] index of each frontier node
-        self.rollout_index = torch.zeros_like(self.tokens)  # [B, F] positions of these nodes in the rollout
+        # [B, F] positions of these nodes in the rollout
+        self.rollout_index = torch.zeros_like(self.tokens)
         self.num_rollout_nodes = 1
         self.level_start = 0  # first node of the newest level
         self.log_q = rollout.start()
         self.num_levels = self.max_width = 0
-        self.draft_probs: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
+        # frontier nodes and the q that their children were drawn from
+        self.draft_probs: list[tuple[Tensor, Tensor]] = []
         self.prefix = prefix
 
     @cached_property
@@ -112,16 +134,20 @@ class GrowingTree:
         """The draws of this round."""
         return ChildDraw.of_round(self.builder, self.prefix)
 
-    def add_children(self, width: int, allowed: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
-        """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.
+    def add_children(
+        self, width: int, allowed: Tensor | None = None, counts: Tensor | None = None
+    ) -> Tensor:
+        """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay
+        padding.
 
-        counts [F]: how many children a node retains, its first ones, where that is less. Returns the scores [B, F * K] of this
-        new level.
+        counts [F]: how many children a node retains, its first ones, where that is less. Returns
+        the scores [B, F * K] of this new level.
         """
         width = min(width, self.log_q.shape[-1])
         if allowed is None and self._can_append(width):
             self.num_levels, self.max_width = self.num_levels + 1, max(self.max_width, width)
-            self.level_start, tree = self.tokens.shape[1], (self.tokens, self.parents, self.scores)
+            self.level_start = self.tokens.shape[1]
+            tree = (self.tokens, self.parents, self.scores)
             self.tokens, self.parents, self.scores = append_children(
                 self.log_q, width, self.rollout.draft_ids, self.frontier, tree
             )
@@ -135,34 +161,56 @@ class GrowingTree:
         self.num_levels, self.max_width = self.num_levels + 1, max(self.max_width, width)
         self.level_start = self.tokens.shape[1]
         self.tokens = torch.cat([self.tokens, self.rollout.to_target_ids(ids.flatten(1))], dim=1)
-        self.parents = torch.cat([self.parents, self.frontier.repeat_interleave(width, dim=1)], dim=1)
+        self.parents = torch.cat(
+            [self.parents, self.frontier.repeat_interleave(width, dim=1)], dim=1
+        )
         self.scores = torch.cat([self.scores, scores.flatten(1)], dim=1)
         return scores.flatten(1)
 
     def extend_frontier(self, keep: Tensor) -> None:
-        """Run nodes `keep` [B, F] of the newest level through the drafter; they become the frontier."""
+        """Run nodes `keep` [B, F] of the newest level through the drafter; they become the
+        frontier.
+        """
         width = (self.tokens.shape[1] - self.level_start) // self.frontier.shape[1]
         nodes = self.level_start + keep
-        self.log_q = self.rollout.extend(self.tokens.gather(1, nodes), self.rollout_index.gather(1, keep // width))
+        self.log_q = self.rollout.extend(
+            self.tokens.gather(1, nodes), self.rollout_index.gather(1, keep // width)
+        )
         self.frontier = nodes
-        new = torch.arange(self.num_rollout_nodes, self.num_rollout_nodes + keep.shape[1], device=keep.device)
+        new = torch.arange(
+            self.num_rollout_nodes, self.num_rollout_nodes + keep.shape[1], device=keep.device
+        )
         self.rollout_index = new.expand_as(keep)
         self.num_rollout_nodes += keep.shape[1]
 
     def select_best(self, budget: int) -> TokenTree:
         """Return the tree of the `budget` best-scored nodes.
 
-        A path's score never rises and ties go to the shallower node, so every selected node has its parent.
+        A path's score never rises and ties go to the shallower node, so every selected node has its
+        parent.
         """
-        return self.select_nodes(self.scores.sort(dim=1, descending=True, stable=True).indices[:, :budget].sort(dim=1).values)
+        return self.select_nodes(
+            self.scores.sort(dim=1, descending=True, stable=True)
+            .indices[:, :budget]
+            .sort(dim=1)
+            .values
+        )
 
     def select_nodes(self, keep: Tensor) -> TokenTree:
-        """Return the tree of nodes `keep` [B, N], ascending and closed under parents; nodes of score -inf are padding."""
+        """Return the tree of nodes `keep` [B, N], ascending and closed under parents; nodes of
+        score -inf are padding.
+        """
         tree = self.tokens, self.parents, self.scores
-        if self.builder.children == "deterministic" and are_served(*tree, keep := keep.contiguous()):
+        if self.builder.children == "deterministic" and are_served(
+            *tree, keep := keep.contiguous()
+        ):
             tokens, parents, scores, valid = select_nodes(keep, tree)
-            every, ids, bounds = torch.ones_like(valid), self.rollout.draft_ids, (self.num_levels, self.max_width)
-            return TokenTree(tokens, parents, valid, every, "deterministic", None, ids, *bounds, scores=scores)
+            every = torch.ones_like(valid)
+            ids = self.rollout.draft_ids
+            bounds = (self.num_levels, self.max_width)
+            return TokenTree(
+                tokens, parents, valid, every, "deterministic", None, ids, *bounds, scores=scores
+            )
         renumber = torch.full_like(self.tokens, -1)
         renumber.scatter_(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
         old = self.parents.gather(1, keep)
@@ -172,7 +220,8 @@ class GrowingTree:
         q = None
         if self.builder.children != "deterministic":
             batch, count = keep.shape
-            q = self.log_q.new_zeros(batch, count + 1, self.log_q.shape[-1])  # the last row takes nodes that are not selected
+            # the last row takes nodes that are not selected
+            q = self.log_q.new_zeros(batch, count + 1, self.log_q.shape[-1])
             rows = torch.arange(batch, device=keep.device)[:, None]
             for nodes, drawn_from in self.draft_probs:
                 indices = renumber.gather(1, nodes)
@@ -181,11 +230,17 @@ class GrowingTree:
         every = torch.ones_like(valid)
         drawn = self.builder.children, q, self.rollout.draft_ids
         scores = self.scores.gather(1, keep)
-        return TokenTree(tokens, parents, valid, every, *drawn, self.num_levels, self.max_width, scores=scores)
+        return TokenTree(
+            tokens, parents, valid, every, *drawn, self.num_levels, self.max_width, scores=scores
+        )
 
     def _can_append(self, width: int) -> bool:
         """Return whether a kernel adds the most likely children to the tree."""
-        if self.builder.children != "deterministic" or self.rollout.stop_mask is not None or width > MAX_CHILDREN:
+        if (
+            self.builder.children != "deterministic"
+            or self.rollout.stop_mask is not None
+            or width > MAX_CHILDREN
+        ):
             return False
         ids = [] if self.rollout.draft_ids is None else [self.rollout.draft_ids]
         is_served = are_served(self.log_q, self.tokens, self.parents, self.scores, *ids)
@@ -193,7 +248,9 @@ class GrowingTree:
         return is_served and self.log_q.dtype == torch.float32
 
     def _pick_children(self, width: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return draft ids [B, F, K] of children and their log q; sampled ones in the order of the draw."""
+        """Return draft ids [B, F, K] of children and their log q; sampled ones in the order of
+        the draw.
+        """
         ids, log_q, drawn_from = self.draw.pick(self.log_q, self.frontier, width, counts)
         if drawn_from is not None:
             self.draft_probs.append((self.frontier, drawn_from))

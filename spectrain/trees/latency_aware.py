@@ -19,16 +19,25 @@ class LatencyAwareBuilder(TreeBuilder):
 
     def prepare(self, calibration: Calibration) -> None:
         self.latency = calibration.latency
-        self.verify_curves: dict[int, list[float]] = {}  # seconds of every tree size, by context length
+        # seconds of every tree size, by context length
+        self.verify_curves: dict[int, list[float]] = {}
 
     def require_latency(self) -> Latency:
         if self.latency is None:
-            raise UserError(f"tree={self.name}: nothing is timed yet; call prepare with a Calibration that has a latency")
+            raise UserError(
+                f"tree={self.name}: nothing is timed yet; call prepare with a Calibration that "
+                "has a latency"
+            )
         return self.latency
 
     def verify_seconds(self, length: int) -> list[float]:
-        """Return the seconds to verify every size up to the budget, for a context of this length."""
-        latency, context = self.require_latency(), length // CONTEXT_STRIDE * CONTEXT_STRIDE
+        """Return the seconds to verify every size up to the budget, for a context of this
+        length.
+        """
+        latency = self.require_latency()
+        context = length // CONTEXT_STRIDE * CONTEXT_STRIDE
         if context not in self.verify_curves:
-            self.verify_curves[context] = [latency.estimate_verify(size, context) for size in range(1, self.budget + 1)]
+            self.verify_curves[context] = [
+                latency.estimate_verify(size, context) for size in range(1, self.budget + 1)
+            ]
         return self.verify_curves[context]

@@ -20,10 +20,13 @@ from .trie import Trie
 class Rollout(ABC):
     """One round of a drafter that drafts step by step."""
 
-    draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
-    depth_limit: int | None = None  # largest depth that the drafter supports, such as its number of heads; None: any
+    # [V] the target id of every draft id; None where they are the same
+    draft_ids: Tensor | None = None
+    # largest depth that the drafter supports, such as its number of heads; None: any
+    depth_limit: int | None = None
     stop_mask: Tensor | None = None  # [B, F] latest nodes below which nothing should be drafted
-    accept_probs: Tensor | None = None  # [B, F] estimated acceptance of a token below the latest nodes
+    # [B, F] estimated acceptance of a token below the latest nodes
+    accept_probs: Tensor | None = None
 
     @abstractmethod
     def start(self) -> Tensor:
@@ -31,24 +34,31 @@ class Rollout(ABC):
 
     @abstractmethod
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return log-probabilities [B, F, V] after new nodes, given their tokens [B, F] in target ids and their parents [B, F].
+        """Return log-probabilities [B, F, V] after new nodes, given their tokens [B, F] in target
+        ids and their parents [B, F].
 
         Parents count nodes in the order in which they were passed; the root is 0.
         """
 
     def extend_path(self, tokens: Tensor, parents: Tensor, num_given: int) -> Tensor:
-        """Return log-probabilities [B, F, V] after a path of nodes `tokens` [B, F], the first of them below `parents` [B].
+        """Return log-probabilities [B, F, V] after a path of nodes `tokens` [B, F], the first of
+        them below `parents` [B].
 
-        `num_given` nodes were passed before, the root included. Some drafters run the path in one step.
+        `num_given` nodes were passed before, the root included. Some drafters run the path in one
+        step.
         """
         columns = tokens.split(1, dim=1)
-        later = [torch.full_like(parents, num_given + step)[:, None] for step in range(len(columns) - 1)]
+        later = [
+            torch.full_like(parents, num_given + step)[:, None] for step in range(len(columns) - 1)
+        ]
         return self.extend_levels(list(zip(columns, [parents[:, None], *later])))
 
     def extend_levels(self, levels: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return log-probabilities [B, F, V] after the nodes of several levels, each with tokens and parents as `extend` takes
-        them; parents may be in the level before. Some drafters run all levels in one step."""
-        log_probs, estimates = [], []
+        """Return log-probabilities [B, F, V] after the nodes of several levels, each with tokens
+        and parents as `extend` takes them; parents may be in the level before. Some drafters run
+        all levels in one step."""
+        log_probs = []
+        estimates = []
         for tokens, parents in levels:
             log_probs.append(self.extend(tokens, parents))
             estimates.append((self.accept_probs, self.stop_mask))
@@ -68,21 +78,29 @@ class Draft:
 
     rollout: Rollout | None = None
     continuations: list[Trie] | None = None  # of each text: weighted continuations of its root
-    merge_copies: Callable[[TokenTree], list[Trie]] | None = None  # merges the rollout's tree with copies, by probability
-    copies_after: Callable[[int, list[int]], Trie] | None = None  # copies after a row's text and further tokens
-    add_mask_nodes: Callable[[TokenTree], TokenTree] | None = None  # adds nodes that are never emitted, such as mask tokens
+    # merges the rollout's tree with copies, by probability
+    merge_copies: Callable[[TokenTree], list[Trie]] | None = None
+    # copies after a row's text and further tokens
+    copies_after: Callable[[int, list[int]], Trie] | None = None
+    # adds nodes that are never emitted, such as mask tokens
+    add_mask_nodes: Callable[[TokenTree], TokenTree] | None = None
     mask_layer: int = 0  # first layer of the target that runs these nodes
 
 
 class BranchVisibility:
-    """Depth and visibility of nodes that a drafter runs after a cache that holds the root, in the order of their arrival."""
+    """Depth and visibility of nodes that a drafter runs after a cache that holds the root, in
+    the order of their arrival.
+    """
 
     def __init__(self, batch: int, device: torch.device) -> None:
         self.depths = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, nodes so far]
-        self.visible = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, nodes, nodes without the root]
+        # [B, nodes, nodes without the root]
+        self.visible = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
 
     def add_nodes(self, parents: Tensor) -> tuple[Tensor, Tensor]:
-        """Add nodes below `parents` [B, F]; return their depths [B, F] and visibility [B, F, M], with themselves last."""
+        """Add nodes below `parents` [B, F]; return their depths [B, F] and visibility [B, F, M],
+        with themselves last.
+        """
         batch, num_new = parents.shape
         depth = self.depths.gather(1, parents) + 1
         above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
@@ -90,7 +108,9 @@ class BranchVisibility:
         return depth, self._append_nodes(depth, torch.cat([above, itself], dim=2))
 
     def add_levels(self, levels: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Add levels of nodes below `parents` [B, F] each, which may be in the level before; return the same of all nodes."""
+        """Add levels of nodes below `parents` [B, F] each, which may be in the level before;
+        return the same of all nodes.
+        """
         parts = [self.add_nodes(parents) for parents in levels]
         size = self.visible.shape[-1]
         visible = torch.cat([F.pad(part, (0, size - part.shape[-1])) for _, part in parts], dim=1)
@@ -103,16 +123,21 @@ class BranchVisibility:
 
 
 class DepthRollout(Rollout):
-    """One round of a drafter whose distribution depends only on a node's depth and token, not on earlier nodes."""
+    """One round of a drafter whose distribution depends only on a node's depth and token, not on
+    earlier nodes.
+    """
 
     def __init__(self, root: Tensor, depth_limit: int) -> None:
         self.root, self.depth_limit = root, depth_limit  # [B]
-        self.depths = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)  # depth of every node so far
+        # depth of every node so far
+        self.depths = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)
         self.max_level = 0  # upper bound of node depths: the number of calls of extend
 
     @abstractmethod
     def log_probs_at(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        """Return log-probabilities [B, F, V] after nodes of depths [B, F], below the limit, with tokens [B, F]."""
+        """Return log-probabilities [B, F, V] after nodes of depths [B, F], below the limit, with
+        tokens [B, F].
+        """
 
     def start(self) -> Tensor:
         return self._clamped_log_probs(self.depths, self.root[:, None])
@@ -125,11 +150,14 @@ class DepthRollout(Rollout):
 
     def _clamped_log_probs(self, depth: Tensor, tokens: Tensor) -> Tensor:
         assert self.depth_limit is not None
-        return self.log_probs_at(depth.clamp(max=self.depth_limit - 1), tokens)  # results past the limit are never used
+        # results past the limit are never used
+        return self.log_probs_at(depth.clamp(max=self.depth_limit - 1), tokens)
 
 
 class MarginalRollout(DepthRollout):
-    """One round of a drafter that computes all depths in advance: a node's distribution is that of its depth."""
+    """One round of a drafter that computes all depths in advance: a node's distribution is that
+    of its depth.
+    """
 
     def __init__(self, root: Tensor, log_q: Tensor, draft_ids: Tensor | None = None) -> None:
         super().__init__(root, log_q.shape[1])

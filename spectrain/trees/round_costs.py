@@ -11,23 +11,28 @@ from .running_mean import RunningMean
 from .time_ratios import TimeRatios
 from .verify_fit import VerifyFit
 
-# Verification is timed after so many rounds in a row with the same batch size and number of threads, if all rounds with them
-# took so many times as long as the timing does, ...
-SETTLED_ROUNDS, PAUSE_FACTOR = 4, 100.0
-# ... and again where drafted rounds take this factor more or less than modelled, compared with plain ones, or the text is so
-# many times longer than the longest timed one.
-UNSTEADY_FACTOR, LENGTH_FACTOR = 1.25, 2.0
+# Verification is timed after so many rounds in a row with the same batch size and number of
+# threads, if all rounds with them took so many times as long as the timing does, ...
+SETTLED_ROUNDS = 4
+PAUSE_FACTOR = 100.0
+# ... and again where drafted rounds take this factor more or less than modelled, compared with
+# plain ones, or the text is so many times longer than the longest timed one.
+UNSTEADY_FACTOR = 1.25
+LENGTH_FACTOR = 2.0
 
 
 @dataclass
 class RoundCosts:
-    """What rounds of one batch size and number of threads take, and what decides whether they draft."""
+    """What rounds of one batch size and number of threads take, and what decides whether they
+    draft.
+    """
 
     latency: Latency
     # Shared with other numbers of threads.
     choice: DraftChoice
     copies: CopyCosts
-    # Seconds of the first draft step, of every further one, and of each token that the drafter reads beyond those of one round.
+    # Seconds of the first draft step, of every further one, and of each token that the drafter
+    # reads beyond those of one round.
     start_seconds: RunningMean
     step_seconds: RunningMean
     reading_seconds: RunningMean
@@ -39,7 +44,8 @@ class RoundCosts:
     fit: VerifyFit | None = None
     # Whether verification was timed for this batch size and number of threads.
     is_timed: bool = False
-    # Seconds of the last timing, or of the first one as expected, and those of all rounds since then.
+    # Seconds of the last timing, or of the first one as expected, and those of all rounds since
+    # then.
     timing_seconds: float = 0.0
     round_seconds: float = 0.0
 
@@ -52,14 +58,18 @@ class RoundCosts:
     def record_drafting(self, levels: int, seconds: float, memory: int) -> None:
         """Record the seconds of a draft of so many levels, or of copies alone for none."""
         if levels > 1:
-            self.step_seconds.add(max(0.0, (seconds - self.start_seconds.value) / (levels - 1)), memory)
+            self.step_seconds.add(
+                max(0.0, (seconds - self.start_seconds.value) / (levels - 1)), memory
+            )
         elif levels == 1:
             self.start_seconds.add(seconds, memory)
         else:
             self.copies.draft_seconds.add(seconds, memory)
 
     def needs_timing(self, length: int, num_rounds: int) -> bool:
-        """Tell whether to time verification behind `length` tokens, after `num_rounds` rounds in a row."""
+        """Tell whether to time verification behind `length` tokens, after `num_rounds` rounds in
+        a row.
+        """
         if num_rounds < SETTLED_ROUNDS or self.round_seconds < PAUSE_FACTOR * self.timing_seconds:
             return False
         if not self.is_timed:
@@ -69,7 +79,9 @@ class RoundCosts:
         return is_unsteady or length > LENGTH_FACTOR * max(self.latency.verify_seconds)
 
     def set_times(self, length: int, seconds: dict[int, float], batch: int) -> None:
-        """Replace the verification times by those measured for these sizes behind `length` tokens."""
+        """Replace the verification times by those measured for these sizes behind `length`
+        tokens.
+        """
         self.latency = replace(self.latency, verify_seconds={length: seconds}, batch=batch)
         self.time_ratios = TimeRatios()
         self.choice.comparisons.clear()

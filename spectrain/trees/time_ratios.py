@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-# Last rounds of one kind whose median is compared with a round of the other kind, and last rounds with copies that count.
-COMPARED_ROUNDS, COPY_ROUNDS = 5, 9
+# Last rounds of one kind whose median is compared with a round of the other kind, and last rounds
+# with copies that count.
+COMPARED_ROUNDS = 5
+COPY_ROUNDS = 9
 
 
 class TimeRatios:
-    """Observed over modelled seconds of the last rounds, with the drafter (True) and without it (False).
+    """Observed over modelled seconds of the last rounds, with the drafter (True) and without it
+    (False).
 
-    Every number of threads has its own, because its model errs in its own way. Medians count, because beside busy processes
-    some rounds take several times as long.
+    Every number of threads has its own, because its model errs in its own way. Medians count,
+    because beside busy processes some rounds take several times as long.
     """
 
     def __init__(self) -> None:
@@ -26,10 +29,12 @@ class TimeRatios:
         return bool(self.rounds[True])
 
     def compare(self, is_drafted: bool, ratio: float | None) -> float | None:
-        """Add the ratio of a round, and return the ratio of drafted rounds divided by that of plain ones.
+        """Add the ratio of a round, and return the ratio of drafted rounds divided by that of plain
+        ones.
 
-        The round is compared with the last rounds of the other kind only, so that a change of the machine's load affects both.
-        A `ratio` of None marks a round whose time is not representative. Returns None where nothing can be compared.
+        The round is compared with the last rounds of the other kind only, so that a change of the
+        machine's load affects both. A `ratio` of None marks a round whose time is not
+        representative. Returns None where nothing can be compared.
         """
         if ratio is None:
             return None

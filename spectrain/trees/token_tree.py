@@ -1,6 +1,8 @@
-"""Token trees: what a drafter proposes and the target verifies. Shapes: B batch, N nodes, V draft vocabulary.
+"""Token trees: what a drafter proposes and the target verifies. Shapes: B batch, N nodes, V draft
+vocabulary.
 
-Node 0 is the root: the newest token of the sequence, emitted by the target and not yet run through it.
+Node 0 is the root: the newest token of the sequence, emitted by the target and not yet run through
+it.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +19,8 @@ from spectrain.kernels.token_commit import gather_emitted
 Children = Literal["deterministic", "sampled", "without_replacement", "top_and_sampled"]
 """How the children of a node were chosen; an acceptance rule is valid for some of these only.
 
-top_and_sampled: the most likely tokens, then one sampled from the rest; the tree's q is that rest, normalised.
+top_and_sampled: the most likely tokens, then one sampled from the rest; the tree's q is that rest,
+normalised.
 """
 
 
@@ -42,22 +45,31 @@ class TokenTree:
     valid: Tensor  # [B, N] bool, False on padding
     can_emit: Tensor  # [B, N] bool, False on nodes that are never emitted, such as mask tokens
     children: Children = "deterministic"
-    q: Tensor | None = None  # [B, N, V] the distribution each node's children were drawn from, over draft ids
-    draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
+    # [B, N, V] the distribution each node's children were drawn from, over draft ids
+    q: Tensor | None = None
+    # [V] the target id of every draft id; None where they are the same
+    draft_ids: Tensor | None = None
     height: int | None = None  # upper bound of the depth; None where the host has none
-    max_children: int | None = None  # upper bound of a node's emittable children; None where the host has none
+    # upper bound of a node's emittable children; None where the host has none
+    max_children: int | None = None
     pruning: PruningStats | None = None
     scores: Tensor | None = None  # [B, N] log of the drafter's estimate that a node is accepted
 
     @classmethod
-    def from_parents(cls, tokens: Tensor, parents: Tensor, valid: Tensor | None = None) -> "TokenTree":
-        """Make a tree of deterministic children that can all be emitted; without `valid` none is padding."""
+    def from_parents(
+        cls, tokens: Tensor, parents: Tensor, valid: Tensor | None = None
+    ) -> "TokenTree":
+        """Make a tree of deterministic children that can all be emitted; without `valid` none is
+        padding.
+        """
         every = torch.ones_like(tokens, dtype=torch.bool)
         return cls(tokens, parents, every if valid is None else valid, every)
 
     @classmethod
     def from_chain(cls, tokens: Tensor, valid: Tensor | None = None) -> "TokenTree":
-        """Make a tree of width one from `tokens` [B, N]; a single column is autoregressive decoding."""
+        """Make a tree of width one from `tokens` [B, N]; a single column is autoregressive
+        decoding.
+        """
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
         return replace(
             cls.from_parents(tokens, parents.expand_as(tokens), valid),
@@ -73,7 +85,9 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether no node has two children; synchronises with the device only where the host has no bound."""
+        """Whether no node has two children; synchronises with the device only where the host has
+        no bound.
+        """
         if self.max_children is not None and self.max_children < 2:
             return True
         chain = torch.arange(-1, self.tokens.shape[1] - 1, device=self.tokens.device)
@@ -94,16 +108,23 @@ class TokenTree:
         if num_nodes == 1:
             return eye.bool().expand(self.tokens.shape[0], 1, 1)
         step = torch.zeros(*self.tokens.shape, num_nodes, device=self.tokens.device)
-        step.scatter_(2, self.parents.clamp(min=0)[..., None], (self.parents >= 0).float()[..., None])
+        step.scatter_(
+            2, self.parents.clamp(min=0)[..., None], (self.parents >= 0).float()[..., None]
+        )
         reach = step + eye
-        for _ in range((self.max_path_nodes - 1).bit_length()):  # each squaring doubles the depth that is covered
+        # each squaring doubles the depth that is covered
+        for _ in range((self.max_path_nodes - 1).bit_length()):
             reach = (reach @ reach).clamp(max=1)
         return reach.bool()
 
     @cached_property
     def depths(self) -> Tensor:
         """The depth of every node [B, N] int64, 0 at the root."""
-        return self.ancestors.sum(-1) - 1 if self._ancestors_and_depths is None else self._ancestors_and_depths[1]
+        return (
+            self.ancestors.sum(-1) - 1
+            if self._ancestors_and_depths is None
+            else self._ancestors_and_depths[1]
+        )
 
     @property
     def num_drafted(self) -> Tensor:
@@ -112,8 +133,12 @@ class TokenTree:
         return real if self.pruning is None else real + self.pruning.num_dropped
 
     def select_nodes(self, keep: Tensor) -> "TokenTree":
-        """Return the tree of the nodes that `keep` [B, N] marks, closed under parents; padded to the longest row."""
-        order = keep.long().argsort(dim=1, descending=True, stable=True)[:, : int(keep.sum(1).max())]
+        """Return the tree of the nodes that `keep` [B, N] marks, closed under parents; padded to
+        the longest row.
+        """
+        order = keep.long().argsort(dim=1, descending=True, stable=True)[
+            :, : int(keep.sum(1).max())
+        ]
         new_index = torch.zeros_like(self.tokens).scatter(
             1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
         )
@@ -121,8 +146,13 @@ class TokenTree:
         parents = torch.where(parents < 0, -1, new_index.gather(1, parents.clamp(min=0)))
         is_real = keep.gather(1, order)
         parents = torch.where(is_real, parents, 0)  # padding hangs below the root
-        q = None if self.q is None else self.q.gather(1, order[..., None].expand(-1, -1, self.q.shape[-1]))
-        valid, emitted = self.valid.gather(1, order) & is_real, self.can_emit.gather(1, order)
+        q = (
+            None
+            if self.q is None
+            else self.q.gather(1, order[..., None].expand(-1, -1, self.q.shape[-1]))
+        )
+        valid = self.valid.gather(1, order) & is_real
+        emitted = self.can_emit.gather(1, order)
         tokens = self.tokens.gather(1, order)
         scores = None if self.scores is None else self.scores.gather(1, order)
         properties = self.children, q, self.draft_ids, self.height, self.max_children
@@ -132,24 +162,34 @@ class TokenTree:
     def size_stats(self) -> Tensor:
         """Statistics for a report, [B, 5].
 
-        The columns are the depth before pruning, the nodes that the target runs, those among them that are never emitted, the
-        pruned nodes, and the nodes whose children were scored for pruning.
+        The columns are the depth before pruning, the nodes that the target runs, those among them
+        that are never emitted, the pruned nodes, and the nodes whose children were scored for
+        pruning.
         """
         depth, run, idle = tree_stats(self.depths, self.valid, self.can_emit).unbind(1)
-        pruned = self.pruning or PruningStats(depth, torch.zeros_like(depth), torch.zeros_like(depth))
-        return torch.stack([pruned.depth_before, run, idle, pruned.num_dropped, pruned.num_judged], dim=1)
+        pruned = self.pruning or PruningStats(
+            depth, torch.zeros_like(depth), torch.zeros_like(depth)
+        )
+        return torch.stack(
+            [pruned.depth_before, run, idle, pruned.num_dropped, pruned.num_judged], dim=1
+        )
 
 
 @dataclass(frozen=True)
 class AcceptedPath:
-    """The result of verification: `counts[b]` nodes of `path[b]` are accepted, the root first, and `bonus[b]` follows them."""
+    """The result of verification: `counts[b]` nodes of `path[b]` are accepted, the root first,
+    and `bonus[b]` follows them.
+    """
 
     path: Tensor  # [B, P] node indices, ascending, padded with the last one
-    counts: Tensor  # [B] accepted nodes, the root included; equals the emitted tokens, the bonus included
+    # [B] accepted nodes, the root included; equals the emitted tokens, the bonus included
+    counts: Tensor
     bonus: Tensor  # [B] the next root
 
     def emitted_tokens(self, tree: TokenTree) -> Tensor:
-        """Return the tokens of the round [B, P]: the accepted nodes after the root, the bonus, then padding."""
+        """Return the tokens of the round [B, P]: the accepted nodes after the root, the bonus,
+        then padding.
+        """
         return gather_emitted(tree.tokens, self.path, self.counts, self.bonus)
 
     def trim_padding(self) -> "AcceptedPath":

@@ -10,9 +10,11 @@ TOKEN_BITS = 32  # bits of a token id
 
 
 class Trie:
-    """Nodes below a text's root, parents before children, siblings with distinct tokens, none heavier than its parent.
+    """Nodes below a text's root, parents before children, siblings with distinct tokens, none
+    heavier than its parent.
 
-    A weight orders nodes; where drafts of several sources are merged, it is the probability that the node is accepted.
+    A weight orders nodes; where drafts of several sources are merged, it is the probability that
+    the node is accepted.
     """
 
     is_calibrated = False  # whether weights are such probabilities, with 1 at the root
@@ -22,7 +24,8 @@ class Trie:
         self.parents = [-1]
         self.depths = [0]
         self.weights = [0.0]
-        self.child_index: dict[int, int] = {}  # (parent << 32 | token) -> node; tuples would burden the garbage collector
+        # (parent << 32 | token) -> node; tuples would burden the garbage collector
+        self.child_index: dict[int, int] = {}
 
     @classmethod
     def from_continuations(cls, continuations: Iterable[Sequence[int]]) -> Trie:
@@ -36,9 +39,13 @@ class Trie:
     def from_arrays(cls, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> Trie:
         """Make a trie of arrays [N] that list its nodes, the root first; all weights are 0."""
         trie = cls()
-        trie.tokens[1:], trie.parents[1:], trie.depths[1:] = (part[1:].tolist() for part in (tokens, parents, depths))
+        trie.tokens[1:], trie.parents[1:], trie.depths[1:] = (
+            part[1:].tolist() for part in (tokens, parents, depths)
+        )
         trie.weights = [0.0] * len(tokens)
-        trie.child_index = dict(zip((parents << TOKEN_BITS | tokens)[1:].tolist(), range(1, len(tokens))))
+        trie.child_index = dict(
+            zip((parents << TOKEN_BITS | tokens)[1:].tolist(), range(1, len(tokens)))
+        )
         return trie
 
     def __len__(self) -> int:
@@ -71,7 +78,9 @@ class Trie:
         return nodes
 
     def best_nodes(self, depth: int, budget: int) -> list[int]:
-        """Return the `budget` heaviest nodes down to a depth, the root included, in ascending order; ties go to the first."""
+        """Return the `budget` heaviest nodes down to a depth, the root included, in ascending
+        order; ties go to the first.
+        """
         return sorted(self.rank_nodes(depth, budget))
 
     def rank_nodes(self, depth: int, budget: int) -> list[int]:

@@ -34,10 +34,14 @@ LAUNCH = EngineLaunch("TARGET", dtype="float32")
 
 
 class TimedServer(Server):
-    """Answers with the text that it gets. Every fifth round drafts nothing and takes long, and must not count."""
+    """Answers with the text that it gets. Every fifth round drafts nothing and takes long, and
+    must not count.
+    """
 
     name = "llamacpp"
-    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(has_lookup=True, starts_quickly=True)
+    capabilities: ClassVar[ServerCapabilities] = ServerCapabilities(
+        has_lookup=True, starts_quickly=True
+    )
     settings: EngineSettings
     # Launch of the running engine, and the number of starts.
     launch: ClassVar[EngineLaunch] = LAUNCH
@@ -46,17 +50,28 @@ class TimedServer(Server):
     def check_ready(self) -> ServedModel:
         return ServedModel("tiny", 512)
 
-    async def request_completion(self, client: HttpClient, request: CompletionRequest) -> Completion:
+    async def request_completion(
+        self, client: HttpClient, request: CompletionRequest
+    ) -> Completion:
         drafter = type(self).launch.drafter
-        count = 0 if drafter is None else int((self.settings.extra or {}).get("num_assistant_tokens", drafter.num_tokens))
+        count = (
+            0
+            if drafter is None
+            else int((self.settings.extra or {}).get("num_assistant_tokens", drafter.num_tokens))
+        )
         drafting = 0.0 if drafter is None or drafter.path is None else DRAFTING * count
         full = TimedStep(count, count, (FORWARD[count + 1] + drafting) / 1000)
         steps = [
-            full if number % 5 or not count else TimedStep(0, 0, 1.0) for number in range(1, self.num_rounds(request, count))
+            full if number % 5 or not count else TimedStep(0, 0, 1.0)
+            for number in range(1, self.num_rounds(request, count))
         ]
-        ids = [request.prompt[index % len(request.prompt)] for index in range(request.max_new_tokens)]
+        ids = [
+            request.prompt[index % len(request.prompt)] for index in range(request.max_new_tokens)
+        ]
         answer: Any = {"role": "assistant", "content": ""}
-        return Completion(answer, "length", len(ids), RequestTimes(1.0), token_ids=ids, timed_steps=tuple(steps))
+        return Completion(
+            answer, "length", len(ids), RequestTimes(1.0), token_ids=ids, timed_steps=tuple(steps)
+        )
 
     def num_rounds(self, request: CompletionRequest, count: int) -> int:
         return request.max_new_tokens // (count + 1)
@@ -84,7 +99,9 @@ def fake_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [TimedServer, ChoosingServer])
-def test_programmed_times_are_the_measured_ones(kind: type[TimedServer], capsys: pytest.CaptureFixture[str]) -> None:
+def test_programmed_times_are_the_measured_ones(
+    kind: type[TimedServer], capsys: pytest.CaptureFixture[str]
+) -> None:
     server = kind(EngineSettings(extra={"top_k": 1}))
     options = EngineBench(rows=[1, 2, 4, 8], lengths=[64, 4000]).complete(server)
     real = EngineLaunch("TARGET", dtype="float32", drafter=DrafterLaunch("eagle3", "DIR", 3))
@@ -95,8 +112,13 @@ def test_programmed_times_are_the_measured_ones(kind: type[TimedServer], capsys:
     assert {(each.rows, each.seconds.median) for each in times.forwards} == {
         (rows, FORWARD[rows] / 1000) for rows in (1, 2, 4, 8)
     }
-    assert {(count, value) for (_, count), values in rounds.items() for value in values} == {(1, 0.014), (3, 0.026)}
-    assert times.ratios(64) == pytest.approx({1: 1.2, 3: 2.0, 7: 3.0}) and times.settings == {"extra": {"top_k": 1}}
+    assert {(count, value) for (_, count), values in rounds.items() for value in values} == {
+        (1, 0.014),
+        (3, 0.026),
+    }
+    assert times.ratios(64) == pytest.approx({1: 1.2, 3: 2.0, 7: 3.0}) and times.settings == {
+        "extra": {"top_k": 1}
+    }
     order = [0, 7, 3] if kind is ChoosingServer else [0, 1, 3, 7, 1, 3]
     assert TimedServer.starts == [*order, *reversed(order)]
     print_times(times)
@@ -138,9 +160,14 @@ def test_settings_that_measure_nothing_are_refused(settings: dict[str, Any], mes
 
 
 def test_only_engines_with_a_lookup_are_measured() -> None:
-    for node, message in (({}, "server: say"), ({"_target_": "spectrain.servers.openai.OpenAIServer"}, "server=openai")):
+    for node, message in (
+        ({}, "server: say"),
+        ({"_target_": "spectrain.servers.openai.OpenAIServer"}, "server=openai"),
+    ):
         with pytest.raises(UserError, match=message):
             bench.make_server(RunSpec.from_nodes({"server": node}))
-    timer = bench.EngineTimer(TimedServer(EngineSettings()), EngineBench(rows=[1, 8], rounds=40), {}, range(9))
+    timer = bench.EngineTimer(
+        TimedServer(EngineSettings()), EngineBench(rows=[1, 8], rounds=40), {}, range(9)
+    )
     with pytest.raises(UserError, match="fewer rounds"):
         asyncio.run(timer.make_prompts())

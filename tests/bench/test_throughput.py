@@ -1,4 +1,6 @@
-"""The benchmarks and the doctor run and say what they measured; how fast it is, is not a test's business."""
+"""The benchmarks and the doctor run and say what they measured; how fast it is, is not a test's
+business.
+"""
 
 import re
 import sys
@@ -14,17 +16,33 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 @pytest.mark.slow
-def test_bench_decode_prints_ratios(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command prints a row for every number of rows, and spectrain's decoding against generate."""
+def test_bench_decode_prints_ratios(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command prints a row for every number of rows, and spectrain's decoding against
+    generate.
+    """
     run(monkeypatch, "bench", "decode", "target=tiny", "eval.limit=2", "eval.max_new_tokens=6")
     printed = capsys.readouterr().out
     assert all(re.search(rf"[|│]\s+{rows} [|│]", printed) for rows in (1, 8, 64))
     assert "interleaved" in printed and "times as long as spectrain" in " ".join(printed.split())
 
 
-def test_bench_train_prints_throughput(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens per second, total and supervised, and the share of data, target, drafter, other processes and rest."""
-    run(monkeypatch, "bench", "train", "recipe=eagle3", "target=tiny", "data.limit=20", "data.max_length=96")
+def test_bench_train_prints_throughput(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens per second, total and supervised, and the share of data, target, drafter, other
+    processes and rest.
+    """
+    run(
+        monkeypatch,
+        "bench",
+        "train",
+        "recipe=eagle3",
+        "target=tiny",
+        "data.limit=20",
+        "data.max_length=96",
+    )
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(r"\d+ tokens/s, \d+ supervised", printed)
     assert re.search(r"data \d+%, target \d+%, drafter \d+%, others \d+%, rest \d+%", printed)

@@ -29,7 +29,17 @@ def test_words_are_converted_to_the_types_of_the_constructor() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["part=two", "toy=1", "seconds=fast", "seconds=true", "lengths=3", "other=1", "toy", "target=a"]
+    "word",
+    [
+        "part=two",
+        "toy=1",
+        "seconds=fast",
+        "seconds=true",
+        "lengths=3",
+        "other=1",
+        "toy",
+        "target=a",
+    ],
 )
 def test_mistakes_are_named(word: str) -> None:
     """The last word is right, but `out`, which has no default, is missing."""
@@ -37,7 +47,9 @@ def test_mistakes_are_named(word: str) -> None:
         parse_settings(Example, [word])
 
 
-def test_help_lists_the_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["example", "--help"])
     run_benchmark(Example)
     assert capsys.readouterr().out.rstrip("\n") == describe_settings(Example)

@@ -1,4 +1,6 @@
-"""A conversation in the terminal says what decoding says, shows it as it comes, and remembers it."""
+"""A conversation in the terminal says what decoding says, shows it as it comes, and remembers
+it.
+"""
 
 import io
 import os
@@ -60,7 +62,8 @@ class RecordingOutput(PlainOutput):
 def make_prompt(target: Target, *texts: str) -> list[int]:
     """Return the prompt of a conversation of user and assistant in turn."""
     return tokenize_prompt(
-        target.template, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+        target.template,
+        [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)],
     )
 
 
@@ -77,7 +80,9 @@ def decode_text(target: Target, output: list[int]) -> str:
 @pytest.fixture
 def chat_session(tiny: Target) -> TerminalChat:
     """Return a conversation with the tiny target through n-gram lookup."""
-    return TerminalChat(Chat(max_new_tokens=24), Session(tiny, Greedy(), Ngram(tiny), Chain(3)), RecordingOutput())
+    return TerminalChat(
+        Chat(max_new_tokens=24), Session(tiny, Greedy(), Ngram(tiny), Chain(3)), RecordingOutput()
+    )
 
 
 def get_output(chat_session: TerminalChat) -> RecordingOutput:
@@ -87,24 +92,34 @@ def get_output(chat_session: TerminalChat) -> RecordingOutput:
 
 @pytest.mark.parametrize("captured", [False, True], ids=["loop", "engine"])
 def test_a_watcher_sees_every_round_and_changes_nothing(tiny: Target, captured: bool) -> None:
-    """The output grows round by round to what is returned, which is what comes without a watcher."""
+    """The output grows round by round to what is returned, which is what comes without a
+    watcher.
+    """
     prompts = [make_prompt(tiny, QUESTION), make_prompt(tiny, "Hi")]
     outputs_by_round: list[list[list[int]]] = []
-    record_outputs = lambda generations: outputs_by_round.append([list(generation.output) for generation in generations])  # noqa: E731
+
+    def record_outputs(generations):
+        return outputs_by_round.append([list(generation.output) for generation in generations])
+
     if captured:
         generations = CapturedRunner(tiny, Greedy()).decode(prompts, 24, on_round=record_outputs)
     else:
-        generations = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(prompts, 24, on_round=record_outputs)
+        generations = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(
+            prompts, 24, on_round=record_outputs
+        )
     plain = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3))
     assert (
-        [generation.output for generation in generations] == [generation.output for generation in plain] == outputs_by_round[-1]
+        [generation.output for generation in generations]
+        == [generation.output for generation in plain]
+        == outputs_by_round[-1]
     )
     for row, answer in enumerate(generations):
         lengths = [len(texts[row]) for texts in outputs_by_round]
         assert lengths[0] == 1 and lengths == sorted(lengths)
         if not captured:  # the engine looks every few rounds
             assert lengths[1 : 1 + len(answer.round_lengths)] == [
-                min(1 + sum(answer.round_lengths[:n]), len(answer.output)) for n in range(1, 1 + len(answer.round_lengths))
+                min(1 + sum(answer.round_lengths[:n]), len(answer.output))
+                for n in range(1, 1 + len(answer.round_lengths))
             ]
         assert all(answer.output[: len(texts[row])] == texts[row] for texts in outputs_by_round)
 
@@ -113,15 +128,24 @@ FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
 
 
 @pytest.mark.parametrize(
-    "text", ["caf\u00e9 \U0001f389 na\u00efve", f"\u4e2d\u6587 \u03b1\u03b2 {FAMILY}", " two  spaces\n\n\tand tabs "]
-)  # fmt: skip
+    "text",
+    [
+        "caf\u00e9 \U0001f389 na\u00efve",
+        f"\u4e2d\u6587 \u03b1\u03b2 {FAMILY}",
+        " two  spaces\n\n\tand tabs ",
+    ],
+)
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_characters_are_never_torn(tiny: Target, text: str, cut: int) -> None:
-    """Streamed pieces hold whole characters and join to the text of all tokens, whatever the rounds; a cut one comes last."""
+    """Streamed pieces hold whole characters and join to the text of all tokens, whatever the
+    rounds; a cut one comes last.
+    """
     tokens = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
     tokens = tokens[: len(tokens) - cut]
     for width in (1, 2, 3):
-        stream, generation, pieces = TextStream(tiny), Generation([]), list[TextPiece]()
+        stream = TextStream(tiny)
+        generation = Generation([])
+        pieces = list[TextPiece]()
         for first in range(0, len(tokens), width):
             generation.output += tokens[first : first + width]
             generation.round_lengths.append(width)
@@ -132,29 +156,48 @@ def test_characters_are_never_torn(tiny: Target, text: str, cut: int) -> None:
 
 
 def test_pieces_tell_who_proposed_them(tiny: Target, chat_session: TerminalChat) -> None:
-    """The first token is the prefill's; in each round all but the last were drafted; the end token is not shown."""
+    """The first token is the prefill's; in each round all but the last were drafted; the end
+    token is not shown.
+    """
     generation = chat_session.answer_question(QUESTION)
     assert generation is not None and max(generation.round_lengths) > 1
     pieces = get_output(chat_session).pieces[:-1]  # without the rest, which is empty
     assert (pieces[0].round, pieces[0].is_drafted) == (0, False)
     for number, count in enumerate(generation.complete_round_lengths, 1):
-        assert [piece.is_drafted for piece in pieces if piece.round == number] == [True] * (count - 1) + [False]
+        assert [piece.is_drafted for piece in pieces if piece.round == number] == [True] * (
+            count - 1
+        ) + [False]
     assert get_output(chat_session).text == decode_text(tiny, generation.output)
 
 
-def test_an_answer_is_the_targets_own_with_the_conversation_before_it(tiny: Target, chat_session: TerminalChat) -> None:
-    """Each answer is what the target says by itself to all that was said; without the drafter, and once more, too."""
-    first, second = "What is a bee?", "And a bear?"
+def test_an_answer_is_the_targets_own_with_the_conversation_before_it(
+    tiny: Target, chat_session: TerminalChat
+) -> None:
+    """Each answer is what the target says by itself to all that was said; without the drafter,
+    and once more, too.
+    """
+    first = "What is a bee?"
+    second = "And a bear?"
     chat_session.answer_question(first)
     answer = get_output(chat_session).text
     assert answer == decode_alone(tiny, make_prompt(tiny, first), 24)
     following = decode_alone(tiny, make_prompt(tiny, first, answer, second), 24)
     for line in (second, "/drafter", "/again"):
         get_output(chat_session).pieces = []
-        chat_session.run_command(line) if line.startswith("/") else chat_session.answer_question(line)
+        chat_session.run_command(line) if line.startswith("/") else chat_session.answer_question(
+            line
+        )
         assert get_output(chat_session).text == ("" if line == "/drafter" else following)
-    assert [message["content"] for message in chat_session.messages] == [first, answer, second, following]
-    assert chat_session.speeds[False].answers == 1 and chat_session.speeds[False].tokens_per_forward == 1
+    assert [message["content"] for message in chat_session.messages] == [
+        first,
+        answer,
+        second,
+        following,
+    ]
+    assert (
+        chat_session.speeds[False].answers == 1
+        and chat_session.speeds[False].tokens_per_forward == 1
+    )
     chat_session.run_command("/stats")
     assert "ratio" in get_output(chat_session).console.file.getvalue()  # type: ignore[attr-defined]
     chat_session.run_command("/reset")
@@ -162,18 +205,25 @@ def test_an_answer_is_the_targets_own_with_the_conversation_before_it(tiny: Targ
     assert len(chat_session.messages) == 2
 
 
-def test_the_oldest_turns_are_forgotten_where_the_context_ends(tiny: Target, chat_session: TerminalChat) -> None:
-    """What no longer fits goes, in pairs and with a word; the system message and the question stay."""
+def test_the_oldest_turns_are_forgotten_where_the_context_ends(
+    tiny: Target, chat_session: TerminalChat
+) -> None:
+    """What no longer fits goes, in pairs and with a word; the system message and the question
+    stay.
+    """
     chat_session.system_messages = [{"role": "system", "content": "Be brief."}]
     long = "honey " * 60
     room = tiny.max_length - 24
     for _ in range(12):
         assert chat_session.answer_question(long) is not None
     messages = [*chat_session.system_messages, *chat_session.messages]
-    assert messages[0]["role"] == "system" and [message["role"] for message in chat_session.messages[::2]] == ["user"] * (
-        len(chat_session.messages) // 2
+    assert messages[0]["role"] == "system" and [
+        message["role"] for message in chat_session.messages[::2]
+    ] == ["user"] * (len(chat_session.messages) // 2)
+    assert (
+        len(chat_session.messages) < 24
+        and len(tokenize_prompt(tiny.template, messages[:-1])) <= room
     )
-    assert len(chat_session.messages) < 24 and len(tokenize_prompt(tiny.template, messages[:-1])) <= room
     assert any("left out" in note for note in get_output(chat_session).notes)
 
 
@@ -196,13 +246,23 @@ def test_an_interrupt_keeps_the_beginning(tiny: Target, chat_session: TerminalCh
     chat_session.output.show_pieces = stop  # type: ignore[method-assign]
     chat_session.answer_question("What is a bee?")
     assert "stopped" in get_output(chat_session).notes[-1]
-    assert chat_session.messages[-1] == {"role": "assistant", "content": get_output(chat_session).text}
-    assert decode_alone(tiny, make_prompt(tiny, "What is a bee?"), 24).startswith(get_output(chat_session).text)
+    assert chat_session.messages[-1] == {
+        "role": "assistant",
+        "content": get_output(chat_session).text,
+    }
+    assert decode_alone(tiny, make_prompt(tiny, "What is a bee?"), 24).startswith(
+        get_output(chat_session).text
+    )
 
 
 @pytest.mark.parametrize(
     "line, word",
-    [("/hlep", "/help"), ("/drafter of", "/drafter off"), ("/again", "nothing was asked"), ("/stats now", "say /stats")],
+    [
+        ("/hlep", "/help"),
+        ("/drafter of", "/drafter off"),
+        ("/again", "nothing was asked"),
+        ("/stats now", "say /stats"),
+    ],
 )
 def test_a_wrong_command_is_named(chat_session: TerminalChat, line: str, word: str) -> None:
     """The note names the nearest command, and the conversation goes on."""
@@ -211,15 +271,20 @@ def test_a_wrong_command_is_named(chat_session: TerminalChat, line: str, word: s
 
 
 def render_terminal(shown: str, width: int) -> list[str]:
-    """Return the lines that a terminal shows, from the few codes that are used: colours, up a line, an emptied line."""
-    lines, row, column = [""], 0, 0
+    """Return the lines that a terminal shows, from the few codes that are used: colours, up a
+    line, an emptied line.
+    """
+    lines = [""]
+    row = 0
+    column = 0
     for code, char in re.findall(r"(\x1b\[[\d;?]*[A-Za-z])|(.|\n|\r)", shown):
         if code.endswith("A"):
             row -= int(code[2:-1])
         elif code.endswith("K"):
             lines[row] = ""
         elif char == "\n":
-            row, column = row + 1, 0
+            row = row + 1
+            column = 0
             lines += [""] * (row == len(lines))
         elif char == "\r":
             column = 0
@@ -231,11 +296,17 @@ def render_terminal(shown: str, width: int) -> list[str]:
 
 
 def test_a_terminal_shows_the_answer_and_a_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every moment the screen holds the text so far, wrapped, and below it the newest status; at the end only the answer."""
+    """At every moment the screen holds the text so far, wrapped, and below it the newest status;
+    at the end only the answer.
+    """
     monkeypatch.setattr(chat_output, "REFRESH_SECONDS", -1.0)
     console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system="standard")
-    screen, text = TerminalOutput(console), ""
-    words = re.findall(r"\s*\S+", "The bees find\nthe hive. \n\nAll of them come home unreasonably often, and sing.")
+    screen = TerminalOutput(console)
+    text = ""
+    words = re.findall(
+        r"\s*\S+",
+        "The bees find\nthe hive. \n\nAll of them come home unreasonably often, and sing.",
+    )
     with screen.open_answer():
         for number, word in enumerate(words):
             screen.show_pieces([TextPiece(word, number, number % 2 == 0)], f"{number} tokens")
@@ -247,17 +318,24 @@ def test_a_terminal_shows_the_answer_and_a_status_line(monkeypatch: pytest.Monke
 
 
 def test_tokens_of_a_round_share_a_colour() -> None:
-    """Rounds that follow each other differ, and the target's own token looks unlike all drafted ones."""
+    """Rounds that follow each other differ, and the target's own token looks unlike all drafted
+    ones.
+    """
     drafted = [chat_output.piece_style(TextPiece("", number, True)) for number in range(1, 7)]
     assert all(style != following for style, following in zip(drafted, drafted[1:]))
     assert chat_output.piece_style(TextPiece("", 1, False)) not in drafted
 
 
 def run_chat(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, stdin: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *words: str,
+    stdin: str = "",
 ) -> tuple[Any, str, str]:
     """Return exit status, stdout and stderr of a chat."""
-    monkeypatch.setattr(sys, "argv", ["spectrain", "chat", "target=tiny", "chat.max_new_tokens=24", *words])
+    monkeypatch.setattr(
+        sys, "argv", ["spectrain", "chat", "target=tiny", "chat.max_new_tokens=24", *words]
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     status = 0
     try:
@@ -276,7 +354,10 @@ def test_scripts_get_the_answers_alone(
     status, out, err = run_chat(monkeypatch, capsys, "drafter=ngram", "--once", text)
     assert (status, out) == (0, expected + "\n") and "tokens/s" in err
     lines = f"{text}\n\n/reset\n{text}\n/exit\nnever asked\n"
-    assert run_chat(monkeypatch, capsys, "drafter=ngram", stdin=lines)[:2] == (0, f"{expected}\n" * 2)
+    assert run_chat(monkeypatch, capsys, "drafter=ngram", stdin=lines)[:2] == (
+        0,
+        f"{expected}\n" * 2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -287,7 +368,10 @@ def test_scripts_get_the_answers_alone(
         (("tree.budget=5",), "Eagle3, eagle2, 5 nodes, acceptance greedy"),
         (("chat.measured=false",), "Eagle3, eagle2, 16 nodes, acceptance greedy"),
         (("tree=chain", "tree.depth=2"), "Eagle3, chain of 2, acceptance greedy"),
-        (("tree=chain", "chat.measured=true"), "Eagle3 + retrieval, auto, up to 16 nodes, acceptance greedy"),
+        (
+            ("tree=chain", "chat.measured=true"),
+            "Eagle3 + retrieval, auto, up to 16 nodes, acceptance greedy",
+        ),
     ],
 )
 def test_a_drafter_chats_by_what_pays_here(
@@ -298,22 +382,29 @@ def test_a_drafter_chats_by_what_pays_here(
     words: tuple[str, ...],
     description: str,
 ) -> None:
-    """A chat uses copies and a measured tree, unless a tree is set or the rule needs drawn children; the answer is the same."""
+    """A chat uses copies and a measured tree, unless a tree is set or the rule needs drawn
+    children; the answer is the same.
+    """
     torch.manual_seed(0)
     drafter = Eagle3(tiny, vocab_size=512)
     save_drafter(
         tmp_path,
         drafter,
-        RunSpec.from_nodes(composed("drafter=eagle3", "+drafter.vocab_size=512", "target=tiny", "tree=eagle2")),
+        RunSpec.from_nodes(
+            composed("drafter=eagle3", "+drafter.vocab_size=512", "target=tiny", "tree=eagle2")
+        ),
     )
-    greetings, answer_question = [], TerminalChat.answer_question
+    greetings = []
+    answer_question = TerminalChat.answer_question
 
     def record_greeting(self: TerminalChat, text: str) -> Generation | None:
         greetings.append(self.greeting_text)
         return answer_question(self, text)
 
     monkeypatch.setattr(TerminalChat, "answer_question", record_greeting)
-    status, out, err = run_chat(monkeypatch, capsys, f"run={tmp_path}", *words, "--once", "What is a bee?")
+    status, out, err = run_chat(
+        monkeypatch, capsys, f"run={tmp_path}", *words, "--once", "What is a bee?"
+    )
     assert status == 0, err
     assert f"through {description}" in greetings[0]
     if "greedy" in description:
@@ -324,11 +415,17 @@ def test_a_system_message_is_a_sentence(
     tiny: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """chat.system may hold what hydra's grammar does not: apostrophes, commas, brackets."""
-    system, text = "Don't be long, (please)!", "Hi"
+    system = "Don't be long, (please)!"
+    text = "Hi"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     assert system in render_chat(tiny.template, messages)
-    status, out, _ = run_chat(monkeypatch, capsys, "drafter=ngram", f"chat.system={system}", "--once", text)
-    assert (status, out) == (0, decode_alone(tiny, tokenize_prompt(tiny.template, messages), 24) + "\n")
+    status, out, _ = run_chat(
+        monkeypatch, capsys, "drafter=ngram", f"chat.system={system}", "--once", text
+    )
+    assert (status, out) == (
+        0,
+        decode_alone(tiny, tokenize_prompt(tiny.template, messages), 24) + "\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,14 +442,19 @@ def test_a_system_message_is_a_sentence(
     ],
 )
 def test_a_mistake_is_a_single_sentence(
-    words: tuple[str, ...], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    expected: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The error names the setting and how to mend it."""
     status, out, err = run_chat(monkeypatch, capsys, *words)
     assert (status, out) == (2, "") and all(word in err for word in expected), err
 
 
-def test_only_a_chat_template_makes_a_chat(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_chat_template_makes_a_chat(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A base model without a chat template is refused."""
     monkeypatch.setattr(chat, "load_target", lambda config, folder: tiny)
     monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
@@ -369,8 +471,9 @@ def test_plain_text_is_continued(
     capsys: pytest.CaptureFixture[str],
     has_template: bool,
 ) -> None:
-    """With --raw the output is what generate writes after the text's own tokens, with and without a chat template, for --once
-    and for every line of stdin, which keeps its spaces and knows nothing of the lines before it."""
+    """With --raw the output is what generate writes after the text's own tokens, with and without a
+    chat template, for --once and for every line of stdin, which keeps its spaces and knows nothing
+    of the lines before it."""
     folder = tmp_path / "model"
     shutil.copytree(shallow_folder, folder)
     if not has_template:
@@ -378,35 +481,54 @@ def test_plain_text_is_continued(
     texts = ["  one two three one two", "The bee said "]
     with reference_model(shallow) as model:
         prompts = [list(shallow.tokenizer(text)["input_ids"]) for text in texts]
-        expected = [decode_text(shallow, generate(model, prompt, 24, shallow.stop_ids)) for prompt in prompts]
+        expected = [
+            decode_text(shallow, generate(model, prompt, 24, shallow.stop_ids))
+            for prompt in prompts
+        ]
     words = ["target=hf", f"target.model={folder}", "drafter=ngram", "--raw"]
     assert run_chat(monkeypatch, capsys, *words, "--once", texts[0])[:2] == (0, f"{expected[0]}\n")
     lines = f"{texts[0]}\n \n{texts[1]}\n /again\n/exit\n"
-    assert run_chat(monkeypatch, capsys, *words, stdin=lines)[:2] == (0, f"{expected[0]}\n{expected[1]}\n{expected[1]}\n")
+    assert run_chat(monkeypatch, capsys, *words, stdin=lines)[:2] == (
+        0,
+        f"{expected[0]}\n{expected[1]}\n{expected[1]}\n",
+    )
     if not has_template:
         status, out, err = run_chat(monkeypatch, capsys, *words[:-1], "--once", texts[0])
         assert (status, out) == (2, "") and "continue plain text with --raw" in err
 
 
-def test_plain_text_has_no_system_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_text_has_no_system_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The error names the key and the flag."""
-    status, out, err = run_chat(monkeypatch, capsys, "drafter=ngram", "--raw", "chat.system=Be short.")
-    assert (status, out) == (2, "") and "chat.system: plain text has no system message" in err and "--raw" in err
+    status, out, err = run_chat(
+        monkeypatch, capsys, "drafter=ngram", "--raw", "chat.system=Be short."
+    )
+    assert (
+        (status, out) == (2, "")
+        and "chat.system: plain text has no system message" in err
+        and "--raw" in err
+    )
 
 
 @pytest.mark.slow
 def test_keys_of_a_terminal() -> None:
-    """In a real terminal Ctrl-C stops an answer, and at the prompt says how to leave; Ctrl-D leaves with status 0."""
+    """In a real terminal Ctrl-C stops an answer, and at the prompt says how to leave; Ctrl-D
+    leaves with status 0.
+    """
     words = ["chat", "drafter=ngram", "target=tiny", "chat.max_new_tokens=900"]
     child, terminal = pty.fork()
     if child == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a job in the background was started without
+        # which a job in the background was started without
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.environ.update(TERM="xterm", COLUMNS="80")
         os.execv(sys.executable, [sys.executable, "-m", "spectrain", *words])
     shown = b""
 
     def wait_for(mark: bytes, key: bytes = b"") -> None:
-        """Press the key, and again after a second without a word: one that comes just before readline waits is lost."""
+        """Press the key, and again after a second without a word: one that comes just before
+        readline waits is lost.
+        """
         nonlocal shown
         start = len(shown)
         for _ in range(120):
@@ -425,7 +547,8 @@ def test_keys_of_a_terminal() -> None:
         wait_for(b"> ")
         assert b"stopped; " in shown
         wait_for(b"Ctrl-D leaves", key=b"\x03")
-        with pytest.raises(OSError, match="Input/output"):  # the other side of the terminal is closed
+        # the other side of the terminal is closed
+        with pytest.raises(OSError, match="Input/output"):
             wait_for(b"the end", key=b"\x04")
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     except BaseException:

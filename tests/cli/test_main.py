@@ -1,4 +1,6 @@
-"""The command line: a mistake of the user's ends in one sentence and status 2, and leaves no run folder behind."""
+"""The command line: a mistake of the user's ends in one sentence and status 2, and leaves no run
+folder behind.
+"""
 
 import json
 import os
@@ -17,13 +19,17 @@ from spectrain.config.build import check_config
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 
-GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})
+GOOD = json.dumps(
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
+)
 TRAIN = ("train", "recipe=eagle3", "target=tiny", "eval=none", "trainer.max_steps=1", "run=out")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the working directory: good and bad data, a folder that holds a run, and a target without weights."""
+    """Make the working directory: good and bad data, a folder that holds a run, and a target
+    without weights.
+    """
     (tmp_path / "good.jsonl").write_text(GOOD + "\n")
     (tmp_path / "bad.jsonl").write_text(GOOD + "\nnot JSON\n")
     (tmp_path / "taken").mkdir()
@@ -37,7 +43,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def train_words(*changes: str) -> tuple[str, ...]:
     """Return a training command with some settings changed; KEY alone leaves a setting out."""
     keys = {change.split("=")[0] for change in changes}
-    return (*(word for word in TRAIN if word.split("=")[0] not in keys), *(change for change in changes if "=" in change))
+    return (
+        *(word for word in TRAIN if word.split("=")[0] not in keys),
+        *(change for change in changes if "=" in change),
+    )
 
 
 def regenerate_words(*changes: str) -> tuple[str, ...]:
@@ -62,16 +71,31 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown drafter key": (train_words("drafter.ttt_step=1"), ("drafter.ttt_step", "ttt_steps")),
     "a group's runtime object": (train_words("drafter.target=tiny"), ("drafter.target",)),
     "number misspelt": (train_words("trainer.lr=abc"), ("trainer.lr=abc", "float")),
-    "fraction for a count": (train_words("trainer.max_steps=1.5"), ("trainer.max_steps=1.5", "int")),
-    "unknown value of a choice": (train_words("drafter.loss=forward_kll"), ("drafter.loss=forward_kll", "forward_kl")),
+    "fraction for a count": (
+        train_words("trainer.max_steps=1.5"),
+        ("trainer.max_steps=1.5", "int"),
+    ),
+    "unknown value of a choice": (
+        train_words("drafter.loss=forward_kll"),
+        ("drafter.loss=forward_kll", "forward_kl"),
+    ),
     "null for a number": (train_words("trainer.lr=null"), ("trainer.lr", "float")),
     "rate of zero": (train_words("trainer.lr=0"), ("trainer.lr=0",)),
     "resume misspelt": (train_words("trainer.resume=yes"), ("trainer.resume", "auto")),
-    "resume without run": (train_words("run", "trainer.resume=auto"), ("trainer.resume=auto", "run=")),
+    "resume without run": (
+        train_words("run", "trainer.resume=auto"),
+        ("trainer.resume=auto", "run="),
+    ),
     "data.path missing": (train_words("data=jsonl"), ("data.path",)),
-    "data file missing": (train_words("data=jsonl", "data.path=none.jsonl"), ("data.path=none.jsonl",)),
+    "data file missing": (
+        train_words("data=jsonl", "data.path=none.jsonl"),
+        ("data.path=none.jsonl",),
+    ),
     "data line bad": (train_words("data=jsonl", "data.path=bad.jsonl"), ("bad.jsonl, line 2",)),
-    "prompts missing": (train_words("eval=default", "eval.prompts=none.jsonl"), ("eval.prompts=none.jsonl",)),
+    "prompts missing": (
+        train_words("eval=default", "eval.prompts=none.jsonl"),
+        ("eval.prompts=none.jsonl",),
+    ),
     "run folder taken": (train_words("run=taken"), ("run=taken", "trainer.resume=auto")),
     "run is a file": (train_words("run=good.jsonl"), ("run=good.jsonl",)),
     "run of no name": (train_words("run="), ("run=", "empty")),
@@ -80,17 +104,32 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         train_words("eval=default", "eval.name=../../escape"),
         ("eval.name=../../escape", "one folder"),
     ),
-    "a score's name is a path": (train_words("eval=default", "eval.name=/tmp/escape"), ("eval.name=/tmp/escape", "one folder")),
-    "a score's name is above": (train_words("eval=default", "eval.name=.."), ("eval.name=..", "one folder")),
+    "a score's name is a path": (
+        train_words("eval=default", "eval.name=/tmp/escape"),
+        ("eval.name=/tmp/escape", "one folder"),
+    ),
+    "a score's name is above": (
+        train_words("eval=default", "eval.name=.."),
+        ("eval.name=..", "one folder"),
+    ),
     "a score without a name": (train_words("eval=default", "eval.name="), ("eval.name=", "empty")),
-    "a command as family": (train_words("drafter._target_=os.system"), ("drafter._target_", "no such key")),
+    "a command as family": (
+        train_words("drafter._target_=os.system"),
+        ("drafter._target_", "no such key"),
+    ),
     "an order as a value": (
         train_words("recipe", "drafter=causal", "drafter.architecture={_target_: os.system}"),
         ("drafter.architecture._target_", "order"),
     ),
     "target.model missing": (train_words("target=hf"), ("target.model",)),
-    "target without weights": (train_words("target=hf", "target.model=weightless"), ("target.model=weightless",)),
-    "target is no directory": (train_words("target=hf", "target.model=./none"), ("target.model=./none",)),
+    "target without weights": (
+        train_words("target=hf", "target.model=weightless"),
+        ("target.model=weightless",),
+    ),
+    "target is no directory": (
+        train_words("target=hf", "target.model=./none"),
+        ("target.model=./none",),
+    ),
     "dtype unheard of": (train_words("target.dtype=int3"), ("target.dtype=int3", "float32")),
     "override without a value": ((*TRAIN, "trainer"), ("trainer",)),
     "eval of nothing": (("eval",), ("run=",)),
@@ -101,13 +140,27 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("index=1", "0 to 0"),
     ),
     "regenerate to nowhere": (("data", "regenerate", "target=tiny"), ("out", "out=DIR")),
-    "regenerate, unknown key": (regenerate_words("sampling.temprature=1"), ("sampling.temprature", "temperature")),
+    "regenerate, unknown key": (
+        regenerate_words("sampling.temprature=1"),
+        ("sampling.temprature", "temperature"),
+    ),
     "regenerate, unknown writer": (regenerate_words("writer=vllm"), ("writer=vllm", "engine")),
-    "regenerate, turns misspelt": (regenerate_words("regenerate.turns=last"), ("regenerate.turns=last", "first")),
-    "regenerate by a server and a target": (regenerate_words("server=vllm"), ("target", "server.model")),
-    "regenerate by a server and a tree": (regenerate_words("server=vllm", "tree=chain", "target"), ("tree", "server.model")),
+    "regenerate, turns misspelt": (
+        regenerate_words("regenerate.turns=last"),
+        ("regenerate.turns=last", "first"),
+    ),
+    "regenerate by a server and a target": (
+        regenerate_words("server=vllm"),
+        ("target", "server.model"),
+    ),
+    "regenerate by a server and a tree": (
+        regenerate_words("server=vllm", "tree=chain", "target"),
+        ("tree", "server.model"),
+    ),
     "regenerate by no server": (
-        regenerate_words("server=openai", "server.model=m", "server.url=http://127.0.0.1:9/v1", "target"),
+        regenerate_words(
+            "server=openai", "server.model=m", "server.url=http://127.0.0.1:9/v1", "target"
+        ),
         ("server.url=http://127.0.0.1:9/v1", "no server answers"),
     ),
     "regenerate, a tree for nothing": (regenerate_words("tree=chain"), ("tree", "run=")),
@@ -115,24 +168,39 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "regenerate among other files": (regenerate_words("out=."), ("out=.", "manifest.json")),
     "check what is not there": (regenerate_words("check=true"), ("out=out", "manifest.json")),
     "recipe without =": (("train", "recipe", "eagle3"), ("recipe=eagle3",)),
-    "recipe in three words": (("train", "recipe", "=", "eagle3"), ("recipe=eagle3", "without spaces")),
+    "recipe in three words": (
+        ("train", "recipe", "=", "eagle3"),
+        ("recipe=eagle3", "without spaces"),
+    ),
     "recipe as a command": (("recipe", "eagle3"), ("recipes",)),
     "recipe misspelt": (train_words("recipe", "receipe=eagle3"), ("receipe", "nearest", "recipe")),
     "recipe in capitals": (train_words("recipe=EAGLE3"), ("recipe=EAGLE3", "eagle3")),
     "recipe with dashes": (("train", "--recipe=eagle3"), ("recipe=VALUE", "dashes")),
     "several recipes": (train_words("recipe=eagle3,medusa1"), ("recipe=eagle3,medusa1", "-m")),
-    "several settings in quotes": (train_words("recipe=eagle3 tree=chain"), ("one pair of quotes",)),
+    "several settings in quotes": (
+        train_words("recipe=eagle3 tree=chain"),
+        ("one pair of quotes",),
+    ),
     "train for trainer": (train_words("train.lr=1"), ("train", "trainer.lr")),
     "key without its group": (train_words("lr=1"), ("lr", "trainer.lr")),
     "key of several groups": (train_words("model=x"), ("target.model",)),
     "key with dashes": ((*TRAIN, "--max-steps", "3"), ("--max-steps", "trainer.max_steps=VALUE")),
     "no key": ((*TRAIN, "=3"), ("=3", "KEY=VALUE")),
     "number for a choice": (train_words("trainer=3"), ("trainer=3", "default")),
-    "target by the model's name": (train_words("target=Llama"), ("target=Llama", "target=hf target.model=")),
+    "target by the model's name": (
+        train_words("target=Llama"),
+        ("target=Llama", "target=hf target.model="),
+    ),
     "target by its place": (train_words("target=org/name"), ("target=hf target.model=org/name",)),
     "data by its file": (train_words("data=good.jsonl"), ("data=jsonl data.path=good.jsonl",)),
-    "path for data without one": (train_words("data.path=good.jsonl"), ("data.path", "data=hub, jsonl")),
-    "temperature of greedy": (train_words("acceptance.temperature=1"), ("acceptance.temperature", "match")),
+    "path for data without one": (
+        train_words("data.path=good.jsonl"),
+        ("data.path", "data=hub, jsonl"),
+    ),
+    "temperature of greedy": (
+        train_words("acceptance.temperature=1"),
+        ("acceptance.temperature", "match"),
+    ),
     "number with a unit": (train_words("data.limit=10k"), ("data.limit=10k", "without a unit")),
     "comma in a number": (train_words("trainer.lr=0,001"), ("trainer.lr=0,001", "-m", "point")),
     "None for null": (train_words("data.limit=None"), ("data.limit=None", "write null")),
@@ -141,40 +209,74 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "flag misspelt": (("plan", "recipe=eagle3", "--jsn"), ("--jsn", "--json")),
     "flag of doctor misspelt": (("doctor", "--jsn"), ("--jsn", "--json")),
     "unknown part to show": ((*TRAIN, "--cfg", "jobb"), ("--cfg jobb", "job")),
-    "no folder of configurations": ((*TRAIN, "--config-dir", "none"), ("--config-dir none", "folder")),
+    "no folder of configurations": (
+        (*TRAIN, "--config-dir", "none"),
+        ("--config-dir none", "folder"),
+    ),
     "run without its key": (("eval", "taken"), ("taken", "run=taken")),
-    "training key for eval": (("eval", "run=taken", "trainer.lr=1"), ("trainer", "there is no such key")),
+    "training key for eval": (
+        ("eval", "run=taken", "trainer.lr=1"),
+        ("trainer", "there is no such key"),
+    ),
     "chat with nobody": (("chat",), ("run=", "drafter=ngram")),
-    "drafter.init is no drafter": (train_words("drafter.init=taken"), ("drafter.init=taken", "drafter")),
+    "drafter.init is no drafter": (
+        train_words("drafter.init=taken"),
+        ("drafter.init=taken", "drafter"),
+    ),
     "data command left out": (("data",), ("data inspect", "data store")),
     "unknown shell": (("completion", "bsh"), ("bsh", "bash")),
     "no shell": (("completion",), ("completion bash",)),
     "recipe that is none": (("recipes", "eagle"), ("eagle", "eagle3")),
-    "sweep of a misspelt recipe": (("train", "-m", "recipe=eagle3,eagl"), ("recipe=eagl", "eagle3")),
+    "sweep of a misspelt recipe": (
+        ("train", "-m", "recipe=eagle3,eagl"),
+        ("recipe=eagl", "eagle3"),
+    ),
     "benchmark that moved": (("bench", "kernels"), ("bench kernels", "bench train")),
     "export of nothing": (("export", "format=vllm"), ("run", "run=runs/NAME")),
     "convert to nothing": (("convert", "taken", "out"), ("--to",)),
-    "convert without a drafter": (("convert", "out=out", "format=vllm"), ("run", "IN OUT --to vllm")),
-    "convert to a folder too many": (("convert", "taken", "out", "more", "--to", "vllm"), ("more", "KEY=VALUE")),
+    "convert without a drafter": (
+        ("convert", "out=out", "format=vllm"),
+        ("run", "IN OUT --to vllm"),
+    ),
+    "convert to a folder too many": (
+        ("convert", "taken", "out", "more", "--to", "vllm"),
+        ("more", "KEY=VALUE"),
+    ),
     "convert to no format": (("convert", "taken", "out", "--to"), ("--to", "IN OUT --to vllm")),
-    "convert, key misspelt": (("convert", "run=taken", "fromat=vllm", "out=out"), ("fromat", "format")),
-    "convert, target misspelt": (("convert", "run=taken", "format=vllm", "out=out", "target=tiney"), ("target=tiney", "tiny")),
+    "convert, key misspelt": (
+        ("convert", "run=taken", "fromat=vllm", "out=out"),
+        ("fromat", "format"),
+    ),
+    "convert, target misspelt": (
+        ("convert", "run=taken", "format=vllm", "out=out", "target=tiney"),
+        ("target=tiney", "tiny"),
+    ),
     "lint of nothing": (("lint", "none"), ("none", "config.json")),
     "lint of nothing by key": (("lint", "run=none"), ("none", "config.json")),
     "lint of nobody": (("lint",), ("run", "lint DIR")),
     "lint, flag misspelt": (("lint", "taken", "--targt", "tiny"), ("--targt", "--target")),
     "chat asked nothing": (("chat", "drafter=ngram", "--once"), ("--once", "What is a bee?")),
-    "inspect with a training key": (("data", "inspect", "target=tiny", "trainer.lr=1"), ("trainer",)),
+    "inspect with a training key": (
+        ("data", "inspect", "target=tiny", "trainer.lr=1"),
+        ("trainer",),
+    ),
 }
 
 
 def check_mistake(status: Any, stderr: str, expected: tuple[str, ...], folder: Path) -> None:
-    """Check for status 2, a sentence that names every expected word, no traceback, and nothing written."""
+    """Check for status 2, a sentence that names every expected word, no traceback, and nothing
+    written.
+    """
     assert status == 2, stderr
     assert stderr.count("\n") == 1, stderr
     assert stderr.startswith("spectrain: ") and "Traceback" not in stderr
     assert all(word in stderr for word in expected), stderr
-    assert sorted(path.name for path in folder.iterdir()) == ["bad.jsonl", "good.jsonl", "taken", "weightless"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "bad.jsonl",
+        "good.jsonl",
+        "taken",
+        "weightless",
+    ]
     assert [path.name for path in (folder / "taken").iterdir()] == ["config.yaml"]
 
 
@@ -199,14 +301,23 @@ def test_mistake_is_a_single_sentence(
 def test_mistake_is_a_single_sentence_from_the_shell(name: str, folder: Path) -> None:
     """The whole program, imports and warnings included, says nothing else on stderr."""
     words, expected = MISTAKES[name]
-    ran = subprocess.run([sys.executable, "-m", "spectrain", *words], capture_output=True, text=True, check=False, cwd=folder,
-                         env={k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"})  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-m", "spectrain", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"},
+    )
     check_mistake(ran.returncode, ran.stderr, expected, folder)
 
 
 @pytest.mark.parametrize("words, status", [((), 2), (("--help",), 0), (("help",), 0)])
 def test_usage_lists_the_commands(
-    words: tuple[str, ...], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """No command at all is a mistake, help is not; both show what there is."""
     monkeypatch.setattr(sys, "argv", ["spectrain", *words])
@@ -214,7 +325,10 @@ def test_usage_lists_the_commands(
         cli.main()
     assert stopped.value.code == status
     shown = capsys.readouterr().out
-    assert all(f"spectrain {name}" in shown for name in ("train", "eval", "data inspect", "bench", "doctor"))
+    assert all(
+        f"spectrain {name}" in shown
+        for name in ("train", "eval", "data inspect", "bench", "doctor")
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,8 +355,14 @@ def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
         ("plan recipe=a --json", ["recipe=a", "plan.json=true"]),
         ("chat run=a --once It's=5", ["run=a", "chat.once='It\\'s=5'"]),
         ("convert a b --to vllm", ["run='a'", "out='b'", "format='vllm'"]),
-        ("convert --to=hf a --target tiny out=b", ["format='hf'", "run='a'", "target=tiny", "out=b"]),
-        ("lint --config-dir mine a --target o/n", ["--config-dir", "mine", "run='a'", "target=hf", "target.model='o/n'"]),
+        (
+            "convert --to=hf a --target tiny out=b",
+            ["format='hf'", "run='a'", "target=tiny", "out=b"],
+        ),
+        (
+            "lint --config-dir mine a --target o/n",
+            ["--config-dir", "mine", "run='a'", "target=hf", "target.model='o/n'"],
+        ),
         ("compare a b recipes=c,d", ["recipes=[c,d]", 'runs=["a","b"]']),
         ("bench decode target=tiny", ["drafter=ngram", "target=tiny"]),
         ("bench decode recipe=a", ["recipe=a"]),
@@ -253,7 +373,9 @@ def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
 )
 def test_words_that_stand_for_settings(words: str, expected: list[str]) -> None:
     """Flags, positions and implied settings become settings; all else stays."""
-    command = next(name for name in sorted(cli.COMMAND_TASKS, key=len, reverse=True) if words.startswith(name))
+    command = next(
+        name for name in sorted(cli.COMMAND_TASKS, key=len, reverse=True) if words.startswith(name)
+    )
     assert to_settings(command, words.removeprefix(command).split()) == expected
 
 

@@ -39,20 +39,30 @@ from tests.installed import load_cases
 ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 KINDS: dict[str, type] = {
-    "target": Target, "drafter": Drafter, "source": Source, "server": Server, "data": ConversationReader,
+    "target": Target, "drafter": Drafter, "source": Source, "server": Server,
+    "data": ConversationReader,
     "trainer": Trainer, "tree": TreeBuilder,
-    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": AnswerWriter,
+    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan,
+    "writer": AnswerWriter,
     "compare": Comparison, "bench": EngineBench, "follow": FollowSettings,
     "optimizer": UpdateRule, "schedule": Schedule, "adapter": LoraAdapter,
 }  # fmt: skip
 FILES = sorted(
-    path for folder in conf_folders() for path in folder.glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate")
+    path
+    for folder in conf_folders()
+    for path in folder.glob("*/*.yaml")
+    if path.parent.name not in ("recipe", "accelerate")
 )
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
 APART = ("writer", "compare", "bench", "follow")  # groups of other commands than most
-TOGETHER = [[(group, choice) for group, choice in row if choice is not None]  # one choice of every group, to be composed once
-            for row in zip_longest(*([pair for pair in CHOICES if pair[0] == group] for group in KINDS if group not in APART),
-                                   fillvalue=("", None))]  # fmt: skip
+# one choice of every group, to be composed once
+TOGETHER = [
+    [(group, choice) for group, choice in row if choice is not None]
+    for row in zip_longest(
+        *([pair for pair in CHOICES if pair[0] == group] for group in KINDS if group not in APART),
+        fillvalue=("", None),
+    )
+]
 RECIPES = choice_files("recipe", conf_folders())
 # Cases of installed packages.
 CASES = load_cases(__name__)
@@ -74,7 +84,9 @@ def required_settings(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "Hello!"}) + "\n")
     Dataset.from_list([{"messages": MESSAGES}]).save_to_disk(tmp_path / "saved")
-    Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "prepared")
+    Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1]}]).save_to_disk(
+        tmp_path / "prepared"
+    )
     return {
         ("target", "hf"): [f"target.model={TINY}"],
         ("source", "store"): [f"source.path={tmp_path / 'store'}"],
@@ -84,10 +96,15 @@ def required_settings(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
         ("data", "text"): [f"data.path={tmp_path / 'texts.jsonl'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
         ("data", "mix"): [
-            f"data.sources=[{{data:jsonl,path:{tmp_path / 'chats.jsonl'},weight:2}},{{data:embedded,weight:0.5}}]"
+            f"data.sources=[{{data:jsonl,path:{tmp_path / 'chats.jsonl'},weight:2}},"
+            "{data:embedded,weight:0.5}]"
         ],
         ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
-        **{pair: words for make in CASES.get("required_settings", ()) for pair, words in make(tmp_path).items()},
+        **{
+            pair: words
+            for make in CASES.get("required_settings", ())
+            for pair, words in make(tmp_path).items()
+        },
     }
 
 
@@ -97,7 +114,9 @@ def compose_settings(name: str, *overrides: str) -> Any:
 
 
 def test_every_group_is_listed_and_nothing_is_missed() -> None:
-    """The folders of conf/ are the groups of this test, and conf/recipe shows the files of recipes/."""
+    """The folders of conf/ are the groups of this test, and conf/recipe shows the files of
+    recipes/.
+    """
     assert {group for group, _ in CHOICES} == set(KINDS)
     assert RECIPES
     assert sorted(path.name for path in (ROOT / "conf" / "recipe").iterdir()) == sorted(
@@ -105,12 +124,20 @@ def test_every_group_is_listed_and_nothing_is_missed() -> None:
     )
 
 
-@pytest.mark.parametrize("choices", TOGETHER, ids=lambda choices: " ".join("=".join(pair) for pair in choices))
+@pytest.mark.parametrize(
+    "choices", TOGETHER, ids=lambda choices: " ".join("=".join(pair) for pair in choices)
+)
 def test_choices_compose_and_build(
-    choices: list[tuple[str, str]], required_settings: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
+    choices: list[tuple[str, str]],
+    required_settings: dict[tuple[str, str], list[str]],
+    request: pytest.FixtureRequest,
 ) -> None:
-    """A choice passes the check against its constructor and becomes what its group holds; data can be read."""
-    overrides = [word for pair in choices for word in ("=".join(pair), *required_settings.get(pair, []))]
+    """A choice passes the check against its constructor and becomes what its group holds; data
+    can be read.
+    """
+    overrides = [
+        word for pair in choices for word in ("=".join(pair), *required_settings.get(pair, []))
+    ]
     drafter = [] if "drafter" in dict(choices) else ["drafter=ngram"]
     checked = read_settings(compose_settings("plan", *drafter, *overrides), [*RUN_KEYS, "plan"])
     for group, choice in choices:
@@ -119,12 +146,17 @@ def test_choices_compose_and_build(
 
 @pytest.mark.parametrize("group, choice", [pair for pair in CHOICES if pair[0] in APART])
 def test_choice_of_another_command_composes_and_builds(
-    group: str, choice: str, required_settings: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
+    group: str,
+    choice: str,
+    required_settings: dict[tuple[str, str], list[str]],
+    request: pytest.FixtureRequest,
 ) -> None:
     """The same for what `data regenerate`, `compare` and `bench engine` choose."""
     command = {"writer": "regenerate"}.get(group, group)
     drafter = ["drafter=ngram"] if command == "bench" else []
-    config = compose_settings(command, *drafter, f"{group}={choice}", *required_settings.get((group, choice), []))
+    config = compose_settings(
+        command, *drafter, f"{group}={choice}", *required_settings.get((group, choice), [])
+    )
     checked = read_settings(config, map(str, config))
     assert_builds(checked, group, choice, request)
 
@@ -137,7 +169,9 @@ def assert_builds(checked: Any, group: str, choice: str, request: pytest.Fixture
     if (group, choice) in PACKAGES and importlib.util.find_spec(PACKAGES[group, choice]) is None:
         return
     takes_target = group == "drafter" or (group, choice) == ("writer", "engine")
-    runtime = {"target": request.getfixturevalue(OWN_TARGETS.get(choice, "tiny"))} if takes_target else {}
+    runtime = (
+        {"target": request.getfixturevalue(OWN_TARGETS.get(choice, "tiny"))} if takes_target else {}
+    )
     runtime |= {"sampling": Sampling()} if group == "writer" else {}
     built = checked[group].build(**runtime)
     assert isinstance(built, KINDS[group])
@@ -157,13 +191,18 @@ def test_yaml_starts_with_its_target(group: str, choice: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
-    checked = read_settings(compose_settings("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"])
+    checked = read_settings(
+        compose_settings("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"]
+    )
     for group, kind in KINDS.items():
         if group not in ("target", "drafter", "server", "adapter", "tracker", *APART):
             assert isinstance(checked[group].build(), kind)
     drafter = checked["drafter"].build(target=tiny)
     assert isinstance(drafter, Drafter)
-    assert drafter.capabilities.target_training or sum(len(group["params"]) for group in drafter.stages[0].groups) > 0
+    assert (
+        drafter.capabilities.target_training
+        or sum(len(group["params"]) for group in drafter.stages[0].groups) > 0
+    )
 
 
 @pytest.mark.sweep(6, free=("target", "recipe"))
@@ -176,15 +215,24 @@ def test_recipe_composes_for_every_target(recipe: str, target: str) -> None:
     assert RunSpec.from_config(config).target.path.endswith(expected)
 
 
-@pytest.mark.parametrize("recipe", ["eagle3", "medusa2", *CASES.get("test_own_data_is_read_whole", ())])
+@pytest.mark.parametrize(
+    "recipe", ["eagle3", "medusa2", *CASES.get("test_own_data_is_read_whole", ())]
+)
 def test_own_data_is_read_whole(recipe: str) -> None:
     """A CPU limits the embedded conversations only; a command's own limit holds for any data."""
     try:
         for device, embedded in (("cpu", 320 if recipe == "eagle3" else 160), ("cuda", None)):
             register_resolvers(device)
-            for words, limit in (("", embedded), ("data=jsonl data.path=x", None), ("data=text data.path=x", None),
-                                 ("data=stream data.path=x", None), ("data=jsonl data.path=x ++data.limit=7", 7)):  # fmt: skip
-                config = compose_settings("train", f"recipe={recipe}", "target=tiny", *words.split())
+            for words, limit in (
+                ("", embedded),
+                ("data=jsonl data.path=x", None),
+                ("data=text data.path=x", None),
+                ("data=stream data.path=x", None),
+                ("data=jsonl data.path=x ++data.limit=7", 7),
+            ):
+                config = compose_settings(
+                    "train", f"recipe={recipe}", "target=tiny", *words.split()
+                )
                 assert RunSpec.from_config(config).data.get("limit") == limit
     finally:
         register_resolvers()
@@ -193,7 +241,9 @@ def test_own_data_is_read_whole(recipe: str) -> None:
 def test_no_recipe_limits_own_data() -> None:
     """A number in a recipe is for the embedded conversations."""
     for recipe in RECIPES:
-        limit = (OmegaConf.to_container(OmegaConf.load(RECIPES[recipe])).get("data") or {}).get("limit")
+        limit = (OmegaConf.to_container(OmegaConf.load(RECIPES[recipe])).get("data") or {}).get(
+            "limit"
+        )
         assert limit is None or str(limit).startswith("${embedded:"), recipe
 
 
@@ -206,16 +256,26 @@ def test_inspect_composes() -> None:
 def test_audit_composes() -> None:
     """The configuration of `data audit` passes its check."""
     checked = read_settings(
-        compose_settings("audit", "target=tiny", "++eval.prompts=x.jsonl"), ("target", "data", "eval", "json")
+        compose_settings("audit", "target=tiny", "++eval.prompts=x.jsonl"),
+        ("target", "data", "eval", "json"),
     )
     assert checked["json"] is False and checked["eval"].get("prompts") == "x.jsonl"
 
 
 def test_regenerate_composes() -> None:
     """The configuration of `data regenerate` passes its check and names its settings."""
-    config = compose_settings("regenerate", "target=tiny", "out=DIR", "++sampling.temperature=0", "++regenerate.turns=first")
+    config = compose_settings(
+        "regenerate",
+        "target=tiny",
+        "out=DIR",
+        "++sampling.temperature=0",
+        "++regenerate.turns=first",
+    )
     _, checked = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"))
-    assert checked["sampling"].build().temperature == 0 and checked["regenerate"].build().turns == "first"
+    assert (
+        checked["sampling"].build().temperature == 0
+        and checked["regenerate"].build().turns == "first"
+    )
 
 
 def test_verify_composes() -> None:
@@ -233,5 +293,7 @@ def test_eval_composes() -> None:
 
 def test_index_composes() -> None:
     """The configuration of `data index` passes its check."""
-    checked = read_settings(compose_settings("index", "target=tiny", "out=DIR"), ("target", "data", "out"))
+    checked = read_settings(
+        compose_settings("index", "target=tiny", "out=DIR"), ("target", "data", "out")
+    )
     assert checked["out"] == "DIR" and checked["data"].choice == "embedded"

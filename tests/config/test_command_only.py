@@ -1,4 +1,6 @@
-"""What runs code, starts a process, sends, writes elsewhere or downloads is set by a command alone, whatever a file says."""
+"""What runs code, starts a process, sends, writes elsewhere or downloads is set by a command
+alone, whatever a file says.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from torch import ones
 from spectrain.cli.interface import compose_config, hydra_context
 from spectrain.config import command_only
 from spectrain.config.build import GroupSpec
-from spectrain.config.choices import by_choice_name, choice_files, conf_folders, list_constructors, load_yaml
+from spectrain.config.choices import (
+    by_choice_name,
+    choice_files,
+    conf_folders,
+    list_constructors,
+    load_yaml,
+)
 from spectrain.config.command_only import (
     ALL,
     CommandOnlySetting,
@@ -42,9 +50,20 @@ from spectrain.servers.vllm import VllmServer, VllmSettings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 # Choices whose group a value can be saved in.
-CHOICES = {"target": "tiny", "eval": "default", "tree": "radar", "drafter": "bigrams", "server": "vllm", "tracker": "wandb"}
-BASE: dict[str, Any] = {"drafter": {"choice": "ngram"}, "target": {"choice": "tiny"}, "tree": {"choice": "chain"},
-                        "acceptance": {"choice": "greedy"}}  # fmt: skip
+CHOICES = {
+    "target": "tiny",
+    "eval": "default",
+    "tree": "radar",
+    "drafter": "bigrams",
+    "server": "vllm",
+    "tracker": "wandb",
+}
+BASE: dict[str, Any] = {
+    "drafter": {"choice": "ngram"},
+    "target": {"choice": "tiny"},
+    "tree": {"choice": "chain"},
+    "acceptance": {"choice": "greedy"},
+}
 ACTING_NAME = re.compile(
     r"(^|_)(url|host|port|python|command|program|listen|push|folder|path|paths|store|table|policy|execute|serve|trust|"
     r"arguments|extra|entity|project|prompts|documents|assistant|template|codebook|init|sources|revision)(_|$)|"
@@ -58,7 +77,9 @@ READ_ONLY = {
     "tree": {"paths"},
     "data": {"template_kwargs"},
 }
-"""Settings that read a local file as data, or that are no files at all, such as the paths of a tree."""
+"""Settings that read a local file as data, or that are no files at all, such as the paths of a
+tree.
+"""
 COMPARED = {"source"}
 """Groups that a run folder keeps for the comparison on a resume; no reader constructs them."""
 
@@ -81,11 +102,17 @@ def without(content: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("setting", settings_of_files(), ids=lambda setting: setting.name)
 def test_no_file_sets_it_and_lint_reports_it(
-    setting: CommandOnlySetting, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    setting: CommandOnlySetting,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Run folder, drafter's description, metadata of an export and saved nodes: ignored with one line, and an error of lint."""
+    """Run folder, drafter's description, metadata of an export and saved nodes: ignored with one
+    line, and an error of lint.
+    """
     monkeypatch.setattr(command_only, "_reported", set())
-    run, node = tmp_path / "run", node_of(setting)
+    run = tmp_path / "run"
+    node = node_of(setting)
     (run / "drafter").mkdir(parents=True)
     groups = {**BASE, setting.group: node}
     (run / "config.yaml").write_text(yaml.dump(groups))
@@ -101,7 +128,12 @@ def test_no_file_sets_it_and_lint_reports_it(
         for _ in range(2):
             assert without(read())
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and name in lines[0] and setting.name in lines[0] and "is ignored" in lines[0]
+        assert (
+            len(lines) == 1
+            and name in lines[0]
+            and setting.name in lines[0]
+            and "is ignored" in lines[0]
+        )
     # Constructed nodes are saved without it too.
     assert without(by_choice_name({setting.group: {"_target_": "x.Y", **node}}))
     if setting.group in CHOICES:
@@ -112,9 +144,16 @@ def test_no_file_sets_it_and_lint_reports_it(
     assert all(setting.name in finding.problem for finding in found)
 
 
-def test_settings_that_do_nothing_are_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_do_nothing_are_no_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What earlier versions saved of groups that were not chosen prints nothing."""
-    old = {"eval": {"choice": "default", "execute": False, "serve_in": None}, "server": {}, "tracker": {}, "run": "runs/x"}
+    old = {
+        "eval": {"choice": "default", "execute": False, "serve_in": None},
+        "server": {},
+        "tracker": {},
+        "run": "runs/x",
+    }
     assert without(old) and "execute" not in parse_groups(old, tmp_path)["eval"]
     assert capsys.readouterr().err == ""
     (tmp_path / "config.yaml").write_text(yaml.dump(old))
@@ -123,7 +162,9 @@ def test_settings_that_do_nothing_are_no_fault(tmp_path: Path, capsys: pytest.Ca
 
 def test_code_beside_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="trust_remote_code leads to code"):
-        parse_groups({"target": {"choice": "hf", "model": "x", "trust_remote_code": True}}, tmp_path)
+        parse_groups(
+            {"target": {"choice": "hf", "model": "x", "trust_remote_code": True}}, tmp_path
+        )
 
 
 def test_a_score_takes_execute_from_its_command_alone(tmp_path: Path) -> None:
@@ -131,7 +172,15 @@ def test_a_score_takes_execute_from_its_command_alone(tmp_path: Path) -> None:
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "config.json").write_text(json.dumps(BASE))
     save_file({"x": ones(1)}, tmp_path / "drafter" / "model.safetensors")
-    saved = {"eval": {"choice": "default", "execute": True, "serve_in": "auto", "limit": 3, "prompts": "humaneval"}}
+    saved = {
+        "eval": {
+            "choice": "default",
+            "execute": True,
+            "serve_in": "auto",
+            "limit": 3,
+            "prompts": "humaneval",
+        }
+    }
     (tmp_path / "config.yaml").write_text(yaml.dump(saved))
     with hydra_context():
         specs = [
@@ -139,13 +188,17 @@ def test_a_score_takes_execute_from_its_command_alone(tmp_path: Path) -> None:
             for settings in ({}, {"eval.execute": "true"}, {"eval.prompts": "x.jsonl"})
         ]
     assert [spec.eval.get("execute") for spec in specs] == [None, True, None]
-    assert [spec.eval.get("limit") for spec in specs[:2]] == [3, 3] and specs[0].eval.get("serve_in") is None
+    assert [spec.eval.get("limit") for spec in specs[:2]] == [3, 3] and specs[0].eval.get(
+        "serve_in"
+    ) is None
     # What the file names is not downloaded; what the command names is.
     assert [spec.eval.origin for spec in specs] == [str(tmp_path), str(tmp_path), None]
 
 
 def test_every_setting_that_may_act_is_decided() -> None:
-    """A new setting with such a name stands in the table, in DOWNLOADED, or among those that only read a file."""
+    """A new setting with such a name stands in the table, in DOWNLOADED, or among those that
+    only read a file.
+    """
     undecided = []
     whole = {setting.group for setting in list_command_only() if setting.key == ALL}
     for group in RunSpec.__dataclass_fields__:
@@ -158,7 +211,11 @@ def test_every_setting_that_may_act_is_decided() -> None:
     assert not undecided, sorted(set(undecided))
     for setting in list_command_only():
         if setting.key != ALL:
-            keys = {key.name for path in list_constructors(setting.group).values() for key in list_keys(path)}
+            keys = {
+                key.name
+                for path in list_constructors(setting.group).values()
+                for key in list_keys(path)
+            }
             assert setting.key in keys, f"{setting.name} is no setting any more"
 
 
@@ -166,7 +223,11 @@ def test_recipes_of_the_package_set_none_of_them() -> None:
     for folder in ("recipe", *CHOICES):
         for path in choice_files(folder, conf_folders()).values():
             content = load_yaml(path)
-            groups = content if folder == "recipe" else {folder: {k: v for k, v in content.items() if k != "_target_"}}
+            groups = (
+                content
+                if folder == "recipe"
+                else {folder: {k: v for k, v in content.items() if k != "_target_"}}
+            )
             assert without({key: value for key, value in groups.items() if key != "defaults"}), path
 
 
@@ -186,8 +247,10 @@ def test_what_a_file_names_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) ->
         raise OfflineModeIsEnabled("no network")
 
     monkeypatch.setattr(GroupSpec, "load_constructor", lambda self: construct)
-    for spec in (GroupSpec("target", "hf", {"model": "someone/model"}).named_by("x/config.json"),
-                 GroupSpec("target", "hf", {"model": "someone/model"})):  # fmt: skip
+    for spec in (
+        GroupSpec("target", "hf", {"model": "someone/model"}).named_by("x/config.json"),
+        GroupSpec("target", "hf", {"model": "someone/model"}),
+    ):
         with pytest.raises((UserError, OfflineModeIsEnabled)) as caught:
             spec.build()
         assert isinstance(caught.value, UserError) is (spec.origin is not None)
@@ -198,7 +261,9 @@ def test_a_target_that_a_drafter_names_is_not_downloaded(monkeypatch: pytest.Mon
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     files = TargetFiles("someone/model-that-is-nowhere", may_download=False)
     for read in (lambda: files.directory, lambda: files.full_config):
-        with pytest.raises(UserError, match="what a file names is not downloaded; name it in the command"):
+        with pytest.raises(
+            UserError, match="what a file names is not downloaded; name it in the command"
+        ):
             read()
 
 
@@ -211,7 +276,8 @@ def test_an_index_of_weights_stays_in_its_folder(tmp_path: Path) -> None:
 
 def test_an_index_of_a_store_names_its_own_shard(tmp_path: Path) -> None:
     """Repair deletes damaged shards, so that a name must not lead elsewhere."""
-    store, victim = tmp_path / "store", tmp_path / "victim.safetensors"
+    store = tmp_path / "store"
+    victim = tmp_path / "victim.safetensors"
     store.mkdir()
     victim.write_text("mine")
     index = {"name": "../victim", "bytes": 4, "sha256": "x", "sequences": {"a": 1}}
@@ -221,7 +287,9 @@ def test_an_index_of_a_store_names_its_own_shard(tmp_path: Path) -> None:
 
 
 def test_follow_serves_drafters_of_its_own_run(tmp_path: Path) -> None:
-    folder, first, elsewhere = FollowFolder(tmp_path / "run"), tmp_path / "run" / "drafter", tmp_path / "elsewhere"
+    folder = FollowFolder(tmp_path / "run")
+    first = tmp_path / "run" / "drafter"
+    elsewhere = tmp_path / "elsewhere"
     for directory in (first, elsewhere, folder.candidates / "0001" / "drafter"):
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(str(directory))
@@ -232,7 +300,12 @@ def test_follow_serves_drafters_of_its_own_run(tmp_path: Path) -> None:
 
 def test_a_server_cannot_name_any_file_as_states(tmp_path: Path) -> None:
     server = VllmServer(VllmSettings(url="http://127.0.0.1:1/v1"))
-    for name in ("/etc/passwd", "/tmp/../etc/x.safetensors", str(Path.home() / "model.safetensors"), "states.bin"):
+    for name in (
+        "/etc/passwd",
+        "/tmp/../etc/x.safetensors",
+        str(Path.home() / "model.safetensors"),
+        "states.bin",
+    ):
         with pytest.raises(ServerError, match="outside of"):
             server.find_states_file(name)
     assert server.find_states_file("/tmp/spectrain-states-1/x.safetensors").name == "x.safetensors"

@@ -14,7 +14,13 @@ from spectrain.config.build import GroupSpec
 from spectrain.data.audit import ROWS, SourceAudit, audit_command, audit_sources
 from spectrain.data.chat import Example, tokenize_conversation
 from spectrain.data.hygiene import PromptIndex
-from spectrain.data.inspect import STYLES, format_example, format_legend, select_conversation, token_styles
+from spectrain.data.inspect import (
+    STYLES,
+    format_example,
+    format_legend,
+    select_conversation,
+    token_styles,
+)
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import EmbeddedReader, JsonlReader
 from spectrain.data.stream import StreamReader
@@ -24,19 +30,36 @@ from spectrain.errors import UserError
 from spectrain.models.chat_template import KINDS, ChatTemplate
 from tests.data.chat_templates import base_tokenizer, make_template
 
-PROMPT = "Write a short story about a lighthouse keeper who finds a letter in a bottle on the beach."
-CALL = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": {"word": "tide"}}}
+PROMPT = (
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle on the beach."
+)
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "look_up", "arguments": {"word": "tide"}},
+}
 THINKING = [
     {"role": "user", "content": "What is a tide?"},
-    {"role": "assistant", "reasoning_content": "I look it up.", "content": "One moment.", "tool_calls": [CALL]},
+    {
+        "role": "assistant",
+        "reasoning_content": "I look it up.",
+        "content": "One moment.",
+        "tool_calls": [CALL],
+    },
     {"role": "tool", "content": "The rise and fall of the sea.", "tool_call_id": "call00001"},
-    {"role": "assistant", "reasoning_content": "Now I know it.", "content": "It is the rise and fall of the sea."},
+    {
+        "role": "assistant",
+        "reasoning_content": "Now I know it.",
+        "content": "It is the rise and fall of the sea.",
+    },
 ]
 PLAIN = ChatTemplate(base_tokenizer())
 
 
 def write_lines(path: Path, *rows: Any) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -44,25 +67,51 @@ def embedded_rows(count: int) -> list[dict[str, Any]]:
     return [chat.to_row() for chat in EmbeddedReader(limit=count).load_conversations()]
 
 
-def run_audit(reader: Any, template: ChatTemplate = PLAIN, prompts: tuple[str, ...] = (PROMPT,)) -> list[SourceAudit]:
+def run_audit(
+    reader: Any, template: ChatTemplate = PLAIN, prompts: tuple[str, ...] = (PROMPT,)
+) -> list[SourceAudit]:
     return audit_sources(reader, template, None, PromptIndex(prompts))
 
 
 def test_the_counts_are_those_that_were_planted(tmp_path: Path) -> None:
-    """Duplicates, contamination, unread keys and four kinds of unusable rows have a line each in the table."""
+    """Duplicates, contamination, unread keys and four kinds of unusable rows have a line each in
+    the table.
+    """
     rows = embedded_rows(20)
     words = rows[1]["messages"][1]["content"].split()
-    near = [{"role": "user", "content": rows[1]["messages"][0]["content"]},
-            {"role": "assistant", "content": " ".join([*words[:9], "otherwise", *words[10:]])}]  # fmt: skip
-    contaminated = [{"role": "user", "content": f"Please: {PROMPT.lower()}"}, {"role": "assistant", "content": "No."}]
+    near = [
+        {"role": "user", "content": rows[1]["messages"][0]["content"]},
+        {"role": "assistant", "content": " ".join([*words[:9], "otherwise", *words[10:]])},
+    ]
+    contaminated = [
+        {"role": "user", "content": f"Please: {PROMPT.lower()}"},
+        {"role": "assistant", "content": "No."},
+    ]
     path = write_lines(
-        tmp_path / "chats.jsonl", *rows, rows[3], rows[4], {"messages": near}, {"messages": contaminated, "grade": 5},
-        "{no JSON", [1], {"messages": [{"role": "wizard", "content": "Hi"}]}, {"messages": THINKING},
-    )  # fmt: skip
+        tmp_path / "chats.jsonl",
+        *rows,
+        rows[3],
+        rows[4],
+        {"messages": near},
+        {"messages": contaminated, "grade": 5},
+        "{no JSON",
+        [1],
+        {"messages": [{"role": "wizard", "content": "Hi"}]},
+        {"messages": THINKING},
+    )
     (source,) = run_audit(JsonlReader(path))
     counts = source.counts
-    assert (counts["conversations"], counts["exact"], counts["near"], counts["contaminated"]) == (25, 2, 1, 1)
-    assert source.prompts == {0} and source.unread == {"key 'grade' of a row": 1} and counts["unread"] == 1
+    assert (counts["conversations"], counts["exact"], counts["near"], counts["contaminated"]) == (
+        25,
+        2,
+        1,
+        1,
+    )
+    assert (
+        source.prompts == {0}
+        and source.unread == {"key 'grade' of a row": 1}
+        and counts["unread"] == 1
+    )
     assert counts["unusable"] == len(source.reasons) == 4
     for line, reason in zip((25, 26, 27), source.reasons):
         assert f"line {line}:" in reason and "\n" not in reason
@@ -78,25 +127,53 @@ def test_tokens_are_those_of_a_training(tmp_path: Path) -> None:
         dataset = JsonlReader(path, max_length=120, train_on=train_on).make_dataset(template)  # type: ignore[arg-type]
         (source,) = run_audit(reader, template)
         counts = source.counts
-        assert counts["tokens"] == dataset.num_tokens == sum(counts[kind] for kind in (*KINDS, "context"))
-        assert counts["supervised"] == dataset.num_supervised == sum(counts[kind] for kind in train_on)
-        assert (counts["cut"], counts["dropped"]) == (dataset.num_cut, dataset.num_dropped) and counts["cut"]
+        assert (
+            counts["tokens"]
+            == dataset.num_tokens
+            == sum(counts[kind] for kind in (*KINDS, "context"))
+        )
+        assert (
+            counts["supervised"] == dataset.num_supervised == sum(counts[kind] for kind in train_on)
+        )
+        assert (counts["cut"], counts["dropped"]) == (
+            dataset.num_cut,
+            dataset.num_dropped,
+        ) and counts["cut"]
         assert all(counts[kind] for kind in KINDS)
 
 
 def test_every_kind_of_source_is_audited(tmp_path: Path) -> None:
-    """Texts, tokens and streams; an id beyond the vocabulary and a broken line are unusable rows."""
+    """Texts, tokens and streams; an id beyond the vocabulary and a broken line are unusable
+    rows.
+    """
     texts = write_lines(
-        tmp_path / "texts.jsonl", {"text": f"Once upon a time: {PROMPT}"}, {"text": " "}, {"prompt": "a", "completion": "b"}
+        tmp_path / "texts.jsonl",
+        {"text": f"Once upon a time: {PROMPT}"},
+        {"text": " "},
+        {"prompt": "a", "completion": "b"},
     )
     (source,) = run_audit(TextReader(texts))
-    assert (source.counts["conversations"], source.counts["contaminated"], source.counts["unusable"]) == (2, 1, 1)
+    assert (
+        source.counts["conversations"],
+        source.counts["contaminated"],
+        source.counts["unusable"],
+    ) == (2, 1, 1)
     ids = base_tokenizer()(PROMPT)["input_ids"]
-    rows = [{"input_ids": ids, "loss_mask": [1] * len(ids)}, {"input_ids": [1, 10**6], "loss_mask": [0, 1]}, {"input_ids": [1]}]
+    rows = [
+        {"input_ids": ids, "loss_mask": [1] * len(ids)},
+        {"input_ids": [1, 10**6], "loss_mask": [0, 1]},
+        {"input_ids": [1]},
+    ]
     (source,) = run_audit(TokensReader(write_lines(tmp_path / "tokens.jsonl", *rows)))
-    assert (source.counts["conversations"], source.counts["contaminated"], source.counts["unusable"]) == (2, 1, 2)
+    assert (
+        source.counts["conversations"],
+        source.counts["contaminated"],
+        source.counts["unusable"],
+    ) == (2, 1, 2)
     assert source.counts["tokens"] == source.counts["content"] == len(ids)
-    (source,) = run_audit(StreamReader(write_lines(tmp_path / "stream.jsonl", *embedded_rows(3), "{broken")))
+    (source,) = run_audit(
+        StreamReader(write_lines(tmp_path / "stream.jsonl", *embedded_rows(3), "{broken"))
+    )
     assert (source.counts["conversations"], source.counts["unusable"]) == (3, 1)
     (source,) = run_audit(JsonlReader(write_lines(tmp_path / "nothing.jsonl", "{broken", [])))
     assert (source.counts["conversations"], source.counts["unusable"]) == (0, 2)
@@ -105,39 +182,70 @@ def test_every_kind_of_source_is_audited(tmp_path: Path) -> None:
 
 
 def test_a_mixture_is_audited_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each source has a column, duplicates count where they repeat an earlier source, and the JSON has the same numbers."""
+    """Each source has a column, duplicates count where they repeat an earlier source, and the
+    JSON has the same numbers.
+    """
     path = write_lines(tmp_path / "chats.jsonl", *embedded_rows(5))
-    sources = [{"data": "embedded", "limit": 8, "weight": 2}, {"data": "jsonl", "path": path, "weight": 0.5}]
+    sources = [
+        {"data": "embedded", "limit": 8, "weight": 2},
+        {"data": "jsonl", "path": path, "weight": 0.5},
+    ]
     data = GroupSpec("data", "mix", {"sources": sources, "drop_duplicates": "exact"})
     target = GroupSpec("target", "tiny")
     audit_command(target, data, True, [PROMPT])
     printed = json.loads(capsys.readouterr().out)
-    assert [source["weight"] for source in printed["sources"]] == [2, 0.5] and printed["prompts"] == 1
+    assert [source["weight"] for source in printed["sources"]] == [2, 0.5] and printed[
+        "prompts"
+    ] == 1
     assert [source["exact"] for source in printed["sources"]] == [0, 5]
-    assert all(printed["total"][key] == sum(source[key] for source in printed["sources"]) for key in ROWS)
+    assert all(
+        printed["total"][key] == sum(source[key] for source in printed["sources"]) for key in ROWS
+    )
     audit_command(target, data, False, [PROMPT])
     shown = capsys.readouterr().out
-    assert all(label.strip() in shown for label in ROWS.values()) and "times seen in an epoch" in shown
+    assert (
+        all(label.strip() in shown for label in ROWS.values()) and "times seen in an epoch" in shown
+    )
     assert "0 of 1 scored prompts share text with a conversation" in shown
 
 
 def test_the_command_compares_data_with_scored_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the words of the command to the numbers: the prompt that was planted is counted, and a broken row ends nothing."""
+    """From the words of the command to the numbers: the prompt that was planted is counted, and
+    a broken row ends nothing.
+    """
     contaminated = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "No."}]
-    path = write_lines(tmp_path / "chats.jsonl", *embedded_rows(3), {"messages": contaminated}, "{broken")
-    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "Name a colour of the sea."}, {"prompt": PROMPT})
-    words = ["data", "audit", "target=tiny", "data=jsonl", f"data.path={path}", f"eval.prompts={prompts}", "--json"]
+    path = write_lines(
+        tmp_path / "chats.jsonl", *embedded_rows(3), {"messages": contaminated}, "{broken"
+    )
+    prompts = write_lines(
+        tmp_path / "prompts.jsonl", {"prompt": "Name a colour of the sea."}, {"prompt": PROMPT}
+    )
+    words = [
+        "data",
+        "audit",
+        "target=tiny",
+        "data=jsonl",
+        f"data.path={path}",
+        f"eval.prompts={prompts}",
+        "--json",
+    ]
     monkeypatch.setattr(sys, "argv", ["spectrain", *words])
     main()
     (source,) = json.loads(capsys.readouterr().out)["sources"]
-    assert (source["conversations"], source["contaminated"], source["contaminated_prompts"]) == (4, 1, [1])
+    assert (source["conversations"], source["contaminated"], source["contaminated_prompts"]) == (
+        4,
+        1,
+        [1],
+    )
     assert source["unusable"] == 1 and "line 5" in source["reasons"][0]
 
 
 def test_inspection_colours_every_kind() -> None:
-    """Each character of an answer has the colour of its kind; what is generated and carries no loss is underlined."""
+    """Each character of an answer has the colour of its kind; what is generated and carries no
+    loss is underlined.
+    """
     template = make_template("qwen3")
     for train_on in (KINDS, ("content",)):
         for example in tokenize_conversation(template, THINKING, None, train_on):
@@ -146,12 +254,20 @@ def test_inspection_colours_every_kind() -> None:
             styles = [""] * len(text.plain)
             for span in text.spans:
                 styles[span.start : span.end] = [str(span.style)] * (span.end - span.start)
-            expected = {"What is a tide?": "dim", "The rise and fall": "dim", "I look it up.": "cyan", "Now I know": "cyan",
-                        "look_up": "magenta", "It is the rise": "green"}  # fmt: skip
+            expected = {
+                "What is a tide?": "dim",
+                "The rise and fall": "dim",
+                "I look it up.": "cyan",
+                "Now I know": "cyan",
+                "look_up": "magenta",
+                "It is the rise": "green",
+            }
             for phrase, style in expected.items():
                 if (at := text.plain.find(phrase)) >= 0:
                     is_trained = style in ("dim", "green") or len(train_on) == 3
-                    assert set(styles[at : at + len(phrase)]) == {style + " underline" * (not is_trained)}, phrase
+                    assert set(styles[at : at + len(phrase)]) == {
+                        style + " underline" * (not is_trained)
+                    }, phrase
     assert all(kind.replace("_", " ") in format_legend().plain for kind in STYLES)
 
 
@@ -163,12 +279,15 @@ def test_inspection_of_texts_and_tokens() -> None:
 def test_inspection_takes_the_reader_of_the_source(tmp_path: Path) -> None:
     """Numbers run over all sources, and each conversation has its own source's settings."""
     path = write_lines(tmp_path / "chats.jsonl", {"messages": THINKING})
-    sources = [{"data": "embedded", "limit": 2}, {"data": "jsonl", "path": path, "train_on": ["content"]}]
+    sources = [
+        {"data": "embedded", "limit": 2},
+        {"data": "jsonl", "path": path, "train_on": ["content"]},
+    ]
     reader = GroupSpec("data", "mix", {"sources": sources}).build()
     source, conversation = select_conversation(reader, 2)
     assert source.train_on == ["content"] and isinstance(conversation, Conversation)
-    assert conversation.messages[0]["content"] == "What is a tide?" and select_conversation(reader, 1)[0].train_on == list(
-        KINDS
-    )
+    assert conversation.messages[0]["content"] == "What is a tide?" and select_conversation(
+        reader, 1
+    )[0].train_on == list(KINDS)
     with pytest.raises(UserError, match=r"index=3: the data holds 3 conversations; use 0 to 2"):
         select_conversation(reader, 3)

@@ -1,4 +1,6 @@
-"""Refusals name file and line; text files may begin with a byte-order mark; padding of token rows is no text."""
+"""Refusals name file and line; text files may begin with a byte-order mark; padding of token
+rows is no text.
+"""
 
 import codecs
 import gzip
@@ -29,14 +31,22 @@ from spectrain.models.chat_template import ChatTemplate
 from spectrain.models.loading import apply_chat_template
 
 REFUSING = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% "
+    "endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
+    "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% "
+    "endif %}"
 )
-CHAT = {"messages": [{"role": "user", "content": "Count to 3."}, {"role": "assistant", "content": "One, two, three."}]}
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "Count to 3."},
+        {"role": "assistant", "content": "One, two, three."},
+    ]
+}
 SYSTEM = {"messages": [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]}
 CALL = {"function": {"name": "look", "arguments": {"at": "sky"}}}
-TOOLS = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
+TOOLS = {
+    "messages": [CHAT["messages"][0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +67,22 @@ def write_rows(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("bad, words", [(SYSTEM, "refuses a conversation of system"), (TOOLS, "has tool calls")])
+@pytest.mark.parametrize(
+    "bad, words", [(SYSTEM, "refuses a conversation of system"), (TOOLS, "has tool calls")]
+)
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
 def test_a_refused_conversation_is_named(
     name: str, bad: dict[str, Any], words: str, tmp_path: Path, template: ChatTemplate
 ) -> None:
-    """By file and line, or row of a table, in training, in a mixture, in the audit and where its answer is written."""
-    path, rows = tmp_path / name, [CHAT, CHAT, CHAT, bad, CHAT]
+    """By file and line, or row of a table, in training, in a mixture, in the audit and where its
+    answer is written.
+    """
+    path = tmp_path / name
+    rows = [CHAT, CHAT, CHAT, bad, CHAT]
     if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist([{"messages": json.dumps(row["messages"])} for row in rows]), path)
+        pq.write_table(
+            pa.Table.from_pylist([{"messages": json.dumps(row["messages"])} for row in rows]), path
+        )
     else:
         write_rows(path, *rows)
     where = f"{path}, {'row' if path.suffix == '.parquet' else 'line'} 4: "
@@ -85,12 +102,18 @@ def test_a_refused_conversation_is_named(
 
 
 def test_no_answer_is_named(tmp_path: Path, template: ChatTemplate) -> None:
-    """A template that renders no answer is refused with the row and the beginning of its text alone."""
+    """A template that renders no answer is refused with the row and the beginning of its text
+    alone.
+    """
     silent = ChatTemplate(AutoTokenizer.from_pretrained(TINY_DIRECTORY))
-    silent.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    silent.tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
     long = {"messages": [{"role": "user", "content": "Why? " * 400}, CHAT["messages"][1]]}
     path = write_rows(tmp_path / "rows.jsonl", long)
-    with pytest.raises(UserError, match="line 1: in this conversation no token is the assistant's") as raised:
+    with pytest.raises(
+        UserError, match="line 1: in this conversation no token is the assistant's"
+    ) as raised:
         JsonlReader(path).make_dataset(silent)
     assert len(str(raised.value)) < 1000
 
@@ -104,14 +127,20 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path, template: ChatTempl
     assert audit.counts["unusable"] == 1 and "line 2: it holds the token id" in audit.reasons[0]
 
 
-def test_a_text_with_a_token_that_has_no_embedding_is_named(tmp_path: Path, template: ChatTemplate) -> None:
+def test_a_text_with_a_token_that_has_no_embedding_is_named(
+    tmp_path: Path, template: ChatTemplate
+) -> None:
     small = ChatTemplate(template.tokenizer, num_embeddings=10)
     path = write_rows(tmp_path / "rows.jsonl", CHAT)
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: a text holds .* embedding has 10 rows"):
+    with pytest.raises(
+        UserError, match=r"rows\.jsonl, line 1: a text holds .* embedding has 10 rows"
+    ):
         JsonlReader(path).make_dataset(small)
 
 
-def test_the_first_row_that_a_stream_leaves_out_is_numbered(tmp_path: Path, template: ChatTemplate) -> None:
+def test_the_first_row_that_a_stream_leaves_out_is_numbered(
+    tmp_path: Path, template: ChatTemplate
+) -> None:
     path = write_rows(tmp_path / "rows.jsonl", CHAT, CHAT, SYSTEM, CHAT)
     reader = StreamReader(path)
     assert reader.make_dataset(template).num_conversations == 3
@@ -122,7 +151,9 @@ def test_the_first_row_that_a_stream_leaves_out_is_numbered(tmp_path: Path, temp
 
 
 @pytest.mark.parametrize("make", [JsonlReader, StreamReader])
-def test_a_byte_order_mark_loses_no_row(make: Callable[[str], ConversationReader], tmp_path: Path) -> None:
+def test_a_byte_order_mark_loses_no_row(
+    make: Callable[[str], ConversationReader], tmp_path: Path
+) -> None:
     """An editor on Windows writes one, and CRLF."""
     text = "".join(json.dumps(CHAT) + "\r\n" for _ in range(2))
     (tmp_path / "rows.jsonl").write_bytes(codecs.BOM_UTF8 + text.encode())
@@ -150,22 +181,31 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: PreTrainedToken
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
-def test_other_encodings_are_refused_in_one_sentence(name: str, encoding: str, tmp_path: Path) -> None:
+def test_other_encodings_are_refused_in_one_sentence(
+    name: str, encoding: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(json.dumps([CHAT]).encode(encoding))
-    with pytest.raises(UserError, match=rf"{name}: it is UTF-{encoding[-2:]} text; save it as UTF-8"):
+    with pytest.raises(
+        UserError, match=rf"{name}: it is UTF-{encoding[-2:]} text; save it as UTF-8"
+    ):
         JsonlReader(str(tmp_path / name)).load_conversations()
     with pytest.raises(UserError, match="save it as UTF-8"):
         read_text(tmp_path / name)
 
 
 def test_settings_of_a_user_are_text(tmp_path: Path) -> None:
-    """A yaml of --config-dir may begin with a byte-order mark; another encoding is named before hydra reads it."""
+    """A yaml of --config-dir may begin with a byte-order mark; another encoding is named before
+    hydra reads it.
+    """
     (tmp_path / "target").mkdir()
     file = tmp_path / "target" / "mine.yaml"
     file.write_bytes(codecs.BOM_UTF8 + b"# Mine.\n_target_: a.b\n")
     check_encodings([tmp_path])
     assert read_header(file) == "Mine." and load_yaml(file) == {"_target_": "a.b"}
-    for content, words in (("x: 1\n".encode("utf-16"), "UTF-16 text"), (b"x: \xff\n", "it is no text")):
+    for content, words in (
+        ("x: 1\n".encode("utf-16"), "UTF-16 text"),
+        (b"x: \xff\n", "it is no text"),
+    ):
         file.write_bytes(content)
         with pytest.raises(UserError, match=f"mine.yaml: .*{words}"):
             check_encodings([tmp_path])
@@ -177,10 +217,22 @@ def test_settings_of_a_user_are_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_removed(side: str, tmp_path: Path, template: ChatTemplate) -> None:
     """Whatever its labels are."""
-    ids, labels = [10, 11, 12, 13], [-100, -100, 12, 13]
-    padded = {"left": lambda values, fill: [fill, fill, *values], "right": lambda values, fill: [*values, fill, fill]}[side]
-    row = {"input_ids": padded(ids, 0), "attention_mask": padded([1] * 4, 0), "labels": padded(labels, 0)}
-    path = write_rows(tmp_path / "rows.jsonl", row, {**row, "attention_mask": [bool(value) for value in row["attention_mask"]]})
+    ids = [10, 11, 12, 13]
+    labels = [-100, -100, 12, 13]
+    padded = {
+        "left": lambda values, fill: [fill, fill, *values],
+        "right": lambda values, fill: [*values, fill, fill],
+    }[side]
+    row = {
+        "input_ids": padded(ids, 0),
+        "attention_mask": padded([1] * 4, 0),
+        "labels": padded(labels, 0),
+    }
+    path = write_rows(
+        tmp_path / "rows.jsonl",
+        row,
+        {**row, "attention_mask": [bool(value) for value in row["attention_mask"]]},
+    )
     dataset = TokensReader(path).make_dataset(template)
     assert [example.tokens for example in dataset.examples] == [ids, ids]
     assert dataset.num_supervised == 4
@@ -198,16 +250,30 @@ def test_padding_is_removed(side: str, tmp_path: Path, template: ChatTemplate) -
         ({"position_ids": [0, 1]}, "4 input_ids and 2 position_ids"),
     ],
 )
-def test_masks_and_positions_that_cannot_be_used(columns: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1], **columns})
+def test_masks_and_positions_that_cannot_be_used(
+    columns: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = write_rows(
+        tmp_path / "rows.jsonl", {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1], **columns}
+    )
     with pytest.raises(UserError, match=rf"rows\.jsonl, line 1: .*{words}"):
         TokensReader(path).load_conversations()
 
 
 def test_columns_that_nothing_reads_are_counted(tmp_path: Path, template: ChatTemplate) -> None:
     """Positions that count up are right and not used; those of padding may be anything."""
-    row = {"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1], "labels": [-100, 5, 6], "position_ids": [1, 0, 1], "weight": 2}
-    reader = TokensReader(write_rows(tmp_path / "rows.jsonl", row, {**row, "token_type_ids": [0, 0, 0], "weight": None}))
+    row = {
+        "input_ids": [0, 5, 6],
+        "attention_mask": [0, 1, 1],
+        "labels": [-100, 5, 6],
+        "position_ids": [1, 0, 1],
+        "weight": 2,
+    }
+    reader = TokensReader(
+        write_rows(
+            tmp_path / "rows.jsonl", row, {**row, "token_type_ids": [0, 0, 0], "weight": None}
+        )
+    )
     (audit,) = audit_sources(reader, template, None, PromptIndex([]))
     names = {"position_ids": 2, "weight": 1, "token_type_ids": 1}
     assert audit.unread == {f"column '{name}' of a row": count for name, count in names.items()}

@@ -1,4 +1,6 @@
-"""Readers: every layout gives the same conversations, and every bad line is named by file and line."""
+"""Readers: every layout gives the same conversations, and every bad line is named by file and
+line.
+"""
 
 import gzip
 import io
@@ -10,7 +12,13 @@ import datasets
 import pytest
 
 from spectrain.data.messages import Conversation, parse_conversation
-from spectrain.data.readers import EmbeddedReader, HubReader, JsonlReader, iterate_elements, iterate_json_array
+from spectrain.data.readers import (
+    EmbeddedReader,
+    HubReader,
+    JsonlReader,
+    iterate_elements,
+    iterate_json_array,
+)
 from spectrain.data.text import TextReader
 from spectrain.errors import UserError
 
@@ -29,18 +37,27 @@ def write_lines(path: Path, *lines: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}], ids=["messages", "conversations"])
+@pytest.mark.parametrize(
+    "row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}], ids=["messages", "conversations"]
+)
 @pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz"])
 def test_both_layouts_read_the_same(tmp_path: Path, row: dict[str, Any], name: str) -> None:
-    """OpenAI's and ShareGPT's layout, plain or compressed, give one form; blank lines are skipped."""
+    """OpenAI's and ShareGPT's layout, plain or compressed, give one form; blank lines are
+    skipped.
+    """
     opener = gzip.open if name.endswith(".gz") else open
     with opener(tmp_path / name, "wt", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n\n" + json.dumps(row, ensure_ascii=False) + "\n")
-    assert JsonlReader(str(tmp_path / name)).load_conversations() == [Conversation(MESSAGES), Conversation(MESSAGES)]
+    assert JsonlReader(str(tmp_path / name)).load_conversations() == [
+        Conversation(MESSAGES),
+        Conversation(MESSAGES),
+    ]
 
 
 def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) -> None:
-    """Every .jsonl and .jsonl.gz of a folder is read and nothing else there, or those that a pattern names."""
+    """Every .jsonl and .jsonl.gz of a folder is read and nothing else there, or those that a
+    pattern names.
+    """
     texts = {"b.jsonl": "two", "a.jsonl.gz": "one", "c.jsonl": "three", "notes.txt": "no"}
     for name, text in texts.items():
         opener = gzip.open if name.endswith(".gz") else open
@@ -62,11 +79,17 @@ def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) 
         read_questions(tmp_path / "failed" / "*.gz")
 
 
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=["without system", "with system"])
+@pytest.mark.parametrize(
+    "system",
+    [[], [{"role": "system", "content": "Be brief."}]],
+    ids=["without system", "with system"],
+)
 def test_answers_before_the_first_question_are_dropped(system: list[dict[str, str]]) -> None:
     """An opening greeting of the assistant goes, a system turn stays."""
     greeting = {"role": "assistant", "content": "Welcome!"}
-    assert parse_conversation({"messages": [*system, greeting, *MESSAGES[1:]]}, "here").messages == [*system, *MESSAGES[1:]]
+    assert parse_conversation(
+        {"messages": [*system, greeting, *MESSAGES[1:]]}, "here"
+    ).messages == [*system, *MESSAGES[1:]]
 
 
 BAD = {
@@ -76,9 +99,17 @@ BAD = {
     "no assistant turn": '{"messages": [{"role": "user", "content": "Hi"}]}',
     "only a greeting": '{"messages": [{"role": "assistant", "content": "Hi"}]}',
     "no turns": '{"messages": []}',
-    "unknown role": '{"messages": [{"role": "usr", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}',
-    "role of a wrong type": '{"messages": [{"role": ["user"], "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}',
-    "content of a wrong type": '{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": "Hello"}]}',
+    "unknown role": (
+        '{"messages": [{"role": "usr", "content": "Hi"}, {"role": "assistant", "content": '
+        '"Hello"}]}'
+    ),
+    "role of a wrong type": (
+        '{"messages": [{"role": ["user"], "content": "Hi"}, {"role": "assistant", "content": '
+        '"Hello"}]}'
+    ),
+    "content of a wrong type": (
+        '{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": "Hello"}]}'
+    ),
     "turn of a wrong type": '{"messages": ["Hi", "Hello"]}',
 }
 
@@ -94,7 +125,9 @@ def test_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None
 
 
 def test_a_json_list_is_read_and_named_in_json_lines(tmp_path: Path) -> None:
-    """A .json file may hold a list of conversations, as ShareGPT's do; a line of a .jsonl file may not."""
+    """A .json file may hold a list of conversations, as ShareGPT's do; a line of a .jsonl file
+    may not.
+    """
     path = write_lines(tmp_path / "chats.json", f"[{GOOD}, {GOOD}]")
     assert JsonlReader(str(path)).load_conversations() == [Conversation(MESSAGES)] * 2
     path = write_lines(tmp_path / "chats.jsonl", f"[{GOOD}, {GOOD}]")
@@ -152,9 +185,13 @@ def test_settings_out_of_range_are_refused(setting: dict[str, int]) -> None:
 
 
 def test_embedded_conversations_are_well_formed_and_ordered() -> None:
-    """Every embedded conversation passes the reader's own check, and a limit gives a prefix of them."""
+    """Every embedded conversation passes the reader's own check, and a limit gives a prefix of
+    them.
+    """
     conversations = EmbeddedReader().load_conversations()
-    assert [parse_conversation({"messages": chat.messages}, "embedded") for chat in conversations] == conversations
+    assert [
+        parse_conversation({"messages": chat.messages}, "embedded") for chat in conversations
+    ] == conversations
     assert EmbeddedReader(limit=5).load_conversations() == conversations[:5]
 
 
@@ -169,13 +206,21 @@ class SlowFile(io.StringIO):
         return super().read(self.size)
 
 
-ELEMENTS = [{"id": "a", "x": [1, 2.5, "]},{"]}, {"text": 'quote \\" and \u00e9\n'}, [], "word, comma", {"deep": {"er": None}}]
+ELEMENTS = [
+    {"id": "a", "x": [1, 2.5, "]},{"]},
+    {"text": 'quote \\" and \u00e9\n'},
+    [],
+    "word, comma",
+    {"deep": {"er": None}},
+]
 
 
 @pytest.mark.parametrize("indent", [None, 2], ids=["one line", "indented"])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_stream_array_equals_json(size: int, indent: int | None) -> None:
-    """Whatever the chunks, the elements are those of json.loads; escaped quotes and brackets in strings included."""
+    """Whatever the chunks, the elements are those of json.loads; escaped quotes and brackets in
+    strings included.
+    """
     text = SlowFile("\n" + json.dumps(ELEMENTS, indent=indent) + "\n", size)
     assert list(iterate_elements(text)) == ELEMENTS
 
@@ -185,7 +230,12 @@ def test_stream_array_equals_json(size: int, indent: int | None) -> None:
 def test_stream_array_stops_where_the_file_breaks_off(cut: str, size: int) -> None:
     """The elements before the break are all given, the broken one is not."""
     text = json.dumps(ELEMENTS[:3])[:-1]
-    tail = {"in a string": ', {"text": "and th', "after a comma": ", ", "in an escape": ', {"t": "\\', "at the end": ""}
+    tail = {
+        "in a string": ', {"text": "and th',
+        "after a comma": ", ",
+        "in an escape": ', {"t": "\\',
+        "at the end": "",
+    }
     trickle = SlowFile(text + tail[cut], size)
     assert list(iterate_elements(trickle)) == ELEMENTS[:3]
 
@@ -197,20 +247,29 @@ def test_stream_array_reads_files(tmp_path: Path) -> None:
     assert list(iterate_json_array(tmp_path / "array.json")) == elements[:99]
 
 
-@pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}], ids=["messages", "conversations"])
+@pytest.mark.parametrize(
+    "row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}], ids=["messages", "conversations"]
+)
 def test_hub_reads_a_saved_data_set(tmp_path: Path, row: dict[str, Any]) -> None:
     """A directory that `datasets` saved gives the same conversations as JSON Lines."""
     datasets.Dataset.from_list([row, row]).save_to_disk(tmp_path / "saved")
-    assert HubReader(str(tmp_path / "saved")).load_conversations() == [Conversation(MESSAGES), Conversation(MESSAGES)]
+    assert HubReader(str(tmp_path / "saved")).load_conversations() == [
+        Conversation(MESSAGES),
+        Conversation(MESSAGES),
+    ]
 
 
 def test_hub_takes_the_split_of_a_saved_dictionary(tmp_path: Path) -> None:
     """A saved DatasetDict gives the split that was asked for."""
     other = [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "See you"}]
     splits = {"train": [{"messages": MESSAGES}], "test": [{"messages": other}]}
-    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
+    saved = datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    )
     saved.save_to_disk(tmp_path / "saved")
-    assert HubReader(str(tmp_path / "saved"), split="test").load_conversations() == [Conversation(other)]
+    assert HubReader(str(tmp_path / "saved"), split="test").load_conversations() == [
+        Conversation(other)
+    ]
 
 
 def test_hub_names_the_bad_row(tmp_path: Path) -> None:
@@ -254,8 +313,13 @@ def test_what_a_limit_leaves_out_is_said(tmp_path: Path) -> None:
     assert JsonlReader(path, limit=3).limit_lines() == [line]
     for limit in (5, 9, None):
         assert not JsonlReader(path, limit=limit).limit_lines()
-    assert "320 of 2201 conversations (data.limit=320;" in EmbeddedReader(limit=320).limit_lines()[0]
+    assert (
+        "320 of 2201 conversations (data.limit=320;" in EmbeddedReader(limit=320).limit_lines()[0]
+    )
     (tmp_path / "texts").mkdir()
     for name in ("a.txt", "b.txt"):
         (tmp_path / "texts" / name).write_text("Some text.")
-    assert "the first 1 conversations (data.limit=1;" in TextReader(str(tmp_path / "texts"), limit=1).limit_lines()[0]
+    assert (
+        "the first 1 conversations (data.limit=1;"
+        in TextReader(str(tmp_path / "texts"), limit=1).limit_lines()[0]
+    )

@@ -1,4 +1,6 @@
-"""Plain text and prepared tokens as data: documents, completions, fill-in-the-middle, files of any format."""
+"""Plain text and prepared tokens as data: documents, completions, fill-in-the-middle, files of
+any format.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def write_lines(path: Path, *rows: Any) -> str:
 
 
 def test_a_document_carries_loss_everywhere_and_long_ones_are_split(tmp_path: Path) -> None:
-    """Every token but the first is learnt; a text beyond max_length becomes several sequences and loses nothing."""
+    """Every token but the first is learnt; a text beyond max_length becomes several sequences
+    and loses nothing.
+    """
     path = write_lines(tmp_path / "texts.jsonl", *({"text": text} for text in TEXTS))
     dataset = TextReader(path, max_length=32).make_dataset(make_template("base"))
     tokenizer = base_tokenizer()
@@ -50,7 +54,9 @@ def test_a_completion_carries_loss_and_its_prompt_does_not(tmp_path: Path) -> No
 
 
 def test_a_folder_of_sources_is_read(tmp_path: Path) -> None:
-    """Files are read by their endings; hidden files and files without text are left out and counted."""
+    """Files are read by their endings; hidden files and files without text are left out and
+    counted.
+    """
     (tmp_path / "src" / ".git").mkdir(parents=True)
     (tmp_path / "src" / "a.py").write_text("print('a')\n")
     (tmp_path / "src" / "b.md").write_text("# B\n")
@@ -66,7 +72,9 @@ def test_fill_in_the_middle_has_the_tokenizers_own_tokens(tmp_path: Path) -> Non
     """Prefix, suffix and middle together are the document; the middle and the end carry loss."""
     tokenizer = copy.deepcopy(base_tokenizer())
     names = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(name, special=True) for name in names]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [AddedToken(name, special=True) for name in names]}
+    )
     path = write_lines(tmp_path / "texts.jsonl", {"text": TEXTS[1]})
     (example,) = TextReader(path, infill=1.0).make_dataset(ChatTemplate(tokenizer)).examples
     text = tokenizer.decode(example.tokens)
@@ -85,7 +93,8 @@ def test_fill_in_the_middle_has_the_tokenizers_own_tokens(tmp_path: Path) -> Non
 def test_tokens_of_any_format_and_mask(form: str, key: str, tmp_path: Path) -> None:
     """Each kind of file and each kind of mask gives the same sequence."""
     row = {"input_ids": [5, 6, 7, 8], key: [-100, -100, 7, 8] if key == "labels" else [0, 0, 1, 1]}
-    rows, path = datasets.Dataset.from_list([row, row]), tmp_path / f"rows.{form}"
+    rows = datasets.Dataset.from_list([row, row])
+    path = tmp_path / f"rows.{form}"
     if form == "jsonl":
         write_lines(path, row, row)
     elif form == "json":
@@ -97,13 +106,17 @@ def test_tokens_of_any_format_and_mask(form: str, key: str, tmp_path: Path) -> N
         if form == "arrow":
             next((tmp_path / "saved").glob("*.arrow")).rename(path)
     dataset = TokensReader(str(path)).make_dataset(make_template("base"))
-    assert [(example.tokens, example.mask) for example in dataset.examples] == [([5, 6, 7, 8], [False, False, True, True])] * 2
+    assert [(example.tokens, example.mask) for example in dataset.examples] == [
+        ([5, 6, 7, 8], [False, False, True, True])
+    ] * 2
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_conversations_of_tables(form: str, tmp_path: Path) -> None:
     """data=jsonl reads tables too; a column of JSON text stands for a list."""
-    rows = datasets.Dataset.from_list([{"messages": CHAT if form == "parquet" else json.dumps(CHAT)}])
+    rows = datasets.Dataset.from_list(
+        [{"messages": CHAT if form == "parquet" else json.dumps(CHAT)}]
+    )
     path = tmp_path / f"chats.{form}"
     rows.to_csv(path) if form == "csv" else rows.to_parquet(path)
     assert JsonlReader(str(path)).load_conversations() == [Conversation(CHAT)]
@@ -111,7 +124,11 @@ def test_conversations_of_tables(form: str, tmp_path: Path) -> None:
 
 def test_a_stream_holds_conversations_texts_and_tokens(tmp_path: Path) -> None:
     """Each row is read as what it is."""
-    rows = [{"messages": CHAT}, {"text": TEXTS[0]}, {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
+    rows = [
+        {"messages": CHAT},
+        {"text": TEXTS[0]},
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+    ]
     path = write_lines(tmp_path / "mixed.jsonl", *rows)
     template = make_template("qwen3")
     dataset = StreamReader(path, held_out=0.0).make_dataset(template)

@@ -1,4 +1,6 @@
-"""A target whose next-token table is known, and what compares decoded texts with it. Shapes: V vocabulary."""
+"""A target whose next-token table is known, and what compares decoded texts with it. Shapes: V
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import TokenTree
 from tests.installed import load_cases
 
-# The target's and the drafter's distribution after each token. Of some hundred random tables, these show best what happens
-# where block verification uses a coin twice: after four tokens a distance of 0.066 from the target's distribution.
+# The target's and the drafter's distribution after each token. Of some hundred random tables, these
+# show best what happens where block verification uses a coin twice: after four tokens a distance of
+# 0.066 from the target's distribution.
 P = torch.tensor([[0.29, 0.34, 0.37], [0.45, 0.43, 0.12], [0.31, 0.28, 0.41]])
 Q = torch.tensor([[0.05, 0.58, 0.37], [0.81, 0.05, 0.14], [0.87, 0.08, 0.05]])
 LOG_Q = Q.log()
@@ -48,17 +51,27 @@ Outputs = Sequence[tuple[int, ...]]
 
 @cache
 def make_known_target(dtype: torch.dtype = torch.float32) -> Target:
-    """Make a Llama whose layers add nothing, so that its distribution after a token is that row of `P`.
+    """Make a Llama whose layers add nothing, so that its distribution after a token is that row of
+    `P`.
 
     In bfloat16, its logits are the logarithms as rounded, and it is so wide that kernels run it.
     """
-    vocab_size, width = len(P), 8 if dtype == torch.float32 else 64
+    vocab_size = len(P)
+    width = 8 if dtype == torch.float32 else 64
     words = Tokenizer(WordLevel({str(number): number for number in range(vocab_size)}))
     words.pre_tokenizer = Whitespace()
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=width, intermediate_size=width, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+    )
     model = LlamaForCausalLM(config).to(dtype).eval()
     # As loaded targets have it, so that rounds can be captured and texts pooled.
     model.set_attn_implementation(ATTENTION_NAME)
@@ -101,7 +114,9 @@ class Lookup(Rollout):
 
 
 def speed_up(rule: type[SamplingRule]) -> type[SamplingRule]:
-    """Return a rule that computes each distribution once, as a numpy array; small arrays are slow in torch."""
+    """Return a rule that computes each distribution once, as a numpy array; small arrays are
+    slow in torch.
+    """
     if not hasattr(rule, "_make_verified_tree"):
         return rule
 
@@ -120,13 +135,17 @@ def speed_up(rule: type[SamplingRule]) -> type[SamplingRule]:
             inputs = {"p": logits.numpy(), **({} if tree.q is None else {"q": tree.q.numpy()})}
 
             def lookup(name: str, compute: Callable[[int], Tensor], node: int) -> Any:
-                return self.remember(name, inputs[name][b, node].tobytes(), lambda: compute(node).numpy())
+                return self.remember(
+                    name, inputs[name][b, node].tobytes(), lambda: compute(node).numpy()
+                )
 
             p, q = verified.p, verified.q
             object.__setattr__(verified, "p", lambda node: lookup("p", p, node))
             object.__setattr__(verified, "q", lambda node: lookup("q", q, node))
             if (draws := getattr(verified, "draws", None)) is not None:
-                as_arrays = cache(lambda node: [(child, drawn_from.numpy()) for child, drawn_from in draws(node)])
+                as_arrays = cache(
+                    lambda node: [(child, drawn_from.numpy()) for child, drawn_from in draws(node)]
+                )
                 object.__setattr__(verified, "draws", as_arrays)
             return verified
 
@@ -157,7 +176,14 @@ class Batch:
 def decode_eagerly(batch: Batch) -> Outputs:
     """Decode in the eager loop."""
     generations = decode(
-        batch.target, batch.prompts, batch.rule, batch.length, batch.drafter, batch.builder, batch.keys, ignore_eos=True
+        batch.target,
+        batch.prompts,
+        batch.rule,
+        batch.length,
+        batch.drafter,
+        batch.builder,
+        batch.keys,
+        ignore_eos=True,
     )
     return outputs_of(generations, batch.length)
 
@@ -178,16 +204,21 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def sample(self, count: int, seed: int, batch_size: int | None = None) -> Outputs:
-        """Continue the prompt `count` times. Cases share no draws, so that their p-values are independent."""
+        """Continue the prompt `count` times. Cases share no draws, so that their p-values are
+        independent.
+        """
         seed += 1000 * (crc32(self.name.encode()) % 100_000)
         target = make_known_target(self.dtype)
-        rule, size = speed_up(self.rule)(seed=seed, **self.settings), batch_size or self.batch_size
+        rule = speed_up(self.rule)(seed=seed, **self.settings)
+        size = batch_size or self.batch_size
         outputs: list[tuple[int, ...]] = []
         for first in range(0, count, size):
             keys = list(range(first, min(count, first + size)))
             builder = self.make_builder(seed)
             drafter = None if builder is None else self.make_drafter(target)
-            outputs += self.decode(Batch(target, list(self.prompt), rule, self.length, keys, drafter, builder))
+            outputs += self.decode(
+                Batch(target, list(self.prompt), rule, self.length, keys, drafter, builder)
+            )
         return outputs
 
     def test(self, outputs: Outputs) -> Fit:
@@ -220,11 +251,14 @@ CASES = [
 ]
 
 
-def shape_row(row: Sequence[float], temperature: float = 1.0, top_k: float = 0, top_p: float = 1.0) -> list[float]:
+def shape_row(
+    row: Sequence[float], temperature: float = 1.0, top_k: float = 0, top_p: float = 1.0
+) -> list[float]:
     """Return a distribution after temperature, top-k and top-p."""
     weights = [chance ** (1 / temperature) for chance in row]
     order = sorted(range(len(row)), key=lambda token: -weights[token])[: int(top_k) or len(row)]
-    total, kept = sum(weights[token] for token in order), list[int]()
+    total = sum(weights[token] for token in order)
+    kept = list[int]()
     while sum(weights[token] for token in kept) < top_p * total and len(kept) < len(order):
         kept.append(order[len(kept)])
     total = sum(weights[token] for token in kept)
@@ -232,12 +266,16 @@ def shape_row(row: Sequence[float], temperature: float = 1.0, top_k: float = 0, 
 
 
 @cache
-def exact_joint(length: int = LENGTH, dtype: torch.dtype = torch.float32, **settings: float) -> dict[tuple[int, ...], float]:
+def exact_joint(
+    length: int = LENGTH, dtype: torch.dtype = torch.float32, **settings: float
+) -> dict[tuple[int, ...], float]:
     """Return the probability of every text of `length` tokens after token 0."""
     rows = [shape_row(row, **settings) for row in P.log().to(dtype).double().softmax(-1).tolist()]
     joint = {}
     for path in itertools.product(range(len(P)), repeat=length):
-        joint[path] = float(np.prod([rows[before][token] for before, token in zip((0, *path), path)]))
+        joint[path] = float(
+            np.prod([rows[before][token] for before, token in zip((0, *path), path)])
+        )
     return joint
 
 
@@ -255,7 +293,8 @@ def test_fit(outputs: Outputs, joint: Mapping[tuple[int, ...], float], level: fl
 
     Outcomes that are expected fewer than 5 times count as one.
     """
-    counts, total = Counter(outputs), len(outputs)
+    counts = Counter(outputs)
+    total = len(outputs)
     assert all(joint.get(path, 0) > 0 for path in counts), "a text is no outcome"
     cells = [(chance * total, counts[path]) for path, chance in joint.items() if chance > 0]
     rare = [cell for cell in cells if cell[0] < 5]
@@ -263,7 +302,8 @@ def test_fit(outputs: Outputs, joint: Mapping[tuple[int, ...], float], level: fl
     if rare:
         common.append((sum(cell[0] for cell in rare), sum(cell[1] for cell in rare)))
     expected, observed = torch.tensor(common, dtype=torch.float64).T
-    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(common) - 1
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(common) - 1
     return Fit(
         upper_tail(statistic, freedom),
         float((observed - expected).abs().sum()) / 2 / total,
@@ -276,19 +316,26 @@ test_fit.__test__ = False  # type: ignore[attr-defined]
 
 def upper_tail(statistic: Tensor, freedom: int) -> float:
     """Return the chance of a larger chi-squared statistic."""
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2))
+    return float(
+        torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic / 2)
+    )
 
 
 def visible_distance(count: int, freedom: int, level: float) -> float:
-    """Return the total variation distance d at which the test of `count` texts fails with a chance of 99 %.
+    """Return the total variation distance d at which the test of `count` texts fails with a chance
+    of 99 %.
 
-    The statistic's noncentrality is at least 4 d^2 `count`, by the inequality of Cauchy and Schwarz; its distribution is
-    approximated by the normal one.
+    The statistic's noncentrality is at least 4 d^2 `count`, by the inequality of Cauchy and
+    Schwarz; its distribution is approximated by the normal one.
     """
     critical = next(
-        x for x in range(freedom, 10 * freedom + 200) if upper_tail(torch.tensor(float(x)).double(), freedom) < level
+        x
+        for x in range(freedom, 10 * freedom + 200)
+        if upper_tail(torch.tensor(float(x)).double(), freedom) < level
     )
-    shift = next(x for x in range(10_000) if freedom + x - 2.33 * (2 * freedom + 4 * x) ** 0.5 > critical)
+    shift = next(
+        x for x in range(10_000) if freedom + x - 2.33 * (2 * freedom + 4 * x) ** 0.5 > critical
+    )
     return float((shift / 4 / count) ** 0.5)
 
 
@@ -299,27 +346,40 @@ def outputs_of(generations: Sequence[Generation], length: int = LENGTH) -> Outpu
 
 
 def print_table(cases: Sequence[Case], count: int, seeds: Sequence[int]) -> list[float]:
-    """Print a row of every case: texts and, by seed, p-values and the distance. Return all p-values."""
+    """Print a row of every case: texts and, by seed, p-values and the distance. Return all
+    p-values.
+    """
     values = list[float]()
-    print("| rule and tree | texts of a seed | p by seed | distance, all seeds | visible |\n|---|---|---|---|---|")
+    print(
+        "| rule and tree | texts of a seed | p by seed | distance, all seeds | visible "
+        "|\n|---|---|---|---|---|"
+    )
     for case in cases:
         samples = [case.sample(count, seed) for seed in seeds]
         own = [case.test(sample).p_value for sample in samples]
         fit = case.test([text for sample in samples for text in sample])
         listed = " ".join(f"{value:.2g}" for value in own)
-        print(f"| {case.name} | {count} | {listed} | {fit.distance:.4f} | {fit.visible:.4f} |", flush=True)
+        print(
+            f"| {case.name} | {count} | {listed} | {fit.distance:.4f} | {fit.visible:.4f} |",
+            flush=True,
+        )
         values += own
     return values
 
 
 def describe_uniformity(values: Sequence[float]) -> str:
-    """Describe how far p-values are from uniform ones, by the smallest and by the Kolmogorov-Smirnov distance.
+    """Describe how far p-values are from uniform ones, by the smallest and by the
+    Kolmogorov-Smirnov distance.
 
-    The distance exceeds 1.63 divided by the root of their number with a chance of 1 %, if they are independent.
+    The distance exceeds 1.63 divided by the root of their number with a chance of 1 %, if they are
+    independent.
     """
-    ordered, count = sorted(values), len(values)
-    distance = max(max(value - rank / count, (rank + 1) / count - value) for rank, value in enumerate(ordered))
+    ordered = sorted(values)
+    count = len(values)
+    distance = max(
+        max(value - rank / count, (rank + 1) / count - value) for rank, value in enumerate(ordered)
+    )
     return (
-        f"{count} p-values: smallest {ordered[0]:.2g}, expected about {1 / count:.2g}; distance from uniform "
-        f"{distance:.3f}, at the level of 1 % {1.63 / count**0.5:.3f}"
+        f"{count} p-values: smallest {ordered[0]:.2g}, expected about {1 / count:.2g}; distance "
+        f"from uniform {distance:.3f}, at the level of 1 % {1.63 / count**0.5:.3f}"
     )

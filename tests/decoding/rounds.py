@@ -1,4 +1,6 @@
-"""Rounds by hand: contexts to draft in, what a drafter proposes there, and a builder that keeps what it grew."""
+"""Rounds by hand: contexts to draft in, what a drafter proposes there, and a builder that keeps
+what it grew.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,24 +20,39 @@ from spectrain.trees.token_tree import TokenTree
 from tests.trees.tables import check_structure
 
 
-def begun(target: Target, prompts: list[list[int]], drafter: Drafter | None, builder: TreeBuilder, limit: int = 20) -> Context:
+def begun(
+    target: Target,
+    prompts: list[list[int]],
+    drafter: Drafter | None,
+    builder: TreeBuilder,
+    limit: int = 20,
+) -> Context:
     """The first round of these prompts, which were read."""
-    return prefill_context(target, Greedy(), make_request(target, prompts, limit, ignore_eos=True), drafter, builder)
+    return prefill_context(
+        target, Greedy(), make_request(target, prompts, limit, ignore_eos=True), drafter, builder
+    )
 
 
 def placed(
-    target: Target, texts: list[list[int]], builder: TreeBuilder, news: list[int] | None = None, round: int = 0
+    target: Target,
+    texts: list[list[int]],
+    builder: TreeBuilder,
+    news: list[int] | None = None,
+    round: int = 0,
 ) -> Context:
-    """A context of committed `texts`, their roots included, of which the last `news` tokens are new in this round; nothing was
-    run."""
+    """A context of committed `texts`, their roots included, of which the last `news` tokens are new
+    in this round; nothing was run."""
     news = [0] * len(texts) if news is None else news
     context = make_context(target, builder, target.new_cache(len(texts), 256), (), 0)
     for row, text in enumerate(texts):
         context.tokens[row, : len(text)] = torch.tensor(text)
     context.cache.lengths.copy_(torch.tensor([len(text) - 1 for text in texts]))
     context.sequence_ids.copy_(torch.arange(len(texts)))
-    context.new_features = Features(context.tokens[:, : max(news)], (), torch.zeros(len(texts), max(news), 0, 1))
-    context.num_new, context.round = torch.tensor(news), round
+    context.new_features = Features(
+        context.tokens[:, : max(news)], (), torch.zeros(len(texts), max(news), 0, 1)
+    )
+    context.num_new = torch.tensor(news)
+    context.round = round
     return context
 
 
@@ -49,9 +66,11 @@ Listen = Callable[[Rollout, Prefix], Rollout]
 
 
 class Keeping(WrappedBuilder):
-    """Another builder, whose trees are checked and kept, each with the texts that it hangs below, their roots included.
+    """Another builder, whose trees are checked and kept, each with the texts that it hangs below,
+    their roots included.
 
-    Rounds without a draft, as a guard has them, leave nothing. `listen` may put another rollout around every one.
+    Rounds without a draft, as a guard has them, leave nothing. `listen` may put another rollout
+    around every one.
     """
 
     def __init__(self, builder: TreeBuilder, listen: Listen | None = None) -> None:
@@ -68,7 +87,12 @@ class Keeping(WrappedBuilder):
         tree = super().grow(prefix, draft)
         check_structure(tree)
         assert torch.equal(tree.tokens[:, 0], prefix.root)
-        self.texts.append([tokens[: end + 1] for tokens, end in zip(prefix.tokens.tolist(), prefix.lengths.tolist())])
+        self.texts.append(
+            [
+                tokens[: end + 1]
+                for tokens, end in zip(prefix.tokens.tolist(), prefix.lengths.tolist())
+            ]
+        )
         self.trees.append(tree)
         return tree
 
@@ -82,7 +106,9 @@ class RecordedRollout(Rollout):
 
     def __init__(self, inner: Rollout, prefix: Prefix, log: RolloutLog) -> None:
         self.inner, self.log, self.draft_ids = inner, log, inner.draft_ids
-        self.texts = [prefix.tokens[b, : n + 1].tolist() for b, n in enumerate(prefix.lengths.tolist())]
+        self.texts = [
+            prefix.tokens[b, : n + 1].tolist() for b, n in enumerate(prefix.lengths.tolist())
+        ]
         self.paths: list[list[list[int]]] = [[[]] for _ in self.texts]
 
     def start(self) -> Tensor:
@@ -90,16 +116,23 @@ class RecordedRollout(Rollout):
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         for b, paths in enumerate(self.paths):
-            paths += [paths[parent] + [token] for token, parent in zip(tokens[b].tolist(), parents[b].tolist())]
+            paths += [
+                paths[parent] + [token]
+                for token, parent in zip(tokens[b].tolist(), parents[b].tolist())
+            ]
         return self.record_log_q(self.inner.extend(tokens, parents), tokens.shape[1])
 
     def record_log_q(self, log_q: Tensor, count: int) -> Tensor:
         for b, paths in enumerate(self.paths):
-            self.log += [(self.texts[b], path, log_q[b, n]) for n, path in enumerate(paths[-count:])]
+            self.log += [
+                (self.texts[b], path, log_q[b, n]) for n, path in enumerate(paths[-count:])
+            ]
         return log_q
 
 
 def watching(builder: TreeBuilder) -> tuple[RolloutLog, Keeping]:
-    """Return the list to which the rollouts of a builder log their q, and the builder in a wrapper that keeps its trees."""
+    """Return the list to which the rollouts of a builder log their q, and the builder in a
+    wrapper that keeps its trees.
+    """
     log: RolloutLog = []
     return log, Keeping(builder, lambda rollout, prefix: RecordedRollout(rollout, prefix, log))

@@ -50,7 +50,9 @@ CASES = load_cases(__name__)
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "eagle3": lambda target: Eagle3(target, vocab_size=512),
-    "eagle3 window": lambda target: Eagle3(target, vocab_size=512, num_layers=2, window=4, architecture={"qk_norm": True}),
+    "eagle3 window": lambda target: Eagle3(
+        target, vocab_size=512, num_layers=2, window=4, architecture={"qk_norm": True}
+    ),
     "medusa": lambda target: Medusa(target, num_heads=3, vocab_size=512),
     "eagle1": lambda target: Eagle1(target),
     "causal": lambda target: Causal(target, num_layers=2),
@@ -60,10 +62,18 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "mtp": lambda target: Mtp(target),
     "pard": lambda target: Pard(target, num_drafts=4, num_layers=2),
     "pard2": lambda target: Pard(target, num_drafts=4, num_layers=2, layers=[1, 2]),
-    "dflash": lambda target: DFlash(target, DFlashConfig(block_size=4, num_layers=2, vocab_size=512)),
-    "dflash causal": lambda target: DFlash(target, DFlashConfig(block_size=4, num_layers=1, causal=True, window=6)),
-    "dspark": lambda target: DSpark(target, DSparkConfig(block_size=3, num_layers=1, rank=8, markov_head="rnn")),
-    "dflash2": lambda target: DFlash2(target, DFlash2Config(block_size=4, num_layers=1, selector_rank=8)),
+    "dflash": lambda target: DFlash(
+        target, DFlashConfig(block_size=4, num_layers=2, vocab_size=512)
+    ),
+    "dflash causal": lambda target: DFlash(
+        target, DFlashConfig(block_size=4, num_layers=1, causal=True, window=6)
+    ),
+    "dspark": lambda target: DSpark(
+        target, DSparkConfig(block_size=3, num_layers=1, rank=8, markov_head="rnn")
+    ),
+    "dflash2": lambda target: DFlash2(
+        target, DFlash2Config(block_size=4, num_layers=1, selector_rank=8)
+    ),
     **CASES.get("DRAFTERS", {}),
 }
 BUILDERS: dict[str, Callable[[], TreeBuilder]] = {
@@ -77,20 +87,38 @@ BUILDERS: dict[str, Callable[[], TreeBuilder]] = {
 def list_facts(generations: list[Generation]) -> list[tuple[object, ...]]:
     """All that does not depend on the clock."""
     return [
-        (g.prompt, g.output, g.round_lengths, g.depths, g.node_counts, g.idle_counts, g.is_cut, g.is_done, g.batch_size)
+        (
+            g.prompt,
+            g.output,
+            g.round_lengths,
+            g.depths,
+            g.node_counts,
+            g.idle_counts,
+            g.is_cut,
+            g.is_done,
+            g.batch_size,
+        )
         for g in generations
     ]
 
 
 def assert_same_rounds(
-    target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None, rounds: int = 4
+    target: Target,
+    rule: AcceptanceRule,
+    drafter: Drafter | None,
+    builder: TreeBuilder | None,
+    rounds: int = 4,
 ) -> CapturedRunner:
     """Check batches of several sizes and lengths, decoded one after another by one engine."""
     engine = CapturedRunner(target, rule, drafter, builder, rounds)
     for count, limit, ignore_eos in ((3, 7, True), (1, 8, False), (3, 5, False), (2, 2, True)):
         rows = list(range(3, 3 + count))
-        expected = decode(target, PROMPTS[:count], rule, limit, drafter, builder, rows, ignore_eos=ignore_eos)
-        assert list_facts(engine.decode(PROMPTS[:count], limit, rows, ignore_eos)) == list_facts(expected)
+        expected = decode(
+            target, PROMPTS[:count], rule, limit, drafter, builder, rows, ignore_eos=ignore_eos
+        )
+        assert list_facts(engine.decode(PROMPTS[:count], limit, rows, ignore_eos)) == list_facts(
+            expected
+        )
     return engine
 
 
@@ -102,7 +130,8 @@ LEAVING = tuple(name for name in ("eagle2", "entropy") if name in BUILDERS)
 
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize(
-    ("drafter", "builder"), [pair for pair in product(DRAFTERS, BUILDERS) if pair not in product(KEEPING, LEAVING)]
+    ("drafter", "builder"),
+    [pair for pair in product(DRAFTERS, BUILDERS) if pair not in product(KEEPING, LEAVING)],
 )
 def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, builder: str) -> None:
     """Tokens, accepted lengths, depths and sizes of every round equal those of the eager loop."""
@@ -127,17 +156,31 @@ def test_tree_that_omits_run_nodes_is_refused(shallow: Target, drafter: str, bui
     [
         (Match(0.8, seed=3), Eagle2(3, 10, 3)),
         (Match(1.3, top_k=40, top_p=0.9), Chain(3, "sampled", seed=5)),
-        (RecursiveRejection(0.9, top_p=0.95, seed=2), Static(paths=[[0], [1], [0, 0], [1, 0]], children="without_replacement")),
-        (RecursiveRejection(), Static(paths=[[0], [1], [0, 0], [1, 0]], children="sampled", temperature=0.7)),
+        (
+            RecursiveRejection(0.9, top_p=0.95, seed=2),
+            Static(paths=[[0], [1], [0, 0], [1, 0]], children="without_replacement"),
+        ),
+        (
+            RecursiveRejection(),
+            Static(paths=[[0], [1], [0, 0], [1, 0]], children="sampled", temperature=0.7),
+        ),
         (SpeculativeSampling(seed=9), Chain(3, "sampled")),
     ],
-    ids=["match-eagle2", "match-drawn", "without-replacement", "with-replacement", "speculative-sampling"],
+    ids=[
+        "match-eagle2",
+        "match-drawn",
+        "without-replacement",
+        "with-replacement",
+        "speculative-sampling",
+    ],
 )
 @pytest.mark.parametrize("drafter", ["eagle3", "causal", *CASES.get("drafters_with_state", ())])
 def test_drawn_tokens_equal_those_of_the_loop(
     shallow: Target, drafter: str, rule: AcceptanceRule, builder: TreeBuilder
 ) -> None:
-    """Random numbers come from counters of sequence and position, so both draw the same trees and tokens."""
+    """Random numbers come from counters of sequence and position, so both draw the same trees
+    and tokens.
+    """
     assert_same_rounds(shallow, rule, DRAFTERS[drafter](shallow).eval(), builder)
 
 
@@ -145,15 +188,17 @@ def test_drawn_tokens_equal_those_of_the_loop(
 def test_rounds_that_can_be_captured_are_counted(shallow: Target, drafter: str | None) -> None:
     """All rounds count but the one in which a drafter reads the prompt: a capture waits for two."""
     built = None if drafter is None else DRAFTERS[drafter](shallow).eval()
-    engine = CapturedRunner(shallow, Greedy(), built, None if built is None else Chain(2), rounds_per_read=1)
+    engine = CapturedRunner(
+        shallow, Greedy(), built, None if built is None else Chain(2), rounds_per_read=1
+    )
     (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
     (state,) = engine.states.values()
     assert state.num_warm_rounds == len(done.round_lengths) - (built is not None)
 
 
 class RoundTrace(TorchDispatchMode):
-    """Records what a graph would hold of a round: its operations, numbers of the host among their arguments, and the
-    storages of tensors that the round did not make."""
+    """Records what a graph would hold of a round: its operations, numbers of the host among their
+    arguments, and the storages of tensors that the round did not make."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,8 +209,12 @@ class RoundTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.steps.append((func.name(), *map(self.describe_leaf, tree_leaves((args, kwargs)))))
-        storages = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        self.created |= {storage_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)} - storages
+        storages = {
+            storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        }
+        self.created |= {
+            storage_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)
+        } - storages
         self.references.append((args, kwargs, out))
         return out
 
@@ -183,15 +232,25 @@ def storage_of(tensor: Tensor) -> int:
 @pytest.mark.sweep(4, free=("drafter", "builder"))
 @pytest.mark.parametrize(
     ("drafter", "builder"),
-    [(None, "chain"), *(pair for pair in product(DRAFTERS, ("chain", "eagle2")) if pair not in product(KEEPING, LEAVING))],
+    [
+        (None, "chain"),
+        *(
+            pair
+            for pair in product(DRAFTERS, ("chain", "eagle2"))
+            if pair not in product(KEEPING, LEAVING)
+        ),
+    ],
 )
 def test_every_round_runs_the_captured_operations(drafter: str | None, builder: str) -> None:
-    """Later rounds, and those of other prompts, do what a graph holds of an earlier one: the same operations on the same
-    numbers of the host and on tensors in the same storages. Tensors without data show it, by the kernels that a GPU runs."""
+    """Later rounds, and those of other prompts, do what a graph holds of an earlier one: the same
+    operations on the same numbers of the host and on tensors in the same storages. Tensors without
+    data show it, by the kernels that a GPU runs."""
     target = cut_tiny(3)
     built = None if drafter is None else DRAFTERS[drafter](target).eval().to("meta")
     target.to("meta")
-    engine = CapturedRunner(target, Match(0.8, top_k=5), built, None if built is None else BUILDERS[builder]())
+    engine = CapturedRunner(
+        target, Match(0.8, top_k=5), built, None if built is None else BUILDERS[builder]()
+    )
     traces = []
     with torch.inference_mode():
         for prompts, rounds in (([[0] * 7, [0] * 4], 2), ([[0] * 5, [0] * 9], 1)):
@@ -201,13 +260,18 @@ def test_every_round_runs_the_captured_operations(drafter: str | None, builder: 
                 with RoundTrace() as trace:
                     list(engine.run_parts())
                 traces.append(trace)
-            engine.state.drafter_state = {name: getattr(built, name) for name in engine._state_names}
+            engine.state.drafter_state = {
+                name: getattr(built, name) for name in engine._state_names
+            }
     first, *others = traces
     assert all(trace.steps == first.steps for trace in others)
-    storages = {argument[0] for step in first.steps for argument in step[1:] if isinstance(argument, tuple)}
+    storages = {
+        argument[0] for step in first.steps for argument in step[1:] if isinstance(argument, tuple)
+    }
     assert (
         engine.state.log is not None
-        and {storage_of(engine.state.log.records), storage_of(engine.state.context.tokens)} <= storages
+        and {storage_of(engine.state.log.records), storage_of(engine.state.context.tokens)}
+        <= storages
     )
 
 
@@ -234,8 +298,12 @@ def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -
         *CASES.get("chains", ()),
     ],
 )
-def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None, models: int, backend: str) -> None:
-    """All layers of a model that run the same shape share one compilation, and nothing that is compiled is cut in two."""
+def test_compiled_rounds_equal_the_loop(
+    drafter: str | None, builder: str | None, models: int, backend: str
+) -> None:
+    """All layers of a model that run the same shape share one compilation, and nothing that is
+    compiled is cut in two.
+    """
     torch._dynamo.reset()
     counters.clear()
     target = cut_tiny(3)
@@ -251,14 +319,17 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
     assert counters["stats"]["unique_graphs"] == models + at_once
     if drafter == "eagle3":  # caches of another bound run by the same code
         longer = [list(range(5, 265))] * 2
-        assert list_facts(engine.decode(longer, 4)) == list_facts(decode(target, longer, Greedy(), 4, built, shape))
+        assert list_facts(engine.decode(longer, 4)) == list_facts(
+            decode(target, longer, Greedy(), 4, built, shape)
+        )
         assert len(engine.states) == 2
         assert counters["stats"]["unique_graphs"] == models + at_once
 
 
 def test_drafter_state_survives_use_by_another_runner(shallow: Target) -> None:
     """Two engines and the loop share a drafter, in turn: each gives what it gives alone."""
-    drafter, builders = Eagle3(shallow, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
+    drafter = Eagle3(shallow, vocab_size=512).eval()
+    builders = (Chain(2), Eagle2(3, 10, 3))
     engines = [CapturedRunner(shallow, Greedy(), drafter, builder) for builder in builders]
     addresses: list[object] = []
     for _ in range(2):
@@ -271,7 +342,9 @@ def test_drafter_state_survives_use_by_another_runner(shallow: Target) -> None:
 
 
 def test_uncompiled_layers_do_not_shift_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one attends with its own keys."""
+    """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one
+    attends with its own keys.
+    """
     torch._dynamo.reset()
     target = cut_tiny(3)
     expected = decode(target, PROMPTS[:1], Greedy(), 5)
@@ -284,13 +357,18 @@ def test_uncompiled_layers_do_not_shift_compiled_layers(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("drafter", [None, "eagle3", *CASES.get("drafters_with_state", ())])
-def test_interrupted_decoding_leaves_no_state(shallow: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in the middle of rounds that the host has not looked at, the next decode gives what it would have given."""
+def test_interrupted_decoding_leaves_no_state(
+    shallow: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the middle of rounds that the host has not looked at, the next decode gives
+    what it would have given.
+    """
     built = None if drafter is None else DRAFTERS[drafter](shallow).eval()
     builder = None if built is None else Chain(3)
     expected = decode(shallow, PROMPTS, Greedy(), 12, built, builder)
     engine = CapturedRunner(shallow, Greedy(), built, builder)
-    rounds, play = [0], captured.run_round
+    rounds = [0]
+    play = captured.run_round
 
     def stop_early(*arguments: Any) -> Iterator[RoundOutcome | None]:
         rounds[0] += 1
@@ -304,16 +382,18 @@ def test_interrupted_decoding_leaves_no_state(shallow: Target, drafter: str | No
         patch.setattr(captured, "run_round", stop_early)
         engine.decode(PROMPTS, 12)
     if built is not None:
-        decode(shallow, PROMPTS, Greedy(), 4, built, builder)  # takes the drafter's attributes for itself
+        # takes the drafter's attributes for itself
+        decode(shallow, PROMPTS, Greedy(), 4, built, builder)
     for _ in range(2):
         assert list_facts(engine.decode(PROMPTS, 12)) == list_facts(expected)
 
 
 def test_refused_prompt_leaves_no_state(shallow: Target) -> None:
-    """One that leaves no room is refused with the loop's words, first or later, and what another decode did with the drafter
-    meanwhile is not taken for the engine's own."""
+    """One that leaves no room is refused with the loop's words, first or later, and what another
+    decode did with the drafter meanwhile is not taken for the engine's own."""
     drafter = Eagle3(shallow, vocab_size=512).eval()
-    engine, longest = CapturedRunner(shallow, Greedy(), drafter, Chain(2)), [[5] * (shallow.max_length - 5)]
+    engine = CapturedRunner(shallow, Greedy(), drafter, Chain(2))
+    longest = [[5] * (shallow.max_length - 5)]
     with pytest.raises(UserError, match=f"prompt of {shallow.max_length - 5} tokens"):
         engine.decode(longest, 6)
     expected = engine.decode(PROMPTS, 8)
@@ -322,7 +402,9 @@ def test_refused_prompt_leaves_no_state(shallow: Target) -> None:
     decode(shallow, PROMPTS, Greedy(), 4, drafter, Chain(2))
     with pytest.raises(UserError, match=f"prompt of {shallow.max_length - 5} tokens"):
         engine.decode(longest, 6)
-    assert state.drafter_state["cache"] is cache and list_facts(engine.decode(PROMPTS, 8)) == list_facts(expected)
+    assert state.drafter_state["cache"] is cache and list_facts(
+        engine.decode(PROMPTS, 8)
+    ) == list_facts(expected)
 
 
 def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
@@ -330,28 +412,42 @@ def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
     drafter = Eagle3(shallow, vocab_size=64)
     engine = CapturedRunner(shallow, Greedy(), drafter, Chain(2))
     engine.decode(PROMPTS[:1], 6)
-    drafter.step_decay, drafter.training = 0.5, True
+    drafter.step_decay = 0.5
+    drafter.training = True
     engine.decode(PROMPTS[:1], 6)
     assert drafter.step_decay == 0.5 and drafter.training
     copied = copy.deepcopy(drafter)
-    assert copied.cache is not None and copied.cache.cache_id != drafter.cache.cache_id and copied.cache.storage is None
+    assert (
+        copied.cache is not None
+        and copied.cache.cache_id != drafter.cache.cache_id
+        and copied.cache.storage is None
+    )
 
 
 @pytest.mark.sweep(2, free=("drafter", "backend"))
-@pytest.mark.parametrize("drafter", ["eagle3", "causal", "early_exit", *CASES.get("chain_drafters", ())])
+@pytest.mark.parametrize(
+    "drafter", ["eagle3", "causal", "early_exit", *CASES.get("chain_drafters", ())]
+)
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_preset_chain_is_accepted_completely(drafter: str, backend: str | None) -> None:
-    """With every draft right a round emits as deep as the drafter reaches and one more, batch after batch."""
+    """With every draft right a round emits as deep as the drafter reaches and one more, batch
+    after batch.
+    """
     torch._dynamo.reset()
     target = cut_tiny(3)
-    built, builder = DRAFTERS[drafter](target).eval(), Chain(3)
+    built = DRAFTERS[drafter](target).eval()
+    builder = Chain(3)
     forced = TeacherForcedBuilder({}, builder, Greedy())
     engine = CapturedRunner(target, Greedy(), built, PresetChainBuilder(forced), backend=backend)
     for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS):
         plain = decode(target, prompts, Greedy(), 14, ignore_eos=True)
-        forced.sequences = dict(enumerate(generation.prompt + generation.output for generation in plain))
+        forced.sequences = dict(
+            enumerate(generation.prompt + generation.output for generation in plain)
+        )
         result = engine.decode(prompts, 9, ignore_eos=True)
-        assert [generation.output for generation in result] == [generation.output[:9] for generation in plain]
+        assert [generation.output for generation in result] == [
+            generation.output[:9] for generation in plain
+        ]
         assert all(generation.round_lengths == [4] * 2 for generation in result)
 
 
@@ -373,7 +469,11 @@ def test_oldest_batch_states_are_dropped(shallow: Target) -> None:
     ],
 )
 def test_rounds_that_cannot_be_captured_are_refused(
-    shallow: Target, rule: AcceptanceRule, drafter: Callable[[Target], Drafter] | None, builder: TreeBuilder | None, words: str
+    shallow: Target,
+    rule: AcceptanceRule,
+    drafter: Callable[[Target], Drafter] | None,
+    builder: TreeBuilder | None,
+    words: str,
 ) -> None:
     """The error gives the reason, and what to do."""
     with pytest.raises(UserError, match=f"eval.engine=captured: {words}.*use eval.engine=eager"):
@@ -383,15 +483,25 @@ def test_rounds_that_cannot_be_captured_are_refused(
 def test_target_with_dynamic_rope_is_refused() -> None:
     """A dynamic rotary embedding looks at the longest position in every forward."""
     target = cut_tiny(3)
-    target.config.rope_parameters = {**target.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    target.config.rope_parameters = {
+        **target.config.rope_parameters,
+        "rope_type": "dynamic",
+        "factor": 2.0,
+    }
     with pytest.raises(
-        UserError, match="eval.engine=captured: target tiny reads text lengths from the device.*use eval.engine=eager"
+        UserError,
+        match=(
+            "eval.engine=captured: target tiny reads text lengths from the device.*use "
+            "eval.engine=eager"
+        ),
     ):
         CapturedRunner(target, Greedy())
 
 
 def test_round_parts_sum_to_the_total_time(shallow: Target) -> None:
-    """Parts are those of the loop, none is negative, and a row that is done earlier has fewer of them."""
+    """Parts are those of the loop, none is negative, and a row that is done earlier has fewer of
+    them.
+    """
     item, other = CapturedRunner(shallow, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
     assert item.seconds.keys() == {"prefill", "draft", "verify", "accept", "other"}
     assert all(value >= 0 for value in item.seconds.values())

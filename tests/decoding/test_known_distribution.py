@@ -1,7 +1,8 @@
-"""Real decoding of many texts has the target's distribution, for every lossless rule with the trees that it takes.
+"""Real decoding of many texts has the target's distribution, for every lossless rule with the trees
+that it takes.
 
-Enumerations prove one round. Here rounds follow one another, so a random number that two rounds share is found too: with coins
-keyed by position alone, block verification fails with p below 1e-6.
+Enumerations prove one round. Here rounds follow one another, so a random number that two rounds
+share is found too: with coins keyed by position alone, block verification fails with p below 1e-6.
 """
 
 import pytest
@@ -25,7 +26,9 @@ QUICK = {
 POOLED = {"block, chain of 3", "traversal, sampled tree", "recursive, sampled tree"}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in QUICK], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in QUICK], ids=lambda case: case.name
+)
 def test_decoded_texts_have_the_targets_distribution(case: Case) -> None:
     fit = case.test(case.sample(QUICK[case.name], seed=0))
     assert fit.p_value > LEVEL, fit
@@ -35,14 +38,19 @@ def test_decoded_texts_have_the_targets_distribution(case: Case) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("case", [*CASES, *VARIANTS], ids=lambda case: case.name)
 def test_many_texts_have_the_targets_distribution(case: Case, seed: int) -> None:
-    if case.name.startswith("match, continuous") and not make_known_target(case.dtype).can_pool_texts:
+    if (
+        case.name.startswith("match, continuous")
+        and not make_known_target(case.dtype).can_pool_texts
+    ):
         pytest.skip("this processor has no kernels that give a text the bits that it has alone")
     fit = case.test(case.sample(10_000, seed))
     assert fit.p_value > LEVEL, fit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in POOLED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in POOLED], ids=lambda case: case.name
+)
 def test_texts_do_not_depend_on_the_batch(case: Case) -> None:
     assert case.sample(60, seed=0, batch_size=3) == case.sample(60, seed=0, batch_size=1)
 
@@ -50,11 +58,22 @@ def test_texts_do_not_depend_on_the_batch(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["chain, chain of 3", "recursive, sampled tree", "recursive, tree without replacement", "match, most likely tree"],
+    [
+        "chain, chain of 3",
+        "recursive, sampled tree",
+        "recursive, tree without replacement",
+        "match, most likely tree",
+    ],
 )
-def test_rules_on_the_device_decode_the_same_texts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of a GPU, interpreted, draw what the references draw, so that the texts have the same distribution."""
-    pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
+def test_rules_on_the_device_decode_the_same_texts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels of a GPU, interpreted, draw what the references draw, so that the texts have
+    the same distribution.
+    """
+    pytest.importorskip(
+        "triton", reason="triton is not installed, so there are no kernels to interpret"
+    )
     case = next(case for case in CASES if case.name == name)
     expected = case.sample(20, seed=0)
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")

@@ -1,7 +1,9 @@
-"""The acceptance rules in exact arithmetic: what a lossless one emits has the target's distribution, and wrong variants differ.
+"""The acceptance rules in exact arithmetic: what a lossless one emits has the target's
+distribution, and wrong variants differ.
 
-The rules' own code runs on fractions. Every tree that can be drawn, and every outcome of judging it, is enumerated with its
-probability; the output, continued by the target, is compared as a joint distribution of tokens. V vocabulary.
+The rules' own code runs on fractions. Every tree that can be drawn, and every outcome of judging
+it, is enumerated with its probability; the output, continued by the target, is compared as a joint
+distribution of tokens. V vocabulary.
 """
 
 import heapq
@@ -21,7 +23,14 @@ import torch
 
 from spectrain.config.build import GroupSpec
 from spectrain.config.choices import list_constructors
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling, SamplingRule, Siblings
+from spectrain.decoding.acceptance import (
+    AcceptanceRule,
+    Greedy,
+    Match,
+    OpenSampling,
+    SamplingRule,
+    Siblings,
+)
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
 from spectrain.decoding.acceptance.sequential import RandomSource, SequentialRule, VerifiedTree
 from spectrain.decoding.acceptance.typical import TypicalAcceptance
@@ -42,7 +51,9 @@ T = TypeVar("T")
 
 
 class Script:
-    """Dice that replay the first outcomes, then take the first possible one each, and know the chance of it all."""
+    """Dice that replay the first outcomes, then take the first possible one each, and know the
+    chance of it all.
+    """
 
     def __init__(self, script: list[int]) -> None:
         self.script = script
@@ -107,14 +118,23 @@ def taken_out(weights: Vector, token: int) -> Vector:
 def models(kind: str, vocab: int, length: int, seed: int = 0) -> tuple[Model, Model]:
     """The target's p and the drafter's q after every path that is shorter than `length`."""
     draw = random.Random(f"{kind} {vocab} {length} {seed}")
-    paths = [path for size in range(length) for path in itertools.product(range(vocab), repeat=size)]
+    paths = [
+        path for size in range(length) for path in itertools.product(range(vocab), repeat=size)
+    ]
     p = {path: random_distribution(draw, vocab, int(kind == "dense")) for path in paths}
-    q = p if kind == "equal" else {path: random_distribution(draw, vocab, int(kind == "dense")) for path in paths}
+    q = (
+        p
+        if kind == "equal"
+        else {path: random_distribution(draw, vocab, int(kind == "dense")) for path in paths}
+    )
     if kind == "apart":  # after the empty path and some others, p and q share no token
         for path in paths:
             if not path or draw.random() < 0.4:
                 cut = draw.randrange(1, vocab)
-                q[path] = np.array([Fraction(1, cut) if token < cut else Fraction(0) for token in range(vocab)], dtype=object)
+                q[path] = np.array(
+                    [Fraction(1, cut) if token < cut else Fraction(0) for token in range(vocab)],
+                    dtype=object,
+                )
                 p[path] = scaled(np.where(q[path] > 0, Fraction(0), p[path] + Fraction(1, 7)))
     return p, q
 
@@ -128,7 +148,8 @@ class Drawn:
 
     paths: list[Path] = field(default_factory=lambda: [()])
     children: list[list[int]] = field(default_factory=lambda: [[]])
-    offered: dict[int, Vector] = field(default_factory=dict)  # what one child was drawn from, where that is not all of q
+    # what one child was drawn from, where that is not all of q
+    offered: dict[int, Vector] = field(default_factory=dict)
 
     def add(self, parent: int, token: int) -> int:
         self.paths.append((*self.paths[parent], token))
@@ -146,17 +167,24 @@ class Drawn:
         for node, below in enumerate(self.children):
             for child in below:
                 parents[child] = node
-        tree = TokenTree.from_parents(torch.tensor([self.tokens]).expand(batch, -1), torch.tensor([parents]).expand(batch, -1))
+        tree = TokenTree.from_parents(
+            torch.tensor([self.tokens]).expand(batch, -1), torch.tensor([parents]).expand(batch, -1)
+        )
         return replace(tree, children=children)
 
 
-Shape = tuple[Path, ...]  # paths of ranks, as tree=static has them: (0, 1) is the second child of the first child
+# paths of ranks, as tree=static has them: (0, 1) is the second child of the first child
+Shape = tuple[Path, ...]
 Draft = Callable[[Model, RandomSource], Drawn]
 
 
 def widths(*counts: int) -> Shape:
     """The tree in which every node of depth d has counts[d] children."""
-    return tuple(path for size in range(1, len(counts) + 1) for path in itertools.product(*map(range, counts[:size])))
+    return tuple(
+        path
+        for size in range(1, len(counts) + 1)
+        for path in itertools.product(*map(range, counts[:size]))
+    )
 
 
 CHAINS = {"1": widths(1), "1-1": widths(1, 1), "1-1-1": widths(1, 1, 1)}
@@ -172,10 +200,14 @@ SHAPES = {**CHAINS, **BRANCHING}
 
 
 def drawn(shape: Shape, children: Children) -> Draft:
-    """Draw a tree of this shape; without replacement a node has no more children than q has tokens."""
+    """Draw a tree of this shape; without replacement a node has no more children than q has
+    tokens.
+    """
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
-        tree, nodes, left = Drawn(), {(): 0}, {}
+        tree = Drawn()
+        nodes = {(): 0}
+        left = {}
         for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks)):
             if (parent := nodes.get(ranks[:-1])) is None:
                 continue
@@ -192,15 +224,20 @@ def drawn(shape: Shape, children: Children) -> Draft:
 
 
 def likeliest(shape: Shape) -> Draft:
-    """Return a draft of the same shape with the most likely tokens for children: nothing is drawn."""
+    """Return a draft of the same shape with the most likely tokens for children: nothing is
+    drawn.
+    """
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
-        tree, nodes = Drawn(), {(): 0}
+        tree = Drawn()
+        nodes = {(): 0}
         for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks)):
             if (parent := nodes.get(ranks[:-1])) is None:
                 continue
             weights = q[tree.paths[parent]]
-            token = sorted(range(len(weights)), key=lambda token: (-weights[token], token))[ranks[-1]]
+            token = sorted(range(len(weights)), key=lambda token: (-weights[token], token))[
+                ranks[-1]
+            ]
             if weights[token] > 0:
                 nodes[ranks] = tree.add(parent, token)
         return tree
@@ -209,24 +246,28 @@ def likeliest(shape: Shape) -> Draft:
 
 
 def top_and_sampled(shape: Shape) -> Draft:
-    """Return a draft of the same shape: all children of a node but the last are its most likely tokens, and the last is
-    drawn from the rest of q."""
+    """Return a draft of the same shape: all children of a node but the last are its most likely
+    tokens, and the last is drawn from the rest of q."""
     counts: dict[Path, int] = defaultdict(int)
     for ranks in shape:
         counts[ranks[:-1]] += 1
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
-        tree, nodes = Drawn(), {(): 0}
+        tree = Drawn()
+        nodes = {(): 0}
         for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks)):
             if (parent := nodes.get(ranks[:-1])) is None:
                 continue
-            weights, top = q[tree.paths[parent]], counts[ranks[:-1]] - 1
+            weights = q[tree.paths[parent]]
+            top = counts[ranks[:-1]] - 1
             order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
             if ranks[-1] < top:
                 if weights[token := order[ranks[-1]]] > 0:
                     nodes[ranks] = tree.add(parent, token)
                 continue
-            tree.offered[parent] = rest = np.array([Fraction(0) if x in order[:top] else w for x, w in enumerate(weights)])
+            tree.offered[parent] = rest = np.array(
+                [Fraction(0) if x in order[:top] else w for x, w in enumerate(weights)]
+            )
             if sum(rest) > 0:
                 tree.offered[parent] = scaled(rest)
                 nodes[ranks] = tree.add(parent, dice.draw_token(tree.offered[parent]))
@@ -236,10 +277,13 @@ def top_and_sampled(shape: Shape) -> Draft:
 
 
 def best_first(budget: int, depth: int) -> Draft:
-    """DySpec's growth: the open position with the largest value is drawn next, without replacement."""
+    """DySpec's growth: the open position with the largest value is drawn next, without
+    replacement.
+    """
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
-        tree, left = Drawn(), {}
+        tree = Drawn()
+        left = {}
         indices = [(Fraction(-1), 0)]
         while indices and len(tree.paths) <= budget:
             value, parent = heapq.heappop(indices)
@@ -257,7 +301,9 @@ def best_first(budget: int, depth: int) -> Draft:
 
 
 def stopping_chain(depth: int, least: Fraction) -> Draft:
-    """A chain that ends before a token is drawn from a q without a likely token, as tree=chain with `stop` does."""
+    """A chain that ends before a token is drawn from a q without a likely token, as tree=chain
+    with `stop` does.
+    """
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
         tree = Drawn()
@@ -277,16 +323,29 @@ def as_row(tree: Drawn, p: Model, q: Model, without_replacement: bool) -> Verifi
     def drawn_from(node: int) -> Vector:
         return tree.offered.get(node, q[tree.paths[node]])
 
-    return VerifiedTree(tree.tokens, tree.children, lambda node: p[tree.paths[node]], drawn_from, without_replacement)
+    return VerifiedTree(
+        tree.tokens,
+        tree.children,
+        lambda node: p[tree.paths[node]],
+        drawn_from,
+        without_replacement,
+    )
 
 
 def round_outcomes(
     rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool
 ) -> Iterator[tuple[Fraction, Path, int]]:
-    """Yield of every outcome of a round its probability, the tokens of the accepted nodes, and the token after them."""
+    """Yield of every outcome of a round its probability, the tokens of the accepted nodes, and
+    the token after them.
+    """
     for chance, tree in every(partial(draft, q)):
-        for share, (path, bonus) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
-            assert all(child in tree.children[node] for node, child in zip(path, path[1:])) and path[0] == 0
+        for share, (path, bonus) in every(
+            partial(rule.select_path, as_row(tree, p, q, without_replacement))
+        ):
+            assert (
+                all(child in tree.children[node] for node, child in zip(path, path[1:]))
+                and path[0] == 0
+            )
             yield chance * share, tree.paths[path[-1]], bonus
 
 
@@ -299,12 +358,20 @@ def continued(heads: Joint, p: Model, length: int) -> Joint:
         if len(path) == length:
             joint[path] += chance
         else:
-            waiting += [((*path, token), chance * weight) for token, weight in enumerate(p[path]) if weight > 0]
+            waiting += [
+                ((*path, token), chance * weight)
+                for token, weight in enumerate(p[path])
+                if weight > 0
+            ]
     return dict(joint)
 
 
-def emitted(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool, length: int) -> Joint:
-    """Return the joint distribution of the first tokens of a round and of the target's tokens after it."""
+def emitted(
+    rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool, length: int
+) -> Joint:
+    """Return the joint distribution of the first tokens of a round and of the target's tokens
+    after it.
+    """
     heads: Joint = defaultdict(Fraction)
     for chance, accepted, bonus in round_outcomes(rule, draft, p, q, without_replacement):
         heads[(*accepted, bonus)] += chance
@@ -316,7 +383,9 @@ def target_joint(p: Model, length: int) -> Joint:
     return continued({(): Fraction(1)}, p, length)
 
 
-def accepted_lengths(rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
+def accepted_lengths(
+    rule: SequentialRule, draft: Draft, p: Model, q: Model, without_replacement: bool
+) -> dict[int, Fraction]:
     """Return how many drafted tokens a round accepts, with the probability of each number."""
     lengths: dict[int, Fraction] = defaultdict(Fraction)
     for chance, accepted, _ in round_outcomes(rule, draft, p, q, without_replacement):
@@ -330,9 +399,17 @@ def expected_value(lengths: dict[int, Fraction]) -> Fraction:
 
 
 def random_trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
-    """Random p, q and the tokens that a round can emit, over vocabularies of 2 to 4: more of them for smaller trees."""
+    """Random p, q and the tokens that a round can emit, over vocabularies of 2 to 4: more of
+    them for smaller trees.
+    """
     length = max(map(len, shape)) + 1
-    seeds = {2: 2, 3: 1, 4: 0} if len(shape) > 4 else {2: 4, 3: 4, 4: 0} if len(shape) > 2 else {2: 6, 3: 6, 4: 6}
+    seeds = (
+        {2: 2, 3: 1, 4: 0}
+        if len(shape) > 4
+        else {2: 4, 3: 4, 4: 0}
+        if len(shape) > 2
+        else {2: 6, 3: 6, 4: 6}
+    )
     for vocab, count in seeds.items():
         for seed in range(count):
             yield *models(kind, vocab, length, seed), length
@@ -344,14 +421,17 @@ def random_trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list_constructors("acceptance"))
 def test_every_lossless_choice_has_an_enumeration_proof(name: str, kind: str) -> None:
-    """Whatever conf/acceptance names, a new rule by itself, with each kind of children that it takes: of a path, or of a pair
-    with one child each. Those that fix the target's tokens beforehand are proven below by their names, for want of coins."""
+    """Whatever conf/acceptance names, a new rule by itself, with each kind of children that it
+    takes: of a path, or of a pair with one child each. Those that fix the target's tokens
+    beforehand are proven below by their names, for want of coins."""
     rule_class: Any = GroupSpec("acceptance", name).load_constructor()
     assert rule_class.name == name
     if not rule_class.lossless:
         return
     if rule_class.fixes_choice:
-        assert rule_class in (Greedy, Match, OpenSampling), f"{name}: prove it, as sample-and-match is"
+        assert rule_class in (Greedy, Match, OpenSampling), (
+            f"{name}: prove it, as sample-and-match is"
+        )
         return
     shape = SHAPES["1-1" if rule_class.chains_only else "2-1"]
     for children in rule_class.children:
@@ -359,7 +439,9 @@ def test_every_lossless_choice_has_an_enumeration_proof(name: str, kind: str) ->
             children, partial(drawn, children=children)
         )
         for p, q, length in itertools.islice(random_trials(kind, shape), 4):
-            joint = emitted(rule_class(), draft(shape), p, q, children == "without_replacement", length)
+            joint = emitted(
+                rule_class(), draft(shape), p, q, children == "without_replacement", length
+            )
             assert joint == target_joint(p, length), children
 
 
@@ -411,7 +493,9 @@ def not_divided(p: Vector, q: Vector, count: int) -> Any:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A rule, the draft that it judges and what is replaced in the rule's module, one of them wrong."""
+    """A rule, the draft that it judges and what is replaced in the rule's module, one of them
+    wrong.
+    """
 
     name: str
     rule: SequentialRule
@@ -420,7 +504,9 @@ class Wrong:
     patch: tuple[str, Callable[..., Any]] | None = None
 
 
-PAIR, TWO_LEVELS, CHAIN = widths(2), widths(2, 1), widths(1, 1)
+PAIR = widths(2)
+TWO_LEVELS = widths(2, 1)
+CHAIN = widths(1, 1)
 
 
 # Cases of installed packages.
@@ -432,14 +518,23 @@ CASES = load_cases(__name__)
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize(
     "rule",
-    [SpeculativeSampling(), RecursiveRejection(), Block(), *CASES.get("test_drawn_chains_are_lossless", ())],
+    [
+        SpeculativeSampling(),
+        RecursiveRejection(),
+        Block(),
+        *CASES.get("test_drawn_chains_are_lossless", ()),
+    ],
     ids=lambda rule: rule.name,
 )
 def test_drawn_chains_are_lossless(rule: SequentialRule, name: str, kind: str) -> None:
-    """Judging a drawn chain, then going on with the target, gives the target's joint distribution exactly."""
+    """Judging a drawn chain, then going on with the target, gives the target's joint
+    distribution exactly.
+    """
     for p, q, length in random_trials(kind, CHAINS[name]):
         for children in ("sampled", "without_replacement"):
-            result = emitted(rule, drawn(CHAINS[name], children), p, q, children == "without_replacement", length)
+            result = emitted(
+                rule, drawn(CHAINS[name], children), p, q, children == "without_replacement", length
+            )
             assert result == target_joint(p, length)
 
 
@@ -448,12 +543,20 @@ def test_drawn_chains_are_lossless(rule: SequentialRule, name: str, kind: str) -
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", BRANCHING)
 @pytest.mark.parametrize(
-    "rule", [RecursiveRejection(), *CASES.get("test_drawn_trees_are_lossless", ())], ids=lambda rule: rule.name
+    "rule",
+    [RecursiveRejection(), *CASES.get("test_drawn_trees_are_lossless", ())],
+    ids=lambda rule: rule.name,
 )
-def test_drawn_trees_are_lossless(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
-    """Judging a drawn tree, then going on with the target, gives the target's joint distribution exactly."""
+def test_drawn_trees_are_lossless(
+    rule: SequentialRule, name: str, children: Children, kind: str
+) -> None:
+    """Judging a drawn tree, then going on with the target, gives the target's joint distribution
+    exactly.
+    """
     for p, q, length in random_trials(kind, BRANCHING[name]):
-        result = emitted(rule, drawn(BRANCHING[name], children), p, q, children == "without_replacement", length)
+        result = emitted(
+            rule, drawn(BRANCHING[name], children), p, q, children == "without_replacement", length
+        )
         assert result == target_joint(p, length)
 
 
@@ -463,10 +566,14 @@ SEVERAL = {"1": widths(1), "1-1": widths(1, 1), **BRANCHING}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", [2, 3, 4])
 @pytest.mark.parametrize(
-    "rule", [RecursiveRejection(), *CASES.get("test_trees_grown_best_first_are_lossless", ())], ids=lambda rule: rule.name
+    "rule",
+    [RecursiveRejection(), *CASES.get("test_trees_grown_best_first_are_lossless", ())],
+    ids=lambda rule: rule.name,
 )
 def test_trees_grown_best_first_are_lossless(rule: SequentialRule, budget: int, kind: str) -> None:
-    """A tree whose shape follows the tokens drawn so far, as DySpec's does, leaves the target's joint distribution exact."""
+    """A tree whose shape follows the tokens drawn so far, as DySpec's does, leaves the target's
+    joint distribution exact.
+    """
     for seed in range(6):
         p, q = models(kind, 3, 3, seed)
         assert emitted(rule, best_first(budget, 2), p, q, True, 3) == target_joint(p, 3)
@@ -475,11 +582,18 @@ def test_trees_grown_best_first_are_lossless(rule: SequentialRule, budget: int, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "rule",
-    [SpeculativeSampling(), RecursiveRejection(), Block(), *CASES.get("test_chains_that_stop_before_a_draw_are_lossless", ())],
+    [
+        SpeculativeSampling(),
+        RecursiveRejection(),
+        Block(),
+        *CASES.get("test_chains_that_stop_before_a_draw_are_lossless", ()),
+    ],
     ids=lambda rule: rule.name,
 )
 def test_chains_that_stop_before_a_draw_are_lossless(rule: SequentialRule, kind: str) -> None:
-    """Ending a chain for what q looks like, before its token is drawn, leaves the target's joint distribution exact."""
+    """Ending a chain for what q looks like, before its token is drawn, leaves the target's joint
+    distribution exact.
+    """
     draft = stopping_chain(2, Fraction(1, 2))
     depths = set()
     for seed in range(10):
@@ -490,7 +604,9 @@ def test_chains_that_stop_before_a_draw_are_lossless(rule: SequentialRule, kind:
 
 
 def policy_chain(depth: int, seed: int) -> Draft:
-    """A chain that a policy ends: whether another token is drawn is any function of the tokens drawn so far."""
+    """A chain that a policy ends: whether another token is drawn is any function of the tokens
+    drawn so far.
+    """
 
     def draft(q: Model, dice: RandomSource) -> Drawn:
         tree = Drawn()
@@ -504,11 +620,18 @@ def policy_chain(depth: int, seed: int) -> Draft:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "rule",
-    [SpeculativeSampling(), RecursiveRejection(), Block(), *CASES.get("test_chains_that_a_policy_ends_are_lossless", ())],
+    [
+        SpeculativeSampling(),
+        RecursiveRejection(),
+        Block(),
+        *CASES.get("test_chains_that_a_policy_ends_are_lossless", ()),
+    ],
     ids=lambda rule: rule.name,
 )
 def test_chains_that_a_policy_ends_are_lossless(rule: SequentialRule, kind: str) -> None:
-    """Whatever decides before every draw, by the tokens drawn before it, leaves the target's joint distribution exact."""
+    """Whatever decides before every draw, by the tokens drawn before it, leaves the target's
+    joint distribution exact.
+    """
     depths = set()
     for seed in range(10):
         p, q = models(kind, 3, 3, seed)
@@ -520,7 +643,9 @@ def test_chains_that_a_policy_ends_are_lossless(rule: SequentialRule, kind: str)
 
 def model_after(model: Model, head: Path) -> Model:
     """Return a model after some tokens."""
-    return {path[len(head) :]: weights for path, weights in model.items() if path[: len(head)] == head}
+    return {
+        path[len(head) :]: weights for path, weights in model.items() if path[: len(head)] == head
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -535,26 +660,34 @@ def model_after(model: Model, head: Path) -> Model:
     ids=lambda rule: rule.name,
 )
 def test_lengths_learned_from_earlier_rounds_are_lossless(rule: SequentialRule, kind: str) -> None:
-    """A second round as long as the first accepted path, its length thus learned from what was accepted and rejected, leaves
-    the joint distribution of both rounds' tokens exact."""
+    """A second round as long as the first accepted path, its length thus learned from what was
+    accepted and rejected, leaves the joint distribution of both rounds' tokens exact."""
     for seed in range(3):
         p, q = models(kind, 2, 6, seed)
         heads: Joint = defaultdict(Fraction)
-        for chance, accepted, bonus in round_outcomes(rule, drawn(CHAINS["1-1"], "sampled"), p, q, False):
+        for chance, accepted, bonus in round_outcomes(
+            rule, drawn(CHAINS["1-1"], "sampled"), p, q, False
+        ):
             head = (*accepted, bonus)
             second = (
-                drawn(CHAINS["1-1"] if len(accepted) == 2 else CHAINS["1"], "sampled") if accepted else drawn((), "sampled")
+                drawn(CHAINS["1-1"] if len(accepted) == 2 else CHAINS["1"], "sampled")
+                if accepted
+                else drawn((), "sampled")
             )
-            for share, more, last in round_outcomes(rule, second, model_after(p, head), model_after(q, head), False):
+            for share, more, last in round_outcomes(
+                rule, second, model_after(p, head), model_after(q, head), False
+            ):
                 heads[(*head, *more, last)] += chance * share
         assert continued(heads, p, 6) == target_joint(p, 6)
 
 
 def of_a_pass(knows: str, vocab: int, length: int, seed: int) -> tuple[Model, Model]:
-    """Return p of any kind, and q as drafters have it that draft in one pass: by a token's position alone (DFlash, P-EAGLE),
-    by it and the token before (DSpark), with zeros for what is no candidate (DFlash2)."""
+    """Return p of any kind, and q as drafters have it that draft in one pass: by a token's position
+    alone (DFlash, P-EAGLE), by it and the token before (DSpark), with zeros for what is no
+    candidate (DFlash2)."""
     p, other = models("dense", vocab, length, seed)
-    draw, distributions = random.Random(f"{knows} {seed}"), {}
+    draw = random.Random(f"{knows} {seed}")
+    distributions = {}
     for path in other:
         key = (len(path), path[-1:] if knows != "place" else ())
         if key not in distributions:
@@ -566,22 +699,31 @@ def of_a_pass(knows: str, vocab: int, length: int, seed: int) -> tuple[Model, Mo
 
 
 def choice_tables(tree: Drawn, p: Model) -> tuple[list[Fraction], torch.Tensor]:
-    """Every way to draw the target's token after each path, with its probability; nodes of one path share the draw."""
+    """Every way to draw the target's token after each path, with its probability; nodes of one
+    path share the draw.
+    """
     distinct = sorted(set(tree.paths))
     possible = [[token for token, weight in enumerate(p[path]) if weight > 0] for path in distinct]
     tables = list(itertools.product(*possible))
-    weights = [math.prod((p[path][token] for path, token in zip(distinct, table)), start=Fraction(1)) for table in tables]
+    weights = [
+        math.prod((p[path][token] for path, token in zip(distinct, table)), start=Fraction(1))
+        for table in tables
+    ]
     return weights, torch.tensor(tables)[:, [distinct.index(path) for path in tree.paths]]
 
 
-MATCHED: dict[str, Shape] = {name: SHAPES[name] for name in ("1-1-1", "2", "3", "2-1", "1-2", "2-2", "lopsided")}
+MATCHED: dict[str, Shape] = {
+    name: SHAPES[name] for name in ("1-1-1", "2", "3", "2-1", "1-2", "2-2", "lopsided")
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("name", MATCHED)
 def test_sample_and_match_is_lossless(name: str, children: Children, kind: str) -> None:
-    """Following the target's own draws through any tree, drawn or not, gives the target's joint distribution exactly."""
+    """Following the target's own draws through any tree, drawn or not, gives the target's joint
+    distribution exactly.
+    """
     shape = MATCHED[name]
     length = max(map(len, shape)) + 1
     p, q = models(kind, 2 if len(shape) > 4 else 3, length)
@@ -592,7 +734,9 @@ def test_sample_and_match_is_lossless(name: str, children: Children, kind: str) 
         batch = tree.as_tree(children, len(weights))
         check_structure(batch)
         accepted = walk(batch, choice)
-        for weight, count, tokens in zip(weights, accepted.counts.tolist(), accepted.emitted_tokens(batch).tolist()):
+        for weight, count, tokens in zip(
+            weights, accepted.counts.tolist(), accepted.emitted_tokens(batch).tolist()
+        ):
             heads[tuple(tokens[:count])] += chance * weight
     assert continued(heads, p, length) == target_joint(p, length)
 
@@ -600,12 +744,17 @@ def test_sample_and_match_is_lossless(name: str, children: Children, kind: str) 
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("name", MATCHED)
 def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> None:
-    """Every tree accepts as much of the target's greedy continuation as it holds, and the next token of it follows."""
+    """Every tree accepts as much of the target's greedy continuation as it holds, and the next
+    token of it follows.
+    """
     shape = MATCHED[name]
     length = max(map(len, shape)) + 1
     for seed in range(3):
         p, q = models("dense", 2 if len(shape) > 4 else 3, length, seed)
-        logits = {path: torch.tensor(weights.astype(float)) + 1e-3 * torch.rand(len(weights)) for path, weights in p.items()}
+        logits = {
+            path: torch.tensor(weights.astype(float)) + 1e-3 * torch.rand(len(weights))
+            for path, weights in p.items()
+        }
         greedy: Path = ()
         while len(greedy) < length:
             greedy = (*greedy, int(logits[greedy].argmax()))
@@ -613,7 +762,9 @@ def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> 
         for _, tree in every(partial(draft, q)):
             batch = tree.as_tree(children)
             node_logits = torch.stack([logits[path] for path in tree.paths])[None]
-            accepted = Greedy()(batch, node_logits, torch.zeros(1, dtype=torch.int64), batch.depths).trim_padding()
+            accepted = Greedy()(
+                batch, node_logits, torch.zeros(1, dtype=torch.int64), batch.depths
+            ).trim_padding()
             depth = max(len(path) for path in tree.paths if path == greedy[: len(path)])
             assert tuple(accepted.emitted_tokens(batch)[0].tolist()) == greedy[: depth + 1]
 
@@ -623,14 +774,19 @@ def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> 
 
 def siblings_of(tree: Drawn, node: int, p: Model, q: Model, without_replacement: bool) -> Siblings:
     """The children of a node with what they are judged by."""
-    tokens, path = [tree.tokens[child] for child in tree.children[node]], tree.paths[node]
+    tokens = [tree.tokens[child] for child in tree.children[node]]
+    path = tree.paths[node]
     return Siblings(tokens, p[path], tree.offered.get(node, q[path]), without_replacement)
 
 
-def acceptance_by_node(rule: SequentialRule, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
+def acceptance_by_node(
+    rule: SequentialRule, tree: Drawn, p: Model, q: Model, without_replacement: bool
+) -> dict[int, Fraction]:
     """Return the probability of every node to be accepted, over the rule's own outcomes."""
     accepted: dict[int, Fraction] = defaultdict(Fraction)
-    for chance, (path, _) in every(partial(rule.select_path, as_row(tree, p, q, without_replacement))):
+    for chance, (path, _) in every(
+        partial(rule.select_path, as_row(tree, p, q, without_replacement))
+    ):
         for node in path:
             accepted[node] += chance
     return accepted
@@ -644,17 +800,27 @@ DEEP = {name: SHAPES[name] for name in ("1-1", "1-2", "2-1")}
 @pytest.mark.parametrize("name", ["1", "2", "3", *DEEP])
 @pytest.mark.parametrize(
     "rule",
-    [SpeculativeSampling(), RecursiveRejection(), Block(), *CASES.get("test_acceptance_chances_equal_enumeration", ())],
+    [
+        SpeculativeSampling(),
+        RecursiveRejection(),
+        Block(),
+        *CASES.get("test_acceptance_chances_equal_enumeration", ()),
+    ],
     ids=lambda rule: rule.name,
 )
-def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, children: Children, kind: str) -> None:
-    """A rule's acceptance chances of siblings are how often it accepts each, over all of its outcomes: exactly for the
-    deepest ones, drawn as they are, and for those above them over all that is drawn below."""
+def test_acceptance_chances_equal_enumeration(
+    rule: SequentialRule, name: str, children: Children, kind: str
+) -> None:
+    """A rule's acceptance chances of siblings are how often it accepts each, over all of its
+    outcomes: exactly for the deepest ones, drawn as they are, and for those above them over all
+    that is drawn below."""
     if rule.chains_only and name not in CHAINS:
         pytest.skip("it judges chains")
-    shape, drop = SHAPES[name], children == "without_replacement"
+    shape = SHAPES[name]
+    drop = children == "without_replacement"
     for p, q, length in itertools.islice(random_trials(kind, shape), 3):
-        above: dict[Path, Fraction] = defaultdict(Fraction)  # what is left to be accepted at depth 1, by what is drawn there
+        # what is left to be accepted at depth 1, by what is drawn there
+        above: dict[Path, Fraction] = defaultdict(Fraction)
         for chance, tree in every(partial(drawn(shape, children), q)):
             accepted = acceptance_by_node(rule, tree, p, q, drop)
             siblings = siblings_of(tree, 0, p, q, drop)
@@ -667,7 +833,8 @@ def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, c
                 child = tree.children[0][0]
                 rate = Fraction(rule.child_rate(p[()], q[()], siblings.tokens[0]))
                 for node, result in zip(
-                    tree.children[child], rule.acceptance_chances(siblings_of(tree, child, p, q, drop), rate)
+                    tree.children[child],
+                    rule.acceptance_chances(siblings_of(tree, child, p, q, drop), rate),
                 ):
                     assert accepted[node] == first[0] * result
         assert not any(above.values())
@@ -676,9 +843,11 @@ def test_acceptance_chances_equal_enumeration(rule: SequentialRule, name: str, c
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["1", "2", "3"])
-def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, children: Children, kind: str) -> None:
-    """Sample-and-match accepts a child as often as the target draws it, and of equal ones the first; greedy likewise, with
-    the most likely token for a draw."""
+def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(
+    name: str, children: Children, kind: str
+) -> None:
+    """Sample-and-match accepts a child as often as the target draws it, and of equal ones the
+    first; greedy likewise, with the most likely token for a draw."""
     shape = SHAPES[name]
     p, q = models(kind, 3, 2)
     draft = likeliest(shape) if children == "deterministic" else drawn(shape, children)
@@ -690,11 +859,22 @@ def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, 
         for weight, path, count in zip(weights, accepted.path.tolist(), accepted.counts.tolist()):
             retained[path[count - 1]] += weight
         siblings = siblings_of(tree, 0, p, q, False)
-        assert Match().acceptance_chances(siblings) == [retained[child] for child in tree.children[0]]
-        greedy = Greedy()(tree.as_tree(children), logits.expand(1, len(tree.paths), -1), torch.zeros(1), torch.zeros(1))
+        assert Match().acceptance_chances(siblings) == [
+            retained[child] for child in tree.children[0]
+        ]
+        greedy = Greedy()(
+            tree.as_tree(children),
+            logits.expand(1, len(tree.paths), -1),
+            torch.zeros(1),
+            torch.zeros(1),
+        )
         last = int(greedy.path[0, int(greedy.counts) - 1])
-        result = Greedy().acceptance_chances(replace(siblings, p=Greedy().target_distribution(logits)))
-        assert [float(chance) for chance in result] == [float(child == last) for child in tree.children[0]]
+        result = Greedy().acceptance_chances(
+            replace(siblings, p=Greedy().target_distribution(logits))
+        )
+        assert [float(chance) for chance in result] == [
+            float(child == last) for child in tree.children[0]
+        ]
 
 
 @pytest.mark.parametrize(
@@ -707,7 +887,9 @@ def test_acceptance_chances_of_fixed_choices_equal_the_targets_draws(name: str, 
     ids=lambda rule: rule.name,
 )
 def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: SequentialRule) -> None:
-    """Rules that draw no lots keep a child surely or not at all; siblings that may be equal are judged as they judge them."""
+    """Rules that draw no lots keep a child surely or not at all; siblings that may be equal are
+    judged as they judge them.
+    """
     values = set()
     for tokens in itertools.product(range(4), repeat=1 if rule.chains_only else 3):
         for p in ([0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25], [0.02, 0.03, 0.05, 0.9]):
@@ -715,11 +897,18 @@ def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: Sequential
             for token in tokens:
                 tree.add(0, token)
             target = torch.tensor(p, dtype=torch.float64)
-            verified = VerifiedTree(tree.tokens, tree.children, dict.fromkeys(range(4), target).__getitem__, lambda node: None)
+            verified = VerifiedTree(
+                tree.tokens,
+                tree.children,
+                dict.fromkeys(range(4), target).__getitem__,
+                lambda node: None,
+            )
             path, bonus = rule.select_path(verified, Likeliest())
             result = rule.acceptance_chances(Siblings(list(tokens), target, None))
             if rule.chains_only:  # a chain that is accepted completely ends with its last token
-                assert (result == [1.0]) == (bonus == tokens[0] and (target > target[tokens[0]]).sum() < 2)
+                assert (result == [1.0]) == (
+                    bonus == tokens[0] and (target > target[tokens[0]]).sum() < 2
+                )
             else:
                 assert result == [float(child == path[-1]) for child in tree.children[0]]
             values |= set(result)
@@ -732,12 +921,17 @@ def test_acceptance_chances_of_lossy_rules_equal_their_verdicts(rule: Sequential
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
 def test_block_accepts_at_least_as_much_as_the_chain_rule(name: str, kind: str) -> None:
-    """Block verification never expects fewer accepted tokens; on paths of two or more it sometimes expects more."""
+    """Block verification never expects fewer accepted tokens; on paths of two or more it
+    sometimes expects more.
+    """
     gains = []
     for seed in range(12 if len(CHAINS[name]) < 3 else 4):
         p, q = models(kind, 3, len(CHAINS[name]) + 1, seed)
         draft = drawn(CHAINS[name], "sampled")
-        block, chain = (expected_value(accepted_lengths(rule, draft, p, q, False)) for rule in (Block(), SpeculativeSampling()))
+        block, chain = (
+            expected_value(accepted_lengths(rule, draft, p, q, False))
+            for rule in (Block(), SpeculativeSampling())
+        )
         gains.append(block - chain)
     assert min(gains) >= 0
     if len(CHAINS[name]) == 1 or kind == "equal":
@@ -752,7 +946,11 @@ def test_block_accepts_at_least_as_much_as_the_chain_rule(name: str, kind: str) 
 def discard_unlikely(tree: Drawn, q: Model) -> None:
     """A chain is cut where the drawn token turned out unlikely."""
     for node, children in enumerate(tree.children):
-        children[:] = [child for child in children if q[tree.paths[node]][tree.paths[child][-1]] >= Fraction(1, 4)]
+        children[:] = [
+            child
+            for child in children
+            if q[tree.paths[node]][tree.paths[child][-1]] >= Fraction(1, 4)
+        ]
 
 
 class SharpBonus(RecursiveRejection):
@@ -775,7 +973,11 @@ WRONG = [
         tamper_draft(drawn(PAIR, "without_replacement"), sort_siblings),
         True,
     ),
-    Wrong("sorted-siblings-recursive-with", RecursiveRejection(), tamper_draft(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong(
+        "sorted-siblings-recursive-with",
+        RecursiveRejection(),
+        tamper_draft(drawn(PAIR, "sampled"), sort_siblings),
+    ),
     Wrong(
         "residual-not-normalised-chain",
         SpeculativeSampling(),
@@ -788,8 +990,18 @@ WRONG = [
         drawn(PAIR, "sampled"),
         patch=("normalize_weights", leave_unnormalised),
     ),
-    Wrong("residual-not-normalised-block", Block(), drawn(CHAIN, "sampled"), patch=("normalize_weights", leave_unnormalised)),
-    Wrong("q-keeps-the-drawn-recursive", RecursiveRejection(), drawn(PAIR, "without_replacement"), False),
+    Wrong(
+        "residual-not-normalised-block",
+        Block(),
+        drawn(CHAIN, "sampled"),
+        patch=("normalize_weights", leave_unnormalised),
+    ),
+    Wrong(
+        "q-keeps-the-drawn-recursive",
+        RecursiveRejection(),
+        drawn(PAIR, "without_replacement"),
+        False,
+    ),
     Wrong(
         "q-not-normalised-recursive",
         RecursiveRejection(),
@@ -798,11 +1010,28 @@ WRONG = [
         ("remove_token", leave_as_is),
     ),
     Wrong("q-loses-the-replaced-recursive", RecursiveRejection(), drawn(PAIR, "sampled"), True),
-    Wrong("duplicates-skipped-recursive", RecursiveRejection(), tamper_draft(drawn(PAIR, "sampled"), skip_duplicates)),
+    Wrong(
+        "duplicates-skipped-recursive",
+        RecursiveRejection(),
+        tamper_draft(drawn(PAIR, "sampled"), skip_duplicates),
+    ),
     Wrong("bonus-at-another-temperature", SharpBonus(), drawn(PAIR, "sampled")),
-    Wrong("unlikely-draw-discarded-chain", SpeculativeSampling(), tamper_draft(drawn(CHAIN, "sampled"), discard_unlikely)),
-    Wrong("unlikely-draw-discarded-block", Block(), tamper_draft(drawn(CHAIN, "sampled"), discard_unlikely)),
-    Wrong("middle-h-is-b-block", Block(), drawn(CHAIN, "sampled"), patch=("residual_rate", rate_itself)),
+    Wrong(
+        "unlikely-draw-discarded-chain",
+        SpeculativeSampling(),
+        tamper_draft(drawn(CHAIN, "sampled"), discard_unlikely),
+    ),
+    Wrong(
+        "unlikely-draw-discarded-block",
+        Block(),
+        tamper_draft(drawn(CHAIN, "sampled"), discard_unlikely),
+    ),
+    Wrong(
+        "middle-h-is-b-block",
+        Block(),
+        drawn(CHAIN, "sampled"),
+        patch=("residual_rate", rate_itself),
+    ),
     *CASES.get("WRONG", ()),
 ]
 
@@ -811,9 +1040,12 @@ WRONG = [
 
 LIKELIEST = TokenTree.from_chain(torch.tensor([[0, 1, 2]]))
 BRANCHED = TokenTree(
-    torch.tensor([[0, 1, 2]]), torch.tensor([[-1, 0, 0]]), *[torch.ones(1, 3, dtype=torch.bool)] * 2,
-    children="sampled", q=torch.full((1, 3, 3), 1 / 3),
-)  # fmt: skip
+    torch.tensor([[0, 1, 2]]),
+    torch.tensor([[-1, 0, 0]]),
+    *[torch.ones(1, 3, dtype=torch.bool)] * 2,
+    children="sampled",
+    q=torch.full((1, 3, 3), 1 / 3),
+)
 
 
 def judge_uniform(rule: AcceptanceRule, tree: TokenTree) -> AcceptedPath:
@@ -823,12 +1055,22 @@ def judge_uniform(rule: AcceptanceRule, tree: TokenTree) -> AcceptedPath:
 
 @pytest.mark.parametrize(
     "rule",
-    [SpeculativeSampling(), RecursiveRejection(), Block(), *CASES.get("test_rules_that_need_drawn_children_refuse_others", ())],
+    [
+        SpeculativeSampling(),
+        RecursiveRejection(),
+        Block(),
+        *CASES.get("test_rules_that_need_drawn_children_refuse_others", ()),
+    ],
     ids=lambda rule: rule.name,
 )
 def test_rules_that_need_drawn_children_refuse_others(rule: SequentialRule) -> None:
-    """Deterministic children are refused under the rule's name, with two ways out; the same chain, drawn, is judged."""
-    with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree\.children=sampled .*acceptance=match"):
+    """Deterministic children are refused under the rule's name, with two ways out; the same
+    chain, drawn, is judged.
+    """
+    with pytest.raises(
+        UserError,
+        match=rf"^acceptance={rule.name}: .*use tree\.children=sampled .*acceptance=match",
+    ):
         judge_uniform(rule, LIKELIEST)
     sampled = replace(LIKELIEST, children="sampled", q=torch.full((1, 3, 3), 1 / 3))
     assert judge_uniform(rule, sampled).counts.tolist() == [3]
@@ -837,13 +1079,21 @@ def test_rules_that_need_drawn_children_refuse_others(rule: SequentialRule) -> N
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Block()], ids=lambda rule: rule.name)
 def test_chain_rules_refuse_branches(rule: SequentialRule) -> None:
     """A tree that branches is refused under the rule's name, with two ways out."""
-    with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree=chain or acceptance=recursive"):
+    with pytest.raises(
+        UserError, match=rf"^acceptance={rule.name}: .*use tree=chain or acceptance=recursive"
+    ):
         judge_uniform(rule, BRANCHED)
 
 
 @pytest.mark.parametrize(
     "rule",
-    [RecursiveRejection(), Match(), Greedy(), TypicalAcceptance(), *CASES.get("test_tree_rules_accept_branches", ())],
+    [
+        RecursiveRejection(),
+        Match(),
+        Greedy(),
+        TypicalAcceptance(),
+        *CASES.get("test_tree_rules_accept_branches", ()),
+    ],
     ids=lambda rule: rule.name,
 )
 def test_tree_rules_accept_branches(rule: AcceptanceRule) -> None:
@@ -853,11 +1103,25 @@ def test_tree_rules_accept_branches(rule: AcceptanceRule) -> None:
 
 @pytest.mark.parametrize(
     "key, value",
-    [("temperature", 0.0), ("temperature", -1.0), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1)],
+    [
+        ("temperature", 0.0),
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+    ],
 )
 @pytest.mark.parametrize(
     "rule",
-    [Match, SpeculativeSampling, RecursiveRejection, Block, TypicalAcceptance, *CASES.get("test_bad_settings_are_refused", ())],
+    [
+        Match,
+        SpeculativeSampling,
+        RecursiveRejection,
+        Block,
+        TypicalAcceptance,
+        *CASES.get("test_bad_settings_are_refused", ()),
+    ],
 )
 def test_bad_settings_are_refused(rule: type[SamplingRule], key: str, value: float) -> None:
     """A setting that means nothing is refused under its own name, with what to use."""
@@ -869,7 +1133,9 @@ def test_bad_settings_are_refused(rule: type[SamplingRule], key: str, value: flo
 @pytest.mark.parametrize("value", [0.0, -0.1, 1.01, math.nan])
 def test_typical_refuses_bad_thresholds(key: str, value: float) -> None:
     """Both thresholds are more than 0 and at most 1."""
-    with pytest.raises(UserError, match=rf"^acceptance\.{key}={value}: use more than 0 and at most 1"):
+    with pytest.raises(
+        UserError, match=rf"^acceptance\.{key}={value}: use more than 0 and at most 1"
+    ):
         TypicalAcceptance(**{key: value})
 
 
@@ -886,13 +1152,18 @@ class Likeliest:
         return int(weights.argmax())
 
 
-def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: TypicalAcceptance) -> tuple[Path, int]:
+def typical_path(
+    paths: list[Path], p: dict[Path, list[float]], rule: TypicalAcceptance
+) -> tuple[Path, int]:
     """Return the tokens that typical acceptance accepts of a tree, and the one after them."""
     tree = Drawn()
     for path in sorted(paths, key=len):
         tree.add(tree.paths.index(path[:-1]), path[-1])
     row = VerifiedTree(
-        tree.tokens, tree.children, lambda node: torch.tensor(p[tree.paths[node]], dtype=torch.float64), lambda node: None
+        tree.tokens,
+        tree.children,
+        lambda node: torch.tensor(p[tree.paths[node]], dtype=torch.float64),
+        lambda node: None,
     )
     accepted, bonus = rule.select_path(row, Likeliest())
     return tree.paths[accepted[-1]], bonus
@@ -908,18 +1179,24 @@ def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: TypicalAcc
         pytest.param([0.2, 0.2, 0.2, 0.2, 0.2], 0.9, 0.9, {0, 1, 2, 3, 4}, id="uniform"),
     ],
 )
-def test_typical_accepts_likely_tokens(p: list[float], epsilon: float, delta: float, accepted: set[int]) -> None:
+def test_typical_accepts_likely_tokens(
+    p: list[float], epsilon: float, delta: float, accepted: set[int]
+) -> None:
     """Of single children exactly those with p(x) > min(epsilon, delta exp(-H)) are accepted."""
     threshold = min(epsilon, delta * math.exp(sum(x * math.log(x + 1e-5) for x in p)))
     assert {token for token, chance in enumerate(p) if chance > threshold} == accepted
     rule = TypicalAcceptance(epsilon=epsilon, delta=delta)
     after = {(): p, **{(token,): [0.0, 0.0, 0.0, 0.0, 1.0] for token in range(5)}}
     for token in range(5):
-        assert typical_path([(token,)], after, rule) == (((token,), 4) if token in accepted else ((), 0))
+        assert typical_path([(token,)], after, rule) == (
+            ((token,), 4) if token in accepted else ((), 0)
+        )
 
 
 def test_typical_accepts_the_longest_then_likeliest_path() -> None:
-    """A longer accepted path wins over a likelier one; of two equally long ones the likelier wins, in any order of siblings."""
+    """A longer accepted path wins over a likelier one; of two equally long ones the likelier
+    wins, in any order of siblings.
+    """
     p = {
         (): [0.5, 0.4, 0.1],
         (0,): [0.02, 0.03, 0.95],
@@ -936,12 +1213,19 @@ def test_typical_accepts_the_longest_then_likeliest_path() -> None:
 
 
 def test_typical_is_greedy_where_the_target_is_certain() -> None:
-    """At a low temperature it accepts what greedy acceptance accepts, and the same token follows."""
+    """At a low temperature it accepts what greedy acceptance accepts, and the same token
+    follows.
+    """
     tokens = torch.randint(0, 4, (50, 4))
     tree = TokenTree.from_chain(tokens)
-    logits = torch.stack([torch.stack([torch.randperm(4) for _ in range(4)]) for _ in range(50)]).float()
+    logits = torch.stack(
+        [torch.stack([torch.randperm(4) for _ in range(4)]) for _ in range(50)]
+    ).float()
     rows = torch.arange(50)
-    greedy, typical = (rule(tree, logits, rows, tree.depths) for rule in (Greedy(), TypicalAcceptance(temperature=0.05)))
+    greedy, typical = (
+        rule(tree, logits, rows, tree.depths)
+        for rule in (Greedy(), TypicalAcceptance(temperature=0.05))
+    )
     assert len(set(greedy.counts.tolist())) > 1
     assert torch.equal(typical.counts, greedy.counts) and torch.equal(typical.bonus, greedy.bonus)
     assert torch.equal(typical.emitted_tokens(tree), greedy.emitted_tokens(tree))

@@ -28,19 +28,27 @@ class Observer(WrappedBuilder):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_builders_see_work_and_results_see_time(shallow: Target, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    """Time in which a single thread on a CPU does not run counts in results, not for builders; with two threads, for both."""
-    verify, pause = shallow.verify, 0.02
+def test_builders_see_work_and_results_see_time(
+    shallow: Target, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """Time in which a single thread on a CPU does not run counts in results, not for builders;
+    with two threads, for both.
+    """
+    verify = shallow.verify
+    pause = 0.02
 
     def verify_later(*arguments: Any) -> Features:
         time.sleep(pause)
         return verify(*arguments)
 
     monkeypatch.setattr(shallow, "verify", verify_later)
-    usual, builder = torch.get_num_threads(), Observer(Chain(3))
+    usual = torch.get_num_threads()
+    builder = Observer(Chain(3))
     torch.set_num_threads(threads)
     try:
-        generation = decode(shallow, [[5, 6, 7, 5, 6, 7, 5]], Greedy(), 8, Ngram(shallow), builder)[0]
+        generation = decode(shallow, [[5, 6, 7, 5, 6, 7, 5]], Greedy(), 8, Ngram(shallow), builder)[
+            0
+        ]
     finally:
         torch.set_num_threads(usual)
     assert len(builder.seconds) == len(generation.round_seconds) > 1

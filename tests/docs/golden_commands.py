@@ -1,9 +1,12 @@
-"""The resolved configuration of every documented command, which a change of the code's structure leaves as it is.
+"""The resolved configuration of every documented command, which a change of the code's structure
+leaves as it is.
 
-    python -m tests.docs.golden_commands     # writes tests/docs/golden_commands.json again, after a change of settings or pages
+    python -m tests.docs.golden_commands     # writes tests/docs/golden_commands.json again, after a
+    change of settings or pages
 
-Equal groups of settings are stored once, because most commands share theirs. A group is shown with its choice and with the
-defaults of its constructor, so that a lost setting shows too, and without the constructor's import path, which may move.
+Equal groups of settings are stored once, because most commands share theirs. A group is shown with
+its choice and with the defaults of its constructor, so that a lost setting shows too, and without
+the constructor's import path, which may move.
 """
 
 import json
@@ -18,7 +21,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from spectrain.cli.help import COMMANDS, HELP_WORDS
-from spectrain.cli.overrides import BARE_FLAGS, VALUE_FLAGS, allow_new_keys, list_config_groups, to_settings
+from spectrain.cli.overrides import (
+    BARE_FLAGS,
+    VALUE_FLAGS,
+    allow_new_keys,
+    list_config_groups,
+    to_settings,
+)
 from spectrain.config.build import GroupSpec, register_resolvers
 from spectrain.config.choices import find_group
 from tests.docs.test_docs import DOCUMENTED
@@ -44,16 +53,24 @@ def list_composed_commands() -> dict[str, tuple[str, list[str]]]:
 def select_first_run(words: list[str]) -> list[str]:
     """Return the settings of the first run of a sweep, or all settings of a command without one."""
     is_sweep = any(word in ("-m", "--multirun") for word in words)
-    settings, previous = [], ""
+    settings = []
+    previous = ""
     for word in words:
-        if word not in BARE_FLAGS and word not in VALUE_FLAGS and previous not in VALUE_FLAGS and "hydra" not in word:
+        if (
+            word not in BARE_FLAGS
+            and word not in VALUE_FLAGS
+            and previous not in VALUE_FLAGS
+            and "hydra" not in word
+        ):
             settings.append(word.partition(",")[0] if is_sweep and "[" not in word else word)
         previous = word
     return settings
 
 
 def resolve_command(config_name: str, words: list[str]) -> dict[str, Any]:
-    """Return a command's resolved settings, groups by their choice; the error as text where it cannot be composed."""
+    """Return a command's resolved settings, groups by their choice; the error as text where it
+    cannot be composed.
+    """
     try:
         groups = list_config_groups(words)
         config = compose(config_name, overrides=[allow_new_keys(word, groups) for word in words])
@@ -64,7 +81,9 @@ def resolve_command(config_name: str, words: list[str]) -> dict[str, Any]:
 
 
 def describe_group(key: str, value: Any) -> Any:
-    """Return a group with its choice and its constructor's defaults, and any other value unchanged."""
+    """Return a group with its choice and its constructor's defaults, and any other value
+    unchanged.
+    """
     if not isinstance(value, Mapping) or "_target_" not in value:
         return value
     group = GroupSpec.from_node(find_group(str(value["_target_"])), value)
@@ -79,24 +98,42 @@ def resolve_commands(commands: dict[str, tuple[str, list[str]]]) -> dict[str, di
 
 
 def write_golden(resolved: dict[str, dict[str, Any]]) -> str:
-    """Return the text of the golden file: every group of settings on a line, then every command with its lines' numbers."""
+    """Return the text of the golden file: every group of settings on a line, then every command
+    with its lines' numbers.
+    """
     numbers: dict[str, int] = {}
 
     def number_group(value: Any) -> Any:
-        return numbers.setdefault(json.dumps(value, sort_keys=True), len(numbers)) if isinstance(value, dict) else [value]
+        return (
+            numbers.setdefault(json.dumps(value, sort_keys=True), len(numbers))
+            if isinstance(value, dict)
+            else [value]
+        )
 
     commands = {
-        command: {key: number_group(value) for key, value in settings.items()} for command, settings in resolved.items()
+        command: {key: number_group(value) for key, value in settings.items()}
+        for command, settings in resolved.items()
     }
-    lines = [f"{json.dumps(command)}: {json.dumps(settings)}" for command, settings in commands.items()]
-    return '{"groups": [\n' + ",\n".join(numbers) + '\n],\n"commands": {\n' + ",\n".join(lines) + "\n}}\n"
+    lines = [
+        f"{json.dumps(command)}: {json.dumps(settings)}" for command, settings in commands.items()
+    ]
+    return (
+        '{"groups": [\n'
+        + ",\n".join(numbers)
+        + '\n],\n"commands": {\n'
+        + ",\n".join(lines)
+        + "\n}}\n"
+    )
 
 
 def read_golden() -> dict[str, dict[str, Any]]:
     """Return command -> resolved settings, as they were recorded."""
     content = json.loads(GOLDEN.read_text())
     return {
-        command: {key: value[0] if isinstance(value, list) else content["groups"][value] for key, value in settings.items()}
+        command: {
+            key: value[0] if isinstance(value, list) else content["groups"][value]
+            for key, value in settings.items()
+        }
         for command, settings in content["commands"].items()
     }
 

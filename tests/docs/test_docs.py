@@ -16,7 +16,14 @@ from scripts.make_results_pages import FOLDER
 from scripts.make_results_pages import PAGES as RESULTS_PAGES
 from scripts.systems_page import render_systems_page
 from spectrain.cli import help, main, overrides
-from spectrain.config.choices import choice_files, conf_folders, find_owners, load_schema, select_choices, settings_by_group
+from spectrain.config.choices import (
+    choice_files,
+    conf_folders,
+    find_owners,
+    load_schema,
+    select_choices,
+    settings_by_group,
+)
 from spectrain.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +41,9 @@ REPOSITORY_PATH = re.compile(
 
 
 def shell_lines(text: str) -> Iterator[list[str]]:
-    """Yield the words of every shell line of a document: fenced lines, and commands within sentences."""
+    """Yield the words of every shell line of a document: fenced lines, and commands within
+    sentences.
+    """
     fenced = "".join(body for language, body in FENCE.findall(text) if language == "sh")
     for line in fenced.replace("\\\n", " ").splitlines():
         yield shlex.split(line, comments=True)
@@ -43,7 +52,9 @@ def shell_lines(text: str) -> Iterator[list[str]]:
 
 
 def list_commands(text: str) -> list[str]:
-    """Return what follows the word spectrain: the program, a module that a launcher runs, or a container."""
+    """Return what follows the word spectrain: the program, a module that a launcher runs, or a
+    container.
+    """
     result = []
     for words in shell_lines(text):
         if "spectrain" in words and words[:2] != ["docker", "build"] and "COMMAND" not in words:
@@ -51,11 +62,15 @@ def list_commands(text: str) -> list[str]:
     return list(dict.fromkeys(result))
 
 
-DOCUMENTED = [(name, command) for name, text in DOCUMENTS.items() for command in list_commands(text)]
+DOCUMENTED = [
+    (name, command) for name, text in DOCUMENTS.items() for command in list_commands(text)
+]
 
 
 def check_command(command: str, patch: pytest.MonkeyPatch) -> None:
-    """Check everything that happens before hydra composes: the command, its flags, groups, choices and keys."""
+    """Check everything that happens before hydra composes: the command, its flags, groups,
+    choices and keys.
+    """
     words = shlex.split(command)
     name = " ".join(words[: 2 if words[0] in ("data", "bench") else 1])
     patch.chdir(ROOT)
@@ -76,17 +91,26 @@ def check_command(command: str, patch: pytest.MonkeyPatch) -> None:
 def check_keys(config: str, arguments: list[str]) -> None:
     """Check that a dotted key is a setting of its group's choice, or of one that it may have."""
     schema = load_schema(config)
-    settings, choices = settings_by_group(schema, arguments), select_choices(schema, arguments)
+    settings = settings_by_group(schema, arguments)
+    choices = select_choices(schema, arguments)
     for argument in arguments:
         group, dot, name = argument.partition("=")[0].partition(".")
         if dot and group in schema.groups | schema.nodes:
             is_chosen = group in choices or group in schema.nodes
-            exists = name in {key.name for key in settings.get(group, ())} if is_chosen else find_owners(group, name, arguments)
-            assert exists or (group == "drafter" and name in EVERY_DRAFTER), f"{argument}: {group} has no such key"
+            exists = (
+                name in {key.name for key in settings.get(group, ())}
+                if is_chosen
+                else find_owners(group, name, arguments)
+            )
+            assert exists or (group == "drafter" and name in EVERY_DRAFTER), (
+                f"{argument}: {group} has no such key"
+            )
 
 
 @pytest.mark.parametrize(("document", "command"), DOCUMENTED)
-def test_documented_commands_exist(document: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_exist(
+    document: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_command(command, monkeypatch)
 
 
@@ -116,12 +140,27 @@ def test_the_check_refuses_mistakes(command: str, monkeypatch: pytest.MonkeyPatc
 
 
 # Programs that a line of a shell block may begin with, besides spectrain, make and python.
-PROGRAMS = {"curl", "echo", ".", "accelerate", "bash", "docker", "export", "kubectl", "pip", "sbatch", "torchrun", "vllm"}
+PROGRAMS = {
+    "curl",
+    "echo",
+    ".",
+    "accelerate",
+    "bash",
+    "docker",
+    "export",
+    "kubectl",
+    "pip",
+    "sbatch",
+    "torchrun",
+    "vllm",
+}
 ENDS_COMMAND = {"&&", "||", ";", "|", "&"}
 
 
 def find_line_fault(line: str) -> str | None:
-    """Say what is wrong with a line of a shell block; None for a line of commands that exist, one after another."""
+    """Say what is wrong with a line of a shell block; None for a line of commands that exist,
+    one after another.
+    """
     comment = " ".join(line.partition(" # ")[2].split())
     hidden = re.search(r"\bspectrain (\S+)|\bpython -m \S+", comment)
     if hidden and (hidden[1] is None or hidden[1] in {name.split()[0] for name in help.COMMANDS}):
@@ -141,23 +180,36 @@ def find_command_fault(words: list[str]) -> str | None:
         words = words[1:]
     if not words:
         return None
-    first, rest = words[0], words[1:]
+    first = words[0]
+    rest = words[1:]
     if first not in {"spectrain", "make", "python", *PROGRAMS}:
         return f"no known command: {first}"
     if "spectrain" in rest and "-m" not in rest and first != "docker":
         return f"two commands in a line: {shlex.join(words)}"
     if first == "." and len(rest) != 1:
         return f"one file is read: {shlex.join(words)}"
-    if first == "python" and rest[:1] == ["-m"] and rest[1].split(".")[0] in {"benchmarks", "examples", "scripts", "tests"}:
+    if (
+        first == "python"
+        and rest[:1] == ["-m"]
+        and rest[1].split(".")[0] in {"benchmarks", "examples", "scripts", "tests"}
+    ):
         path = ROOT.joinpath(*rest[1].split("."))
-        return None if path.with_suffix(".py").is_file() or (path / "__main__.py").is_file() else f"no module: {rest[1]}"
+        return (
+            None
+            if path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+            else f"no module: {rest[1]}"
+        )
     return None
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_line_of_a_shell_block_is_a_command(document: str) -> None:
-    """A block that was wrapped as prose begins lines with what is no command, and hides commands behind a #."""
-    fenced = "".join(body for language, body in FENCE.findall(DOCUMENTS[document]) if language == "sh")
+    """A block that was wrapped as prose begins lines with what is no command, and hides commands
+    behind a #.
+    """
+    fenced = "".join(
+        body for language, body in FENCE.findall(DOCUMENTS[document]) if language == "sh"
+    )
     lines = fenced.replace("\\\n", " ").splitlines()
     assert not [(line, fault) for line in lines if (fault := find_line_fault(line)) is not None]
 
@@ -183,17 +235,32 @@ def test_make_has_the_targets(document: str) -> None:
     """Every target of make that a document names exists."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = DOCUMENTS[document]
-    named = {words[1] for words in shell_lines(text) if words[:1] == ["make"]} | set(re.findall(r"`make ([a-z-]+)", text))
+    named = {words[1] for words in shell_lines(text) if words[:1] == ["make"]} | set(
+        re.findall(r"`make ([a-z-]+)", text)
+    )
     assert named <= targets
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_paths_exist(document: str) -> None:
-    """A path of the repository in a command or between backticks exists; one with a NAME in it is any such path."""
+    """A path of the repository in a command or between backticks exists; one with a NAME in it
+    is any such path.
+    """
     text = DOCUMENTS[document]
-    named = [word for words in shell_lines(text) for word in words] + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
-    paths = [part for word in named for part in (word, word.partition("=")[2]) if REPOSITORY_PATH.fullmatch(part)]
-    assert not [path for path in paths if not (ROOT / path).exists() and not (ROOT / "spectrain" / path).exists()]
+    named = [word for words in shell_lines(text) for word in words] + re.findall(
+        r"`([^`\n]+)`", FENCE.sub("", text)
+    )
+    paths = [
+        part
+        for word in named
+        for part in (word, word.partition("=")[2])
+        if REPOSITORY_PATH.fullmatch(part)
+    ]
+    assert not [
+        path
+        for path in paths
+        if not (ROOT / path).exists() and not (ROOT / "spectrain" / path).exists()
+    ]
 
 
 def list_anchors(text: str) -> set[str]:
@@ -227,7 +294,11 @@ def test_every_recipe_is_in_the_table(document: str) -> None:
     assert {*choice_files("recipe", conf_folders())} <= table
 
 
-FAMILIES = sorted(name for name in DOCUMENTS if name.startswith("docs/families/") and not name.endswith("index.md"))
+FAMILIES = sorted(
+    name
+    for name in DOCUMENTS
+    if name.startswith("docs/families/") and not name.endswith("index.md")
+)
 
 
 @pytest.mark.parametrize("document", FAMILIES)
@@ -240,15 +311,21 @@ def test_a_family_page_has_four_parts(document: str) -> None:
 
 @pytest.mark.parametrize("document", FAMILIES)
 def test_settings_of_a_family_page_exist(document: str) -> None:
-    """Every drafter.KEY that the page names is a setting of some drafter, and every choice is a file of conf/."""
+    """Every drafter.KEY that the page names is a setting of some drafter, and every choice is a
+    file of conf/.
+    """
     keys = {name for name in re.findall(r"`drafter\.(\w+)", DOCUMENTS[document])} - EVERY_DRAFTER
     assert not [key for key in keys if not find_owners("drafter", key)]
-    for group, choice in re.findall(r"\b(drafter|recipe|acceptance|tree)=([a-z][a-z0-9_-]*)\b", DOCUMENTS[document]):
+    for group, choice in re.findall(
+        r"\b(drafter|recipe|acceptance|tree)=([a-z][a-z0-9_-]*)\b", DOCUMENTS[document]
+    ):
         assert choice in choice_files(group, conf_folders()), f"{group}={choice}"
 
 
 def test_generated_pages_of_results_are_the_committed_ones() -> None:
-    """Every number of these pages comes from eval/results/; `python -m scripts.make_results_pages` writes them."""
+    """Every number of these pages comes from eval/results/; `python -m
+    scripts.make_results_pages` writes them.
+    """
     for name, page in RESULTS_PAGES.items():
         assert (FOLDER / f"{name}.md").read_text() == page.render(), name
     assert DOCUMENTS["docs/systems.md"] == render_systems_page()
@@ -257,7 +334,11 @@ def test_generated_pages_of_results_are_the_committed_ones() -> None:
 def test_the_reference_describes_every_setting() -> None:
     """Each key that a command accepts has its row, with a description."""
     settings = render_pages()[SETTINGS_PAGE]
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in settings.splitlines() if line.startswith("| `")]
+    rows = [
+        re.split(r"(?<!\\)\|", line)[1:-1]
+        for line in settings.splitlines()
+        if line.startswith("| `")
+    ]
     names = {name.strip(" `") for name, *_ in rows}
     for config in ("train", "eval", "compare"):
         for group, keys in settings_by_group(load_schema(config), []).items():
@@ -282,18 +363,28 @@ def flatten_navigation(entries: list[Any]) -> list[str]:
 @pytest.mark.parametrize("group", ["tree", "acceptance"])
 def test_every_tree_and_rule_is_in_a_table(group: str) -> None:
     """The first column of a table of their page names each."""
-    columns = [line.split("|")[1] for line in (ROOT / "docs" / "trees.md").read_text().splitlines() if line.startswith("| `")]
+    columns = [
+        line.split("|")[1]
+        for line in (ROOT / "docs" / "trees.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
     named = {name for column in columns for name in re.findall(r"`([a-z0-9_]+)`", column)}
     assert {*choice_files(group, conf_folders())} <= named
 
 
 def test_every_page_is_in_the_site() -> None:
-    """The navigation lists all pages once, and the first page of each folder links to every page of the folder."""
+    """The navigation lists all pages once, and the first page of each folder links to every page
+    of the folder.
+    """
     listed = flatten_navigation(load_site()["nav"])
     names = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
     assert sorted(listed) == sorted([*names, *GENERATED])
     for folder in ("", "families/", "results/"):
-        inside = [name.removeprefix(folder) for name in names if name.rpartition("/")[0] == folder.rstrip("/")]
+        inside = [
+            name.removeprefix(folder)
+            for name in names
+            if name.rpartition("/")[0] == folder.rstrip("/")
+        ]
         first = DOCUMENTS[f"docs/{folder}index.md"]
         assert not [name for name in inside if name != "index.md" and f"]({name})" not in first]
 
@@ -306,7 +397,17 @@ def test_the_site_has_four_parts() -> None:
 
 
 def build_site(config: Path, out: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(config),
+        "--site-dir",
+        str(out),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -318,16 +419,27 @@ def test_the_site_builds(tmp_path: Path) -> None:
     pages = list((tmp_path / "site").rglob("*.html"))
     names = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES}
     generated = {name.removesuffix(".md") for name in GENERATED}
-    assert {page.relative_to(tmp_path / "site").with_suffix("").as_posix() for page in pages} == names | generated | {"404"}
-    fetched = r"<(?:script|img|iframe)[^>]*src=.?https?:|<link[^>]*rel=.?stylesheet[^>]*href=.?https?:|fonts\.g"
+    assert {
+        page.relative_to(tmp_path / "site").with_suffix("").as_posix() for page in pages
+    } == names | generated | {"404"}
+    fetched = (
+        r"<(?:script|img|iframe)[^>]*src=.?https?:"
+        r"|<link[^>]*rel=.?stylesheet[^>]*href=.?https?:|fonts\.g"
+    )
     assert not [page.name for page in pages if re.search(fetched, page.read_text())]
 
 
-@pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](data.md#nowhere)", "[x](#nowhere)", "[x](data.md#data)"])
+@pytest.mark.parametrize(
+    "link", ["[x](nowhere.md)", "[x](data.md#nowhere)", "[x](#nowhere)", "[x](data.md#data)"]
+)
 def test_a_broken_link_ends_the_build(tmp_path: Path, link: str) -> None:
     """The site's settings hold for two pages too; the last link leads somewhere."""
     pytest.importorskip("mkdocs", reason="pip install spectrain[docs]")
-    settings = {key: value for key, value in load_site().items() if key not in ("hooks", "nav", "theme", "plugins")}
+    settings = {
+        key: value
+        for key, value in load_site().items()
+        if key not in ("hooks", "nav", "theme", "plugins")
+    }
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(settings))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "data.md").write_text("# Data\n")

@@ -10,25 +10,31 @@ import spectrain
 from spectrain.models.fast import is_packed
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(
+    r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL
+)
 SMALLER = {
     '"trainer.max_steps": 12': '"trainer.max_steps": 3, "data.limit": 20',
     "limit=4": "limit=2",
     "tokens=32": "tokens=12",
 }
 CHECKED = """
-reloaded_text = spectrain.generate(target, again, ["What is a bee?", "Name three colours."], max_new_tokens=12)[0].text
+questions = ["What is a bee?", "Name three colours."]
+reloaded_text = spectrain.generate(target, again, questions, max_new_tokens=12)[0].text
 """
 
 
 @pytest.fixture(scope="module")
 def namespace(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the names of the page's blocks, after all of them ran in an empty folder, on smaller numbers."""
+    """Return the names of the page's blocks, after all of them ran in an empty folder, on
+    smaller numbers.
+    """
     code = "\n".join([*BLOCKS, CHECKED])
     for shown, smaller in SMALLER.items():
         assert shown in code
         code = code.replace(shown, smaller)
-    folder, names = tmp_path_factory.mktemp("python"), dict[str, Any]()
+    folder = tmp_path_factory.mktemp("python")
+    names = dict[str, Any]()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         exec(code, names)

@@ -27,14 +27,26 @@ LILICORR = "spectrain.drafters.lilicorr.LiLiCorr"
 
 
 def make_drafter(target: Target, constructor: str, **options: Any) -> Any:
-    """Make a drafter of blocks of four with random weights, large enough that every part matters."""
+    """Make a drafter of blocks of four with random weights, large enough that every part
+    matters.
+    """
     torch.manual_seed(7)
-    settings = {"_target_": constructor, "block_size": 4, "num_layers": 1, "num_anchors": 5, **options}
+    settings = {
+        "_target_": constructor,
+        "block_size": 4,
+        "num_layers": 1,
+        "num_anchors": 5,
+        **options,
+    }
     drafter = build(settings, target=target)
     counts = torch.arange(target.head.vocab_size, 0, -1)
     counts[drafter.mask_token_id] = 0
     drafter.prepare(target, counts)
-    add_noise(parameter for parameter in drafter.parameters() if parameter.requires_grad and parameter.dim() > 1)
+    add_noise(
+        parameter
+        for parameter in drafter.parameters()
+        if parameter.requires_grad and parameter.dim() > 1
+    )
     return drafter.eval()
 
 
@@ -43,15 +55,27 @@ def make_batch(target: Target, drafter: Any, rows: list[int]) -> Batch:
 
 
 def make_rollout_after(
-    drafter: Any, states: Tensor, text: list[int], builder: TreeBuilder = CHAIN, has_anchor: bool = False
+    drafter: Any,
+    states: Tensor,
+    text: list[int],
+    builder: TreeBuilder = CHAIN,
+    has_anchor: bool = False,
 ) -> Any:
-    """Make the rollout after a text from the states of its block: those of all slots, or of the drafting ones."""
+    """Make the rollout after a text from the states of its block: those of all slots, or of the
+    drafting ones.
+    """
     tokens = torch.tensor([text])
     lengths = torch.tensor([len(text) - 1])
     context = SimpleNamespace(
-        root=tokens[:, -1], tokens=tokens, lengths=lengths, builder=builder, sequence_ids=torch.zeros(1, dtype=torch.int64)
+        root=tokens[:, -1],
+        tokens=tokens,
+        lengths=lengths,
+        builder=builder,
+        sequence_ids=torch.zeros(1, dtype=torch.int64),
     )
-    return drafter.make_rollout(context, SlotStates(states[None], drafter.first_draft_slot if has_anchor else 0))
+    return drafter.make_rollout(
+        context, SlotStates(states[None], drafter.first_draft_slot if has_anchor else 0)
+    )
 
 
 def follow_path(rollout: Any, path: list[int]) -> Tensor:
@@ -66,30 +90,52 @@ SMALL_LATTICE = {"correction_width": 16, "correction_heads": 2, "factor_width": 
 
 
 @torch.no_grad()
-def lattice_by_formula(head: Any, embedded: Tensor, log_probs: Tensor, states: Tensor, context: Tensor) -> Tensor:
-    """Compute the scores [K, C, C] of a lattice, with torch's own attention and one transition at a time."""
+def lattice_by_formula(
+    head: Any, embedded: Tensor, log_probs: Tensor, states: Tensor, context: Tensor
+) -> Tensor:
+    """Compute the scores [K, C, C] of a lattice, with torch's own attention and one transition
+    at a time.
+    """
     slots, size = log_probs.shape
     nodes = []
     for s in range(slots):
         for i in range(size):
             features = torch.tensor(
-                [log_probs[s, i], log_probs[s, i].exp(), log_probs[s, i] - log_probs[s].max(), i / (size - 1), float(i == 0)]
+                [
+                    log_probs[s, i],
+                    log_probs[s, i].exp(),
+                    log_probs[s, i] - log_probs[s].max(),
+                    i / (size - 1),
+                    float(i == 0),
+                ]
             )
-            x = head.token_proj(embedded[s, i]) + head.pass_hidden_proj(states[s]) + head.feature_mlp(features)
+            x = (
+                head.token_proj(embedded[s, i])
+                + head.pass_hidden_proj(states[s])
+                + head.feature_mlp(features)
+            )
             nodes.append(x + head.slot_embedding[0, 0, s, 0] + head.rank_embedding[0, 0, 0, i])
-    x, number = torch.stack(nodes)[None], slots * size
+    x = torch.stack(nodes)[None]
+    number = slots * size
     for layer in head.layers:
         bias = torch.empty(layer.attn.num_heads, number, number)
         for n in range(number):
             for m in range(number):
                 distance = n // size - m // size
-                bias[:, n, m] = head.relative_slot_bias[:, distance + slots] + (distance == 0) * head.same_slot_bias
+                bias[:, n, m] = (
+                    head.relative_slot_bias[:, distance + slots]
+                    + (distance == 0) * head.same_slot_bias
+                )
         normed = layer.attn_norm(x)
         x = x + layer.attn(normed, normed, normed, attn_mask=bias, need_weights=False)[0]
         x = x + layer.mlp(layer.mlp_norm(x))
-    h, a = head.output_norm(x)[0], head.anchor_norm(head.context_proj(context))
+    h = head.output_norm(x)[0]
+    a = head.anchor_norm(head.context_proj(context))
     f = F.silu(head.factor_input_proj(torch.cat([h, a.expand_as(h), h * a], dim=-1)))
-    unit = [part / part.norm(dim=-1, keepdim=True) for part in (head.in_head(f), head.out_head(f), head.anchor_out_head(a))]
+    unit = [
+        part / part.norm(dim=-1, keepdim=True)
+        for part in (head.in_head(f), head.out_head(f), head.anchor_out_head(a))
+    ]
     scores = torch.empty(slots, size, size)
     for s in range(slots):
         for i in range(size):
@@ -100,12 +146,17 @@ def lattice_by_formula(head: Any, embedded: Tensor, log_probs: Tensor, states: T
 
 @torch.no_grad()
 def test_lilicorr_scores_every_transition(shallow: Target) -> None:
-    """Scores are those of its formulas and at most 8; a walk reads its own token's row; one candidate is DFlash's argmax."""
+    """Scores are those of its formulas and at most 8; a walk reads its own token's row; one
+    candidate is DFlash's argmax.
+    """
     drafter = make_drafter(shallow, LILICORR, **SMALL_LATTICE)
     for parameter in (drafter.lilicorr.relative_slot_bias, drafter.lilicorr.same_slot_bias):
         parameter.normal_()
-    log_probs, candidates = drafter.log_q(drafter.compute_products(block_states(drafter, shallow, TEXT)[None])).topk(3)
-    states, context = block_states(drafter, shallow, TEXT), torch.randn(shallow.width)
+    log_probs, candidates = drafter.log_q(
+        drafter.compute_products(block_states(drafter, shallow, TEXT)[None])
+    ).topk(3)
+    states = block_states(drafter, shallow, TEXT)
+    context = torch.randn(shallow.width)
     scores = drafter.score_lattice(candidates, log_probs, states[None], context[None])
     embedded = drafter.embed(drafter.draft_ids[candidates[0]])
     expected = lattice_by_formula(drafter.lilicorr, embedded, log_probs[0], states, context)
@@ -113,34 +164,50 @@ def test_lilicorr_scores_every_transition(shallow: Target) -> None:
     assert scores.abs().max() <= 8.0001
     features = shallow.features(torch.tensor([TEXT[:-1]]), drafter.layers)
     round_context: Any = SimpleNamespace(
-        root=torch.tensor(TEXT[-1:]), new_features=features, last_state=lambda states: states[:, -1:]
+        root=torch.tensor(TEXT[-1:]),
+        new_features=features,
+        last_state=lambda states: states[:, -1:],
     )
     rollout = drafter.make_rollout(round_context, SlotStates(states[None], 0))
     path = drafter.draft_ids[candidates[0, :2, 1]].tolist()
     context = drafter.project_context(features)[0, -1]
-    rows = drafter.score_lattice(candidates, log_probs, states[None], context[None])[0].log_softmax(-1)
+    rows = drafter.score_lattice(candidates, log_probs, states[None], context[None])[0].log_softmax(
+        -1
+    )
     for depth, log_q in enumerate(follow_path(rollout, path)):
-        torch.testing.assert_close(log_q[candidates[0, depth]], rows[depth, 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            log_q[candidates[0, depth]], rows[depth, 1], rtol=1e-4, atol=1e-4
+        )
         assert float(log_q.exp().sum()) == pytest.approx(1, abs=1e-4)
     narrow = make_drafter(shallow, LILICORR, **{**SMALL_LATTICE, "top_k": 1})
-    chosen = follow_path(narrow.make_rollout(round_context, SlotStates(states[None], 0)), path).argmax(-1)
+    chosen = follow_path(
+        narrow.make_rollout(round_context, SlotStates(states[None], 0)), path
+    ).argmax(-1)
     assert torch.equal(chosen, narrow.compute_products(states).argmax(-1))
 
 
 def test_lilicorr_adds_its_losses_to_dflashs(shallow: Target) -> None:
-    """DFlash's term is DFlash's own; the others are scaled by their weights; without gaps between logits the penalty is 0."""
+    """DFlash's term is DFlash's own; the others are scaled by their weights; without gaps
+    between logits the penalty is 0.
+    """
     drafter = make_drafter(shallow, LILICORR, **SMALL_LATTICE, vocab_size=8, penalty_weight=0.5)
     plain = make_drafter(shallow, "spectrain.drafters.dflash.DFlash", vocab_size=8)
-    plain.load_state_dict({name: value for name, value in drafter.state_dict().items() if "lilicorr" not in name})
+    plain.load_state_dict(
+        {name: value for name, value in drafter.state_dict().items() if "lilicorr" not in name}
+    )
     batch = make_batch(shallow, drafter, [0, 1])
     # Tokens of the draft vocabulary, so that they are among the candidates.
     tokens = drafter.draft_ids[torch.randint(0, 8, batch.tokens.shape)]
     batch = Batch(tokens, batch.loss_mask, shallow.features(tokens, drafter.layers))
     drafter.top_k = 3
-    terms, state = drafter.loss(batch, shallow, TrainingState()).terms, TrainingState()
-    assert torch.equal(terms["cross_entropy"], plain.loss(batch, shallow, state).terms["cross_entropy"])
+    terms = drafter.loss(batch, shallow, TrainingState()).terms
+    state = TrainingState()
+    assert torch.equal(
+        terms["cross_entropy"], plain.loss(batch, shallow, state).terms["cross_entropy"]
+    )
     assert terms["candidates"] > 0 and terms["penalty"] > 0
-    drafter.penalty_weight, drafter.candidate_weight = 1.0, 0.5
+    drafter.penalty_weight = 1.0
+    drafter.candidate_weight = 0.5
     terms_again = drafter.loss(batch, shallow, state).terms
     torch.testing.assert_close(terms_again["penalty"], 2 * terms["penalty"])
     torch.testing.assert_close(terms_again["candidates"], 2 * terms["candidates"])

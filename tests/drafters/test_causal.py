@@ -1,4 +1,6 @@
-"""The causal drafter: what is cut, what is trained, what is decoded and what is saved are one and the same model."""
+"""The causal drafter: what is cut, what is trained, what is decoded and what is saved are one
+and the same model.
+"""
 
 import json
 import shutil
@@ -36,9 +38,14 @@ from tests.models.architectures import save_small
 from tests.targets import cut_tiny
 
 ARCHITECTURE: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
 PROMPTS = [[5, 900, 71, 4, 333], [17, 1200, 8], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
 
 
@@ -56,7 +63,9 @@ def make_dataset(count: int = 3) -> Dataset:
 
 
 def make_batch(target: Target, drafter: Causal) -> Batch:
-    return LiveSource().make_batch(BatchRequest(make_dataset()[[0, 1, 2]], target, drafter.stages[0].layers))
+    return LiveSource().make_batch(
+        BatchRequest(make_dataset()[[0, 1, 2]], target, drafter.stages[0].layers)
+    )
 
 
 # Cutting
@@ -64,28 +73,51 @@ def make_batch(target: Target, drafter: Causal) -> Batch:
 
 @pytest.mark.parametrize(
     ("count", "expected_layers"),
-    [(1, [0]), (2, [0, 7]), (3, [0, 4, 7]), (4, [0, 2, 5, 7]), (5, [0, 2, 4, 5, 7]), (7, [0, 1, 2, 4, 5, 6, 7])],
+    [
+        (1, [0]),
+        (2, [0, 7]),
+        (3, [0, 4, 7]),
+        (4, [0, 2, 5, 7]),
+        (5, [0, 2, 4, 5, 7]),
+        (7, [0, 1, 2, 4, 5, 6, 7]),
+    ],
 )
-def test_cut_layers_are_evenly_spaced_copies(tiny: Target, count: int, expected_layers: list[int]) -> None:
-    """The first and the last layer stay, the gaps differ by at most one, and every tensor equals the target's."""
+def test_cut_layers_are_evenly_spaced_copies(
+    tiny: Target, count: int, expected_layers: list[int]
+) -> None:
+    """The first and the last layer stay, the gaps differ by at most one, and every tensor equals
+    the target's.
+    """
     if count > 1:
         gaps = [right - left for left, right in zip(expected_layers, expected_layers[1:])]
-        assert expected_layers[0] == 0 and expected_layers[-1] == tiny.num_layers - 1 and max(gaps) - min(gaps) <= 1
-    cut, target = Causal(tiny, num_layers=count).model, tiny
+        assert (
+            expected_layers[0] == 0
+            and expected_layers[-1] == tiny.num_layers - 1
+            and max(gaps) - min(gaps) <= 1
+        )
+    cut = Causal(tiny, num_layers=count).model
+    target = tiny
     assert cut.num_layers == cut.config.num_hidden_layers == count
     for new, old in enumerate(expected_layers):
         expected = target.layers[old].state_dict()
         actual = cut.layers[new].state_dict()
-        assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in actual)
-    for left, right in ((cut.head.output, target.head.output), (cut.head.embedding, target.head.embedding),
-                        (cut.decoder.norm, target.decoder.norm)):  # fmt: skip
+        assert actual.keys() == expected.keys() and all(
+            torch.equal(actual[key], expected[key]) for key in actual
+        )
+    for left, right in (
+        (cut.head.output, target.head.output),
+        (cut.head.embedding, target.head.embedding),
+        (cut.decoder.norm, target.decoder.norm),
+    ):
         assert torch.equal(left.weight, right.weight)
 
 
 def test_a_cut_copy_shares_no_memory_with_the_target(shallow: Target) -> None:
     """Learning never writes into the target."""
     target_pointers = {parameter.data_ptr() for parameter in shallow.parameters()}
-    assert target_pointers.isdisjoint(parameter.data_ptr() for parameter in Causal(shallow, num_layers=2).parameters())
+    assert target_pointers.isdisjoint(
+        parameter.data_ptr() for parameter in Causal(shallow, num_layers=2).parameters()
+    )
 
 
 @pytest.mark.parametrize("count", [8, 9, -1])
@@ -125,16 +157,29 @@ CASES = load_cases(__name__)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
     "builder",
-    [Chain(4), Chain(3, "sampled", 0.7), Eagle2(3, 6, 2), *CASES.get("test_what_is_drafted_is_what_is_trained", ())],
+    [
+        Chain(4),
+        Chain(3, "sampled", 0.7),
+        Eagle2(3, 6, 2),
+        *CASES.get("test_what_is_drafted_is_what_is_trained", ()),
+    ],
     ids=lambda builder: f"{builder.name}-{builder.children}",
 )
-def test_what_is_drafted_is_what_is_trained(shallow: Target, builder: TreeBuilder, count: int) -> None:
-    """After every node, over ragged rounds, the rollout's log q equals the training forward's over the whole text."""
+def test_what_is_drafted_is_what_is_trained(
+    shallow: Target, builder: TreeBuilder, count: int
+) -> None:
+    """After every node, over ragged rounds, the rollout's log q equals the training forward's
+    over the whole text.
+    """
     drafter = Causal(shallow, num_layers=2)
     records, builder = watching(builder)
     generations = decode(shallow, PROMPTS[:count], Greedy(), 16, drafter, builder, ignore_eos=True)
     accepted = [generation.round_lengths for generation in generations]
-    assert max(map(max, accepted)) > 1 and min(map(len, accepted)) > 2 and (count == 1 or accepted[0] != accepted[1])
+    assert (
+        max(map(max, accepted)) > 1
+        and min(map(len, accepted)) > 2
+        and (count == 1 or accepted[0] != accepted[1])
+    )
     assert len(records) > 10
     for text, drafted, log_q in records:
         logits = drafter.model.run(torch.tensor([text + drafted]), ForwardPlan(logits=True)).logits
@@ -152,25 +197,40 @@ def make_padded_target(rows: int) -> Target:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 6, 3), Chain(3, "sampled", 50.0)], ids=["chain", "eagle2", "drawn"])
+@pytest.mark.parametrize(
+    "builder",
+    [Chain(3), Eagle2(3, 6, 3), Chain(3, "sampled", 50.0)],
+    ids=["chain", "eagle2", "drawn"],
+)
 @pytest.mark.parametrize(("vocab_size", "extra_rows"), [(2112, 0), (2048, 64), (2080, 64)])
 def test_padded_vocabularies(vocab_size: int, extra_rows: int, builder: TreeBuilder) -> None:
-    """With more or fewer rows than the target's, the output is the target's own and no id is drafted that either lacks."""
+    """With more or fewer rows than the target's, the output is the target's own and no id is
+    drafted that either lacks.
+    """
     target = make_padded_target(extra_rows) if extra_rows else cut_tiny(3)
     drafter = make_drafter(target, vocab_size=vocab_size)
     with torch.no_grad():
-        drafter.model.head.output.weight[2048:] = 100 * drafter.model.head.output.weight[:1]  # often the most likely tokens
+        # often the most likely tokens
+        drafter.model.head.output.weight[2048:] = 100 * drafter.model.head.output.weight[:1]
     recorder = Keeping(builder)
     expected = [decode(target, [prompt], Greedy(), 12)[0].output for prompt in PROMPTS]
-    assert [generation.output for generation in decode(target, PROMPTS, Greedy(), 12, drafter, recorder)] == expected
+    assert [
+        generation.output for generation in decode(target, PROMPTS, Greedy(), 12, drafter, recorder)
+    ] == expected
     limit = min(vocab_size, target.head.vocab_size)
-    assert drafter.vocab_size == limit and recorder.trees and all(int(tree.tokens.max()) < limit for tree in recorder.trees)
+    assert (
+        drafter.vocab_size == limit
+        and recorder.trees
+        and all(int(tree.tokens.max()) < limit for tree in recorder.trees)
+    )
     losses = drafter.loss(make_batch(target, drafter), target, TrainingState())
     assert torch.isfinite(losses.total) and losses.total > 0
 
 
 def test_a_vocabulary_without_all_tokens_is_refused(shallow: Target) -> None:
-    """A drafter that has no embedding for a token of the tokenizer could not read what the target emits."""
+    """A drafter that has no embedding for a token of the tokenizer could not read what the
+    target emits.
+    """
     with pytest.raises(UserError, match=r"drafter\.architecture.*vocab_size"):
         make_drafter(shallow, vocab_size=2000)
 
@@ -179,7 +239,9 @@ def test_a_vocabulary_without_all_tokens_is_refused(shallow: Target) -> None:
 
 
 def rebuild_drafter(drafter: Causal, target: Target, **options: Any) -> Causal:
-    """Build a drafter from the saved settings, as they come back from JSON, and the saved tensors only."""
+    """Build a drafter from the saved settings, as they come back from JSON, and the saved
+    tensors only.
+    """
     torch.manual_seed(99)
     rebuilt = Causal(target, **json.loads(json.dumps({**options, **drafter.saved.settings})))
     load_tensors(rebuilt, collect_tensors(drafter))
@@ -198,19 +260,29 @@ def rebuild_drafter(drafter: Causal, target: Target, **options: Any) -> Causal:
     ids=["cut", "untied", "tied", "class defaults", "qwen2"],
 )
 def test_saved_settings_rebuild_the_drafter(shallow: Target, options: dict[str, Any]) -> None:
-    """Settings and tensors alone give the same configuration, the same weights and the same logits."""
+    """Settings and tensors alone give the same configuration, the same weights and the same
+    logits.
+    """
     drafter = Causal(shallow, **options)
     rebuilt = rebuild_drafter(drafter, shallow, **options)
-    config, rebuilt_config = (each_drafter.model.config.to_dict() for each_drafter in (drafter, rebuilt))
-    assert {key: value for key, value in config.items() if value != rebuilt_config.get(key)}.keys() <= {
+    config, rebuilt_config = (
+        each_drafter.model.config.to_dict() for each_drafter in (drafter, rebuilt)
+    )
+    assert {
+        key: value for key, value in config.items() if value != rebuilt_config.get(key)
+    }.keys() <= {
         "architectures",
         "dtype",
         "_name_or_path",
     }
-    assert all(torch.equal(value, rebuilt.state_dict()[name]) for name, value in drafter.state_dict().items())
+    assert all(
+        torch.equal(value, rebuilt.state_dict()[name])
+        for name, value in drafter.state_dict().items()
+    )
     tokens = torch.tensor(PROMPTS[:1])
     assert torch.equal(
-        drafter.model.run(tokens, ForwardPlan(logits=True)).logits, rebuilt.model.run(tokens, ForwardPlan(logits=True)).logits
+        drafter.model.run(tokens, ForwardPlan(logits=True)).logits,
+        rebuilt.model.run(tokens, ForwardPlan(logits=True)).logits,
     )
 
 
@@ -220,7 +292,10 @@ def test_saved_settings_need_no_other_directory(shallow: Target, tmp_path: Path)
     drafter = Causal(shallow, model=str(tmp_path / "model"))
     shutil.rmtree(tmp_path / "model")
     rebuilt = rebuild_drafter(drafter, shallow, model=str(tmp_path / "model"))
-    assert all(torch.equal(value, rebuilt.state_dict()[name]) for name, value in drafter.state_dict().items())
+    assert all(
+        torch.equal(value, rebuilt.state_dict()[name])
+        for name, value in drafter.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -252,12 +327,17 @@ def copy_tokenizer(
 
 
 def test_the_same_tokenizer_passes(shallow: Target, tmp_path: Path) -> None:
-    """A copy of the tokenizer is the target's, and so is that of a saved drafter, which loads as it was."""
+    """A copy of the tokenizer is the target's, and so is that of a saved drafter, which loads as
+    it was.
+    """
     check_tokenizer(copy_tokenizer(shallow, tmp_path / "copy"), shallow.tokenizer, "copy")
     drafter = make_drafter(shallow)
     drafter.model.save(tmp_path / "model")
     loaded = Causal(shallow, model=str(tmp_path / "model"))
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in drafter.state_dict().items())
+    assert all(
+        torch.equal(value, loaded.state_dict()[name])
+        for name, value in drafter.state_dict().items()
+    )
 
 
 def pick_two_tokens(target: Target) -> tuple[str, str]:
@@ -270,16 +350,24 @@ def test_a_tokenizer_with_a_changed_id_is_refused(shallow: Target, tmp_path: Pat
     """The tokens whose ids differ are named, with both ids."""
     first, second = pick_two_tokens(shallow)
     with pytest.raises(UserError) as caught:
-        check_tokenizer(copy_tokenizer(shallow, tmp_path, (first, second)), shallow.tokenizer, "DIR")
+        check_tokenizer(
+            copy_tokenizer(shallow, tmp_path, (first, second)), shallow.tokenizer, "DIR"
+        )
     assert str(caught.value).startswith("drafter.model=DIR: its tokenizer is not the target's")
-    assert f"{first!r} is 4 against 3" in str(caught.value) and f"{second!r} is 3 against 4" in str(caught.value)
+    assert f"{first!r} is 4 against 3" in str(caught.value) and f"{second!r} is 3 against 4" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("special", ["eos_token", "bos_token"])
-def test_a_tokenizer_with_another_special_token_is_refused(shallow: Target, tmp_path: Path, special: str) -> None:
+def test_a_tokenizer_with_another_special_token_is_refused(
+    shallow: Target, tmp_path: Path, special: str
+) -> None:
     """Another end or beginning of text is named."""
     with pytest.raises(UserError, match=rf"{special} '<\|im_start\|>' against"):
-        check_tokenizer(copy_tokenizer(shallow, tmp_path, **{special: "<|im_start|>"}), shallow.tokenizer, "DIR")
+        check_tokenizer(
+            copy_tokenizer(shallow, tmp_path, **{special: "<|im_start|>"}), shallow.tokenizer, "DIR"
+        )
 
 
 def test_a_tokenizer_with_an_extra_token_is_refused(shallow: Target, tmp_path: Path) -> None:
@@ -302,9 +390,18 @@ def test_a_model_with_another_tokenizer_is_refused(shallow: Target, tmp_path: Pa
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": "/nowhere/at/all"}, r"drafter\.model=/nowhere/at/all: it cannot be loaded"),
     ({"num_layers": 2, "model": "DIR"}, r"drafter\.model: drafter\.num_layers already names"),
-    ({"num_layers": 2, "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.num_layers already names"),
-    ({"model": "DIR", "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.model already names"),
-    ({"architecture": {"model_type": "nonsense"}}, r"drafter\.architecture: transformers cannot build it"),
+    (
+        {"num_layers": 2, "architecture": ARCHITECTURE},
+        r"drafter\.architecture: drafter\.num_layers already names",
+    ),
+    (
+        {"model": "DIR", "architecture": ARCHITECTURE},
+        r"drafter\.architecture: drafter\.model already names",
+    ),
+    (
+        {"architecture": {"model_type": "nonsense"}},
+        r"drafter\.architecture: transformers cannot build it",
+    ),
     ({"beta": 0.0}, r"drafter\.beta=0\.0"),
     ({"beta": 1.0}, r"drafter\.beta=1\.0"),
     ({"loss_temperature": 0.0}, r"drafter\.loss_temperature=0\.0"),
@@ -321,12 +418,16 @@ def test_bad_settings_are_refused(shallow: Target, options: dict[str, Any], mess
 # Training
 
 
-def compute_loss_by_loop(target: Target, drafter: Causal, batch: Batch, temperature: float) -> tuple[Tensor, int, int]:
+def compute_loss_by_loop(
+    target: Target, drafter: Causal, batch: Batch, temperature: float
+) -> tuple[Tensor, int, int]:
     """Compute the summed loss, the hits and the count by a loop over the assistant's tokens."""
     logits = drafter.model.run(batch.tokens, ForwardPlan(logits=True)).logits
     target_logits = target.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None and target_logits is not None
-    total, hits, count = torch.zeros(()), 0, 0
+    total = torch.zeros(())
+    hits = 0
+    count = 0
     for b, t in batch.loss_mask.nonzero().tolist():
         if t == 0:
             continue
@@ -334,26 +435,34 @@ def compute_loss_by_loop(target: Target, drafter: Causal, batch: Batch, temperat
         log_p = (target_logits[b, t - 1] / temperature).log_softmax(-1)
         token = int(batch.tokens[b, t])
         if drafter.divergence == "cross_entropy":
-            total, label = total - log_q[token], token
+            total = total - log_q[token]
+            label = token
         elif drafter.divergence == "jensen_shannon":
-            total, label = total + jensen_shannon(log_p[None], log_q[None], drafter.beta)[0], int(log_p.argmax())
+            total = total + jensen_shannon(log_p[None], log_q[None], drafter.beta)[0]
+            label = int(log_p.argmax())
         else:
-            total, label = total + DIVERGENCES[drafter.divergence](log_p[None], log_q[None])[0], int(log_p.argmax())
-        hits, count = hits + (int(log_q.argmax()) == label), count + 1
+            total = total + DIVERGENCES[drafter.divergence](log_p[None], log_q[None])[0]
+            label = int(log_p.argmax())
+        hits = hits + (int(log_q.argmax()) == label)
+        count = count + 1
     return total, hits, count
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("loss", ["cross_entropy", *DIVERGENCES])
 def test_the_loss_equals_brute_force(shallow: Target, loss: Any, temperature: float) -> None:
-    """Sum, hits and count are those of a loop over the assistant's tokens, both distributions at loss_temperature."""
+    """Sum, hits and count are those of a loop over the assistant's tokens, both distributions at
+    loss_temperature.
+    """
     drafter = Causal(shallow, num_layers=2, loss=loss, beta=0.3, loss_temperature=temperature)
     batch = make_batch(shallow, drafter)
     losses = drafter.loss(batch, shallow, TrainingState())
     total, hits, count = compute_loss_by_loop(shallow, drafter, batch, temperature)
     assert losses.terms.keys() == {loss}
     torch.testing.assert_close(losses.total.detach(), total, rtol=1e-4, atol=1e-3)
-    assert losses.hits.tolist() == [hits] and losses.counts.tolist() == [count] == [batch.num_supervised]
+    assert losses.hits.tolist() == [hits] and losses.counts.tolist() == [count] == [
+        batch.num_supervised
+    ]
 
 
 def test_many_rows_add_up(shallow: Target) -> None:
@@ -361,13 +470,25 @@ def test_many_rows_add_up(shallow: Target) -> None:
     drafter = make_drafter(shallow)
     rows = torch.randint(3, 2000, (3, 500)).tolist()
     data = Dataset([Example(row, [i > 0 for i in range(500)]) for row in rows], 3, 0, 0)
-    full = drafter.loss(LiveSource().make_batch(BatchRequest(data[[0, 1, 2]], shallow, ("final",))), shallow, TrainingState())
+    full = drafter.loss(
+        LiveSource().make_batch(BatchRequest(data[[0, 1, 2]], shallow, ("final",))),
+        shallow,
+        TrainingState(),
+    )
     parts = [
-        drafter.loss(LiveSource().make_batch(BatchRequest(data[[n]], shallow, ("final",))), shallow, TrainingState())
+        drafter.loss(
+            LiveSource().make_batch(BatchRequest(data[[n]], shallow, ("final",))),
+            shallow,
+            TrainingState(),
+        )
         for n in range(3)
     ]
-    torch.testing.assert_close(full.total, torch.stack([part.total for part in parts]).sum(), rtol=1e-4, atol=1e-3)
-    assert full.counts.tolist() == [1497] and full.hits.item() == sum(part.hits.item() for part in parts)
+    torch.testing.assert_close(
+        full.total, torch.stack([part.total for part in parts]).sum(), rtol=1e-4, atol=1e-3
+    )
+    assert full.counts.tolist() == [1497] and full.hits.item() == sum(
+        part.hits.item() for part in parts
+    )
 
 
 @pytest.mark.parametrize("position", [2, 3, 4, 6, 8, 11, 12, 23])
@@ -386,10 +507,14 @@ def test_prompt_tokens_carry_no_loss(shallow: Target, position: int) -> None:
     drafter.loss(batch, shallow, TrainingState()).total.backward()
     handle.remove()
     assert outputs[0].grad is not None
-    assert bool(outputs[0].grad[0, position - 1].abs().sum() > 0) == bool(batch.loss_mask[0, position])
+    assert bool(outputs[0].grad[0, position - 1].abs().sum() > 0) == bool(
+        batch.loss_mask[0, position]
+    )
 
 
-@pytest.mark.parametrize("options", [{"num_layers": 2}, {"architecture": ARCHITECTURE}], ids=["cut", "fresh"])
+@pytest.mark.parametrize(
+    "options", [{"num_layers": 2}, {"architecture": ARCHITECTURE}], ids=["cut", "fresh"]
+)
 def test_gradients_do_not_reach_the_target(options: dict[str, Any]) -> None:
     """Even a target that could learn gets no gradient; every parameter of the drafter gets one."""
     target = cut_tiny(3)
@@ -403,14 +528,20 @@ def test_gradients_do_not_reach_the_target(options: dict[str, Any]) -> None:
 # As an assistant of transformers' own
 
 
-def test_transformers_drafts_with_it_the_same(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As assistant_model of generate, the saved drafter drafts the same in every round, and as much is accepted."""
-    depth, limit = 4, 16
+def test_transformers_drafts_with_it_the_same(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As assistant_model of generate, the saved drafter drafts the same in every round, and as
+    much is accepted.
+    """
+    depth = 4
+    limit = 16
     drafter = Causal(shallow, num_layers=2).eval()
     drafter.model.save(tmp_path)
     assistant: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     settings = assistant.generation_config
-    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = depth, "constant"
+    settings.num_assistant_tokens = depth
+    settings.num_assistant_tokens_schedule = "constant"
     settings.assistant_confidence_threshold = 0.0
     rounds: list[tuple[list[int], list[int]]] = []
     accepted_counts: list[int] = []
@@ -429,14 +560,29 @@ def test_transformers_drafts_with_it_the_same(shallow: Target, tmp_path: Path, m
     monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", record_candidates)
     monkeypatch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", record_num_matches)
     with reference_model(shallow) as model:
-        assisted = [generate(model, prompt, limit, frozenset(), assistant_model=assistant) for prompt in PROMPTS]
-    assert assisted == [decode(shallow, [prompt], Greedy(), limit, ignore_eos=True)[0].output for prompt in PROMPTS]
+        assisted = [
+            generate(model, prompt, limit, frozenset(), assistant_model=assistant)
+            for prompt in PROMPTS
+        ]
+    assert assisted == [
+        decode(shallow, [prompt], Greedy(), limit, ignore_eos=True)[0].output for prompt in PROMPTS
+    ]
     assert len(rounds) == len(accepted_counts) and {0} < set(accepted_counts)
-    reference_accepted, our_accepted, drafted = torch.zeros(depth), torch.zeros(depth), 0
+    reference_accepted = torch.zeros(depth)
+    our_accepted = torch.zeros(depth)
+    drafted = 0
     for (text, candidates), count in zip(rounds, accepted_counts):
-        assert candidates == decode(drafter.model, [text], Greedy(), depth, ignore_eos=True)[0].output[: len(candidates)]
-        if len(candidates) == depth and text not in PROMPTS:  # in our engine a round begins after a token of the target
-            (generation,) = decode(shallow, [text[:-1]], Greedy(), depth + 2, drafter, Chain(depth), ignore_eos=True)
+        assert (
+            candidates
+            == decode(drafter.model, [text], Greedy(), depth, ignore_eos=True)[0].output[
+                : len(candidates)
+            ]
+        )
+        # in our engine a round begins after a token of the target
+        if len(candidates) == depth and text not in PROMPTS:
+            (generation,) = decode(
+                shallow, [text[:-1]], Greedy(), depth + 2, drafter, Chain(depth), ignore_eos=True
+            )
             our_accepted += torch.arange(depth) < generation.round_lengths[0] - 1
             reference_accepted += torch.arange(depth) < count
             drafted += 1

@@ -1,4 +1,6 @@
-"""Every drafter of conf/drafter, variants of some, and two toys, through the same trainer, engine, save and reload."""
+"""Every drafter of conf/drafter, variants of some, and two toys, through the same trainer,
+engine, save and reload.
+"""
 
 import copy
 import json
@@ -38,46 +40,76 @@ from tests.targets import cut_tiny
 
 from .toys import FrozenHeads, Independent
 
-FAMILIES = sorted(name for name in choice_files("drafter", conf_folders()) if not (SHIPPED_FOLDER / name).is_dir())
+FAMILIES = sorted(
+    name for name in choice_files("drafter", conf_folders()) if not (SHIPPED_FOLDER / name).is_dir()
+)
 MISSING = {"gated_lora"} - {*FAMILIES}
 EAGLE3 = {"vocab_size": 512, "ttt_steps": 3}
 SMALL: dict[str, dict[str, Any]] = {
-    "eagle3": EAGLE3, "hybrid": {"inner": {"choice": "eagle3", **EAGLE3}}, "peagle": {"num_layers": 2},
+    "eagle3": EAGLE3, "hybrid": {"inner": {"choice": "eagle3", **EAGLE3}},
+    "peagle": {"num_layers": 2},
     "dflash": {"num_layers": 2, "block_size": 4}, "dspark": {"num_layers": 2, "block_size": 4},
-    "dflash2": {"num_layers": 2, "block_size": 4}, "respec": {"inner": {"choice": "eagle3", **EAGLE3}},
-    **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros", "other_device")},
+    "dflash2": {"num_layers": 2, "block_size": 4},
+    "respec": {"inner": {"choice": "eagle3", **EAGLE3}},
+    **{name: {"inner": {"choice": "causal", "num_layers": 1}} for name in ("graph", "ouroboros",
+        "other_device")},
     "specdec": {"num_drafts": 3}, "prompt_variants": {"num_layers": 1}, "pruned_images": EAGLE3,
     "supernet": {**EAGLE3, "num_layers": 2, "depth": 2},
     "domino": {"num_layers": 1, "block_size": 4, "gru_width": 16, "rank": 8},
-    "blockwise": {"inner": {"choice": "medusa", "vocab_size": 512}}, "cerberus": {"vocab_size": 512},
+    "blockwise": {"inner": {"choice": "medusa", "vocab_size": 512}},
+    "cerberus": {"vocab_size": 512},
     "mixture": {"vocab_size": 512, "layers": [1, 3]},
     "xpress": {"num_layers": 1, "block_size": 4, "rank": 8},
-    "lilicorr": {"num_layers": 1, "block_size": 4, "correction_width": 16, "correction_heads": 2, "factor_width": 8},
+    "lilicorr": {"num_layers": 1, "block_size": 4, "correction_width": 16, "correction_heads": 2,
+        "factor_width": 8},
 }  # fmt: skip
 ARCHITECTURE: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa lora distilled": ("medusa", {"adapt": "lora", "self_distillation": True}),
     "medusa full": ("medusa", {"adapt": "full"}),
     "transformer heads lora": ("transformer_heads", {"adapt": "lora", "num_heads": 2}),
     "early exit lora": ("early_exit", {"adapt": "lora", "rotate": 2}),
-    "early exit gradual": ("early_exit", {"curriculum": "gradual", "dropout_schedule": "exponential"}),
+    "early exit gradual": (
+        "early_exit",
+        {"curriculum": "gradual", "dropout_schedule": "exponential"},
+    ),
     "hybrid over heads": ("hybrid", {"inner": {"choice": "medusa", "num_heads": 2}}),
     "hybrid over an exit": ("hybrid", {"inner": "early_exit"}),
     "hybrid over a model": ("hybrid", {"inner": {"choice": "causal", "num_layers": 1}}),
     "hybrid over masks": ("hybrid", {"inner": "gated_lora"}),
     "uno with tiles": ("uno", {"consistency": 0.0, "tiles": [2, 4]}),
-    "probed masks": ("gated_lora", {"strategy": "apart", "sampler": False, "noise": "mean", "rank": 0}),
+    "probed masks": (
+        "gated_lora",
+        {"strategy": "apart", "sampler": False, "noise": "mean", "rank": 0},
+    ),
     "pard2": ("pard", {"num_layers": 1, "layers": [1, 3], "confidence": True}),
     "skipping the middle": ("layer_skip", {"skipped": [1]}),
     "eagle3 with norms": (
         "eagle3",
-        {"architecture": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}},
+        {
+            "architecture": {
+                "norm_before_residual": True,
+                "norm_before_fc": True,
+                "norm_output": True,
+            }
+        },
     ),
-    "eagle3 apart": ("eagle3", {"architecture": {"fc_norm": True, "own_embedding": True, "num_attention_heads": 2}}),
-    "eagle3 of two layers": ("eagle3", {"num_layers": 2, "window": 6, "architecture": {"qk_norm": True}}),
+    "eagle3 apart": (
+        "eagle3",
+        {"architecture": {"fc_norm": True, "own_embedding": True, "num_attention_heads": 2}},
+    ),
+    "eagle3 of two layers": (
+        "eagle3",
+        {"num_layers": 2, "window": 6, "architecture": {"qk_norm": True}},
+    ),
     "peagle of one layer": (
         "peagle",
         {"num_layers": 1, "own_embedding": False, "window": 6, "architecture": {"qk_norm": True}},
@@ -90,7 +122,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra with slim heads": ("hydra", {"head_rank": 16}),
     "hidden transfer": ("hidden_transfer", {"rank": 0, "sampler": False, "consistency": 0.0}),
     "speculative streaming": ("speculative_streaming", {"sampler": False, "consistency": 0.0}),
-    "ppd": ("ppd", {"ensembles": 2, "num_hosts": 3, "rank": 0, "sampler": False, "step_decay": 0.8}),
+    "ppd": (
+        "ppd",
+        {"ensembles": 2, "num_hosts": 3, "rank": 0, "sampler": False, "step_decay": 0.8},
+    ),
 }
 # A family of a package that is not installed has no variants.
 VARIANTS = {
@@ -102,7 +137,9 @@ TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": In
 
 
 class Alternating(Eagle2):
-    """A builder that drafts in some rounds, two of them in a row, and makes plain steps of the others."""
+    """A builder that drafts in some rounds, two of them in a row, and makes plain steps of the
+    others.
+    """
 
     decides_to_draft = True
 
@@ -137,12 +174,22 @@ def make(name: str, target: Target) -> Drafter:
 def make_conversations(count: int = 4) -> Dataset:
     """Make short sequences of which the second half is the assistant's."""
     rows = torch.randint(3, 60, (count, 20)).tolist()
-    return Dataset([Example(row[: 20 - n], [i >= 8 for i in range(20 - n)]) for n, row in enumerate(rows)], count, 0, 0)
+    return Dataset(
+        [Example(row[: 20 - n], [i >= 8 for i in range(20 - n)]) for n, row in enumerate(rows)],
+        count,
+        0,
+        0,
+    )
 
 
 def each(*halves: int, toys: bool = True) -> list[Any]:
-    """List every family, toys if `toys`, and these halves of the variants; the other variants are slow."""
-    variants = [pytest.param(name, marks=() if n % 2 in halves else pytest.mark.slow) for n, name in enumerate(VARIANTS)]
+    """List every family, toys if `toys`, and these halves of the variants; the other variants
+    are slow.
+    """
+    variants = [
+        pytest.param(name, marks=() if n % 2 in halves else pytest.mark.slow)
+        for n, name in enumerate(VARIANTS)
+    ]
     return [*FAMILIES, *(TOYS if toys else ()), *variants]
 
 
@@ -176,14 +223,18 @@ def trained_pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[D
 
 
 def test_nestable_drafters_leave_verification_to_the_target(name: str) -> None:
-    """A drafter inside another one is not called to verify, so one with a verification of its own is not nestable."""
+    """A drafter inside another one is not called to verify, so one with a verification of its
+    own is not nestable.
+    """
     drafter = make(name, get_shared_target())
     assert not drafter.capabilities.nestable or type(drafter).verify is Drafter.verify
 
 
 @pytest.mark.parametrize("name", each(toys=False), indirect=True)
 def test_a_drafter_from_features_needs_no_target(name: str) -> None:
-    """With recorded features it drafts what it drafts while the target runs the same tokens; others say that they cannot."""
+    """With recorded features it drafts what it drafts while the target runs the same tokens;
+    others say that they cannot.
+    """
     target = copy.deepcopy(get_shared_target())
     drafter = make(name, target)
     if not drafter.capabilities.drafts_from_features or not is_trainable(drafter):
@@ -203,7 +254,9 @@ def stages(drafter: Drafter, num_steps: int) -> list[int]:
 
 
 def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target) -> None:
-    """In every stage the loss is finite, and every parameter of its groups, and no other, gets a gradient."""
+    """In every stage the loss is finite, and every parameter of its groups, and no other, gets a
+    gradient.
+    """
     drafter, dataset = prepare_drafter(name, target)
     if not is_trainable(drafter):
         return
@@ -231,8 +284,12 @@ def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
         return
     losses_by_stage: dict[int, list[float]] = {}
     step_stages = stages(drafter, 20)
-    Trainer(lr=3e-3, max_steps=20, batch_tokens=512, log_every=1).fit(drafter, target, dataset, LiveSource(), tmp_path)
-    for stage, line in zip(step_stages, (tmp_path / "metrics.jsonl").read_text().splitlines(), strict=True):
+    Trainer(lr=3e-3, max_steps=20, batch_tokens=512, log_every=1).fit(
+        drafter, target, dataset, LiveSource(), tmp_path
+    )
+    for stage, line in zip(
+        step_stages, (tmp_path / "metrics.jsonl").read_text().splitlines(), strict=True
+    ):
         losses_by_stage.setdefault(stage, []).append(json.loads(line)["loss"])
     for losses in losses_by_stage.values():
         assert losses[-1] < 0.9 * losses[0]
@@ -241,39 +298,59 @@ def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", each(0), indirect=True)
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 3), Alternating(3, 8, 3)], ids=["chain", "eagle2", "alternating"])
+@pytest.mark.parametrize(
+    "builder",
+    [Chain(3), Eagle2(3, 8, 3), Alternating(3, 8, 3)],
+    ids=["chain", "eagle2", "alternating"],
+)
 def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: TreeBuilder) -> None:
-    """Greedy drafted output equals greedy autoregressive output, from well-formed trees rooted at the newest token, also where
-    some rounds are plain steps."""
+    """Greedy drafted output equals greedy autoregressive output, from well-formed trees rooted at
+    the newest token, also where some rounds are plain steps."""
     drafter, _ = prepare_drafter(name, target)
     drafter.eval()
     recorder = Keeping(builder)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (5, 9, 2)[:batch]]
-    expected = [decode(target, [prompt], Greedy(), 10, ignore_eos=True)[0].output for prompt in prompts]
+    expected = [
+        decode(target, [prompt], Greedy(), 10, ignore_eos=True)[0].output for prompt in prompts
+    ]
     session = Session(target, Greedy(), drafter, recorder)
-    assert [generation.output for generation in session.decode(prompts, 10, ignore_eos=True)] == expected
+    assert [
+        generation.output for generation in session.decode(prompts, 10, ignore_eos=True)
+    ] == expected
     assert recorder.trees
 
 
 @pytest.mark.sweep(8, free=("name",))
 @pytest.mark.parametrize("name", each(1), indirect=True)
-def test_reloaded_equals_saved(name: str, trained_pair: tuple[Drafter, Target], tmp_path: Path) -> None:
-    """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts the same."""
+def test_reloaded_equals_saved(
+    name: str, trained_pair: tuple[Drafter, Target], tmp_path: Path
+) -> None:
+    """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts
+    the same.
+    """
     drafter, target = trained_pair
-    save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes(composed("drafter=ngram", "target=tiny")))
+    save_drafter(
+        tmp_path / "drafter", drafter, RunSpec.from_nodes(composed("drafter=ngram", "target=tiny"))
+    )
     if drafter.capabilities.target_training:
         target.save(tmp_path / "target")
-        reloaded_target = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})
+        reloaded_target = build(
+            {"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")}
+        )
     else:
         reloaded_target = target
     reloaded = make(name, reloaded_target)
     load_weights(reloaded, tmp_path / "drafter")
-    first, second = drafter.state_dict(), reloaded.state_dict()
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    first = drafter.state_dict()
+    second = reloaded.state_dict()
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[key], second[key]) for key in first
+    )
     if not drafter.capabilities.target_training:  # a trained target is saved in its own dtype
         prompts = [[5, 6, 7, 8, 5, 6]]
         lengths = [
-            decode(reloaded_target, prompts, Greedy(), 8, d.eval(), Chain(3))[0].round_lengths for d in (drafter, reloaded)
+            decode(reloaded_target, prompts, Greedy(), 8, d.eval(), Chain(3))[0].round_lengths
+            for d in (drafter, reloaded)
         ]
         assert lengths[0] == lengths[1]
 
@@ -284,15 +361,19 @@ def test_target_is_untouched(trained_pair: tuple[Drafter, Target]) -> None:
     """Training changes the target's weights only if the drafter declares it."""
     drafter, target = trained_pair
     before = get_shared_target().model.state_dict()
-    changed = [key for key, value in target.model.state_dict().items() if not torch.equal(value, before[key])]
+    changed = [
+        key
+        for key, value in target.model.state_dict().items()
+        if not torch.equal(value, before[key])
+    ]
     assert bool(changed) == bool(drafter.capabilities.target_training)
 
 
 @pytest.mark.sweep(4, free=("name",))
 @pytest.mark.parametrize("name", each(1, toys=False), indirect=True)
 def test_merged_adapters_equal_the_adapted_drafter(name: str, target: Target) -> None:
-    """Only adapters get gradients; merged into the weights, under the names of before, they give the same losses and drafts.
-    Other families refuse an adapter."""
+    """Only adapters get gradients; merged into the weights, under the names of before, they give
+    the same losses and drafts. Other families refuse an adapter."""
     drafter, dataset = prepare_drafter(name, target)
     names = [*drafter.state_dict()]
     try:
@@ -307,17 +388,34 @@ def test_merged_adapters_equal_the_adapted_drafter(name: str, target: Target) ->
         drafter.train()
         total = 0.0
         for stage in range(len(drafter.stages)):
-            parameters = [p for group in select_trained_groups(drafter, target, stage) for p in group["params"]]
+            parameters = [
+                p
+                for group in select_trained_groups(drafter, target, stage)
+                for p in group["params"]
+            ]
             layers = drafter.stages[stage].layers
-            losses = drafter(LiveSource().make_batch(BatchRequest(dataset[[0, 1]], target, layers)), target, TrainingState())
+            losses = drafter(
+                LiveSource().make_batch(BatchRequest(dataset[[0, 1]], target, layers)),
+                target,
+                TrainingState(),
+            )
             if not merge:
                 losses.total.backward()
                 with_gradient = {key for key, p in drafter.named_parameters() if p.grad is not None}
                 assert {
-                    key for key, p in drafter.named_parameters() if any(p is parameter for parameter in parameters)
+                    key
+                    for key, p in drafter.named_parameters()
+                    if any(p is parameter for parameter in parameters)
                 } == with_gradient
             total += float(losses.total.detach())
-        results.append((total, decode(target, [[5, 6, 7, 8, 5, 6]], Greedy(), 8, drafter.eval(), Chain(3))[0].round_lengths))
+        results.append(
+            (
+                total,
+                decode(target, [[5, 6, 7, 8, 5, 6]], Greedy(), 8, drafter.eval(), Chain(3))[
+                    0
+                ].round_lengths,
+            )
+        )
         merge_adapters(drafter)
     assert [*drafter.state_dict()] == names and results[0][1] == results[1][1]
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-6)

@@ -31,7 +31,9 @@ def find_refusal(name: str, drafter: Drafter, builder: TreeBuilder) -> str | Non
 @pytest.mark.sweep(2, free=("name",))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_works_with_every_tree(name: str) -> None:
-    """With greedy decoding and with sampling by acceptance=match, but for the refusals that the documents name."""
+    """With greedy decoding and with sampling by acceptance=match, but for the refusals that the
+    documents name.
+    """
     torch.manual_seed(0)
     target = cut_tiny(3)
     drafter, _ = prepare_drafter(name, target)
@@ -54,7 +56,11 @@ def test_every_family_works_with_every_tree(name: str) -> None:
 @pytest.mark.slow
 def test_the_documents_name_the_refusals() -> None:
     """The families whose drafts have no probability are those that docs/trees.md lists."""
-    copying = {name for name in FAMILIES if prepare_drafter(name, cut_tiny(3))[0].capabilities.has_no_q}
+    copying = {
+        name for name in FAMILIES if prepare_drafter(name, cut_tiny(3))[0].capabilities.has_no_q
+    }
     page = (Path(__file__).parents[2] / "docs" / "trees.md").read_text()
-    (line,) = [line for line in page.splitlines() if line.startswith("Drafts without a probability:")]
+    (line,) = [
+        line for line in page.splitlines() if line.startswith("Drafts without a probability:")
+    ]
     assert {word.strip("`., ") for word in line.partition(":")[2].split(",")} == copying

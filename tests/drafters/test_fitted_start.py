@@ -1,4 +1,6 @@
-"""EAGLE-3's initial weights by least squares: each fit solves its regression, and a training goes on from them."""
+"""EAGLE-3's initial weights by least squares: each fit solves its regression, and a training
+goes on from them.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +45,13 @@ def make_dataset(count: int = 12, length: int = 24) -> Dataset:
     torch.manual_seed(5)
     rows = torch.randint(3, 2000, (count, length)).tolist()
     return Dataset(
-        [Example(row[: length - n % 5], [i >= 4 for i in range(length - n % 5)]) for n, row in enumerate(rows)], count, 0, 0
+        [
+            Example(row[: length - n % 5], [i >= 4 for i in range(length - n % 5)])
+            for n, row in enumerate(rows)
+        ],
+        count,
+        0,
+        0,
     )
 
 
@@ -59,28 +67,39 @@ def make_batch(target: Target, drafter: Eagle3, dataset: Dataset, packed: bool =
 
 
 def test_a_regression_solves_its_normal_equations() -> None:
-    """The weights are those of least squares with rows sqrt(penalty n) * size of an input added, in any number of parts."""
+    """The weights are those of least squares with rows sqrt(penalty n) * size of an input added,
+    in any number of parts.
+    """
     torch.manual_seed(0)
-    x, y = torch.randn(50, 6) * torch.tensor([1, 10, 0.1, 1, 1, 1]), torch.randn(50, 3)
+    x = torch.randn(50, 6) * torch.tensor([1, 10, 0.1, 1, 1, 1])
+    y = torch.randn(50, 3)
     fit = RidgeRegression()
     for rows in ([*range(20)], [*range(20, 50)]):
         fit.add_rows(x[rows], y[rows])
-    # The penalty is relative to the mean square of each input, so with n rows it counts as penalty * sum of its squares.
+    # The penalty is relative to the mean square of each input, so with n rows it counts as penalty
+    # * sum of its squares.
     size = (0.3 * x.double().square().sum(0)).sqrt()
     expected = torch.linalg.lstsq(
-        torch.cat([x.double(), size.diag()]), torch.cat([y.double(), torch.zeros(6, 3, dtype=torch.float64)])
+        torch.cat([x.double(), size.diag()]),
+        torch.cat([y.double(), torch.zeros(6, 3, dtype=torch.float64)]),
     )
     torch.testing.assert_close(fit.solve(0.3), expected.solution.T, rtol=1e-5, atol=1e-6)
     predictions = x.double() @ fit.solve(0.3).T
     covariance = predictions.T @ predictions / 50
-    torch.testing.assert_close(fit.predicted_covariance(fit.solve(0.3)), covariance, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        fit.predicted_covariance(fit.solve(0.3)), covariance, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("rank", [2, 4, 5, 7])
 def test_factors_have_the_smallest_error_of_their_rank(rank: int) -> None:
-    """The weighted error of predictions is the sum of the smallest eigenvalues; a full rank reproduces the weight."""
+    """The weighted error of predictions is the sum of the smallest eigenvalues; a full rank
+    reproduces the weight.
+    """
     torch.manual_seed(0)
-    weight, inputs, errors = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 8), (40, 8), (9, 5)))
+    weight, inputs, errors = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((5, 8), (40, 8), (9, 5))
+    )
     metric = errors.T @ errors
     metric += 1e-3 * metric.diagonal().mean() * torch.eye(5)  # what keeps it regular
     predictions = inputs @ weight.T
@@ -95,7 +114,9 @@ def test_factors_have_the_smallest_error_of_their_rank(rank: int) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_fitted_rows_are_those_of_the_loss(shallow: Target, packed: bool) -> None:
-    """A draft step is fitted where it is supervised, to the target's state after token t + 1 + step."""
+    """A draft step is fitted where it is supervised, to the target's state after token t + 1 +
+    step.
+    """
     drafter = make_drafter(shallow)
     batch = make_batch(shallow, drafter, make_dataset(), packed)
     supervision = Supervision(drafter, batch)
@@ -105,8 +126,8 @@ def test_fitted_rows_are_those_of_the_loss(shallow: Target, packed: bool) -> Non
 
 @pytest.mark.parametrize("options", VARIANTS)
 def test_every_fit_lowers_the_error_of_the_states(shallow: Target, options: dict[str, Any]) -> None:
-    """After each module the mean squared error of predicted states is smaller, and the loss is smaller than that of other
-    starts."""
+    """After each module the mean squared error of predicted states is smaller, and the loss is
+    smaller than that of other starts."""
     drafter = make_drafter(shallow, **options)
     batch = make_batch(shallow, drafter, make_dataset(40))
     fitter = EagleFitter(drafter, [batch], state_scale(shallow, [batch]))
@@ -114,7 +135,9 @@ def test_every_fit_lowers_the_error_of_the_states(shallow: Target, options: dict
     states = (batch.features.at_layer("final").float() / fitter.scale).roll(-1, dims=1)
     streams: list[Tensor] = []
     drafter.mlp.register_forward_hook(lambda _, __, output: streams.append(output))
-    drafter.post_attention_layernorm.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
+    drafter.post_attention_layernorm.register_forward_pre_hook(
+        lambda _, inputs: streams.append(inputs[0])
+    )
 
     def measure_error() -> float:
         streams.clear()
@@ -135,15 +158,26 @@ def test_every_fit_lowers_the_error_of_the_states(shallow: Target, options: dict
     assert all(later < 0.99 * earlier for earlier, later in pairwise(errors)), errors
     losses = {}
     for start in ("target", "random", "fitted"):
-        other = drafter if start == "fitted" else make_drafter(shallow, **{**options, "start": start})
+        other = (
+            drafter if start == "fitted" else make_drafter(shallow, **{**options, "start": start})
+        )
         losses[start] = float(other.loss(batch, shallow, TrainingState()).total.detach())
     assert losses["fitted"] < min(losses["target"], losses["random"]), losses
 
 
 def test_a_start_without_supervised_rows_is_that_of_the_target(shallow: Target) -> None:
     """Texts without loss leave the drafter as `prepare` made it."""
-    drafter, untouched = make_drafter(shallow), make_drafter(shallow)
-    silent = Dataset([Example(example.tokens, [False] * len(example.tokens)) for example in make_dataset().examples], 12, 0, 0)
+    drafter = make_drafter(shallow)
+    untouched = make_drafter(shallow)
+    silent = Dataset(
+        [
+            Example(example.tokens, [False] * len(example.tokens))
+            for example in make_dataset().examples
+        ],
+        12,
+        0,
+        0,
+    )
     drafter.fit_start([make_batch(shallow, drafter, silent)], shallow)
     for name, value in untouched.state_dict().items():
         assert torch.equal(value, drafter.state_dict()[name]), name
@@ -169,8 +203,8 @@ class Killed(Exception):
 def test_a_training_goes_on_behind_its_fit_and_resumes(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step takes the batch behind those that the fit read; resumed equals uninterrupted, rates by fitted sizes
-    included."""
+    """The first step takes the batch behind those that the fit read; resumed equals uninterrupted,
+    rates by fitted sizes included."""
 
     def fit_small(drafter: Any, *arguments: Any) -> bool:
         is_fitted = fit_eagle(drafter, *arguments)
@@ -179,10 +213,14 @@ def test_a_training_goes_on_behind_its_fit_and_resumes(
 
     monkeypatch.setattr(eagle3, "fit_eagle", fit_small)
     settings: dict[str, Any] = {"lr": "auto", "max_steps": 6, "batch_tokens": 60, "save_every": 2}
-    whole, source = make_drafter(shallow, fit_tokens=100), RecordingSource()
+    whole = make_drafter(shallow, fit_tokens=100)
+    source = RecordingSource()
     Trainer(**settings).fit(whole, shallow, make_dataset(), source, tmp_path / "whole")
     stream = make_dataset().stream_batches(Trainer(**settings).batch_settings)
-    expected = [[example.content_hash for example in examples] for _, examples in zip(range(len(source.texts)), stream)]
+    expected = [
+        [example.content_hash for example in examples]
+        for _, examples in zip(range(len(source.texts)), stream)
+    ]
     assert source.texts == expected and len(expected) > 6 and whole.starts_trained
 
     def kill(step: int) -> None:
@@ -191,18 +229,26 @@ def test_a_training_goes_on_behind_its_fit_and_resumes(
 
     with pytest.raises(Killed):
         cut = make_drafter(shallow, fit_tokens=100)
-        Trainer(**settings).fit(cut, shallow, make_dataset(), LiveSource(), tmp_path / "cut", on_step=kill)
+        Trainer(**settings).fit(
+            cut, shallow, make_dataset(), LiveSource(), tmp_path / "cut", on_step=kill
+        )
     resumed = make_drafter(shallow, fit_tokens=100)
     Trainer(**settings).fit(resumed, shallow, make_dataset(), LiveSource(), tmp_path / "cut")
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-def test_a_fit_reads_as_many_tokens_as_it_is_told(shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The fit stops after the batch that reaches fit_tokens, and the printed number is that of the tokens it read."""
+def test_a_fit_reads_as_many_tokens_as_it_is_told(
+    shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fit stops after the batch that reaches fit_tokens, and the printed number is that of
+    the tokens it read.
+    """
     source = RecordingSource()
     settings: dict[str, Any] = {"lr": 1e-3, "max_steps": 1000, "batch_tokens": 60}
-    trainer, drafter, dataset = Trainer(**settings), make_drafter(shallow, fit_tokens=100), make_dataset()
+    trainer = Trainer(**settings)
+    drafter = make_drafter(shallow, fit_tokens=100)
+    dataset = make_dataset()
     batches = [*zip(range(3), dataset.stream_batches(trainer.batch_settings))]
     counts = [sum(len(example.tokens) for example in examples) for _, examples in batches]
 
@@ -211,7 +257,13 @@ def test_a_fit_reads_as_many_tokens_as_it_is_told(shallow: Target, tmp_path: Pat
 
     with pytest.raises(Killed):
         trainer.fit(drafter, shallow, dataset, source, tmp_path, on_step=stop)
-    expected = counts[0] if counts[0] >= 100 else counts[0] + counts[1] if counts[0] + counts[1] >= 100 else sum(counts)
+    expected = (
+        counts[0]
+        if counts[0] >= 100
+        else counts[0] + counts[1]
+        if counts[0] + counts[1] >= 100
+        else sum(counts)
+    )
     assert f"initial weights fitted to {expected} tokens" in capsys.readouterr().out
 
 
@@ -228,7 +280,11 @@ def test_the_fitted_start_is_saved(shallow: Target, tmp_path: Path) -> None:
         assert torch.allclose(value, start.state_dict()[name], rtol=1e-6, atol=1e-29), name
     assert not torch.equal(untrained["fc.weight"], start.state_dict()["fc.weight"])
     Trainer(lr=1e-3, max_steps=1, batch_tokens=60).fit(
-        make_drafter(shallow, fit_tokens=0), shallow, make_dataset(), LiveSource(), tmp_path / "unfitted"
+        make_drafter(shallow, fit_tokens=0),
+        shallow,
+        make_dataset(),
+        LiveSource(),
+        tmp_path / "unfitted",
     )
     assert not start_weights_path(tmp_path / "unfitted").exists()
 
@@ -242,5 +298,10 @@ class LostSource(LiveSource):
 
 def test_a_source_that_fails_in_the_fit_says_how_to_go_on(shallow: Target, tmp_path: Path) -> None:
     """The message of the source, and the command that goes on."""
-    with pytest.raises(RunError, match=r"it does not answer; no step was finished; go on with .* trainer\.resume=auto run="):
-        Trainer(max_steps=2, batch_tokens=60).fit(make_drafter(shallow), shallow, make_dataset(), LostSource(), tmp_path)
+    with pytest.raises(
+        RunError,
+        match=r"it does not answer; no step was finished; go on with .* trainer\.resume=auto run=",
+    ):
+        Trainer(max_steps=2, batch_tokens=60).fit(
+            make_drafter(shallow), shallow, make_dataset(), LostSource(), tmp_path
+        )

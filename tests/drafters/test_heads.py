@@ -1,4 +1,6 @@
-"""Families of heads through the same runs: a resumed one is the uninterrupted one, and an empty batch still has gradients."""
+"""Families of heads through the same runs: a resumed one is the uninterrupted one, and an empty
+batch still has gradients.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from spectrain.training.trainer import Trainer
 from tests.installed import select_installed
 from tests.training.worker import dataset, make
 
-FAMILIES = select_installed("drafter", ("amphista", "ctc", "gumiho", "transformer_heads", "redrafter", "eagle1"))
+FAMILIES = select_installed(
+    "drafter", ("amphista", "ctc", "gumiho", "transformer_heads", "redrafter", "eagle1")
+)
 
 
 class Killed(Exception):
@@ -35,7 +39,9 @@ def test_resumed_equals_uninterrupted(family: str, shallow: Target, tmp_path: Pa
     uninterrupted, interrupted, resumed = (make(family, shallow) for _ in range(3))
     make_trainer().fit(uninterrupted, shallow, dataset(), LiveSource(), tmp_path / "whole")
     with pytest.raises(Killed):
-        make_trainer().fit(interrupted, shallow, dataset(), LiveSource(), tmp_path / "cut", on_step=kill)
+        make_trainer().fit(
+            interrupted, shallow, dataset(), LiveSource(), tmp_path / "cut", on_step=kill
+        )
     make_trainer().fit(resumed, shallow, dataset(), LiveSource(), tmp_path / "cut")
     for key, value in uninterrupted.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
@@ -43,11 +49,18 @@ def test_resumed_equals_uninterrupted(family: str, shallow: Target, tmp_path: Pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_without_supervision_costs_nothing(family: str, shallow: Target) -> None:
-    """The loss is zero, and every parameter has a gradient of zero, which other processes wait for."""
+    """The loss is zero, and every parameter has a gradient of zero, which other processes wait
+    for.
+    """
     drafter = make(family, shallow)
     tokens = torch.randint(3, 2000, (2, 12))
-    batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool), shallow.features(tokens, drafter.layers))
+    batch = Batch(
+        tokens, torch.zeros_like(tokens, dtype=torch.bool), shallow.features(tokens, drafter.layers)
+    )
     losses = drafter.loss(batch, shallow, TrainingState())
     losses.total.backward()
     assert losses.total == 0 and losses.counts.sum() == 0
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in drafter.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any()
+        for parameter in drafter.parameters()
+    )

@@ -1,4 +1,6 @@
-"""MTP: training and decoding compute the same states, and both read the state after the target's final norm."""
+"""MTP: training and decoding compute the same states, and both read the state after the target's
+final norm.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +29,22 @@ from tests.decoding.rounds import Keeping
 from tests.models.architectures import save_small
 
 KINDS = ("deepseek_v3", "glm4_moe", "qwen3_next", "mellum", "gemma2", "gpt_oss")
-"""Latent attention; experts; norms of 1 + w and layers that keep a state; windows; softcaps; sinks."""
+"""Latent attention; experts; norms of 1 + w and layers that keep a state; windows; softcaps;
+sinks.
+"""
 
 
 def make_dataset() -> Dataset:
     rows = torch.randint(3, 90, (3, 24)).tolist()
-    return Dataset([Example(row[: 24 - 5 * n], [i >= 6 for i in range(24 - 5 * n)]) for n, row in enumerate(rows)], 3, 0, 0)
+    return Dataset(
+        [
+            Example(row[: 24 - 5 * n], [i >= 6 for i in range(24 - 5 * n)])
+            for n, row in enumerate(rows)
+        ],
+        3,
+        0,
+        0,
+    )
 
 
 def make_drafter(target: Target, **options: object) -> Mtp:
@@ -41,7 +53,11 @@ def make_drafter(target: Target, **options: object) -> Mtp:
     drafter = Mtp(target, start="new", **options)  # type: ignore[arg-type]
     for parameter in drafter.parameters():
         noise = torch.randn_like(parameter)
-        parameter.data = 1.5 * noise * parameter.shape[-1] ** -0.5 if noise.dim() > 1 else parameter.data + 0.1 * noise
+        parameter.data = (
+            1.5 * noise * parameter.shape[-1] ** -0.5
+            if noise.dim() > 1
+            else parameter.data + 0.1 * noise
+        )
     return drafter.eval()
 
 
@@ -59,10 +75,14 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def unroll_training(drafter: Mtp, target: Target, tokens: Tensor, num_steps: int) -> list[Tensor]:
     """Return the states [1, T, D] of every training step, computed from the target's features."""
     batch = LiveSource().make_batch(
-        BatchRequest([Example(tokens[0].tolist(), [True] * tokens.shape[1])], target, drafter.layers)
+        BatchRequest(
+            [Example(tokens[0].tolist(), [True] * tokens.shape[1])], target, drafter.layers
+        )
     )
     assert batch.features is not None
-    hidden, own_states, states = batch.features.at_layer("final"), [], []
+    hidden = batch.features.at_layer("final")
+    own_states = []
+    states = []
     for step in range(num_steps):
         hidden, own = drafter.run_step(batch, hidden, step, own_states[:])
         own_states.append(own)
@@ -72,43 +92,58 @@ def unroll_training(drafter: Mtp, target: Target, tokens: Tensor, num_steps: int
 
 @torch.no_grad()
 def test_training_unroll_equals_decoding(target: Target) -> None:
-    """The states of the unrolled training forward equal those of drafting the same tokens, step by step."""
+    """The states of the unrolled training forward equal those of drafting the same tokens, step
+    by step.
+    """
     drafter = make_drafter(target)
     tokens = torch.randint(3, 90, (1, 18))
     states = unroll_training(drafter, target, tokens, 3)
     final = target.features(tokens, ("final",)).at_layer("final")
     for t in (2, 6, 12):  # beyond windows of 8 too
         cache = TreeCache(1, 1, 26, "cpu")
-        output = drafter.run(tokens[:, 1 : t + 2], final[:, : t + 1], torch.arange(t + 1)[None], cache, None)
+        output = drafter.run(
+            tokens[:, 1 : t + 2], final[:, : t + 1], torch.arange(t + 1)[None], cache, None
+        )
         cache.commit(None, torch.tensor([t + 1]))
         rollout = StateRollout(drafter, cache, output[:, -1:])
         for step in range(1, 3):
             rollout.extend(tokens[:, t + 1 + step][None], torch.tensor([[step - 1]]))
         for step in range(3):
-            torch.testing.assert_close(rollout.hidden[0, step], states[step][0, t], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                rollout.hidden[0, step], states[step][0, t], rtol=1e-3, atol=1e-3
+            )
 
 
 @torch.no_grad()
 def test_every_round_drafts_what_training_unrolls(target: Target) -> None:
-    """In every round a chain's drafts are the likeliest tokens of the training forward over the text so far, and the output is
-    greedy."""
-    drafter, recorder = make_drafter(target), Keeping(Chain(2))
+    """In every round a chain's drafts are the likeliest tokens of the training forward over the
+    text so far, and the output is greedy."""
+    drafter = make_drafter(target)
+    recorder = Keeping(Chain(2))
     prompt = torch.randint(3, 90, (9,)).tolist()
     generation = decode(target, [prompt], Greedy(), 6, drafter, recorder, ignore_eos=True)[0]
     assert generation.output == decode(target, [prompt], Greedy(), 6, ignore_eos=True)[0].output
-    assert generation.output == decode(target, [prompt], Greedy(), 6, drafter, Eagle2(2, 6, 3), ignore_eos=True)[0].output
+    assert (
+        generation.output
+        == decode(target, [prompt], Greedy(), 6, drafter, Eagle2(2, 6, 3), ignore_eos=True)[
+            0
+        ].output
+    )
     for texts, tree in zip(recorder.texts, recorder.trees):
         text = list(texts[0])
         for step in range(2):
             drafted = tree.tokens[0, 1 : 1 + step].tolist()
-            states = unroll_training(drafter, target, torch.tensor([[*text, *drafted, 3]]), step + 1)
+            states = unroll_training(
+                drafter, target, torch.tensor([[*text, *drafted, 3]]), step + 1
+            )
             best = target.head.logits(states[step][0, len(text) - 2]).argmax()
             assert int(best) == int(tree.tokens[0, 1 + step])
 
 
 @torch.no_grad()
 def test_the_first_state_is_that_after_the_final_norm(target: Target) -> None:
-    """What training and decoding read as "final" is what the target's output layer reads: its logits are the target's own.
+    """What training and decoding read as "final" is what the target's output layer reads: its
+    logits are the target's own.
 
     And the output that is read in the next step is what the head reads in this one.
     """
@@ -125,16 +160,25 @@ def test_the_first_state_is_that_after_the_final_norm(target: Target) -> None:
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("loss", ["forward_kl", "cross_entropy", "lk_hybrid"])
 def test_loss_does_not_depend_on_batching(target: Target, loss: str) -> None:
-    """Loss, gradients, hits and counts of a padded batch, of a packed one, and of documents one by one are the same."""
-    dataset, results = make_dataset(), []
+    """Loss, gradients, hits and counts of a padded batch, of a packed one, and of documents one
+    by one are the same.
+    """
+    dataset = make_dataset()
+    results = []
     for shares, packed in (([[0, 1, 2]], False), ([[0, 1, 2]], True), ([[0], [1], [2]], False)):
         drafter = make_drafter(target, loss=loss)
-        total, hits, counts = torch.zeros(()), torch.zeros(3), torch.zeros(3)
+        total = torch.zeros(())
+        hits = torch.zeros(3)
+        counts = torch.zeros(3)
         for share in shares:
-            batch = LiveSource().make_batch(BatchRequest(dataset[share], target, drafter.layers, packed=packed))
+            batch = LiveSource().make_batch(
+                BatchRequest(dataset[share], target, drafter.layers, packed=packed)
+            )
             losses = drafter.loss(batch, target, TrainingState())
             losses.total.backward()
-            total, hits, counts = total + losses.total.detach(), hits + losses.hits, counts + losses.counts
+            total = total + losses.total.detach()
+            hits = hits + losses.hits
+            counts = counts + losses.counts
         gradient = torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
         results.append((total, gradient, hits, counts))
     for other in results[1:]:
@@ -143,17 +187,22 @@ def test_loss_does_not_depend_on_batching(target: Target, loss: str) -> None:
 
 
 def test_steps_are_weighted_as_in_fastmtp(shallow: Target) -> None:
-    """The loss is sum_k beta^k L_k / sum_k beta^k, where L_k is the cross-entropy of step k alone, written out."""
+    """The loss is sum_k beta^k L_k / sum_k beta^k, where L_k is the cross-entropy of step k
+    alone, written out.
+    """
     drafter = make_drafter(shallow, loss="cross_entropy", step_decay=0.6)
     batch = LiveSource().make_batch(BatchRequest(make_dataset()[[0]], shallow, drafter.layers))
-    tokens, mask = batch.tokens[0], batch.loss_mask[0]
+    tokens = batch.tokens[0]
+    mask = batch.loss_mask[0]
     states = unroll_training(drafter, shallow, batch.tokens, 3)
     expected = torch.zeros(())
     for k, state in enumerate(states):
         rows = [t for t in range(len(tokens) - 2 - k) if mask[t + 2 + k]]
         logits = shallow.head.logits(state[0, rows])
         labels = tokens[[t + 2 + k for t in rows]]
-        expected = expected + 0.6**k / 1.96 * torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        expected = expected + 0.6**k / 1.96 * torch.nn.functional.cross_entropy(
+            logits, labels, reduction="sum"
+        )
     torch.testing.assert_close(drafter.loss(batch, shallow, TrainingState()).total, expected)
 
 
@@ -163,7 +212,8 @@ def test_gradients_flow_through_the_unroll(shallow: Target) -> None:
     batch = LiveSource().make_batch(BatchRequest(make_dataset()[[0]], shallow, drafter.layers))
     assert batch.features is not None
     features = replace(batch.features, hidden=batch.features.hidden.clone().requires_grad_())
-    hidden, own_states = features.at_layer("final"), []
+    hidden = features.at_layer("final")
+    own_states = []
     for step in range(2):
         hidden, own = drafter.run_step(batch, hidden, step, own_states[:])
         own_states.append(own)
@@ -171,17 +221,23 @@ def test_gradients_flow_through_the_unroll(shallow: Target) -> None:
 
 
 def test_a_new_layer_starts_as_the_target_says(shallow: Target) -> None:
-    """At first the projection M passes on the normed state, and the norm is the target's final norm."""
+    """At first the projection M passes on the normed state, and the norm is the target's final
+    norm.
+    """
     drafter = Mtp(shallow)
     drafter.prepare(shallow, torch.ones(shallow.head.vocab_size))
     hidden = torch.randn(1, 4, shallow.width)
-    torch.testing.assert_close(drafter.inputs(torch.tensor([[5, 6, 7, 8]]), hidden), drafter.hnorm(hidden))
+    torch.testing.assert_close(
+        drafter.inputs(torch.tensor([[5, 6, 7, 8]]), hidden), drafter.hnorm(hidden)
+    )
     assert torch.equal(drafter.block.norm.weight, shallow.decoder.norm.weight)
     assert drafter.is_new_layer
 
 
 def test_what_is_not_there_is_refused(shallow: Target, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no MTP layer of a known layout; use drafter.start=new"):
+    with pytest.raises(
+        UserError, match="holds no MTP layer of a known layout; use drafter.start=new"
+    ):
         Mtp(shallow, start="shipped")
     with pytest.raises(UserError, match="num_steps"):
         Mtp(shallow, num_steps=0)

@@ -1,4 +1,6 @@
-"""P-EAGLE: masks have the same states in training and in decoding, and both equal the paper's formulas."""
+"""P-EAGLE: masks have the same states in training and in decoding, and both equal the paper's
+formulas.
+"""
 
 from typing import Any
 
@@ -24,8 +26,12 @@ from tests.decoding.rounds import Keeping
 
 from .test_eagle3 import attended_plainly
 
-DRAFTS, LIMIT = 4, 12
-PROMPTS = [torch.randint(3, 2000, (length,), generator=torch.Generator().manual_seed(10)).tolist() for length in (9, 2, 12)]
+DRAFTS = 4
+LIMIT = 12
+PROMPTS = [
+    torch.randint(3, 2000, (length,), generator=torch.Generator().manual_seed(10)).tolist()
+    for length in (9, 2, 12)
+]
 NORMED = {"qk_norm": True, "norm_before_residual": True, "norm_before_fc": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -39,7 +45,9 @@ VARIANT = pytest.mark.parametrize("variant", list(VARIANTS))
 def make_drafter(target: Target, **options: Any) -> PEagle:
     """Make a drafter with random weights, large enough that attention and norms matter."""
     torch.manual_seed(7)
-    drafter = PEagle(target, **{"num_drafts": DRAFTS, "num_layers": 1, "vocab_size": 512, **options})
+    drafter = PEagle(
+        target, **{"num_drafts": DRAFTS, "num_layers": 1, "vocab_size": 512, **options}
+    )
     counts = torch.arange(target.head.vocab_size, 0, -1)
     counts[drafter.mask_token_id] = 0
     drafter.prepare(target, counts)
@@ -61,26 +69,40 @@ def make_dataset() -> Dataset:
 
 
 def batch_of(target: Target, drafter: PEagle, rows: list[int], packed: bool = False) -> Batch:
-    return LiveSource().make_batch(BatchRequest(make_dataset()[rows], target, drafter.layers, packed=packed))
+    return LiveSource().make_batch(
+        BatchRequest(make_dataset()[rows], target, drafter.layers, packed=packed)
+    )
 
 
 @torch.no_grad()
 def states_after(drafter: PEagle, target: Target, text: list[int]) -> Tensor:
-    """Return the states [K, D] of the last token, which is not run, and of the masks behind it, every score written out."""
-    fused = target.features(torch.tensor([text[:-1]]), drafter.layers).fuse_layers(drafter.fused_layers)[0]
+    """Return the states [K, D] of the last token, which is not run, and of the masks behind it,
+    every score written out.
+    """
+    fused = target.features(torch.tensor([text[:-1]]), drafter.layers).fuse_layers(
+        drafter.fused_layers
+    )[0]
     fused = torch.cat([fused, drafter.mask_hidden[0].expand(DRAFTS - 1, -1)])
     if drafter.input_norm is not None:
         fused = drafter.input_norm(fused)
     if drafter.fc_norm is not None:
-        fused = torch.cat([norm(part) for norm, part in zip(drafter.fc_norm, fused.chunk(len(drafter.fc_norm), -1))], -1)
+        fused = torch.cat(
+            [
+                norm(part)
+                for norm, part in zip(drafter.fc_norm, fused.chunk(len(drafter.fc_norm), -1))
+            ],
+            -1,
+        )
     embed = drafter.head.embedding if drafter.embed_tokens is None else drafter.embed_tokens
-    x, state = embed(torch.tensor([*text[1:], *[drafter.mask_token_id] * (DRAFTS - 1)])), drafter.fc(fused)
+    x = embed(torch.tensor([*text[1:], *[drafter.mask_token_id] * (DRAFTS - 1)]))
+    state = drafter.fc(fused)
     layers: list[Any] = [drafter, *drafter.later]
     for number, layer in enumerate(layers):
         read = layer.input_layernorm(state if number else x)
         if number == 0:
             normed = drafter.hidden_norm(state)
-            read, state = torch.cat([read, normed], dim=-1), normed if drafter.norm_before_residual else state
+            read = torch.cat([read, normed], dim=-1)
+            state = normed if drafter.norm_before_residual else state
         state = state + attended_plainly(layer.self_attn, read, drafter)
         state = state + layer.mlp(layer.post_attention_layernorm(state))
     return state[-DRAFTS:]
@@ -96,12 +118,15 @@ def log_q(drafter: PEagle, target: Target, text: list[int]) -> Tensor:
 
 @VARIANT
 def test_what_is_trained_is_what_decoding_says(tiny: Target, variant: str) -> None:
-    """The state of every mask of a batch, and of its anchor, equals the one behind the same text alone."""
+    """The state of every mask of a batch, and of its anchor, equals the one behind the same text
+    alone.
+    """
     drafter = make_drafter(tiny, **VARIANTS[variant])
     batch = batch_of(tiny, drafter, [0, 1, 2])
     chains = sample_chains(batch, ConditionalDrop(DRAFTS, 1.0, 0.0, 0), 0)
     states = drafter._trained_states(batch, chains, TrainingState())[0]
-    length, count = batch.tokens.shape[1], batch.tokens.numel()
+    length = batch.tokens.shape[1]
+    count = batch.tokens.numel()
     for anchor in chains.anchors.unique().tolist()[::3]:
         row, position = divmod(anchor, length)
         expected = states_after(drafter, tiny, batch.tokens[row, : position + 2].tolist())
@@ -114,16 +139,26 @@ def test_what_is_trained_is_what_decoding_says(tiny: Target, variant: str) -> No
 
 @VARIANT
 def test_packed_equals_padded(tiny: Target, variant: str) -> None:
-    """Documents packed in one row have the loss, hits and gradient of documents in a row each, and of each alone."""
+    """Documents packed in one row have the loss, hits and gradient of documents in a row each,
+    and of each alone.
+    """
     results = []
     for shares, packed in (([[0, 1, 2]], False), ([[2, 0, 1]], True), ([[0], [1], [2]], False)):
         drafter = make_drafter(tiny, **VARIANTS[variant])
-        total, hits, counts = torch.zeros(()), torch.zeros(DRAFTS), torch.zeros(DRAFTS)
+        total = torch.zeros(())
+        hits = torch.zeros(DRAFTS)
+        counts = torch.zeros(DRAFTS)
         for share in shares:
-            losses = drafter.loss(batch_of(tiny, drafter, share, packed), tiny, TrainingState(step=3))
+            losses = drafter.loss(
+                batch_of(tiny, drafter, share, packed), tiny, TrainingState(step=3)
+            )
             losses.total.backward()
-            total, hits, counts = total + losses.total.detach(), hits + losses.hits, counts + losses.counts
-        gradients = torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
+            total = total + losses.total.detach()
+            hits = hits + losses.hits
+            counts = counts + losses.counts
+        gradients = torch.cat(
+            [p.grad.flatten() for p in drafter.parameters() if p.grad is not None]
+        )
         results.append((total, gradients, hits, counts))
     for other in results[1:]:
         for value, other_value in zip(results[0], other):
@@ -131,22 +166,29 @@ def test_packed_equals_padded(tiny: Target, variant: str) -> None:
 
 
 def test_loss_is_the_formula(tiny: Target) -> None:
-    """Each judged position and each of its masks has the same weight: KL to the target's distribution before the predicted
-    token; a document's terms add up to as many as it has tokens that carry loss."""
+    """Each judged position and each of its masks has the same weight: KL to the target's
+    distribution before the predicted token; a document's terms add up to as many as it has tokens
+    that carry loss."""
     drafter = make_drafter(tiny, vocab_size=tiny.head.vocab_size)
-    batch, expected = batch_of(tiny, drafter, [0, 1]), 0.0
+    batch = batch_of(tiny, drafter, [0, 1])
+    expected = 0.0
     chains = sample_chains(batch, drafter.drop, 0)
-    length, hits, counts = batch.tokens.shape[1], [0] * DRAFTS, [0] * DRAFTS
+    length = batch.tokens.shape[1]
+    hits = [0] * DRAFTS
+    counts = [0] * DRAFTS
     assert batch.features is not None
     for row in range(2):
-        mask, terms = batch.loss_mask[row].tolist(), []
+        mask = batch.loss_mask[row].tolist()
+        terms = []
         judged = [(t, 0) for t in range(length - 2) if mask[t + 2]]
         own = chains.anchors // length == row
         judged += zip((chains.anchors[own] % length).tolist(), chains.depths[own].tolist())
         for position, depth in judged:
             assert mask[position + 2 + depth]
             q = log_q(drafter, tiny, batch.tokens[row, : position + 2].tolist())[depth]
-            logits = drafter.head.logits(batch.features.at_layer("final")[row, position + 1 + depth])
+            logits = drafter.head.logits(
+                batch.features.at_layer("final")[row, position + 1 + depth]
+            )
             terms.append(F.kl_div(q, logits.log_softmax(-1), reduction="sum", log_target=True))
             counts[depth] += 1
             hits[depth] += int(q.argmax() == logits.argmax())
@@ -158,19 +200,31 @@ def test_loss_is_the_formula(tiny: Target) -> None:
 
 def test_recomputing_changes_nothing(tiny: Target) -> None:
     """Gradient checkpointing changes no gradient."""
-    drafter, gradients = make_drafter(tiny, num_layers=2), []
+    drafter = make_drafter(tiny, num_layers=2)
+    gradients = []
     for recompute in (False, True):
         drafter.zero_grad()
-        drafter.loss(batch_of(tiny, drafter, [0, 1]), tiny, TrainingState(recompute=recompute)).total.backward()
+        drafter.loss(
+            batch_of(tiny, drafter, [0, 1]), tiny, TrainingState(recompute=recompute)
+        ).total.backward()
         gradients.append([p.grad.clone() for p in drafter.parameters() if p.grad is not None])
-    assert all(torch.allclose(first, second, atol=1e-6) for first, second in zip(*gradients, strict=True))
+    assert all(
+        torch.allclose(first, second, atol=1e-6) for first, second in zip(*gradients, strict=True)
+    )
 
 
 def test_a_batch_without_answers_costs_nothing(tiny: Target) -> None:
-    """Documents of one token, and documents without an assistant's token, have no loss and raise no error."""
+    """Documents of one token, and documents without an assistant's token, have no loss and raise
+    no error.
+    """
     drafter = make_drafter(tiny)
     batch = collate([Example([5], [True]), Example(list(range(3, 12)), [False] * 9)], packed=True)
-    batch = Batch(batch.tokens, batch.loss_mask, tiny.features(batch.tokens, drafter.layers), lengths=batch.lengths)
+    batch = Batch(
+        batch.tokens,
+        batch.loss_mask,
+        tiny.features(batch.tokens, drafter.layers),
+        lengths=batch.lengths,
+    )
     losses = drafter.loss(batch, tiny, TrainingState())
     losses.total.backward()
     assert float(losses.total.detach()) == 0 and not losses.counts.any()
@@ -180,8 +234,8 @@ def test_a_batch_without_answers_costs_nothing(tiny: Target) -> None:
 
 
 def test_drop_keeps_the_shares_of_the_paper() -> None:
-    """Depth d has int((m - d) max(keep^d, least)) masks while the chains before it suffice; a mask has all masks before it and
-    a label from the assistant; draws are a document's own."""
+    """Depth d has int((m - d) max(keep^d, least)) masks while the chains before it suffice; a mask
+    has all masks before it and a label from the assistant; draws are a document's own."""
     mask = [i >= 12 for i in range(100)]
     examples = [Example(torch.randint(3, 2000, (100,)).tolist(), mask) for _ in range(2)]
     drop = ConditionalDrop(8, 0.7, 0.2, 0)
@@ -194,7 +248,8 @@ def test_drop_keeps_the_shares_of_the_paper() -> None:
     assert all(depth == 1 or (anchor, depth - 1) in pairs for anchor, depth in pairs)
     assert all(anchor >= 0 and mask[anchor + depth + 2] for anchor, depth in pairs)
     counts = torch.bincount(alone.depths, minlength=8)[1:].tolist()
-    expected, pool = [], 88
+    expected = []
+    pool = 88
     for depth, count in enumerate(counts, 1):
         expected.append(min(pool, int((88 - depth) * max(0.7**depth, 0.2))))
         pool = count  # without those whose next token is beyond the document
@@ -208,24 +263,40 @@ def test_drop_keeps_the_shares_of_the_paper() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_chunks_equal_the_dense_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention by chunks equals attention under the dense mask, values and gradients; no chunk is larger than its bound."""
+    """Attention by chunks equals attention under the dense mask, values and gradients; no chunk
+    is larger than its bound.
+    """
     monkeypatch.setattr("spectrain.drafters.layers.chains.CHUNK_MASKS", 9)
     masks = [[i >= 2 for i in range(length)] for length in (14, 3, 30)]
-    batch = collate([Example(torch.randint(3, 2000, (len(mask),)).tolist(), mask) for mask in masks], packed=True)
-    chains = sample_chains(batch, ConditionalDrop(5, 0.9, 0.2, 0), 0)
-    width, count = batch.tokens.shape[1], len(chains.depths)
-    assert count > 30 and all(
-        keys.stop - keys.start <= 30 and queries.stop - queries.start <= 9 for queries, keys in chains.chunks
+    batch = collate(
+        [Example(torch.randint(3, 2000, (len(mask),)).tolist(), mask) for mask in masks],
+        packed=True,
     )
-    assert [i for queries, _ in chains.chunks for i in range(queries.start, queries.stop)] == list(range(count))
+    chains = sample_chains(batch, ConditionalDrop(5, 0.9, 0.2, 0), 0)
+    width = batch.tokens.shape[1]
+    count = len(chains.depths)
+    assert count > 30 and all(
+        keys.stop - keys.start <= 30 and queries.stop - queries.start <= 9
+        for queries, keys in chains.chunks
+    )
+    assert [i for queries, _ in chains.chunks for i in range(queries.start, queries.stop)] == list(
+        range(count)
+    )
     q, k, v = (torch.randn(1, heads, count, 8, requires_grad=True) for heads in (4, 2, 2))
     far_k, far_v = (torch.randn(1, 2, width, 8, requires_grad=True) for _ in range(2))
     output = chain_attention(q, k, v, (far_k, far_v), chains, window)
     dense = F.scaled_dot_product_attention(
-        q, torch.cat([far_k, k], 2), torch.cat([far_v, v], 2), attn_mask=make_dense_mask(batch, chains, window), enable_gqa=True
+        q,
+        torch.cat([far_k, k], 2),
+        torch.cat([far_v, v], 2),
+        attn_mask=make_dense_mask(batch, chains, window),
+        enable_gqa=True,
     )
     torch.testing.assert_close(output, dense)
-    gradients = [torch.autograd.grad(result.square().sum(), (q, k, v, far_k, far_v)) for result in (output, dense)]
+    gradients = [
+        torch.autograd.grad(result.square().sum(), (q, k, v, far_k, far_v))
+        for result in (output, dense)
+    ]
     for actual, reference in zip(*gradients):
         torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-5)
 
@@ -237,9 +308,16 @@ def make_dense_mask(batch: Batch, chains: Chains, window: int | None) -> Tensor:
     pairs = list(zip(chains.anchors.tolist(), chains.depths.tolist()))
     rows = []
     for anchor, depth in pairs:
-        start, far = int(starts[starts <= anchor].max()), anchor + depth - (window or 1000)
-        visible = [start <= position <= anchor and position > far for position in range(batch.tokens.shape[1])]
-        rows.append(visible + [other == anchor and own <= depth and other + own > far for other, own in pairs])
+        start = int(starts[starts <= anchor].max())
+        far = anchor + depth - (window or 1000)
+        visible = [
+            start <= position <= anchor and position > far
+            for position in range(batch.tokens.shape[1])
+        ]
+        rows.append(
+            visible
+            + [other == anchor and own <= depth and other + own > far for other, own in pairs]
+        )
     return torch.tensor(rows)
 
 
@@ -250,28 +328,44 @@ def make_dense_mask(batch: Batch, chains: Chains, window: int | None) -> Tensor:
 @VARIANT
 @pytest.mark.parametrize("count", [1, 3])
 def test_drafts_are_those_of_the_text_alone(tiny: Target, variant: str, count: int) -> None:
-    """In every round of every row a chain's drafts are the likeliest tokens by the layers written out; the output is greedy."""
-    drafter, recorder = make_drafter(tiny, **VARIANTS[variant]), Keeping(Chain(9))
-    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:count]]
+    """In every round of every row a chain's drafts are the likeliest tokens by the layers
+    written out; the output is greedy.
+    """
+    drafter = make_drafter(tiny, **VARIANTS[variant])
+    recorder = Keeping(Chain(9))
+    plain = [
+        decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output
+        for prompt in PROMPTS[:count]
+    ]
     generations = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, recorder, ignore_eos=True)
     assert [row.output for row in generations] == plain and len(recorder.trees) > 3
     for texts, tree in list(zip(recorder.texts, recorder.trees))[::4]:
         assert tree.tokens.shape[1] == DRAFTS + 1
         for row, text in enumerate(texts):
-            assert tree.tokens[row, 1:].tolist() == drafter.draft_ids[log_q(drafter, tiny, text).argmax(-1)].tolist()
+            assert (
+                tree.tokens[row, 1:].tolist()
+                == drafter.draft_ids[log_q(drafter, tiny, text).argmax(-1)].tolist()
+            )
 
 
 def test_trees_are_products_of_marginals(tiny: Target) -> None:
-    """A node's score is the sum of the log probabilities of the tokens on its path, each at its own position."""
-    drafter, recorder = make_drafter(tiny, **VARIANTS["two layers"]), Keeping(Eagle2(4, 9, 3))
+    """A node's score is the sum of the log probabilities of the tokens on its path, each at its
+    own position.
+    """
+    drafter = make_drafter(tiny, **VARIANTS["two layers"])
+    recorder = Keeping(Eagle2(4, 9, 3))
     decode(tiny, PROMPTS[:1], Greedy(), LIMIT, drafter, recorder, ignore_eos=True)
     slot_of = {int(token): number for number, token in enumerate(drafter.draft_ids)}
     for texts, tree in list(zip(recorder.texts, recorder.trees))[::4]:
-        log_probs, scores = log_q(drafter, tiny, texts[0]), {0: 0.0}
+        log_probs = log_q(drafter, tiny, texts[0])
+        scores = {0: 0.0}
         assert tree.scores is not None
         for node in range(1, tree.tokens.shape[1]):
-            depth, token = int(tree.depths[0, node]), int(tree.tokens[0, node])
-            scores[node] = scores[int(tree.parents[0, node])] + float(log_probs[depth - 1, slot_of[token]])
+            depth = int(tree.depths[0, node])
+            token = int(tree.tokens[0, node])
+            scores[node] = scores[int(tree.parents[0, node])] + float(
+                log_probs[depth - 1, slot_of[token]]
+            )
             assert float(tree.scores[0, node]) == pytest.approx(scores[node], abs=1e-3)
 
 
@@ -286,12 +380,15 @@ def test_drafted_equals_matched_sampling(tiny: Target) -> None:
 # Settings
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"num_drafts": 1}, "num_drafts=1: use 2 or more"),
-    ({"layers": []}, "layers="),
-    ({"architecture": {"norm_output": True}}, "architecture.norm_output"),
-    ({"mask_token_id": 1 << 20}, "mask_token_id="),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_drafts": 1}, "num_drafts=1: use 2 or more"),
+        ({"layers": []}, "layers="),
+        ({"architecture": {"norm_output": True}}, "architecture.norm_output"),
+        ({"mask_token_id": 1 << 20}, "mask_token_id="),
+    ],
+)
 def test_bad_settings_are_refused(tiny: Target, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make_drafter(tiny, **options)

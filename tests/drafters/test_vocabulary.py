@@ -1,4 +1,6 @@
-"""The supervision of drafters that read features: which positions are supervised, their labels, and the loss."""
+"""The supervision of drafters that read features: which positions are supervised, their labels,
+and the loss.
+"""
 
 import pytest
 import torch
@@ -42,7 +44,9 @@ def make_supervision(tiny: Target, loss: str) -> tuple[Medusa, Supervision, Batc
 
 
 def judge_log_probs(supervision: Supervision, step: int, log_q: Tensor) -> tuple[Tensor, int, int]:
-    """Return loss, hits and count of log q [R, V], which are the states here, because the output layer changes nothing."""
+    """Return loss, hits and count of log q [R, V], which are the states here, because the output
+    layer changes nothing.
+    """
     identity = nn.Linear(log_q.shape[1], log_q.shape[1], bias=False).requires_grad_(False)
     identity.weight.copy_(torch.eye(log_q.shape[1]))
     loss, is_hit = supervision.judge_states(log_q, identity, supervision.label_index(step))
@@ -50,14 +54,23 @@ def judge_log_probs(supervision: Supervision, step: int, log_q: Tensor) -> tuple
 
 
 def list_supervised(batch: Batch, step: int) -> list[tuple[int, int]]:
-    """List (row, index) where `step` is judged: token t + 2 + step exists and is the assistant's."""
+    """List (row, index) where `step` is judged: token t + 2 + step exists and is the
+    assistant's.
+    """
     mask = batch.loss_mask.tolist()
     width = batch.tokens.shape[1]
-    return [(b, t) for b in range(len(mask)) for t in range(width) if t + 2 + step < width and mask[b][t + 2 + step]]
+    return [
+        (b, t)
+        for b in range(len(mask))
+        for t in range(width)
+        if t + 2 + step < width and mask[b][t + 2 + step]
+    ]
 
 
 def find_labels(tiny: Target, loss: str, batch: Batch, step: int) -> tuple[list[int], Tensor]:
-    """Find by brute force the label at every supervised position and the target's logits before it."""
+    """Find by brute force the label at every supervised position and the target's logits before
+    it.
+    """
     logits = tiny.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
     before = torch.stack([logits[b, t + 1 + step] for b, t in list_supervised(batch, step)])
@@ -69,11 +82,16 @@ def find_labels(tiny: Target, loss: str, batch: Batch, step: int) -> tuple[list[
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "lk_hybrid"])
 def test_supervised_indices_and_answers(tiny: Target, loss: str, step: int) -> None:
-    """Index t is judged where token t + 2 + step is the assistant's; the label is the data's token or the target's
-    likeliest."""
+    """Index t is judged where token t + 2 + step is the assistant's; the label is the data's token
+    or the target's likeliest."""
     _, supervision, batch = make_supervision(tiny, loss)
-    assert [tuple(index) for index in supervision.is_supervised(step).nonzero().tolist()] == list_supervised(batch, step)
-    assert supervision.labels[supervision.label_index(step)].tolist() == find_labels(tiny, loss, batch, step)[0]
+    assert [
+        tuple(index) for index in supervision.is_supervised(step).nonzero().tolist()
+    ] == list_supervised(batch, step)
+    assert (
+        supervision.labels[supervision.label_index(step)].tolist()
+        == find_labels(tiny, loss, batch, step)[0]
+    )
     assert (supervision.target_log_probs is None) == (loss == "cross_entropy")
 
 
@@ -89,13 +107,18 @@ def test_judge_equals_brute_force(tiny: Target, loss: str, step: int) -> None:
         if token in ids and row % 3:
             scores[row, ids.index(token)] += 20
     log_q = scores.log_softmax(-1)
-    total, hits = 0.0, 0
+    total = 0.0
+    hits = 0
     for row, token in enumerate(tokens):
         hits += ids[int(log_q[row].argmax())] == token
         if loss == "cross_entropy":
             total -= float(log_q[row, ids.index(token)]) if token in ids else 0.0
             continue
-        log_p = before[row].log_softmax(-1)[ids] if loss in ACCEPTANCE_LOSSES else before[row, ids].log_softmax(-1)
+        log_p = (
+            before[row].log_softmax(-1)[ids]
+            if loss in ACCEPTANCE_LOSSES
+            else before[row, ids].log_softmax(-1)
+        )
         if token in ids or loss in ACCEPTANCE_LOSSES:
             total += float(DIVERGENCES[loss](log_p, log_q[row]))
     assert {token in ids for token in tokens} == {True, False} and 0 < hits < len(tokens)
@@ -106,13 +129,18 @@ def test_judge_equals_brute_force(tiny: Target, loss: str, step: int) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_cannot_be_drafted_carries_no_loss(tiny: Target, loss: str) -> None:
-    """Labels outside the draft vocabulary have no gradient, except with losses that measure acceptance."""
+    """Labels outside the draft vocabulary have no gradient, except with losses that measure
+    acceptance.
+    """
     drafter, supervision, batch = make_supervision(tiny, loss)
     inside = drafter.t2d[torch.tensor(find_labels(tiny, loss, batch, 1)[0])]
     scores = torch.randn(len(inside), len(drafter.draft_ids), requires_grad=True)
     judge_log_probs(supervision, 1, scores.log_softmax(-1))[0].backward()
     assert scores.grad is not None
-    assert torch.equal(scores.grad.abs().amax(-1) > 0, torch.ones_like(inside) if loss in ACCEPTANCE_LOSSES else inside)
+    assert torch.equal(
+        scores.grad.abs().amax(-1) > 0,
+        torch.ones_like(inside) if loss in ACCEPTANCE_LOSSES else inside,
+    )
     assert inside.any() and not inside.all()
 
 
@@ -121,21 +149,29 @@ def test_a_token_beyond_the_last_draft_id_is_a_miss(tiny: Target) -> None:
     drafter = Medusa(tiny, vocab_size=8, loss="cross_entropy")
     tokens = torch.full((1, 6), 2000)
     batch = LiveSource().make_batch(
-        BatchRequest(Dataset([Example(tokens[0].tolist(), [True] * 6)], 1, 0, 0)[[0]], tiny, drafter.layers)
+        BatchRequest(
+            Dataset([Example(tokens[0].tolist(), [True] * 6)], 1, 0, 0)[[0]], tiny, drafter.layers
+        )
     )
-    loss, hits, count = judge_log_probs(Supervision(drafter, batch), 0, torch.randn(4, 8).log_softmax(-1))
+    loss, hits, count = judge_log_probs(
+        Supervision(drafter, batch), 0, torch.randn(4, 8).log_softmax(-1)
+    )
     assert (float(loss), hits, count) == (0.0, 0, 4)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "total_variation"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_sequences_shorter_than_the_heads_reach(tiny: Target, loss: str, length: int) -> None:
-    """A batch too short for a step has no supervised position there, and the loss of all heads is finite."""
+    """A batch too short for a step has no supervised position there, and the loss of all heads
+    is finite.
+    """
     drafter = Medusa(tiny, num_heads=5, vocab_size=64, loss=loss)  # type: ignore[arg-type]
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     tokens = torch.randint(3, 2000, (length,)).tolist()
     batch = LiveSource().make_batch(
-        BatchRequest(Dataset([Example(tokens, [True] * length)], 1, 0, 0)[[0]], tiny, drafter.layers)
+        BatchRequest(
+            Dataset([Example(tokens, [True] * length)], 1, 0, 0)[[0]], tiny, drafter.layers
+        )
     )
     losses = drafter.loss(batch, tiny, TrainingState())
     assert losses.counts.tolist() == [max(0, length - 2 - step) for step in range(5)]

@@ -1,4 +1,6 @@
-"""vLLM as its users have it, the offline class and the server, and what both count of their rounds."""
+"""vLLM as its users have it, the offline class and the server, and what both count of their
+rounds.
+"""
 
 import json
 import os
@@ -37,10 +39,18 @@ class Answers:
 
 
 def count_rounds(generations: Sequence[Generation]) -> DraftCounters:
-    """Count our complete rounds by vLLM's definitions: a round's tokens less the bonus, over all rounds at every position."""
+    """Count our complete rounds by vLLM's definitions: a round's tokens less the bonus, over all
+    rounds at every position.
+    """
     rounds = [tokens for generation in generations for tokens in generation.complete_round_lengths]
-    depths = [depth for generation in generations for depth in generation.depths[: len(generation.complete_round_lengths)]]
-    accepted = tuple(sum(tokens > position for tokens in rounds) for position in range(1, max(depths) + 1))
+    depths = [
+        depth
+        for generation in generations
+        for depth in generation.depths[: len(generation.complete_round_lengths)]
+    ]
+    accepted = tuple(
+        sum(tokens > position for tokens in rounds) for position in range(1, max(depths) + 1)
+    )
     return DraftCounters(len(rounds), sum(depths), accepted)
 
 
@@ -50,7 +60,9 @@ def compute_rates(counts: DraftCounters) -> list[float]:
 
 
 def make_environment() -> dict[str, str]:
-    """Return the environment of vLLM on a CPU, without a network, and with its own OpenMP library preloaded."""
+    """Return the environment of vLLM on a CPU, without a network, and with its own OpenMP
+    library preloaded.
+    """
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return variables | {
@@ -66,10 +78,15 @@ def make_environment() -> dict[str, str]:
 
 
 def answer_offline(
-    target: Path, drafting: dict[str, Any] | None, prompts: list[list[int]], limits: list[int], scratch: Path
+    target: Path,
+    drafting: dict[str, Any] | None,
+    prompts: list[list[int]],
+    limits: list[int],
+    scratch: Path,
 ) -> Answers:
     """Return the greedy answers of `vllm.LLM`; `drafting` is its speculative_config."""
-    out, log = scratch / "offline.json", scratch / "offline.log"
+    out = scratch / "offline.json"
+    log = scratch / "offline.log"
     model = {
         "model": str(target),
         "dtype": "float32",
@@ -81,10 +98,22 @@ def answer_offline(
     job = json.dumps({"model": model, "prompts": prompts, "limits": limits, "out": str(out)})
     with log.open("w") as file:
         command = [sys.executable, str(Path(__file__).with_name("offline.py"))]
-        process = subprocess.run(command, input=job, text=True, stdout=file, stderr=file, env=make_environment(), check=False)
+        process = subprocess.run(
+            command,
+            input=job,
+            text=True,
+            stdout=file,
+            stderr=file,
+            env=make_environment(),
+            check=False,
+        )
     assert process.returncode == 0, last_lines(log)
     results = json.loads(out.read_text())
-    return Answers(results["answers"], results["texts"], parse_counts(results["counters"]) if drafting else None)
+    return Answers(
+        results["answers"],
+        results["texts"],
+        parse_counts(results["counters"]) if drafting else None,
+    )
 
 
 def parse_counts(counters: dict[str, Any]) -> DraftCounters:
@@ -95,13 +124,21 @@ def parse_counts(counters: dict[str, Any]) -> DraftCounters:
     )
 
 
-def answer_by_server(command: str, prompts: list[list[int]], limits: list[int], scratch: Path) -> Answers:
+def answer_by_server(
+    command: str, prompts: list[list[int]], limits: list[int], scratch: Path
+) -> Answers:
     """Return the answers of the server that `command` starts, with the counters of its /metrics."""
     with run_server(command, scratch / "server.log") as client:
         name = client.get("/v1/models").json()["data"][0]["id"]
 
         def ask(prompt: list[int], limit: int) -> dict[str, Any]:
-            body = {"model": name, "prompt": prompt, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
+            body = {
+                "model": name,
+                "prompt": prompt,
+                "max_tokens": limit,
+                "temperature": 0.0,
+                "return_token_ids": True,
+            }
             answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             choice: dict[str, Any] = answer.json()["choices"][0]
@@ -110,19 +147,39 @@ def answer_by_server(command: str, prompts: list[list[int]], limits: list[int], 
         with ThreadPoolExecutor(ROWS) as pool:
             choices = list(pool.map(ask, prompts, limits))
         counts = wait_for_counts(client)
-    return Answers([choice["token_ids"] for choice in choices], [choice["text"] for choice in choices], counts)
+    return Answers(
+        [choice["token_ids"] for choice in choices], [choice["text"] for choice in choices], counts
+    )
 
 
 @contextmanager
 def run_server(command: str, log: Path) -> Iterator[httpx.Client]:
     """Start a model card's server on a free port, in float32 and small; yield a client of it."""
     port = find_free_port()
-    _, _, target, *options = shlex.split(command)  # the build for CPUs lacks the metadata that `vllm serve` asks for; the same:
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options]
-    small = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(ROWS), "--enforce-eager"]
+    # the build for CPUs lacks the metadata that `vllm serve` asks for; the same:
+    _, _, target, *options = shlex.split(command)
+    words = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        target,
+        *options,
+    ]
+    small = [
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        str(MAX_LENGTH),
+        "--max-num-seqs",
+        str(ROWS),
+        "--enforce-eager",
+    ]
     words += [*small, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("w") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=file, env=make_environment(), start_new_session=True)
+        process = subprocess.Popen(
+            words, stdout=file, stderr=file, env=make_environment(), start_new_session=True
+        )
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE, trust_env=False)
     try:
         wait_until_healthy(client, process, log)
@@ -155,7 +212,9 @@ def wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes], l
 
 
 def wait_for_counts(client: httpx.Client) -> DraftCounters | None:
-    """Return the counters of /metrics once they stand still: an answer may leave a moment before it is counted."""
+    """Return the counters of /metrics once they stand still: an answer may leave a moment before
+    it is counted.
+    """
     before = None
     while (now := parse_counters(client.get("/metrics").text, "vllm")) != before:
         before = now

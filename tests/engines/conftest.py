@@ -1,4 +1,6 @@
-"""`make test-engines` installs every engine and names the folder of the drafters: there nothing may be skipped in silence."""
+"""`make test-engines` installs every engine and names the folder of the drafters: there nothing
+may be skipped in silence.
+"""
 
 import os
 from collections.abc import Generator
@@ -26,5 +28,8 @@ def fail_skipped(report: Any) -> Any:
     if INSTALLS_ALL and report.skipped:
         reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"{reason}: with SPECTRAIN_ENGINES_RUNS, which make test-engines sets, nothing may be skipped"
+        report.longrepr = (
+            f"{reason}: with SPECTRAIN_ENGINES_RUNS, which make test-engines sets, nothing "
+            "may be skipped"
+        )
     return report

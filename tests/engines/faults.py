@@ -1,24 +1,50 @@
-"""A server with a seeded fault is scored as users score it; the score must name the fault by comparing rounds."""
+"""A server with a seeded fault is scored as users score it; the score must name the fault by
+comparing rounds.
+"""
 
 import json
 from typing import Any
 
 import spectrain
 
-NUM_PROMPTS, NUM_TOKENS = 12, 32
+NUM_PROMPTS = 12
+NUM_TOKENS = 32
 
 
-def check_cause(server: str, url: str, fault: str, cause: str | None, **settings: Any) -> dict[str, Any]:
-    """Score a running server with the shipped drafter, print what was measured, and return the agreement with our own chain."""
-    summary = spectrain.evaluate_server(server, url, run="smollm2-eagle3", **{
-        "target.dtype": "float32", "eval.limit": NUM_PROMPTS, "eval.max_new_tokens": NUM_TOKENS, "eval.name": "fault",
-        "eval.report": False, **settings,
-    })  # fmt: skip
+def check_cause(
+    server: str, url: str, fault: str, cause: str | None, **settings: Any
+) -> dict[str, Any]:
+    """Score a running server with the shipped drafter, print what was measured, and return the
+    agreement with our own chain.
+    """
+    summary = spectrain.evaluate_server(
+        server,
+        url,
+        run="smollm2-eagle3",
+        **{
+            "target.dtype": "float32",
+            "eval.limit": NUM_PROMPTS,
+            "eval.max_new_tokens": NUM_TOKENS,
+            "eval.name": "fault",
+            "eval.report": False,
+            **settings,
+        },
+    )
     own: dict[str, Any] = summary["server"]["own_chain"]
     counted = summary["server"]["requests_counted"]
-    print(json.dumps({"fault": fault, "rounds": counted["num_rounds"], "accepted": counted["accepted_by_position"],
-                      "prompts_with_equal_rounds": f"{own['equal']} of {own['checked']}", "outputs": own["same_outputs"],
-                      "cause": own.get("cause"), "search": own.get("search")}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "fault": fault,
+                "rounds": counted["num_rounds"],
+                "accepted": counted["accepted_by_position"],
+                "prompts_with_equal_rounds": f"{own['equal']} of {own['checked']}",
+                "outputs": own["same_outputs"],
+                "cause": own.get("cause"),
+                "search": own.get("search"),
+            }
+        )
+    )
     if cause is None:
         assert own["equal"] == own["checked"] == NUM_PROMPTS
     else:

@@ -1,7 +1,9 @@
-"""A process of its own: vLLM's offline class answers token ids. One model a process is what vLLM is made for.
+"""A process of its own: vLLM's offline class answers token ids. One model a process is what vLLM is
+made for.
 
-Reads JSON from standard input: `model` (arguments of vllm.LLM), `prompts` (lists of token ids), `limits`, and `out`, the file
-that `answers` (token ids), `texts` and `counters` (name -> number or list, since the start) are written to.
+Reads JSON from standard input: `model` (arguments of vllm.LLM), `prompts` (lists of token ids),
+`limits`, and `out`, the file that `answers` (token ids), `texts` and `counters` (name -> number or
+list, since the start) are written to.
 """
 
 import json

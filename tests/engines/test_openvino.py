@@ -1,11 +1,14 @@
-"""OpenVINO GenAI serves what we export: the text that it gives without a drafter, and our own rounds, in chains and in trees.
+"""OpenVINO GenAI serves what we export: the text that it gives without a drafter, and our own
+rounds, in chains and in trees.
 
-Our loop decodes every prompt in float32 with the drafter as it is loaded, not packed to 8 bits, one prompt at a time; the
-server computes in float32 and decodes four prompts together. Prompts are token ids. All complete rounds of an answer are
-compared; only the last one may be cut, by the limit or by an end token.
+Our loop decodes every prompt in float32 with the drafter as it is loaded, not packed to 8 bits, one
+prompt at a time; the server computes in float32 and decodes four prompts together. Prompts are
+token ids. All complete rounds of an answer are compared; only the last one may be cut, by the limit
+or by an end token.
 
-`make openvino` installs the engine. The drafters are the shipped one and those of runs/engines-tiny-dflash and -tiny-gkd, or of
-the folder that SPECTRAIN_ENGINES_RUNS names; `make test-engines` trains them.
+`make openvino` installs the engine. The drafters are the shipped one and those of
+runs/engines-tiny-dflash and -tiny-gkd, or of the folder that SPECTRAIN_ENGINES_RUNS names; `make
+test-engines` trains them.
 """
 
 import asyncio
@@ -33,7 +36,13 @@ from spectrain.export.converter import read_drafter
 from spectrain.export.layouts import detect_layout, read_files
 from spectrain.export.linter import check_files
 from spectrain.export.measure import load_drafter
-from spectrain.export.openvino import HEAD_OPTIONS, LAYERS_KEY, add_ir, read_fused_layers, write_fused_layers
+from spectrain.export.openvino import (
+    HEAD_OPTIONS,
+    LAYERS_KEY,
+    add_ir,
+    read_fused_layers,
+    write_fused_layers,
+)
 from spectrain.export.targets import TargetFiles
 from spectrain.files import write_text
 from spectrain.models.loading import load_smollm2, load_tiny
@@ -53,26 +62,38 @@ from tests.export.gguf_files import interleave
 from .faults import check_cause
 
 ENGINE_PYTHON = os.environ.get("SPECTRAIN_OPENVINO_PYTHON", PYTHON)
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path(ENGINE_PYTHON).exists(), reason="make openvino installs OpenVINO")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path(ENGINE_PYTHON).exists(), reason="make openvino installs OpenVINO"),
+]
 
 RUNS = Path(os.environ.get("SPECTRAIN_ENGINES_RUNS", "runs"))
-PROMPTS, TOKENS, ROWS = 24, 64, 4
+PROMPTS = 24
+TOKENS = 64
+ROWS = 4
 LOADERS = {"smollm2": load_smollm2, "tiny": load_tiny}
 RUN_FOLDERS = {
     "EAGLE-3": ("smollm2", "smollm2-eagle3"),
     "DFlash": ("tiny", str(RUNS / "engines-tiny-dflash")),
     "GKD draft": ("tiny", str(RUNS / "engines-tiny-gkd")),
 }
-# Drafter, the settings of OpenVINO's tree, and our tree; a chain has as many tokens as the launch says.
+# Drafter, the settings of OpenVINO's tree, and our tree; a chain has as many tokens as the launch
+# says.
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[int], TreeBuilder]]] = {
     "EAGLE-3, a chain": ("EAGLE-3", {}, Chain),
     "EAGLE-3, a tree of 15": (
-        "EAGLE-3", {"draft_tokens": 15, "tree_depth": 3, "branching_factor": 4}, lambda count: Eagle2(3, 16, 4)),
+        "EAGLE-3",
+        {"draft_tokens": 15, "tree_depth": 3, "branching_factor": 4},
+        lambda count: Eagle2(3, 16, 4),
+    ),
     "EAGLE-3, a tree of 4": (
-        "EAGLE-3", {"draft_tokens": 4, "tree_depth": 2, "branching_factor": 2}, lambda count: Eagle2(2, 5, 2)),
+        "EAGLE-3",
+        {"draft_tokens": 4, "tree_depth": 2, "branching_factor": 2},
+        lambda count: Eagle2(2, 5, 2),
+    ),
     "DFlash, a chain": ("DFlash", {}, Chain),
     "GKD draft, a chain": ("GKD draft", {}, Chain),
-}  # fmt: skip
+}
 Rounds = list[list[int]]
 
 
@@ -91,10 +112,15 @@ def change_layers(folder: Path, shift: int) -> None:
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     """Change the drafter's tensors and convert them again."""
-    path, layers = folder / "model.safetensors", read_fused_layers(folder)
+    path = folder / "model.safetensors"
+    layers = read_fused_layers(folder)
     tensors = load_file(path)
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        path,
+        metadata={"format": "pt"},
+    )
     add_ir(IrConverter(ENGINE_PYTHON), folder, layers, HEAD_OPTIONS)
 
 
@@ -114,7 +140,10 @@ def subtract_draft_ids(tensors: dict[str, torch.Tensor]) -> None:
 FAULTS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "OpenVINO's own layers": ("layer-ids-off-by-one", remove_layers),
     "layers one lower": ("layer-ids-off-by-one", partial(change_layers, shift=-1)),
-    "queries and keys in llama.cpp's order": ("heads-permuted", partial(change_tensors, change=permute_heads)),
+    "queries and keys in llama.cpp's order": (
+        "heads-permuted",
+        partial(change_tensors, change=permute_heads),
+    ),
     "offsets read as ids": ("d2t-as-ids", partial(change_tensors, change=subtract_draft_ids)),
 }
 
@@ -131,7 +160,10 @@ class Prompts:
     def decode(self, folder: Path, builder: TreeBuilder) -> list[Generation]:
         """Decode with the exported drafter, read back."""
         module = load_drafter(read_drafter(folder, self.files), self.target)
-        return [decode(self.target, [prompt], Greedy(), TOKENS, module, builder)[0] for prompt in self.prompts]
+        return [
+            decode(self.target, [prompt], Greedy(), TOKENS, module, builder)[0]
+            for prompt in self.prompts
+        ]
 
     def serve(self, drafter: DrafterLaunch | None, **settings: Any) -> list[Completion]:
         """Return the answers of a server that is started for this."""
@@ -142,7 +174,12 @@ def answer_prompts(
     files: TargetFiles, prompts: list[list[int]], drafter: DrafterLaunch | None, **settings: Any
 ) -> list[Completion]:
     config = OpenVinoSettings(
-        python=ENGINE_PYTHON, port=find_free_port(), dtype="float32", threads=1, concurrency=ROWS, **settings
+        python=ENGINE_PYTHON,
+        port=find_free_port(),
+        dtype="float32",
+        threads=1,
+        concurrency=ROWS,
+        **settings,
     )
 
     async def request(server: Any) -> list[Completion]:
@@ -157,7 +194,9 @@ def answer_prompts(
             server.check_ready()
             return await asyncio.gather(*map(complete, prompts))
 
-    with start_engine(OpenVinoServer(config), EngineLaunch(files.engine_path, "target", drafter=drafter)) as engine:
+    with start_engine(
+        OpenVinoServer(config), EngineLaunch(files.engine_path, "target", drafter=drafter)
+    ) as engine:
         return asyncio.run(request(engine.server))
 
 
@@ -181,9 +220,13 @@ def accepted_by_position(rounds: Rounds) -> list[int]:
 def load_prompts() -> Callable[[str], Prompts]:
     @cache
     def load(name: str) -> Prompts:
-        target, files = LOADERS[name](dtype="float32"), TargetFiles(name)
+        target = LOADERS[name](dtype="float32")
+        files = TargetFiles(name)
         target.pack_weights()
-        prompts = [tokenize_prompt(target.template, row.opening_conversation) for row in read_prompts(None, PROMPTS).prompts]
+        prompts = [
+            tokenize_prompt(target.template, row.opening_conversation)
+            for row in read_prompts(None, PROMPTS).prompts
+        ]
         return Prompts(target, files, prompts, answer_prompts(files, prompts, None))
 
     return load
@@ -198,51 +241,78 @@ def export_drafter(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
         run = RUN_FOLDERS[name][1]
         if run != "smollm2-eagle3" and not Path(run).exists():
             pytest.skip(f"{run}: there is no such run")
-        return export_command(run, "openvino", str(tmp_path_factory.mktemp("ir") / "out"), engine_python=ENGINE_PYTHON)
+        return export_command(
+            run, "openvino", str(tmp_path_factory.mktemp("ir") / "out"), engine_python=ENGINE_PYTHON
+        )
 
     return write
 
 
 @pytest.fixture(scope="module")
 def records() -> Iterator[dict[str, Any]]:
-    """Collect what is measured, and write it in the end to openvino.json in the folder of the runs."""
+    """Collect what is measured, and write it in the end to openvino.json in the folder of the
+    runs.
+    """
     cases: dict[str, Any] = {}
     yield cases
     versions = dict(read_openvino_environment(ENGINE_PYTHON, "SPECTRAIN_OPENVINO_PYTHON").versions)
-    setting = {"prompts": PROMPTS, "max_new_tokens": TOKENS, "dtype": "float32", "rule": "greedy", "engine_batch_size": ROWS}
+    setting = {
+        "prompts": PROMPTS,
+        "max_new_tokens": TOKENS,
+        "dtype": "float32",
+        "rule": "greedy",
+        "engine_batch_size": ROWS,
+    }
     RUNS.mkdir(exist_ok=True)
     setting |= {"engines": versions, **collect_provenance(), "command": "make test-engines"}
-    write_text(RUNS / "openvino.json", json.dumps({"setting": setting, "cases": cases}, indent=1) + "\n")
+    write_text(
+        RUNS / "openvino.json", json.dumps({"setting": setting, "cases": cases}, indent=1) + "\n"
+    )
 
 
 def read_launch(folder: Path, files: TargetFiles) -> DrafterLaunch:
-    layout, checkpoint = detect_layout(read_files(folder)), read_drafter(folder, files)
+    layout = detect_layout(read_files(folder))
+    checkpoint = read_drafter(folder, files)
     return layout.drafter_launches(checkpoint, files, str(folder))["openvino"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_openvino_has_our_rounds(
-    case: str, load_prompts: Callable[[str], Prompts], export_drafter: Callable[[str], Path], records: dict[str, Any]
+    case: str,
+    load_prompts: Callable[[str], Prompts],
+    export_drafter: Callable[[str], Path],
+    records: dict[str, Any],
 ) -> None:
-    """Every complete round of every prompt has as many tokens as ours, and the text is the one without a drafter."""
+    """Every complete round of every prompt has as many tokens as ours, and the text is the one
+    without a drafter.
+    """
     name, settings, make_builder = CASES[case]
-    folder, prompts = export_drafter(name), load_prompts(RUN_FOLDERS[name][0])
+    folder = export_drafter(name)
+    prompts = load_prompts(RUN_FOLDERS[name][0])
     launch = read_launch(folder, prompts.files)
     served = prompts.serve(launch, **settings)
     own = prompts.decode(folder, make_builder(launch.num_tokens))
-    rounds, own_rounds = complete_rounds(served, own), [generation.complete_round_lengths for generation in own]
+    rounds = complete_rounds(served, own)
+    own_rounds = [generation.complete_round_lengths for generation in own]
     records[case] = {
         "rounds": sum(map(len, own_rounds)),
         "accepted_by_position": accepted_by_position(rounds),
         "own_accepted_by_position": accepted_by_position(own_rounds),
         "prompts_with_equal_rounds": sum(left == right for left, right in zip(rounds, own_rounds)),
         "outputs_equal_to_plain": sum(
-            completion.token_ids == plain.token_ids for completion, plain in zip(served, prompts.plain)
+            completion.token_ids == plain.token_ids
+            for completion, plain in zip(served, prompts.plain)
         ),
-        "outputs_equal_to_ours": sum(completion.token_ids == generation.output for completion, generation in zip(served, own)),
+        "outputs_equal_to_ours": sum(
+            completion.token_ids == generation.output for completion, generation in zip(served, own)
+        ),
     }
-    assert [completion.token_ids for completion in served] == [completion.token_ids for completion in prompts.plain]
-    assert [completion.token_ids for completion in served] == [generation.output for generation in own]
+    assert [completion.token_ids for completion in served] == [
+        completion.token_ids for completion in prompts.plain
+    ]
+    assert [completion.token_ids for completion in served] == [
+        generation.output for generation in own
+    ]
     assert rounds == own_rounds
 
 
@@ -254,22 +324,32 @@ def test_seeded_faults_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`spectrain eval` compares the rounds of a running server with our chain's, and names the fault of its drafter."""
+    """`spectrain eval` compares the rounds of a running server with our chain's, and names the
+    fault of its drafter.
+    """
     name, change = FAULTS[fault]
-    folder, files = tmp_path / "faulty", TargetFiles("smollm2")
+    folder = tmp_path / "faulty"
+    files = TargetFiles("smollm2")
     shutil.copytree(export_drafter("EAGLE-3"), folder)
     launch = EngineLaunch(files.engine_path, "target", drafter=read_launch(folder, files))
     change(folder)
-    server = OpenVinoServer(OpenVinoSettings(python=ENGINE_PYTHON, port=find_free_port(), dtype="float32", threads=1))
+    server = OpenVinoServer(
+        OpenVinoSettings(python=ENGINE_PYTHON, port=find_free_port(), dtype="float32", threads=1)
+    )
     with start_engine(server, launch) as engine:
         # The score of a shipped drafter is written below the current folder.
         monkeypatch.chdir(tmp_path)
         records[f"EAGLE-3, a chain, {fault}"] = check_cause("openvino", engine.url, fault, name)
 
 
-def test_the_layer_trap_is_reported_and_cured(export_drafter: Callable[[str], Path], tmp_path: Path) -> None:
-    """The linter reports an IR that leaves the choice of layers to OpenVINO; naming ours restores the exported file."""
-    folder, files = export_drafter("EAGLE-3"), TargetFiles("smollm2")
+def test_the_layer_trap_is_reported_and_cured(
+    export_drafter: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The linter reports an IR that leaves the choice of layers to OpenVINO; naming ours
+    restores the exported file.
+    """
+    folder = export_drafter("EAGLE-3")
+    files = TargetFiles("smollm2")
     trapped = tmp_path / "trapped"
     shutil.copytree(folder, trapped)
     remove_layers(trapped)

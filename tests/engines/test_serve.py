@@ -1,4 +1,6 @@
-"""What `spectrain serve` starts, in vLLM itself: captured states equal our own, and simulated acceptance has its rates."""
+"""What `spectrain serve` starts, in vLLM itself: captured states equal our own, and simulated
+acceptance has its rates.
+"""
 
 import asyncio
 import sys
@@ -14,7 +16,12 @@ from hydra import compose, initialize_config_module
 from spectrain.config.spec import RunSpec
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.serve import find_captured_layers, find_served_drafter, launch_target, write_untrained
+from spectrain.runs.serve import (
+    find_captured_layers,
+    find_served_drafter,
+    launch_target,
+    write_untrained,
+)
 from spectrain.servers.base import Completion, CompletionRequest, Server
 from spectrain.servers.launch import start_engine
 from spectrain.servers.ports import find_free_port
@@ -29,12 +36,19 @@ LENGTHS = (5, 40, 127, 128, 129, 300)
 @pytest.fixture
 def spec() -> RunSpec:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        words = ["drafter=eagle3", "target=tiny", "++drafter.vocab_size=256", "++target.dtype=float32"]
+        words = [
+            "drafter=eagle3",
+            "target=tiny",
+            "++drafter.vocab_size=256",
+            "++target.dtype=float32",
+        ]
         return RunSpec.from_config(compose("train", overrides=words), words)
 
 
 def make_server(**settings: Any) -> VllmServer:
-    return VllmServer(VllmSettings(python=sys.executable, port=find_free_port(), concurrency=4, **settings))
+    return VllmServer(
+        VllmSettings(python=sys.executable, port=find_free_port(), concurrency=4, **settings)
+    )
 
 
 def complete_all(server: Server, requests: Sequence[CompletionRequest]) -> list[Completion]:
@@ -46,8 +60,12 @@ def complete_all(server: Server, requests: Sequence[CompletionRequest]) -> list[
     return asyncio.run(run())
 
 
-def test_captured_states_are_those_of_our_forward(spec: RunSpec, tiny: Target, tmp_path: Path) -> None:
-    """Prompts and answers, up to rounding, each layer in its place, the last one without the final norm."""
+def test_captured_states_are_those_of_our_forward(
+    spec: RunSpec, tiny: Target, tmp_path: Path
+) -> None:
+    """Prompts and answers, up to rounding, each layer in its place, the last one without the
+    final norm.
+    """
     layers = find_captured_layers(spec)
     server = make_server(states_folder=str(tmp_path / "states"))
     launch = launch_target(TargetFiles("tiny"), server)
@@ -58,9 +76,16 @@ def test_captured_states_are_those_of_our_forward(spec: RunSpec, tiny: Target, t
     with start_engine(server, replace(launch, capture_layers=layers)) as engine:
         completions = complete_all(engine.server, requests)
     for (prompt, _), completion in zip(cases, completions):
-        assert completion.states is not None and completion.token_ids is not None and completion.state_tokens is not None
+        assert (
+            completion.states is not None
+            and completion.token_ids is not None
+            and completion.state_tokens is not None
+        )
         assert completion.state_layers == layers == (2, 4, 5, tiny.num_layers)
-        assert completion.state_tokens == [*prompt, *completion.token_ids][: len(completion.state_tokens)]
+        assert (
+            completion.state_tokens
+            == [*prompt, *completion.token_ids][: len(completion.state_tokens)]
+        )
         assert len(completion.state_tokens) == len(prompt) + len(completion.token_ids) - 1
         ours = tiny.features(torch.tensor([completion.state_tokens]), layers).hidden[0]
         error = (completion.states - ours).flatten(1).norm(dim=1) / ours.flatten(1).norm(dim=1)
@@ -69,7 +94,9 @@ def test_captured_states_are_those_of_our_forward(spec: RunSpec, tiny: Target, t
 
 
 def test_simulated_acceptance_has_its_rates(spec: RunSpec, tmp_path: Path) -> None:
-    """An untrained drafter is accepted at the rates, within four standard errors; later tokens only after earlier ones."""
+    """An untrained drafter is accepted at the rates, within four standard errors; later tokens
+    only after earlier ones.
+    """
     rates = [0.7, 0.4, 0.2]
     server = make_server(acceptance_rates=rates)
     drafter = find_served_drafter(write_untrained(spec, tmp_path / "untrained"), "vllm")
@@ -78,8 +105,15 @@ def test_simulated_acceptance_has_its_rates(spec: RunSpec, tmp_path: Path) -> No
     prompts = [[5 + number, 17, 40, 8 * number] for number in range(12)]
     with start_engine(server, launch) as engine:
         engine.server.settings.extra = {"ignore_eos": True}
-        completions = complete_all(engine.server, [CompletionRequest(prompt, 401) for prompt in prompts])
-    accepted = [count for completion in completions if completion.rounds is not None for count in completion.rounds.accepted]
+        completions = complete_all(
+            engine.server, [CompletionRequest(prompt, 401) for prompt in prompts]
+        )
+    accepted = [
+        count
+        for completion in completions
+        if completion.rounds is not None
+        for count in completion.rounds.accepted
+    ]
     for position, rate in enumerate(rates):
         measured = sum(count > position for count in accepted) / len(accepted)
         assert measured == pytest.approx(rate, abs=4 * (rate * (1 - rate) / len(accepted)) ** 0.5)

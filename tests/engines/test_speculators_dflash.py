@@ -1,6 +1,8 @@
-"""The speculators library reads our DFlash and we read its own, with the same logits in every slot of every block.
+"""The speculators library reads our DFlash and we read its own, with the same logits in every slot
+of every block.
 
-Windows are wider than the text: the library counts them from the anchor, while engines and we count from the slot itself.
+Windows are wider than the text: the library counts them from the anchor, while engines and we count
+from the slot itself.
 """
 
 from pathlib import Path
@@ -30,9 +32,16 @@ from spectrain.runs.drafters import save_drafter
 from .test_speculators import TINY, tokenize_text
 
 QWEN3 = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps",
-    "max_position_embeddings", "rope_parameters",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_parameters",
+)
 VARIANTS: dict[str, dict[str, Any]] = {
     "both ways": {},
     "causal in a window": {"causal": True, "window": 500},
@@ -48,17 +57,27 @@ def load_reference(directory: Path) -> Any:
 
 
 def compare_logits(model: Any, drafter: Any, tiny: Target) -> float:
-    """Return the largest difference of any logit, over blocks behind the library's own choice of anchors."""
+    """Return the largest difference of any logit, over blocks behind the library's own choice of
+    anchors.
+    """
     tokens = tokenize_text(tiny)
     features = tiny.features(tokens, (*drafter.layers, tiny.num_layers))
-    full_mask, documents = torch.ones_like(tokens), torch.zeros_like(tokens)
+    full_mask = torch.ones_like(tokens)
+    documents = torch.zeros_like(tokens)
     with torch.no_grad():
         _, logits, _, _, positions = model._backbone_forward(
-            features.fuse_layers(drafter.fused), tokens, full_mask, features.at_layer(tiny.num_layers), documents, max_anchors=4
+            features.fuse_layers(drafter.fused),
+            tokens,
+            full_mask,
+            features.at_layer(tiny.num_layers),
+            documents,
+            max_anchors=4,
         )
         anchors = positions[:: drafter.block_size]
         blocks = Anchors(anchors, anchors, ((len(anchors), tokens.shape[1]),))
-        states: Tensor = drafter._trained_states(Batch(tokens, full_mask.bool(), features), blocks, TrainingState())
+        states: Tensor = drafter._trained_states(
+            Batch(tokens, full_mask.bool(), features), blocks, TrainingState()
+        )
         return float((logits[0] - drafter.product(states).flatten(0, 1)).abs().max())
 
 
@@ -78,8 +97,15 @@ def make_drafter(tiny: Target, **options: Any) -> DFlash:
 def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path) -> None:
     """Our export, loaded by the library, gives our logits (1e-4)."""
     drafter = make_drafter(tiny, **VARIANTS[variant])
-    settings = {"_target_": "spectrain.drafters.dflash.DFlash", "block_size": 5, "num_layers": 2, **VARIANTS[variant]}
-    config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "dflash"})
+    settings = {
+        "_target_": "spectrain.drafters.dflash.DFlash",
+        "block_size": 5,
+        "num_layers": 2,
+        **VARIANTS[variant],
+    }
+    config = OmegaConf.create(
+        {"drafter": settings, "target": TINY.settings, "recipe_name": "dflash"}
+    )
     save_drafter(tmp_path / "ours", drafter, RunSpec.from_nodes(config))
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
     difference = compare_logits(load_reference(tmp_path / "out"), drafter, tiny)
@@ -89,18 +115,30 @@ def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_we_read_what_the_library_saves(variant: str, tiny: Target, tmp_path: Path) -> None:
-    """A checkpoint that the library made from its own settings and saved gives its logits here (1e-4)."""
+    """A checkpoint that the library made from its own settings and saved gives its logits here
+    (1e-4).
+    """
     ours = make_drafter(tiny, **VARIANTS[variant])
     config = tiny.model.config.__class__.from_pretrained(tiny.path).to_dict()
     config = {key: config[key] for key in QWEN3} | {"num_hidden_layers": 2, "model_type": "qwen3"}
     kind = "sliding_attention" if ours.window else "full_attention"
-    config |= {"layer_types": [kind] * 2, "sliding_window": ours.window, "use_sliding_window": bool(ours.window)}
+    config |= {
+        "layer_types": [kind] * 2,
+        "sliding_window": ours.window,
+        "use_sliding_window": bool(ours.window),
+    }
     cut = {"t2d": ours.t2d, "d2t": ours.d2t} if ours.lm_head is not None else {}
     model: Any = DFlashDraftModel.from_training_args(
-        AutoConfig.for_model(**config), **cut, draft_vocab_size=len(ours.d2t), verifier_name_or_path=tiny.path, block_size=5,
-        target_layer_ids=list(ours.fused_layers), mask_token_id=ours.mask_token_id, draft_attn_impl="eager",
+        AutoConfig.for_model(**config),
+        **cut,
+        draft_vocab_size=len(ours.d2t),
+        verifier_name_or_path=tiny.path,
+        block_size=5,
+        target_layer_ids=list(ours.fused_layers),
+        mask_token_id=ours.mask_token_id,
+        draft_attn_impl="eager",
         sliding_window_non_causal=not ours.causal,
-    )  # fmt: skip
+    )
     model.float().eval().save_pretrained(tmp_path / "theirs")
     drafter: Any = load_drafter(read_drafter(tmp_path / "theirs", TINY), tiny)
     difference = compare_logits(load_reference(tmp_path / "theirs"), drafter, tiny)

@@ -1,15 +1,18 @@
-"""vLLM serves what we export: the same text as without a drafter, and our own acceptance, position by position.
+"""vLLM serves what we export: the same text as without a drafter, and our own acceptance, position
+by position.
 
-How rounds are compared. Our chain decodes every prompt first; the limit that vLLM is given for a prompt is where our last whole
-round of it ended, so that no round is cut on either side, by the limit or by EOS, and both count the same text. vLLM counts a
-round when its drafts are judged, untrimmed and without the bonus token, and none for the token of the prefill: so do we.
-Its rates are over all rounds at every position (unlike our `acceptance_by_depth`, which is over the rounds that came so far);
-ours are computed so too. Prompts are token ids, everything is float32. The target is SmolLM2-135M, and tiny for drafters that
-draft in one pass, which learn slowly: six minutes teach them enough there for positions behind the first to count.
+How rounds are compared. Our chain decodes every prompt first; the limit that vLLM is given for a
+prompt is where our last whole round of it ended, so that no round is cut on either side, by the
+limit or by EOS, and both count the same text. vLLM counts a round when its drafts are judged,
+untrimmed and without the bonus token, and none for the token of the prefill: so do we. Its rates
+are over all rounds at every position (unlike our `acceptance_by_depth`, which is over the rounds
+that came so far); ours are computed so too. Prompts are token ids, everything is float32. The
+target is SmolLM2-135M, and tiny for drafters that draft in one pass, which learn slowly: six
+minutes teach them enough there for positions behind the first to count.
 
-The drafters are those of runs/engines-eagle3, -medusa1, -gkd, -tiny-dflash and -tiny-peagle, or of the folder that
-SPECTRAIN_ENGINES_RUNS names; `make test-engines` trains them. SGLang itself is not run: its layout is read by vLLM. What was
-measured is written beside them.
+The drafters are those of runs/engines-eagle3, -medusa1, -gkd, -tiny-dflash and -tiny-peagle, or of
+the folder that SPECTRAIN_ENGINES_RUNS names; `make test-engines` trains them. SGLang itself is not
+run: its layout is read by vLLM. What was measured is written beside them.
 """
 
 import json
@@ -47,7 +50,8 @@ from spectrain.trees import Chain
 from .clients import ROWS, Answers, answer_by_server, answer_offline, compute_rates, count_rounds
 
 RUNS = Path(os.environ.get("SPECTRAIN_ENGINES_RUNS", "runs"))
-PROMPTS, TOKENS = 24, 80
+PROMPTS = 24
+TOKENS = 80
 ENOUGH = 2000  # drafted tokens
 TOLERANCE = 0.03
 CASES = {
@@ -102,10 +106,15 @@ def plain_answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
         target = LOADERS[name](dtype="float32")
         target.pack_weights()
         prompts = [
-            tokenize_prompt(target.template, prompt.opening_conversation) for prompt in read_prompts(None, PROMPTS).prompts
+            tokenize_prompt(target.template, prompt.opening_conversation)
+            for prompt in read_prompts(None, PROMPTS).prompts
         ]
         plain = answer_offline(
-            Path(target.path), None, prompts, [TOKENS] * len(prompts), tmp_path_factory.mktemp(f"plain-{name}")
+            Path(target.path),
+            None,
+            prompts,
+            [TOKENS] * len(prompts),
+            tmp_path_factory.mktemp(f"plain-{name}"),
         )
         return PlainAnswers(target, prompts, plain)
 
@@ -114,7 +123,9 @@ def plain_answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 
 @pytest.fixture(scope="module")
 def records() -> Iterator[dict[str, Any]]:
-    """Collect what is measured, and write it in the end to engines.json in the folder of the runs."""
+    """Collect what is measured, and write it in the end to engines.json in the folder of the
+    runs.
+    """
     cases: dict[str, Any] = {}
     yield cases
     setting = {
@@ -128,17 +139,26 @@ def records() -> Iterator[dict[str, Any]]:
         **collect_provenance(),
     }
     setting["command"] = "make test-engines"
-    write_text(RUNS / "engines.json", json.dumps({"setting": setting, "cases": cases}, indent=1) + "\n")
+    write_text(
+        RUNS / "engines.json", json.dumps({"setting": setting, "cases": cases}, indent=1) + "\n"
+    )
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(
-    request: pytest.FixtureRequest, plain_answers: Callable[[str], PlainAnswers], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    plain_answers: Callable[[str], PlainAnswers],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Case:
-    """Export a run's drafter, and decode with it as it was trained; the chain is as long as the card's command says."""
+    """Export a run's drafter, and decode with it as it was trained; the chain is as long as the
+    card's command says.
+    """
     name, recipe, form = CASES[request.param]
-    run, plain = RUNS / f"engines-{recipe}", plain_answers(name)
-    assert (run / "drafter").is_dir(), f"{run}: there is no drafter in it; make test-engines trains one"
+    run = RUNS / f"engines-{recipe}"
+    plain = plain_answers(name)
+    assert (run / "drafter").is_dir(), (
+        f"{run}: there is no drafter in it; make test-engines trains one"
+    )
     out = export_command(str(run), form, str(tmp_path_factory.mktemp(recipe) / "exported"))
     command = re.search(r"^vllm serve .*$", (out / "README.md").read_text(), re.MULTILINE)
     assert command is not None
@@ -156,50 +176,78 @@ def offline_answers(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Ans
     """Return the answers of vllm.LLM."""
     scratch = tmp_path_factory.mktemp("offline")
     return answer_offline(
-        Path(case.plain_answers.target.path), case.speculative_config, case.plain_answers.prompts, case.limits, scratch
+        Path(case.plain_answers.target.path),
+        case.speculative_config,
+        case.plain_answers.prompts,
+        case.limits,
+        scratch,
     )
 
 
 @pytest.fixture(scope="module")
 def server_answers(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Return the answers of the OpenAI-compatible server, started as the model card says."""
-    return answer_by_server(case.command, case.plain_answers.prompts, case.limits, tmp_path_factory.mktemp("served"))
+    return answer_by_server(
+        case.command, case.plain_answers.prompts, case.limits, tmp_path_factory.mktemp("served")
+    )
 
 
 def assert_same(plain: PlainAnswers, answers: list[list[int]], expected: list[list[int]]) -> int:
-    """Count answers that are equal token by token; one may differ from `expected` only where the two best logits nearly tie."""
+    """Count answers that are equal token by token; one may differ from `expected` only where the
+    two best logits nearly tie.
+    """
     differing = 0
     for prompt, left, right in zip(plain.prompts, answers, expected, strict=True):
         position = first_difference(left, right[: len(left)])
         if position is not None:
-            assert logit_gap(plain.target, prompt + right[:position]).is_tie, (position, left, right)
+            assert logit_gap(plain.target, prompt + right[:position]).is_tie, (
+                position,
+                left,
+                right,
+            )
             differing += 1
     return len(plain.prompts) - differing
 
 
 def assert_close(reference: DraftCounters, ours: DraftCounters) -> None:
-    """Enough was drafted and accepted for a rate to mean something, and at every position the rates agree within 3 %."""
+    """Enough was drafted and accepted for a rate to mean something, and at every position the
+    rates agree within 3 %.
+    """
     assert min(reference.num_drafted, ours.num_drafted) >= ENOUGH
     assert compute_rates(ours)[0] > 0.05
     for reference_rate, own_rate in zip(compute_rates(reference), compute_rates(ours), strict=True):
         assert abs(reference_rate - own_rate) <= TOLERANCE * own_rate, (reference, ours)
 
 
-def test_the_offline_class_answers_as_without(case: Case, offline_answers: Answers, records: dict[str, Any]) -> None:
-    """vllm.LLM with the exported drafter gives the tokens that it gives without, which are ours too."""
+def test_the_offline_class_answers_as_without(
+    case: Case, offline_answers: Answers, records: dict[str, Any]
+) -> None:
+    """vllm.LLM with the exported drafter gives the tokens that it gives without, which are ours
+    too.
+    """
     assert [len(answer) for answer in offline_answers.tokens] == case.limits
     same = assert_same(case.plain_answers, offline_answers.tokens, case.plain_answers.plain.tokens)
-    as_ours = assert_same(case.plain_answers, offline_answers.tokens, [generation.output for generation in case.generations])
+    as_ours = assert_same(
+        case.plain_answers,
+        offline_answers.tokens,
+        [generation.output for generation in case.generations],
+    )
     target = NAMES[CASES[case.name][0]]
     records.setdefault(case.name, {}).update(
         target=target, answers=len(case.limits), identical_offline=same, identical_to_ours=as_ours
     )
 
 
-def test_the_offline_class_accepts_as_we_do(case: Case, offline_answers: Answers, records: dict[str, Any]) -> None:
-    """get_metrics() of vllm.LLM has accepted drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
+def test_the_offline_class_accepts_as_we_do(
+    case: Case, offline_answers: Answers, records: dict[str, Any]
+) -> None:
+    """get_metrics() of vllm.LLM has accepted drafts by position within 3 % of our chain's, over
+    2,000 drafted tokens.
+    """
     assert offline_answers.counts is not None
-    records.setdefault(case.name, {}).update(ours=make_row(case.own_counts), offline=make_row(offline_answers.counts))
+    records.setdefault(case.name, {}).update(
+        ours=make_row(case.own_counts), offline=make_row(offline_answers.counts)
+    )
     assert_close(offline_answers.counts, case.own_counts)
 
 
@@ -214,8 +262,12 @@ def test_the_server_answers_as_the_offline_class(
             assert server_answers.texts[prompt] == offline_answers.texts[prompt]
 
 
-def test_the_server_accepts_as_we_do(case: Case, server_answers: Answers, records: dict[str, Any]) -> None:
-    """/metrics of the server has accepted drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
+def test_the_server_accepts_as_we_do(
+    case: Case, server_answers: Answers, records: dict[str, Any]
+) -> None:
+    """/metrics of the server has accepted drafts by position within 3 % of our chain's, over
+    2,000 drafted tokens.
+    """
     assert server_answers.counts is not None
     records.setdefault(case.name, {}).update(server=make_row(server_answers.counts))
     assert_close(server_answers.counts, case.own_counts)
@@ -223,5 +275,9 @@ def test_the_server_accepts_as_we_do(case: Case, server_answers: Answers, record
 
 def make_row(counts: DraftCounters) -> dict[str, Any]:
     """Return the counts as engines.json holds them."""
-    return {"rounds": counts.num_rounds, "drafted": counts.num_drafted, "kept": [*counts.accepted_by_position],
-            "by_position": [round(rate, 4) for rate in compute_rates(counts)]}  # fmt: skip
+    return {
+        "rounds": counts.num_rounds,
+        "drafted": counts.num_drafted,
+        "kept": [*counts.accepted_by_position],
+        "by_position": [round(rate, 4) for rate in compute_rates(counts)],
+    }

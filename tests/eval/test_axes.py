@@ -1,4 +1,6 @@
-"""Axes: a crossover that is known is found, batch 1 has the numbers of the evaluation, and a queue keeps its formula."""
+"""Axes: a crossover that is known is found, batch 1 has the numbers of the evaluation, and a
+queue keeps its formula.
+"""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +31,9 @@ from .test_run import SETTING, make_evaluation
 from .test_user_times import make_timed_generation
 
 
-def paired_turn(name: str, lengths: list[int], step: float = 0.02, cycle: float = 0.03, batch: int = 1) -> Turn:
+def paired_turn(
+    name: str, lengths: list[int], step: float = 0.02, cycle: float = 0.03, batch: int = 1
+) -> Turn:
     """A turn whose plain steps and drafted rounds take so many seconds."""
     count = sum(lengths)
     pair = (
@@ -54,20 +58,40 @@ def test_crossover_is_interpolated() -> None:
 
 
 def test_a_value_without_rounds_is_left_out_of_the_crossover() -> None:
-    """Where every answer is its first token alone, nothing was timed: its speedup is 0, and the others decide."""
+    """Where every answer is its first token alone, nothing was timed: its speedup is 0, and the
+    others decide.
+    """
     assert find_crossover([1, 4, 16, 64], [2, 1.5, 1 / 1.5, 0]) == Crossover("crosses", 8.0)
     assert find_crossover([1, 4, 16], [2, 0, 0.5]) == Crossover("crosses", 4.0)
     assert find_crossover([512, 1024], [0, 0]) == Crossover("never")
     point = measure_point(1024, [[paired_turn(name, [])] for name in "ab"], "chain", "greedy", 50)
     assert point.speedup == 0 and point.ci95 is None
     points = [{"value": 512, "speedup": 1.5, "ci95": None}, asdict(point)]
-    axis = {"over": "context", "points": points, "crossover": vars(find_crossover([512, 1024], [1.5, 0.0]))}
-    assert describe_crossover(axis) == "Drafting pays up to 512 tokens of the prompt, the largest measured"
+    axis = {
+        "over": "context",
+        "points": points,
+        "crossover": vars(find_crossover([512, 1024], [1.5, 0.0])),
+    }
+    assert (
+        describe_crossover(axis)
+        == "Drafting pays up to 512 tokens of the prompt, the largest measured"
+    )
 
 
 def test_a_point_at_batch_1_has_the_numbers_of_the_evaluation() -> None:
-    turns = [paired_turn("a", [3, 1, 4]), paired_turn("b", [2, 2], step=0.03), paired_turn("c", [1, 1, 5])]
-    point = measure_point(1, [[turn] for turn in turns], "chain", "greedy", 50, [turn.drafted.output for turn in turns])
+    turns = [
+        paired_turn("a", [3, 1, 4]),
+        paired_turn("b", [2, 2], step=0.03),
+        paired_turn("c", [1, 1, 5]),
+    ]
+    point = measure_point(
+        1,
+        [[turn] for turn in turns],
+        "chain",
+        "greedy",
+        50,
+        [turn.drafted.output for turn in turns],
+    )
     assert point.speedup == round(metrics.speedup(turns), 4)
     assert point.ci95 == metrics.speedup_interval(turns) and point.units == 3
     assert point.acceptance_length == round(metrics.pooled_acceptance(turns), 4)
@@ -75,7 +99,9 @@ def test_a_point_at_batch_1_has_the_numbers_of_the_evaluation() -> None:
 
 
 def test_target_efficiency_and_units_of_a_batch() -> None:
-    """Forwards are half of every round here: T(B, 1) / T(B, n) is step over cycle, and two batches are two units."""
+    """Forwards are half of every round here: T(B, 1) / T(B, n) is step over cycle, and two
+    batches are two units.
+    """
     batches = [[paired_turn(name, [2, 2], batch=2) for name in pair] for pair in ("ab", "cd")]
     point = measure_point(2, batches, "chain", "greedy", 50)
     assert point.units == 2 and point.identical is None
@@ -86,38 +112,72 @@ def test_target_efficiency_and_units_of_a_batch() -> None:
     assert point.per_user.autoregressive == pytest.approx(1 / 0.02)
 
 
-@pytest.mark.parametrize(("count", "size", "has_interval"), [(8, 2, True), (8, 4, False), (32, 32, False), (40, 32, False)])
-def test_batches_that_share_prompts_have_no_interval(count: int, size: int, has_interval: bool) -> None:
-    """Four identical batches differ in the noise of times alone; the table, the sentences and the crossover say no more."""
-    turns = [paired_turn(f"p{number:02}", [2 + number % 3, 2], batch=size) for number in range(count)]
+@pytest.mark.parametrize(
+    ("count", "size", "has_interval"),
+    [(8, 2, True), (8, 4, False), (32, 32, False), (40, 32, False)],
+)
+def test_batches_that_share_prompts_have_no_interval(
+    count: int, size: int, has_interval: bool
+) -> None:
+    """Four identical batches differ in the noise of times alone; the table, the sentences and
+    the crossover say no more.
+    """
+    turns = [
+        paired_turn(f"p{number:02}", [2 + number % 3, 2], batch=size) for number in range(count)
+    ]
     batches = [[turns[row] for row in rows] for rows in choose_batches(count, size)]
     point = measure_point(size, batches, "chain", "greedy", 50)
     assert (point.ci95 is not None) == has_interval and point.units == len(batches)
     crossover = find_crossover([1, size], [1.5, point.speedup], [[1.2, 1.8], point.ci95])
     assert crossover.certain == (size if has_interval else 1)
-    axis: dict[str, Any] = {"over": "batch", "system": "chain", "points": [asdict(point)], "crossover": vars(crossover)}
+    axis: dict[str, Any] = {
+        "over": "batch",
+        "system": "chain",
+        "points": [asdict(point)],
+        "crossover": vars(crossover),
+    }
     axis |= {"load": None, "left_out": []}
     table = axis_markdown([("", axis)])
-    assert ("| none |" in table) == (f"No 95 % interval at {size}: batches share prompts" in table) == (not has_interval)
+    assert (
+        ("| none |" in table)
+        == (f"No 95 % interval at {size}: batches share prompts" in table)
+        == (not has_interval)
+    )
 
 
 def test_turns_of_a_prompt_are_one_unit() -> None:
-    """Turns that are decoded alone are drawn with their prompt; in batches they bind the batches together."""
-    turns = [replace(paired_turn(name, [2, 3 + number]), turn=number) for name in "abc" for number in range(2)]
-    assert measure_point(1, [[turn] for turn in turns], "chain", "greedy", 50).ci95 == metrics.speedup_interval(turns)
-    assert measure_point(2, [turns[:2], turns[2:4], turns[4:]], "chain", "greedy", 50).ci95 is not None
+    """Turns that are decoded alone are drawn with their prompt; in batches they bind the batches
+    together.
+    """
+    turns = [
+        replace(paired_turn(name, [2, 3 + number]), turn=number)
+        for name in "abc"
+        for number in range(2)
+    ]
+    assert measure_point(
+        1, [[turn] for turn in turns], "chain", "greedy", 50
+    ).ci95 == metrics.speedup_interval(turns)
+    assert (
+        measure_point(2, [turns[:2], turns[2:4], turns[4:]], "chain", "greedy", 50).ci95 is not None
+    )
     assert measure_point(2, [turns[::2], turns[1::2]], "chain", "greedy", 50).ci95 is None
 
 
 def test_another_device_is_not_predicted_without_rounds() -> None:
-    """Where every answer is its first token alone, there is no round whose time another device could change."""
-    turns, nothing = [paired_turn(name, []) for name in "ab"], cast(Any, None)
+    """Where every answer is its first token alone, there is no round whose time another device
+    could change.
+    """
+    turns = [paired_turn(name, []) for name in "ab"]
+    nothing = cast(Any, None)
     assert predict_device(nothing, nothing, turns, {"bandwidth": 100.0, "tflops": 1.0}) == {}
 
 
 def test_a_queue_of_constant_service_keeps_its_formula() -> None:
-    """M/D/1: the mean wait is rho D / (2 (1 - rho)). Answers of one token need the prompt's forward alone."""
-    service, load = 0.5, 0.6
+    """M/D/1: the mean wait is rho D / (2 (1 - rho)). Answers of one token need the prompt's
+    forward alone.
+    """
+    service = 0.5
+    load = 0.6
     table = TimeTable({1: 1.0}, {1: 1.0}, {1: [1.0]}, service, [1])
     point = simulate_load(table, POLICIES["never"], load / service, num_requests=20_000)
     wait = load * service / (2 * (1 - load))
@@ -125,39 +185,60 @@ def test_a_queue_of_constant_service_keeps_its_formula() -> None:
 
 
 def test_the_rate_at_which_to_stop_is_that_of_the_crossover() -> None:
-    """Drafting doubles the speed of one text and halves that of eight: it pays when few requests come, and `measured` does
-    at every rate about as well as the better policy."""
+    """Drafting doubles the speed of one text and halves that of eight: it pays when few requests
+    come, and `measured` does at every rate about as well as the better policy."""
     table = TimeTable({1: 0.01, 8: 0.01}, {1: 0.01, 8: 0.04}, {1: [0.0, 1.0]}, 0.0, [41])
     assert table.pays(1) and not table.pays(8)
     result = simulate_policies(table, 15.0, num_requests=60)
     assert result["stop"]["kind"] == "crosses"
     never, always, measured = (
-        np.array([point["seconds_per_token"] for point in result["policies"][name]]) for name in ("never", "always", "measured")
+        np.array([point["seconds_per_token"] for point in result["policies"][name]])
+        for name in ("never", "always", "measured")
     )
     assert always[0] < never[0] and never[-1] < always[-1]
     assert (measured <= 1.05 * np.minimum(never, always)).all()
-    assert result["policies"]["always"][-1]["goodput"] < result["policies"]["measured"][-1]["goodput"]
+    assert (
+        result["policies"]["always"][-1]["goodput"] < result["policies"]["measured"][-1]["goodput"]
+    )
 
 
-def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every point has the target's own answers, the first batch has the tokens of the evaluation, and a comparison and the
-    report take the sweep from the folder."""
+def test_sweeps_are_decoded_and_written(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every point has the target's own answers, the first batch has the tokens of the evaluation,
+    and a comparison and the report take the sweep from the folder."""
     recorded: list[Results] = []
     monkeypatch.setattr(load, "LOADS", (0.5, 1.0))
     report = BatchSweep.report
-    monkeypatch.setattr(BatchSweep, "report", lambda sweep, results: [recorded.append(results), report(sweep, results)][1])
-    evaluation = make_evaluation(tmp_path, check=False, sweep="batch", batches=(1, 2, 64), context=(48,),
-                                 other_device={"bandwidth": 100.0, "tflops": 1e6})  # fmt: skip
+    monkeypatch.setattr(
+        BatchSweep,
+        "report",
+        lambda sweep, results: [recorded.append(results), report(sweep, results)][1],
+    )
+    evaluation = make_evaluation(
+        tmp_path,
+        check=False,
+        sweep="batch",
+        batches=(1, 2, 64),
+        context=(48,),
+        other_device={"bandwidth": 100.0, "tflops": 1e6},
+    )
     evaluation.check_prompts(shallow)
     folder = tmp_path / "run" / "eval" / "batch"
-    summary = evaluation.score(Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), folder)
+    summary = evaluation.score(
+        Candidate(shallow, Ngram(shallow), Chain(3), Greedy(), SETTING), folder
+    )
     axis = summary["axis"]
     assert [point["value"] for point in axis["points"]] == [1, 2] and axis["left_out"]
     assert axis["points"][0]["acceptance_length"] == summary["acceptance_length"]["pooled"]
     assert all(point["identical"] == point["checked"] for point in axis["points"])
-    assert (folder / "axis.md").read_text().count("\n") > 4 and "<svg" in (folder / "axis.svg").read_text()
+    assert (folder / "axis.md").read_text().count("\n") > 4 and "<svg" in (
+        folder / "axis.svg"
+    ).read_text()
     # Where only memory counts and drafting reads nothing, the speedup is the tokens per forward.
-    assert summary["other_device"]["by_batch"][1] == pytest.approx(summary["acceptance_length"]["pooled"], abs=1e-3)
+    assert summary["other_device"]["by_batch"][1] == pytest.approx(
+        summary["acceptance_length"]["pooled"], abs=1e-3
+    )
     axes = collect_axes([ScoredRun.read("one", folder)])
     assert list(axes) == ["batch"]
     write_report(tmp_path / "report.html", [], {"rows": [], "axes": axes})
@@ -167,19 +248,27 @@ def test_sweeps_are_decoded_and_written(shallow: Target, tmp_path: Path, monkeyp
     warmer = TemperatureSweep("temperature", 6, 50.0, temperatures=(0.0, 0.7))
     warmer.prepare_systems(shallow, [], list)
     cold, warm = warmer.measure_points(recorded[0])
-    assert (cold.rule, warm.rule) == ("greedy", "match") and cold.identical == cold.checked and warm.identical == warm.checked
+    assert (
+        (cold.rule, warm.rule) == ("greedy", "match")
+        and cold.identical == cold.checked
+        and warm.identical == warm.checked
+    )
 
 
 def test_a_scenario_has_the_drafter_that_is_fastest_there() -> None:
-    """The advice is taken at the largest common value and names no drafter where none pays; scenarios without a sweep are
-    named."""
+    """The advice is taken at the largest common value and names no drafter where none pays;
+    scenarios without a sweep are named."""
 
     def make_sweep(name: str, speedups: list[float]) -> dict[str, Any]:
-        points = [{"value": 2**index, "speedup": value, "ci95": None} for index, value in enumerate(speedups)]
+        points = [
+            {"value": 2**index, "speedup": value, "ci95": None}
+            for index, value in enumerate(speedups)
+        ]
         crossover = vars(find_crossover([point["value"] for point in points], speedups))
         return {"name": name, "over": "batch", "points": points, "crossover": crossover}
 
-    quick, steady = make_sweep("quick", [2.0, 0.9]), make_sweep("steady", [1.5, 1.2, 1.1])
+    quick = make_sweep("quick", [2.0, 0.9])
+    steady = make_sweep("steady", [1.5, 1.2, 1.1])
     choice, because = advise_axis([quick, steady])
     assert choice == "steady" and because.startswith("1.20x at 2 prompts at once.")
     assert "quick: Drafting pays up to about 2 prompts at once." in because

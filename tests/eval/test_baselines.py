@@ -1,4 +1,6 @@
-"""The baselines of a drafter: itself with measured trees and with retrieval, and retrieval alone."""
+"""The baselines of a drafter: itself with measured trees and with retrieval, and retrieval
+alone.
+"""
 
 import json
 from collections.abc import Callable
@@ -37,29 +39,51 @@ def make_store(shallow: Target, tmp_path: Path) -> MakeStore:
     return write_datastore
 
 
-def score_early_exit(target: Target, folder: Path, own: Datastore | None, **options: Any) -> dict[str, Any]:
-    """Score an early exit on two short prompts with its baselines; `own` is the datastore of the run's training data."""
+def score_early_exit(
+    target: Target, folder: Path, own: Datastore | None, **options: Any
+) -> dict[str, Any]:
+    """Score an early exit on two short prompts with its baselines; `own` is the datastore of the
+    run's training data.
+    """
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
-    settings: dict[str, Any] = {"baselines": ("auto", "copies", "retrieval"), "calibration": str(file), **options}
-    evaluation = Evaluation(prompts=str(file), max_new_tokens=LIMIT, oracle=False, report=False, repeats=1, **settings)
-    candidate = Candidate(target, EarlyExit(target, 1), Eagle2(3, 8, 2), Greedy(), {**SETTING}, open_store=lambda: own)
+    settings: dict[str, Any] = {
+        "baselines": ("auto", "copies", "retrieval"),
+        "calibration": str(file),
+        **options,
+    }
+    evaluation = Evaluation(
+        prompts=str(file), max_new_tokens=LIMIT, oracle=False, report=False, repeats=1, **settings
+    )
+    candidate = Candidate(
+        target, EarlyExit(target, 1), Eagle2(3, 8, 2), Greedy(), {**SETTING}, open_store=lambda: own
+    )
     return evaluation.score(candidate, folder / "out")
 
 
 def decode_answers(target: Target) -> list[list[int]]:
-    prompts = [tokenize_prompt(target.template, [{"role": "user", "content": text}]) for text in QUESTIONS]
+    prompts = [
+        tokenize_prompt(target.template, [{"role": "user", "content": text}]) for text in QUESTIONS
+    ]
     return [generation.output for generation in decode(target, prompts, Greedy(), LIMIT)]
 
 
-def test_copies_and_measured_trees_are_shown(shallow: Target, tmp_path: Path, make_store: MakeStore) -> None:
-    """Each row is the target's own output, the one with retrieval first; the setting names the store; measured trees stay in
-    their budget."""
-    texts = [[3, *answer[4:]] for answer in decode_answers(shallow)]  # what the target says, but for the beginning
+def test_copies_and_measured_trees_are_shown(
+    shallow: Target, tmp_path: Path, make_store: MakeStore
+) -> None:
+    """Each row is the target's own output, the one with retrieval first; the setting names the
+    store; measured trees stay in their budget."""
+    # what the target says, but for the beginning
+    texts = [[3, *answer[4:]] for answer in decode_answers(shallow)]
     summary = score_early_exit(shallow, tmp_path, make_store(texts, "How are you?"))
-    assert list(summary["compared"]) == ["copies", "auto", "retrieval"] and summary["recommended"] == choose_fastest(summary)
+    assert list(summary["compared"]) == ["copies", "auto", "retrieval"] and summary[
+        "recommended"
+    ] == choose_fastest(summary)
     for entry in summary["compared"].values():
-        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2 and entry["tree"]["name"] == "auto"
+        assert (
+            entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
+            and entry["tree"]["name"] == "auto"
+        )
     assert summary["setting"]["store"]["near_duplicates"] == 0
     assert summary["setting"]["store"]["tokens"] == sum(len(text) + 1 for text in texts)
     first, second, *others = (entry["label"] for entry in list_systems(summary).values())
@@ -73,7 +97,10 @@ def test_a_runs_own_store_that_holds_a_question_is_left_out(
     """Copies then come from the text alone; a store that is requested by name is refused."""
     store = make_store([[5, 6, 7]], QUESTIONS[1])
     summary = score_early_exit(shallow, tmp_path, store, baselines=("copies",))
-    assert "Retrieval copies from the text only" in capsys.readouterr().out and "store" not in summary["setting"]
+    assert (
+        "Retrieval copies from the text only" in capsys.readouterr().out
+        and "store" not in summary["setting"]
+    )
     with pytest.raises(UserError, match="it holds the question of prompt"):
         score_early_exit(shallow, tmp_path, None, baselines=("copies",), store=str(store.folder))
 
@@ -82,13 +109,18 @@ def test_a_runs_own_store_that_holds_a_question_is_left_out(
 def test_who_copied_a_scored_answer_is_left_out(
     shallow: Target, tmp_path: Path, make_store: MakeStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rows that a run's own store gave away are dropped with a sentence, the others stay; without a store all stay."""
+    """Rows that a run's own store gave away are dropped with a sentence, the others stay;
+    without a store all stay.
+    """
     first = score_early_exit(shallow, tmp_path, None, baselines=("copies", "retrieval"))
     assert list(first["compared"]) == ["copies", "retrieval"]
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     store = make_store([json.loads(line)["output_tokens"] for line in lines], "How are you?")
     summary = score_early_exit(shallow, tmp_path, store, baselines=("auto", "copies", "retrieval"))
-    assert list(summary["compared"]) == ["auto"] and "+ retrieval, auto, up to 64 nodes: left out" in capsys.readouterr().out
+    assert (
+        list(summary["compared"]) == ["auto"]
+        and "+ retrieval, auto, up to 64 nodes: left out" in capsys.readouterr().out
+    )
     with pytest.raises(UserError, match="it holds the answer to prompt"):
         score_early_exit(shallow, tmp_path, None, baselines=("retrieval",), store=str(store.folder))
 

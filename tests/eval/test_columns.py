@@ -5,7 +5,14 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from spectrain.eval.columns import SYSTEM_COLUMNS, Column, ComparisonTable, get_value, list_systems, tracked_values
+from spectrain.eval.columns import (
+    SYSTEM_COLUMNS,
+    Column,
+    ComparisonTable,
+    get_value,
+    list_systems,
+    tracked_values,
+)
 from spectrain.eval.page import write_report
 from spectrain.eval.report import comparison_titles, print_table
 from spectrain.eval.system_numbers import SystemSummary
@@ -24,25 +31,56 @@ def test_a_column_reads_a_field(column: Column) -> None:
 
 
 def test_the_recommended_row_is_first() -> None:
-    """The drafter with retrieval comes before the drafter itself; without it the drafter is first."""
-    summary = {**make_entry("drafter"), "compared": {"auto": make_entry("auto"), "copies": make_entry("drafter + retrieval")}}
+    """The drafter with retrieval comes before the drafter itself; without it the drafter is
+    first.
+    """
+    summary = {
+        **make_entry("drafter"),
+        "compared": {"auto": make_entry("auto"), "copies": make_entry("drafter + retrieval")},
+    }
     assert list(list_systems(summary)) == ["copies", "drafter", "auto"]
     assert list(list_systems({**summary, "compared": {}})) == ["drafter"]
 
 
 def test_a_new_column_is_shown_everywhere(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
-    """One declaration reaches the terminal, the report page and the trackers; a comparison's tables stay as they are."""
+    """One declaration reaches the terminal, the report page and the trackers; a comparison's
+    tables stay as they are.
+    """
     tables = {table: comparison_titles(table) for table in get_args(ComparisonTable)}
-    column = Column("tokens_per_second.autoregressive", "baseline rate", "{:.3f}".format, "Baseline tokens per second.")
+    column = Column(
+        "tokens_per_second.autoregressive",
+        "baseline rate",
+        "{:.3f}".format,
+        "Baseline tokens per second.",
+    )
     for view in ("columns", "report", "page"):
         monkeypatch.setattr(f"spectrain.eval.{view}.SYSTEM_COLUMNS", (*SYSTEM_COLUMNS, column))
-    setting = {"recipe": "eagle3", "target": "tiny", "prompts": 1, "max_new_tokens": 9, "batch_size": 1, "device": "cpu",
-               "dtype": "float32", "drafter": {}}  # fmt: skip
-    summary = {**make_entry("drafter"), "compared": {}, "setting": setting, "time_share": {}, "acceptance_by_depth": [0.5]}
+    setting = {
+        "recipe": "eagle3",
+        "target": "tiny",
+        "prompts": 1,
+        "max_new_tokens": 9,
+        "batch_size": 1,
+        "device": "cpu",
+        "dtype": "float32",
+        "drafter": {},
+    }
+    summary = {
+        **make_entry("drafter"),
+        "compared": {},
+        "setting": setting,
+        "time_share": {},
+        "acceptance_by_depth": [0.5],
+    }
     print_table(summary)
     assert "baseline" in capsys.readouterr().out
     assert all(comparison_titles(table) == titles for table, titles in tables.items())
-    assert tracked_values(summary)["tokens_per_second_autoregressive"] == get_value(summary, column.key)
+    assert tracked_values(summary)["tokens_per_second_autoregressive"] == get_value(
+        summary, column.key
+    )
     row = {"name": "one", "label": "one", "systems": [summary], "lossless_to": "target"}
     write_report(tmp_path / "report.html", [], {"rows": [row]})
-    assert "baseline rate" in (tmp_path / "report.html").read_text() and "1014.200" in (tmp_path / "report.html").read_text()
+    assert (
+        "baseline rate" in (tmp_path / "report.html").read_text()
+        and "1014.200" in (tmp_path / "report.html").read_text()
+    )

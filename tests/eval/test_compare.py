@@ -1,4 +1,6 @@
-"""A comparison: its numbers are those of the runs in it, budgets are spent, and what may not be compared is refused."""
+"""A comparison: its numbers are those of the runs in it, budgets are spent, and what may not be
+compared is refused.
+"""
 
 import copy
 import json
@@ -17,15 +19,34 @@ import torch
 from spectrain.cli import main as cli
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
-from spectrain.eval.comparison import SAME_DRAFTER, ScoredRun, check_same, list_differences, list_same_drafter
+from spectrain.eval.comparison import (
+    SAME_DRAFTER,
+    ScoredRun,
+    check_same,
+    list_differences,
+    list_same_drafter,
+)
 from spectrain.eval.memory import MemoryCounter
-from spectrain.eval.recommendations import Variant, advise_sampling, compare_runs, ratio_interval, recommend
+from spectrain.eval.recommendations import (
+    Variant,
+    advise_sampling,
+    compare_runs,
+    ratio_interval,
+    recommend,
+)
 from spectrain.eval.report import print_comparison
 from tests.installed import load_cases
 
 TOKENS = 1200
 COMMON = (
-    *("data.limit=60", "data.held_out=0", "compare.batch=3", "compare.training_free=[ngram]", "tree=eagle2", "tree.depth=3"),
+    *(
+        "data.limit=60",
+        "data.held_out=0",
+        "compare.batch=3",
+        "compare.training_free=[ngram]",
+        "tree=eagle2",
+        "tree.depth=3",
+    ),
     *("eval.limit=2", "eval.max_new_tokens=5", "eval.oracle=false", "eval.repeats=1"),
 )
 
@@ -43,10 +64,15 @@ def run_compare(*words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def comparison_folder(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compare a recipe that leaves the target alone, one that trains it and a drafter without training, on a budget of
-    tokens."""
+    """Compare a recipe that leaves the target alone, one that trains it and a drafter without
+    training, on a budget of tokens."""
     folder = tmp_path_factory.mktemp("compare") / "all"
-    recipes = ("recipes=medusa1,medusa2", "target=hf", f"target.model={shallow_folder}", f"compare.tokens={TOKENS}")
+    recipes = (
+        "recipes=medusa1,medusa2",
+        "target=hf",
+        f"target.model={shallow_folder}",
+        f"compare.tokens={TOKENS}",
+    )
     status, stderr = run_compare(*recipes, *COMMON, f"run={folder}")
     assert status == 0, stderr
     return folder
@@ -58,7 +84,9 @@ def read_comparison(folder: Path) -> dict[str, Any]:
 
 
 def test_rows_are_the_runs_own_numbers(comparison_folder: Path) -> None:
-    """Every row says what the summary of its evaluation says, of the drafter with each of its trees."""
+    """Every row says what the summary of its evaluation says, of the drafter with each of its
+    trees.
+    """
     rows = read_comparison(comparison_folder)["rows"]
     assert [row["name"] for row in rows] == ["medusa1", "medusa2", "ngram"]
     for row in rows:
@@ -66,44 +94,70 @@ def test_rows_are_the_runs_own_numbers(comparison_folder: Path) -> None:
         parts = list_same_drafter(summary).values()
         expected = {"drafter", *(name for name in SAME_DRAFTER if name in summary["compared"])}
         assert set(list_same_drafter(summary)) == expected
-        assert "copies" not in expected or row["systems"][0]["label"].startswith("drafter + retrieval")
+        assert "copies" not in expected or row["systems"][0]["label"].startswith(
+            "drafter + retrieval"
+        )
         for entry, part in zip(row["systems"], parts, strict=True):
             assert entry["acceptance_length"] == part["acceptance_length"]
             assert entry["speedup"] == part["speedup"]
             assert entry["lossless"] == part["lossless"]
         assert row["extra_memory"] == summary["memory"]["extra"]
-        batched = json.loads((comparison_folder / row["name"] / "eval" / "batch3" / "summary.json").read_text())
+        batched = json.loads(
+            (comparison_folder / row["name"] / "eval" / "batch3" / "summary.json").read_text()
+        )
         assert batched["setting"]["batch_size"] == row["batched"]["batch_size"] == 3
 
 
 def test_everything_is_lossless_to_its_target(comparison_folder: Path) -> None:
-    """Every answer is the target's; only the family that trained it is lossless to the trained one."""
+    """Every answer is the target's; only the family that trained it is lossless to the trained
+    one.
+    """
     rows = {row["name"]: row for row in read_comparison(comparison_folder)["rows"]}
     assert {name: row["lossless_to"] for name, row in rows.items()} == {
-        "medusa1": "target", "medusa2": "trained target", "ngram": "target"
-    }  # fmt: skip
-    assert all(entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
-               for row in rows.values() for entry in row["systems"])  # fmt: skip
+        "medusa1": "target",
+        "medusa2": "trained target",
+        "ngram": "target",
+    }
+    assert all(
+        entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
+        for row in rows.values()
+        for entry in row["systems"]
+    )
     assert rows["medusa2"]["drift"]["checked"] == 2
 
 
 def test_budgets_are_spent(comparison_folder: Path) -> None:
-    """Each recipe saw the tokens of the budget, up to half a step, on the same data, whatever its own recipe says."""
+    """Each recipe saw the tokens of the budget, up to half a step, on the same data, whatever
+    its own recipe says.
+    """
     rows = [row for row in read_comparison(comparison_folder)["rows"] if row["trained"]]
     for row in rows:
         assert abs(row["training_tokens"] - TOKENS) < 512
-        lines = [json.loads(line) for line in (comparison_folder / row["name"] / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (comparison_folder / row["name"] / "metrics.jsonl").read_text().splitlines()
+        ]
         assert row["training_tokens"] == lines[-1]["tokens"]
         assert math.isclose(row["training_seconds"], lines[-1]["seconds"], abs_tol=0.02)
-    data = [json.loads((comparison_folder / row["name"] / "provenance.json").read_text())["data"] for row in rows]
+    data = [
+        json.loads((comparison_folder / row["name"] / "provenance.json").read_text())["data"]
+        for row in rows
+    ]
     assert data[0] == data[1]
     text = (comparison_folder / "report.html").read_text()
     assert all(row["name"] in text for row in rows)
 
 
 def test_a_comparison_goes_on(comparison_folder: Path, shallow_folder: Path) -> None:
-    """The same command is refused, and with trainer.resume=auto repeats nothing but what is missing."""
-    recipes = ("recipes=medusa1,medusa2", "target=hf", f"target.model={shallow_folder}", f"compare.tokens={TOKENS}")
+    """The same command is refused, and with trainer.resume=auto repeats nothing but what is
+    missing.
+    """
+    recipes = (
+        "recipes=medusa1,medusa2",
+        "target=hf",
+        f"target.model={shallow_folder}",
+        f"compare.tokens={TOKENS}",
+    )
     again = (*recipes, *COMMON, f"run={comparison_folder}")
     status, stderr = run_compare(*again)
     assert status == 2 and "trainer.resume=auto" in stderr
@@ -112,16 +166,24 @@ def test_a_comparison_goes_on(comparison_folder: Path, shallow_folder: Path) -> 
     (comparison_folder / "ngram" / "eval" / "batch3" / "summary.json").unlink()
     status, stderr = run_compare(*again, "trainer.resume=auto")
     assert status == 0, stderr
-    assert (comparison_folder / "medusa1" / "drafter" / "model.safetensors").stat().st_mtime_ns == saved_at
+    assert (
+        comparison_folder / "medusa1" / "drafter" / "model.safetensors"
+    ).stat().st_mtime_ns == saved_at
     assert (comparison_folder / "ngram" / "eval" / "batch3" / "summary.json").exists()
     assert read_comparison(comparison_folder)["rows"][:2] == before["rows"][:2]
 
 
 @pytest.mark.slow
 def test_finished_runs_are_joined(comparison_folder: Path, tmp_path: Path) -> None:
-    """Runs that are done, named one by one or by the folder they are in, give the rows that they gave together."""
-    for number, named in enumerate(([comparison_folder / "medusa1", comparison_folder / "ngram"], [comparison_folder])):
-        status, stderr = run_compare(*map(str, named), f"run={tmp_path / str(number)}", "compare.batch=3")
+    """Runs that are done, named one by one or by the folder they are in, give the rows that they
+    gave together.
+    """
+    for number, named in enumerate(
+        ([comparison_folder / "medusa1", comparison_folder / "ngram"], [comparison_folder])
+    ):
+        status, stderr = run_compare(
+            *map(str, named), f"run={tmp_path / str(number)}", "compare.batch=3"
+        )
         assert status == 0, stderr
         original_rows = {row["name"]: row for row in read_comparison(comparison_folder)["rows"]}
         rows = read_comparison(tmp_path / str(number))["rows"]
@@ -146,9 +208,15 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("word", MISTAKES)
-def test_mistakes_are_refused(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_mistakes_are_refused(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """Status 2, one sentence with what is valid, and no folder."""
-    monkeypatch.setattr(sys, "argv", ["spectrain", "compare", *word.split(), "target=tiny", f"run={tmp_path / 'out'}"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["spectrain", "compare", *word.split(), "target=tiny", f"run={tmp_path / 'out'}"],
+    )
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     stderr = capsys.readouterr().err
@@ -157,7 +225,9 @@ def test_mistakes_are_refused(word: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_seconds_are_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget of seconds is one of minutes for the trainer, by which its schedule goes too, and no guess at steps."""
+    """A budget of seconds is one of minutes for the trainer, by which its schedule goes too, and
+    no guess at steps.
+    """
     trainer_settings: list[dict[str, Any]] = []
 
     def record_settings(spec: RunSpec, *rest: Any) -> None:
@@ -167,9 +237,10 @@ def test_seconds_are_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("spectrain.eval.compare.train_and_score", record_settings)
     words = "recipes=medusa1", "target=tiny", "compare.seconds=90", *COMMON
     assert run_compare(*words, f"run={tmp_path / 'out'}")[0] == 2
-    assert [(settings["max_minutes"], settings["max_steps"], settings["resume"]) for settings in trainer_settings] == [
-        (1.5, None, "auto")
-    ]
+    assert [
+        (settings["max_minutes"], settings["max_steps"], settings["resume"])
+        for settings in trainer_settings
+    ] == [(1.5, None, "auto")]
 
 
 def change_setting(run: ScoredRun, setting: dict[str, Any]) -> ScoredRun:
@@ -179,9 +250,12 @@ def change_setting(run: ScoredRun, setting: dict[str, Any]) -> ScoredRun:
 
 
 def test_unlike_evaluations_are_refused(comparison_folder: Path, tmp_path: Path) -> None:
-    """Another target, length, type, rule or set of prompts is refused; another machine is only reported."""
+    """Another target, length, type, rule or set of prompts is refused; another machine is only
+    reported.
+    """
     run = ScoredRun.read("one", comparison_folder / "medusa1" / "eval" / "heldout")
-    assert all("to be quoted" in caveat for caveat in list_differences([run, run]))  # as this machine was busy
+    # as this machine was busy
+    assert all("to be quoted" in caveat for caveat in list_differences([run, run]))
     for key, value in (
         ("target", "other"),
         ("max_new_tokens", 99),
@@ -191,7 +265,9 @@ def test_unlike_evaluations_are_refused(comparison_folder: Path, tmp_path: Path)
     ):
         with pytest.raises(UserError, match=f"{key} {value}"):
             check_same([run, change_setting(run, {key: value})])
-    assert "devices" in " ".join(list_differences([run, change_setting(run, {"device": "another"})]))
+    assert "devices" in " ".join(
+        list_differences([run, change_setting(run, {"device": "another"})])
+    )
     lines = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     lines[0]["prompt_tokens"][0] += 1
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -199,31 +275,60 @@ def test_unlike_evaluations_are_refused(comparison_folder: Path, tmp_path: Path)
         check_same([run, ScoredRun(run.name, tmp_path, run.summary, {})])
 
 
-def make_variant(folder: Path, name: str, seconds: list[float], length: float, **row: Any) -> Variant:
-    """Make a drafter of invented speed on prompts of 10 tokens, for which decoding without it takes a second."""
+def make_variant(
+    folder: Path, name: str, seconds: list[float], length: float, **row: Any
+) -> Variant:
+    """Make a drafter of invented speed on prompts of 10 tokens, for which decoding without it
+    takes a second.
+    """
     folder = folder / name
     folder.mkdir()
-    rows = [{"system": "drafter", "id": str(number), "tokens": 10, "seconds": value, "autoregressive_tokens": 10,
-             "autoregressive_seconds": 1.0} for number, value in enumerate(seconds)]  # fmt: skip
+    rows = [
+        {
+            "system": "drafter",
+            "id": str(number),
+            "tokens": 10,
+            "seconds": value,
+            "autoregressive_tokens": 10,
+            "autoregressive_seconds": 1.0,
+        }
+        for number, value in enumerate(seconds)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
     ratio = len(seconds) / sum(seconds)
-    entry = {"label": "chain of 3", "speedup": {"ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01], "predicted": ratio},
-             "acceptance_length": {"pooled": length, "ci95": None}}  # fmt: skip
-    facts = {"lossless_to": "target", "batched": None, "extra_memory": 10_000_000, "trained": True, **row}
+    entry = {
+        "label": "chain of 3",
+        "speedup": {"ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01], "predicted": ratio},
+        "acceptance_length": {"pooled": length, "ci95": None},
+    }
+    facts = {
+        "lossless_to": "target",
+        "batched": None,
+        "extra_memory": 10_000_000,
+        "trained": True,
+        **row,
+    }
     return Variant(ScoredRun(name, folder, {}, {}), "drafter", entry, facts)
 
 
 def test_advice_follows_the_numbers(tmp_path: Path) -> None:
-    """The fastest is named with those that do not differ from it; memory and no training have their own choices; a changed
-    target is never chosen; if nothing gains, no drafter is advised."""
+    """The fastest is named with those that do not differ from it; memory and no training have their
+    own choices; a changed target is never chosen; if nothing gains, no drafter is advised."""
     noise = [0.02 * (-1) ** number for number in range(12)]
     fast = make_variant(tmp_path, "fast", [0.5 + offset for offset in noise], 2.6)
-    near = make_variant(tmp_path, "near", [0.505 - offset for offset in noise], 2.5, extra_memory=1_000_000)
-    slow = make_variant(tmp_path, "slow", [0.8 + offset for offset in noise], 1.5, extra_memory=0, trained=False)
+    near = make_variant(
+        tmp_path, "near", [0.505 - offset for offset in noise], 2.5, extra_memory=1_000_000
+    )
+    slow = make_variant(
+        tmp_path, "slow", [0.8 + offset for offset in noise], 1.5, extra_memory=0, trained=False
+    )
     other = make_variant(tmp_path, "other", [0.3] * 12, 3.0, lossless_to="trained target")
     advice_by_goal = {advice["goal"]: advice for advice in recommend([slow, near, other, fast])}
     assert advice_by_goal["one user"]["choice"].startswith("fast")
-    assert "Not significantly different on these prompts: near (chain of 3)." in advice_by_goal["one user"]["because"]
+    assert (
+        "Not significantly different on these prompts: near (chain of 3)."
+        in advice_by_goal["one user"]["because"]
+    )
     assert "other (chain of 3) is faster still" in advice_by_goal["one user"]["because"]
     assert advice_by_goal["little memory"]["choice"].startswith("near")
     assert advice_by_goal["no training"]["choice"].startswith("slow")
@@ -240,22 +345,30 @@ def test_lossy_drafters_are_not_advised(tmp_path: Path) -> None:
 
 
 def test_how_to_sample_is_advised(tmp_path: Path) -> None:
-    """Drawn children are advised where calibration measured that they are accepted more often than with sample-and-match, once,
-    and not where they are used already."""
+    """Drawn children are advised where calibration measured that they are accepted more often than
+    with sample-and-match, once, and not where they are used already."""
     flat = {"match": {"forecast": 1.72}, "recursive": {"forecast": 3.17}, "better": "recursive"}
     sharp = {"match": {"forecast": 2.9}, "recursive": {"forecast": 2.91}, "better": "match"}
 
     def make_run(name: str, rules: dict[str, Any] | None, rule: str = "match") -> ScoredRun:
-        return ScoredRun(name, tmp_path, {"setting": {"rule": rule}, **({"rules": rules} if rules else {})}, {})
+        return ScoredRun(
+            name, tmp_path, {"setting": {"rule": rule}, **({"rules": rules} if rules else {})}, {}
+        )
 
-    (advice,) = advise_sampling([make_run("plain", None), make_run("flat", flat), make_run("sharp", sharp)])
+    (advice,) = advise_sampling(
+        [make_run("plain", None), make_run("flat", flat), make_run("sharp", sharp)]
+    )
     assert advice["choice"] == "acceptance=sample" and "flat 1.72 to 3.17" in advice["because"]
     assert "sharp" not in advice["because"]
-    assert not advise_sampling([make_run("sharp", sharp)]) and not advise_sampling([make_run("flat", flat, "sample")])
+    assert not advise_sampling([make_run("sharp", sharp)]) and not advise_sampling(
+        [make_run("flat", flat, "sample")]
+    )
 
 
 def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
-    """A speedup above its tokens per forward does not win, and the comparison says which are not to be quoted."""
+    """A speedup above its tokens per forward does not win, and the comparison says which are not
+    to be quoted.
+    """
     slowed = make_variant(tmp_path, "slowed", [0.3] * 10, 1.4)
     slowed.entry["speedup"] |= {"at_most": 1.4, "quotable": False, "reason": "slowed"}
     good = make_variant(tmp_path, "good", [0.6] * 10, 2.0)
@@ -263,10 +376,15 @@ def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
 
 
 def test_no_goal_is_met_by_a_slower_drafter(tmp_path: Path) -> None:
-    """A drafter that adds little memory and no speed is not advised, whatever its tokens per forward are."""
+    """A drafter that adds little memory and no speed is not advised, whatever its tokens per
+    forward are.
+    """
     slow = make_variant(tmp_path, "slow", [3.3] * 10, 5.5, extra_memory=500_000)
     advice = {item["goal"]: item for item in recommend([slow])}
-    assert advice["little memory"]["choice"] == "none" and "faster" in advice["little memory"]["because"]
+    assert (
+        advice["little memory"]["choice"] == "none"
+        and "faster" in advice["little memory"]["because"]
+    )
     quick = make_variant(tmp_path, "quick", [0.8] * 10, 1.5)
     choices = {item["goal"]: item["choice"] for item in recommend([slow, quick])}
     assert choices["little memory"].startswith("quick") and choices["one user"].startswith("quick")
@@ -274,11 +392,23 @@ def test_no_goal_is_met_by_a_slower_drafter(tmp_path: Path) -> None:
 
 def test_a_speedup_that_may_not_be_quoted_is_not_advised(tmp_path: Path) -> None:
     """Neither for one user nor for many: the quiet run is named, or none with the reason."""
-    batched = {"batch_size": 3, "label": "chain of 3", "speedup": {"ratio": 1.08, "predicted": None, "quotable": True}}
+    batched = {
+        "batch_size": 3,
+        "label": "chain of 3",
+        "speedup": {"ratio": 1.08, "predicted": None, "quotable": True},
+    }
     noisy = make_variant(tmp_path, "noisy", [0.3] * 10, 2.6, batched=batched)
-    noisy.run.summary["speedup"] = {"ratio": 3.3, "quotable": False, "reason": "the machine was busy"}
+    noisy.run.summary["speedup"] = {
+        "ratio": 3.3,
+        "quotable": False,
+        "reason": "the machine was busy",
+    }
     (one, length) = recommend([noisy])
-    assert one == {"goal": "one user", "choice": "none", "because": "No speedup of them may be quoted: the machine was busy."}
+    assert one == {
+        "goal": "one user",
+        "choice": "none",
+        "because": "No speedup of them may be quoted: the machine was busy.",
+    }
     assert length["goal"] == "tokens per forward" and length["choice"].startswith("noisy")
     quiet = make_variant(tmp_path, "quiet", [0.9] * 10, 1.2)
     choices = {item["goal"]: item["choice"] for item in recommend([noisy, quiet])}
@@ -287,8 +417,11 @@ def test_a_speedup_that_may_not_be_quoted_is_not_advised(tmp_path: Path) -> None
 
 
 def test_forwards_that_draft_count(tmp_path: Path) -> None:
-    """The tokens of a round that drafts with the target itself are divided by all forwards of the round."""
-    doubled, single = make_variant(tmp_path, "two", [1.5] * 10, 2.4), make_variant(tmp_path, "one", [1.2] * 10, 1.6)
+    """The tokens of a round that drafts with the target itself are divided by all forwards of
+    the round.
+    """
+    doubled = make_variant(tmp_path, "two", [1.5] * 10, 2.4)
+    single = make_variant(tmp_path, "one", [1.2] * 10, 1.6)
     doubled.run.summary["bounds"] = {"forwards_per_round": 2}
     assert (doubled.length, single.length) == (1.2, 1.6)
     reasons = {advice["goal"]: advice["because"] for advice in recommend([doubled, single])}
@@ -311,7 +444,11 @@ def test_the_printed_table_is_complete(comparison_folder: Path, capsys: Any) -> 
     for entry in result["rows"][0]["systems"]:
         entry["acceptance_length"]["ci95"] = [10.11, 12.22]
         entry["speedup"]["ci95"] = [10.33, 13.44]
-    result["rows"][0] |= {"trained_parameters": 1_234_567_890, "extra_memory": 12_345_678_900, "training_tokens": 123_456_000}
+    result["rows"][0] |= {
+        "trained_parameters": 1_234_567_890,
+        "extra_memory": 12_345_678_900,
+        "training_tokens": 123_456_000,
+    }
     print_comparison(result)
     printed = capsys.readouterr().out
     assert "\u2026" not in printed
@@ -321,19 +458,24 @@ def test_the_printed_table_is_complete(comparison_folder: Path, capsys: Any) -> 
 
 
 def test_two_speeds_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
-    """Where one is twice as fast on every prompt, however unlike prompts are, the interval of the ratio is 2 itself."""
+    """Where one is twice as fast on every prompt, however unlike prompts are, the interval of
+    the ratio is 2 itself.
+    """
     seconds = [0.1 * (1 + number % 5) for number in range(10)]
-    fast, slow = (
-        make_variant(tmp_path, "one", seconds, 2.0),
-        make_variant(tmp_path, "two", [2 * value for value in seconds], 2.0),
-    )
+    fast = make_variant(tmp_path, "one", seconds, 2.0)
+    slow = make_variant(tmp_path, "two", [2 * value for value in seconds], 2.0)
     assert ratio_interval(fast, slow) == pytest.approx([2.0, 2.0], rel=1e-3)
     assert fast.equals(slow) is False and fast.equals(fast)
 
 
 def test_prompts_decoded_together_give_no_interval(tmp_path: Path) -> None:
-    """Times that prompts share say nothing about their spread: no interval, and no drafter is called equally fast."""
-    variants = [make_variant(tmp_path, name, [value] * 10, 2.0) for name, value in (("fast", 0.5), ("slow", 0.8))]
+    """Times that prompts share say nothing about their spread: no interval, and no drafter is
+    called equally fast.
+    """
+    variants = [
+        make_variant(tmp_path, name, [value] * 10, 2.0)
+        for name, value in (("fast", 0.5), ("slow", 0.8))
+    ]
     for variant in variants:
         variant.entry["speedup"]["ci95"] = None
     assert ratio_interval(*variants) is None and variants[0].equals(variants[1]) is None
@@ -343,7 +485,9 @@ def test_prompts_decoded_together_give_no_interval(tmp_path: Path) -> None:
 
 def test_a_joined_comparison_says_where_runs_are(comparison_folder: Path, tmp_path: Path) -> None:
     """The comparison names folders relative to its own."""
-    result = compare_runs([ScoredRun.read("one", comparison_folder / "medusa1" / "eval" / "heldout")], tmp_path)
+    result = compare_runs(
+        [ScoredRun.read("one", comparison_folder / "medusa1" / "eval" / "heldout")], tmp_path
+    )
     assert (tmp_path / result["rows"][0]["evaluation"] / "summary.json").exists()
 
 
@@ -351,7 +495,9 @@ def test_a_joined_comparison_says_where_runs_are(comparison_folder: Path, tmp_pa
 
 
 def test_held_bytes_are_the_peak() -> None:
-    """Of three tensors two are alive at a time: the peak is the largest pair's; views and writes in place add nothing."""
+    """Of three tensors two are alive at a time: the peak is the largest pair's; views and writes
+    in place add nothing.
+    """
     with MemoryCounter() as counter:
         first = torch.zeros(1000)
         view = first.view(10, 100)

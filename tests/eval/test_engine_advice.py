@@ -1,4 +1,6 @@
-"""Plans, model cards and comparisons say what drafting can gain in an engine that was measured on this machine."""
+"""Plans, model cards and comparisons say what drafting can gain in an engine that was measured
+on this machine.
+"""
 
 import json
 from dataclasses import replace
@@ -16,7 +18,11 @@ from spectrain.servers.row_times import DrafterTimes, RoundTime, Spread, save_ti
 from tests.servers.test_row_times import make_times
 
 # Two drafted tokens are accepted in 0.6 and 0.3 of the rounds.
-SUMMARY = {"tree": {"name": "chain"}, "acceptance_by_depth": [0.6, 0.5], "setting": {"target": "tiny"}}
+SUMMARY = {
+    "tree": {"name": "chain"},
+    "acceptance_by_depth": [0.6, 0.5],
+    "setting": {"target": "tiny"},
+}
 TIMES = make_times({1: 0.01, 2: 0.014, 3: 0.016})
 SLOW_ROUNDS = (RoundTime(64, 1, Spread(0.04, 0.04, 0.04, 9)),)
 
@@ -43,8 +49,14 @@ def test_a_plan_has_the_gain_or_the_command_that_measures_it() -> None:
     save_times(TIMES)
     (sentence,) = advise_engine_gain(make_spec(*words), [0.6, 0.3])
     # 1.9 tokens in 1.6 forwards.
-    assert "In llama.cpp 1.0 (float32, 1 thread" in sentence and "at most 1.19x, with 2 drafted" in sentence
-    assert "With plan.acceptance_rates=[0.6, 0.3]" in sentence and "measured acceptance" not in sentence
+    assert (
+        "In llama.cpp 1.0 (float32, 1 thread" in sentence
+        and "at most 1.19x, with 2 drafted" in sentence
+    )
+    assert (
+        "With plan.acceptance_rates=[0.6, 0.3]" in sentence
+        and "measured acceptance" not in sentence
+    )
 
 
 def test_a_card_has_the_gain_in_the_engines_of_its_layout(tmp_path: Path) -> None:
@@ -54,17 +66,24 @@ def test_a_card_has_the_gain_in_the_engines_of_its_layout(tmp_path: Path) -> Non
     assert gain_section(["llamacpp"], TargetFiles("tiny"), run) == []
     save_times(TIMES)
     assert gain_section(["vllm"], TargetFiles("tiny"), run) == []
-    assert "at most 1.19x" in "\n".join(gain_section(["vllm", "llamacpp"], TargetFiles("tiny"), run))
+    assert "at most 1.19x" in "\n".join(
+        gain_section(["vllm", "llamacpp"], TargetFiles("tiny"), run)
+    )
 
 
 def test_a_comparison_names_the_drafter_that_gains_most(tmp_path: Path) -> None:
     weaker = {**SUMMARY, "acceptance_by_depth": [0.3, 0.5]}
     folders = {name: tmp_path / name / "eval" / "heldout" for name in ("strong", "weak")}
-    runs = [ScoredRun(name, folders[name], summary, {}) for name, summary in (("strong", SUMMARY), ("weak", weaker))]
+    runs = [
+        ScoredRun(name, folders[name], summary, {})
+        for name, summary in (("strong", SUMMARY), ("weak", weaker))
+    ]
     assert advise_engines(runs) == []
     save_times(TIMES)
     (advice,) = advise_engines(runs)
-    assert (advice["goal"], advice["choice"]) == ("in llama.cpp", "strong") and "1.19x" in advice["because"]
+    assert (advice["goal"], advice["choice"]) == ("in llama.cpp", "strong") and "1.19x" in advice[
+        "because"
+    ]
     (advice,) = advise_engines(runs[1:])
     assert advice["choice"] == "no drafter" and "weak's chain" in advice["because"]
     # The rounds of a drafter that were timed themselves count in place of the forwards alone.

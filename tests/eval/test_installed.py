@@ -1,4 +1,6 @@
-"""A drafter is scored in the engine that is installed, and no failure of an engine ends the command."""
+"""A drafter is scored in the engine that is installed, and no failure of an engine ends the
+command.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +25,9 @@ SUMMARY = {
 
 @pytest.fixture
 def spec() -> RunSpec:
-    return RunSpec.from_nodes({"eval": {"_target_": "spectrain.eval.run.Evaluation", "serve_in": "auto"}})
+    return RunSpec.from_nodes(
+        {"eval": {"_target_": "spectrain.eval.run.Evaluation", "serve_in": "auto"}}
+    )
 
 
 def pretend_installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -38,16 +42,26 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 def test_the_first_engine_is_scored(
-    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    spec: RunSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    """The last lines say what the drafter gained in it and how it is served there; without an engine, what to install."""
+    """The last lines say what the drafter gained in it and how it is served there; without an
+    engine, what to install.
+    """
     scored: list[str] = []
-    monkeypatch.setattr(installed, "score_quietly", lambda name, *rest: scored.append(name) or SUMMARY)
+    monkeypatch.setattr(
+        installed, "score_quietly", lambda name, *rest: scored.append(name) or SUMMARY
+    )
     pretend_installed(monkeypatch, "llamacpp", "vllm")
     score_in_engine(spec, tmp_path)
     *_, gain, command = capsys.readouterr().out.splitlines()
     assert scored == ["llamacpp"]
-    assert gain.startswith("In llama.cpp the drafter makes decoding 1.21 times as fast (95 % 1.10 to 1.32): 90.0 tokens/s")
+    assert gain.startswith(
+        "In llama.cpp the drafter makes decoding 1.21 times as fast (95 % 1.10 to 1.32): 90.0 "
+        "tokens/s"
+    )
     assert "It pays there" in gain
     assert command == f"spectrain serve run={tmp_path} server=llamacpp server.threads=2"
     pretend_installed(monkeypatch)
@@ -60,7 +74,10 @@ def test_the_first_engine_is_scored(
 
 
 def test_a_failing_engine_fails_nothing(
-    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    spec: RunSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     def raise_error(*words: Any) -> dict[str, Any]:
         raise RunError("it has ended (exit status 1)")
@@ -68,11 +85,18 @@ def test_a_failing_engine_fails_nothing(
     pretend_installed(monkeypatch, "openvino")
     monkeypatch.setattr(installed, "score_quietly", raise_error)
     score_in_engine(spec, tmp_path)
-    assert "OpenVINO did not serve the drafter: it has ended (exit status 1)." in capsys.readouterr().out
+    assert (
+        "OpenVINO did not serve the drafter: it has ended (exit status 1)."
+        in capsys.readouterr().out
+    )
 
 
-def test_an_engine_is_scored_with_the_first_prompts(spec: RunSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It starts with and without the drafter on ports of its own, on as many prompts as our own score had."""
+def test_an_engine_is_scored_with_the_first_prompts(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It starts with and without the drafter on ports of its own, on as many prompts as our own
+    score had.
+    """
     configs: list[Mapping[str, Any]] = []
     monkeypatch.setattr(installed, "score_server", lambda config: configs.append(config) or SUMMARY)
     folder = tmp_path / "eval" / "heldout"
@@ -84,11 +108,16 @@ def test_an_engine_is_scored_with_the_first_prompts(spec: RunSpec, monkeypatch: 
     (config,) = configs
     assert config["run"] == str(tmp_path) and config["serve"] and config["eval"]["limit"] == 7
     assert (config["eval"]["prompts"], config["eval"]["max_new_tokens"]) == ("mine.jsonl", 32)
-    assert config["server"]["draft_tokens"] == 4 and config["server"]["port"] != config["server"]["baseline_port"]
+    assert (
+        config["server"]["draft_tokens"] == 4
+        and config["server"]["port"] != config["server"]["baseline_port"]
+    )
     assert len({*find_free_ports(3)}) == 3
 
 
-def test_an_engine_that_is_not_installed(spec: RunSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_engine_that_is_not_installed(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def raise_error(self: object) -> None:
         raise UserError("not installed")
 
@@ -96,6 +125,6 @@ def test_an_engine_that_is_not_installed(spec: RunSpec, monkeypatch: pytest.Monk
     trial = next(trial for trial in TRIALS if trial.name == "llamacpp")
     with pytest.raises(UserError, match="not installed"):
         installed.find_settings(trial, spec, tmp_path)
-    assert trial.make_settings("draft-eagle3")["draft_tokens"] == 2 and "draft_tokens" not in trial.make_settings(
-        "draft-dflash"
-    )
+    assert trial.make_settings("draft-eagle3")[
+        "draft_tokens"
+    ] == 2 and "draft_tokens" not in trial.make_settings("draft-dflash")

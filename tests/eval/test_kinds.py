@@ -1,4 +1,6 @@
-"""Acceptance by kind of token and by position: every counted token belongs to one kind and one range."""
+"""Acceptance by kind of token and by position: every counted token belongs to one kind and one
+range.
+"""
 
 import copy
 import json
@@ -31,9 +33,17 @@ from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
 from tests.data.chat_templates import SOURCES, make_template
 
-FUNCTION = {"name": "find", "description": "Find.", "parameters": {"type": "object", "properties": {}}}
+FUNCTION = {
+    "name": "find",
+    "description": "Find.",
+    "parameters": {"type": "object", "properties": {}},
+}
 TOOL = {"type": "function", "function": FUNCTION}
-CALL = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"of": "bees"}}}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "find", "arguments": {"of": "bees"}},
+}
 QUESTION = Conversation([{"role": "user", "content": "Why?"}])
 ANSWER = (
     "<think>\nBees \U0001f41d\U0001f41d dance.\n</think>\n\nA waggle \u4e2d\u6587.\n"
@@ -46,7 +56,9 @@ def encode_text(template: ChatTemplate, text: str) -> list[int]:
 
 
 def make_turn(template: ChatTemplate, text: str, lengths: dict[str, int]) -> Turn:
-    """Return a turn whose rounds have the length of the kind of their first token; the last round may be cut."""
+    """Return a turn whose rounds have the length of the kind of their first token; the last
+    round may be cut.
+    """
     output = encode_text(template, text)
     kinds = token_kinds(template, output, opening_kind(template, QUESTION))
     rounds: list[int] = []
@@ -57,11 +69,18 @@ def make_turn(template: ChatTemplate, text: str, lengths: dict[str, int]) -> Tur
 
 
 def test_the_markers_separate_the_kinds() -> None:
-    """Tokens of one kind join to the text of that kind, although characters of several tokens stand before the markers."""
+    """Tokens of one kind join to the text of that kind, although characters of several tokens
+    stand before the markers.
+    """
     template = make_template("qwen3")
     output = encode_text(template, ANSWER)
     kinds = token_kinds(template, output, opening_kind(template, QUESTION))
-    texts = {kind: template.tokenizer.decode([token for token, other in zip(output, kinds) if other == kind]) for kind in kinds}
+    texts = {
+        kind: template.tokenizer.decode(
+            [token for token, other in zip(output, kinds) if other == kind]
+        )
+        for kind in kinds
+    }
     assert [run["kind"] for run in kind_runs(kinds)] == ["reasoning", "content", "tool_calls"]
     assert sum(run["tokens"] for run in kind_runs(kinds)) == len(output)
     assert texts["reasoning"].strip() == ANSWER[: ANSWER.index("</think>") + 8]
@@ -71,11 +90,20 @@ def test_the_markers_separate_the_kinds() -> None:
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_every_template_counts_each_token_once(name: str) -> None:
-    """Rounds and tokens by kind and by position add up to those of the acceptance length, whatever the template."""
+    """Rounds and tokens by kind and by position add up to those of the acceptance length,
+    whatever the template.
+    """
     template = make_template(name)
-    turns = [make_turn(template, text, {"reasoning": 2, "content": 3, "tool_calls": 4}) for text in (ANSWER, "Hi. " * 300)]
+    turns = [
+        make_turn(template, text, {"reasoning": 2, "content": 3, "tool_calls": 4})
+        for text in (ANSWER, "Hi. " * 300)
+    ]
     rounds = [length for turn in turns for length in turn.drafted.complete_round_lengths]
-    groupings = (acceptance_by_kind(turns, template), acceptance_by_position(turns), acceptance_by_text_position(turns))
+    groupings = (
+        acceptance_by_kind(turns, template),
+        acceptance_by_position(turns),
+        acceptance_by_text_position(turns),
+    )
     for groups in groupings:
         assert sum(group.tokens for group in groups.values()) == sum(rounds)
         assert sum(group.rounds for group in groups.values()) == len(rounds)
@@ -84,38 +112,67 @@ def test_every_template_counts_each_token_once(name: str) -> None:
 
 
 def test_a_drafter_of_content_gives_a_token_per_forward_of_reasoning() -> None:
-    """Rounds belong to the kind of their first token; the acceptance of one kind does not change that of another."""
+    """Rounds belong to the kind of their first token; the acceptance of one kind does not change
+    that of another.
+    """
     template = make_template("qwen3")
-    groups = acceptance_by_kind([make_turn(template, ANSWER, {"reasoning": 1, "content": 3, "tool_calls": 1})], template)
+    groups = acceptance_by_kind(
+        [make_turn(template, ANSWER, {"reasoning": 1, "content": 3, "tool_calls": 1})], template
+    )
     assert list(groups) == ["content", "reasoning", "tool_calls"]
     assert groups["reasoning"].acceptance_length == groups["tool_calls"].acceptance_length == 1.0
     assert groups["content"].acceptance_length == 3.0
 
 
 def test_a_generation_prompt_opens_the_reasoning() -> None:
-    """A template that writes <think> itself makes the answer begin with reasoning; plain text begins with content."""
+    """A template that writes <think> itself makes the answer begin with reasoning; plain text
+    begins with content.
+    """
     opening = make_template("deepseek_r1")
     assert opening_kind(opening, QUESTION) == "reasoning"
     assert (
-        opening_kind(make_template("qwen3"), QUESTION) == opening_kind(opening, Conversation([], text="<think>")) == "content"
+        opening_kind(make_template("qwen3"), QUESTION)
+        == opening_kind(opening, Conversation([], text="<think>"))
+        == "content"
     )
     kinds = token_kinds(opening, encode_text(opening, "So.\n</think>\n\nYes."), "reasoning")
     assert (kinds[0], kinds[-1]) == ("reasoning", "content")
 
 
 @pytest.mark.parametrize(
-    "position, name", [(1, "0-256"), (255, "0-256"), (256, "256-1k"), (1023, "256-1k"), (1024, "1k-4k"), (4096, "4k+")]
+    "position, name",
+    [
+        (1, "0-256"),
+        (255, "0-256"),
+        (256, "256-1k"),
+        (1023, "256-1k"),
+        (1024, "1k-4k"),
+        (4096, "4k+"),
+    ],
 )
 def test_positions_have_ranges(position: int, name: str) -> None:
     assert position_range(position) == name
 
 
-@pytest.mark.parametrize("length, name", [(1, "0-1k"), (1022, "0-1k"), (1023, "1k-2k"), (4096, "4k-8k"), (40_000, "32k+")])
+@pytest.mark.parametrize(
+    "length, name",
+    [(1, "0-1k"), (1022, "0-1k"), (1023, "1k-2k"), (4096, "4k-8k"), (40_000, "32k+")],
+)
 def test_a_text_position_includes_the_prompt(length: int, name: str) -> None:
-    """The first round begins after the prompt and the prefill's token; a prompt of unknown length has no position."""
-    turns = [Turn(str(n), 0, "all", answer, answer) for n, size in enumerate((2, 3)) for answer in [make_answer(length, size)]]
+    """The first round begins after the prompt and the prefill's token; a prompt of unknown
+    length has no position.
+    """
+    turns = [
+        Turn(str(n), 0, "all", answer, answer)
+        for n, size in enumerate((2, 3))
+        for answer in [make_answer(length, size)]
+    ]
     (group,) = acceptance_by_text_position(turns).items()
-    assert group[0] == name and (group[1].acceptance_length, group[1].rounds, group[1].tokens) == (2.5, 2, 5)
+    assert group[0] == name and (group[1].acceptance_length, group[1].rounds, group[1].tokens) == (
+        2.5,
+        2,
+        5,
+    )
     assert group[1].ci95 == acceptance_interval(turns)
     unknown = make_answer(0, 2)
     assert acceptance_by_text_position([Turn("a", 0, "all", unknown, unknown)]) == {}
@@ -127,48 +184,90 @@ def make_answer(prompt_length: int, round_length: int) -> Generation:
     return Generation([1] * prompt_length, [1] * (1 + round_length), round_lengths=[round_length])
 
 
-def test_scoring_writes_kinds_and_positions(shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the template opens the reasoning and the target never ends it, all tokens are reasoning, in table, page and
-    files; a plain chat has content alone, and nothing is printed about it."""
+def test_scoring_writes_kinds_and_positions(
+    shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the template opens the reasoning and the target never ends it, all tokens are
+    reasoning, in table, page and files; a plain chat has content alone, and nothing is printed
+    about it."""
     thinking = copy.copy(shallow)
     thinking.tokenizer = copy.deepcopy(shallow.tokenizer)
     thinking.tokenizer.chat_template = str(SOURCES["deepseek_r1"])
     thinking.template = ChatTemplate(thinking.tokenizer)
     for target, kind in ((thinking, "reasoning"), (shallow, "content")):
-        summary = score_prompts(target, tmp_path / kind, [{"prompt": "one two three one two three one"}])
+        summary = score_prompts(
+            target, tmp_path / kind, [{"prompt": "one two three one two three one"}]
+        )
         counted = sum(count * length for length, count in enumerate(summary["tokens_by_round"], 1))
-        assert {name: group["tokens"] for name, group in summary["by_kind"].items()} == {kind: counted}
-        assert {name: group["tokens"] for name, group in summary["by_position"].items()} == {"0-256": counted}
-        assert summary["by_kind"][kind]["acceptance_length"] == summary["acceptance_length"]["pooled"]
-        (line,) = map(json.loads, (tmp_path / kind / "out" / "samples.jsonl").read_text().splitlines())
+        assert {name: group["tokens"] for name, group in summary["by_kind"].items()} == {
+            kind: counted
+        }
+        assert {name: group["tokens"] for name, group in summary["by_position"].items()} == {
+            "0-256": counted
+        }
+        assert (
+            summary["by_kind"][kind]["acceptance_length"] == summary["acceptance_length"]["pooled"]
+        )
+        (line,) = map(
+            json.loads, (tmp_path / kind / "out" / "samples.jsonl").read_text().splitlines()
+        )
         assert line["kinds"] == [{"kind": kind, "tokens": len(line["output_tokens"])}]
-        printed, page = capsys.readouterr().out, (tmp_path / kind / "out" / "report.html").read_text()
-        assert ("by kind of token: reasoning" in printed.replace("\n", " ")) == (kind == "reasoning")
+        printed = capsys.readouterr().out
+        page = (tmp_path / kind / "out" / "report.html").read_text()
+        assert ("by kind of token: reasoning" in printed.replace("\n", " ")) == (
+            kind == "reasoning"
+        )
         assert ("By kind of token" in page) == (kind == "reasoning")
         assert (f"acceptance_of/{kind}" in tracked_values(summary)) == (kind == "reasoning")
 
 
-def score_prompts(target: Target, folder: Path, rows: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+def score_prompts(
+    target: Target, folder: Path, rows: list[dict[str, Any]], **settings: Any
+) -> dict[str, Any]:
     folder.mkdir()
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluation = Evaluation(
-        prompts=str(file), max_new_tokens=12, repeats=1, measured=False, **{"baselines": (), "oracle": False, **settings}
+        prompts=str(file),
+        max_new_tokens=12,
+        repeats=1,
+        measured=False,
+        **{"baselines": (), "oracle": False, **settings},
     )
     setting = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
-    return evaluation.score(Candidate(target, Ngram(target), Chain(3), Greedy(), setting), folder / "out")
+    return evaluation.score(
+        Candidate(target, Ngram(target), Chain(3), Greedy(), setting), folder / "out"
+    )
 
 
-def test_kinds_stand_in_the_table_and_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kinds_stand_in_the_table_and_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each kind and range that occurs is printed once with its tokens per forward."""
     from tests.eval.test_report import make_entry
 
     template = make_template("qwen3")
-    turns = [make_turn(template, text, {"reasoning": 2, "content": 3, "tool_calls": 4}) for text in (ANSWER, "Hi. " * 300)]
-    groups = {"by_kind": acceptance_by_kind(turns, template), "by_position": acceptance_by_position(turns)}
-    numbers = {key: {name: asdict(group) for name, group in value.items()} for key, value in groups.items()}
-    setting = {"recipe": "eagle3", "target": "tiny", "prompts": 1, "max_new_tokens": 9, "batch_size": 1, "device": "cpu",
-               "dtype": "float32", "drafter": {}}  # fmt: skip
+    turns = [
+        make_turn(template, text, {"reasoning": 2, "content": 3, "tool_calls": 4})
+        for text in (ANSWER, "Hi. " * 300)
+    ]
+    groups = {
+        "by_kind": acceptance_by_kind(turns, template),
+        "by_position": acceptance_by_position(turns),
+    }
+    numbers = {
+        key: {name: asdict(group) for name, group in value.items()} for key, value in groups.items()
+    }
+    setting = {
+        "recipe": "eagle3",
+        "target": "tiny",
+        "prompts": 1,
+        "max_new_tokens": 9,
+        "batch_size": 1,
+        "device": "cpu",
+        "dtype": "float32",
+        "drafter": {},
+    }
     summary = {
         **make_entry("drafter"),
         "compared": {},
@@ -180,16 +279,24 @@ def test_kinds_stand_in_the_table_and_on_the_page(tmp_path: Path, capsys: pytest
     print_table(summary)
     printed = capsys.readouterr().out.replace("\n", " ")
     lengths = ", ".join(f"{column.title} {column.cell(summary)}" for column in KIND_COLUMNS)
-    assert f"by kind of token: {lengths}." in printed and "by position in the answer, in tokens: 0-256 " in printed
+    assert (
+        f"by kind of token: {lengths}." in printed
+        and "by position in the answer, in tokens: 0-256 " in printed
+    )
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     write_report(tmp_path / "report.html", [tmp_path])
     page = (tmp_path / "report.html").read_text()
-    assert all(f">{title}</th>" in page for title in ("reasoning", "content", "tool calls", "0-256", "256-1k"))
+    assert all(
+        f">{title}</th>" in page
+        for title in ("reasoning", "content", "tool calls", "0-256", "256-1k")
+    )
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_scoring_and_training_agree_on_the_kinds(name: str) -> None:
-    """The kinds of an answer's tokens in scoring are those that loss masks have for the same tokens in training."""
+    """The kinds of an answer's tokens in scoring are those that loss masks have for the same
+    tokens in training.
+    """
     template = make_template(name)
     question = {"role": "user", "content": "Where are bees?"}
     answers: list[dict[str, Any]] = [
@@ -202,10 +309,14 @@ def test_scoring_and_training_agree_on_the_kinds(name: str) -> None:
         conversation = Conversation([question, answer], [TOOL] if "tool_calls" in answer else None)
         (example,) = tokenize_conversation(template, conversation)
         begin = len(example.prompt)
-        output = [token for token, counts in zip(example.tokens[begin:], example.mask[begin:]) if counts]
+        output = [
+            token for token, counts in zip(example.tokens[begin:], example.mask[begin:]) if counts
+        ]
         first = opening_kind(template, conversation.up_to(1))
         if first == "reasoning" and "reasoning_content" not in answer:
             # Training on such a row begins without the reasoning that the generation prompt opens.
             continue
         scored = token_kinds(template, output, first)
-        assert [KIND_CODES[kind] for kind in scored] == [code for code in example.kinds if code], answer
+        assert [KIND_CODES[kind] for kind in scored] == [code for code in example.kinds if code], (
+            answer
+        )

@@ -18,7 +18,13 @@ def store(shallow: Target, tmp_path: Path) -> Datastore:
     answer = list(range(40, 80))
     questions = ["Why do bees dance in the hive at noon?"]
     answers = [shallow.tokenizer.decode(answer[:20])]
-    write_store(tmp_path / "store", [[1, *answer]], questions, answers, {"tokenizer": hash_vocabulary(shallow.tokenizer)})
+    write_store(
+        tmp_path / "store",
+        [[1, *answer]],
+        questions,
+        answers,
+        {"tokenizer": hash_vocabulary(shallow.tokenizer)},
+    )
     return Datastore(str(tmp_path / "store"), shallow.tokenizer)
 
 
@@ -33,13 +39,17 @@ def test_copied_prompts_are_refused(store: Datastore) -> None:
 
 
 def test_copied_answers_are_refused(store: Datastore, shallow: Target) -> None:
-    """An answer that the store holds from beginning to end is refused, by its tokens or its words; a short one is no sign."""
+    """An answer that the store holds from beginning to end is refused, by its tokens or its
+    words; a short one is no sign.
+    """
 
     def make_turn(output: list[int]) -> Turn:
         generation = Generation([5], output=output)
         return Turn("one", 0, "all", generation, generation)
 
-    refuse_answers(store, [make_turn(list(range(40, 79)) + [9]), make_turn([40, 41, 42])], shallow.tokenizer)
+    refuse_answers(
+        store, [make_turn(list(range(40, 79)) + [9]), make_turn([40, 41, 42])], shallow.tokenizer
+    )
     for output in (list(range(41, 70)), list(range(40, 60))):
         with pytest.raises(UserError, match="holds the answer to prompt one"):
             refuse_answers(store, [make_turn(output)], shallow.tokenizer)

@@ -1,6 +1,7 @@
 """report.html: it says what the files say, alone, to a reader at a desk, with a phone, or on paper.
 
-A browser looks at it where there is one (Debian's chromium); with SPECTRAIN_BROWSER=required a missing one is a failure.
+A browser looks at it where there is one (Debian's chromium); with SPECTRAIN_BROWSER=required a
+missing one is a failure.
 """
 
 import json
@@ -26,12 +27,27 @@ from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
-ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-             "--disable-sync", "--no-first-run"]  # fmt: skip
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
 SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
 ROWS = [
-    {"id": "count", "category": "math", "turns": ["Count: one two three one two three one two", "Go on."]},
-    {"id": "why", "category": "talk", "turns": ["Why is the sky <b>blue</b>?<script>document.title = 'broken'</script>"]},
+    {
+        "id": "count",
+        "category": "math",
+        "turns": ["Count: one two three one two three one two", "Go on."],
+    },
+    {
+        "id": "why",
+        "category": "talk",
+        "turns": ["Why is the sky <b>blue</b>?<script>document.title = 'broken'</script>"],
+    },
     {"id": "name", "category": "talk", "turns": ["Name a color."]},
 ]
 
@@ -40,13 +56,25 @@ def score_prompts(target: Target, drafter: Drafter, builder: TreeBuilder, run: P
     """The folder of an evaluation of three prompts, inside a run with a few metrics."""
     run.mkdir()
     (run / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    metrics = [{"step": step, "loss": 5 / step, "agreement": [0.1 * step, 0.05 * step]} for step in range(1, 6)]
+    metrics = [
+        {"step": step, "loss": 5 / step, "agreement": [0.1 * step, 0.05 * step]}
+        for step in range(1, 6)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (run / "config.yaml").write_text("drafter: {}\n")
     evaluation = Evaluation(
-        prompts=str(run / "prompts.jsonl"), max_new_tokens=10, repeats=1, baselines=("ngram",), calibration_limit=1
+        prompts=str(run / "prompts.jsonl"),
+        max_new_tokens=10,
+        repeats=1,
+        baselines=("ngram",),
+        calibration_limit=1,
     )
-    setting = {"target": "tiny", "recipe": drafter.__class__.__name__, "dtype": "float32", "device": "cpu"}
+    setting = {
+        "target": "tiny",
+        "recipe": drafter.__class__.__name__,
+        "dtype": "float32",
+        "device": "cpu",
+    }
     evaluation.score(Candidate(target, drafter, builder, Greedy(), setting), run / "eval" / "few")
     return run / "eval" / "few"
 
@@ -58,21 +86,42 @@ def folders(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     torch.manual_seed(0)
     eagle3 = Eagle3(shallow, vocab_size=512)
     eagle3.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
-    evaluations = {"eagle3": score_prompts(shallow, eagle3, Eagle2(3, 8, 3), root / "eagle3"),
-                   "ngram": score_prompts(shallow, Ngram(shallow), Chain(3), root / "ngram")}  # fmt: skip
-    write_report(root / "report.html", list(evaluations.values()), describe_comparison(root, evaluations))
+    evaluations = {
+        "eagle3": score_prompts(shallow, eagle3, Eagle2(3, 8, 3), root / "eagle3"),
+        "ngram": score_prompts(shallow, Ngram(shallow), Chain(3), root / "ngram"),
+    }
+    write_report(
+        root / "report.html", list(evaluations.values()), describe_comparison(root, evaluations)
+    )
     return {**evaluations, "comparison": root}
 
 
 def describe_comparison(root: Path, evaluations: dict[str, Path]) -> dict[str, Any]:
-    """A comparison of these evaluations, as `spectrain compare` describes it; the last row lacks what may be missing."""
+    """A comparison of these evaluations, as `spectrain compare` describes it; the last row lacks
+    what may be missing.
+    """
     rows: list[dict[str, Any]] = []
     for name, folder in evaluations.items():
-        own, where = read_summary(folder), str(folder.relative_to(root))
-        system = {key: own[key] for key in ("label", "acceptance_length", "speedup", "tokens_per_second", "lossless")}
-        rows.append({"name": name, "label": name, "family": name, "evaluation": where, "systems": [system],
-                     "trained_parameters": 123456, "training_seconds": 45.1, "extra_memory": 2**21,
-                     "batched": {"batch_size": 8, "speedup": {"ratio": 1.25}}, "lossless_to": "target"})  # fmt: skip
+        own = read_summary(folder)
+        where = str(folder.relative_to(root))
+        system = {
+            key: own[key]
+            for key in ("label", "acceptance_length", "speedup", "tokens_per_second", "lossless")
+        }
+        rows.append(
+            {
+                "name": name,
+                "label": name,
+                "family": name,
+                "evaluation": where,
+                "systems": [system],
+                "trained_parameters": 123456,
+                "training_seconds": 45.1,
+                "extra_memory": 2**21,
+                "batched": {"batch_size": 8, "speedup": {"ratio": 1.25}},
+                "lossless_to": "target",
+            }
+        )
     rows.append({"name": "bare"})
     advice = [{"goal": "no training", "choice": "ngram", "because": "it needs none."}]
     return {
@@ -98,7 +147,10 @@ def browser() -> Iterator[Browser]:
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         if os.environ.get("SPECTRAIN_BROWSER") == "required":
-            pytest.fail("SPECTRAIN_BROWSER=required, and there is no chromium and no google-chrome; install one")
+            pytest.fail(
+                "SPECTRAIN_BROWSER=required, and there is no chromium and no google-chrome; "
+                "install one"
+            )
         pytest.skip("there is no chromium and no google-chrome to look at the page with")
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
@@ -107,7 +159,9 @@ def browser() -> Iterator[Browser]:
 
 
 def open_page(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]:
-    """Open the page at a size; return it with its complaints and its network requests, which are refused."""
+    """Open the page at a size; return it with its complaints and its network requests, which are
+    refused.
+    """
     width, height = SIZES[size]
     page = browser.new_page(viewport={"width": width, "height": height})
     troubles: list[str] = []
@@ -128,8 +182,12 @@ def open_page(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]
 
 @pytest.mark.parametrize("name", ["eagle3", "ngram"])
 def test_drafts_agree_with_samples(shallow: Target, folders: dict[str, Path], name: str) -> None:
-    """The text and its rounds are those of samples.jsonl; accepted tokens are the emitted ones without the target's own."""
-    samples = {(line["id"], line["turn"]): line for line in read_lines(folders[name], "samples.jsonl")}
+    """The text and its rounds are those of samples.jsonl; accepted tokens are the emitted ones
+    without the target's own.
+    """
+    samples = {
+        (line["id"], line["turn"]): line for line in read_lines(folders[name], "samples.jsonl")
+    }
     *turns, counts = read_lines(folders[name], "drafts.jsonl")
     assert [turn["id"] for turn in turns] == ["count", "why", "name"]
     accepted = drafted = rounds = 0
@@ -145,7 +203,9 @@ def test_drafts_agree_with_samples(shallow: Target, folders: dict[str, Path], na
             start += round["emitted"]
             if start <= len(turn["pieces"]):  # a round that was not cut short
                 assert round["emitted"] == len(round["kept"]) + 1
-                accepted, drafted, rounds = accepted + len(round["kept"]), drafted + len(round["tokens"]) - 1, rounds + 1
+                accepted = accepted + len(round["kept"])
+                drafted = drafted + len(round["tokens"]) - 1
+                rounds = rounds + 1
     positions = counts["tree"]["places"].values()
     assert (
         sum(counts_of_position[1] for counts_of_position in positions),
@@ -164,14 +224,18 @@ def test_characters_of_several_tokens_are_not_cut(shallow: Target) -> None:
 
 
 def test_the_accepted_path_among_equal_children() -> None:
-    """Children drawn with replacement can be equal: the one whose own child was accepted is on the path."""
+    """Children drawn with replacement can be equal: the one whose own child was accepted is on
+    the path.
+    """
     draft = EmittableTree(tokens=[1, 7, 7, 8], parents=[-1, 0, 0, 2], depths=[0, 1, 1, 2], count=3)
     assert draft.accepted_nodes([7, 8]) == [2, 3] and draft.accepted_nodes([]) == []
     assert tree_positions(draft.parents) == [(), (0,), (1,), (1, 0)]
 
 
 def test_shown_prompts_cover_the_categories() -> None:
-    """One of every category comes before a second of any, follow-up turns are left out, and rows are those of the scoring."""
+    """One of every category comes before a second of any, follow-up turns are left out, and rows
+    are those of the scoring.
+    """
 
     class Turn:
         def __init__(self, category: str, turn: int = 0) -> None:
@@ -184,22 +248,35 @@ def test_shown_prompts_cover_the_categories() -> None:
 def test_the_same_files_give_the_same_page(folders: dict[str, Path]) -> None:
     """The page is the same byte for byte, figures included."""
     write_report(folders["eagle3"] / "again.html", [folders["eagle3"]])
-    assert (folders["eagle3"] / "again.html").read_text() == (folders["eagle3"] / "report.html").read_text()
+    assert (folders["eagle3"] / "again.html").read_text() == (
+        folders["eagle3"] / "report.html"
+    ).read_text()
 
 
 def test_a_missing_file_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
-    """With summary.json alone the table is shown and the page names the missing files; so with no file at all."""
+    """With summary.json alone the table is shown and the page names the missing files; so with
+    no file at all.
+    """
     shutil.copy(folders["ngram"] / "summary.json", tmp_path)
     write_report(tmp_path / "report.html", [tmp_path])
     page = (tmp_path / "report.html").read_text()
-    assert "samples.jsonl, drafts.jsonl, metrics.jsonl" in page and 'class="systems"' in page and 'class="answer"' not in page
+    assert (
+        "samples.jsonl, drafts.jsonl, metrics.jsonl" in page
+        and 'class="systems"' in page
+        and 'class="answer"' not in page
+    )
     write_report(tmp_path / "empty.html", [tmp_path / "nothing"])
-    assert "summary.json, samples.jsonl, drafts.jsonl, metrics.jsonl" in (tmp_path / "empty.html").read_text()
+    assert (
+        "summary.json, samples.jsonl, drafts.jsonl, metrics.jsonl"
+        in (tmp_path / "empty.html").read_text()
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["eagle3", "ngram", "comparison"])
-def test_page_stands_alone_and_fits(browser: Browser, folders: dict[str, Path], name: str, size: str) -> None:
+def test_page_stands_alone_and_fits(
+    browser: Browser, folders: dict[str, Path], name: str, size: str
+) -> None:
     """No request, no script, no complaint; nothing is wider than the window, and ids are unique."""
     page, troubles = open_page(browser, folders[name] / "report.html", size)
     assert troubles == [] and "broken" not in page.title()
@@ -208,38 +285,57 @@ def test_page_stands_alone_and_fits(browser: Browser, folders: dict[str, Path], 
     ids = page.evaluate("Array.from(document.querySelectorAll('[id]'), element => element.id)")
     assert len(ids) == len(set(ids))
     page.emulate_media(media="print")
-    assert page.locator(".tip:visible").count() == 0 and page.locator("table:visible").count() == page.locator("table").count()
+    assert (
+        page.locator(".tip:visible").count() == 0
+        and page.locator("table:visible").count() == page.locator("table").count()
+    )
     assert page.pdf(format="A4").startswith(b"%PDF")
     page.close()
 
 
 def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, Path]) -> None:
-    """Every system's row, depth and category, the positions of the tree, and the curves are the summary's."""
+    """Every system's row, depth and category, the positions of the tree, and the curves are the
+    summary's.
+    """
     page, _ = open_page(browser, folders["eagle3"] / "report.html", "desktop")
     expected = read_summary(folders["eagle3"])
     rows = [row.split("\t") for row in page.locator(".systems tbody tr").all_inner_texts()]
     assert [float(row[1]) for row in rows] == [
-        1.0, *(round(entry["acceptance_length"]["pooled"], 2) for entry in (expected, *expected["compared"].values()))
-    ]  # fmt: skip
+        1.0,
+        *(
+            round(entry["acceptance_length"]["pooled"], 2)
+            for entry in (expected, *expected["compared"].values())
+        ),
+    ]
     assert rows[1][4] == format_speedup(expected["speedup"]) and rows[1][7] == "4 of 4"
     assert page.locator(".categories tbody tr").count() == len(expected["by_category"])
     assert page.locator(".shares tbody tr").count() == 2
     positions = read_lines(folders["eagle3"], "drafts.jsonl")[-1]["tree"]["places"]
-    assert page.locator(".tree .node").count() == len(positions) and page.locator(".tree .root").count() == 1
+    assert (
+        page.locator(".tree .node").count() == len(positions)
+        and page.locator(".tree .root").count() == 1
+    )
     assert page.locator("svg.plot").count() == 1
     page.close()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_token_says_who_proposed_it(browser: Browser, folders: dict[str, Path], size: str) -> None:
-    """Pointed at or reached with the keyboard, a token tells its round, its depth or the target, and what was rejected."""
+def test_a_token_says_who_proposed_it(
+    browser: Browser, folders: dict[str, Path], size: str
+) -> None:
+    """Pointed at or reached with the keyboard, a token tells its round, its depth or the target,
+    and what was rejected.
+    """
     page, _ = open_page(browser, folders["ngram"] / "report.html", size)
     turns = enumerate(read_lines(folders["ngram"], "drafts.jsonl"))
-    index, turn = next((index, turn) for index, turn in turns if any(round["kept"] for round in turn["rounds"]))
+    index, turn = next(
+        (index, turn) for index, turn in turns if any(round["kept"] for round in turn["rounds"])
+    )
     number = next(number for number, round in enumerate(turn["rounds"], 1) if round["kept"])
     answer = page.locator(".answer").nth(index)
     run = answer.locator(".run").nth(number - 1)
-    first, own = run.locator(".token").first, run.locator(".target")
+    first = run.locator(".token").first
+    own = run.locator(".target")
     assert not first.locator(".tip").is_visible()
     first.hover()
     assert first.locator(".tip").inner_text().startswith(f"Round {number}: drafter at depth 1.")
@@ -249,17 +345,28 @@ def test_a_token_says_who_proposed_it(browser: Browser, folders: dict[str, Path]
         page.mouse.move(0, 0)
         own.focus()
         assert own.locator(".tip").inner_text().startswith(f"Round {number}: the target itself")
-    rejected = next(((number, round) for number, round in enumerate(turn["rounds"], 1)
-                     if not round["kept"] and len(round["tokens"]) > 1), None)  # fmt: skip
+    rejected = next(
+        (
+            (number, round)
+            for number, round in enumerate(turn["rounds"], 1)
+            if not round["kept"] and len(round["tokens"]) > 1
+        ),
+        None,
+    )
     if rejected is not None:
         replacement = answer.locator(".run").nth(rejected[0] - 1).locator(".token")
         replacement.hover()
-        assert "in place of the draft" in replacement.locator(".tip").inner_text() and replacement.locator("q").count() == 1
+        assert (
+            "in place of the draft" in replacement.locator(".tip").inner_text()
+            and replacement.locator("q").count() == 1
+        )
     page.close()
 
 
 def test_comparison_comes_first(browser: Browser, folders: dict[str, Path]) -> None:
-    """Its table, advice and chart stand before a section for every family, which the rows lead to."""
+    """Its table, advice and chart stand before a section for every family, which the rows lead
+    to.
+    """
     page, _ = open_page(browser, folders["comparison"] / "report.html", "desktop")
     rows = [row.split("\t") for row in page.locator(".comparison tbody tr").all_inner_texts()]
     assert [row[0] for row in rows] == ["eagle3", "ngram", "bare"]

@@ -24,15 +24,26 @@ def comparison(page: str) -> dict[str, Any]:
 
 
 def test_a_committed_comparison_is_complete(page: str, comparison: dict[str, Any]) -> None:
-    """It has every recipe that its command names, the setting of its numbers, and only answers that equal the target's."""
+    """It has every recipe that its command names, the setting of its numbers, and only answers
+    that equal the target's.
+    """
     named = re.findall(r"recipes=(\S+) ", PAGES[page].command)[-1].split(",")
     assert [row["name"] for row in comparison["rows"] if row["trained"]] == named
-    assert all(comparison["setting"][key] for key in ("commit", "versions", "hardware", "device", "dtype", "threads", "data"))
+    assert all(
+        comparison["setting"][key]
+        for key in ("commit", "versions", "hardware", "device", "dtype", "threads", "data")
+    )
     for row in comparison["rows"]:
         for entry in row["systems"]:
-            assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == comparison["setting"]["prompts"]
+            assert (
+                entry["lossless"]["identical"]
+                == entry["lossless"]["checked"]
+                == comparison["setting"]["prompts"]
+            )
 
 
 def test_answers_of_the_table_of_families_equal_the_targets() -> None:
     rows = json.loads((RESULTS / "heads-tiny.json").read_text())["rows"]
-    assert all(row[kind]["identical"] == row[kind]["checked"] for row in rows for kind in ("chain", "tree"))
+    assert all(
+        row[kind]["identical"] == row[kind]["checked"] for row in rows for kind in ("chain", "tree")
+    )

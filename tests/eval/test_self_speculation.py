@@ -1,4 +1,6 @@
-"""Drafting with the target's own layers, from the command to the report: what is written, filled in, refused and printed."""
+"""Drafting with the target's own layers, from the command to the report: what is written, filled
+in, refused and printed.
+"""
 
 import json
 import shutil
@@ -58,7 +60,10 @@ def read_summary(run: Path, name: str) -> dict[str, Any]:
 
 
 def read_samples(run: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "eval" / name / "samples.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / "eval" / name / "samples.jsonl").read_text().splitlines()
+    ]
 
 
 def rounds_of(run: Path, name: str, system: str = "drafter") -> list[tuple[Any, ...]]:
@@ -89,49 +94,90 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "layerskip"
     argv = sys.argv
     try:
-        dispatch_command(["train", "recipe=layerskip", "target=tiny", "data.limit=12", "data.max_length=64", "data.held_out=0",
-                  "trainer.max_steps=4",
-                  "trainer.lr=3e-3", "tree.depth=3", "eval.baselines=[ngram,early_exit]", *SHORT, f"run={run}"])  # fmt: skip
+        dispatch_command(
+            [
+                "train",
+                "recipe=layerskip",
+                "target=tiny",
+                "data.limit=12",
+                "data.max_length=64",
+                "data.held_out=0",
+                "trainer.max_steps=4",
+                "trainer.lr=3e-3",
+                "tree.depth=3",
+                "eval.baselines=[ngram,early_exit]",
+                *SHORT,
+                f"run={run}",
+            ]
+        )
     finally:
         sys.argv = argv
     return run
 
 
 def load_targets(run: Path) -> tuple[Target, Target, Any]:
-    """The target as it was, as it was trained, and the original's answers to the prompts of the score."""
-    before, after = load_tiny(), load_hf(str(run / "target"))
-    return before, after, own_answers(before, [line["prompt_tokens"] for line in read_samples(run, "heldout")], LIMIT)
+    """The target as it was, as it was trained, and the original's answers to the prompts of the
+    score.
+    """
+    before = load_tiny()
+    after = load_hf(str(run / "target"))
+    return (
+        before,
+        after,
+        own_answers(
+            before, [line["prompt_tokens"] for line in read_samples(run, "heldout")], LIMIT
+        ),
+    )
 
 
 def test_a_run_judges_both_targets(trained_run: Path) -> None:
-    """`exits` and `target_drift` are those of the original and of the saved target, on the original's own answers."""
+    """`exits` and `target_drift` are those of the original and of the saved target, on the
+    original's own answers.
+    """
     summary = read_summary(trained_run, "heldout")
     before, after, texts = load_targets(trained_run)
     for name, target in (("original", before), ("trained", after)):
         for key, values in exit_quality(target, texts).items():
             assert summary["exits"][name][key] == pytest.approx(values, rel=1e-3)
-    assert summary["exits"].keys() == {"original", "trained"} and summary["exits"]["original"] != summary["exits"]["trained"]
+    assert (
+        summary["exits"].keys() == {"original", "trained"}
+        and summary["exits"]["original"] != summary["exits"]["trained"]
+    )
     drift = target_drift(before, after, texts, LIMIT)
-    assert {key: summary["target_drift"][key] for key in ("agreement", "same_answers", "checked")} == {
-        key: drift[key] for key in ("agreement", "same_answers", "checked")
-    }
+    assert {
+        key: summary["target_drift"][key] for key in ("agreement", "same_answers", "checked")
+    } == {key: drift[key] for key in ("agreement", "same_answers", "checked")}
     for name in ("original", "trained"):
         assert summary["target_drift"][name] == pytest.approx(drift[name], rel=1e-3)
-        assert summary["exits"][name]["perplexity"][-1] == pytest.approx(drift[name]["perplexity"], rel=1e-3)
+        assert summary["exits"][name]["perplexity"][-1] == pytest.approx(
+            drift[name]["perplexity"], rel=1e-3
+        )
     assert (trained_run / "eval" / "heldout" / "exits.svg").exists()
 
 
 def test_a_run_says_what_it_holds(trained_run: Path, tiny: Target) -> None:
-    """The setting names the saved target and the exit that was chosen by default; so does the drafter's description."""
+    """The setting names the saved target and the exit that was chosen by default; so does the
+    drafter's description.
+    """
     setting = read_summary(trained_run, "heldout")["setting"]
-    assert setting["target_path"] == str((trained_run / "target").resolve()) and setting["target"] == "tiny, trained"
+    assert (
+        setting["target_path"] == str((trained_run / "target").resolve())
+        and setting["target"] == "tiny, trained"
+    )
     described = json.loads((trained_run / "drafter" / "config.json").read_text())["drafter"]
-    assert setting["drafter"]["exit_layer"] == described["exit_layer"] == EarlyExit(tiny).exit_layer == tiny.num_layers // 4
+    assert (
+        setting["drafter"]["exit_layer"]
+        == described["exit_layer"]
+        == EarlyExit(tiny).exit_layer
+        == tiny.num_layers // 4
+    )
     assert load_file(trained_run / "drafter" / "model.safetensors") == {}
 
 
 def test_the_output_is_that_of_the_saved_target(trained_run: Path, tiny: Target) -> None:
-    """Every system of the run says what `generate` of RUN/target says, which is not the original."""
+    """Every system of the run says what `generate` of RUN/target says, which is not the
+    original.
+    """
     summary = read_summary(trained_run, "heldout")
     assert summary["compared"].keys() == {"ngram"}
     for entry in (summary, *summary["compared"].values()):
@@ -142,18 +188,34 @@ def test_the_output_is_that_of_the_saved_target(trained_run: Path, tiny: Target)
     differ = 0
     for line in read_samples(trained_run, "heldout"):
         assert generate(model, line["prompt_tokens"], LIMIT, tiny.stop_ids) == line["output_tokens"]
-        differ += decode(tiny, [line["prompt_tokens"]], Greedy(), LIMIT)[0].output != line["output_tokens"]
+        differ += (
+            decode(tiny, [line["prompt_tokens"]], Greedy(), LIMIT)[0].output
+            != line["output_tokens"]
+        )
     assert differ
 
 
 @pytest.mark.slow
 def test_a_run_scored_again_by_exits(trained_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`eval run=RUN eval.sweep=exit` loads the trained target: the same rounds as at the end of training, also in the cell of
-    the same exit and depth, every cell identical, and exits and drift as before."""
-    words = [f"run={trained_run}", "eval.sweep=exit", "eval.exits=[2,5]", "eval.depths=[3]", "eval.name=swept", *SHORT]
+    """`eval run=RUN eval.sweep=exit` loads the trained target: the same rounds as at the end of
+    training, also in the cell of the same exit and depth, every cell identical, and exits and drift
+    as before."""
+    words = [
+        f"run={trained_run}",
+        "eval.sweep=exit",
+        "eval.exits=[2,5]",
+        "eval.depths=[3]",
+        "eval.name=swept",
+        *SHORT,
+    ]
     assert run_command(monkeypatch, "eval", *words) == 0
-    first, again = read_summary(trained_run, "heldout"), read_summary(trained_run, "swept")
-    assert rounds_of(trained_run, "swept") == rounds_of(trained_run, "heldout") == rounds_of(trained_run, "swept", "exit-2-3")
+    first = read_summary(trained_run, "heldout")
+    again = read_summary(trained_run, "swept")
+    assert (
+        rounds_of(trained_run, "swept")
+        == rounds_of(trained_run, "heldout")
+        == rounds_of(trained_run, "swept", "exit-2-3")
+    )
     assert [line["output_tokens"] for line in read_samples(trained_run, "swept")] == [
         line["output_tokens"] for line in read_samples(trained_run, "heldout")
     ]
@@ -166,11 +228,23 @@ def test_a_run_scored_again_by_exits(trained_run: Path, monkeypatch: pytest.Monk
 
 
 def test_a_drafter_without_its_target_is_refused(
-    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The drafter directory alone would draft for the untrained target: it is refused, and it runs with `target` next to it."""
+    """The drafter directory alone would draft for the untrained target: it is refused, and it
+    runs with `target` next to it.
+    """
     shutil.copytree(trained_run / "drafter", tmp_path / "alone" / "drafter")
-    words = ["eval", f"run={tmp_path / 'alone' / 'drafter'}", "eval.baselines=[]", "eval.report=false", *SHORT, "tree.depth=3"]
+    words = [
+        "eval",
+        f"run={tmp_path / 'alone' / 'drafter'}",
+        "eval.baselines=[]",
+        "eval.report=false",
+        *SHORT,
+        "tree.depth=3",
+    ]
     assert run_command(monkeypatch, *words) == 2
     assert "keep its folder target beside it" in capsys.readouterr().err
     shutil.copytree(trained_run / "target", tmp_path / "alone" / "target")
@@ -186,8 +260,8 @@ def test_a_drafter_without_its_target_is_refused(
 def test_transformers_leaves_at_the_drafters_exit(
     tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_layer: int | None
 ) -> None:
-    """The baseline early_exit drafts from the drafter's own exit unless eval.exit_layer names one, and its output is that of
-    plain generate."""
+    """The baseline early_exit drafts from the drafter's own exit unless eval.exit_layer names one,
+    and its output is that of plain generate."""
     used = set()
 
     def record_exit(*arguments: Any, **options: Any) -> list[int]:
@@ -196,9 +270,9 @@ def test_transformers_leaves_at_the_drafters_exit(
 
     monkeypatch.setattr("spectrain.eval.transformers_baselines.generate", record_exit)
     evaluation = make_evaluation(tmp_path, baselines=("early_exit",), exit_layer=exit_layer)
-    baselines = evaluation.score(Candidate(tiny, EarlyExit(tiny, 5), Chain(2), Greedy(), SETTING), tmp_path / "out")[
-        "transformers"
-    ]
+    baselines = evaluation.score(
+        Candidate(tiny, EarlyExit(tiny, 5), Chain(2), Greedy(), SETTING), tmp_path / "out"
+    )["transformers"]
     assert used == {None, exit_layer or 5} and baselines.keys() == {"generate", "early_exit"}
     assert all(entry["identical"] == entry["checked"] == 2 for entry in baselines.values())
 
@@ -207,7 +281,9 @@ def test_other_drafters_have_no_exit_to_lend(tiny: Target, tmp_path: Path) -> No
     """With a drafter that has no exit the baseline needs eval.exit_layer."""
     evaluation = make_evaluation(tmp_path, baselines=("early_exit",))
     with pytest.raises(UserError, match=r"early_exit needs eval\.exit_layer=N"):
-        evaluation.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
+        evaluation.score(
+            Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out"
+        )
 
 
 # Skipped layers, which need no training
@@ -220,29 +296,53 @@ def test_other_drafters_have_no_exit_to_lend(tiny: Target, tmp_path: Path) -> No
 def test_likeliest_children_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """acceptance=chain with deterministic children ends in one sentence that says what to use; used, it runs and is lossless
-    by proof."""
-    words = ["eval", "drafter=early_exit", "target=tiny", "tree=chain", "acceptance=chain", "eval.baselines=[]",
-             f"run={tmp_path / 'run'}", *SHORT]  # fmt: skip
+    """acceptance=chain with deterministic children ends in one sentence that says what to use;
+    used, it runs and is lossless by proof."""
+    words = [
+        "eval",
+        "drafter=early_exit",
+        "target=tiny",
+        "tree=chain",
+        "acceptance=chain",
+        "eval.baselines=[]",
+        f"run={tmp_path / 'run'}",
+        *SHORT,
+    ]
     assert run_command(monkeypatch, *words) == 2
     stderr = capsys.readouterr().err
-    assert stderr.startswith("spectrain: acceptance=chain: it weighs p against the q") and stderr.count("\n") == 1
+    assert (
+        stderr.startswith("spectrain: acceptance=chain: it weighs p against the q")
+        and stderr.count("\n") == 1
+    )
     assert "tree.children=sampled" in stderr and not (tmp_path / "run" / "eval").exists()
     assert run_command(monkeypatch, *words, "tree.children=sampled") == 0
     summary = read_summary(tmp_path / "run", "heldout")
     assert summary["lossless"]["lossless"] is True and summary["lossless"]["checked"] == 0
-    assert summary["setting"]["tree"]["children"] == "sampled" and summary["setting"]["rule"] == "chain"
+    assert (
+        summary["setting"]["tree"]["children"] == "sampled"
+        and summary["setting"]["rule"] == "chain"
+    )
 
 
-@pytest.mark.parametrize("rule", [SpeculativeSampling(seed=3), Block(0.7, seed=3)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [SpeculativeSampling(seed=3), Block(0.7, seed=3)], ids=lambda rule: rule.name
+)
 def test_drawn_drafts_repeat(tiny: Target, rule: Any) -> None:
-    """Drawn drafts of an early exit give the same rounds in a batch as alone, and hardly ever what greedy decoding says."""
-    texts = [tokenize_prompt(tiny.template, [{"role": "user", "content": text}]) for text in PROMPTS]
-    drafter, builder = EarlyExit(tiny, 5), Chain(3, "sampled", seed=1)
+    """Drawn drafts of an early exit give the same rounds in a batch as alone, and hardly ever
+    what greedy decoding says.
+    """
+    texts = [
+        tokenize_prompt(tiny.template, [{"role": "user", "content": text}]) for text in PROMPTS
+    ]
+    drafter = EarlyExit(tiny, 5)
+    builder = Chain(3, "sampled", seed=1)
     batch = decode(tiny, texts, rule, LIMIT, drafter, builder, [4, 9])
     for text, row, batched in zip(texts, (4, 9), batch):
         (generation,) = decode(tiny, [text], rule, LIMIT, drafter, builder, [row])
-        assert (generation.output, generation.round_lengths) == (batched.output, batched.round_lengths)
+        assert (generation.output, generation.round_lengths) == (
+            batched.output,
+            batched.round_lengths,
+        )
     assert [generation.output for generation in batch] != [
         generation.output for generation in decode(tiny, texts, Greedy(), LIMIT)
     ]
@@ -253,9 +353,12 @@ def test_drawn_drafts_repeat(tiny: Target, rule: Any) -> None:
 
 @pytest.mark.parametrize("strategy, forwards", [("apart", 2), ("quadratic", 1), ("linear", 1)])
 def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forwards: int) -> None:
-    """As many as really ran, one for the prompt and these a round; where drafting is one the report says what each gives."""
+    """As many as really ran, one for the prompt and these a round; where drafting is one the
+    report says what each gives.
+    """
     drafter = Uno(tiny, UnoConfig(num_masks=3, rank=0, strategy=strategy)).eval()
-    text, ran = tokenize_prompt(tiny.template, [{"role": "user", "content": PROMPTS[0]}]), []
+    text = tokenize_prompt(tiny.template, [{"role": "user", "content": PROMPTS[0]}])
+    ran = []
     handle = tiny.decoder.register_forward_hook(lambda *args: ran.append(1))
     (drafted,) = decode(tiny, [text], Greedy(), LIMIT, drafter, Chain(3))
     handle.remove()
@@ -267,13 +370,23 @@ def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forward
     (plain,) = decode(tiny, [text], Greedy(), LIMIT)
     turns = [Turn("id", 0, "any", plain, drafted)]
     numbers = SystemNumbers(**measure_system(turns, True)).to_json()
-    summary = {**numbers, "bounds": summaries.speedup_limits(tiny, drafter, turns, []),
-               "setting": {"batch_size": 1, "device": "cpu", "dtype": "float32"}}  # fmt: skip
+    summary = {
+        **numbers,
+        "bounds": summaries.speedup_limits(tiny, drafter, turns, []),
+        "setting": {"batch_size": 1, "device": "cpu", "dtype": "float32"},
+    }
     assert summary["bounds"].get("forwards_per_round", 1) == forwards
     sentences = [
-        line for line in islice(explain_numbers(summary), 3) if line.startswith("A round takes 2 forwards of the target")
+        line
+        for line in islice(explain_numbers(summary), 3)
+        if line.startswith("A round takes 2 forwards of the target")
     ]
     acceptance_length = sum(drafted.complete_round_lengths) / len(drafted.complete_round_lengths)
     assert sentences == (
-        [f"A round takes 2 forwards of the target, so each gives {acceptance_length / 2:.2f} tokens."] if forwards == 2 else []
+        [
+            f"A round takes 2 forwards of the target, so each gives {acceptance_length / 2:.2f} "
+            "tokens."
+        ]
+        if forwards == 2
+        else []
     )

@@ -1,4 +1,6 @@
-"""Why a server does not draft as our own chain does: broken drafters, each named, with our own chain as the server."""
+"""Why a server does not draft as our own chain does: broken drafters, each named, with our own
+chain as the server.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +32,9 @@ from spectrain.trees import Chain
 
 TINY = TargetFiles("tiny")
 OPTIONS = {"vocab_size": 1024, "ttt_steps": 3}
-STEPS, NUM_PROMPTS, NUM_TOKENS = 300, 4, 48
+STEPS = 300
+NUM_PROMPTS = 4
+NUM_TOKENS = 48
 
 Change = Callable[[DrafterCheckpoint], DrafterCheckpoint]
 
@@ -40,15 +44,21 @@ def change_flag(**flags: Any) -> Change:
 
 
 def shift_layers(by: int) -> Change:
-    return lambda drafter: with_changes(drafter, {"layers": [layer + by for layer in drafter.drafter["layers"]]}, {})
+    return lambda drafter: with_changes(
+        drafter, {"layers": [layer + by for layer in drafter.drafter["layers"]]}, {}
+    )
 
 
 def permute_heads(drafter: DrafterCheckpoint) -> DrafterCheckpoint:
-    return with_changes(drafter, {}, convert_heads(drafter.tensors, drafter.drafter["architecture"], to_file=True))
+    return with_changes(
+        drafter, {}, convert_heads(drafter.tensors, drafter.drafter["architecture"], to_file=True)
+    )
 
 
 def read_offsets_as_ids(drafter: DrafterCheckpoint) -> DrafterCheckpoint:
-    return with_changes(drafter, {}, {"d2t": drafter.tensors["d2t"] - torch.arange(len(drafter.tensors["d2t"]))})
+    return with_changes(
+        drafter, {}, {"d2t": drafter.tensors["d2t"] - torch.arange(len(drafter.tensors["d2t"]))}
+    )
 
 
 FAULTS: dict[str, tuple[str | None, Change]] = {
@@ -70,9 +80,13 @@ def checkpoint(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Drafte
     folder, drafter = tmp_path_factory.mktemp("eagle3"), Eagle3(tiny, **OPTIONS)  # type: ignore[arg-type]
     dataset = EmbeddedReader(limit=STEPS).make_dataset(tiny.template)
     drafter.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
-    Trainer(lr=3e-3, max_steps=STEPS, batch_tokens=1024).fit(drafter, tiny, dataset, LiveSource(), folder / "fit")
+    Trainer(lr=3e-3, max_steps=STEPS, batch_tokens=1024).fit(
+        drafter, tiny, dataset, LiveSource(), folder / "fit"
+    )
     settings = {"_target_": "spectrain.drafters.eagle3.Eagle3", **OPTIONS}
-    spec = RunSpec.from_nodes({"drafter": settings, "target": TINY.settings, "recipe_name": "eagle3"})
+    spec = RunSpec.from_nodes(
+        {"drafter": settings, "target": TINY.settings, "recipe_name": "eagle3"}
+    )
     save_drafter(folder / "drafter", drafter, spec)
     return read_drafter(folder / "drafter", TINY)
 
@@ -80,13 +94,22 @@ def checkpoint(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Drafte
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named(fault: str, checkpoint: DrafterCheckpoint, tiny: Target) -> None:
-    """A server with one fault is compared with the drafter as it is: the fault is named, and explains every round."""
+    """A server with one fault is compared with the drafter as it is: the fault is named, and
+    explains every round.
+    """
     name, change = FAULTS[fault]
     finder = CauseFinder(checkpoint, TINY, tiny, GroupSpec.from_node("target", TINY.settings))
     own = OwnChain(tiny, load_drafter(checkpoint, tiny), finder.list_causes)
-    prompts = [Generation(prompt.tokenize_for(tiny)) for prompt in read_prompts(None, NUM_PROMPTS).prompts]
-    served = decode_prompts(tiny, load_drafter(change(checkpoint), tiny), Chain(3), prompts, NUM_TOKENS)
-    turns = [Turn(str(row), 0, "all", Generation(each.prompt, [0]), each) for row, each in enumerate(served)]
+    prompts = [
+        Generation(prompt.tokenize_for(tiny)) for prompt in read_prompts(None, NUM_PROMPTS).prompts
+    ]
+    served = decode_prompts(
+        tiny, load_drafter(change(checkpoint), tiny), Chain(3), prompts, NUM_TOKENS
+    )
+    turns = [
+        Turn(str(row), 0, "all", Generation(each.prompt, [0]), each)
+        for row, each in enumerate(served)
+    ]
     result = own.compare(turns, NUM_TOKENS)
     if name is None:
         assert result["equal"] == result["checked"] == NUM_PROMPTS

@@ -1,4 +1,6 @@
-"""A score that may take so many minutes decodes as many prompts as fit, by a clock that only decoding moves."""
+"""A score that may take so many minutes decodes as many prompts as fit, by a clock that only
+decoding moves.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,9 @@ SECONDS = 12.0  # of one prompt, decoded autoregressively, by a drafter and by t
 
 
 class Clocked(Interleaving):
-    """Decodes nothing; each prompt takes `SECONDS`, and every third baseline is slow if times are unsteady."""
+    """Decodes nothing; each prompt takes `SECONDS`, and every third baseline is slow if times
+    are unsteady.
+    """
 
     def __init__(self, limit: TimeLimit | None, clock: list[float], unsteady: bool = False) -> None:
         decoder: Any = MagicMock()
@@ -29,10 +33,16 @@ class Clocked(Interleaving):
     def _decode_conversations(self, prompts: Any) -> None:
         self.clock[0] += SECONDS
         slow = 4.0 if self.unsteady and self.num_prompts % 3 == 0 else 1.0
-        self.turns["drafter"].append(Turn("a", 0, "all", make_generation([1] * 6, 6.0 * slow), make_generation([2, 2, 2], 5.0)))
+        self.turns["drafter"].append(
+            Turn(
+                "a", 0, "all", make_generation([1] * 6, 6.0 * slow), make_generation([2, 2, 2], 5.0)
+            )
+        )
 
 
-def count_prompts(monkeypatch: pytest.MonkeyPatch, minutes: float | None, unsteady: bool = False, **settings: Any) -> int:
+def count_prompts(
+    monkeypatch: pytest.MonkeyPatch, minutes: float | None, unsteady: bool = False, **settings: Any
+) -> int:
     """Return how many of 60 prompts are decoded in so many minutes."""
     clock = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
@@ -43,11 +53,15 @@ def count_prompts(monkeypatch: pytest.MonkeyPatch, minutes: float | None, unstea
 
 
 def test_as_many_prompts_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minutes over the seconds of a prompt; the check of each output takes half a prompt's time here, the report three."""
+    """Minutes over the seconds of a prompt; the check of each output takes half a prompt's time
+    here, the report three.
+    """
     assert count_prompts(monkeypatch, None) == 60
     assert count_prompts(monkeypatch, 4, checks=False, reports=False) == 4 * 60 / SECONDS
     assert count_prompts(monkeypatch, 6, checks=True, reports=False) == 6 * 60 / (1.5 * SECONDS)
-    assert count_prompts(monkeypatch, 6, checks=True, reports=True) == (6 * 60 - 3 * SECONDS) // (1.5 * SECONDS)
+    assert count_prompts(monkeypatch, 6, checks=True, reports=True) == (6 * 60 - 3 * SECONDS) // (
+        1.5 * SECONDS
+    )
     assert count_prompts(monkeypatch, 0.1) == MIN_PROMPTS
 
 

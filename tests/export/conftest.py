@@ -1,4 +1,6 @@
-"""A stand-in for optimum-intel, which tests/engines runs: without it no test could write OpenVINO's layouts."""
+"""A stand-in for optimum-intel, which tests/engines runs: without it no test could write
+OpenVINO's layouts.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,9 @@ IR = '<net><layers /><rt_info>\n\t\t<eagle3_mode value="True" />\n\t</rt_info>\n
 def replace_ir_conversion() -> Iterator[None]:
     """Replace the conversion to IR by one that writes runtime information only."""
 
-    def write_ir(self: IrConverter, source: Path | str, out: Path, options: tuple[str, ...] = ()) -> None:
+    def write_ir(
+        self: IrConverter, source: Path | str, out: Path, options: tuple[str, ...] = ()
+    ) -> None:
         out.mkdir(exist_ok=True)
         (out / f"{IR_NAME}.xml").write_text(IR)
         (out / f"{IR_NAME}.bin").write_bytes(b"0")

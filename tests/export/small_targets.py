@@ -1,4 +1,6 @@
-"""Targets of random weights with few layers and chosen rotary embeddings, and drafters of random weights for them."""
+"""Targets of random weights with few layers and chosen rotary embeddings, and drafters of random
+weights for them.
+"""
 
 import copy
 from functools import cache
@@ -22,10 +24,19 @@ from .test_converter import settings_for
 BASE_SETTINGS = cache(settings_for)
 
 SIZE: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 32, "num_hidden_layers": 7, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16, "intermediate_size": 32, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None,
-    "tie_word_embeddings": False, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 2048,
+    "hidden_size": 32,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+}
 
 
 def make_target(folder: Path, kind: str = "llama", **own: Any) -> Target:
@@ -44,7 +55,9 @@ def save_random(folder: Path, target: Target, family: str, **options: Any) -> Dr
     config = copy.deepcopy(BASE_SETTINGS(family))
     with open_dict(config):
         config.drafter.update(options)
-    config.target = OmegaConf.create({"_target_": "spectrain.models.loading.load_hf", "model": target.path})
+    config.target = OmegaConf.create(
+        {"_target_": "spectrain.models.loading.load_hf", "model": target.path}
+    )
     torch.manual_seed(1)
     module: Drafter = build(config.drafter, target=target)
     counts = torch.arange(target.head.vocab_size, 0, -1)

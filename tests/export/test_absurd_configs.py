@@ -1,4 +1,6 @@
-"""Configurations of drafters with absurd sizes: refused by lint and by whoever reads them, before anything is built."""
+"""Configurations of drafters with absurd sizes: refused by lint and by whoever reads them,
+before anything is built.
+"""
 
 import json
 import os
@@ -40,24 +42,66 @@ EVERYWHERE: dict[str, tuple[Edit, str]] = {
     "a list of classes": (set_value("architectures", value=["x"] * 20_000), LONG_LIST),
     "a large group": (set_value("x", value={str(number): 1 for number in LONG}), LONG_LIST),
     "a list in a list": (set_value("x", value=[[LONG]]), LONG_LIST),
-    "10^6 layers": (set_value("num_hidden_layers", value=10**6), "num_hidden_layers=1000000: use 256 or less"),
-    "10^9 wide": (set_value("x", "hidden_size", value=10**9), "hidden_size=1000000000: use 1048576 or less"),
-    "deep brackets": (lambda config: '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    "10^6 layers": (
+        set_value("num_hidden_layers", value=10**6),
+        "num_hidden_layers=1000000: use 256 or less",
+    ),
+    "10^9 wide": (
+        set_value("x", "hidden_size", value=10**9),
+        "hidden_size=1000000000: use 1048576 or less",
+    ),
+    "deep brackets": (
+        lambda config: '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "nested too deeply",
+    ),
     "deep groups": (lambda config: '{"x":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
     "a long number": (lambda config: '{"x": ' + "9" * 5000 + "}", "this is not JSON"),
-    "a large epsilon": (set_value("rms_norm_eps", value=0.5), "rms_norm_eps=0.5: use a number above 0 that is 0.01 or less"),
+    "a large epsilon": (
+        set_value("rms_norm_eps", value=0.5),
+        "rms_norm_eps=0.5: use a number above 0 that is 0.01 or less",
+    ),
     "an epsilon of zero": (set_value("x", "norm_eps", value=0), "norm_eps=0: use a number above 0"),
-    "a fraction of a head": (set_value("x", "num_attention_heads", value=1.5), "1.5: use a whole number from 0 to 65536"),
-    "a negative width": (set_value("hidden_size", value=-1), "hidden_size=-1: use a whole number from 0 to 1048576"),
-    "true layers": (set_value("num_hidden_layers", value=True), "True: use a whole number from 0 to 256"),
-    "NaN tokens": (set_value("vocab_size", value=float("nan")), "vocab_size=nan: use a whole number from 0 to 10000000"),
-    "a size in a list": (set_value("x", value=[{"hidden_size": 10**9}]), "hidden_size=1000000000: use 1048576 or less"),
-    "a list as a flag": (set_value("attention_bias", value=[[1]]), "attention_bias=[[1]]: use true or false"),
-    "a text as a flag": (set_value("norm_before_residual", value="no"), "norm_before_residual=no: use true or false"),
+    "a fraction of a head": (
+        set_value("x", "num_attention_heads", value=1.5),
+        "1.5: use a whole number from 0 to 65536",
+    ),
+    "a negative width": (
+        set_value("hidden_size", value=-1),
+        "hidden_size=-1: use a whole number from 0 to 1048576",
+    ),
+    "true layers": (
+        set_value("num_hidden_layers", value=True),
+        "True: use a whole number from 0 to 256",
+    ),
+    "NaN tokens": (
+        set_value("vocab_size", value=float("nan")),
+        "vocab_size=nan: use a whole number from 0 to 10000000",
+    ),
+    "a size in a list": (
+        set_value("x", value=[{"hidden_size": 10**9}]),
+        "hidden_size=1000000000: use 1048576 or less",
+    ),
+    "a list as a flag": (
+        set_value("attention_bias", value=[[1]]),
+        "attention_bias=[[1]]: use true or false",
+    ),
+    "a text as a flag": (
+        set_value("norm_before_residual", value="no"),
+        "norm_before_residual=no: use true or false",
+    ),
     "a number as a type": (set_value("torch_dtype", value=1), "torch_dtype=1: use a text"),
-    "a class in a list": (set_value("architectures", value=[["x"]]), "architectures=[['x']]: use a list of texts"),
-    "half a token": (set_value("eos_token_id", value=[0.5]), "eos_token_id=[0.5]: use a whole number from 0 to 10000000"),
-    "no drafts": (set_value("x", value=[{"speculative_tokens": 0}]), "speculative_tokens=0: use a whole number from 1 to 4096"),
+    "a class in a list": (
+        set_value("architectures", value=[["x"]]),
+        "architectures=[['x']]: use a list of texts",
+    ),
+    "half a token": (
+        set_value("eos_token_id", value=[0.5]),
+        "eos_token_id=[0.5]: use a whole number from 0 to 10000000",
+    ),
+    "no drafts": (
+        set_value("x", value=[{"speculative_tokens": 0}]),
+        "speculative_tokens=0: use a whole number from 1 to 4096",
+    ),
     "a text as layers": (
         set_value("eagle_aux_hidden_state_layer_ids", value="a" * 100_000),
         "a: use a list of at most 256 layers",
@@ -72,8 +116,14 @@ OWN: dict[str, tuple[Edit, str]] = {
     "300 layers": (set_value("drafter", "num_layers", value=300), "use 256 or less"),
     "a wide head": (set_value("drafter", "head_rank", value=10**9), "use 65536 or less"),
     "true": (set_value("drafter", "ttt_steps", value=True), "write a number"),
-    "a tree without a choice": (set_value("tree", value=0.5), "tree is not a choice with its settings"),
-    "a rule without a choice": (set_value("acceptance", value={"x": 1}), "acceptance is not a choice with its settings"),
+    "a tree without a choice": (
+        set_value("tree", value=0.5),
+        "tree is not a choice with its settings",
+    ),
+    "a rule without a choice": (
+        set_value("acceptance", value={"x": 1}),
+        "acceptance is not a choice with its settings",
+    ),
     "a deep tree": (set_value("tree", "depth", value=10**9), "use 4096 or less"),
     "a recipe": (set_value("recipe", value=[1]), "recipe is not a recipe's name"),
     "another family's sizes": (
@@ -92,7 +142,10 @@ def layouts(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> dict[str,
     medusa = ours(folder / "heads", tiny, "medusa", vocab_size=2048, num_heads=1)
     target = TargetFiles("tiny")
     sources = {"vllm": own, "sglang": own, "medusa": medusa}
-    return {"own": own, **{name: convert(source, folder / name, name, target) for name, source in sources.items()}}
+    return {
+        "own": own,
+        **{name: convert(source, folder / name, name, target) for name, source in sources.items()},
+    }
 
 
 def copy_with(source: Path, folder: Path, edit: Edit) -> Path:
@@ -102,12 +155,16 @@ def copy_with(source: Path, folder: Path, edit: Edit) -> Path:
         if path.is_file() and path.name != "config.json":
             (folder / path.name).symlink_to(path)
     content = edit(json.loads((source / "config.json").read_text()))
-    (folder / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    (folder / "config.json").write_text(
+        content if isinstance(content, str) else json.dumps(content)
+    )
     return folder
 
 
 def lint_errors(folder: Path) -> list[str]:
-    """Return the errors that lint finds, or the sentence with which it refuses to read the files."""
+    """Return the errors that lint finds, or the sentence with which it refuses to read the
+    files.
+    """
     try:
         return [finding.problem for finding in lint(folder, None) if finding.level == "error"]
     except UserError as error:
@@ -124,29 +181,47 @@ def check_refused(folder: Path, problem: str) -> None:
 
 
 @pytest.mark.parametrize("layout, name", CASES)
-def test_absurd_configurations_are_refused(layouts: dict[str, Path], tmp_path: Path, layout: str, name: str) -> None:
+def test_absurd_configurations_are_refused(
+    layouts: dict[str, Path], tmp_path: Path, layout: str, name: str
+) -> None:
     edit, problem = EVERYWHERE[name]
     check_refused(copy_with(layouts[layout], tmp_path / "drafter", edit), problem)
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_absurd_settings_of_our_own_layout_are_refused(layouts: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_absurd_settings_of_our_own_layout_are_refused(
+    layouts: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     edit, problem = OWN[name]
     check_refused(copy_with(layouts["own"], tmp_path / "drafter", edit), problem)
 
 
 METADATA: dict[str, tuple[Edit, str]] = {
-    "a tree": (set_value("description", "tree", value=0.5), "description.tree is not a choice with its settings"),
-    "a recipe": (set_value("description", "recipe", value=1), "description.recipe is not a recipe's name"),
+    "a tree": (
+        set_value("description", "tree", value=0.5),
+        "description.tree is not a choice with its settings",
+    ),
+    "a recipe": (
+        set_value("description", "recipe", value=1),
+        "description.recipe is not a recipe's name",
+    ),
     "a target": (set_value("target", "said", value=-0.5), "target.said=-0.5: use a text"),
     "an unknown setting": (set_value("drafter", "x", value=1), "drafter.x: there is no such key"),
-    "a setting of a wrong type": (set_value("drafter", "ttt_steps", value="x"), "drafter.ttt_steps=x"),
-    "a setting that the layout has": (set_value("drafter", "vocab_size", value=7), "drafter.vocab_size=7, and the other files"),
+    "a setting of a wrong type": (
+        set_value("drafter", "ttt_steps", value="x"),
+        "drafter.ttt_steps=x",
+    ),
+    "a setting that the layout has": (
+        set_value("drafter", "vocab_size", value=7),
+        "drafter.vocab_size=7, and the other files",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_absurd_values_beside_an_export_are_refused(layouts: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_absurd_values_beside_an_export_are_refused(
+    layouts: dict[str, Path], tmp_path: Path, name: str
+) -> None:
     edit, problem = METADATA[name]
     folder = copy_with(layouts["vllm"], tmp_path / "drafter", lambda config: config)
     path = folder / "spectrain.json"
@@ -157,22 +232,36 @@ def test_absurd_values_beside_an_export_are_refused(layouts: dict[str, Path], tm
 
 
 def test_files_of_many_tensors_are_not_read(layouts: dict[str, Path], tmp_path: Path) -> None:
-    """A header of 100,000 entries is refused with a few of their names before any of them is read."""
+    """A header of 100,000 entries is refused with a few of their names before any of them is
+    read.
+    """
     folder = copy_with(layouts["vllm"], tmp_path / "drafter", lambda config: config)
     content = (folder / "model.safetensors").read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     end = len(content) - 8 - size
-    header |= {f"a.{number}": {"dtype": "F32", "shape": [0], "data_offsets": [end, end]} for number in range(100_000)}
+    header |= {
+        f"a.{number}": {"dtype": "F32", "shape": [0], "data_offsets": [end, end]}
+        for number in range(100_000)
+    }
     text = json.dumps(header).encode()
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
-    check_refused(folder, "it holds a.0, a.1, a.10 and 100013 more tensors, and no such file has more than 32768")
+    (folder / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + content[8 + size :]
+    )
+    check_refused(
+        folder,
+        "it holds a.0, a.1, a.10 and 100013 more tensors, and no such file has more than 32768",
+    )
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
-def test_pipes_and_huge_files_are_not_read(layouts: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """A pipe would never end, and a sparse file of 10 GB takes as much memory; neither is opened."""
+def test_pipes_and_huge_files_are_not_read(
+    layouts: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """A pipe would never end, and a sparse file of 10 GB takes as much memory; neither is
+    opened.
+    """
     folder = copy_with(layouts["vllm"], tmp_path / "drafter", lambda config: config)
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
@@ -184,11 +273,16 @@ def test_pipes_and_huge_files_are_not_read(layouts: dict[str, Path], tmp_path: P
         check_refused(folder, "MB, which no")
 
 
-@pytest.mark.parametrize("change, problem", [
-    ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000: use 4096 or less"),
-    ({"vocab_size": 10**12}, "vocab_size=1000000000000: use 10000000 or less"),
-])  # fmt: skip
-def test_targets_of_impossible_sizes_are_refused(tmp_path: Path, change: dict[str, int], problem: str) -> None:
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000: use 4096 or less"),
+        ({"vocab_size": 10**12}, "vocab_size=1000000000000: use 10000000 or less"),
+    ],
+)
+def test_targets_of_impossible_sizes_are_refused(
+    tmp_path: Path, change: dict[str, int], problem: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **change}))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UserError, match=problem):

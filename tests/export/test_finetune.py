@@ -1,4 +1,6 @@
-"""Another project's checkpoint is read in its own layout and fine-tuned on a new domain, where more of it is then accepted."""
+"""Another project's checkpoint is read in its own layout and fine-tuned on a new domain, where
+more of it is then accepted.
+"""
 
 import gzip
 import json
@@ -24,8 +26,12 @@ COUNT = 200  # conversations of the first training, and as many of the new domai
 
 
 def write_domains(folder: Path) -> None:
-    """Write general.jsonl without code, code.jsonl, and prompts.jsonl with code that neither holds."""
-    lines = gzip.decompress((DATA_FOLDER / "conversations.jsonl.gz").read_bytes()).decode().splitlines()
+    """Write general.jsonl without code, code.jsonl, and prompts.jsonl with code that neither
+    holds.
+    """
+    lines = (
+        gzip.decompress((DATA_FOLDER / "conversations.jsonl.gz").read_bytes()).decode().splitlines()
+    )
     conversations = [json.loads(line) for line in lines]
     code = [row for row in conversations if row["category"] == "code"]
     general = [row for row in conversations if row["category"] != "code"][::3][:COUNT]
@@ -39,8 +45,16 @@ def write_domains(folder: Path) -> None:
 
 
 def train_drafter(folder: Path, recipe: str, data: str, *more: str) -> Path:
-    overrides = [f"recipe={recipe}", "target=tiny", "data=jsonl", f"data.path={folder / data}", "eval=none",
-             f"run={folder / f'{recipe}-{data}'}", "++trainer.epochs=3", *more]  # fmt: skip
+    overrides = [
+        f"recipe={recipe}",
+        "target=tiny",
+        "data=jsonl",
+        f"data.path={folder / data}",
+        "eval=none",
+        f"run={folder / f'{recipe}-{data}'}",
+        "++trainer.epochs=3",
+        *more,
+    ]
     overrides += [] if recipe == "eagle1" else ["++drafter.vocab_size=2048"]
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=overrides)
@@ -49,8 +63,17 @@ def train_drafter(folder: Path, recipe: str, data: str, *more: str) -> Path:
 
 def measure_acceptance(folder: Path, drafter: Path) -> float:
     """Return the tokens per forward of greedy chains on the new domain's prompts."""
-    overrides = [f"run={drafter}", "target=tiny", "tree=chain", "tree.depth=3", "eval=default", "++eval.baselines=[]",
-             f"++eval.prompts={folder / 'prompts.jsonl'}", "++eval.max_new_tokens=48", "++eval.oracle=false"]  # fmt: skip
+    overrides = [
+        f"run={drafter}",
+        "target=tiny",
+        "tree=chain",
+        "tree.depth=3",
+        "eval=default",
+        "++eval.baselines=[]",
+        f"++eval.prompts={folder / 'prompts.jsonl'}",
+        "++eval.max_new_tokens=48",
+        "++eval.oracle=false",
+    ]
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         spec, out = resolve_eval_spec(compose("eval", overrides=overrides))
     summary = evaluate(spec, out)
@@ -63,7 +86,10 @@ def as_specforge(ours: Path, directory: Path, tiny: Target) -> Path:
     write_specforge(directory, tiny, draft_vocab=2048)
     layer = ("self_attn", "mlp", "input_layernorm", "hidden_norm", "post_attention_layernorm")
     tensors = load_file(ours / "drafter" / "model.safetensors")
-    renamed = {f"midlayer.{name}" if name.startswith(layer) else name: tensor for name, tensor in tensors.items()}
+    renamed = {
+        f"midlayer.{name}" if name.startswith(layer) else name: tensor
+        for name, tensor in tensors.items()
+    }
     return write_checkpoint(directory, json.loads((directory / "config.json").read_text()), renamed)
 
 
@@ -83,10 +109,15 @@ def as_eagle1(ours: Path, directory: Path, tiny: Target) -> Path:
     """Write our trained tensors under the names of EAGLE's authors, with the target's embedding."""
     write_foreign_eagle1(directory, tiny, bias=False)
     tensors = load_file(ours / "drafter" / "model.safetensors")
-    renamed = {name if name.startswith("fc.") else f"layers.0.{name}": tensor for name, tensor in tensors.items()}
+    renamed = {
+        name if name.startswith("fc.") else f"layers.0.{name}": tensor
+        for name, tensor in tensors.items()
+    }
     embedding = load_file(directory / "model.safetensors")["embed_tokens.weight"]
     return write_checkpoint(
-        directory, json.loads((directory / "config.json").read_text()), renamed | {"embed_tokens.weight": embedding}
+        directory,
+        json.loads((directory / "config.json").read_text()),
+        renamed | {"embed_tokens.weight": embedding},
     )
 
 

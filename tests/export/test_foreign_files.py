@@ -1,4 +1,6 @@
-"""Files of other projects that are easily taken for something else, and what lint says of untrained drafters."""
+"""Files of other projects that are easily taken for something else, and what lint says of
+untrained drafters.
+"""
 
 import json
 from collections.abc import Callable
@@ -36,7 +38,10 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> 
     """Change a folder's tensors."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -47,31 +52,52 @@ def names_of(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_embedding_that_sglang_ignores_is_reported(dtype: torch.dtype, tiny: Target, tmp_path: Path) -> None:
-    """Only one that differs from the target's by more than rounding is reported, in EAGLE-3's flat layout and in EAGLE's."""
+def test_an_embedding_that_sglang_ignores_is_reported(
+    dtype: torch.dtype, tiny: Target, tmp_path: Path
+) -> None:
+    """Only one that differs from the target's by more than rounding is reported, in EAGLE-3's
+    flat layout and in EAGLE's.
+    """
     embedding = TINY.load_embedding().float()
     for number, write in enumerate((foreign.write_specforge, foreign.write_eagle1)):
         folder = write(tmp_path / str(number), tiny)
-        change_tensors(folder, lambda tensors: tensors.update({"embed_tokens.weight": embedding.to(dtype).float()}))
+        change_tensors(
+            folder,
+            lambda tensors: tensors.update({"embed_tokens.weight": embedding.to(dtype).float()}),
+        )
         assert "ignored-tensor" not in names_of(folder)
-        change_tensors(folder, lambda tensors: tensors.update({"embed_tokens.weight": embedding + 0.1}))
+        change_tensors(
+            folder, lambda tensors: tensors.update({"embed_tokens.weight": embedding + 0.1})
+        )
         assert "ignored-tensor" in names_of(folder)
 
 
 def nest_config(folder: Path, tiny: Target, with_head: bool) -> None:
-    """Write the configuration of an EAGLE drafter as vLLM's first conversion did, which also copied the target's head."""
+    """Write the configuration of an EAGLE drafter as vLLM's first conversion did, which also
+    copied the target's head.
+    """
     path = folder / "config.json"
     inner = json.loads(path.read_text())
     has_bias = inner.pop("bias")
     inner |= {"model_type": "eagle", "architectures": ["LlamaForCausalLM"]}
-    path.write_text(json.dumps({"model_type": "eagle", "model": inner, **({"eagle_fc_bias": True} if has_bias else {})}))
+    path.write_text(
+        json.dumps(
+            {"model_type": "eagle", "model": inner, **({"eagle_fc_bias": True} if has_bias else {})}
+        )
+    )
     if with_head:
-        change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": TINY.load_head().float()}))
+        change_tensors(
+            folder, lambda tensors: tensors.update({"lm_head.weight": TINY.load_head().float()})
+        )
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_nested_configuration_of_vllms_eagle_is_read(bias: bool, tiny: Target, tmp_path: Path) -> None:
-    """It is the same drafter as in the flat layout, whether the files hold the target's head or not."""
+def test_a_nested_configuration_of_vllms_eagle_is_read(
+    bias: bool, tiny: Target, tmp_path: Path
+) -> None:
+    """It is the same drafter as in the flat layout, whether the files hold the target's head or
+    not.
+    """
     convert(ours(tmp_path / "run", tiny, "eagle1", bias=bias), tmp_path / "flat", "eagle", TINY)
     expected = read_drafter(tmp_path / "flat", TINY)
     (tmp_path / "flat" / "spectrain.json").unlink()
@@ -81,7 +107,9 @@ def test_a_nested_configuration_of_vllms_eagle_is_read(bias: bool, tiny: Target,
     assert drafter.family == "eagle1" and drafter.drafter["bias"] == bias
     assert drafter.drafter["architecture"] == expected.drafter["architecture"]
     assert drafter.tensors.keys() == expected.tensors.keys()
-    assert all(torch.equal(drafter.tensors[name], expected.tensors[name]) for name in drafter.tensors)
+    assert all(
+        torch.equal(drafter.tensors[name], expected.tensors[name]) for name in drafter.tensors
+    )
     convert(tmp_path / "flat", tmp_path / "again", "sglang", TINY)
     assert not lint(tmp_path / "again", TINY)
     if bias:
@@ -94,16 +122,20 @@ def test_an_adapter_alone_says_that_it_is_one(tmp_path: Path) -> None:
     """As a drafter and as a target, a LoRA adapter is named with its base model and the remedy."""
     folder = tmp_path / "adapter"
     folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "r": 2, "lora_alpha": 4}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "org/base", "r": 2, "lora_alpha": 4})
+    )
     save_file(
         {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 8)},
         folder / "adapter_model.safetensors",
     )
     message = "it holds a LoRA adapter for org/base and no model; merge it"
     readers: tuple[Callable[[], Any], ...] = (
-        lambda: lint(folder, None), lambda: read_drafter(folder), lambda: load_hf(str(folder)),
+        lambda: lint(folder, None),
+        lambda: read_drafter(folder),
+        lambda: load_hf(str(folder)),
         lambda: TargetFiles(str(folder)).config,
-    )  # fmt: skip
+    )
     for read in readers:
         with pytest.raises(UserError, match=message):
             read()
@@ -121,12 +153,21 @@ def test_students_quantiles() -> None:
 
 @pytest.mark.slow
 def test_untrained_drafters_are_not_reported(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of drafters with random matrices, other interpretations are closer to the target by chance, and none is reported.
+    """Of drafters with random matrices, other interpretations are closer to the target by chance,
+    and none is reported.
 
     The thresholds without the comparison with shuffled copies reported 12 of 28 such drafters.
     """
-    architecture = {key: value for key, value in llama_layer_settings(tiny.config).items() if key in LAYER_KEYS}
-    settings = {"layers": [2, 4, 5], "num_layers": 1, "vocab_size": 256, "start": "random", "architecture": architecture}
+    architecture = {
+        key: value for key, value in llama_layer_settings(tiny.config).items() if key in LAYER_KEYS
+    }
+    settings = {
+        "layers": [2, 4, 5],
+        "num_layers": 1,
+        "vocab_size": 256,
+        "start": "random",
+        "architecture": architecture,
+    }
     counts = torch.arange(tiny.head.vocab_size, 0, -1)
     monkeypatch.setattr(measure, "NUM_PROMPTS", 6)
     for seed in range(6):
@@ -138,5 +179,11 @@ def test_untrained_drafters_are_not_reported(tiny: Target, monkeypatch: pytest.M
             for name, parameter in module.named_parameters():
                 if parameter.dim() == 2 and name != "lm_head.weight":
                     parameter.copy_(0.05 * torch.randn_like(parameter))
-        checkpoint = DrafterCheckpoint(node, {name: tensor.clone() for name, tensor in module.state_dict().items()})
-        assert not [finding for finding in find_misinterpretation(checkpoint, TINY, NativeLayout()) if finding.level == "error"]
+        checkpoint = DrafterCheckpoint(
+            node, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        )
+        assert not [
+            finding
+            for finding in find_misinterpretation(checkpoint, TINY, NativeLayout())
+            if finding.level == "error"
+        ]

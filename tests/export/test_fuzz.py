@@ -1,6 +1,8 @@
-"""Random changes of a drafter's small files and of the headers of its weights: lint and load accept them or say one sentence.
+"""Random changes of a drafter's small files and of the headers of its weights: lint and load accept
+them or say one sentence.
 
-Every change is also loaded as eval loads it, so that lint passes nothing that eval refuses. The seeds are fixed.
+Every change is also loaded as eval loads it, so that lint passes nothing that eval refuses. The
+seeds are fixed.
 """
 
 import copy
@@ -37,9 +39,12 @@ TINY = TargetFiles("tiny")
 MAX_SECONDS = 10
 ESCAPES = "\x1b[31mred\x1b[0m\n\r\x07"
 NASTY: tuple[Any, ...] = (
-    None, -1, 0, 1, 3, 10**6, 10**9, 10**18, 10**40, -(10**18), float("inf"), float("nan"), 1e300, 0.5, -0.5, True, False, "",
-    "x", "../x", ESCAPES, "1", "float99", "${x}", "a" * 100_000, [], [[10**9]], [{"a": 1}], {}, {"a": 1}, [0.5], ["x"], [None],
-    [-1], [10**9], [1, 1], [ESCAPES], list(range(20_000)), {"_target_": "os.system"}, {ESCAPES: ESCAPES}, [[[[[]]]]],
+    None, -1, 0, 1, 3, 10**6, 10**9, 10**18, 10**40, -(10**18), float("inf"), float("nan"), 1e300,
+    0.5, -0.5, True, False, "",
+    "x", "../x", ESCAPES, "1", "float99", "${x}", "a" * 100_000, [], [[10**9]], [{"a": 1}], {},
+    {"a": 1}, [0.5], ["x"], [None],
+    [-1], [10**9], [1, 1], [ESCAPES], list(range(20_000)), {"_target_": "os.system"},
+    {ESCAPES: ESCAPES}, [[[[[]]]]],
 )  # fmt: skip
 LAYOUTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "native": ("eagle3", {"vocab_size": 64}, None),
@@ -60,7 +65,9 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "openvino": ("eagle3", {"vocab_size": 64}, "openvino"),
 }
 """Name -> family, its settings, and the format; None is our own."""
-INSTALLED = {name: layout for name, layout in LAYOUTS.items() if layout[0] in list_constructors("drafter")}
+INSTALLED = {
+    name: layout for name, layout in LAYOUTS.items() if layout[0] in list_constructors("drafter")
+}
 """Those whose families this package or an installed one has."""
 
 
@@ -70,7 +77,9 @@ class Endless(BaseException):
 
 @contextmanager
 def limit_seconds(seconds: int) -> Iterator[None]:
-    """Raise `Endless` in a block that takes more seconds of this process's own time, whatever else the machine does."""
+    """Raise `Endless` in a block that takes more seconds of this process's own time, whatever
+    else the machine does.
+    """
 
     def stop(*_: object) -> None:
         raise Endless
@@ -91,7 +100,11 @@ def classify(call: Callable[[], Any]) -> str:
             call()
     except (UserError, RunError) as error:
         text = str(error)
-        return "refused" if text.isprintable() and len(text) < 2000 else f"not one sentence: {text[:300]!r}"
+        return (
+            "refused"
+            if text.isprintable() and len(text) < 2000
+            else f"not one sentence: {text[:300]!r}"
+        )
     except Endless:
         return "endless"
     except Exception as error:
@@ -101,27 +114,41 @@ def classify(call: Callable[[], Any]) -> str:
 
 def list_paths(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the keys of every value in a JSON file, at most eight of each list."""
-    entries = content.items() if isinstance(content, dict) else enumerate(content[:8]) if isinstance(content, list) else ()
-    return [found for key, value in entries for found in [(*path, key), *list_paths(value, (*path, key))]]
+    entries = (
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content[:8])
+        if isinstance(content, list)
+        else ()
+    )
+    return [
+        found
+        for key, value in entries
+        for found in [(*path, key), *list_paths(value, (*path, key))]
+    ]
 
 
 def change_content(content: Any, draw: random.Random) -> tuple[Any, str]:
     """Return the content with one value replaced, deleted, added or nested, and what was done."""
-    changed, paths = copy.deepcopy(content), list_paths(content)
+    changed = copy.deepcopy(content)
+    paths = list_paths(content)
     if not paths:
         return draw.choice(NASTY), "all of it"
     path = draw.choice(paths)
     node = changed
     for key in path[:-1]:
         node = node[key]
-    key, value = path[-1], draw.choice(NASTY)
+    key = path[-1]
+    value = draw.choice(NASTY)
     action = draw.choice(("replace", "replace", "replace", "replace", "delete", "add", "nest"))
     if action == "delete":
         del node[key]
     elif action == "add" and isinstance(node, dict):
         node[draw.choice((f"{key}_new", ESCAPES, "x" * 1000))] = value
     elif action == "nest":
-        node[key] = draw.choice(([node[key]], {key: node[key]} if isinstance(key, str) else [[node[key]]]))
+        node[key] = draw.choice(
+            ([node[key]], {key: node[key]} if isinstance(key, str) else [[node[key]]])
+        )
     else:
         node[key] = value
     return changed, f"{action} {'.'.join(map(str, path))} = {str(value)[:40]!r}"
@@ -134,8 +161,12 @@ def change_text(text: str, draw: random.Random) -> tuple[str, str]:
     if action == "truncate":
         return text[: draw.randrange(len(text))], "truncated"
     if action == "duplicate" and isinstance(content, dict) and content:
-        key, value = draw.choice(sorted(content)), draw.choice(NASTY)
-        return f"{text.rstrip()[:-1]}, {json.dumps(key)}: {json.dumps(value)}}}", f"duplicate {key} = {str(value)[:40]!r}"
+        key = draw.choice(sorted(content))
+        value = draw.choice(NASTY)
+        return (
+            f"{text.rstrip()[:-1]}, {json.dumps(key)}: {json.dumps(value)}}}",
+            f"duplicate {key} = {str(value)[:40]!r}",
+        )
     if action == "byte":
         place = draw.randrange(len(text))
         letter = draw.choice('x"[]{}:,\\\x00')
@@ -147,53 +178,102 @@ def change_text(text: str, draw: random.Random) -> tuple[str, str]:
 def change_tensors(data: bytes, draw: random.Random) -> tuple[bytes, str]:
     """Return a safetensors file with one change of its header or its numbers, and what was done."""
     size = struct.unpack("<Q", data[:8])[0]
-    header, numbers = json.loads(data[8 : 8 + size]), bytearray(data[8 + size :])
+    header = json.loads(data[8 : 8 + size])
+    numbers = bytearray(data[8 + size :])
     names = sorted(name for name in header if name != "__metadata__")
     name = draw.choice(names)
     entry = header[name]
     action = draw.choice(
-        ("delete", "rename", "dtype", "shape", "transpose", "offsets", "extra", "truncate", "size", "nan", "value", "swap")
+        (
+            "delete",
+            "rename",
+            "dtype",
+            "shape",
+            "transpose",
+            "offsets",
+            "extra",
+            "truncate",
+            "size",
+            "nan",
+            "value",
+            "swap",
+        )
     )
     if action == "delete":
         del header[name]
     elif action == "rename":
-        header[draw.choice((f"{name}_new", ESCAPES, "layers.10000000000.x", "later.0.x", "fc.weight"))] = header.pop(name)
+        header[
+            draw.choice((f"{name}_new", ESCAPES, "layers.10000000000.x", "later.0.x", "fc.weight"))
+        ] = header.pop(name)
     elif action == "dtype":
-        same = {"F32": ("I32", "U32"), "I64": ("F64", "U64"), "BOOL": ("U8", "I8"), "BF16": ("F16", "I16", "U16")}
+        same = {
+            "F32": ("I32", "U32"),
+            "I64": ("F64", "U64"),
+            "BOOL": ("U8", "I8"),
+            "BF16": ("F16", "I16", "U16"),
+        }
         entry["dtype"] = draw.choice((*same.get(entry["dtype"], ()), "F8_E4M3", "X", 7))
     elif action == "shape":
         count = 1
         for length in entry["shape"]:
             count *= length
-        entry["shape"] = draw.choice(([count], [1, count], [count, 1, 1], [], [0], [-1], [2**63], [2**40, 2**40], "x", [0.5]))
+        entry["shape"] = draw.choice(
+            ([count], [1, count], [count, 1, 1], [], [0], [-1], [2**63], [2**40, 2**40], "x", [0.5])
+        )
     elif action == "transpose":
         entry["shape"] = entry["shape"][::-1]
     elif action == "offsets":
-        entry["data_offsets"] = draw.choice(([0, 0], [-1, 4], [0, 2**63], ["a", "b"], entry["data_offsets"][::-1], [0]))
+        entry["data_offsets"] = draw.choice(
+            ([0, 0], [-1, 4], [0, 2**63], ["a", "b"], entry["data_offsets"][::-1], [0])
+        )
     elif action == "extra":
         end = len(numbers)
         numbers += bytes(16)
         extra = draw.choice(
-            ("x", ESCAPES, "later.5.x", "layers.3.mlp.x", "d2t", "t2d", "fc.bias", "heads.9.x", "masks", "9.9.x")
+            (
+                "x",
+                ESCAPES,
+                "later.5.x",
+                "layers.3.mlp.x",
+                "d2t",
+                "t2d",
+                "fc.bias",
+                "heads.9.x",
+                "masks",
+                "9.9.x",
+            )
         )
-        header[extra] = {"dtype": "F32", "shape": draw.choice(([4], [2, 2], [4, 1, 1])), "data_offsets": [end, end + 16]}
+        header[extra] = {
+            "dtype": "F32",
+            "shape": draw.choice(([4], [2, 2], [4, 1, 1])),
+            "data_offsets": [end, end + 16],
+        }
     elif action == "truncate":
         return data[: draw.randrange(len(data))], "truncated"
     elif action == "size":
-        return struct.pack("<Q", draw.choice((0, 1, size - 1, size + 1, 2**62))) + data[8:], "length of the header"
+        return struct.pack("<Q", draw.choice((0, 1, size - 1, size + 1, 2**62))) + data[
+            8:
+        ], "length of the header"
     elif action in ("nan", "value"):
         start, end = entry["data_offsets"]
-        numbers[start:end] = (b"\xff" if action == "nan" else bytes([draw.randrange(256)])) * (end - start)
+        numbers[start:end] = (b"\xff" if action == "nan" else bytes([draw.randrange(256)])) * (
+            end - start
+        )
     else:
         other = draw.choice(names)
         header[name], header[other] = header[other], header[name]
     text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(numbers), f"{action} {name}: {json.dumps(header.get(name))[:80]}"
+    return struct.pack("<Q", len(text)) + text + bytes(
+        numbers
+    ), f"{action} {name}: {json.dumps(header.get(name))[:80]}"
 
 
 def change_bytes(data: bytes, draw: random.Random) -> tuple[bytes, str]:
-    """Return a file with one change in its first 4 kB, where a GGUF file has its keys, and what was done."""
-    place, value = draw.randrange(min(len(data), 4096)), draw.choice((b"\x00", b"\xff" * 4, b"\x7f", b"\x01", bytes(8)))
+    """Return a file with one change in its first 4 kB, where a GGUF file has its keys, and what
+    was done.
+    """
+    place = draw.randrange(min(len(data), 4096))
+    value = draw.choice((b"\x00", b"\xff" * 4, b"\x7f", b"\x01", bytes(8)))
     if draw.random() < 0.1:
         return data[:place], f"truncated to {place}"
     return data[:place] + value + data[place + len(value) :], f"{value!r} at {place}"
@@ -212,7 +292,9 @@ def change_file(path: Path, draw: random.Random) -> str:
 
 
 def lint_strictly(folder: Path) -> None:
-    """Raise a RunError, as the command does, where lint has an error, or says that spectrain cannot read the drafter."""
+    """Raise a RunError, as the command does, where lint has an error, or says that spectrain
+    cannot read the drafter.
+    """
     findings = lint(folder, None)
     for finding in findings:
         assert finding.problem and finding.consequence and finding.remedy
@@ -221,7 +303,9 @@ def lint_strictly(folder: Path) -> None:
 
 
 def compare_with_target(folder: Path) -> None:
-    """Compare a drafter's files with those of the target, as lint with a target does before it decodes."""
+    """Compare a drafter's files with those of the target, as lint with a target does before it
+    decodes.
+    """
     files = read_files(folder)
     list(check_files(files, detect_layout(files), TINY))
 
@@ -229,7 +313,9 @@ def compare_with_target(folder: Path) -> None:
 def load(folder: Path, target: Target) -> None:
     """Load a drafter with its tree and its rule, as eval does."""
     saved = load_saved_settings(folder, False, GroupSpec("target", "tiny"))
-    spec = RunSpec.from_config({key: value for key, value in saved.items() if key in ("drafter", "tree", "acceptance")})
+    spec = RunSpec.from_config(
+        {key: value for key, value in saved.items() if key in ("drafter", "tree", "acceptance")}
+    )
     spec.tree.build()
     spec.acceptance.build()
     prepare_for_decoding(load_drafter(spec, folder, target), target)
@@ -240,15 +326,21 @@ class Faults:
     """What a fuzz found."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)  # tracebacks, endless calls, several lines, and what lint passes wrongly
+    # tracebacks, endless calls, several lines, and what lint passes wrongly
+    wrong: list[str] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
     strict: list[str] = field(default_factory=list)  # lint refuses what eval loads
 
 
 def fuzz_layout(folder: Path, target: Target, count: int, seed: int) -> Faults:
     """Change one of a folder's files at a time, `count` times."""
-    faults, draw = Faults(), random.Random(seed)
-    small = [path for path in sorted(folder.glob("*.json")) if not path.name.startswith(("tokenizer", "special_tokens"))]
+    faults = Faults()
+    draw = random.Random(seed)
+    small = [
+        path
+        for path in sorted(folder.glob("*.json"))
+        if not path.name.startswith(("tokenizer", "special_tokens"))
+    ]
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
     for _ in range(count):
         file = draw.choice(small if small and draw.random() < 0.7 else weights)
@@ -259,16 +351,26 @@ def fuzz_layout(folder: Path, target: Target, count: int, seed: int) -> Faults:
         loaded = classify(lambda: load(folder, target))
         file.write_bytes(original)
         faults.counts[f"lint {linted.split(':')[0]}, load {loaded.split(':')[0]}"] += 1
-        for command, outcome in (("lint", linted), ("lint with a target", compared), ("load", loaded)):
-            faults.wrong += [f"{command} {done}: {outcome}"] if outcome not in ("accepted", "refused") else []
-        faults.wrong += [f"lint passes {done}"] if (linted, loaded) == ("accepted", "refused") else []
+        for command, outcome in (
+            ("lint", linted),
+            ("lint with a target", compared),
+            ("load", loaded),
+        ):
+            faults.wrong += (
+                [f"{command} {done}: {outcome}"] if outcome not in ("accepted", "refused") else []
+            )
+        faults.wrong += (
+            [f"lint passes {done}"] if (linted, loaded) == ("accepted", "refused") else []
+        )
         faults.accepted += [done] if (linted, loaded) == ("accepted", "accepted") else []
         faults.strict += [done] if (linted, loaded) == ("refused", "accepted") else []
     return faults
 
 
 def make_layout(name: str, tiny: Target, folder: Path) -> Path:
-    """Return the folder of a saved drafter whose weights carry no checksum, as another tool would write them."""
+    """Return the folder of a saved drafter whose weights carry no checksum, as another tool
+    would write them.
+    """
     family, options, format_name = LAYOUTS[name]
     start = ours(folder / "start", tiny, family, **options)
     if format_name is None:
@@ -279,11 +381,17 @@ def make_layout(name: str, tiny: Target, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INSTALLED)
 def test_changed_files_end_in_a_sentence(name: str, tiny: Target, tmp_path: Path) -> None:
-    """200 changes of each layout: no traceback, nothing endless, and lint passes nothing that eval refuses.
+    """200 changes of each layout: no traceback, nothing endless, and lint passes nothing that eval
+    refuses.
 
-    A GGUF file is changed less often, because its library takes half a second to read the vocabulary.
+    A GGUF file is changed less often, because its library takes half a second to read the
+    vocabulary.
     """
     folder = make_layout(name, tiny, tmp_path)
     shutil.rmtree(tmp_path / "start")
-    assert classify(lambda: lint_strictly(folder)) == classify(lambda: load(folder, tiny)) == "accepted"
+    assert (
+        classify(lambda: lint_strictly(folder))
+        == classify(lambda: load(folder, tiny))
+        == "accepted"
+    )
     assert fuzz_layout(folder, tiny, 40 if name == "gguf" else 200, seed=7).wrong == []

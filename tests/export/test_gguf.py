@@ -1,4 +1,6 @@
-"""GGUF: what is written is read back bit by bit, and by transformers; what llama.cpp cannot read is refused by name."""
+"""GGUF: what is written is read back bit by bit, and by transformers; what llama.cpp cannot read
+is refused by name.
+"""
 
 import json
 from collections.abc import Callable
@@ -19,7 +21,12 @@ from spectrain.errors import UserError
 from spectrain.export.card import engine_commands
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.gguf_file import TensorSource, open_gguf, read_keys, read_tensors, write_gguf
-from spectrain.export.gguf_layout import interleave_heads, rope_tensors, scaling_keys, separate_heads
+from spectrain.export.gguf_layout import (
+    interleave_heads,
+    rope_tensors,
+    scaling_keys,
+    separate_heads,
+)
 from spectrain.export.gguf_model import complete_config, write_model, write_target
 from spectrain.export.gguf_tokenizer import find_pre_tokenizer, tokenizer_keys
 from spectrain.export.layouts import detect_layout, read_files
@@ -39,15 +46,23 @@ NORMS = {"norm_before_residual": True, "norm_before_fc": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "EAGLE-3": ("eagle3", {"vocab_size": 256}),
     "EAGLE-3, full vocabulary, other layers and norms": (
-        "eagle3", {"vocab_size": 2048, "layers": [0, 3, 8], "architecture": NORMS}),
+        "eagle3",
+        {"vocab_size": 2048, "layers": [0, 3, 8], "architecture": NORMS},
+    ),
     "DFlash": ("dflash", DFLASH),
-    "DFlash, cut vocabulary, causal": ("dflash", {"vocab_size": 256, "own_embedding": True, "causal": True, **DFLASH}),
+    "DFlash, cut vocabulary, causal": (
+        "dflash",
+        {"vocab_size": 256, "own_embedding": True, "causal": True, **DFLASH},
+    ),
     "DFlash, in a window": ("dflash", {"window": 12, "layers": [1, 3, 8], **DFLASH}),
     "DFlash2": ("dflash2", SELECTOR),
     "DSpark": ("dspark", DSPARK),
-    "DSpark, idle anchor, no confidence": ("dspark", {"sample_from_anchor": False, "confidence": False, **DSPARK}),
+    "DSpark, idle anchor, no confidence": (
+        "dspark",
+        {"sample_from_anchor": False, "confidence": False, **DSPARK},
+    ),
     "GKD draft": ("causal", {"num_layers": 2}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,16 +77,23 @@ def test_files_come_back_bit_by_bit(case: str, tiny: Target, tmp_path: Path) -> 
     assert without_defaults(before.drafter) == without_defaults(after.drafter)
     assert before.tensors.keys() == after.tensors.keys()
     for name, tensor in before.tensors.items():
-        assert after.tensors[name].dtype == tensor.dtype and torch.equal(after.tensors[name], tensor), name
+        assert after.tensors[name].dtype == tensor.dtype and torch.equal(
+            after.tensors[name], tensor
+        ), name
 
 
 def without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with a model's configuration complete, where files hold what differs from transformers' defaults."""
+    """Return settings with a model's configuration complete, where files hold what differs from
+    transformers' defaults.
+    """
     architecture = settings.get("architecture", {})
     if "model_type" not in architecture:
         return settings
     left_out = {"dtype": None, "transformers_version": None, "pad_token_id": None}
-    return {**settings, "architecture": AutoConfig.for_model(**{**architecture, **left_out}).to_dict()}
+    return {
+        **settings,
+        "architecture": AutoConfig.for_model(**{**architecture, **left_out}).to_dict(),
+    }
 
 
 def find_faults(directory: Path) -> set[str]:
@@ -81,36 +103,65 @@ def find_faults(directory: Path) -> set[str]:
 
 
 def rotate_halves(state: Tensor, angles: Tensor) -> Tensor:
-    """Rotate dimension i with dimension i + d/2, as transformers does; state [heads, d], angles [d/2]."""
+    """Rotate dimension i with dimension i + d/2, as transformers does; state [heads, d], angles
+    [d/2].
+    """
     first, second = state.chunk(2, dim=-1)
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1)
+    return torch.cat(
+        [
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ],
+        dim=-1,
+    )
 
 
 def rotate_neighbours(state: Tensor, angles: Tensor) -> Tensor:
     """Rotate dimension 2 i with dimension 2 i + 1, as llama.cpp does for Llama."""
-    first, second = state[..., 0::2], state[..., 1::2]
-    pairs = [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()]
+    first = state[..., 0::2]
+    second = state[..., 1::2]
+    pairs = [
+        first * angles.cos() - second * angles.sin(),
+        second * angles.cos() + first * angles.sin(),
+    ]
     return torch.stack(pairs, dim=-1).flatten(-2)
 
 
 def test_reordered_rows_give_the_same_scores() -> None:
-    """Queries and keys of reordered rows, rotated as neighbours, have the products of the original ones, rotated by halves."""
+    """Queries and keys of reordered rows, rotated as neighbours, have the products of the
+    original ones, rotated by halves.
+    """
     torch.manual_seed(0)
-    weights, x, angles = torch.randn(2, 3 * 8, 16, dtype=torch.float64), torch.randn(16, dtype=torch.float64), torch.randn(4)
+    weights = torch.randn(2, 3 * 8, 16, dtype=torch.float64)
+    x = torch.randn(16, dtype=torch.float64)
+    angles = torch.randn(4)
     halves = [rotate_halves((weight @ x).view(3, 8), angles) for weight in weights]
-    pairs = [rotate_neighbours((interleave_heads(weight, 3) @ x).view(3, 8), angles) for weight in weights]
+    pairs = [
+        rotate_neighbours((interleave_heads(weight, 3) @ x).view(3, 8), angles)
+        for weight in weights
+    ]
     torch.testing.assert_close((pairs[0] * pairs[1]).sum(-1), (halves[0] * halves[1]).sum(-1))
     assert torch.equal(separate_heads(interleave_heads(weights[0], 3), 3), weights[0])
     assert torch.equal(interleave_heads(weights[0], 3), interleave(weights[0], 8))
 
 
 def save_model(folder: Path, kind: str) -> Target:
-    """A small random model of a type with the tiny target's tokenizer; queries, keys and values of Qwen2 have biases."""
+    """A small random model of a type with the tiny target's tokenizer; queries, keys and values
+    of Qwen2 have biases.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        kind, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=128 if kind == "qwen3" else 16, vocab_size=2048, tie_word_embeddings=kind == "qwen3", eos_token_id=2,
-    )  # fmt: skip
+        kind,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128 if kind == "qwen3" else 16,
+        vocab_size=2048,
+        tie_word_embeddings=kind == "qwen3",
+        eos_token_id=2,
+    )
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -120,10 +171,14 @@ def save_model(folder: Path, kind: str) -> Target:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_transformers_reads_our_targets(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target written as GGUF and read by transformers' own reader has the same logits, bit for bit.
+def test_transformers_reads_our_targets(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target written as GGUF and read by transformers' own reader has the same logits, bit for
+    bit.
 
-    The tokenizer is compared for Llama alone: for others transformers makes that of the published models.
+    The tokenizer is compared for Llama alone: for others transformers makes that of the published
+    models.
     """
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
     target = save_model(tmp_path / "model", kind)
@@ -135,14 +190,23 @@ def test_transformers_reads_our_targets(kind: str, tmp_path: Path, monkeypatch: 
     assert kind != "llama" or again.tokenizer(text).input_ids == target.tokenizer(text).input_ids
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 2**-8), ("float16", 2**-11), ("q8_0", 0.02), ("q4_0", 0.15)])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [("bfloat16", 2**-8), ("float16", 2**-11), ("q8_0", 0.02), ("q4_0", 0.15)]
+)
 def test_types_of_weights(dtype: str, error: float, tiny: Target, tmp_path: Path) -> None:
     """Matrices have the requested type and differ by its rounding; norms and ids keep theirs."""
     start = ours(tmp_path / "start", tiny, "eagle3", vocab_size=256)
     convert(start, tmp_path / "gguf", "gguf", TINY, dtype)
-    types = {tensor.name: tensor.tensor_type.name for tensor in open_gguf(tmp_path / "gguf" / "drafter.gguf").tensors}
+    types = {
+        tensor.name: tensor.tensor_type.name
+        for tensor in open_gguf(tmp_path / "gguf" / "drafter.gguf").tensors
+    }
     assert types.pop("d2t") == "I64" and types.pop("output_norm.weight") == "F32"
-    assert {"bfloat16": "BF16", "float16": "F16"}.get(dtype, dtype.upper()) == types["fc.weight"] == types["output.weight"]
+    assert (
+        {"bfloat16": "BF16", "float16": "F16"}.get(dtype, dtype.upper())
+        == types["fc.weight"]
+        == types["output.weight"]
+    )
     before, after = (read_drafter(path, TINY).tensors for path in (start, tmp_path / "gguf"))
     for name in ("fc.weight", "self_attn.q_proj.weight"):
         difference = (before[name] - after[name].float()).norm() / before[name].norm()
@@ -150,7 +214,9 @@ def test_types_of_weights(dtype: str, error: float, tiny: Target, tmp_path: Path
 
 
 def test_rows_that_are_no_multiple_of_a_block_are_float16(tmp_path: Path) -> None:
-    """A matrix of 40 columns cannot be cut into blocks of 32; one of three dimensions stays float32."""
+    """A matrix of 40 columns cannot be cut into blocks of 32; one of three dimensions stays
+    float32.
+    """
     shapes = {"a": (2, 64), "b": (2, 40), "c": (2, 2, 32)}
     sources = {name: TensorSource.from_tensor(torch.ones(shape)) for name, shape in shapes.items()}
     write_gguf(tmp_path / "x.gguf", "llama", {}, sources, "q8_0")
@@ -167,9 +233,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "normed feedback": ("eagle3", {"architecture": {"norm_output": True}}, "norm_output=false"),
     "head norms": ("eagle3", {"architecture": {"qk_norm": True}}, "qk_norm=false"),
     "a gated Markov head": ("dspark", {"markov_head": "gated", **DSPARK}, "markov_head=vanilla"),
-    "shifted blocks": ("dflash", {"sample_from_anchor": True, **DFLASH}, "sample_from_anchor=false"),
+    "shifted blocks": (
+        "dflash",
+        {"sample_from_anchor": True, **DFLASH},
+        "sample_from_anchor=false",
+    ),
     "many candidates": ("dflash2", DFLASH2, "needs a width of 272"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -184,10 +254,14 @@ def test_what_llama_cpp_cannot_read_is_refused(case: str, tiny: Target, tmp_path
 
 
 def test_other_refusals(tiny: Target, tmp_path: Path) -> None:
-    """A missing target, a type that does not exist, and a type for another format are refused by name."""
+    """A missing target, a type that does not exist, and a type for another format are refused by
+    name.
+    """
     start = ours(tmp_path / "start", tiny, "eagle3", vocab_size=256)
     with pytest.raises(UserError, match="--target: the file holds its tokenizer"):
-        convert(start, tmp_path / "out", "gguf", None) if read_drafter(start).target is None else refuse_without_target(start)
+        convert(start, tmp_path / "out", "gguf", None) if read_drafter(
+            start
+        ).target is None else refuse_without_target(start)
     with pytest.raises(UserError, match="dtype=q3: .*q8_0"):
         convert(start, tmp_path / "out", "gguf", TINY, "q3")
     with pytest.raises(UserError, match="dtype=q8_0: .*format=gguf"):
@@ -205,18 +279,25 @@ def refuse_without_target(start: Path) -> None:
 
 
 FAULTS: dict[str, tuple[str, Change]] = {
-    "offsets for ids": ("d2t-offsets", lambda keys, tensors: tensors["d2t"].sub_(torch.arange(256))),
-    "SGLang's layer numbers": ("layer-ids-numbering", lambda keys, tensors: keys.update({"eagle3.target_layers": [1, 3, 4]})),
-    "two layers": ("layer-ids-count", lambda keys, tensors: keys.update({"eagle3.target_layers": [2, 4]})),
+    "offsets for ids": ("d2t-offsets", lambda keys,
+        tensors: tensors["d2t"].sub_(torch.arange(256))),
+    "SGLang's layer numbers": ("layer-ids-numbering", lambda keys,
+        tensors: keys.update({"eagle3.target_layers": [1, 3, 4]})),
+    "two layers": ("layer-ids-count", lambda keys,
+        tensors: keys.update({"eagle3.target_layers": [2, 4]})),
     "no layers": ("missing-key", lambda keys, tensors: keys.pop("eagle3.target_layers")),
-    "a layer too far": ("layer-ids-range", lambda keys, tensors: keys.update({"eagle3.target_layers": [2, 4, 9]})),
+    "a layer too far": ("layer-ids-range", lambda keys,
+        tensors: keys.update({"eagle3.target_layers": [2, 4, 9]})),
     "no norm": ("missing-tensor", lambda keys, tensors: tensors.pop("output_norm.weight")),
     "no fc": ("missing-fc", lambda keys, tensors: tensors.pop("fc.weight")),
     "another tokenizer": (
-        "tokenizer", lambda keys, tensors: keys.update({"tokenizer.ggml.tokens": keys["tokenizer.ggml.tokens"][::-1]})),
-    "another rotary embedding": ("rope", lambda keys, tensors: keys.update({"eagle3.rope.freq_base": 50.0})),
+        "tokenizer", lambda keys,
+        tensors: keys.update({"tokenizer.ggml.tokens": keys["tokenizer.ggml.tokens"][::-1]})),
+    "another rotary embedding": ("rope", lambda keys,
+        tensors: keys.update({"eagle3.rope.freq_base": 50.0})),
     "scaled frequencies without their settings": (
-        "not-representable", lambda keys, tensors: tensors.update({"rope_freqs.weight": torch.ones(16)})),
+        "not-representable", lambda keys,
+        tensors: tensors.update({"rope_freqs.weight": torch.ones(16)})),
 }  # fmt: skip
 
 
@@ -224,32 +305,45 @@ FAULTS: dict[str, tuple[str, Change]] = {
 def test_seeded_faults(case: str, tiny: Target, tmp_path: Path) -> None:
     """Each fault of a file is found by its name."""
     name, change = FAULTS[case]
-    convert(ours(tmp_path / "start", tiny, "eagle3", vocab_size=256), tmp_path / "out", "gguf", TINY)
+    convert(
+        ours(tmp_path / "start", tiny, "eagle3", vocab_size=256), tmp_path / "out", "gguf", TINY
+    )
     assert name in find_faults(change_gguf(tmp_path / "out", change))
 
 
-@pytest.mark.parametrize(("case", "reorder"), [("EAGLE-3", separate), ("DFlash", interleave), ("GKD draft", separate)])
+@pytest.mark.parametrize(
+    ("case", "reorder"), [("EAGLE-3", separate), ("DFlash", interleave), ("GKD draft", separate)]
+)
 def test_the_order_of_heads_is_an_interpretation(
     case: str, reorder: Callable[[Tensor, int], Tensor], tiny: Target, tmp_path: Path
 ) -> None:
-    """A file with queries and keys in the wrong order is read wrongly, and the linter's other reading is the right one."""
+    """A file with queries and keys in the wrong order is read wrongly, and the linter's other
+    reading is the right one.
+    """
     family, options = CASES[case]
     start = ours(tmp_path / "start", tiny, family, **options)
     convert(start, tmp_path / "out", "gguf", TINY)
     change_gguf(tmp_path / "out", lambda keys, tensors: change_rows(tensors, reorder, 32))
     files = read_files(tmp_path / "out")
-    layout, right = detect_layout(files), read_drafter(start, TINY).tensors
+    layout = detect_layout(files)
+    right = read_drafter(start, TINY).tensors
     wrong = layout.read(files, TINY)
     (other,) = layout.interpretations(wrong)
     name = next(name for name in right if name.endswith("q_proj.weight"))
     assert not torch.equal(wrong.tensors[name], right[name])
-    assert other.finding_name == "heads-permuted" and torch.equal(other.drafter.tensors[name], right[name])
+    assert other.finding_name == "heads-permuted" and torch.equal(
+        other.drafter.tensors[name], right[name]
+    )
 
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 
 
 def test_llama_3_frequencies() -> None:
@@ -257,15 +351,26 @@ def test_llama_3_frequencies() -> None:
     config = LlamaConfig(hidden_size=1024, num_attention_heads=8, rope_parameters=LLAMA3)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 500000.0 ** -(torch.arange(0, 128, 2) / 128)
-    torch.testing.assert_close(plain / rope_tensors(config.to_dict())["rope_freqs.weight"], expected)
+    torch.testing.assert_close(
+        plain / rope_tensors(config.to_dict())["rope_freqs.weight"], expected
+    )
 
 
 def test_scaled_rotary_embeddings_come_back(tiny: Target, tmp_path: Path) -> None:
-    """A drafter of a target with scaled positions keeps their settings; a kind that llama.cpp lacks is refused by name."""
-    start = ours(tmp_path / "start", tiny, "eagle3", vocab_size=256, architecture={"rope_parameters": LLAMA3})
+    """A drafter of a target with scaled positions keeps their settings; a kind that llama.cpp
+    lacks is refused by name.
+    """
+    start = ours(
+        tmp_path / "start", tiny, "eagle3", vocab_size=256, architecture={"rope_parameters": LLAMA3}
+    )
     convert(start, tmp_path / "out", "gguf", TINY)
     assert read_drafter(tmp_path / "out", TINY).drafter["architecture"]["rope_parameters"] == LLAMA3
-    assert scaling_keys("llama", {"rope_type": "linear", "factor": 4}, 2048)["llama.rope.scaling.factor"] == 4.0
+    assert (
+        scaling_keys("llama", {"rope_type": "linear", "factor": 4}, 2048)[
+            "llama.rope.scaling.factor"
+        ]
+        == 4.0
+    )
     yarn = scaling_keys("llama", {"rope_type": "yarn", "factor": 4}, 2048)
     assert yarn["llama.rope.scaling.original_context_length"] == 2048
     with pytest.raises(UserError, match="longrope"):
@@ -280,7 +385,10 @@ def make_tokenizer(*steps: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def test_kinds_of_tokenizers_by_their_steps() -> None:
@@ -292,7 +400,10 @@ def test_kinds_of_tokenizers_by_their_steps() -> None:
 
     steps = {
         "gpt-2": [byte_level(add_prefix_space=False)],
-        "smollm": [pre_tokenizers.Digits(individual_digits=True), byte_level(add_prefix_space=False)],
+        "smollm": [
+            pre_tokenizers.Digits(individual_digits=True),
+            byte_level(add_prefix_space=False),
+        ],
         "llama-bpe": [make_split("{1,3}"), byte_level(add_prefix_space=False, use_regex=False)],
         "qwen2": [make_split(""), byte_level(add_prefix_space=False, use_regex=False)],
         None: [pre_tokenizers.Whitespace()],
@@ -304,16 +415,28 @@ def test_kinds_of_tokenizers_by_their_steps() -> None:
 
 
 def test_keys_of_a_tokenizer() -> None:
-    """Rows without a token are unused ones, special tokens are control tokens, and the target's own file is copied."""
+    """Rows without a token are unused ones, special tokens are control tokens, and the target's
+    own file is copied.
+    """
     keys = tokenizer_keys(TINY)
     assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
     assert len(keys["tokenizer.ggml.tokens"]) == len(keys["tokenizer.ggml.token_type"]) == 2048
-    assert keys["tokenizer.ggml.tokens"][2] == "<|im_end|>" and keys["tokenizer.ggml.eos_token_id"] == 2
-    assert keys["tokenizer.ggml.token_type"][:4] == [int(gguf.TokenType.CONTROL)] * 3 + [int(gguf.TokenType.NORMAL)]
-    assert keys["tokenizer.ggml.add_bos_token"] is False and keys["tokenizer.chat_template"] == TINY.tokenizer.chat_template
+    assert (
+        keys["tokenizer.ggml.tokens"][2] == "<|im_end|>"
+        and keys["tokenizer.ggml.eos_token_id"] == 2
+    )
+    assert keys["tokenizer.ggml.token_type"][:4] == [int(gguf.TokenType.CONTROL)] * 3 + [
+        int(gguf.TokenType.NORMAL)
+    ]
+    assert (
+        keys["tokenizer.ggml.add_bos_token"] is False
+        and keys["tokenizer.chat_template"] == TINY.tokenizer.chat_template
+    )
 
 
-def test_the_tokenizer_of_a_targets_own_file_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_of_a_targets_own_file_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A target that is a GGUF file gives its own keys, as its maker wrote them."""
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
     save_model(tmp_path / "model", "llama")
@@ -321,7 +444,9 @@ def test_the_tokenizer_of_a_targets_own_file_is_copied(tmp_path: Path, monkeypat
     change_gguf(tmp_path, lambda keys, tensors: keys.update({"tokenizer.ggml.pre": "smollm"}))
     target = TargetFiles(str(file))
     written = read_keys(open_gguf(file), with_vocabulary=True)
-    assert tokenizer_keys(target) == {key: value for key, value in written.items() if key.startswith("tokenizer.")}
+    assert tokenizer_keys(target) == {
+        key: value for key, value in written.items() if key.startswith("tokenizer.")
+    }
     assert target.vocab_size == 2048 and target.num_layers == 2
 
 
@@ -331,21 +456,29 @@ def test_unknown_models_are_refused(tmp_path: Path) -> None:
         complete_config({"model_type": "gpt2"})
     with pytest.raises(UserError, match="mlp_bias=True"):
         complete_config({"model_type": "llama", "mlp_bias": True})
-    config = complete_config({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1})
+    config = complete_config(
+        {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    )
     source = TensorSource.from_tensor(torch.ones(2, 2))
     with pytest.raises(UserError, match=r"extra\.weight"):
         write_model(tmp_path / "x.gguf", config, {"extra.weight": replace(source)}, {}, None)
 
 
-def test_model_cards_say_how_llama_cpp_serves(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_cards_say_how_llama_cpp_serves(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The target is exported first, unless it is a GGUF file itself."""
     start = ours(tmp_path / "start", tiny, "dflash", **DFLASH)
     out = export_command(str(start), "gguf", str(tmp_path / "out"))
     drafting = f"-md {out}/drafter.gguf --spec-type draft-dflash --spec-draft-n-max 4"
     card = (out / "README.md").read_text()
     assert (
-        f"spectrain export target=tiny format=gguf out=target-gguf\nllama-server -m target-gguf/target.gguf {drafting}" in card
+        "spectrain export target=tiny format=gguf out=target-gguf\nllama-server -m "
+        f"target-gguf/target.gguf {drafting}" in card
     )
-    files, launch = TargetFiles("big.gguf"), EngineLaunch("converted", drafter=DrafterLaunch("draft-simple", "d", 3))
-    expected = "llama-server -m big.gguf -md d/drafter.gguf --spec-type draft-simple --spec-draft-n-max 3"
+    files = TargetFiles("big.gguf")
+    launch = EngineLaunch("converted", drafter=DrafterLaunch("draft-simple", "d", 3))
+    expected = (
+        "llama-server -m big.gguf -md d/drafter.gguf --spec-type draft-simple --spec-draft-n-max 3"
+    )
     assert engine_commands(ENGINES["llamacpp"], launch, files) == expected

@@ -17,7 +17,14 @@ from spectrain.errors import UserError
 from spectrain.export import layouts
 from spectrain.export.converter import convert, read_drafter, write_drafter
 from spectrain.export.layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Layout
-from spectrain.export.layouts import EXPORT_FORMATS, FORMATS, LAYOUTS, TableRow, detect_layout, load_layout
+from spectrain.export.layouts import (
+    EXPORT_FORMATS,
+    FORMATS,
+    LAYOUTS,
+    TableRow,
+    detect_layout,
+    load_layout,
+)
 from spectrain.export.linter import lint
 from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_hf
@@ -44,19 +51,31 @@ class SingleFileLayout(Layout):
         return "single" in files.config
 
     def expected_tensors(self, files: DrafterFiles) -> ExpectedTensors:
-        return ExpectedTensors({name: tuple(tensor.shape) for name, tensor in files.tensors.items()})
+        return ExpectedTensors(
+            {name: tuple(tensor.shape) for name, tensor in files.tensors.items()}
+        )
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
         drafter = {"_target_": "spectrain.drafters.eagle3.Eagle3", **files.config["single"]}
         return DrafterCheckpoint(drafter, dict(files.tensors), files.read_metadata().target)
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
         settings = {key: value for key, value in drafter.drafter.items() if key != "_target_"}
-        save_file(drafter.tensors, directory / "drafter.single", {"config": json.dumps({"single": settings})})
+        save_file(
+            drafter.tensors,
+            directory / "drafter.single",
+            {"config": json.dumps({"single": settings})},
+        )
 
 
-def test_a_new_layout_is_a_file_and_a_line(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its line in the table, converter and linter write, read and check a layout that has no config.json."""
+def test_a_new_layout_is_a_file_and_a_line(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its line in the table, converter and linter write, read and check a layout that has
+    no config.json.
+    """
     module = ModuleType("spectrain.export.single")
     module.SingleFileLayout = SingleFileLayout  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -74,37 +93,65 @@ def test_a_new_layout_is_a_file_and_a_line(tiny: Target, tmp_path: Path, monkeyp
 
 
 SMALL: dict[str, dict[str, Any]] = {
-    "eagle3": {"vocab_size": 256}, "peagle": {"vocab_size": 256, "num_layers": 1}, "medusa": {"vocab_size": 2048},
-    "dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK, "causal": {"num_layers": 1},
-    "lilicorr": LILICORR, "uno.UnoLayout": UNO, **load_cases(__name__).get("SMALL", {}),
+    "eagle3": {"vocab_size": 256},
+    "peagle": {"vocab_size": 256, "num_layers": 1},
+    "medusa": {"vocab_size": 2048},
+    "dflash": DFLASH,
+    "dflash2": DFLASH2,
+    "dspark": DSPARK,
+    "causal": {"num_layers": 1},
+    "lilicorr": LILICORR,
+    "uno.UnoLayout": UNO,
+    **load_cases(__name__).get("SMALL", {}),
     "gguf_dflash.GgufDFlash2": {**DFLASH2, "selector_top_k": 8},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
-def write_layout(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[TableRow], Path]:
-    """Write a random drafter of the first family of a row in its layout; rows of a family share the drafter."""
+def write_layout(
+    tiny: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[TableRow], Path]:
+    """Write a random drafter of the first family of a row in its layout; rows of a family share
+    the drafter.
+    """
     folder = tmp_path_factory.mktemp("layouts")
 
     @cache
     def read_random(family: str, options: str) -> DrafterCheckpoint:
-        return read_drafter(ours(folder / f"{options}-start", tiny, family, **SMALL.get(options, {})), TINY)
+        return read_drafter(
+            ours(folder / f"{options}-start", tiny, family, **SMALL.get(options, {})), TINY
+        )
 
     def write_row(row: TableRow) -> Path:
-        layout, out, family = load_layout(row), folder / row.class_path, row.families.split()[0]
+        layout = load_layout(row)
+        out = folder / row.class_path
+        family = row.families.split()[0]
         if layout.holds_target:
             source = test_mtp.save_target("glm4_moe", folder / "target")
-            return test_mtp.write_stitched(test_mtp.make_drafter(load_hf(str(source), dtype="float32")), source, out)
+            return test_mtp.write_stitched(
+                test_mtp.make_drafter(load_hf(str(source), dtype="float32")), source, out
+            )
         out.mkdir()
-        write_drafter(read_random(family, row.class_path if row.class_path in SMALL else family), layout, TINY, out)
+        write_drafter(
+            read_random(family, row.class_path if row.class_path in SMALL else family),
+            layout,
+            TINY,
+            out,
+        )
         return out
 
     return write_row
 
 
-@pytest.mark.parametrize("row", [row for row in LAYOUTS if row.formats], ids=lambda row: row.class_path)
-def test_a_layout_recognizes_its_own_output(row: TableRow, write_layout: Callable[[TableRow], Path]) -> None:
-    """What a layout writes is detected as this layout: its line stands before every layout that accepts its files as well."""
+@pytest.mark.parametrize(
+    "row", [row for row in LAYOUTS if row.formats], ids=lambda row: row.class_path
+)
+def test_a_layout_recognizes_its_own_output(
+    row: TableRow, write_layout: Callable[[TableRow], Path]
+) -> None:
+    """What a layout writes is detected as this layout: its line stands before every layout that
+    accepts its files as well.
+    """
     assert detect_layout(layouts.read_files(write_layout(row))) is load_layout(row)
 
 
@@ -117,13 +164,23 @@ def test_the_page_on_serving_names_every_format() -> None:
 
 
 def test_a_format_has_a_single_layout_for_each_family() -> None:
-    """Every line of the table names a class that exists, and no two lines answer the same request."""
-    requests = [(name, family) for row in LAYOUTS for name in row.formats.split() for family in row.families.split()]
+    """Every line of the table names a class that exists, and no two lines answer the same
+    request.
+    """
+    requests = [
+        (name, family)
+        for row in LAYOUTS
+        for name in row.formats.split()
+        for family in row.families.split()
+    ]
     assert len(requests) == len(set(requests))
     assert all(load_layout(row).title for row in LAYOUTS)
 
 
 def test_refusals_name_the_formats_of_the_table() -> None:
     """A family that a format does not support is refused with the formats that do."""
-    with pytest.raises(UserError, match="format=sglang: it does not support drafter=medusa; use format=vllm or format=medusa"):
+    with pytest.raises(
+        UserError,
+        match="format=sglang: it does not support drafter=medusa; use format=vllm or format=medusa",
+    ):
         layouts.select_layout("medusa", "sglang")

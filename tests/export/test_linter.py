@@ -45,7 +45,8 @@ def find_faults(directory: Path, target: TargetFiles | None = TINY) -> dict[str,
 def change_files(directory: Path, change: Change) -> Path:
     """Change the settings and tensors of a directory; return the directory."""
     file = next(directory.glob("*.safetensors"))
-    config, tensors = json.loads((directory / "config.json").read_text()), load_file(file)
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(file)
     change(config, tensors)
     (directory / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
@@ -72,37 +73,55 @@ SPECULATORS: dict[str, tuple[str, Change]] = {
     "no d2t": ("missing-d2t", lambda config, tensors: tensors.pop("d2t")),
     "absolute ids": ("d2t-absolute", make_d2t_absolute),
     "offsets out of range": ("d2t-range", lambda config, tensors: tensors["d2t"].add_(3000)),
-    "an id twice": ("d2t-repeated", lambda config, tensors: tensors["d2t"][1:2].copy_(tensors["d2t"][:1] - 1)),
-    "t2d of another run": ("t2d-mismatch", lambda config, tensors: tensors.update(t2d=tensors["t2d"].roll(1))),
-    "offsets as floats": ("d2t-dtype", lambda config, tensors: tensors.update(d2t=tensors["d2t"].float())),
+    "an id twice": ("d2t-repeated", lambda config,
+        tensors: tensors["d2t"][1:2].copy_(tensors["d2t"][:1] - 1)),
+    "t2d of another run": ("t2d-mismatch", lambda config,
+        tensors: tensors.update(t2d=tensors["t2d"].roll(1))),
+    "offsets as floats": ("d2t-dtype", lambda config,
+        tensors: tensors.update(d2t=tensors["d2t"].float())),
     "offsets nobody filled in": (
-        "d2t-identity", lambda config, tensors: (tensors["d2t"].zero_(), tensors.update(t2d=torch.arange(2048) < 256))),
+        "d2t-identity", lambda config,
+        tensors: (tensors["d2t"].zero_(), tensors.update(t2d=torch.arange(2048) < 256))),
     "no fc": ("missing-fc", lambda config, tensors: tensors.pop("fc.weight")),
     "no head": ("missing-lm-head", lambda config, tensors: tensors.pop("lm_head.weight")),
     "no norm": ("missing-tensor", lambda config, tensors: tensors.pop("norm.weight")),
-    "no embedding": ("missing-embed-tokens", lambda config, tensors: tensors.pop("embed_tokens.weight")),
+    "no embedding": ("missing-embed-tokens", lambda config,
+        tensors: tensors.pop("embed_tokens.weight")),
     "zero embedding": ("all-zero", scale_tensor("embed_tokens.weight", 0.0)),
     "transposed head": (
-        "transposed-tensor", lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].T})),
+        "transposed-tensor", lambda config,
+        tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].T})),
     "rows cut off the head": (
-        "head-rows", lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:200]})),
+        "head-rows", lambda config,
+        tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:200]})),
     "NaN": ("not-finite", lambda config, tensors: tensors["fc.weight"].fill_(float("nan"))),
-    "a name with a prefix": ("unknown-tensor", rename_tensor("layers.0.mlp.up_proj.weight", "draft.mlp.up_proj.weight")),
-    "two types": ("mixed-dtype", lambda config, tensors: tensors.update({"fc.weight": tensors["fc.weight"].bfloat16()})),
-    "double precision": ("dtype", lambda config, tensors: tensors.update({"fc.weight": tensors["fc.weight"].double()})),
+    "a name with a prefix": ("unknown-tensor",
+        rename_tensor("layers.0.mlp.up_proj.weight", "draft.mlp.up_proj.weight")),
+    "two types": ("mixed-dtype", lambda config,
+        tensors: tensors.update({"fc.weight": tensors["fc.weight"].bfloat16()})),
+    "double precision": ("dtype", lambda config,
+        tensors: tensors.update({"fc.weight": tensors["fc.weight"].double()})),
     "the target's vocabulary": ("vocab-size", set_layer_keys(vocab_size=1024)),
     "another inner width": ("wrong-shape", set_layer_keys(intermediate_size=99)),
-    "the flag unsaid": ("norm-flag-implicit", lambda config, tensors: config.pop("norm_before_residual")),
-    "a norm without its flag": ("norm-flag", lambda config, tensors: tensors.update({"input_norm.weight": torch.ones(384)})),
-    "two norms": ("norm-flags-exclusive", lambda config, tensors: config.update(norm_before_fc=True, fc_norm=True)),
-    "another rope": ("rope", set_layer_keys(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})),
+    "the flag unsaid": ("norm-flag-implicit", lambda config,
+        tensors: config.pop("norm_before_residual")),
+    "a norm without its flag": ("norm-flag", lambda config,
+        tensors: tensors.update({"input_norm.weight": torch.ones(384)})),
+    "two norms": ("norm-flags-exclusive", lambda config,
+        tensors: config.update(norm_before_fc=True, fc_norm=True)),
+    "another rope": ("rope",
+        set_layer_keys(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})),
     "a shorter context": ("max-position", set_layer_keys(max_position_embeddings=128)),
     "layers beyond the target": (
-        "layer-ids-range", lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[2, 4, 9])),
+        "layer-ids-range", lambda config,
+        tensors: config.update(eagle_aux_hidden_state_layer_ids=[2, 4, 9])),
     "layers out of order": (
-        "layer-ids-order", lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[5, 2, 4])),
-    "layers unsaid": ("layer-ids-missing", lambda config, tensors: config.pop("eagle_aux_hidden_state_layer_ids")),
-    "no verifier": ("speculators-config", lambda config, tensors: config["speculators_config"].pop("verifier")),
+        "layer-ids-order", lambda config,
+        tensors: config.update(eagle_aux_hidden_state_layer_ids=[5, 2, 4])),
+    "layers unsaid": ("layer-ids-missing", lambda config,
+        tensors: config.pop("eagle_aux_hidden_state_layer_ids")),
+    "no verifier": ("speculators-config", lambda config,
+        tensors: config["speculators_config"].pop("verifier")),
     "no layer": ("missing-key", lambda config, tensors: config.pop("transformer_layer_config")),
 }  # fmt: skip
 
@@ -121,15 +140,21 @@ FLAT: dict[str, tuple[str, Change]] = {
     "absolute ids": ("d2t-absolute", make_d2t_absolute),
     "vLLM's layer numbers": (
         "layer-ids-numbering",
-        lambda config, tensors: config.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 5]})),
-    "another architecture": ("architecture", lambda config, tensors: config.update(architectures=["LlamaForCausalLM"])),
-    "no norm at the end": ("norm-output-ambiguous", lambda config, tensors: config.update(norm_output=False)),
+        lambda config,
+        tensors: config.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 5]})),
+    "another architecture": ("architecture", lambda config,
+        tensors: config.update(architectures=["LlamaForCausalLM"])),
+    "no norm at the end": ("norm-output-ambiguous", lambda config,
+        tensors: config.update(norm_output=False)),
     "a default rope": ("rope", lambda config, tensors: config.update(rope_theta=500000.0)),
     "the wrong count": ("head-rows", lambda config, tensors: config.update(draft_vocab_size=512)),
     "half of the head norms": (
-        "missing-tensor", lambda config, tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(32)})),
-    "a layer too few": ("missing-tensor", lambda config, tensors: config.update(num_hidden_layers=2)),
-    "an activation that the class has not": ("not-representable", lambda config, tensors: config.update(hidden_act="gelu")),
+        "missing-tensor", lambda config,
+        tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(32)})),
+    "a layer too few": ("missing-tensor", lambda config,
+        tensors: config.update(num_hidden_layers=2)),
+    "an activation that the class has not": ("not-representable", lambda config,
+        tensors: config.update(hidden_act="gelu")),
 }  # fmt: skip
 
 
@@ -145,14 +170,19 @@ def test_seeded_faults_of_the_flat_layout(case: str, tiny: Target, tmp_path: Pat
 PEAGLE: dict[str, tuple[str, Change]] = {
     "no mask state": ("missing-tensor", lambda config, tensors: tensors.pop("mask_hidden")),
     "no mask token": ("mask-token", lambda config, tensors: config.pop("mask_token_id")),
-    "a mask token beyond the vocabulary": ("mask-token", lambda config, tensors: config.update(mask_token_id=5000)),
-    "EAGLE-3's name": ("unknown-tensor", lambda config, tensors: config.update(speculators_model_type="eagle3")),
-    "a second layer's part missing": ("missing-tensor", lambda config, tensors: tensors.pop("layers.1.mlp.up_proj.weight")),
+    "a mask token beyond the vocabulary": ("mask-token", lambda config,
+        tensors: config.update(mask_token_id=5000)),
+    "EAGLE-3's name": ("unknown-tensor", lambda config,
+        tensors: config.update(speculators_model_type="eagle3")),
+    "a second layer's part missing": ("missing-tensor", lambda config,
+        tensors: tensors.pop("layers.1.mlp.up_proj.weight")),
     "a layer that is not counted": ("unknown-tensor", set_layer_keys(num_hidden_layers=1)),
-    "no embedding": ("missing-embed-tokens", lambda config, tensors: tensors.pop("embed_tokens.weight")),
+    "no embedding": ("missing-embed-tokens", lambda config,
+        tensors: tensors.pop("embed_tokens.weight")),
     "head norms that are not there": ("missing-tensor", set_layer_keys(model_type="qwen3")),
     "windows that differ": (
-        "not-representable", set_layer_keys(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+        "not-representable",
+        set_layer_keys(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
 }  # fmt: skip
 
 
@@ -160,7 +190,12 @@ PEAGLE: dict[str, tuple[str, Change]] = {
 def test_seeded_faults_of_peagle(case: str, tiny: Target, tmp_path: Path) -> None:
     """Each fault is found by its name, and was not there before."""
     name, change = PEAGLE[case]
-    convert(ours(tmp_path / "start", tiny, "peagle", vocab_size=256, num_layers=2), tmp_path / "out", "vllm", TINY)
+    convert(
+        ours(tmp_path / "start", tiny, "peagle", vocab_size=256, num_layers=2),
+        tmp_path / "out",
+        "vllm",
+        TINY,
+    )
     assert not find_faults(tmp_path / "out")
     assert name in find_faults(change_files(tmp_path / "out", change))
 
@@ -173,15 +208,21 @@ def split_heads(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 MEDUSA: dict[str, tuple[str, Change]] = {
-    "attention heads counted as heads": ("num-attention-heads", lambda config, tensors: config.update(num_attention_heads=4)),
+    "attention heads counted as heads": ("num-attention-heads", lambda config,
+        tensors: config.update(num_attention_heads=4)),
     "biases dropped": ("medusa-bias", lambda config, tensors: config.pop("medusa_fc_bias")),
     "no map": ("missing-token-map", lambda config, tensors: tensors.pop("token_map")),
     "offsets in the map": (
-        "token-map-offsets", lambda config, tensors: tensors.update(token_map=torch.zeros(256, dtype=torch.int64))),
-    "ids out of range": ("token-map-range", lambda config, tensors: tensors["token_map"].add_(3000)),
-    "a map that is ignored": ("truncated-vocab-size", lambda config, tensors: config.update(truncated_vocab_size=2048)),
-    "heads of their own, cut": ("short-heads", lambda config, tensors: split_heads(config, tensors)),
-    "names of the trainer": ("unknown-tensor", rename_tensor("lm_head.weight", "heads.0.lm_head.weight")),
+        "token-map-offsets", lambda config,
+        tensors: tensors.update(token_map=torch.zeros(256, dtype=torch.int64))),
+    "ids out of range": ("token-map-range", lambda config,
+        tensors: tensors["token_map"].add_(3000)),
+    "a map that is ignored": ("truncated-vocab-size", lambda config,
+        tensors: config.update(truncated_vocab_size=2048)),
+    "heads of their own, cut": ("short-heads", lambda config,
+        tensors: split_heads(config, tensors)),
+    "names of the trainer": ("unknown-tensor",
+        rename_tensor("lm_head.weight", "heads.0.lm_head.weight")),
     "a head too few": ("missing-tensor", lambda config, tensors: config.update(num_heads=4)),
 }  # fmt: skip
 
@@ -196,14 +237,20 @@ def test_seeded_faults_of_medusa(case: str, tiny: Target, tmp_path: Path) -> Non
 
 
 def test_original_medusa_with_a_head_too_many(tiny: Target, tmp_path: Path) -> None:
-    """A number of heads other than that of the tensors, which the original loader accepts, is found."""
+    """A number of heads other than that of the tensors, which the original loader accepts, is
+    found.
+    """
     start = foreign.write_medusa(tmp_path / "start", tiny)
     assert not find_faults(start)
-    assert "head-count" in find_faults(change_files(start, lambda config, tensors: config.update(medusa_num_heads=5)))
+    assert "head-count" in find_faults(
+        change_files(start, lambda config, tensors: config.update(medusa_num_heads=5))
+    )
 
 
 def test_complete_models(tiny: Target, tmp_path: Path) -> None:
-    """A draft model with another tokenizer, and a mask token outside of the vocabulary, are found."""
+    """A draft model with another tokenizer, and a mask token outside of the vocabulary, are
+    found.
+    """
     start = ours(tmp_path / "start", tiny, "pard", num_layers=2)
     convert(start, tmp_path / "out", "hf", TINY)
     assert not find_faults(tmp_path / "out")
@@ -214,15 +261,19 @@ def test_complete_models(tiny: Target, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep(8, free=("case", "form"))
-@pytest.mark.parametrize(("case", "form"), [(case, form) for case in CASES for form in CASES[case][1]])
+@pytest.mark.parametrize(
+    ("case", "form"), [(case, form) for case in CASES for form in CASES[case][1]]
+)
 def test_clean_exports_have_no_finding(case: str, form: str, tiny: Target, tmp_path: Path) -> None:
-    """The linter finds nothing in what a layout writes, with and without the target; it warns of what vLLM does not read in its
-    own layout."""
+    """The linter finds nothing in what a layout writes, with and without the target; it warns of
+    what vLLM does not read in its own layout."""
     start = CASES[case][0](tmp_path / "start", tiny)
     assert not find_faults(start)
     convert(start, tmp_path / form, form, TINY)
     expected = UNREAD_BY_VLLM.get(case, {}).get(form, set())
-    assert find_faults(tmp_path / form).keys() == find_faults(tmp_path / form, None).keys() == expected
+    assert (
+        find_faults(tmp_path / form).keys() == find_faults(tmp_path / form, None).keys() == expected
+    )
 
 
 UNREAD_BY_VLLM: dict[str, dict[str, set[str]]] = {
@@ -235,11 +286,15 @@ UNREAD_BY_VLLM: dict[str, dict[str, set[str]]] = {
 # Faults that only a measurement shows
 
 
-def train_drafter(directory: Path, tiny: Target, drafter: Drafter, name: str, steps: int, **options: Any) -> Path:
+def train_drafter(
+    directory: Path, tiny: Target, drafter: Drafter, name: str, steps: int, **options: Any
+) -> Path:
     """Train a drafter briefly and save it as training does."""
     dataset = EmbeddedReader(limit=steps).make_dataset(tiny.template)
     drafter.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
-    Trainer(lr=3e-3, max_steps=steps, batch_tokens=1024).fit(drafter, tiny, dataset, LiveSource(), directory / "fit")
+    Trainer(lr=3e-3, max_steps=steps, batch_tokens=1024).fit(
+        drafter, tiny, dataset, LiveSource(), directory / "fit"
+    )
     save_drafter(directory / "drafter", drafter, RunSpec.from_nodes(settings_for(name, **options)))
     return directory / "drafter"
 
@@ -256,16 +311,24 @@ def medusa_folder(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def eagle3_folder(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     options = {"vocab_size": 1024, "ttt_steps": 3}
-    return train_drafter(tmp_path_factory.mktemp("eagle3"), tiny, Eagle3(tiny, **options), "eagle3", 300, **options)
+    return train_drafter(
+        tmp_path_factory.mktemp("eagle3"), tiny, Eagle3(tiny, **options), "eagle3", 300, **options
+    )
 
 
 def transpose_tensors(ending: str) -> Change:
-    return lambda config, tensors: tensors.update({n: t.T for n, t in tensors.items() if n.endswith(ending) and t.dim() == 2})
+    return lambda config, tensors: tensors.update(
+        {n: t.T for n, t in tensors.items() if n.endswith(ending) and t.dim() == 2}
+    )
 
 
 def exchange_heads(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Exchange the two heads."""
-    for name in [name for name in tensors if (".0." in name and name.startswith("lm_heads.0")) or name.startswith("blocks.0")]:
+    for name in [
+        name
+        for name in tensors
+        if (".0." in name and name.startswith("lm_heads.0")) or name.startswith("blocks.0")
+    ]:
         other_name = name.replace("s.0.", "s.1.", 1)
         tensors[name], tensors[other_name] = tensors[other_name], tensors[name]
 
@@ -280,64 +343,89 @@ def permute_rows(tensors: dict[str, Tensor]) -> None:
 MEASURED_MEDUSA: dict[str, tuple[str, Change]] = {
     "blocks transposed": ("transposed-tensor", transpose_tensors("layers.0.weight")),
     "heads exchanged": ("heads-shifted", exchange_heads),
-    "rows of the head permuted": (
-        "head-order",
-        lambda config, tensors: permute_rows(tensors)),
-}  # fmt: skip
+    "rows of the head permuted": ("head-order", lambda config, tensors: permute_rows(tensors)),
+}
 
 
 @pytest.mark.slow
-def test_measured_faults_of_medusa(medusa_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transposed square tensors and permuted heads and rows are found by decoding; sound files have no finding."""
+def test_measured_faults_of_medusa(
+    medusa_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transposed square tensors and permuted heads and rows are found by decoding; sound files
+    have no finding.
+    """
     monkeypatch.setattr("spectrain.export.measure.NUM_PROMPTS", 2)
     monkeypatch.setattr("spectrain.export.measure.NUM_TOKENS", 16)
     assert not lint(medusa_folder, TINY)
     for case, (name, change) in MEASURED_MEDUSA.items():
         convert(medusa_folder, tmp_path / case, "vllm", TINY)
-        assert name in {finding.name for finding in lint(change_files(tmp_path / case, change), TINY)}, case
+        assert name in {
+            finding.name for finding in lint(change_files(tmp_path / case, change), TINY)
+        }, case
 
 
 MEASURED_EAGLE3: dict[str, tuple[str, Change]] = {
     "layers one lower": (
-        "layer-ids-off-by-one", lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[1, 3, 4])),
+        "layer-ids-off-by-one", lambda config,
+        tensors: config.update(eagle_aux_hidden_state_layer_ids=[1, 3, 4])),
     "the other residual": (
-        "norm-before-residual-swapped", lambda config, tensors: config.update(norm_before_residual=True)),
-    "normed feedback": ("norm-output-swapped", lambda config, tensors: config.update(norm_output=True)),
+        "norm-before-residual-swapped", lambda config,
+        tensors: config.update(norm_before_residual=True)),
+    "normed feedback": ("norm-output-swapped", lambda config,
+        tensors: config.update(norm_output=True)),
     "o_proj transposed": ("transposed-tensor", transpose_tensors("o_proj.weight")),
-    "another rope": ("rope", set_layer_keys(rope_parameters={"rope_type": "default", "rope_theta": 50.0})),
+    "another rope": ("rope",
+        set_layer_keys(rope_parameters={"rope_type": "default", "rope_theta": 50.0})),
     "state before embedding": (
         "halves-swapped",
         lambda config, tensors: tensors.update(
-            {name: tensor.roll(128, dims=1) for name, tensor in tensors.items() if tensor.shape[1:] == (256,)})),
+            {name: tensor.roll(128, dims=1) for name,
+                tensor in tensors.items() if tensor.shape[1:] == (256,)})),
     "rows of the head permuted": (
-        "head-order", lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].roll(7, dims=0)})),
+        "head-order", lambda config,
+        tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].roll(7, dims=0)})),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MEASURED_EAGLE3)
-def test_measured_faults_of_eagle3(case: str, eagle3_folder: Path, tiny: Target, tmp_path: Path) -> None:
+def test_measured_faults_of_eagle3(
+    case: str, eagle3_folder: Path, tiny: Target, tmp_path: Path
+) -> None:
     """Faults that no shape shows are found by name as errors, and sound files have no finding."""
     name, change = MEASURED_EAGLE3[case]
     convert(eagle3_folder, tmp_path / "out", "vllm", TINY)
     assert not lint(tmp_path / "out", TINY)
-    after = {finding.name: finding for finding in lint(change_files(tmp_path / "out", change), TINY)}
+    after = {
+        finding.name: finding for finding in lint(change_files(tmp_path / "out", change), TINY)
+    }
     assert after[name].level == "error"
 
 
 MEASURED_GGUF: dict[str, tuple[str, Change]] = {
     "queries and keys in transformers' order": (
-        "heads-permuted", lambda keys, tensors: change_rows(tensors, separate, 32)),
-    "layers one lower": ("layer-ids-off-by-one", lambda keys, tensors: keys.update({"eagle3.target_layers": [1, 3, 4]})),
+        "heads-permuted",
+        lambda keys, tensors: change_rows(tensors, separate, 32),
+    ),
+    "layers one lower": (
+        "layer-ids-off-by-one",
+        lambda keys, tensors: keys.update({"eagle3.target_layers": [1, 3, 4]}),
+    ),
     "the other residual": (
-        "norm-before-residual-swapped", lambda keys, tensors: keys.update({"eagle3.norm_before_residual": True})),
-}  # fmt: skip
+        "norm-before-residual-swapped",
+        lambda keys, tensors: keys.update({"eagle3.norm_before_residual": True}),
+    ),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MEASURED_GGUF)
-def test_measured_faults_of_gguf(case: str, eagle3_folder: Path, tiny: Target, tmp_path: Path) -> None:
-    """Faults that llama.cpp reads without an error are found by name, and sound files have no finding."""
+def test_measured_faults_of_gguf(
+    case: str, eagle3_folder: Path, tiny: Target, tmp_path: Path
+) -> None:
+    """Faults that llama.cpp reads without an error are found by name, and sound files have no
+    finding.
+    """
     name, change = MEASURED_GGUF[case]
     convert(eagle3_folder, tmp_path / "out", "gguf", TINY)
     assert not lint(tmp_path / "out", TINY)
@@ -345,9 +433,14 @@ def test_measured_faults_of_gguf(case: str, eagle3_folder: Path, tiny: Target, t
 
 
 def test_an_error_ends_with_status_1(
-    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`lint` prints fault, reason and remedy, and exits 1 on an error, 0 on a warning, 2 without a drafter."""
+    """`lint` prints fault, reason and remedy, and exits 1 on an error, 0 on a warning, 2 without
+    a drafter.
+    """
     start = foreign.write_speculators(tmp_path / "start", tiny)
 
     def read_status(directory: Path) -> int:
@@ -363,7 +456,12 @@ def test_an_error_ends_with_status_1(
     change_files(start, lambda config, tensors: tensors.pop("d2t"))
     assert read_status(start) == 1
     output = capsys.readouterr()
-    assert "error missing-d2t" in output.out and "why:" in output.out and "mend:" in output.out and "1 error," in output.err
+    assert (
+        "error missing-d2t" in output.out
+        and "why:" in output.out
+        and "mend:" in output.out
+        and "1 error," in output.err
+    )
     assert read_status(tmp_path) == 2
 
 

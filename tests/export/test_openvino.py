@@ -1,4 +1,6 @@
-"""OpenVINO's layouts: the layers that an IR names, the linter's findings, and what OpenVINO cannot decode."""
+"""OpenVINO's layouts: the layers that an IR names, the linter's findings, and what OpenVINO
+cannot decode.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,9 @@ def find_faults(folder: Path, target: TargetFiles | None = TINY) -> list[str]:
 def test_the_ir_names_the_layers_of_the_drafter(
     layers: list[int] | None, named: list[int], tiny: Target, tmp_path: Path
 ) -> None:
-    """The IR names the fused layers, also the default ones, by the layer after which the stream is read."""
+    """The IR names the fused layers, also the default ones, by the layer after which the stream
+    is read.
+    """
     start = ours(tmp_path / "start", tiny, "eagle3", layers=layers)
     out = convert(start, tmp_path / "out", "openvino", TINY)
     ids = " ".join(str(layer - 1) for layer in named)
@@ -44,7 +48,9 @@ def test_the_ir_names_the_layers_of_the_drafter(
 
 
 def test_the_layer_trap_is_an_error(tiny: Target, tmp_path: Path) -> None:
-    """An IR as optimum-intel leaves it, and one with other layers than the drafter's, are errors."""
+    """An IR as optimum-intel leaves it, and one with other layers than the drafter's, are
+    errors.
+    """
     out = convert(ours(tmp_path / "start", tiny, "eagle3"), tmp_path / "out", "openvino", TINY)
     (out / f"{IR_NAME}.xml").write_text(IR)
     assert find_faults(out, None) == ["openvino-layers"]
@@ -56,14 +62,22 @@ def test_the_layer_trap_is_an_error(tiny: Target, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "norm flag": ("eagle3", {"architecture": {"norm_before_residual": True}}, "norm_before_residual=false"),
+    "norm flag": (
+        "eagle3",
+        {"architecture": {"norm_before_residual": True}},
+        "norm_before_residual=false",
+    ),
     "head norms": ("eagle3", {"architecture": {"qk_norm": True}}, "qk_norm=false"),
     "four layers": ("eagle3", {"layers": [1, 2, 4, 5]}, "exactly three layers"),
     "layer 0": ("eagle3", {"layers": [0, 2, 4]}, "none of them 0"),
     "two layers of its own": ("eagle3", {"num_layers": 2}, "OpenVINO's EAGLE-3 is one"),
     "a window": ("dflash", {**DFLASH, "window": 16, "causal": True}, "drafter.window=null"),
     "causal blocks": ("dflash", {**DFLASH, "causal": True}, "drafter.causal=false"),
-    "a part of the vocabulary": ("dflash", {**DFLASH, "vocab_size": 256}, "drafter.vocab_size=null"),
+    "a part of the vocabulary": (
+        "dflash",
+        {**DFLASH, "vocab_size": 256},
+        "drafter.vocab_size=null",
+    ),
     "another family": ("medusa", {}, "format=openvino: it does not support drafter=medusa"),
 }
 
@@ -78,25 +92,49 @@ def test_what_openvino_cannot_decode_is_named(case: str, tiny: Target, tmp_path:
 
 
 def test_the_card_says_how_to_decode(tiny: Target, tmp_path: Path) -> None:
-    """The card has chain and tree for an EAGLE-3, and no prefix caching for DFlash, with which OpenVINO refuses it."""
-    out = export_command(str(ours(tmp_path / "eagle3", tiny, "eagle3")), "openvino", str(tmp_path / "a"))
+    """The card has chain and tree for an EAGLE-3, and no prefix caching for DFlash, with which
+    OpenVINO refuses it.
+    """
+    out = export_command(
+        str(ours(tmp_path / "eagle3", tiny, "eagle3")), "openvino", str(tmp_path / "a")
+    )
     card = (out / "README.md").read_text()
-    assert f"spectrain export target=hf target.model={tiny.path} format=openvino out=TARGET_IR" in card
+    assert (
+        f"spectrain export target=hf target.model={tiny.path} format=openvino out=TARGET_IR" in card
+    )
     assert "config.max_new_tokens, config.num_assistant_tokens = 256, 3" in card
-    out = export_command(str(ours(tmp_path / "dflash", tiny, "dflash", **DFLASH)), "openvino", str(tmp_path / "b"))
+    out = export_command(
+        str(ours(tmp_path / "dflash", tiny, "dflash", **DFLASH)), "openvino", str(tmp_path / "b")
+    )
     assert "enable_prefix_caching = False" in (out / "README.md").read_text()
 
 
 def test_a_target_is_written_too(tmp_path: Path) -> None:
-    out = export_command(None, "openvino", str(tmp_path / "out"), target=GroupSpec("target", "tiny"), dtype="int8")
+    out = export_command(
+        None, "openvino", str(tmp_path / "out"), target=GroupSpec("target", "tiny"), dtype="int8"
+    )
     assert (out / f"{IR_NAME}.xml").exists()
 
 
 def test_a_missing_engine_is_named(tiny: Target, tmp_path: Path) -> None:
-    """An interpreter that does not exist is refused before anything runs; other formats need no engine."""
-    with pytest.raises(UserError, match=r"engine_python=/nowhere/python: .* are not installed there; run make openvino"):
+    """An interpreter that does not exist is refused before anything runs; other formats need no
+    engine.
+    """
+    with pytest.raises(
+        UserError,
+        match=r"engine_python=/nowhere/python: .* are not installed there; run make openvino",
+    ):
         read_openvino_environment("/nowhere/python", "engine_python")
-    with pytest.raises(UserError, match="engine_python=x: this format, .* is written without an engine"):
-        export_command(str(ours(tmp_path / "start", tiny, "eagle3")), "vllm", str(tmp_path / "out"), engine_python="x")
-    with pytest.raises(UserError, match="dtype=q8_0: OpenVINO's files have float32, float16, int8, int4 weights"):
+    with pytest.raises(
+        UserError, match="engine_python=x: this format, .* is written without an engine"
+    ):
+        export_command(
+            str(ours(tmp_path / "start", tiny, "eagle3")),
+            "vllm",
+            str(tmp_path / "out"),
+            engine_python="x",
+        )
+    with pytest.raises(
+        UserError, match="dtype=q8_0: OpenVINO's files have float32, float16, int8, int4 weights"
+    ):
         IrConverter(dtype="q8_0")

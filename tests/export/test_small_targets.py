@@ -1,4 +1,6 @@
-"""Targets of few layers: three layers are fused where there are three, and refusals speak of the user's settings."""
+"""Targets of few layers: three layers are fused where there are three, and refusals speak of the
+user's settings.
+"""
 
 from pathlib import Path
 
@@ -17,8 +19,15 @@ from .small_targets import make_target, save_random
 def test_default_layers_differ_where_the_target_has_enough() -> None:
     """With 4 to 6 layers, the engines' default repeats one; other targets keep theirs."""
     assert [default_layers(count) for count in range(1, 9)] == [
-        [0, 1], [0, 1, 2], [0, 1, 2], [1, 2, 3], [2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 4, 5],
-    ]  # fmt: skip
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2],
+        [1, 2, 3],
+        [2, 3, 4],
+        [2, 3, 4],
+        [2, 3, 4],
+        [2, 4, 5],
+    ]
     assert [engine_layers(count) for count in (1, 2, 4, 5, 6)] == [None] * 5
     assert all(engine_layers(count) == default_layers(count) for count in (3, *range(7, 100)))
 
@@ -26,13 +35,19 @@ def test_default_layers_differ_where_the_target_has_enough() -> None:
 @pytest.mark.sweep(2, free=("count", "layout"))
 @pytest.mark.parametrize("count", [4, 5, 6, 7])
 @pytest.mark.parametrize("layout", ["sglang", "vllm", "gguf", "tensorrt"])
-def test_an_export_names_the_layers_that_were_trained(count: int, layout: str, tmp_path: Path) -> None:
-    """Reading the files with their target gives the trained layers, which engines would not choose by themselves."""
+def test_an_export_names_the_layers_that_were_trained(
+    count: int, layout: str, tmp_path: Path
+) -> None:
+    """Reading the files with their target gives the trained layers, which engines would not
+    choose by themselves.
+    """
     target = make_target(tmp_path / "target", num_hidden_layers=count)
     save_random(tmp_path / "run", target, "eagle3", vocab_size=256)
     files = TargetFiles(target.path)
     with atomic_write(tmp_path / "out", folder=True) as scratch:
-        write_checked(read_drafter(tmp_path / "run", files), select_layout("eagle3", layout), files, scratch)
+        write_checked(
+            read_drafter(tmp_path / "run", files), select_layout("eagle3", layout), files, scratch
+        )
     assert read_drafter(tmp_path / "out", files).drafter["layers"] == default_layers(count)
 
 
@@ -40,7 +55,10 @@ def test_another_number_of_layers_is_refused_by_number(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", num_hidden_layers=4)
     save_random(tmp_path / "run", target, "eagle3", vocab_size=256, layers=[1, 2])
     for layout, engine in (("sglang", "SGLang"), ("gguf", "llama.cpp's EAGLE-3")):
-        message = f"{engine} fuses exactly three layers of the target and this drafter 2 \\(1, 2\\); train with drafter.layers="
+        message = (
+            f"{engine} fuses exactly three layers of the target and this drafter 2 \\(1, "
+            "2\\); train with drafter.layers="
+        )
         with pytest.raises(UserError, match=message + r"\[1, 2, 3\], or use the format vllm"):
             convert(tmp_path / "run", tmp_path / "out", layout, TargetFiles(target.path))
     assert convert(tmp_path / "run", tmp_path / "vllm", "vllm", TargetFiles(target.path)).is_dir()

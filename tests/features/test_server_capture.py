@@ -1,4 +1,6 @@
-"""Feature stores filled from a server: a stand-in returns the tiny target's states, and faults of every kind."""
+"""Feature stores filled from a server: a stand-in returns the tiny target's states, and faults
+of every kind.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ CONVERSATIONS = 12
 
 
 def capture_from_server(path: Path, server: ModelStandIn, *more: str) -> None:
-    words = ("source=store", f"source.path={path}", "server=vllm", f"+server.url={server.url}", "+server.retries=2")
+    words = (
+        "source=store",
+        f"source.path={path}",
+        "server=vllm",
+        f"+server.url={server.url}",
+        "+server.retries=2",
+    )
     capture_features(composed(*SETTINGS, *words, *more))
 
 
@@ -32,7 +40,9 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
     store = FeatureStore(path)
     tensors = {}
     for key in store.shard_names:
-        tensors |= {f"{key}/{name}": tensor for name, tensor in (store._load_tensors(key) or {}).items()}
+        tensors |= {
+            f"{key}/{name}": tensor for name, tensor in (store._load_tensors(key) or {}).items()
+        }
     return tensors
 
 
@@ -45,12 +55,16 @@ def own_tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 
 
 def test_a_store_from_a_server_is_that_of_the_target(tmp_path: Path, server: ModelStandIn) -> None:
-    """Every sequence is stored once, equal to what the target itself stores up to rounding; the folder of states is left empty,
-    and a training reads the store without a request."""
+    """Every sequence is stored once, equal to what the target itself stores up to rounding; the
+    folder of states is left empty, and a training reads the store without a request."""
     capture_from_server(tmp_path / "served", server, "+server.concurrency=4")
     capture_features(composed(*SETTINGS, "source=store", f"source.path={tmp_path / 'own'}"))
-    served, own = read_all(tmp_path / "served"), read_all(tmp_path / "own")
-    assert served.keys() == own.keys() and len(FeatureStore(tmp_path / "served").shard_names) == CONVERSATIONS
+    served = read_all(tmp_path / "served")
+    own = read_all(tmp_path / "own")
+    assert (
+        served.keys() == own.keys()
+        and len(FeatureStore(tmp_path / "served").shard_names) == CONVERSATIONS
+    )
     for name, tensor in served.items():
         torch.testing.assert_close(tensor, own[name], rtol=1e-4, atol=1e-4)
     assert not [*(tmp_path / "states").iterdir()]
@@ -69,7 +83,9 @@ def test_a_store_from_a_server_is_that_of_the_target(tmp_path: Path, server: Mod
         )
         train_and_score(composed(*SETTINGS, *words))
     assert len(server.bodies) == count
-    assert losses(tmp_path / "run" / "served") == pytest.approx(losses(tmp_path / "run" / "own"), rel=1e-4)
+    assert losses(tmp_path / "run" / "served") == pytest.approx(
+        losses(tmp_path / "run" / "own"), rel=1e-4
+    )
     capture_from_server(tmp_path / "served", server)
     assert len(server.bodies) == count + server_states.NUM_PROBES
 
@@ -108,18 +124,30 @@ ALTERED = {
 @pytest.mark.sweep(2, free=("kind",))
 @pytest.mark.parametrize("kind", ALTERED)
 def test_wrong_states_are_requested_again_and_never_stored(
-    kind: str, tmp_path: Path, server: ModelStandIn, own_tensors: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
+    kind: str,
+    tmp_path: Path,
+    server: ModelStandIn,
+    own_tensors: dict[str, torch.Tensor],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A sequence whose states are wrong once is captured by its second request. One whose states are always wrong is named with
-    its reason in the store's folder and not stored; the same command then captures it and nothing else."""
+    """A sequence whose states are wrong once is captured by its second request. One whose states
+    are always wrong is named with its reason in the store's folder and not stored; the same command
+    then captures it and nothing else."""
     alter, reason = ALTERED[kind]
-    once, always = server_states.NUM_PROBES + 2, [*range(server_states.NUM_PROBES + 6, server_states.NUM_PROBES + 9)]
+    once = server_states.NUM_PROBES + 2
+    always = [*range(server_states.NUM_PROBES + 6, server_states.NUM_PROBES + 9)]
     server.alter_states = lambda states, tokens, number: (
         alter(states, tokens) if number in (once, *always) else (states, tokens)
     )
-    with pytest.raises(RunError, match=rf"1 sequences are still missing; .*{server_capture.FAILURE_FILE} has the reasons"):
+    with pytest.raises(
+        RunError,
+        match=rf"1 sequences are still missing; .*{server_capture.FAILURE_FILE} has the reasons",
+    ):
         capture_from_server(tmp_path / "store", server, "+server.concurrency=1")
-    assert "11 sequences captured" in (printed := capsys.readouterr().out) and "2 requested again, 1 failed" in printed
+    assert (
+        "11 sequences captured" in (printed := capsys.readouterr().out)
+        and "2 requested again, 1 failed" in printed
+    )
     (failure,) = map(json.loads, (tmp_path / "store" / "failed.jsonl").read_text().splitlines())
     assert re.search(reason, failure["error"]) and failure["tokens"] >= len(failure["first_ids"])
     server.alter_states = lambda states, tokens, number: (states, tokens)
@@ -145,7 +173,8 @@ FILES = {"cut short": (cut_file, "cannot be read"), "gone": (Path.unlink, "there
 def test_damaged_files_are_requested_again(kind: str, tmp_path: Path, server: ModelStandIn) -> None:
     """A file that is cut short or missing, once or always, counts as no answer."""
     harm, reason = FILES[kind]
-    once, always = server_states.NUM_PROBES + 2, [*range(server_states.NUM_PROBES + 6, server_states.NUM_PROBES + 9)]
+    once = server_states.NUM_PROBES + 2
+    always = [*range(server_states.NUM_PROBES + 6, server_states.NUM_PROBES + 9)]
     server.alter_file = lambda path, number: harm(path) if number in (once, *always) else None
     with pytest.raises(RunError, match="1 sequences are still missing"):
         capture_from_server(tmp_path / "store", server, "+server.concurrency=1")
@@ -171,7 +200,8 @@ def serve_other_layers(server: ModelStandIn) -> None:
 
 
 def serve_three_layers(server: ModelStandIn) -> None:
-    server.layers, server.names_layers = (2, 4, 5), False
+    server.layers = (2, 4, 5)
+    server.names_layers = False
 
 
 def serve_no_states(server: ModelStandIn) -> None:
@@ -187,7 +217,10 @@ def fail_always(server: ModelStandIn) -> None:
 
 
 REFUSED = {
-    "another model": (serve_other_model, r"server\.url: it serves another model than target=tiny: after .* the server"),
+    "another model": (
+        serve_other_model,
+        r"server\.url: it serves another model than target=tiny: after .* the server",
+    ),
     "another context length": (
         serve_short_context,
         r"has 128 tokens, and the longest sequence 128.*data\.max_length=127",
@@ -196,7 +229,10 @@ REFUSED = {
         serve_other_layers,
         r"captures layers 1, 3, 5, 8, and this drafter needs 2, 4, 5, 8; start it",
     ),
-    "too few layers": (serve_three_layers, r"captures 3 layers, and this drafter needs 2, 4, 5, 8; start it"),
+    "too few layers": (
+        serve_three_layers,
+        r"captures 3 layers, and this drafter needs 2, 4, 5, 8; start it",
+    ),
     "no capture": (serve_no_states, r"captured no states; start it with spectrain serve"),
     "gone": (stop_server, r"no server answers there"),
     "failing": (fail_always, r"a first sequence cannot be captured: .*out of memory"),
@@ -204,7 +240,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_wrong_server_is_refused_before_anything_is_written(kind: str, tmp_path: Path, server: ModelStandIn) -> None:
+def test_a_wrong_server_is_refused_before_anything_is_written(
+    kind: str, tmp_path: Path, server: ModelStandIn
+) -> None:
     """One sentence says what is wrong, and the folder does not exist afterwards."""
     serve, message = REFUSED[kind]
     serve(server)
@@ -213,18 +251,29 @@ def test_a_wrong_server_is_refused_before_anything_is_written(kind: str, tmp_pat
     assert "\n" not in str(caught.value) and not (tmp_path / "store").exists()
 
 
-def test_layers_without_names_and_more_layers_are_read(tmp_path: Path, server: ModelStandIn) -> None:
-    """A file that names no layers holds exactly those that are needed; one that names them may hold more."""
+def test_layers_without_names_and_more_layers_are_read(
+    tmp_path: Path, server: ModelStandIn
+) -> None:
+    """A file that names no layers holds exactly those that are needed; one that names them may
+    hold more.
+    """
     server.names_layers = False
     capture_from_server(tmp_path / "unnamed", server, "data.limit=4")
-    server.names_layers, server.layers = True, (0, 2, 4, 5, 7, 8)
+    server.names_layers = True
+    server.layers = (0, 2, 4, 5, 7, 8)
     capture_from_server(tmp_path / "more", server, "data.limit=4")
     more = read_all(tmp_path / "more")
-    assert all(torch.equal(tensor, more[name]) for name, tensor in read_all(tmp_path / "unnamed").items())
+    assert all(
+        torch.equal(tensor, more[name]) for name, tensor in read_all(tmp_path / "unnamed").items()
+    )
 
 
-def test_a_server_killed_twice_costs_only_what_was_under_way(tmp_path: Path, server: ModelStandIn) -> None:
-    """Each time one sentence says how to resume, everything captured so far is stored, and nothing is captured twice."""
+def test_a_server_killed_twice_costs_only_what_was_under_way(
+    tmp_path: Path, server: ModelStandIn
+) -> None:
+    """Each time one sentence says how to resume, everything captured so far is stored, and
+    nothing is captured twice.
+    """
     stored = []
     for _ in range(2):
         before = server.num_captured
@@ -234,7 +283,10 @@ def test_a_server_killed_twice_costs_only_what_was_under_way(tmp_path: Path, ser
                 server.stop()
 
         server.alter_file = stop_after
-        with pytest.raises(RunError, match=r"server\.url: .* what was captured is stored in .*; start the server again"):
+        with pytest.raises(
+            RunError,
+            match=r"server\.url: .* what was captured is stored in .*; start the server again",
+        ):
             capture_from_server(tmp_path / "store", server, "+server.concurrency=1")
         stored.append(len(FeatureStore(tmp_path / "store").shard_names))
         server.start()
@@ -247,20 +299,35 @@ def test_a_server_killed_twice_costs_only_what_was_under_way(tmp_path: Path, ser
 def test_either_of_two_servers_may_go_away(tmp_path: Path, server: ModelStandIn) -> None:
     """If one server stops, the other one captures the rest."""
     other = ModelStandIn(load_tiny(), LAYERS, tmp_path / "states")
-    server.alter_file = lambda path, number: server.stop() if number == server_states.NUM_PROBES + 3 else None
+    server.alter_file = lambda path, number: (
+        server.stop() if number == server_states.NUM_PROBES + 3 else None
+    )
     try:
         urls = f"+server.url=[{server.url},{other.url}]"
-        words = ("source=store", f"source.path={tmp_path / 'store'}", "server=vllm", urls, "+server.retries=1")
+        words = (
+            "source=store",
+            f"source.path={tmp_path / 'store'}",
+            "server=vllm",
+            urls,
+            "+server.retries=1",
+        )
         server.folder = tmp_path / "first"
         server.folder.mkdir()
         capture_features(composed(*SETTINGS, *words, "+server.concurrency=2"))
     finally:
         other.stop()
-    assert len(FeatureStore(tmp_path / "store").shard_names) == CONVERSATIONS and other.num_captured > 4
+    assert (
+        len(FeatureStore(tmp_path / "store").shard_names) == CONVERSATIONS
+        and other.num_captured > 4
+    )
 
 
-def test_a_full_disk_stores_nothing_wrong(tmp_path: Path, server: ModelStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The capture ends with one sentence, written shards are complete, and the same command resumes."""
+def test_a_full_disk_stores_nothing_wrong(
+    tmp_path: Path, server: ModelStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The capture ends with one sentence, written shards are complete, and the same command
+    resumes.
+    """
 
     def fail_to_save(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -269,7 +336,9 @@ def test_a_full_disk_stores_nothing_wrong(tmp_path: Path, server: ModelStandIn, 
         patch.setattr("spectrain.features.store.save_file", fail_to_save)
         with pytest.raises(UserError, match="the disk is full, so it was not saved"):
             capture_from_server(tmp_path / "store", server, "+source.shard_mb=0.5")
-    assert not [*(tmp_path / "store").glob("*.safetensors")] and not [*(tmp_path / "store").glob("*.part")]
+    assert not [*(tmp_path / "store").glob("*.safetensors")] and not [
+        *(tmp_path / "store").glob("*.part")
+    ]
     capture_from_server(tmp_path / "store", server, "+source.shard_mb=0.5")
     assert len(FeatureStore(tmp_path / "store").shard_names) == CONVERSATIONS
 
@@ -282,13 +351,20 @@ def test_sequences_that_fail_one_after_another_stop_the_capture(
     server.alter_states = lambda states, tokens, number: (
         (states, tokens) if number <= server_states.NUM_PROBES + 2 else negate(states, tokens)
     )
-    with pytest.raises(RunError, match=r"3 sequences failed one after another, the last: .*; what was captured is stored"):
+    with pytest.raises(
+        RunError,
+        match=r"3 sequences failed one after another, the last: .*; what was captured is stored",
+    ):
         capture_from_server(tmp_path / "store", server, "+server.concurrency=1")
     assert len(FeatureStore(tmp_path / "store").shard_names) == 2
 
 
 def test_stores_of_targets_and_servers_do_not_mix(tmp_path: Path, server: ModelStandIn) -> None:
     """A server adds nothing to what the target itself has stored."""
-    capture_features(composed(*SETTINGS, "data.limit=2", "source=store", f"source.path={tmp_path / 'own'}"))
-    with pytest.raises(UserError, match="the target itself stored its features; choose another folder"):
+    capture_features(
+        composed(*SETTINGS, "data.limit=2", "source=store", f"source.path={tmp_path / 'own'}")
+    )
+    with pytest.raises(
+        UserError, match="the target itself stored its features; choose another folder"
+    ):
         capture_from_server(tmp_path / "own", server)

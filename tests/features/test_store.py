@@ -1,4 +1,6 @@
-"""The feature store: captured states are read unchanged, damage is found by name, and what does not fit is refused."""
+"""The feature store: captured states are read unchanged, damage is found by name, and what does
+not fit is refused.
+"""
 
 import errno
 import json
@@ -25,7 +27,12 @@ from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live_source import LiveSource
 from spectrain.features.store import FeatureStore, compute_checksum
-from spectrain.features.store_contents import StoreContents, hash_weights, quantize, select_final_positions
+from spectrain.features.store_contents import (
+    StoreContents,
+    hash_weights,
+    quantize,
+    select_final_positions,
+)
 from spectrain.features.stored_source import StoredSource
 from spectrain.models.loading import load_tiny
 from spectrain.models.lora import inject_lora
@@ -43,7 +50,10 @@ def make_examples(count: int = 6) -> list[Example]:
     """Sequences of unequal length; the first has two turns."""
     torch.manual_seed(3)
     rows = torch.randint(3, 2000, (count, 20)).tolist()
-    documents = [Example(row[: 20 - n % 4], [i >= 7 for i in range(20 - n % 4)]) for n, row in enumerate(rows)]
+    documents = [
+        Example(row[: 20 - n % 4], [i >= 7 for i in range(20 - n % 4)])
+        for n, row in enumerate(rows)
+    ]
     documents[0].mask[10:13] = [False] * 3
     return documents
 
@@ -51,11 +61,16 @@ def make_examples(count: int = 6) -> list[Example]:
 def make_states(example: Example) -> Tensor:
     """Make features [T, L, D] of very different size by token and layer."""
     torch.manual_seed(int(example.content_hash[:6], 16))
-    return torch.randn(len(example.tokens), 3, 16) * torch.logspace(-3, 3, len(example.tokens) * 3).view(-1, 3, 1)
+    return torch.randn(len(example.tokens), 3, 16) * torch.logspace(
+        -3, 3, len(example.tokens) * 3
+    ).view(-1, 3, 1)
 
 
 def fill_store(
-    path: Path, contents: StoreContents = CONTENTS, rows: list[Example] | None = None, **options: Any
+    path: Path,
+    contents: StoreContents = CONTENTS,
+    rows: list[Example] | None = None,
+    **options: Any,
 ) -> FeatureStore:
     store = FeatureStore(path, contents, repair=True, **options)
     for example in make_examples() if rows is None else rows:
@@ -75,22 +90,34 @@ def read_example(store: FeatureStore, example: Example) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stored_states_are_read_unchanged(tmp_path: Path, dtype: Any) -> None:
-    """Reading gives what storing returned: the exact states in float32, else within the type's rounding."""
+    """Reading gives what storing returned: the exact states in float32, else within the type's
+    rounding.
+    """
     contents = replace(CONTENTS, dtype=dtype)
     store = FeatureStore(tmp_path, contents)
-    returned = [store.put_states(example, make_states(example), LAYERS) for example in make_examples()]
+    returned = [
+        store.put_states(example, make_states(example), LAYERS) for example in make_examples()
+    ]
     unflushed = [read_example(store, example) for example in make_examples()]
     store.flush()
     reopened = FeatureStore(tmp_path)
-    assert reopened.contents == contents and reopened.num_bytes >= sum(map(contents.num_bytes, make_examples()))
-    for example, from_put, from_memory in zip(reversed(make_examples()), reversed(returned), reversed(unflushed)):
+    assert reopened.contents == contents and reopened.num_bytes >= sum(
+        map(contents.num_bytes, make_examples())
+    )
+    for example, from_put, from_memory in zip(
+        reversed(make_examples()), reversed(returned), reversed(unflushed)
+    ):
         actual = read_example(reopened, example)
         assert torch.equal(actual, from_put) and torch.equal(actual, from_memory)
-        exact, largest = make_states(example), make_states(example).abs().amax(-1, keepdim=True)
+        exact = make_states(example)
+        largest = make_states(example).abs().amax(-1, keepdim=True)
         bound = {
-            "float32": torch.zeros_like(exact), "bfloat16": exact.abs() / 2**8, "float16": exact.abs() / 2**11 + 1e-7,
-            "int8": (largest / 254).expand_as(exact), "fp8": exact.abs() / 2**4 + largest / 448 / 2**10,
-        }[dtype]  # fmt: skip
+            "float32": torch.zeros_like(exact),
+            "bfloat16": exact.abs() / 2**8,
+            "float16": exact.abs() / 2**11 + 1e-7,
+            "int8": (largest / 254).expand_as(exact),
+            "fp8": exact.abs() / 2**4 + largest / 448 / 2**10,
+        }[dtype]
         assert bool(((actual - exact).abs() <= bound * 1.0001).all())
 
 
@@ -110,22 +137,31 @@ def test_rounding_has_no_bias(dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("reach", [0, 2])
 def test_only_supervised_final_states_are_stored(tmp_path: Path, reach: int, dtype: Any) -> None:
-    """With a reach, "final" is stored where one of the next reach + 1 tokens carries loss, and NaN elsewhere."""
-    full, thrifty = replace(CONTENTS, dtype=dtype), replace(CONTENTS, dtype=dtype, final_reach=reach)
-    full_store, thrifty_store = fill_store(tmp_path / "whole", full), fill_store(tmp_path / "some", thrifty)
+    """With a reach, "final" is stored where one of the next reach + 1 tokens carries loss, and
+    NaN elsewhere.
+    """
+    full = replace(CONTENTS, dtype=dtype)
+    thrifty = replace(CONTENTS, dtype=dtype, final_reach=reach)
+    full_store = fill_store(tmp_path / "whole", full)
+    thrifty_store = fill_store(tmp_path / "some", thrifty)
     for example in make_examples():
         is_stored = torch.zeros(len(example.tokens), dtype=torch.bool)
         for position in range(len(is_stored)):
             is_stored[position] = any(example.mask[position + 1 : position + 2 + reach])
-        assert is_stored.nonzero()[:, 0].tolist() == select_final_positions(example.mask, reach).tolist()
+        assert (
+            is_stored.nonzero()[:, 0].tolist()
+            == select_final_positions(example.mask, reach).tolist()
+        )
         assert 0 < int(is_stored.sum()) < len(is_stored)
-        full_states, thrifty_states = read_example(full_store, example), read_example(thrifty_store, example)
+        full_states = read_example(full_store, example)
+        thrifty_states = read_example(thrifty_store, example)
         assert torch.equal(full_states[:, :2], thrifty_states[:, :2]) and torch.equal(
             full_states[is_stored], thrifty_states[is_stored]
         )
         assert bool(thrifty_states[~is_stored, 2].isnan().all())
         other = Example(example.tokens, [True] * len(example.tokens))
-        assert other in full_store and other not in thrifty_store  # the loss mask decides what is stored
+        # the loss mask decides what is stored
+        assert other in full_store and other not in thrifty_store
         assert thrifty.num_bytes(example) < full.num_bytes(example)
 
 
@@ -148,7 +184,9 @@ def test_bytes_are_counted_exactly(dtype: Any, reach: int | None) -> None:
 
 
 def test_several_processes_write_the_same_store(tmp_path: Path) -> None:
-    """Stores that are open at once write to one folder and read each other's states; shards have a bounded size."""
+    """Stores that are open at once write to one folder and read each other's states; shards have
+    a bounded size.
+    """
     rows = make_examples(24)
     writers = [FeatureStore(tmp_path, CONTENTS, shard_bytes=1e4) for _ in range(3)]
     for number, example in enumerate(rows):
@@ -158,15 +196,21 @@ def test_several_processes_write_the_same_store(tmp_path: Path) -> None:
     time.sleep(0.02)
     FeatureStore(tmp_path, CONTENTS).flush()  # nothing waits, so nothing is written
     for store in (*writers, FeatureStore(tmp_path)):
-        assert all(example in store and torch.equal(read_example(store, example), make_states(example)) for example in rows)
+        assert all(
+            example in store and torch.equal(read_example(store, example), make_states(example))
+            for example in rows
+        )
     sizes = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
     assert len(sizes) > 3 and max(sizes) < 1e4 + 2 * 20 * 3 * 16 * 4 + 2000
     assert not list(tmp_path.glob("*.part"))
-    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1  # all files have the same permissions
+    # all files have the same permissions
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
 
 
 def test_two_processes_may_begin_the_same_folder(tmp_path: Path) -> None:
-    """A store opened in an empty folder does not mix other features with what another process has begun to store."""
+    """A store opened in an empty folder does not mix other features with what another process
+    has begun to store.
+    """
     other = FeatureStore(tmp_path, replace(CONTENTS, dtype="int8"))
     same = FeatureStore(tmp_path, CONTENTS)
     fill_store(tmp_path, rows=make_examples()[:3])
@@ -180,7 +224,9 @@ def test_two_processes_may_begin_the_same_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_the_announced_budget_holds(tmp_path: Path, dtype: Any) -> None:
-    """Files are no larger than tensors and the reserved headers; a budget one byte smaller is refused."""
+    """Files are no larger than tensors and the reserved headers; a budget one byte smaller is
+    refused.
+    """
     contents = replace(CONTENTS, dtype=dtype, final_reach=1)
     store = fill_store(tmp_path / "store", contents)
     tensors = sum(map(contents.num_bytes, make_examples()))
@@ -212,8 +258,12 @@ HARM: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_damaged_shard_is_named_and_captured_again(tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its name and fault are printed, only its sequences are missing, and capturing these repairs the store."""
+def test_a_damaged_shard_is_named_and_captured_again(
+    tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its name and fault are printed, only its sequences are missing, and capturing these
+    repairs the store.
+    """
     stores = [fill_store(tmp_path, rows=[example]) for example in make_examples()]
     (damaged,) = (
         stores[2].shards.values()
@@ -230,13 +280,16 @@ def test_a_damaged_shard_is_named_and_captured_again(tmp_path: Path, harm: str, 
     mended = FeatureStore(tmp_path)
     mended.verify_shards()
     assert not mended.damaged_files and all(
-        torch.equal(read_example(mended, example), make_states(example)) for example in make_examples()
+        torch.equal(read_example(mended, example), make_states(example))
+        for example in make_examples()
     )
     assert not (tmp_path / f"{damaged.name}.safetensors").exists()
 
 
 @pytest.mark.parametrize("harm", ["is missing", "checksum differs"])
-def test_reading_deletes_no_files(tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reading_deletes_no_files(
+    tmp_path: Path, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A store without repair=true names what is damaged, and its files stay."""
     fill_store(tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
@@ -255,18 +308,26 @@ def test_verify_detects_damage_that_reading_misses(tmp_path: Path) -> None:
     data = file.read_bytes()
     file.write_bytes(data.replace(b'"format":"pt"', b'"format":"xx"'))
     store = FeatureStore(tmp_path)
-    assert all(torch.equal(read_example(store, example), make_states(example)) for example in make_examples())
+    assert all(
+        torch.equal(read_example(store, example), make_states(example))
+        for example in make_examples()
+    )
     store.verify_shards()
     assert store.damaged_files == [file.name]
 
 
 def test_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    """A half-written file and a shard without an index are not read, and are removed once they are old."""
+    """A half-written file and a shard without an index are not read, and are removed once they
+    are old.
+    """
     fill_store(tmp_path)
-    part, orphan = tmp_path / "features-1.safetensors.ab.part", tmp_path / "features-2.safetensors"
+    part = tmp_path / "features-1.safetensors.ab.part"
+    orphan = tmp_path / "features-2.safetensors"
     for file in (part, orphan):
         file.write_bytes(b"x")
-    assert len(FeatureStore(tmp_path, repair=True).shards) == 1 and part.exists() and orphan.exists()
+    assert (
+        len(FeatureStore(tmp_path, repair=True).shards) == 1 and part.exists() and orphan.exists()
+    )
     for file in tmp_path.iterdir():
         os.utime(file, (1e9, 1e9))
     store = FeatureStore(tmp_path, repair=True)
@@ -296,7 +357,9 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
-    """A folder that cannot be written and features that are not finite in the type are errors; nothing is stored."""
+    """A folder that cannot be written and features that are not finite in the type are errors;
+    nothing is stored.
+    """
     (tmp_path / "file").write_text("")
     store = FeatureStore(tmp_path / "file" / "store", replace(CONTENTS, dtype="float16"))
     with pytest.raises(RunError, match="not finite in float16"):
@@ -309,7 +372,9 @@ def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
         wrong = make_states(make_examples()[0])
         wrong[3, 1, 2] = torch.nan
         with pytest.raises(RunError, match="not finite"):
-            FeatureStore(tmp_path / dtype, replace(CONTENTS, dtype=dtype)).put_states(make_examples()[0], wrong, LAYERS)  # type: ignore[arg-type]
+            FeatureStore(tmp_path / dtype, replace(CONTENTS, dtype=dtype)).put_states(
+                make_examples()[0], wrong, LAYERS
+            )  # type: ignore[arg-type]
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -327,19 +392,27 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_checksums_depend_on_every_byte() -> None:
     """A checksum depends on each tensor's bytes and name; empty tensors are allowed."""
-    tensors = {"a": torch.arange(6.0), "b": torch.zeros(2, 3, dtype=torch.int8), "c": torch.zeros(0, 4)}
+    tensors = {
+        "a": torch.arange(6.0),
+        "b": torch.zeros(2, 3, dtype=torch.int8),
+        "c": torch.zeros(0, 4),
+    }
     assert compute_checksum(tensors) == compute_checksum(dict(reversed(tensors.items())))
     tensors["a"][5] = 5.5
     changed = compute_checksum(tensors)
     tensors["b"][1, 2] = 1
-    assert len({compute_checksum(tensors), changed, compute_checksum({"a": torch.arange(6.0)})}) == 3
+    assert (
+        len({compute_checksum(tensors), changed, compute_checksum({"a": torch.arange(6.0)})}) == 3
+    )
 
 
 # Target
 
 
 def test_the_weight_hash_depends_on_the_weights_alone(tiny: Target) -> None:
-    """Another type with the same values and fresh adapters keep the hash; one changed matrix does not."""
+    """Another type with the same values and fresh adapters keep the hash; one changed matrix
+    does not.
+    """
     expected = hash_weights(tiny.model)
     other = load_tiny()
     inject_lora(other, 4, 4.0)
@@ -373,11 +446,19 @@ def prepare_source(source: Source, drafter: Drafter, target: Target, rows: list[
     return message
 
 
-def train_losses(shallow: Target, source: Source, run: Path, on_step: Any = None, is_prepared: bool = True) -> list[float]:
+def train_losses(
+    shallow: Target, source: Source, run: Path, on_step: Any = None, is_prepared: bool = True
+) -> list[float]:
     """Train two epochs and a half with a checkpoint every third step; return the losses."""
-    trainer, drafter = Trainer(lr=1e-3, epochs=2.5, batch_tokens=60, log_every=1, save_every=3), make_drafter(shallow)
+    trainer = Trainer(lr=1e-3, epochs=2.5, batch_tokens=60, log_every=1, save_every=3)
+    drafter = make_drafter(shallow)
     if is_prepared:
-        source.prepare(shallow, drafter.stages[0].layers, drafter.stages[0].final_reach, make_dataset().examples)
+        source.prepare(
+            shallow,
+            drafter.stages[0].layers,
+            drafter.stages[0].final_reach,
+            make_dataset().examples,
+        )
     try:
         trainer.fit(drafter, shallow, make_dataset(), source, run, on_step=on_step)
     finally:
@@ -414,44 +495,76 @@ FAMILIES: list[dict[str, Any]] = [
     {"_target_": "spectrain.drafters.mtp.Mtp", "num_steps": 2},
     {"_target_": "spectrain_research.lossy_rules.judge_drafter.DraftJudge", "window": 2},
     {"_target_": "spectrain.drafters.dflash.DFlash", "num_layers": 2, "block_size": 4},
-    {"_target_": "spectrain.drafters.dflash.DFlash", "num_layers": 1, "loss": "forward_kl", "sample_from_anchor": True},
+    {
+        "_target_": "spectrain.drafters.dflash.DFlash",
+        "num_layers": 1,
+        "loss": "forward_kl",
+        "sample_from_anchor": True,
+    },
     {"_target_": "spectrain.drafters.dspark.DSpark", "num_layers": 1, "rank": 16},
-    {"_target_": "spectrain.drafters.dflash2.DFlash2", "num_layers": 1, "block_size": 4, "selector_rank": 16},
+    {
+        "_target_": "spectrain.drafters.dflash2.DFlash2",
+        "num_layers": 1,
+        "block_size": 4,
+        "selector_rank": 16,
+    },
     {"_target_": "spectrain.drafters.lilicorr.LiLiCorr", "num_layers": 1, "block_size": 4},
     {"_target_": "spectrain_research.domino.drafter.Domino", "num_layers": 1, "block_size": 4},
     {"_target_": "spectrain_research.xpress.drafter.XPress", "num_layers": 1, "block_size": 4},
     {"_target_": "spectrain_research.vispec.drafter.ViSpec", "num_steps": 2},
     {"_target_": "spectrain_research.cerberus.drafter.Cerberus", "num_heads": 2},
-    {"_target_": "spectrain_research.mixture.drafter.MixtureOfAttentions", "num_steps": 2, "layers": [1, 3]},
+    {
+        "_target_": "spectrain_research.mixture.drafter.MixtureOfAttentions",
+        "num_steps": 2,
+        "layers": [1, 3],
+    },
     {"_target_": "spectrain_research.falcon.drafter.Falcon"},
     {"_target_": "spectrain_research.devices.gating.Dovetail"},
-    {"_target_": "spectrain_research.specdec.drafter.SpecDec", "num_encoder_layers": 1, "num_drafts": 3},
+    {
+        "_target_": "spectrain_research.specdec.drafter.SpecDec",
+        "num_encoder_layers": 1,
+        "num_drafts": 3,
+    },
     {"_target_": "spectrain_research.prompt_variants.drafter.PromptVariants", "num_layers": 1},
     {"_target_": "spectrain_research.image_pruning.drafter.PrunedImages", "ttt_steps": 2},
     {"_target_": "spectrain_research.supernet.drafter.Supernet", "num_layers": 2, "ttt_steps": 2},
 ]
 # Those of a package that is not installed are left out.
-FAMILIES = [family for family in FAMILIES if family["_target_"] in list_constructors("drafter").values()]
+FAMILIES = [
+    family for family in FAMILIES if family["_target_"] in list_constructors("drafter").values()
+]
 
 
 def compute_gradients(drafter: Drafter, batch: Batch, target: Target) -> list[Tensor]:
-    """Return loss, hits, counts and the gradients of everything that is trained, at a fixed seed."""
+    """Return loss, hits, counts and the gradients of everything that is trained, at a fixed
+    seed.
+    """
     drafter.zero_grad()
     torch.manual_seed(1)
     losses = drafter.loss(batch, target, TrainingState())
     losses.total.backward()
-    gradients = [p.grad for group in drafter.stages[0].groups for p in group["params"] if p.grad is not None]
+    gradients = [
+        p.grad for group in drafter.stages[0].groups for p in group["params"] if p.grad is not None
+    ]
     return [losses.total.detach(), losses.hits, losses.counts, *gradients]
 
 
 @pytest.mark.sweep(8, free=("packed", "supervised_only", "family"))
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("supervised_only", [True, False])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: "-".join(str(v).split(".")[-1] for v in family.values()))
+@pytest.mark.parametrize(
+    "family", FAMILIES, ids=lambda family: "-".join(str(v).split(".")[-1] for v in family.values())
+)
 def test_every_family_has_the_same_loss_from_a_store(
-    tmp_path: Path, family: dict[str, Any], supervised_only: bool, packed: bool, request: pytest.FixtureRequest
+    tmp_path: Path,
+    family: dict[str, Any],
+    supervised_only: bool,
+    packed: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Loss and gradients from a float32 store, read back from disk, are those of source=live, bit for bit."""
+    """Loss and gradients from a float32 store, read back from disk, are those of source=live,
+    bit for bit.
+    """
     adapts = "adapt" in family
     target = cut_tiny(3) if adapts else request.getfixturevalue("shallow")
     torch.manual_seed(0)
@@ -465,14 +578,18 @@ def test_every_family_has_the_same_loss_from_a_store(
     layers = drafter.stages[0].layers
     prepare_source(source, drafter, target, make_examples())
     live = compute_gradients(
-        drafter, LiveSource().make_batch(BatchRequest(make_examples(), target, layers, packed=packed)), target
+        drafter,
+        LiveSource().make_batch(BatchRequest(make_examples(), target, layers, packed=packed)),
+        target,
     )
     source.make_batch(BatchRequest(make_examples(), target, layers, packed=packed))
     source.flush()
     again = StoredSource(str(tmp_path), capture=False)
     prepare_source(again, drafter, target, make_examples())
     batch = again.make_batch(BatchRequest(make_examples(), target, layers, packed=packed))
-    assert batch.features is not None and bool(batch.features.hidden.isnan().any()) == supervised_only
+    assert (
+        batch.features is not None and bool(batch.features.hidden.isnan().any()) == supervised_only
+    )
     stored = compute_gradients(drafter, batch, target)
     assert len(live) == len(stored) > 3 and all(torch.equal(a, b) for a, b in zip(live, stored))
     assert bool(torch.isfinite(live[0])) and float(live[0]) > 0
@@ -499,40 +616,69 @@ def test_the_comparison_covers_every_family_with_features() -> None:
     excluded |= {"KalmanActions"}
     excluded |= {"HiddenTransfer", "Owl", "PromptTokens", "Space", "SpeculativeStreaming", "Uno"}
     excluded |= {"Hybrid"}  # its loss is that of the drafter inside
-    excluded |= {"AdaptiveSkipping", "Bigrams", "Blockwise", "GraphDrafting", "OtherDevice", "Ouroboros", "ReSpec", "Trigrams"}
-    excluded |= {"Exits", "Howl"}  # the first has no loss, and the second that of the drafter inside
-    excluded |= {"Cascade", "DrafterRouter", "RowRouter", "UnionDrafter"}  # as is a cascade's; a choice is not trained
+    excluded |= {
+        "AdaptiveSkipping",
+        "Bigrams",
+        "Blockwise",
+        "GraphDrafting",
+        "OtherDevice",
+        "Ouroboros",
+        "ReSpec",
+        "Trigrams",
+    }
+    # the first has no loss, and the second that of the drafter inside
+    excluded |= {"Exits", "Howl"}
+    # as is a cascade's; a choice is not trained
+    excluded |= {"Cascade", "DrafterRouter", "RowRouter", "UnionDrafter"}
     excluded |= {"smollm2_eagle3"}  # trained already
     # Those of a package that is not installed are not defined.
     assert defined == compared | (excluded & defined)
 
 
 @pytest.mark.slow
-def test_loss_curves_from_a_store_equal_live_ones(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured at first use, read from disk, or with supervised positions only: the losses of source=live, bit for bit."""
+def test_loss_curves_from_a_store_equal_live_ones(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured at first use, read from disk, or with supervised positions only: the losses of
+    source=live, bit for bit.
+    """
     live = train_losses(shallow, LiveSource(keep_gb=1.0), tmp_path / "live")
     assert live == train_losses(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "first")
     assert live == train_losses(
-        shallow, StoredSource(str(tmp_path / "thrifty"), supervised_only=True, shard_mb=0.02), tmp_path / "thrift"
+        shallow,
+        StoredSource(str(tmp_path / "thrifty"), supervised_only=True, shard_mb=0.02),
+        tmp_path / "thrift",
     )
     assert len(list((tmp_path / "thrifty").glob("*.safetensors"))) > 4
     forbid_target(shallow, monkeypatch)
-    assert live == train_losses(shallow, StoredSource(str(tmp_path / "store"), capture=False), tmp_path / "second")
-    assert live == train_losses(shallow, StoredSource(str(tmp_path / "thrifty")), tmp_path / "third")
+    assert live == train_losses(
+        shallow, StoredSource(str(tmp_path / "store"), capture=False), tmp_path / "second"
+    )
+    assert live == train_losses(
+        shallow, StoredSource(str(tmp_path / "thrifty")), tmp_path / "third"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_capturing_while_training_equals_reading(shallow: Target, tmp_path: Path, dtype: Any) -> None:
+def test_capturing_while_training_equals_reading(
+    shallow: Target, tmp_path: Path, dtype: Any
+) -> None:
     """A run that captures already trains on rounded features, so it equals the next run."""
     first = train_losses(shallow, StoredSource(str(tmp_path / "store"), dtype), tmp_path / "first")
-    assert first == train_losses(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "second")
+    assert first == train_losses(
+        shallow, StoredSource(str(tmp_path / "store")), tmp_path / "second"
+    )
     assert first != train_losses(shallow, LiveSource(), tmp_path / "live")
 
 
 @pytest.mark.sweep(1, free=("step",))
 @pytest.mark.parametrize("step", [2, 4, 7])
-def test_a_killed_run_resumes_to_the_same_losses(shallow: Target, tmp_path: Path, step: int) -> None:
-    """Killed while capturing and resumed with what is on disk, a run has the losses of an uninterrupted one."""
+def test_a_killed_run_resumes_to_the_same_losses(
+    shallow: Target, tmp_path: Path, step: int
+) -> None:
+    """Killed while capturing and resumed with what is on disk, a run has the losses of an
+    uninterrupted one.
+    """
     uninterrupted = train_losses(shallow, StoredSource(str(tmp_path / "store")), tmp_path / "whole")
 
     class Killed(Exception):
@@ -546,14 +692,18 @@ def test_a_killed_run_resumes_to_the_same_losses(shallow: Target, tmp_path: Path
     source = StoredSource(str(tmp_path / "other"))
     with pytest.raises(Killed):
         train_losses(shallow, source, tmp_path / "cut", on_step=kill_at_step)
-    assert uninterrupted == train_losses(shallow, StoredSource(str(tmp_path / "other")), tmp_path / "cut")
+    assert uninterrupted == train_losses(
+        shallow, StoredSource(str(tmp_path / "other")), tmp_path / "cut"
+    )
 
 
 def test_a_damaged_shard_is_captured_again_while_training(
     shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A deleted and a corrupted shard are named, and the losses stay the same."""
-    first = train_losses(shallow, StoredSource(str(tmp_path / "store"), shard_mb=0.02), tmp_path / "first")
+    first = train_losses(
+        shallow, StoredSource(str(tmp_path / "store"), shard_mb=0.02), tmp_path / "first"
+    )
     files = sorted((tmp_path / "store").glob("*.safetensors"))
     files[0].unlink()
     flip_byte(files[1])
@@ -566,17 +716,37 @@ def test_a_damaged_shard_is_captured_again_while_training(
     assert not store.damaged_files and all(example in store for example in make_examples(12))
 
 
-def test_the_budget_is_reported_before_writing(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, bytes per token and gigabytes are printed; if budget or disk are too small, nothing is written."""
-    path, rows = tmp_path / "store", make_examples(12)
+def test_the_budget_is_reported_before_writing(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, bytes per token and gigabytes are printed; if budget or disk are too small,
+    nothing is written.
+    """
+    path = tmp_path / "store"
+    rows = make_examples(12)
     tokens = sum(len(example.tokens) for example in rows)
-    message = prepare_source(StoredSource(str(path)), make_drafter(shallow), shallow, [*rows, rows[0]])
-    assert f"12 sequences, {tokens} tokens of {4 * shallow.width * 4} bytes" in message and "0 are stored" in message
-    with pytest.raises(UserError, match=r"source.max_gb=0.0003: the store needs .* source.dtype=int8"):
+    message = prepare_source(
+        StoredSource(str(path)), make_drafter(shallow), shallow, [*rows, rows[0]]
+    )
+    assert (
+        f"12 sequences, {tokens} tokens of {4 * shallow.width * 4} bytes" in message
+        and "0 are stored" in message
+    )
+    with pytest.raises(
+        UserError, match=r"source.max_gb=0.0003: the store needs .* source.dtype=int8"
+    ):
         prepare_source(StoredSource(str(path), max_gb=0.0003), make_drafter(shallow), shallow, rows)
-    prepare_source(StoredSource(str(path), "int8", max_gb=0.0003), make_drafter(shallow), shallow, rows)
-    with pytest.raises(UserError, match="are free; choose another disk"), monkeypatch.context() as patched:
-        patched.setattr("shutil.disk_usage", lambda where: os.statvfs_result([0] * 10) and type("", (), {"free": 1000}))
+    prepare_source(
+        StoredSource(str(path), "int8", max_gb=0.0003), make_drafter(shallow), shallow, rows
+    )
+    with (
+        pytest.raises(UserError, match="are free; choose another disk"),
+        monkeypatch.context() as patched,
+    ):
+        patched.setattr(
+            "shutil.disk_usage",
+            lambda where: os.statvfs_result([0] * 10) and type("", (), {"free": 1000}),
+        )
         prepare_source(StoredSource(str(path)), make_drafter(shallow), shallow, rows)
     with pytest.raises(UserError, match="12 of 12 sequences are not in it"):
         prepare_source(StoredSource(str(path), capture=False), make_drafter(shallow), shallow, rows)
@@ -589,17 +759,23 @@ def test_the_budget_is_reported_before_writing(shallow: Target, tmp_path: Path, 
 
 def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: Path) -> None:
     """Each mismatch is refused with its reason; a store that holds more than is needed is read."""
-    path, rows = str(tmp_path / "store"), make_examples()
+    path = str(tmp_path / "store")
+    rows = make_examples()
     full = StoredSource(path, "bfloat16")
     full.make_batch(BatchRequest(rows, tiny, make_drafter(tiny).layers))
     full.flush()
 
-    def assert_refused(reason: str, drafter: Drafter, target: Target = tiny, folder: str = path, **options: Any) -> None:
+    def assert_refused(
+        reason: str, drafter: Drafter, target: Target = tiny, folder: str = path, **options: Any
+    ) -> None:
         with pytest.raises(UserError, match=reason):
             prepare_source(StoredSource(folder, **options), drafter, target, rows)
 
     assert_refused("holds bfloat16, not int8", make_drafter(tiny), dtype="int8")
-    assert_refused("holds layers 2, 4, 5, final, and the drafter also reads 3, 6", make_drafter(tiny, layers=[3, 5, 6]))
+    assert_refused(
+        "holds layers 2, 4, 5, final, and the drafter also reads 3, 6",
+        make_drafter(tiny, layers=[3, 5, 6]),
+    )
     other = load_tiny()
     with torch.no_grad():
         other.layers[0].mlp.down_proj.weight.mul_(1.01)  # type: ignore[union-attr, operator]
@@ -616,7 +792,12 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
     some.flush()
     medusa: Drafter = build({"_target_": "spectrain.drafters.medusa.Medusa"}, target=tiny)
     assert_refused("only at supervised positions", medusa, folder=str(tmp_path / "some"))
-    assert_refused("only at supervised positions", make_drafter(tiny), folder=str(tmp_path / "some"), supervised_only=False)
+    assert_refused(
+        "only at supervised positions",
+        make_drafter(tiny),
+        folder=str(tmp_path / "some"),
+        supervised_only=False,
+    )
     with pytest.raises(UserError, match="reads no features"):
         prepare_source(
             StoredSource(path),
@@ -633,15 +814,20 @@ def test_missing_sequences_may_stop_the_training(shallow: Target, tmp_path: Path
     source.make_batch(BatchRequest(make_examples()[:3], shallow, layers))
     source.flush()
     with pytest.raises(RunError, match="3 sequences of a batch are not in it"):
-        StoredSource(str(tmp_path), capture=False).make_batch(BatchRequest(make_examples(), shallow, layers))
-    plain = StoredSource(str(tmp_path), capture=False).make_batch(BatchRequest(make_examples(), shallow, ()))
+        StoredSource(str(tmp_path), capture=False).make_batch(
+            BatchRequest(make_examples(), shallow, layers)
+        )
+    plain = StoredSource(str(tmp_path), capture=False).make_batch(
+        BatchRequest(make_examples(), shallow, ())
+    )
     assert plain.features is None and torch.equal(plain.tokens, collate(make_examples()).tokens)
 
 
 def test_no_clock_lets_a_store_delete_what_another_process_writes(tmp_path: Path) -> None:
     """A clock that is set forward makes every file old."""
     fill_store(tmp_path)
-    writer, part = FeatureStore(tmp_path), tmp_path / "features-1.safetensors.ab.part"
+    writer = FeatureStore(tmp_path)
+    part = tmp_path / "features-1.safetensors.ab.part"
     with writer._mark_writing():
         part.write_bytes(b"x")
         os.utime(part, (1e9, 1e9))

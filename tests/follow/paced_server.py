@@ -1,11 +1,14 @@
-"""A server that streams its drafter's name slowly: `python paced_server.py PORT DRAFTER`. It needs nothing but Python."""
+"""A server that streams its drafter's name slowly: `python paced_server.py PORT DRAFTER`. It
+needs nothing but Python.
+"""
 
 import json
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-NUM_PARTS, PART_SECONDS = 10, 0.06
+NUM_PARTS = 10
+PART_SECONDS = 0.06
 
 
 class Handler(BaseHTTPRequestHandler):

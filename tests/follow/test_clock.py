@@ -1,4 +1,6 @@
-"""A clock of the machine that jumps, by days in either direction, deletes no conversation and stops nothing."""
+"""A clock of the machine that jumps, by days in either direction, deletes no conversation and
+stops nothing.
+"""
 
 import json
 import time
@@ -13,14 +15,17 @@ from spectrain.follow.reservoir import Reservoir, read_conversations
 from spectrain.follow.state import FollowFolder
 from spectrain.follow.traffic import RecordedConversation
 
-DAY, RETENTION = 86400.0, 86400.0
+DAY = 86400.0
+RETENTION = 86400.0
 
 
 class Machine:
     """The clocks of a machine, as the code under test reads them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.date, self.uptime, self.boot = 1.8e9, 5000.0, "first"
+        self.date = 1.8e9
+        self.uptime = 5000.0
+        self.boot = "first"
         monkeypatch.setattr(time, "time", lambda: self.date)
         monkeypatch.setattr(time, "monotonic", lambda: self.uptime)
         monkeypatch.setattr(clock_module, "read_uptime", lambda: self.uptime)
@@ -55,13 +60,16 @@ def test_a_jump_changes_no_age(machine: Machine, tmp_path: Path, jump: float) ->
     assert restart(clock.path).now() - began == pytest.approx(150)
 
 
-def test_another_start_of_the_machine_counts_its_date_up_to_a_gap(machine: Machine, tmp_path: Path) -> None:
+def test_another_start_of_the_machine_counts_its_date_up_to_a_gap(
+    machine: Machine, tmp_path: Path
+) -> None:
     clock = FollowClock(tmp_path / "clock.json")
     began = clock.now()
     for seconds, counted in ((1000.0, 1000.0), (30 * DAY, RETENTION / 2), (-30 * DAY, 0.0)):
         clock.save()
         machine.date += seconds
-        machine.uptime, machine.boot = 10.0, machine.boot + "x"
+        machine.uptime = 10.0
+        machine.boot = machine.boot + "x"
         clock = restart(clock.path)
         assert clock.now() - began == pytest.approx(counted)
         began = clock.now()
@@ -103,12 +111,22 @@ def test_copies_in_folders_of_candidates_age_alike(machine: Machine, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"time": NaN, "date": 1}', '{"time": "x", "date": 1}', '{"time": 1e300, "date": 1}']
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"time": NaN, "date": 1}',
+        '{"time": "x", "date": 1}',
+        '{"time": 1e300, "date": 1}',
+    ],
 )
 def test_a_damaged_clock_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "clock.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=r"clock.json: .*; delete it; then ages count from the newest conversation$"):
+    with pytest.raises(
+        UserError, match=r"clock.json: .*; delete it; then ages count from the newest conversation$"
+    ):
         restart(path)
 
 

@@ -1,4 +1,6 @@
-"""Every setting of a request to this project's engine is honoured or refused by its name; none is ignored."""
+"""Every setting of a request to this project's engine is honoured or refused by its name; none
+is ignored.
+"""
 
 import json
 from typing import Any
@@ -32,9 +34,12 @@ WRONG: dict[str, list[Any]] = {
 }
 """Values by the setting that a refusal has to name."""
 WRONG_MESSAGES: list[Any] = [
-    "hi", [1], [{}], [], {}, [{"role": "user"}], [{"role": 5, "content": "x"}], [{"role": "user", "content": 5}],
-    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
-    [{"role": "tool", "content": "x"}], [{"role": "user", "content": "x", "extra": 1}], MESSAGES * (MAX_MESSAGES + 1),
+    "hi", [1], [{}], [], {}, [{"role": "user"}], [{"role": 5, "content": "x"}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+    [{"role": "tool", "content": "x"}], [{"role": "user", "content": "x", "extra": 1}],
+    MESSAGES * (MAX_MESSAGES + 1),
 ]  # fmt: skip
 WRONG_PROMPTS: list[Any] = [[True, False], [1.5], ["a"], [[1]], [None], {}, 5]
 
@@ -43,9 +48,13 @@ def parse_chat(**fields: Any) -> ChatBody | TextBody:
     return parse_completion(json.dumps({"messages": MESSAGES, **fields}).encode(), is_chat=True)
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_what_the_engine_does_not_have_is_refused_by_name(name: str, value: Any, is_chat: bool) -> None:
+def test_what_the_engine_does_not_have_is_refused_by_name(
+    name: str, value: Any, is_chat: bool
+) -> None:
     prompt = {"messages": MESSAGES} if is_chat else {"prompt": "Hi"}
     with pytest.raises(Refusal, match=f"^{name}") as refusal:
         parse_completion(json.dumps({**prompt, name: value}).encode(), is_chat)

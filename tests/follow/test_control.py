@@ -10,11 +10,9 @@ from spectrain.follow.requests import Refusal
 from spectrain.servers.control_key import key_path, read_control_key
 
 KEY = "0123456789abcdef"
-HOST, BEARER, JSON = (
-    (b"host", b"127.0.0.1:9000"),
-    (b"authorization", f"Bearer {KEY}".encode()),
-    (b"content-type", b"application/json"),
-)
+HOST = (b"host", b"127.0.0.1:9000")
+BEARER = (b"authorization", f"Bearer {KEY}".encode())
+JSON = (b"content-type", b"application/json")
 
 
 def find_status(method: str, headers: list[tuple[bytes, bytes]], query: bytes = b"") -> int:
@@ -29,8 +27,22 @@ def find_status(method: str, headers: list[tuple[bytes, bytes]], query: bytes = 
     ("expected", "method", "headers", "query"),
     [
         (200, "POST", [HOST, BEARER, JSON], b""),
-        (200, "POST", [(b"host", b"localhost:1"), BEARER, (b"content-type", b"application/json; charset=utf-8")], b""),
-        (200, "POST", [(b"host", b"[::1]:9000"), (b"origin", b"http://[::1]:9000"), BEARER, JSON], b""),
+        (
+            200,
+            "POST",
+            [
+                (b"host", b"localhost:1"),
+                BEARER,
+                (b"content-type", b"application/json; charset=utf-8"),
+            ],
+            b"",
+        ),
+        (
+            200,
+            "POST",
+            [(b"host", b"[::1]:9000"), (b"origin", b"http://[::1]:9000"), BEARER, JSON],
+            b"",
+        ),
         (200, "GET", [HOST, BEARER], b""),
         (200, "GET", [HOST], f"key={KEY}".encode()),
         (401, "GET", [HOST], b""),
@@ -50,16 +62,22 @@ def find_status(method: str, headers: list[tuple[bytes, bytes]], query: bytes = 
         (415, "POST", [HOST, BEARER], b""),
     ],
 )
-def test_who_may_use_a_control_endpoint(expected: int, method: str, headers: list[tuple[bytes, bytes]], query: bytes) -> None:
+def test_who_may_use_a_control_endpoint(
+    expected: int, method: str, headers: list[tuple[bytes, bytes]], query: bytes
+) -> None:
     assert find_status(method, headers, query) == expected
 
 
-def test_the_key_is_made_once_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_made_once_for_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SPECTRAIN_CONTROL_KEY")
     monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
     key = read_control_key()
     assert len(key) >= 32 and read_control_key() == key
-    assert key_path().stat().st_mode & 0o777 == 0o600 and [*key_path().parent.iterdir()] == [key_path()]
+    assert key_path().stat().st_mode & 0o777 == 0o600 and [*key_path().parent.iterdir()] == [
+        key_path()
+    ]
     key_path().chmod(0o644)
     with pytest.raises(UserError, match="other users can read this key; delete it"):
         read_control_key()
@@ -70,7 +88,9 @@ def test_the_key_is_made_once_for_this_user_alone(tmp_path: Path, monkeypatch: p
             read_control_key()
 
 
-def test_the_key_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch, control_key: str) -> None:
+def test_the_key_of_the_environment_counts(
+    monkeypatch: pytest.MonkeyPatch, control_key: str
+) -> None:
     assert read_control_key() == control_key
     monkeypatch.setenv("SPECTRAIN_CONTROL_KEY", "short")
     with pytest.raises(UserError, match="^SPECTRAIN_CONTROL_KEY: "):

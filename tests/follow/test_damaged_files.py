@@ -1,4 +1,6 @@
-"""Files of follow that somebody has damaged: one sentence that names the file and the remedy, and never a traceback."""
+"""Files of follow that somebody has damaged: one sentence that names the file and the remedy,
+and never a traceback.
+"""
 
 import json
 import os
@@ -22,10 +24,14 @@ from spectrain.servers.own import OwnServer
 from spectrain.servers.settings import EngineSettings
 
 DAMAGES = [
-    b"", b"{", b"[1]", b"{}", b"null", b"5", b'"x"', b"\xff\xfd", b"\x00" * 40, b"[" * 20_000, b'{"a": ' * 20_000, b"NaN",
-    b'{"time": NaN, "event": "x"}', b'{"time": 1e400, "event": "x"}', b'{"time": "x", "event": "x"}', b'{"event": "x"}',
-    b'{"time": 1, "event": 5}', b'{"time": -1, "event": "x"}', b'{"time": true, "event": "x"}', b"9" * 5000,
-    b'{"path": "a", "digest": "b", "since": "x"}', b'{"path": ["a"], "digest": "b", "since": 1}', b'{"5": {"offset": -1}}',
+    b"", b"{", b"[1]", b"{}", b"null", b"5", b'"x"', b"\xff\xfd", b"\x00" * 40, b"[" * 20_000,
+    b'{"a": ' * 20_000, b"NaN",
+    b'{"time": NaN, "event": "x"}', b'{"time": 1e400, "event": "x"}',
+    b'{"time": "x", "event": "x"}', b'{"event": "x"}',
+    b'{"time": 1, "event": 5}', b'{"time": -1, "event": "x"}', b'{"time": true, "event": "x"}',
+    b"9" * 5000,
+    b'{"path": "a", "digest": "b", "since": "x"}', b'{"path": ["a"], "digest": "b", "since": 1}',
+    b'{"5": {"offset": -1}}',
     b'{"x": {"offset": 1}}', b'{"5": {"offset": 1, "more": 1}}', b'{"5": [1]}',
     b'{"path": "\\ud800", "digest": "b", "since": 1}',
 ]  # fmt: skip
@@ -53,7 +59,9 @@ def load_all(folder: FollowFolder) -> TrafficFollower:
     logs.load_positions()
     swapper: Any = None
     settings = FollowSettings(old=str(folder.old) if folder.old.exists() else None)
-    follower = TrafficFollower(RunSpec(), settings, folder, OwnServer(EngineSettings()), Recorder(1.0), swapper, active)
+    follower = TrafficFollower(
+        RunSpec(), settings, folder, OwnServer(EngineSettings()), Recorder(1.0), swapper, active
+    )
     follower.load()
     follower.save()
     return follower
@@ -75,12 +83,18 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path, name: str) -> N
         with pytest.raises(UserError) as raised:
             load_all(folder)
         message = str(raised.value)
-        assert message.startswith(f"{folder.root / name}: ") and "; delete it" in message and "\n" not in message
+        assert (
+            message.startswith(f"{folder.root / name}: ")
+            and "; delete it" in message
+            and "\n" not in message
+        )
         assert len(message) < 400
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_damaged_lines_are_left_out_and_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_lines_are_left_out_and_named(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_folder(tmp_path)
     file = folder.root / name
     intact = {"ledger.jsonl": folder.ledger}.get(name, folder.recorded).read_bytes()
@@ -99,7 +113,9 @@ SPECIAL: list[Callable[[Path], None]] = [os.mkfifo, Path.mkdir]
 
 @pytest.mark.parametrize("name", [*SINGLE, *LINES, "lock"])
 @pytest.mark.parametrize("make", SPECIAL)
-def test_pipes_and_folders_in_place_of_files_are_named(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+def test_pipes_and_folders_in_place_of_files_are_named(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
     folder = make_folder(tmp_path)
     file = folder.root / name
     file.unlink(missing_ok=True)
@@ -116,7 +132,9 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_serving_drafter_is_one_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_serving_drafter_is_one_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_folder(tmp_path)
     first = tmp_path / "drafter"
     digest = hash_weights(first) or ""
@@ -146,9 +164,13 @@ def test_a_pipe_among_request_logs_is_passed_over(tmp_path: Path) -> None:
 def test_a_page_with_odd_decisions(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     odd: list[dict[str, Any]] = [
-        {"event": "promoted"}, {"event": "promoted", "candidate": [1], "reason": {}}, {"event": "a\nb", "x": float("inf")},
+        {"event": "promoted"},
+        {"event": "promoted", "candidate": [1], "reason": {}},
+        {"event": "a\nb", "x": float("inf")},
         {"event": "drift", "kind": {"a": [1] * 1000}},
-    ]  # fmt: skip
-    folder.ledger.write_text("".join(json.dumps({"time": 253402300799, **entry}) + "\n" for entry in odd))
+    ]
+    folder.ledger.write_text(
+        "".join(json.dumps({"time": 253402300799, **entry}) + "\n" for entry in odd)
+    )
     lines = format_status(folder)
     assert len(lines) == 5 and all("\n" not in line for line in lines)

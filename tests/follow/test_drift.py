@@ -6,14 +6,20 @@ from spectrain.follow.drift import DriftTest, calibrate_threshold
 
 
 def draw_requests(generator: np.random.Generator, count: int, fall: float = 0.0) -> list[float]:
-    """Mean accepted tokens per draft of requests with few rounds: skewed, with many equal values."""
+    """Mean accepted tokens per draft of requests with few rounds: skewed, with many equal
+    values.
+    """
     rounds = np.minimum(generator.geometric(0.6 + fall, (count, 6)) - 1, 3)
     return [float(value) for value in rounds.mean(1)]
 
 
 def test_false_alarms_keep_their_rate() -> None:
-    """Over many streams without a change, the share with an alarm is the stated one, three standard errors granted."""
-    generator, rate, streams = np.random.default_rng(0), 0.1, 150
+    """Over many streams without a change, the share with an alarm is the stated one, three
+    standard errors granted.
+    """
+    generator = np.random.default_rng(0)
+    rate = 0.1
+    streams = 150
     alarms = 0
     for _ in range(streams):
         test = DriftTest(reference_size=32, horizon=80, rate=rate, resamples=200)
@@ -25,7 +31,11 @@ def test_a_fall_raises_a_single_alarm() -> None:
     generator = np.random.default_rng(1)
     test = DriftTest(reference_size=32, horizon=200, rate=0.05, resamples=200)
     assert not any([test.add(value) for value in draw_requests(generator, 32)])
-    alarms = [number for number, value in enumerate(draw_requests(generator, 150, fall=0.3)) if test.add(value)]
+    alarms = [
+        number
+        for number, value in enumerate(draw_requests(generator, 150, fall=0.3))
+        if test.add(value)
+    ]
     assert len(alarms) == 1 and alarms[0] < 100
     test.restart()
     assert not test.is_ready and not test.has_alarm

@@ -73,24 +73,32 @@ def follower(tmp_path: Path) -> TrafficFollower:
     first = make_drafter(tmp_path / "first")
     folder = FollowFolder(tmp_path)
     folder.root.mkdir()
-    settings = FollowSettings(reference=16, rollback_after=8, least_new=4, held_out=16, shadow=0, pause_seconds=1000)
+    settings = FollowSettings(
+        reference=16, rollback_after=8, least_new=4, held_out=16, shadow=0, pause_seconds=1000
+    )
     active = ActiveDrafter(str(first), hash_weights(first) or "", 0.0)
     swapper: Any = FakeSwapper()
-    return TrafficFollower(RunSpec(), settings, folder, OwnServer(EngineSettings()), Recorder(1.0), swapper, active)
+    return TrafficFollower(
+        RunSpec(), settings, folder, OwnServer(EngineSettings()), Recorder(1.0), swapper, active
+    )
 
 
 def send_requests(follower: TrafficFollower, accepted: int, count: int, start: int = 0) -> None:
     for number in range(start, start + count):
         rounds = (accepted, accepted + number % 2)
         request = {"prompt": f"p{number}"}
-        follower.add_conversation(RecordedConversation("a", time.time(), request, "x", accepted=rounds, drafted=(3, 3)))
+        follower.add_conversation(
+            RecordedConversation("a", time.time(), request, "x", accepted=rounds, drafted=(3, 3))
+        )
 
 
 def list_events(follower: TrafficFollower) -> list[str]:
     return [entry["event"] for entry in read_ledger(follower.folder.ledger)]
 
 
-def test_a_promoted_drafter_serves_and_is_rolled_back_when_it_fails_live(follower: TrafficFollower, tmp_path: Path) -> None:
+def test_a_promoted_drafter_serves_and_is_rolled_back_when_it_fails_live(
+    follower: TrafficFollower, tmp_path: Path
+) -> None:
     send_requests(follower, 2, 16)
     second = make_drafter(tmp_path / "second")
     follower.decide(FakeJob(second), PromotionProof(GAIN, GAIN, True, "gains"))  # type: ignore[arg-type]
@@ -98,13 +106,22 @@ def test_a_promoted_drafter_serves_and_is_rolled_back_when_it_fails_live(followe
     assert follower.folder.read_active(tmp_path / "first") == follower.active
     send_requests(follower, 0, 16, 100)
     follower.check_live()
-    assert follower.active.path == str(tmp_path / "first") and follower.swapper.drafters == ["second", "first"]  # type: ignore[attr-defined]
+    assert follower.active.path == str(tmp_path / "first") and follower.swapper.drafters == [
+        "second",
+        "first",
+    ]  # type: ignore[attr-defined]
     assert list_events(follower)[-3:] == ["promoted", "live", "rolled back"]
 
 
-def test_a_server_that_started_anew_gets_the_active_candidate_again(follower: TrafficFollower) -> None:
-    """Also a candidate that a rollback brought back; the run's own drafter is what the server starts with."""
-    first, second = (make_drafter(follower.folder.candidates / name) for name in ("first", "second"))
+def test_a_server_that_started_anew_gets_the_active_candidate_again(
+    follower: TrafficFollower,
+) -> None:
+    """Also a candidate that a rollback brought back; the run's own drafter is what the server
+    starts with.
+    """
+    first, second = (
+        make_drafter(follower.folder.candidates / name) for name in ("first", "second")
+    )
     for candidate in (first, second):
         follower.promote(candidate, {})
     follower.roll_back("a test")
@@ -116,10 +133,16 @@ def test_a_server_that_started_anew_gets_the_active_candidate_again(follower: Tr
     assert drafters == ["first"] and list_events(follower)[-1] == "sent again"
 
 
-def test_a_rare_kind_does_not_hold_up_further_candidates(follower: TrafficFollower, tmp_path: Path) -> None:
-    """Without enough requests of a kind before a swap, the check of live acceptance ends with a filled series."""
+def test_a_rare_kind_does_not_hold_up_further_candidates(
+    follower: TrafficFollower, tmp_path: Path
+) -> None:
+    """Without enough requests of a kind before a swap, the check of live acceptance ends with a
+    filled series.
+    """
     send_requests(follower, 2, 4)
-    follower.decide(FakeJob(make_drafter(tmp_path / "second")), PromotionProof(GAIN, GAIN, True, "gains"))  # type: ignore[arg-type]
+    follower.decide(
+        FakeJob(make_drafter(tmp_path / "second")), PromotionProof(GAIN, GAIN, True, "gains")
+    )  # type: ignore[arg-type]
     send_requests(follower, 2, 63, 100)
     follower.check_live()
     assert follower.before_swap
@@ -131,17 +154,25 @@ def test_a_rare_kind_does_not_hold_up_further_candidates(follower: TrafficFollow
 @pytest.mark.parametrize("swap", ["push", "start"])
 def test_a_way_that_the_server_does_not_have_is_refused(swap: Any) -> None:
     server = VllmServer(VllmSettings())
-    swapper = DrafterSwapper(RunSpec(), server, FollowSettings(swap=swap), UpstreamSwitch("http://127.0.0.1:1/v1"))
+    swapper = DrafterSwapper(
+        RunSpec(), server, FollowSettings(swap=swap), UpstreamSwitch("http://127.0.0.1:1/v1")
+    )
     with pytest.raises(UserError, match=f"^follow.swap={swap}: "):
         swapper.check_settings()
 
 
-def test_what_is_not_proven_or_not_swapped_changes_nothing(follower: TrafficFollower, tmp_path: Path) -> None:
-    before, second = follower.active, make_drafter(tmp_path / "second")
+def test_what_is_not_proven_or_not_swapped_changes_nothing(
+    follower: TrafficFollower, tmp_path: Path
+) -> None:
+    before = follower.active
+    second = make_drafter(tmp_path / "second")
     follower.decide(FakeJob(second), PromotionProof(GAIN, GAIN, False, "no gain"))  # type: ignore[arg-type]
     follower.swapper.fails = True  # type: ignore[attr-defined]
     follower.decide(FakeJob(second), PromotionProof(GAIN, GAIN, True, "gains"))  # type: ignore[arg-type]
-    assert follower.active == before and list_events(follower) == ["kept for inspection", "not swapped"]
+    assert follower.active == before and list_events(follower) == [
+        "kept for inspection",
+        "not swapped",
+    ]
 
 
 def test_drift_is_noticed_and_counts_new_conversations(follower: TrafficFollower) -> None:
@@ -150,13 +181,30 @@ def test_drift_is_noticed_and_counts_new_conversations(follower: TrafficFollower
     assert follower.alarm is not None and follower.num_new >= follower.settings.least_new
     data = follower.select_data()
     assert data.new and data.replay and data.prove_new
-    assert not {entry.digest for entry in data.new} & {entry.digest for entry in [*data.prove_new, *data.prove_old]}
+    assert not {entry.digest for entry in data.new} & {
+        entry.digest for entry in [*data.prove_new, *data.prove_old]
+    }
 
 
-def test_failures_and_malformed_traffic_do_not_end_the_loop(follower: TrafficFollower, monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = (b"", b"{", b"[]", b'{"choices": [3]}', b"data: [DONE]\n", b"[" * 20_000, b"data: [1]\n\ndata: [DONE]\n")
-    odd += tuple(b'{"choices": [{"text": "a", "token_ids": [%d]}]}' % token for token in (2**40, 10**400))
-    odd += (b'{"choices": [{"text": "\\ud800"}]}', b'{"choices": [{"text": "a"}], "usage": {"completion_tokens": -1}}')
+def test_failures_and_malformed_traffic_do_not_end_the_loop(
+    follower: TrafficFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = (
+        b"",
+        b"{",
+        b"[]",
+        b'{"choices": [3]}',
+        b"data: [DONE]\n",
+        b"[" * 20_000,
+        b"data: [1]\n\ndata: [DONE]\n",
+    )
+    odd += tuple(
+        b'{"choices": [{"text": "a", "token_ids": [%d]}]}' % token for token in (2**40, 10**400)
+    )
+    odd += (
+        b'{"choices": [{"text": "\\ud800"}]}',
+        b'{"choices": [{"text": "a"}], "usage": {"completion_tokens": -1}}',
+    )
     for content in odd:
         follower.recorder.exchanges.append(Exchange("/v1/completions", b'{"prompt": "x"}', content))
 

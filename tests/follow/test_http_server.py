@@ -1,4 +1,6 @@
-"""Requests that do not go on are refused with 408, whatever part they stop in, and keep no others out."""
+"""Requests that do not go on are refused with 408, whatever part they stop in, and keep no
+others out.
+"""
 
 import asyncio
 import json
@@ -31,12 +33,17 @@ async def no_connections() -> Any:
 
 
 @contextmanager
-def serve(application: Application, max_requests: int = 2, **limits: float) -> Iterator[tuple[str, int]]:
-    """Serve an application with limits of bytes, and with other limits by their names in `http_server`."""
+def serve(
+    application: Application, max_requests: int = 2, **limits: float
+) -> Iterator[tuple[str, int]]:
+    """Serve an application with limits of bytes, and with other limits by their names in
+    `http_server`.
+    """
     with pytest.MonkeyPatch.context() as patched:
         for name, value in limits.items():
             patched.setattr(http_server, name, value)
-        port, bounded = find_free_port(), BoundedApplication(application, 1000, 1500, max_requests)
+        port = find_free_port()
+        bounded = BoundedApplication(application, 1000, 1500, max_requests)
         with serve_in_thread(bounded, "127.0.0.1", port, no_connections):
             yield "127.0.0.1", port
 
@@ -44,13 +51,21 @@ def serve(application: Application, max_requests: int = 2, **limits: float) -> I
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     """A server with short limits."""
-    limits = {"HEAD_SECONDS": 0.2, "PAUSE_SECONDS": 0.2, "BODY_SECONDS": 0.5, "LOOK_SECONDS": 0.02, "MAX_INCOMPLETE": 8}
+    limits = {
+        "HEAD_SECONDS": 0.2,
+        "PAUSE_SECONDS": 0.2,
+        "BODY_SECONDS": 0.5,
+        "LOOK_SECONDS": 0.02,
+        "MAX_INCOMPLETE": 8,
+    }
     with serve(answer, **limits) as address:
         yield address
 
 
 def receive_all(connection: socket.socket, drip: bytes = b"") -> bytes:
-    """Return what the server sends until it closes the connection, while bytes are sent one after the other."""
+    """Return what the server sends until it closes the connection, while bytes are sent one
+    after the other.
+    """
     received = b""
     connection.settimeout(0.02 if drip else 20)
     while True:
@@ -78,10 +93,16 @@ def receive_all(connection: socket.socket, drip: bytes = b"") -> bytes:
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", b"", "the body did not go on"),
         (HEAD + b"Content-Length: 900\r\n\r\n{", b" ", "the body did not end"),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n", "the body did not end"),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"x: y\r\n", "the body did not end"),
+        (
+            HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n",
+            b"x: y\r\n",
+            "the body did not end",
+        ),
     ],
 )
-def test_a_request_that_does_not_go_on_is_refused(address: tuple[str, int], first: bytes, drip: bytes, message: str) -> None:
+def test_a_request_that_does_not_go_on_is_refused(
+    address: tuple[str, int], first: bytes, drip: bytes, message: str
+) -> None:
     with socket.create_connection(address) as connection:
         connection.sendall(first)
         received = receive_all(connection, drip)
@@ -99,7 +120,9 @@ def test_half_of_a_second_request_is_refused_too(address: tuple[str, int]) -> No
 
 
 def test_half_requests_keep_nobody_out(address: tuple[str, int]) -> None:
-    """Ten times as many as may wait: the one that has waited longest is closed, and a complete request is answered."""
+    """Ten times as many as may wait: the one that has waited longest is closed, and a complete
+    request is answered.
+    """
     with ExitStack() as stack:
         halves = [stack.enter_context(socket.create_connection(address)) for _ in range(80)]
         for half in halves:
@@ -114,10 +137,18 @@ def test_fields_after_a_body_are_no_headers(address: tuple[str, int]) -> None:
     """They come after the headers were checked, and a proxy must not pass them on."""
     with socket.create_connection(address) as connection:
         connection.sendall(
-            HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx-smuggled: y\r\n\r\n"
+            HEAD
+            + (
+                b"Connection: close\r\nTransfer-Encoding: "
+                b"chunked\r\n\r\n2\r\n{}\r\n0\r\nx-smuggled: y\r\n\r\n"
+            )
         )
         received = receive_all(connection)
-    assert received.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" in received and b"x-smuggled" not in received
+    assert (
+        received.startswith(b"HTTP/1.1 200 ")
+        and b"transfer-encoding" in received
+        and b"x-smuggled" not in received
+    )
 
 
 def test_endless_trailers_and_bodies_beyond_the_limits_end(address: tuple[str, int]) -> None:
@@ -133,7 +164,9 @@ def test_endless_trailers_and_bodies_beyond_the_limits_end(address: tuple[str, i
 
 
 @pytest.mark.parametrize("header", [b"", b"Connection: close\r\n"])
-def test_a_client_that_first_sends_all_gets_the_refusal_of_a_large_body(address: tuple[str, int], header: bytes) -> None:
+def test_a_client_that_first_sends_all_gets_the_refusal_of_a_large_body(
+    address: tuple[str, int], header: bytes
+) -> None:
     """A connection that is closed before all is read would be reset, and the answer lost."""
     with socket.create_connection(address) as connection:
         connection.sendall(HEAD + header + b"Content-Length: 8000000\r\n\r\n" + b"x" * 8_000_000)
@@ -141,7 +174,9 @@ def test_a_client_that_first_sends_all_gets_the_refusal_of_a_large_body(address:
     assert received.startswith(b"HTTP/1.1 413 ") and received.endswith(b"}")
 
 
-def test_a_refused_body_is_read_up_to_a_limit(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_body_is_read_up_to_a_limit(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bodies, "MAX_DROPPED_BYTES", 10_000)
     with socket.create_connection(address) as connection, pytest.raises(ConnectionError):
         connection.sendall(HEAD + b"Content-Length: 900000000\r\n\r\n")
@@ -164,7 +199,10 @@ def test_the_number_of_connections_is_bounded() -> None:
 
 
 def test_a_connection_without_a_request_is_closed_after_an_answer() -> None:
-    with serve(answer, IDLE_SECONDS=0.1) as address, socket.create_connection(address) as connection:
+    with (
+        serve(answer, IDLE_SECONDS=0.1) as address,
+        socket.create_connection(address) as connection,
+    ):
         connection.sendall(COMPLETE)
         assert receive_all(connection).startswith(b"HTTP/1.1 200 ")
 
@@ -181,7 +219,10 @@ def test_an_answer_that_nobody_reads_ends() -> None:
             await asyncio.sleep(0)
         ended.set()
 
-    with serve(stream, UNREAD_SECONDS=0.1) as address, socket.create_connection(address) as connection:
+    with (
+        serve(stream, UNREAD_SECONDS=0.1) as address,
+        socket.create_connection(address) as connection,
+    ):
         connection.sendall(COMPLETE)
         assert ended.wait(10)
 
@@ -200,4 +241,6 @@ def test_complete_requests_that_are_open_are_bounded() -> None:
             time.sleep(0.02)
         assert connections[2].recv(1000).startswith(b"HTTP/1.1 503 ")
         release.set()
-        assert all(connection.recv(1000).startswith(b"HTTP/1.1 200 ") for connection in connections[:2])
+        assert all(
+            connection.recv(1000).startswith(b"HTTP/1.1 200 ") for connection in connections[:2]
+        )

@@ -17,12 +17,23 @@ def test_entries_come_back_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write('{"event": "cut')
     ledger.record("training")
-    assert [entry["event"] for entry in read_ledger(tmp_path / "ledger.jsonl")] == ["drift", "training"]
-    assert next(read_ledger(tmp_path / "ledger.jsonl")) == {"time": 5.0, "event": "drift", "kind": "a", "number": 1.5}
+    assert [entry["event"] for entry in read_ledger(tmp_path / "ledger.jsonl")] == [
+        "drift",
+        "training",
+    ]
+    assert next(read_ledger(tmp_path / "ledger.jsonl")) == {
+        "time": 5.0,
+        "event": "drift",
+        "kind": "a",
+        "number": 1.5,
+    }
 
 
-def test_a_full_disk_leaves_the_file_and_the_entries_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, write = Ledger(tmp_path / "ledger.jsonl"), os.write
+def test_a_full_disk_leaves_the_file_and_the_entries_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    write = os.write
     ledger.record("first")
 
     def fail(handle: int, content: bytes) -> int:
@@ -36,17 +47,26 @@ def test_a_full_disk_leaves_the_file_and_the_entries_wait(tmp_path: Path, monkey
     lines = (tmp_path / "ledger.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["first"]
     ledger.record("third")
-    assert [entry["event"] for entry in read_ledger(tmp_path / "ledger.jsonl")] == ["first", "second", "third"]
+    assert [entry["event"] for entry in read_ledger(tmp_path / "ledger.jsonl")] == [
+        "first",
+        "second",
+        "third",
+    ]
 
 
 def test_one_process_follows_a_run_and_a_damaged_drafter_is_not_taken(tmp_path: Path) -> None:
-    folder, first, second = FollowFolder(tmp_path), tmp_path / "first", tmp_path / "second"
+    folder = FollowFolder(tmp_path)
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     for path in (first, second):
         path.mkdir()
         (path / "config.json").write_text(path.name)
         (path / "model.safetensors").write_bytes(path.name.encode())
     with folder.lock():
-        with pytest.raises(UserError, match=r"another process follows this run \(process"), FollowFolder(tmp_path).lock():
+        with (
+            pytest.raises(UserError, match=r"another process follows this run \(process"),
+            FollowFolder(tmp_path).lock(),
+        ):
             pass
         folder.write_active(ActiveDrafter(str(second), hash_weights(second) or "", 1.0, str(first)))
         assert folder.read_active(first).path == str(second)

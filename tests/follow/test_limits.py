@@ -1,4 +1,6 @@
-"""Every limit and every retry stands in the documentation as in the code, and no age is measured by a clock that jumps."""
+"""Every limit and every retry stands in the documentation as in the code, and no age is measured
+by a clock that jumps.
+"""
 
 import re
 from pathlib import Path
@@ -22,7 +24,8 @@ DATES = {
 }
 """Files that read the date of the machine, and how often."""
 READS_DATE = re.compile(
-    r"\btime\.time(_ns)?\b|\bfrom time import .*\btime(_ns)?\b|\b(datetime|date)\.(now|utcnow|today)\b"
+    r"\btime\.time(_ns)?\b|\bfrom time import "
+    r".*\btime(_ns)?\b|\b(datetime|date)\.(now|utcnow|today)\b"
     r"|\bCLOCK_REALTIME\b|\b(local|gm|c|asc)time\(\)"
 )
 

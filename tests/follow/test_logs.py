@@ -1,4 +1,6 @@
-"""Request logs: every line is read once, whatever happens to its file, and gives what the proxy would have recorded."""
+"""Request logs: every line is read once, whatever happens to its file, and gives what the proxy
+would have recorded.
+"""
 
 import json
 import time
@@ -23,8 +25,14 @@ def read_entries(logs: RequestLogs) -> list[RecordedConversation]:
 
 
 def make_line(number: int, **fields: Any) -> str:
-    response = {"choices": [{"index": 0, "text": "an answer"}], "metrics": {"rounds": [[1, 2], [3, 3]]}}
-    return json.dumps({"request": {"prompt": f"prompt {number}"}, "response": response, **fields}) + "\n"
+    response = {
+        "choices": [{"index": 0, "text": "an answer"}],
+        "metrics": {"rounds": [[1, 2], [3, 3]]},
+    }
+    return (
+        json.dumps({"request": {"prompt": f"prompt {number}"}, "response": response, **fields})
+        + "\n"
+    )
 
 
 def list_prompts(entries: list[RecordedConversation]) -> list[int]:
@@ -34,7 +42,8 @@ def list_prompts(entries: list[RecordedConversation]) -> list[int]:
 def test_lines_are_read_once_as_files_grow_rotate_and_shrink(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
-    logs, path = RequestLogs(ListenSettings(), folder, tmp_path / "logs.json"), folder / "a.jsonl"
+    logs = RequestLogs(ListenSettings(), folder, tmp_path / "logs.json")
+    path = folder / "a.jsonl"
     path.write_text(make_line(0) + make_line(1)[:20])
     assert list_prompts(read_entries(logs)) == [0] and not read_entries(logs)
     path.write_text(make_line(0) + make_line(1) + make_line(2))
@@ -52,7 +61,9 @@ def test_lines_are_read_once_as_files_grow_rotate_and_shrink(tmp_path: Path) -> 
 
 
 def test_what_is_not_recorded(tmp_path: Path) -> None:
-    """Malformed lines, old ones, long ones and other routes are left out, and a line without end takes no memory."""
+    """Malformed lines, old ones, long ones and other routes are left out, and a line without end
+    takes no memory.
+    """
     lines = [
         make_line(0, kind="agent", time=time.time()),
         make_line(1, time=time.time() - 1e6),
@@ -66,9 +77,15 @@ def test_what_is_not_recorded(tmp_path: Path) -> None:
     logs = RequestLogs(ListenSettings(max_record_bytes=3000), tmp_path, tmp_path / "logs.json")
     entries = [entry for _ in range(4) for entry in read_entries(logs)]
     assert list_prompts(entries) == [0, 3]
-    assert (entries[0].kind, entries[0].answer, entries[0].accepted) == ("agent", "an answer", (1, 2))
+    assert (entries[0].kind, entries[0].answer, entries[0].accepted) == (
+        "agent",
+        "an answer",
+        (1, 2),
+    )
     assert logs.num_malformed == 4
-    assert not read_entries(RequestLogs(ListenSettings(sample=1e-12), tmp_path, tmp_path / "logs.json"))
+    assert not read_entries(
+        RequestLogs(ListenSettings(sample=1e-12), tmp_path, tmp_path / "logs.json")
+    )
 
 
 def test_a_streamed_answer_is_its_text(tmp_path: Path) -> None:
@@ -76,6 +93,7 @@ def test_a_streamed_answer_is_its_text(tmp_path: Path) -> None:
     stream = "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"
     entry = {"request": {"messages": [{"role": "user", "content": "Say it"}]}, "response": stream}
     (tmp_path / "a.jsonl").write_text(json.dumps(entry) + "\n")
-    assert [entries.answer for entries in read_entries(RequestLogs(ListenSettings(), tmp_path, tmp_path / "logs.json"))] == [
-        "it is"
-    ]
+    assert [
+        entries.answer
+        for entries in read_entries(RequestLogs(ListenSettings(), tmp_path, tmp_path / "logs.json"))
+    ] == ["it is"]

@@ -1,4 +1,6 @@
-"""The interface of this project's engine: every refusal is one sentence, and no request blocks the others."""
+"""The interface of this project's engine: every refusal is one sentence, and no request blocks
+the others.
+"""
 
 import asyncio
 import json
@@ -18,12 +20,16 @@ CONTROL = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 
 
 class NotedThread:
-    """Notes in which threads prompts are tokenized and which drafters are loaded; it decodes nothing."""
+    """Notes in which threads prompts are tokenized and which drafters are loaded; it decodes
+    nothing.
+    """
 
     def __init__(self) -> None:
         self.tokenizing = set[threading.Thread]()
         self.folder, self.swaps, self.jobs = "first", list[str](), SimpleNamespace(put=self.answer)
-        tokenizer = SimpleNamespace(get_vocab=lambda: {"abcd": 0}, decode=lambda tokens, **options: "x" * len(tokens))
+        tokenizer = SimpleNamespace(
+            get_vocab=lambda: {"abcd": 0}, decode=lambda tokens, **options: "x" * len(tokens)
+        )
         self.target = SimpleNamespace(
             tokenizer=Tokenizer(self, tokenizer),
             max_length=100,
@@ -33,7 +39,9 @@ class NotedThread:
         )
 
     def answer(self, job: Any) -> None:
-        job.generation = SimpleNamespace(prompt=job.prompt, output=[5] * job.max_new_tokens, round_lengths=[2], node_counts=[4])
+        job.generation = SimpleNamespace(
+            prompt=job.prompt, output=[5] * job.max_new_tokens, round_lengths=[2], node_counts=[4]
+        )
         job.hand_over(job.generation.output)
         job.hand_over(None)
 
@@ -60,34 +68,55 @@ def send(*requests: tuple[str, bytes, dict[str, str]]) -> tuple[list[httpx.Respo
     application: Any = OwnEngine(thread, "spectrain", KEY).make_application()
 
     async def run() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(application), base_url="http://127.0.0.1") as client:
-            return [await client.post(path, content=body, headers=headers) for path, body, headers in requests]
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(application), base_url="http://127.0.0.1"
+        ) as client:
+            return [
+                await client.post(path, content=body, headers=headers)
+                for path, body, headers in requests
+            ]
 
     return asyncio.run(run()), thread
 
 
 def complete(**fields: Any) -> tuple[httpx.Response, NotedThread]:
-    (reply,), thread = send(("/v1/completions", json.dumps({"prompt": "Hi", **fields}).encode(), {}))
+    (reply,), thread = send(
+        ("/v1/completions", json.dumps({"prompt": "Hi", **fields}).encode(), {})
+    )
     return reply, thread
 
 
 def test_a_prompt_is_answered_and_tokenized_beside_the_event_loop() -> None:
     reply, thread = complete(max_tokens=3)
-    assert reply.status_code == 200 and reply.json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 3}
+    assert reply.status_code == 200 and reply.json()["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+    }
     assert thread.tokenizing and threading.main_thread() not in thread.tokenizing
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_as_many_tokens_as_requested_or_as_fit(stream: bool) -> None:
     reply, _ = complete(prompt=[3] * 90, stream=stream)
-    assert reply.text.count("5") == 10 if stream else reply.json()["usage"]["completion_tokens"] == 10
+    assert (
+        reply.text.count("5") == 10 if stream else reply.json()["usage"]["completion_tokens"] == 10
+    )
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"prompt": ""}, {"prompt": []}, {"prompt": [50]}, {"prompt": [-1]}, {"prompt": [10**30]}, {"prompt": "a" * 101},
-     {"max_tokens": 99}, {"prompt": "a" * 1000}, {"prompt": [1] * 100}],
-)  # fmt: skip
+    [
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": [50]},
+        {"prompt": [-1]},
+        {"prompt": [10**30]},
+        {"prompt": "a" * 101},
+        {"max_tokens": 99},
+        {"prompt": "a" * 1000},
+        {"prompt": [1] * 100},
+    ],
+)
 def test_prompts_that_do_not_fit(fields: dict[str, Any]) -> None:
     reply, thread = complete(**fields)
     assert reply.status_code == 400 and reply.json()["error"]["message"].count("\n") == 0
@@ -96,9 +125,13 @@ def test_prompts_that_do_not_fit(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("shows", [True, False])
-def test_documents_that_the_template_does_not_show_are_refused(shows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_that_the_template_does_not_show_are_refused(
+    shows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
-        own_engine, "tokenize_prompt", lambda template, conversation: [1] * (5 if conversation.documents and shows else 4)
+        own_engine,
+        "tokenize_prompt",
+        lambda template, conversation: [1] * (5 if conversation.documents and shows else 4),
     )
     body = {"messages": [{"role": "user", "content": "Hi"}], "documents": [{"text": "a"}]}
     (reply,), _ = send(("/v1/chat/completions", json.dumps(body).encode(), {}))
@@ -106,7 +139,10 @@ def test_documents_that_the_template_does_not_show_are_refused(shows: bool, monk
 
 
 def test_another_model_is_not_served() -> None:
-    assert complete(model="gpt-4")[0].status_code == 404 and complete(model="spectrain")[0].status_code == 200
+    assert (
+        complete(model="gpt-4")[0].status_code == 404
+        and complete(model="spectrain")[0].status_code == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,14 +170,25 @@ def test_who_may_swap(status: int, body: bytes, headers: dict[str, str]) -> None
 
 
 def test_the_key_is_not_taken_from_the_address_of_a_swap() -> None:
-    (reply,), thread = send((f"/swap_drafter?key={KEY}", b'{"path": "second"}', {"Content-Type": "application/json"}))
+    (reply,), thread = send(
+        (f"/swap_drafter?key={KEY}", b'{"path": "second"}', {"Content-Type": "application/json"})
+    )
     assert reply.status_code == 401 and not thread.swaps
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["run"], ["run=a", "port=x"], ["run=a", "port=0"], ["run=a", "port=70000"], ["run=a", "tokens=-1"],
-              ["run=a", "other=1"], ["run=a", "--help"]],
-)  # fmt: skip
+    "words",
+    [
+        [],
+        ["run"],
+        ["run=a", "port=x"],
+        ["run=a", "port=0"],
+        ["run=a", "port=70000"],
+        ["run=a", "tokens=-1"],
+        ["run=a", "other=1"],
+        ["run=a", "--help"],
+    ],
+)
 def test_a_wrong_word_of_the_command_is_named(words: list[str]) -> None:
     with pytest.raises(UserError, match=f"^{words[-1].split('=')[0] if words else 'run'}"):
         EngineOptions.parse(words)

@@ -35,7 +35,9 @@ def test_rounds_are_compared_by_prompt() -> None:
 
 
 def test_the_mixture_has_its_share() -> None:
-    new, old = ([Example([number], [True]) for number in range(start, start + 30)] for start in (0, 100))
+    new, old = (
+        [Example([number], [True]) for number in range(start, start + 30)] for start in (0, 100)
+    )
     mixed = mix_examples(new, old, 0.25)
     assert len(mixed) == 40 and sum(example.tokens[0] >= 100 for example in mixed) == 10
     assert all(example in mixed for example in new) and mix_examples(new, [], 0.5) != new

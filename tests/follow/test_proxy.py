@@ -32,7 +32,10 @@ from spectrain.follow.upstream import UpstreamSwitch
 from spectrain.servers.ports import find_free_port
 from tests.servers.stand_in import Reply, StandIn
 
-STREAM = "".join(f'data: {{"choices": [{{"index": 0, "text": "part {n} é"}}]}}\n\n' for n in range(50)) + "data: [DONE]\n\n"
+STREAM = (
+    "".join(f'data: {{"choices": [{{"index": 0, "text": "part {n} é"}}]}}\n\n' for n in range(50))
+    + "data: [DONE]\n\n"
+)
 
 
 class EchoServer(StandIn):
@@ -61,7 +64,9 @@ def run(server: StandIn, work: Work, **settings: Any) -> tuple[Any, Proxy]:
     async def session() -> Any:
         async with (
             proxy.open_connections(),
-            httpx.AsyncClient(transport=httpx.ASGITransport(proxy), base_url="http://proxy", timeout=20) as client,
+            httpx.AsyncClient(
+                transport=httpx.ASGITransport(proxy), base_url="http://proxy", timeout=20
+            ) as client,
         ):
             return await work(client, proxy)
 
@@ -71,9 +76,13 @@ def run(server: StandIn, work: Work, **settings: Any) -> tuple[Any, Proxy]:
 def test_answers_pass_byte_by_byte_and_are_recorded(server: EchoServer) -> None:
     async def work(client: httpx.AsyncClient, proxy: Proxy) -> Any:
         headers = {"Authorization": "Bearer secret-key", "x-spectrain-kind": "agent"}
-        streamed = await client.post("/v1/completions", json={"prompt": "a", "stream": True}, headers=headers)
+        streamed = await client.post(
+            "/v1/completions", json={"prompt": "a", "stream": True}, headers=headers
+        )
         complete = await client.post("/v1/completions", json={"prompt": "b"}, headers=headers)
-        unrecorded = await client.post("/v1/completions", json={"prompt": "c"}, headers={"x-spectrain-follow": "off"})
+        unrecorded = await client.post(
+            "/v1/completions", json={"prompt": "c"}, headers={"x-spectrain-follow": "off"}
+        )
         return streamed, complete, unrecorded, await client.get("/v1/models")
 
     (streamed, complete, unrecorded, models), proxy = run(server, work)
@@ -84,13 +93,23 @@ def test_answers_pass_byte_by_byte_and_are_recorded(server: EchoServer) -> None:
     exchanges = proxy.recorder.take_all()
     assert [exchange.response for exchange in exchanges] == [streamed.content, complete.content]
     assert {exchange.kind_header for exchange in exchanges} == {"agent"}
-    assert b"secret-key" not in b"".join(exchange.request + exchange.response for exchange in exchanges)
+    assert b"secret-key" not in b"".join(
+        exchange.request + exchange.response for exchange in exchanges
+    )
 
 
 def test_hostile_requests_are_refused_before_the_server(server: EchoServer) -> None:
     async def work(client: httpx.AsyncClient, proxy: Proxy) -> list[int]:
-        bodies = [b"{", b"[1]", b"[" * 100000, json.dumps({"model": "../../etc/passwd"}).encode(), b'{"model": 3}']
-        statuses = [(await client.post("/v1/completions", content=body)).status_code for body in bodies]
+        bodies = [
+            b"{",
+            b"[1]",
+            b"[" * 100000,
+            json.dumps({"model": "../../etc/passwd"}).encode(),
+            b'{"model": 3}',
+        ]
+        statuses = [
+            (await client.post("/v1/completions", content=body)).status_code for body in bodies
+        ]
         statuses.append((await client.post("/v1/completions", content=b" " * 200000)).status_code)
         for path in (
             "/start_draft_weight_update",
@@ -127,7 +146,11 @@ def test_a_server_that_stays_away_is_reported(server: EchoServer) -> None:
         return await client.post("/v1/completions", json={"prompt": "x"})
 
     reply, proxy = run(server, work, wait_seconds=0.05)
-    assert reply.status_code == 502 and proxy.counters.failed == 1 and proxy.servers.active.num_open == 0
+    assert (
+        reply.status_code == 502
+        and proxy.counters.failed == 1
+        and proxy.servers.active.num_open == 0
+    )
 
 
 def test_long_answers_are_passed_on_and_not_recorded(server: EchoServer) -> None:
@@ -167,7 +190,9 @@ def stop_at_exit(stand_in: StandIn) -> Iterator[None]:
         stand_in.stop()
 
 
-def test_headers_without_end_close_the_connection_and_long_bodies_do_not(server: EchoServer) -> None:
+def test_headers_without_end_close_the_connection_and_long_bodies_do_not(
+    server: EchoServer,
+) -> None:
     """Whether they come at once or in many parts; the parser alone would collect them."""
     proxy = Proxy(ListenSettings(), UpstreamSwitch(server.url), Recorder(0.0))
     with serve_in_thread(proxy, "127.0.0.1", find_free_port(), proxy.open_connections) as thread:
@@ -183,21 +208,33 @@ def test_headers_without_end_close_the_connection_and_long_bodies_do_not(server:
                     answer = b""
                 assert not answer or answer.startswith(b"HTTP/1.1 400 ")
         body = {"prompt": "b" * (4 * MAX_HEAD_BYTES)}
-        with httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=20, trust_env=False) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{address[1]}", timeout=20, trust_env=False
+        ) as client:
             for _ in range(3):
-                assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == body["prompt"]
+                assert (
+                    client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+                    == body["prompt"]
+                )
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/loras", "/v1/chat/completions/", "/V1/chat/completions",
-        "/v1/chat%2fcompletions", "/v1/chat%2Fcompletions", "/v1/Completions", "//v1/completions", "/v1//completions",
-        "/v1/./completions", "/v1/x/../completions", "/v1/completions/../load_lora_adapter", "/v1/completions%00",
-        "/v1/completions;x=1", "/v1/%63ompletions", "/v1/%6coad_lora_adapter", "/v1/models/../load_lora_adapter",
-        "/v1/models/%2e%2e/load_lora_adapter", "/v1/models/a/%2e%2e/%2e%2e/load_lora_adapter", "/v1/models//x",
-        "/v1/models/%252e%252e/x", "/v1/models/a\\b", "/v1/models/", "/sleep", "/wake_up", "/reset_prefix_cache",
-        "/collective_rpc", "/metrics", "/follow", "/docs", "/openapi.json", "/v1/files", "/v1/responses/resp_1",
+        "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/loras", "/v1/chat/completions/",
+        "/V1/chat/completions",
+        "/v1/chat%2fcompletions", "/v1/chat%2Fcompletions", "/v1/Completions", "//v1/completions",
+        "/v1//completions",
+        "/v1/./completions", "/v1/x/../completions", "/v1/completions/../load_lora_adapter",
+        "/v1/completions%00",
+        "/v1/completions;x=1", "/v1/%63ompletions", "/v1/%6coad_lora_adapter",
+        "/v1/models/../load_lora_adapter",
+        "/v1/models/%2e%2e/load_lora_adapter", "/v1/models/a/%2e%2e/%2e%2e/load_lora_adapter",
+        "/v1/models//x",
+        "/v1/models/%252e%252e/x", "/v1/models/a\\b", "/v1/models/", "/sleep", "/wake_up",
+        "/reset_prefix_cache",
+        "/collective_rpc", "/metrics", "/follow", "/docs", "/openapi.json", "/v1/files",
+        "/v1/responses/resp_1",
         "/v1/models/" + "x" * 3000, "/", "*", "", "http://x/v1/completions", "/v1/comple\u0442ions",
     ],
 )  # fmt: skip
@@ -214,25 +251,38 @@ def test_paths_of_clients() -> None:
         assert find_route("GET", path, path.encode()).is_repeatable
     assert find_route("GET", "/v1/models/org/name", b"/v1/models/org%2Fname").is_repeatable
     assert not find_route("POST", "/v1/responses", b"/v1/responses").is_repeatable
-    for method, path in (("GET", "/v1/completions"), ("DELETE", "/v1/models/name"), ("POST", "/health"), ("TRACE", "/health")):
+    for method, path in (
+        ("GET", "/v1/completions"),
+        ("DELETE", "/v1/models/name"),
+        ("POST", "/health"),
+        ("TRACE", "/health"),
+    ):
         with pytest.raises(Refusal) as refusal:
             find_route(method, path, path.encode())
         assert refusal.value.status == 405
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/tokenize", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/responses", "/tokenize", "/v1/chat/completions"]
+)
 def test_bodies_of_every_path_are_checked(server: EchoServer, path: str) -> None:
     bodies = [
-        b"abc", b"[]", b"null", b'"x"', b"", b"\xff{}", b'{"model": "../../x"}', b'{"model": 3}', b'{"a": NaN}',
-        b'{"model": "x", "model": "../x"}', b'{"a": {"b": 1, "b": 2}}', b"[" * 10000, b'{"a": ' + b"1" * 5000 + b"}",
-        b'{"a": 1e999}', b'{"a": "\xed\xa0\x80"}', b'{"a": "\\ud800"}', b"\xef\xbb\xbf{}", '{"a": "b"}'.encode("utf-16"),
+        b"abc", b"[]", b"null", b'"x"', b"", b"\xff{}", b'{"model": "../../x"}', b'{"model": 3}',
+        b'{"a": NaN}',
+        b'{"model": "x", "model": "../x"}', b'{"a": {"b": 1, "b": 2}}', b"[" * 10000,
+        b'{"a": ' + b"1" * 5000 + b"}",
+        b'{"a": 1e999}', b'{"a": "\xed\xa0\x80"}', b'{"a": "\\ud800"}', b"\xef\xbb\xbf{}",
+        '{"a": "b"}'.encode("utf-16"),
         b'{"a": 1} x', b'{"a": 1',
     ]  # fmt: skip
     headers = [{"Content-Type": "application/json; charset=latin-1"}, {"Content-Encoding": "gzip"}]
 
     async def work(client: httpx.AsyncClient, proxy: Proxy) -> Any:
         replies = [await client.post(path, content=body) for body in bodies]
-        return [*replies, *[await client.post(path, content=b"{}", headers=other) for other in headers]]
+        return [
+            *replies,
+            *[await client.post(path, content=b"{}", headers=other) for other in headers],
+        ]
 
     replies, _ = run(server, work)
     assert [reply.status_code for reply in replies] == [400] * len(replies) and not server.bodies
@@ -241,7 +291,8 @@ def test_bodies_of_every_path_are_checked(server: EchoServer, path: str) -> None
 
 def test_lengths_of_paths_headers_and_names_are_bounded(server: EchoServer) -> None:
     """Each at its limit passes, and one more is refused."""
-    path, name = "/v1/models/" + "a" * (MAX_PATH_BYTES - len("/v1/models/")), "a" * MAX_MODEL_CHARACTERS
+    path = "/v1/models/" + "a" * (MAX_PATH_BYTES - len("/v1/models/"))
+    name = "a" * MAX_MODEL_CHARACTERS
     assert find_route("GET", path, path.encode())
     with pytest.raises(Refusal, match="not passed on"):
         find_route("GET", path + "a", path.encode() + b"a")
@@ -264,11 +315,19 @@ def test_open_requests_are_bounded(server: EchoServer) -> None:
         return refused, await client.post("/v1/completions", json={"prompt": "a"})
 
     (refused, later), _ = run(server, work, max_requests=1)
-    assert refused.status_code == 503 and "1 requests are open" in refused.text and later.status_code == 200
+    assert (
+        refused.status_code == 503
+        and "1 requests are open" in refused.text
+        and later.status_code == 200
+    )
 
 
 def test_text_of_every_script_passes() -> None:
-    for content in ('{"a": "\\ud83d\\ude00 \\\\ud800"}', '{"a": "é 漢 😀"}', '{"a": 1e300, "b": -0.0}'):
+    for content in (
+        '{"a": "\\ud83d\\ude00 \\\\ud800"}',
+        '{"a": "é 漢 😀"}',
+        '{"a": 1e300, "b": -0.0}',
+    ):
         assert parse_body(content.encode()) == json.loads(content)
 
 
@@ -276,7 +335,8 @@ class DroppingServer:
     """Reads a request and closes the connection, before or after the head of an answer."""
 
     def __init__(self, answer: bytes = b"") -> None:
-        self.answer, self.num_requests = answer, 0
+        self.answer = answer
+        self.num_requests = 0
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         threading.Thread(target=self.serve, daemon=True).start()
@@ -289,7 +349,9 @@ class DroppingServer:
                 return
             with connection:
                 received = b""
-                while b"\r\n\r\n" not in received or (b"content-length" in received.lower() and not received.endswith(b"}")):
+                while b"\r\n\r\n" not in received or (
+                    b"content-length" in received.lower() and not received.endswith(b"}")
+                ):
                     received += connection.recv(2**16)
                 self.num_requests += 1
                 connection.sendall(self.answer)
@@ -310,7 +372,9 @@ class DroppingServer:
 def test_a_request_that_its_server_drops_is_sent_a_few_times(
     path: str, answer: bytes, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only before any of its answer was passed on, and never where the server stores what it answers."""
+    """Only before any of its answer was passed on, and never where the server stores what it
+    answers.
+    """
     monkeypatch.setattr(proxy_module, "FIRST_PAUSE_SECONDS", 0.01)
     dropping = DroppingServer(answer)
 
@@ -324,9 +388,15 @@ def test_a_request_that_its_server_drops_is_sent_a_few_times(
     upstream: Any = type("", (), {"url": f"http://127.0.0.1:{dropping.port}/v1"})
     reply, proxy = run(upstream, work)
     dropping.listener.close()
-    assert dropping.num_requests == times and proxy.counters.num_open == proxy.servers.active.num_open == 0
+    assert (
+        dropping.num_requests == times
+        and proxy.counters.num_open == proxy.servers.active.num_open == 0
+    )
     if not answer or times == MAX_SENDS:
-        assert reply.status_code == 502 and f"dropped this request {'once' if times == 1 else f'{times} times'}" in reply.text
+        assert (
+            reply.status_code == 502
+            and f"dropped this request {'once' if times == 1 else f'{times} times'}" in reply.text
+        )
 
 
 def test_pauses_between_attempts_double() -> None:
@@ -345,7 +415,9 @@ def test_pauses_between_attempts_double() -> None:
 
 
 def test_all_open_requests_together_hold_a_bounded_number_of_bytes(server: EchoServer) -> None:
-    """Bodies count as they come; a request beyond the limit is refused, and all bytes are given back."""
+    """Bodies count as they come; a request beyond the limit is refused, and all bytes are given
+    back.
+    """
 
     async def work(client: httpx.AsyncClient, proxy: Proxy) -> Any:
         with proxy.budget.open() as held:
@@ -370,17 +442,30 @@ def test_recorded_answers_count_and_what_waits_is_bounded() -> None:
     recorder = Recorder(1.0)
     dropped = [recorder.add(Exchange("/v1/completions", b"", b"x" * 2**20)) for _ in range(70)]
     assert sum(dropped) == 6 and len(recorder.exchanges) == 64
-    dropped = [recorder.add(Exchange("/v1/completions", b"", b"")) for _ in range(MAX_WAITING_EXCHANGES)]
+    dropped = [
+        recorder.add(Exchange("/v1/completions", b"", b"")) for _ in range(MAX_WAITING_EXCHANGES)
+    ]
     assert sum(dropped) == 64 and len(recorder.take_all()) == MAX_WAITING_EXCHANGES
 
 
 def test_the_pages_of_the_proxy_need_the_key(server: EchoServer) -> None:
     async def work(client: httpx.AsyncClient, proxy: Proxy) -> Any:
-        proxy.key, proxy.pages = "0123456789abcdef", {"/metrics": lambda: ("text/plain", b"numbers")}
-        address, bearer = "http://127.0.0.1/metrics", {"Authorization": "Bearer 0123456789abcdef"}
+        proxy.key = "0123456789abcdef"
+        proxy.pages = {"/metrics": lambda: ("text/plain", b"numbers")}
+        address = "http://127.0.0.1/metrics"
+        bearer = {"Authorization": "Bearer 0123456789abcdef"}
         replies = [await client.get(address), await client.get(address, headers=bearer)]
-        replies += [await client.get(address + "?key=0123456789abcdef"), await client.get("/metrics", headers=bearer)]
-        return [reply.status_code for reply in [*replies, await client.get(address, headers={**bearer, "Origin": "http://x"})]]
+        replies += [
+            await client.get(address + "?key=0123456789abcdef"),
+            await client.get("/metrics", headers=bearer),
+        ]
+        return [
+            reply.status_code
+            for reply in [
+                *replies,
+                await client.get(address, headers={**bearer, "Origin": "http://x"}),
+            ]
+        ]
 
     statuses, _ = run(server, work)
     assert statuses == [401, 200, 200, 403, 403] and not server.bodies

@@ -1,4 +1,6 @@
-"""A second server, a process of its own, takes over: open streams end whole, new requests go to it, and the first one ends."""
+"""A second server, a process of its own, takes over: open streams end whole, new requests go to
+it, and the first one ends.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -46,7 +48,9 @@ def run_proxy(swapper: DrafterSwapper) -> Iterator[httpx.Client]:
     proxy = Proxy(swapper.settings, swapper.servers, Recorder(0.0))
     with serve_in_thread(proxy, "127.0.0.1", find_free_port(), proxy.open_connections) as thread:
         swapper.thread = thread
-        with httpx.Client(base_url=f"http://127.0.0.1:{thread.server.config.port}", timeout=20, trust_env=False) as client:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{thread.server.config.port}", timeout=20, trust_env=False
+        ) as client:
             yield client
 
 
@@ -64,7 +68,9 @@ def stream_of(folder: Path) -> str:
     return "".join(f"{folder} {number}\n" for number in range(NUM_PARTS))
 
 
-def start_streams(pool: ThreadPoolExecutor, client: httpx.Client, swapper: DrafterSwapper) -> list[Future[str]]:
+def start_streams(
+    pool: ThreadPoolExecutor, client: httpx.Client, swapper: DrafterSwapper
+) -> list[Future[str]]:
     """Open streams, and return once the server answers all of them."""
     streams = [pool.submit(send, client) for _ in range(8)]
     while swapper.servers.active.num_open < 8:
@@ -72,7 +78,9 @@ def start_streams(pool: ThreadPoolExecutor, client: httpx.Client, swapper: Draft
     return streams
 
 
-def test_streams_end_completely_while_a_second_server_takes_over(swapper: DrafterSwapper, tmp_path: Path) -> None:
+def test_streams_end_completely_while_a_second_server_takes_over(
+    swapper: DrafterSwapper, tmp_path: Path
+) -> None:
     first, second = (make_drafter(tmp_path / name) for name in ("first", "second"))
     with ThreadPoolExecutor(8) as pool:
         swapper.start(*first, is_first=True)
@@ -82,7 +90,10 @@ def test_streams_end_completely_while_a_second_server_takes_over(swapper: Drafte
             streams = start_streams(pool, client, swapper)
             assert swapper.swap(*second).way == "start"
             # The first server still answers what it had begun.
-            assert not all(stream.done() for stream in streams) and earlier.engine.process.poll() is None
+            assert (
+                not all(stream.done() for stream in streams)
+                and earlier.engine.process.poll() is None
+            )
             assert send(client) == stream_of(second[0])
             assert [stream.result() for stream in streams] == [stream_of(first[0])] * 8
             earlier.engine.process.wait(10)
@@ -106,7 +117,9 @@ def test_a_server_that_does_not_start_changes_nothing_and_an_ended_server_is_sta
         assert swapper.restart_ended(*first) and send(client) == stream_of(first[0])
 
 
-def test_a_server_that_follow_did_not_start_is_left_running(swapper: DrafterSwapper, tmp_path: Path, capsys: Any) -> None:
+def test_a_server_that_follow_did_not_start_is_left_running(
+    swapper: DrafterSwapper, tmp_path: Path, capsys: Any
+) -> None:
     from http.server import ThreadingHTTPServer
     from threading import Thread
 
@@ -122,8 +135,14 @@ def test_a_server_that_follow_did_not_start_is_left_running(swapper: DrafterSwap
         assert send(client) == stream_of(second[0])
         for drain in swapper.drains:
             drain.join(10)
-    assert httpx.get(f"http://127.0.0.1:{own.server_port}/v1/models", trust_env=False).status_code == 200
-    assert f"http://127.0.0.1:{own.server_port} gets no more requests and can be stopped" in capsys.readouterr().err
+    assert (
+        httpx.get(f"http://127.0.0.1:{own.server_port}/v1/models", trust_env=False).status_code
+        == 200
+    )
+    assert (
+        f"http://127.0.0.1:{own.server_port} gets no more requests and can be stopped"
+        in capsys.readouterr().err
+    )
     own.shutdown()
     own.server_close()
 

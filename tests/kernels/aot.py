@@ -1,7 +1,8 @@
-"""Compile kernels for a GPU, by default an H100 or H200 (sm_90), on a machine without one, and read off what they use.
+"""Compile kernels for a GPU, by default an H100 or H200 (sm_90), on a machine without one, and read
+off what they use.
 
-Run as a program, because a process in which triton interprets cannot compile: requests in JSON on stdin, a line each, and a
-line on stdout for each of them.
+Run as a program, because a process in which triton interprets cannot compile: requests in JSON on
+stdin, a line each, and a line on stdout for each of them.
 """
 
 import atexit
@@ -18,7 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SHARED_MEMORY = {90: 227 * 1024, 89: 99 * 1024, 120: 99 * 1024}  # what a program may have on each architecture
+# what a program may have on each architecture
+SHARED_MEMORY = {90: 227 * 1024, 89: 99 * 1024, 120: 99 * 1024}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Usage:
     mma: int  # HMMA instructions: a warp's
     copies: int  # LDGSTS instructions: asynchronous copies into shared memory
     wide: int  # loads of 16 bytes
-    loops: tuple[int, ...]  # instructions of each innermost loop that multiplies, in the order of the code
+    # instructions of each innermost loop that multiplies, in the order of the code
+    loops: tuple[int, ...]
 
 
 @cache
@@ -54,7 +57,9 @@ def start_compiler() -> "subprocess.Popen[str]":
     """A process that compiles; it lives as long as this one, for it takes seconds to start."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", __file__]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
     atexit.register(process.communicate)  # which ends its input and waits for it
     return process
 
@@ -80,41 +85,60 @@ def tool() -> str:
 
 
 def compile_kernel(request: Request) -> Usage:
-    """Compile as a launch would: pointers and strides divisible by 16, so that loads become vectors."""
+    """Compile as a launch would: pointers and strides divisible by 16, so that loads become
+    vectors.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(request.module), request.kernel)
-    names, constants = kernel.arg_names, request.constants
+    names = kernel.arg_names
+    constants = request.constants
     source = ASTSource(
         fn=kernel,
-        signature={name: "constexpr" if name in constants else request.types.get(name, "i32") for name in names},
+        signature={
+            name: "constexpr" if name in constants else request.types.get(name, "i32")
+            for name in names
+        },
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={
             (index,): [["tt.divisibility", 16]]
             for index, name in enumerate(names)
-            if name not in constants and (name.endswith("_ptr") or "_stride" in name or name in request.multiples)
+            if name not in constants
+            and (name.endswith("_ptr") or "_stride" in name or name in request.multiples)
         },
     )
     options = {"num_warps": request.warps, "num_stages": request.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", request.architecture, 32), options=options)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", request.architecture, 32), options=options
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        resources = subprocess.run([tool(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-        assembly = subprocess.run([tool(), "--dump-sass", file.name], capture_output=True, text=True, check=True).stdout
+        resources = subprocess.run(
+            [tool(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
+        assembly = subprocess.run(
+            [tool(), "--dump-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
     result = re.search(r"REG:(\d+) STACK:(\d+)", resources.stdout)
     assert result is not None, resources.stdout
     patterns = (r"HGMMA\b", r"HMMA\b", r"LDGSTS\b", r"LDG\.\S*128\b")
     wgmma, mma, copies, wide = (len(re.findall(rf"\b{pattern}", assembly)) for pattern in patterns)
     registers, stack = (int(number) for number in result.groups())
-    return Usage(registers, stack, compiled.metadata.shared, wgmma, mma, copies, wide, loops_in(assembly))
+    return Usage(
+        registers, stack, compiled.metadata.shared, wgmma, mma, copies, wide, loops_in(assembly)
+    )
 
 
 def loops_in(assembly: str) -> tuple[int, ...]:
-    """Count instructions of every loop with a product and no other such loop inside; a loop is what a branch goes back over."""
-    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", assembly)]
+    """Count instructions of every loop with a product and no other such loop inside; a loop is
+    what a branch goes back over.
+    """
+    lines = [
+        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", assembly)
+    ]
     product = [at for at, text in lines if re.search(r"\b(HGMMA|HMMA|FFMA)\b", text)]
     spans = []
     for at, text in lines:
@@ -122,7 +146,11 @@ def loops_in(assembly: str) -> tuple[int, ...]:
         if branch is not None and int(branch[1], 16) < at:
             spans.append((int(branch[1], 16), at))
     spans = [(start, end) for start, end in spans if any(start <= at <= end for at in product)]
-    inner = [(a, b) for a, b in spans if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)]
+    inner = [
+        (a, b)
+        for a, b in spans
+        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)
+    ]
     return tuple(sum(start <= at <= end for at, _ in lines) for start, end in sorted(inner))
 
 

@@ -1,6 +1,6 @@
-"""Launch every kernel as a GPU's process would, without one: bound, specialised and compiled for sm_90 by Triton, for a driver
-that loads and runs nothing. A program of its own, for a process in which triton interprets cannot compile; it prints what
-was launched as JSON.
+"""Launch every kernel as a GPU's process would, without one: bound, specialised and compiled for
+sm_90 by Triton, for a driver that loads and runs nothing. A program of its own, for a process in
+which triton interprets cannot compile; it prints what was launched as JSON.
 """
 
 import json
@@ -40,12 +40,19 @@ spilled: dict[str, int] = {}  # bytes of stack, of what has any
 class Utils:
     """The part of the CUDA driver that a launch needs."""
 
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[object, int, int, int, int]:
+    def load_binary(
+        self, name: str, kernel: bytes, shared: int, device: int
+    ) -> tuple[object, int, int, int, int]:
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel)
             file.flush()
-            output = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+            output = subprocess.run(
+                [str(tool), "--dump-resource-usage", file.name],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
         registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", output.stdout)[0])
         if stack:
             spilled[name] = max(stack, spilled.get(name, 0))
@@ -85,10 +92,15 @@ class Stand:
         return True
 
 
-def launch_attention(dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int | None = None) -> None:
-    tree, lengths = random_tree(batch, nodes, CPU), torch.full((batch,), prefix)
+def launch_attention(
+    dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int | None = None
+) -> None:
+    tree = random_tree(batch, nodes, CPU)
+    lengths = torch.full((batch,), prefix)
     indices = lengths[:, None] + tree.depths
-    visibility = tree_attention.Visibility(lengths, prefix, tree.ancestors, indices, indices, is_exact=False)
+    visibility = tree_attention.Visibility(
+        lengths, prefix, tree.ancestors, indices, indices, is_exact=False
+    )
     query = torch.zeros(batch, nodes, 32, 128, dtype=dtype).transpose(1, 2)
     keys, values = torch.zeros(2, batch, prefix + nodes, 8, 128, dtype=dtype).transpose(2, 3)
     tree_attention.tree_attention(query, keys, values, visibility, 128**-0.5, window)
@@ -96,37 +108,59 @@ def launch_attention(dtype: torch.dtype, batch: int, prefix: int, nodes: int, wi
 
 def launch_verify(dtype: torch.dtype, vocab: int) -> None:
     tree = random_tree(1, 64, CPU)
-    nodes = tree_walks.TreeNodes(tree.tokens, tree.parents, torch.ones_like(tree.tokens, dtype=torch.bool), 5, 64)
+    nodes = tree_walks.TreeNodes(
+        tree.tokens, tree.parents, torch.ones_like(tree.tokens, dtype=torch.bool), 5, 64
+    )
     logits = torch.zeros(1, 64, vocab, dtype=dtype)
     tree_verify.tree_greedy(nodes, logits)
     for cut in ((0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)):
-        draws = tree_walks.SamplingSpec(host_key(9, 1), torch.zeros(1, dtype=torch.int64), tree.depths + 5, 0.8, *cut)
+        draws = tree_walks.SamplingSpec(
+            host_key(9, 1), torch.zeros(1, dtype=torch.int64), tree.depths + 5, 0.8, *cut
+        )
         tree_verify.tree_match(nodes, logits, draws)
-        tree_recursive.tree_recursive(nodes, logits, torch.zeros(1, 64, 32000), torch.arange(32000), True, draws)
+        tree_recursive.tree_recursive(
+            nodes, logits, torch.zeros(1, 64, 32000), torch.arange(32000), True, draws
+        )
 
 
 def launch_commits(dtype: torch.dtype) -> None:
-    lengths, path, counts = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64), torch.ones(1).long()
+    lengths = torch.zeros(1, dtype=torch.int64)
+    path = torch.zeros(1, 6, dtype=torch.int64)
+    counts = torch.ones(1).long()
     new = torch.zeros(1, 64, 8, 128, dtype=dtype).transpose(1, 2)
     kv_append._launch_append(torch.zeros(2, 1, 300, 8, 128, dtype=dtype), new, new, lengths, 10)
-    hidden, path_features = torch.zeros(1, 64, 3, 4096, dtype=dtype), torch.zeros(1, 6, 3, 4096, dtype=dtype)
+    hidden = torch.zeros(1, 64, 3, 4096, dtype=dtype)
+    path_features = torch.zeros(1, 6, 3, 4096, dtype=dtype)
     storage = torch.zeros(4, 2, 1, 300, 8, 128, dtype=dtype)
     for features in ((None, None), (hidden, path_features)):
         kv_commit._launch_commit(storage, lengths, path, counts, *features)
 
 
 def launch_emit(batch: int, nodes: int, steps: int) -> None:
-    tree, rows = random_tree(batch, nodes, CPU), torch.zeros(batch, dtype=torch.int64)
-    path, active = torch.zeros(batch, steps, dtype=torch.int64), torch.ones(batch, dtype=torch.bool)
+    tree = random_tree(batch, nodes, CPU)
+    rows = torch.zeros(batch, dtype=torch.int64)
+    path = torch.zeros(batch, steps, dtype=torch.int64)
+    active = torch.ones(batch, dtype=torch.bool)
     emitted, accepted = token_commit._launch_emit(
-        tree.tokens, path, rows + 1, rows, torch.zeros(batch, 300).long(), rows, active, rows + 9, torch.arange(2)
+        tree.tokens,
+        path,
+        rows + 1,
+        rows,
+        torch.zeros(batch, 300).long(),
+        rows,
+        active,
+        rows + 9,
+        torch.arange(2),
     )
     lines = torch.zeros(4, batch, steps + 4).long()
-    round_log._launch_log(lines, rows[:1], emitted, accepted, tree.depths, tree.valid, tree.can_emit)
+    round_log._launch_log(
+        lines, rows[:1], emitted, accepted, tree.depths, tree.valid, tree.can_emit
+    )
 
 
 def launch_loss(dtype: torch.dtype, vocab: int) -> None:
-    product, weight = torch.zeros(4, vocab, dtype=dtype), torch.ones(4)
+    product = torch.zeros(4, vocab, dtype=dtype)
+    weight = torch.ones(4)
     run_row_kl = partial(row_kl.row_kl, row_weight=weight, scale=1.0, softcap=None, with_grad=True)
     target_values: list[tuple[Tensor | None, ...]] = [
         (torch.zeros(4, vocab), None, None),
@@ -135,7 +169,15 @@ def launch_loss(dtype: torch.dtype, vocab: int) -> None:
     for log_p, ids, p in target_values:
         run_row_kl(product, log_p, ids, p)
     run_row_kl(product, product.clone(), None, None, target_scale=1.0)
-    run_row_kl(product, product.clone(), None, None, target_scale=0.5, target_softcap=30.0, target_log_z=weight)
+    run_row_kl(
+        product,
+        product.clone(),
+        None,
+        None,
+        target_scale=0.5,
+        target_softcap=30.0,
+        target_log_z=weight,
+    )
     row_kl.row_argmax(product, 1.0, None)
 
 

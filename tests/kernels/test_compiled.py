@@ -1,6 +1,7 @@
 """The kernels as an H100 or H200 would run them: compiled for sm_90, without a GPU.
 
-Nothing runs here; what the compiler says of registers, shared memory and tensor cores must be as the configurations mean it.
+Nothing runs here; what the compiler says of registers, shared memory and tensor cores must be as
+the configurations mean it.
 """
 
 from dataclasses import replace
@@ -41,9 +42,15 @@ def attention(
 ) -> Any:
     """The request for what a launch with these tensors would compile."""
     config = choose_tiles(num_rows, head_size, dtype, roomy)
-    pointer, positions = f"*{TYPES[dtype]}", "*i64"
-    types = dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], pointer) | {"scale": "fp32", "softcap": "fp32"}
-    types |= dict.fromkeys(["words_ptr", "lengths_ptr", "query_positions_ptr", "key_positions_ptr"], positions)
+    pointer = f"*{TYPES[dtype]}"
+    positions = "*i64"
+    types = dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], pointer) | {
+        "scale": "fp32",
+        "softcap": "fp32",
+    }
+    types |= dict.fromkeys(
+        ["words_ptr", "lengths_ptr", "query_positions_ptr", "key_positions_ptr"], positions
+    )
     types |= {"logs_ptr": "*fp32", "out_ptr": "*fp32" if split else pointer}
     block_d = max(16, 1 << (head_size - 1).bit_length())
     constants: dict[str, Any] = {"GROUP": group, "HEAD_SIZE": head_size, "VALUE_SIZE": head_size}
@@ -53,19 +60,27 @@ def attention(
     absent += [] if window else ["window", "query_positions_ptr", "key_positions_ptr"]
     absent += [] if softcap else ["softcap"]
     constants |= dict.fromkeys(absent)
-    return aot.Request(MODULE, "_split_kernel", types, constants, config.num_warps, config.num_stages)
+    return aot.Request(
+        MODULE, "_split_kernel", types, constants, config.num_warps, config.num_stages
+    )
 
 
 def make_combine_request(head_size: int) -> Any:
     types = {"parts_ptr": "*fp32", "logs_ptr": "*fp32", "out_ptr": "*bf16"}
-    constants = {"HEAD_SIZE": head_size, "BLOCK_D": head_size, "BLOCK_M": rows_per_combine(head_size)}
+    constants = {
+        "HEAD_SIZE": head_size,
+        "BLOCK_D": head_size,
+        "BLOCK_M": rows_per_combine(head_size),
+    }
     return aot.Request(MODULE, "_combine_kernel", types, constants, 4, 3)
 
 
 def assert_fits(request: Any) -> None:
-    """Nothing spills, shared memory suffices, loads are asynchronous, and half precision uses tensor cores.
+    """Nothing spills, shared memory suffices, loads are asynchronous, and half precision uses
+    tensor cores.
 
-    In float32 the assembler keeps below 80 or 128 registers, for more warps at once, and spills a few words for it.
+    In float32 the assembler keeps below 80 or 128 registers, for more warps at once, and spills a
+    few words for it.
     """
     usage = aot.compile_for(request)
     print(usage)  # with pytest -s
@@ -74,8 +89,11 @@ def assert_fits(request: Any) -> None:
     assert usage.shared <= aot.SHARED_MEMORY[90], usage
     if request.kernel == "_split_kernel":
         assert usage.copies > 0, usage
-        half, tall = not exact, request.constants["BLOCK_M"] >= 64
-        assert (usage.wgmma > 0) == (half and tall) and (usage.mma > 0) == (half and not tall), usage
+        half = not exact
+        tall = request.constants["BLOCK_M"] >= 64
+        assert (usage.wgmma > 0) == (half and tall) and (usage.mma > 0) == (half and not tall), (
+            usage
+        )
 
 
 @pytest.mark.sweep(1)
@@ -83,7 +101,9 @@ def assert_fits(request: Any) -> None:
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_default_configurations_fit_sm90(dtype: torch.dtype, head_size: int, num_rows: int, group: int) -> None:
+def test_default_configurations_fit_sm90(
+    dtype: torch.dtype, head_size: int, num_rows: int, group: int
+) -> None:
     """Every configuration of the common head sizes fits, in bfloat16 and in float32."""
     assert_fits(attention(dtype, head_size, num_rows, group=group))
 
@@ -109,8 +129,12 @@ def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: tor
 @pytest.mark.parametrize("group", [7, 10])
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_group_sizes_other_than_powers_of_two_fit_sm90(head_size: int, num_rows: int, group: int) -> None:
-    """Nothing spills where finding a row's node takes a division (Qwen2 has seven query heads a key-value head)."""
+def test_group_sizes_other_than_powers_of_two_fit_sm90(
+    head_size: int, num_rows: int, group: int
+) -> None:
+    """Nothing spills where finding a row's node takes a division (Qwen2 has seven query heads a
+    key-value head).
+    """
     for options in LAUNCHES:
         assert_fits(attention(torch.bfloat16, head_size, num_rows, group=group, **options))
 
@@ -126,16 +150,33 @@ def test_group_sizes_other_than_powers_of_two_fit_sm90(head_size: int, num_rows:
     ],
 )
 def test_row_kernels_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
-    """The row kernels of the fused loss fit, over a full vocabulary; the target's products are read as they are."""
-    types = {"product_ptr": "*bf16", "log_p_ptr": "*bf16" if raw else "*fp32", "row_weight_ptr": "*fp32", "loss_ptr": "*fp32"}
-    types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(("log_z_ptr", "target_log_z_ptr"), "*fp32")
+    """The row kernels of the fused loss fit, over a full vocabulary; the target's products are
+    read as they are.
+    """
+    types = {
+        "product_ptr": "*bf16",
+        "log_p_ptr": "*bf16" if raw else "*fp32",
+        "row_weight_ptr": "*fp32",
+        "loss_ptr": "*fp32",
+    }
+    types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(
+        ("log_z_ptr", "target_log_z_ptr"), "*fp32"
+    )
     types |= dict.fromkeys(("scale", "softcap", "target_scale", "target_softcap"), "fp32")
     block, warps = KERNEL_BLOCKS[-1][1:]
     constants: dict[str, Any] = {"VOCAB": 128256, "BLOCK": block, "SOFTCAPPED": False}
     if kernel == "_row_kl_kernel":
-        constants |= {"SPARSE": 0, "BLOCK_SPARSE": 1, "TARGET_SOFTCAPPED": False, "HAS_PRODUCTS": raw, "WITH_GRAD": True}
+        constants |= {
+            "SPARSE": 0,
+            "BLOCK_SPARSE": 1,
+            "TARGET_SOFTCAPPED": False,
+            "HAS_PRODUCTS": raw,
+            "WITH_GRAD": True,
+        }
         constants |= dict.fromkeys(["ids_ptr", "p_ptr", *([] if log_z else ["target_log_z_ptr"])])
-    usage = aot.compile_for(aot.Request("spectrain.kernels.row_kl", kernel, types, constants, warps, 3))
+    usage = aot.compile_for(
+        aot.Request("spectrain.kernels.row_kl", kernel, types, constants, warps, 3)
+    )
     print(usage)  # with pytest -s
     assert usage.stack == 0 and usage.registers <= 128 and usage.wide > 0, usage
 
@@ -145,14 +186,20 @@ def test_narrow_values_fit_sm90() -> None:
     """Keys of 192 with values of 128 fit, as DeepSeek's latent attention expands them."""
     for num_rows in ROWS:
         request = attention(torch.bfloat16, 192, num_rows)
-        assert_fits(replace(request, constants=request.constants | {"VALUE_SIZE": 128, "BLOCK_V": 128}))
+        assert_fits(
+            replace(request, constants=request.constants | {"VALUE_SIZE": 128, "BLOCK_V": 128})
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [89, 120])
 def test_every_configuration_fits_a_consumer_gpu(architecture: int) -> None:
-    """The largest launch of every configuration has the shared memory it needs on GeForce cards too."""
+    """The largest launch of every configuration has the shared memory it needs on GeForce cards
+    too.
+    """
     for choice in product(TYPES, TILE_CONFIGS, ROWS):
-        usage = aot.compile_for(replace(attention(*choice, window=True, roomy=False), architecture=architecture))
+        usage = aot.compile_for(
+            replace(attention(*choice, window=True, roomy=False), architecture=architecture)
+        )
         assert usage.shared <= aot.SHARED_MEMORY[architecture], (choice, usage)
         assert (usage.mma > 0) == (choice[0] != torch.float32), (choice, usage)

@@ -1,5 +1,5 @@
-"""The threads that share the work of compiled kernels: whatever their number, and whichever computes a part, bits are those of
-one thread."""
+"""The threads that share the work of compiled kernels: whatever their number, and whichever
+computes a part, bits are those of one thread."""
 
 import os
 import time
@@ -13,8 +13,13 @@ from spectrain.kernels import cpu_kernels
 from spectrain.kernels.cpu_kernels import WeightPanels
 from spectrain.kernels.tree_attention import Visibility
 
-pytestmark = pytest.mark.skipif(not cpu_kernels.has_panel_kernels(torch.float32), reason="the kernels need AVX-512")
-DTYPES = [torch.float32, *([torch.bfloat16] if cpu_kernels.has_panel_kernels(torch.bfloat16) else [])]
+pytestmark = pytest.mark.skipif(
+    not cpu_kernels.has_panel_kernels(torch.float32), reason="the kernels need AVX-512"
+)
+DTYPES = [
+    torch.float32,
+    *([torch.bfloat16] if cpu_kernels.has_panel_kernels(torch.bfloat16) else []),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +40,17 @@ def run_products(panels: list[WeightPanels], x: Tensor, pause: float = 0.0) -> l
 
 def make_panels(dtype: torch.dtype) -> list[WeightPanels]:
     torch.manual_seed(0)
-    return [WeightPanels(torch.randn(32 * count, 64).to(dtype), 64) for count in (1, 2, 8, 9, 31, 64) * 3]
+    return [
+        WeightPanels(torch.randn(32 * count, 64).to(dtype), 64)
+        for count in (1, 2, 8, 9, 31, 64) * 3
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_several_threads_have_the_bits_of_a_single_thread(dtype: torch.dtype) -> None:
-    """Bits are equal for few and many panels, for several passes, and where helpers have fallen asleep."""
+    """Bits are equal for few and many panels, for several passes, and where helpers have fallen
+    asleep.
+    """
     panels = make_panels(dtype)
     for rows in (1, 5, 33):
         x = torch.randn(1, rows, 64).to(dtype)
@@ -50,12 +60,16 @@ def test_products_of_several_threads_have_the_bits_of_a_single_thread(dtype: tor
             torch.set_num_threads(threads)
             shared = run_products(panels, x, pause)
             assert all(torch.equal(a, b) for a, b in zip(alone, shared))
-    assert len(cpu_kernels.current_team().helpers) == (2 if cpu_kernels.load_kernels().helpers.CAN_SHARE else 0)
+    assert len(cpu_kernels.current_team().helpers) == (
+        2 if cpu_kernels.load_kernels().helpers.CAN_SHARE else 0
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_nodes", [1, 2, 12])
-def test_attention_of_several_threads_has_the_bits_of_a_single_thread(dtype: torch.dtype, num_nodes: int) -> None:
+def test_attention_of_several_threads_has_the_bits_of_a_single_thread(
+    dtype: torch.dtype, num_nodes: int
+) -> None:
     """Bits are equal for few queries per head and for many."""
     torch.manual_seed(0)
     length = torch.tensor([40])
@@ -78,10 +92,14 @@ def test_a_node_has_the_bits_of_its_token_in_either_way_of_attention(dtype: torc
     keys, values = torch.randn(2, 1, 52, 3, 64).to(dtype)
 
     def attend_nodes(first: int, count: int) -> Tensor:
-        length, tree = torch.tensor([40 + first]), torch.ones(1, count, count).tril().bool()
+        length = torch.tensor([40 + first])
+        tree = torch.ones(1, count, count).tril().bool()
         visibility = Visibility(length, 40 + first, tree, 40 + torch.arange(count)[None], None)
-        end, nodes = 40 + first + count, slice(first, first + count)
-        return cpu_kernels.attend_cached(queries[:, :, nodes], keys[:, :end], values[:, :end], visibility, 0.125)
+        end = 40 + first + count
+        nodes = slice(first, first + count)
+        return cpu_kernels.attend_cached(
+            queries[:, :, nodes], keys[:, :end], values[:, :end], visibility, 0.125
+        )
 
     chain = attend_nodes(0, 12)
     for first in range(12):
@@ -90,7 +108,8 @@ def test_a_node_has_the_bits_of_its_token_in_either_way_of_attention(dtype: torc
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_has_helpers_of_its_own() -> None:
-    panels, x = make_panels(torch.float32), torch.randn(1, 3, 64)
+    panels = make_panels(torch.float32)
+    x = torch.randn(1, 3, 64)
     torch.set_num_threads(2)
     expected = run_products(panels, x)
     child = os.fork()

@@ -15,7 +15,8 @@ from spectrain.trees.token_tree import TokenTree
 from tests.trees.tables import context
 
 pytestmark = pytest.mark.skipif(
-    not has_cpu_kernels(torch.bfloat16, torch.device("cpu")), reason="Numba is not installed or switched off"
+    not has_cpu_kernels(torch.bfloat16, torch.device("cpu")),
+    reason="Numba is not installed or switched off",
 )
 
 
@@ -35,24 +36,34 @@ def run_round(seed: int, batch: int) -> list[Tensor]:
         logits.scatter_(2, torch.cat([children, children[:, :1]], dim=1)[..., None], 9.0)
         logits[:, 0].scatter_(1, tree.tokens[:, 1:2], 9.0)
         allowed = tree.valid & (torch.rand(tree.tokens.shape) < 0.9)
-        verdict = tree_greedy(TreeNodes(tree.tokens, tree.parents, allowed, tree.max_path_nodes - 1, 3), logits)
+        verdict = tree_greedy(
+            TreeNodes(tree.tokens, tree.parents, allowed, tree.max_path_nodes - 1, 3), logits
+        )
         texts = TextBatch(
-            torch.randint(0, 60, (batch, 20)), torch.randint(1, 14, (batch,)), torch.rand(batch) < 0.8,
-            torch.randint(1, 6, (batch,)), verdict.bonus[:1].clone(),
-        )  # fmt: skip
+            torch.randint(0, 60, (batch, 20)),
+            torch.randint(1, 14, (batch,)),
+            torch.rand(batch) < 0.8,
+            torch.randint(1, 6, (batch,)),
+            verdict.bonus[:1].clone(),
+        )
         results += [*verdict, *token_commit(tree.tokens, *verdict, texts), *texts]
     return results
 
 
 def test_rounds_are_those_of_small_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees, ancestors, accepted paths and texts of one and of several texts are equal with and without kernels."""
+    """Trees, ancestors, accepted paths and texts of one and of several texts are equal with and
+    without kernels.
+    """
     cpu_trees.prepare_tree_kernels()
     for seed in range(6):
         with_kernels = run_round(seed, 1 + seed // 2)
         with monkeypatch.context() as patch:
             patch.setattr(cpu_trees, "_kernels", [])
             without = run_round(seed, 1 + seed // 2)
-        assert all(torch.equal(actual, expected) for actual, expected in zip(with_kernels, without, strict=True))
+        assert all(
+            torch.equal(actual, expected)
+            for actual, expected in zip(with_kernels, without, strict=True)
+        )
 
 
 def test_equal_numbers_are_taken_in_their_order() -> None:
@@ -61,7 +72,9 @@ def test_equal_numbers_are_taken_in_their_order() -> None:
     log_q = torch.full((1, 1, 300), -5.0)
     log_q[0, 0, [7, 90, 250]] = -1.0
     zeros = torch.zeros(1, 1, dtype=torch.int64)
-    tokens, _, scores = cpu_trees.append_children(log_q, 4, None, zeros, (zeros, zeros - 1, torch.zeros(1, 1)))
+    tokens, _, scores = cpu_trees.append_children(
+        log_q, 4, None, zeros, (zeros, zeros - 1, torch.zeros(1, 1))
+    )
     assert tokens.tolist() == [[0, 7, 90, 250, 0]] and scores.tolist() == [[0, -1, -1, -1, -5]]
     tree = TokenTree.from_parents(torch.tensor([[3, 7]]), torch.tensor([[-1, 0]]))
     logits = torch.zeros(1, 2, 5000)

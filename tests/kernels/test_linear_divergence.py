@@ -1,5 +1,5 @@
-"""The fused output layer and divergence equal autograd over the full matrix of logits, of which they hold one chunk at a
-time."""
+"""The fused output layer and divergence equal autograd over the full matrix of logits, of which
+they hold one chunk at a time."""
 
 import math
 import os
@@ -36,7 +36,10 @@ from spectrain.kernels.linear_divergence import (
 )
 from spectrain.kernels.row_kl import TargetLogits, row_argmax, row_kl, row_kl_reference
 
-ROWS, WIDTH, VOCAB, TARGET_VOCAB = 7, 5, 11, 17
+ROWS = 7
+WIDTH = 5
+VOCAB = 11
+TARGET_VOCAB = 17
 NAMES = ["cross_entropy", *DIVERGENCES]
 CHUNKS = [1, 3, ROWS, ROWS + 5]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -49,10 +52,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def make_layer(width: int, vocab: int, dtype: torch.dtype, bias: bool = False, **others: Any) -> Projection:
+def make_layer(
+    width: int, vocab: int, dtype: torch.dtype, bias: bool = False, **others: Any
+) -> Projection:
     """A random output layer whose weight and bias learn."""
     weight = torch.randn(vocab, width, dtype=dtype).requires_grad_()
-    return Projection(weight, torch.randn(vocab, dtype=dtype).requires_grad_() if bias else None, **others)
+    return Projection(
+        weight, torch.randn(vocab, dtype=dtype).requires_grad_() if bias else None, **others
+    )
 
 
 def full_logits(x: Tensor, head: Projection) -> Tensor:
@@ -64,7 +71,9 @@ def full_logits(x: Tensor, head: Projection) -> Tensor:
 class Case:
     """States, an output layer, a target's own, and a draft vocabulary."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64, rows: int = ROWS, width: int = WIDTH, **shape: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float64, rows: int = ROWS, width: int = WIDTH, **shape: Any
+    ) -> None:
         self.hidden = torch.randn(rows, width, dtype=dtype).requires_grad_()
         self.head = make_layer(width, VOCAB, dtype, **shape)
         self.final = torch.randn(rows, width + 1, dtype=dtype)
@@ -94,7 +103,9 @@ def compute_fused(case: Case, name: str, **arguments: Any) -> DivergenceResult:
     if name == "cross_entropy":
         return linear_divergence(case.hidden, case.head, case.tokens, **arguments)
     chosen = None if name == "forward_kl" else get_divergence(name, 0.3)
-    return linear_divergence(case.hidden, case.head, case.head_target(name in ACCEPTANCE_LOSSES), chosen, **arguments)
+    return linear_divergence(
+        case.hidden, case.head, case.head_target(name in ACCEPTANCE_LOSSES), chosen, **arguments
+    )
 
 
 def compute_unfused(case: Case, name: str) -> tuple[Tensor, Tensor]:
@@ -106,13 +117,18 @@ def compute_unfused(case: Case, name: str) -> tuple[Tensor, Tensor]:
     return get_divergence(name, 0.3)(log_p, log_q), log_p.argmax(-1)
 
 
-def assert_agrees(case: Case, result: DivergenceResult, losses: Tensor, labels: Tensor, tolerance: float) -> None:
+def assert_agrees(
+    case: Case, result: DivergenceResult, losses: Tensor, labels: Tensor, tolerance: float
+) -> None:
     """Equal loss, equal gradients of 3 times the loss, equal choices."""
     torch.testing.assert_close(result.loss, losses.sum(), rtol=tolerance, atol=tolerance)
-    expected, gradients = case.gradients(3 * losses.sum()), case.gradients(3 * result.loss)
+    expected = case.gradients(3 * losses.sum())
+    gradients = case.gradients(3 * result.loss)
     assert any(gradient.abs().max() > 1e-3 for gradient in expected) or not len(case.hidden)
     torch.testing.assert_close(gradients, expected, rtol=tolerance, atol=10 * tolerance)
-    assert torch.equal(result.predictions, case.log_q().argmax(-1)) and torch.equal(result.labels, labels)
+    assert torch.equal(result.predictions, case.log_q().argmax(-1)) and torch.equal(
+        result.labels, labels
+    )
 
 
 @pytest.mark.sweep(20)
@@ -120,8 +136,12 @@ def assert_agrees(case: Case, result: DivergenceResult, losses: Tensor, labels: 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradients_equal_the_unchunked_computation(name: str, shape: str, chunk: int, dtype: torch.dtype) -> None:
-    """Fused = unfused for every loss, over a draft vocabulary smaller than the target's, however rows are cut."""
+def test_loss_and_gradients_equal_the_unchunked_computation(
+    name: str, shape: str, chunk: int, dtype: torch.dtype
+) -> None:
+    """Fused = unfused for every loss, over a draft vocabulary smaller than the target's, however
+    rows are cut.
+    """
     case = Case(dtype, **SHAPES[shape])
     losses, labels = compute_unfused(case, name)
     assert_agrees(case, compute_fused(case, name, chunk=chunk), losses, labels, EXACT[dtype])
@@ -131,11 +151,19 @@ def test_loss_and_gradients_equal_the_unchunked_computation(name: str, shape: st
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_weighted(name: str, chunk: int) -> None:
-    """Fused = sum of weight times loss; rows of weight 0 change no gradient, even where their loss is not a number."""
+    """Fused = sum of weight times loss; rows of weight 0 change no gradient, even where their
+    loss is not a number.
+    """
     case = Case(bias=True)
     weight = torch.tensor([1.0, 0.0, 0.25, 2.0, 0.0, 1.0, 0.5], dtype=torch.float64)
     losses, labels = compute_unfused(case, name)
-    assert_agrees(case, compute_fused(case, name, chunk=chunk, row_weight=weight), losses * weight, labels, 1e-10)
+    assert_agrees(
+        case,
+        compute_fused(case, name, chunk=chunk, row_weight=weight),
+        losses * weight,
+        labels,
+        1e-10,
+    )
     expected = case.gradients(compute_fused(case, name, chunk=chunk, row_weight=weight).loss)
     case.final[1] = float("nan")
     result = compute_fused(case, name, chunk=chunk, row_weight=weight).loss
@@ -155,8 +183,16 @@ def test_empty_input_has_zero_loss(name: str) -> None:
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_per_row_arguments_reach_the_divergence(chunk: int) -> None:
     """Draft-OPD's split loss, which reads each row's distance, equals the unfused one."""
-    case, distance = Case(), torch.tensor([-1, 0, 2, -1, 5, 1, -1])
-    result = linear_divergence(case.hidden, case.head, case.head_target(False), split_loss, per_row=(distance,), chunk=chunk)
+    case = Case()
+    distance = torch.tensor([-1, 0, 2, -1, 5, 1, -1])
+    result = linear_divergence(
+        case.hidden,
+        case.head,
+        case.head_target(False),
+        split_loss,
+        per_row=(distance,),
+        chunk=chunk,
+    )
     log_p = case.log_p(False)
     assert_agrees(case, result, split_loss(log_p, case.log_q(), distance), log_p.argmax(-1), 1e-10)
 
@@ -166,8 +202,12 @@ def test_per_row_arguments_reach_the_divergence(chunk: int) -> None:
 def test_temperature_divides_the_finished_logits(temperature: float, softcap: float | None) -> None:
     """A head at a temperature = its logits, capped first, over the temperature."""
     case = Case(bias=True, scale=0.8, softcap=softcap)
-    target_values = HeadTarget(case.final, case.target.select_entries(case.ids).at_temperature(temperature))
-    result = linear_divergence(case.hidden, case.head.at_temperature(temperature), target_values, chunk=3)
+    target_values = HeadTarget(
+        case.final, case.target.select_entries(case.ids).at_temperature(temperature)
+    )
+    result = linear_divergence(
+        case.hidden, case.head.at_temperature(temperature), target_values, chunk=3
+    )
     log_p = (case.log_p(False) / temperature).log_softmax(-1)
     log_q = (full_logits(case.hidden, case.head) / temperature).log_softmax(-1)
     assert_agrees(case, result, forward_kl(log_p, log_q), log_p.argmax(-1), 1e-10)
@@ -175,7 +215,9 @@ def test_temperature_divides_the_finished_logits(temperature: float, softcap: fl
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_top_k_targets_equal_their_dense_distribution(chunk: int) -> None:
-    """TopK = KL(p || q) of a p that is 0 elsewhere, normalised or not; with all tokens it is the dense forward KL."""
+    """TopK = KL(p || q) of a p that is 0 elsewhere, normalised or not; with all tokens it is the
+    dense forward KL.
+    """
     case = Case()
     for k, total in ((1, 1.0), (3, 1.0), (3, 0.6)):
         top = case.log_p(False).exp().topk(k)
@@ -185,14 +227,19 @@ def test_top_k_targets_equal_their_dense_distribution(chunk: int) -> None:
         assert_agrees(case, result, losses, top.indices[:, 0], 1e-10)
     every = case.log_p(False).exp().topk(VOCAB)
     dense = linear_divergence(case.hidden, case.head, case.head_target(False), chunk=chunk)
-    result = linear_divergence(case.hidden, case.head, TopK(every.indices, every.values), chunk=chunk)
+    result = linear_divergence(
+        case.hidden, case.head, TopK(every.indices, every.values), chunk=chunk
+    )
     torch.testing.assert_close(result.loss, dense.loss)
     torch.testing.assert_close(case.gradients(result.loss), case.gradients(dense.loss))
 
 
 def test_function_of_rows_is_a_valid_target() -> None:
-    """A function may return log p, a chunk at a time and each row once; p = 0 adds nothing to forward KL."""
-    case, computed_rows = Case(), []
+    """A function may return log p, a chunk at a time and each row once; p = 0 adds nothing to
+    forward KL.
+    """
+    case = Case()
+    computed_rows = []
     log_p = case.log_p(False)
     log_p[:, 2] = float("-inf")
 
@@ -203,12 +250,16 @@ def test_function_of_rows_is_a_valid_target() -> None:
     result = linear_divergence(case.hidden, case.head, target_rows, chunk=3)
     assert computed_rows == list(range(ROWS))
     terms = log_p.exp() * (log_p - case.log_q())
-    assert_agrees(case, result, terms[:, [v for v in range(VOCAB) if v != 2]].sum(-1), log_p.argmax(-1), 1e-10)
+    assert_agrees(
+        case, result, terms[:, [v for v in range(VOCAB) if v != 2]].sum(-1), log_p.argmax(-1), 1e-10
+    )
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_argmax_and_log_z_equal_the_unchunked_computation(chunk: int) -> None:
-    """One pass a chunk at a time = argmax and log-sum-exp of all logits; a target at rows = its rows."""
+    """One pass a chunk at a time = argmax and log-sum-exp of all logits; a target at rows = its
+    rows.
+    """
     case = Case(bias=True, softcap=2.0)
     best, log_z = argmax_and_log_z(case.final, case.target, chunk)
     logits = full_logits(case.final, case.target)
@@ -222,7 +273,9 @@ def test_argmax_and_log_z_equal_the_unchunked_computation(chunk: int) -> None:
 @pytest.mark.parametrize("own_mass", [True, False])
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_restricted_target_equals_the_selected_entries(chunk: int, own_mass: bool) -> None:
-    """In one chunk or in several: the most likely token of all, log p of the entries for any rows, and no gradient."""
+    """In one chunk or in several: the most likely token of all, log p of the entries for any
+    rows, and no gradient.
+    """
     case = Case(bias=True, softcap=2.0)
     best, log_p_at = restrict_target(case.final, case.target, case.ids, own_mass, chunk)
     assert torch.equal(best, full_logits(case.final, case.target).argmax(-1))
@@ -243,14 +296,22 @@ def test_total_entropy_equals_the_sum_over_rows(chunk: int) -> None:
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("block", [1, 2 * VOCAB, 3 * VOCAB + 1])
 @pytest.mark.parametrize("name", [*NAMES, "split"])
-def test_blocks_of_a_chunk_change_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss, choices and gradients are the same to the bit, however few rows torch works on at one time."""
-    case, weight, distance = Case(bias=True), torch.rand(ROWS), torch.arange(ROWS) - 3
+def test_blocks_of_a_chunk_change_nothing(
+    name: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss, choices and gradients are the same to the bit, however few rows torch works on at
+    one time.
+    """
+    case = Case(bias=True)
+    weight = torch.rand(ROWS)
+    distance = torch.arange(ROWS) - 3
     results = []
     for size in (1 << 16, block):
         monkeypatch.setattr("spectrain.kernels.linear_divergence.CPU_BLOCK_LOGITS", size)
         if name == "split":
-            result = linear_divergence(case.hidden, case.head, case.head_target(False), split_loss, weight, (distance,))
+            result = linear_divergence(
+                case.hidden, case.head, case.head_target(False), split_loss, weight, (distance,)
+            )
         else:
             result = compute_fused(case, name, row_weight=weight, chunk=5)
         results.append([*result, *case.gradients(result.loss)])
@@ -259,7 +320,8 @@ def test_blocks_of_a_chunk_change_nothing(name: str, block: int, monkeypatch: py
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "lk_hybrid"])  # which holds its weight constant
+# which holds its weight constant
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "lk_hybrid"])
 def test_gradients_equal_numeric_ones(name: str, softcap: float | None) -> None:
     """gradcheck, with rows of unlike weight."""
     case = Case(rows=3, bias=True, softcap=softcap, scale=0.9)
@@ -272,10 +334,15 @@ def test_gradients_equal_numeric_ones(name: str, softcap: float | None) -> None:
     assert torch.autograd.gradcheck(loss, (case.hidden, case.head.weight, case.head.bias))
 
 
-@pytest.mark.parametrize("learns", [(True, False, False), (False, True, False), (False, False, True), (False, False, False)])
+@pytest.mark.parametrize(
+    "learns",
+    [(True, False, False), (False, True, False), (False, False, True), (False, False, False)],
+)
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "total_variation"])
 def test_only_trainable_inputs_get_gradients(name: str, learns: tuple[bool, bool, bool]) -> None:
-    """A frozen head, or frozen states, leave the other's gradient unchanged; the target never gets one."""
+    """A frozen head, or frozen states, leave the other's gradient unchanged; the target never
+    gets one.
+    """
     case = Case(bias=True)
     assert case.head.bias is not None
     parts = (case.hidden, case.head.weight, case.head.bias)
@@ -295,7 +362,9 @@ def test_only_trainable_inputs_get_gradients(name: str, learns: tuple[bool, bool
 
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "reverse_kl"])
 def test_retained_graph_allows_two_backward_passes(name: str) -> None:
-    """The gradients of a second backward pass equal those of the first: neither changes what is stored."""
+    """The gradients of a second backward pass equal those of the first: neither changes what is
+    stored.
+    """
     case = Case()
     loss = 2 * compute_fused(case, name).loss
     first = torch.autograd.grad(loss, case.head.weight, retain_graph=True)[0].clone()
@@ -303,7 +372,9 @@ def test_retained_graph_allows_two_backward_passes(name: str) -> None:
 
 
 def test_second_derivative_is_refused() -> None:
-    """Gradients are computed in the forward pass, so there is nothing to differentiate again, and the error says so."""
+    """Gradients are computed in the forward pass, so there is nothing to differentiate again,
+    and the error says so.
+    """
     case = Case()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(compute_fused(case, "forward_kl").loss, case.hidden, create_graph=True)
@@ -321,7 +392,9 @@ def test_invalid_arguments_are_refused() -> None:
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "jensen_shannon"])
 @pytest.mark.parametrize("weights_in_bf16", [True, False])
 def test_low_precision_equals_the_unfused_loss_in_it(name: str, weights_in_bf16: bool) -> None:
-    """Under autocast, and of bf16 weights without it, products are bf16, losses float32, gradients the parameters' dtype."""
+    """Under autocast, and of bf16 weights without it, products are bf16, losses float32,
+    gradients the parameters' dtype.
+    """
     case = Case(torch.bfloat16 if weights_in_bf16 else torch.float32)
     weight = case.head.weight
     with torch.autocast("cpu", torch.bfloat16, enabled=not weights_in_bf16):
@@ -339,9 +412,12 @@ def test_low_precision_equals_the_unfused_loss_in_it(name: str, weights_in_bf16:
 
 
 def test_chunks_of_low_precision_add_up_in_float32() -> None:
-    """256 equal rows one by one: the weight's gradient is 256 times that of one, where sums in bf16 would stall at half."""
+    """256 equal rows one by one: the weight's gradient is 256 times that of one, where sums in
+    bf16 would stall at half.
+    """
     hidden = torch.randn(1, WIDTH).expand(256, -1)
-    head, tokens = make_layer(WIDTH, VOCAB, torch.float32), torch.zeros(256, dtype=torch.int64)
+    head = make_layer(WIDTH, VOCAB, torch.float32)
+    tokens = torch.zeros(256, dtype=torch.int64)
     with torch.autocast("cpu", torch.bfloat16):
         item = linear_divergence(hidden[:1], head, tokens[:1]).loss
         every = linear_divergence(hidden, head, tokens, chunk=1).loss
@@ -350,8 +426,9 @@ def test_chunks_of_low_precision_add_up_in_float32() -> None:
 
 
 def test_fused_wide_sums_equal_separate_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum that a GPU adds to float32 at once, here by a stand-in for torch's own schema, is the sum of the products,
-    rounded less: gradients of chunks in bfloat16 are nearer to those of float32."""
+    """The sum that a GPU adds to float32 at once, here by a stand-in for torch's own schema, is the
+    sum of the products, rounded less: gradients of chunks in bfloat16 are nearer to those of
+    float32."""
     library = torch.library.Library("aten", "IMPL")
     calls: list[str] = []
 
@@ -359,32 +436,56 @@ def test_fused_wide_sums_equal_separate_sums(monkeypatch: pytest.MonkeyPatch) ->
         calls.append("mm")
         return (left.double() @ right.double()).to(out_dtype)
 
-    def add_wide(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, **others: Any) -> Tensor:
+    def add_wide(
+        total: Tensor,
+        left: Tensor,
+        right: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        out: Tensor,
+        **others: Any,
+    ) -> Tensor:
         calls.append("addmm")
         return out.copy_(total + multiply_wide(left, right, out_dtype))
 
     library.impl("mm.dtype", multiply_wide, "CPU")
     library.impl("addmm.dtype_out", add_wide, "CPU")
-    hidden, head = torch.randn(24, WIDTH).bfloat16(), make_layer(WIDTH, VOCAB, torch.bfloat16)
-    tokens, errors = torch.randint(0, VOCAB, (24,)), []
+    hidden = torch.randn(24, WIDTH).bfloat16()
+    head = make_layer(WIDTH, VOCAB, torch.bfloat16)
+    tokens = torch.randint(0, VOCAB, (24,))
+    errors = []
     exact = Projection(head.weight.detach().float().requires_grad_())
-    (expected,) = torch.autograd.grad(linear_divergence(hidden.float(), exact, tokens).loss, exact.weight)
+    (expected,) = torch.autograd.grad(
+        linear_divergence(hidden.float(), exact, tokens).loss, exact.weight
+    )
     for wide in (False, True):
         monkeypatch.setattr(module, "_adds_wide", lambda left, dtype, wide=wide: wide)
-        (result,) = torch.autograd.grad(linear_divergence(hidden, head, tokens, chunk=8).loss, head.weight)
+        (result,) = torch.autograd.grad(
+            linear_divergence(hidden, head, tokens, chunk=8).loss, head.weight
+        )
         torch.testing.assert_close(result.float(), expected, rtol=3e-2, atol=3e-2)
         errors.append(float((result.float() - expected).abs().mean()))
     library._destroy()
     assert calls == ["mm", "addmm", "mm", "addmm", "mm"] and errors[1] <= errors[0]
 
 
-@pytest.mark.parametrize("version, takes", [("2.9.1+cu128", False), ("2.10.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True)])
-def test_old_torch_adds_in_a_separate_call(version: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.9, which we take too, refuses a total in float32 with factors in half precision on a GPU: it gets a sum."""
+@pytest.mark.parametrize(
+    "version, takes",
+    [("2.9.1+cu128", False), ("2.10.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True)],
+)
+def test_old_torch_adds_in_a_separate_call(
+    version: str, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.9, which we take too, refuses a total in float32 with factors in half precision on
+    a GPU: it gets a sum.
+    """
     monkeypatch.setattr(torch, "__version__", version)
-    left, total = torch.zeros(4, 3, dtype=torch.bfloat16, device="meta"), torch.zeros(3, 5, device="meta")
+    left = torch.zeros(4, 3, dtype=torch.bfloat16, device="meta")
+    total = torch.zeros(3, 5, device="meta")
     with OperationRecorder() as recorder:
-        module._add_product(total, left, torch.zeros(4, 5, dtype=torch.bfloat16, device="meta"), torch.float32)
+        module._add_product(
+            total, left, torch.zeros(4, 5, dtype=torch.bfloat16, device="meta"), torch.float32
+        )
     wide = "aten.addmm.dtype_out" if module._counts_wide_totals() else "aten.addmm_.default"
     assert (wide in recorder.names) == takes and ("aten.add_.Tensor" in recorder.names) != takes
 
@@ -394,7 +495,8 @@ class OperationRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest, self.names = 0, set()
+        self.largest = 0
+        self.names = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -407,11 +509,18 @@ class OperationRecorder(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [*NAMES, "top_k"])
 def test_no_tensor_is_larger_than_a_chunk_of_logits(name: str) -> None:
-    """Forward and backward return nothing over chunk x V; the unfused loss, recorded the same way, R x V."""
-    rows, chunk = 40, 8  # with V = 11 no state or weight is as large
+    """Forward and backward return nothing over chunk x V; the unfused loss, recorded the same
+    way, R x V.
+    """
+    # with V = 11 no state or weight is as large
+    rows = 40
+    chunk = 8
     case = Case(rows=rows, width=2, softcap=2.0)
     target_values = case.head_target(name in ACCEPTANCE_LOSSES)
-    loss_target = {"cross_entropy": case.tokens, "top_k": TopK(*case.log_p(False).exp().topk(2)[::-1])}.get(name, target_values)
+    loss_target = {
+        "cross_entropy": case.tokens,
+        "top_k": TopK(*case.log_p(False).exp().topk(2)[::-1]),
+    }.get(name, target_values)
     chosen = None if name in ("cross_entropy", "top_k", "forward_kl") else get_divergence(name, 0.5)
     with OperationRecorder() as recorder:
         linear_divergence(case.hidden, case.head, loss_target, chosen, chunk=chunk).loss.backward()
@@ -432,9 +541,13 @@ def test_target_pass_holds_a_single_chunk() -> None:
 TARGETS = ["tokens", "kept", "kept, of some mass", "dense", "dense, of some mass"]
 
 
-def make_target_values(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def make_target_values(
+    which: str, rows: int, vocab: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """log_p, ids and p of a kind of target, as the row kernel reads them."""
-    log_p = (3 * torch.randn(rows, vocab)).log_softmax(-1) + math.log(0.7 if "mass" in which else 1.0)
+    log_p = (3 * torch.randn(rows, vocab)).log_softmax(-1) + math.log(
+        0.7 if "mass" in which else 1.0
+    )
     if which == "tokens":
         return None, torch.randint(vocab, (rows, 1)), torch.ones(rows, 1)
     if "kept" in which:
@@ -454,12 +567,13 @@ def make_target_values(which: str, rows: int, vocab: int) -> tuple[Tensor | None
 def test_row_kl_kernel_equals_its_reference(
     which: str, dtype: torch.dtype, vocab: int, scale: float, softcap: float | None, with_grad: bool
 ) -> None:
-    """The interpreted kernel has the reference's losses, choices and gradient in place, in one block and over its end, with
-    masked rows."""
+    """The interpreted kernel has the reference's losses, choices and gradient in place, in one
+    block and over its end, with masked rows."""
     product = (3 * torch.randn(4, vocab)).to(dtype)
     weight = torch.tensor([1.0, 0.0, 0.3, 2.0])
     target_values = make_target_values(which, 4, vocab)
-    expected, result = product.clone(), product.clone()
+    expected = product.clone()
+    result = product.clone()
     by_torch = row_kl_reference(expected, *target_values, weight, scale, softcap, with_grad)
     by_kernel = row_kl(result, *target_values, weight, scale, softcap, with_grad)
     torch.testing.assert_close(by_kernel[0], by_torch[0], rtol=1e-5, atol=1e-5)
@@ -477,8 +591,12 @@ def test_row_kl_kernel_equals_its_reference(
 def test_row_kl_kernel_normalises_target_logits(
     dtype: torch.dtype, vocab: int, rules: tuple[float, float | None], own_mass: bool
 ) -> None:
-    """Given products instead of log p, scaled and capped, of all its mass or a part: the same loss, gradient and labels."""
-    product, target_values, weight = (3 * torch.randn(4, vocab)).to(dtype), (3 * torch.randn(4, vocab)).to(dtype), torch.rand(4)
+    """Given products instead of log p, scaled and capped, of all its mass or a part: the same
+    loss, gradient and labels.
+    """
+    product = (3 * torch.randn(4, vocab)).to(dtype)
+    target_values = (3 * torch.randn(4, vocab)).to(dtype)
+    weight = torch.rand(4)
     target_values[0, 1] = float("-inf") if rules[1] is None else 0.0
     target_logits = TargetLogits(target_values, *rules)
     if own_mass:  # of a larger vocabulary
@@ -498,24 +616,33 @@ def test_row_kl_kernel_normalises_target_logits(
         assert torch.equal(result[1], results[0][1]) and torch.equal(result[2], results[0][2])
         torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(
-        row_kl_reference(product.clone(), target_logits.products, *arguments, *target_logits[1:])[0], results[0][0]
+        row_kl_reference(product.clone(), target_logits.products, *arguments, *target_logits[1:])[
+            0
+        ],
+        results[0][0],
     )
 
 
 @pytest.mark.parametrize("rules", [(1.0, None), (1.3, 4.0)])
 def test_argmax_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
-    """One sweep over several blocks gives the most likely entry, of equal ones the first, and the log-sum-exp."""
+    """One sweep over several blocks gives the most likely entry, of equal ones the first, and
+    the log-sum-exp.
+    """
     product = (2 * torch.randn(3, 1500)).half()
     product[1] = 0.5
     best, log_z = row_argmax(product, *rules)
     logits = TargetLogits(product, *rules, log_z=torch.zeros(3)).log_p()
     assert torch.equal(best, logits.argmax(-1))
     torch.testing.assert_close(log_z, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    torch.library.opcheck(row_argmax, (product, *rules), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        row_argmax, (product, *rules), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 @pytest.mark.parametrize("own_mass", [True, False])
-def test_target_products_in_pieces_are_equal(own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_products_in_pieces_are_equal(
+    own_mass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a target restricted to few entries, a CPU makes the products of a few rows at a time."""
     case = Case(torch.float32, scale=0.7)
     results = []
@@ -529,9 +656,11 @@ def test_target_products_in_pieces_are_equal(own_mass: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("own_mass", [True, False])
 @pytest.mark.parametrize("chunk", [3, 100])
-def test_unnormalised_target_gives_the_same_gradients(chunk: int, own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target of more entries than the drafter has: by the kernels no log p is ever made, and loss, labels and gradients are
-    those of torch, whether its rows are one chunk or several."""
+def test_unnormalised_target_gives_the_same_gradients(
+    chunk: int, own_mass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target of more entries than the drafter has: by the kernels no log p is ever made, and
+    loss, labels and gradients are those of torch, whether its rows are one chunk or several."""
     case = Case(torch.float32, scale=0.7)
     results = []
     for setting in ("triton", "reference"):
@@ -550,32 +679,47 @@ def test_unnormalised_target_gives_the_same_gradients(chunk: int, own_mass: bool
 
 @pytest.mark.parametrize("own_mass", [False, True])
 def test_cpu_kernels_equal_torch(own_mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results for bfloat16 products are equal on vocabularies that are not full blocks; a row without weight adds nothing."""
-    scale, weight = 0.7, torch.tensor([1.0, 0.0, 2.5])
+    """Results for bfloat16 products are equal on vocabularies that are not full blocks; a row
+    without weight adds nothing.
+    """
+    scale = 0.7
+    weight = torch.tensor([1.0, 0.0, 2.5])
     product, products = (3 * torch.randn(3, vocab).bfloat16() for vocab in (300, 700))
-    target = TargetLogits(products[:, :300], 1.3, None, products.float().logsumexp(-1) if own_mass else None)
+    target = TargetLogits(
+        products[:, :300], 1.3, None, products.float().logsumexp(-1) if own_mass else None
+    )
     if not has_loss_kernels(product):
         pytest.skip("no kernels of a CPU")
-    actual, expected = product.clone(), product.float()
+    actual = product.clone()
+    expected = product.float()
     outputs = compare_logits(actual, target, weight, scale, True)
     wide = target._replace(products=target.products.float())
     arguments = wide.products, None, None, weight, scale, None, True, *wide[1:]
-    torch.testing.assert_close(outputs, row_kl_reference(expected, *arguments), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        outputs, row_kl_reference(expected, *arguments), atol=1e-5, rtol=1e-5
+    )
     torch.testing.assert_close(actual.float(), expected, atol=1e-6, rtol=2**-8)
     logits = TargetLogits(products, scale)
     best, log_z = argmax_logits(logits, with_log_z=True)
-    torch.testing.assert_close((best, log_z), (products.argmax(-1), (scale * products.float()).logsumexp(-1)))
+    torch.testing.assert_close(
+        (best, log_z), (products.argmax(-1), (scale * products.float()).logsumexp(-1))
+    )
     # A number that is not finite makes the gradient so, and the step is left out.
     product[2, 5] = math.nan
-    assert not compare_logits(product, target, weight, scale, True)[0].isfinite().all() and not product[2].isfinite().any()
+    assert (
+        not compare_logits(product, target, weight, scale, True)[0].isfinite().all()
+        and not product[2].isfinite().any()
+    )
 
 
 @pytest.mark.parametrize("which", ["tokens", "dense"])
 @pytest.mark.parametrize("vocab", [1024, 1025, 9000])
 def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
     """The same holds at the ends of the block table, and over a vocabulary of several blocks."""
-    product, target_values = torch.randn(2, vocab), make_target_values(which, 2, vocab)
-    expected, result = product.clone(), product.clone()
+    product = torch.randn(2, vocab)
+    target_values = make_target_values(which, 2, vocab)
+    expected = product.clone()
+    result = product.clone()
     by_torch = row_kl_reference(expected, *target_values, torch.ones(2), 1.0, None, True)
     by_kernel = row_kl(result, *target_values, torch.ones(2), 1.0, None, True)
     for left, right in zip((*by_kernel, result), (*by_torch, expected)):
@@ -584,8 +728,12 @@ def test_kernel_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "top_k"])
-def test_loss_with_the_kernel_equals_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function gives the same with SPECTRAIN_KERNELS=triton, which runs the kernel, and without, which does not."""
+def test_loss_with_the_kernel_equals_torch(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function gives the same with SPECTRAIN_KERNELS=triton, which runs the kernel, and
+    without, which does not.
+    """
     case = Case(dtype, bias=True, softcap=3.0)
     top = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
     results = []
@@ -603,7 +751,9 @@ def test_loss_with_the_kernel_equals_torch(name: str, dtype: torch.dtype, monkey
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(by_kernel.loss, by_torch.loss, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
-    assert torch.equal(by_kernel.predictions, by_torch.predictions) and torch.equal(by_kernel.labels, by_torch.labels)
+    assert torch.equal(by_kernel.predictions, by_torch.predictions) and torch.equal(
+        by_kernel.labels, by_torch.labels
+    )
 
 
 def test_float64_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,22 +766,31 @@ def test_float64_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("which", TARGETS)
 def test_fake_kernel_has_the_real_shapes(which: str) -> None:
-    """torch.library.opcheck: schema, which argument is overwritten, and shapes, types and devices of the results."""
+    """torch.library.opcheck: schema, which argument is overwritten, and shapes, types and
+    devices of the results.
+    """
     arguments = (torch.randn(3, 9), *make_target_values(which, 3, 9), torch.ones(3), 0.5, 2.0, True)
     torch.library.opcheck(row_kl, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the compiled kernel with torch: needs a GPU")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: nothing is compiled")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="compares the compiled kernel with torch: needs a GPU"
+)
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: nothing is compiled"
+)
 @pytest.mark.parametrize("which", TARGETS)
 @pytest.mark.parametrize("vocab", [1000, 5000, 32000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: torch.dtype) -> None:
     """On a GPU the kernel equals float64 on the same inputs."""
     product = torch.randn(64, vocab).to(dtype).cuda()
-    target_values = tuple(None if x is None else x.cuda() for x in make_target_values(which, 64, vocab))
-    weight, expected = torch.rand(64).cuda(), product.double()
+    target_values = tuple(
+        None if x is None else x.cuda() for x in make_target_values(which, 64, vocab)
+    )
+    weight = torch.rand(64).cuda()
+    expected = product.double()
     by_torch = row_kl_reference(expected, *target_values, weight.double(), 0.7, 3.0, True)
     by_kernel = row_kl(product, *target_values, weight, 0.7, 3.0, True)
     torch.testing.assert_close(by_kernel[0].double(), by_torch[0], rtol=1e-4, atol=1e-4)
@@ -640,7 +799,9 @@ def test_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: tor
 
 
 class Live(TorchDispatchMode):
-    """Tracks the most bytes of tensors that are alive at one time, without those that were there before."""
+    """Tracks the most bytes of tensors that are alive at one time, without those that were there
+    before.
+    """
 
     def __init__(self, *before: Tensor) -> None:
         super().__init__()
@@ -664,7 +825,9 @@ class Live(TorchDispatchMode):
 
 
 def test_peak_memory_is_a_fifth() -> None:
-    """At 8,192 rows and a vocabulary of 128,256, counted on tensors without data by the path of a GPU; gradients included."""
+    """At 8,192 rows and a vocabulary of 128,256, counted on tensors without data by the path of
+    a GPU; gradients included.
+    """
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     hidden, final = (torch.empty(8192, 4096, **options) for _ in range(2))
     weight, target_values = (torch.empty(128256, 4096, **options) for _ in range(2))

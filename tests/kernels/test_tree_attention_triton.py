@@ -1,4 +1,6 @@
-"""The tree attention kernels, interpreted, equal the reference in float64; choices and wrappers around them."""
+"""The tree attention kernels, interpreted, equal the reference in float64; choices and wrappers
+around them.
+"""
 
 import os
 import random
@@ -40,7 +42,9 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 from tests.sampling import pairwise
 from tests.targets import cut_tiny
 
-triton = pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
+triton = pytest.importorskip(
+    "triton", reason="triton is not installed, so there are no kernels to interpret"
+)
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 pytestmark = pytest.mark.skipif(
     VERSION < (3, 7) and tuple(int(part) for part in numpy.__version__.split(".")[:2]) >= (2, 4),
@@ -88,42 +92,60 @@ def parents_of(shape: str, batch: int, num_nodes: int) -> Tensor:
         "chain": (index - 1).expand(batch, -1),
         "star": torch.zeros(batch, num_nodes, dtype=torch.int64),
         "random": (torch.rand(batch, num_nodes) * index).long(),
-        "padded": torch.where(index < num_nodes * 2 // 3, (torch.rand(batch, num_nodes) * index).long(), 0),
+        "padded": torch.where(
+            index < num_nodes * 2 // 3, (torch.rand(batch, num_nodes) * index).long(), 0
+        ),
     }[shape].clone()
     parents[:, 0] = -1
     return parents
 
 
-def inputs_of(case: Case, poison: float = float("nan")) -> tuple[tuple[Tensor, Tensor, Tensor, Visibility], Tensor, Tensor]:
-    """Queries, keys, values and visibility as a target hands them over, and the same keys and values without poison.
+def inputs_of(
+    case: Case, poison: float = float("nan")
+) -> tuple[tuple[Tensor, Tensor, Tensor, Visibility], Tensor, Tensor]:
+    """Queries, keys, values and visibility as a target hands them over, and the same keys and
+    values without poison.
 
     Keys and values are views of one cache, whose slots behind each row's own nodes hold `poison`.
     """
     kv_heads = 1 if case.num_new > 65 else 2
     lengths = [case.prefix, case.prefix // 2, 0] if case.ragged else [case.prefix]
-    num_nodes, longest = case.earlier + case.num_new, max(lengths)
+    num_nodes = case.earlier + case.num_new
+    longest = max(lengths)
     rows = torch.tensor(lengths)
     parents = parents_of(case.shape, len(rows), num_nodes)
     tree = TokenTree.from_parents(torch.zeros_like(parents), parents)
     positions = rows[:, None] + tree.depths
     new = slice(case.earlier, None)
     visibility = Visibility(rows, longest, tree.ancestors[:, new], positions[:, new], positions)
-    query = (torch.randn(len(rows), case.num_new, kv_heads * case.group, case.head_size) * 2).to(case.dtype).transpose(1, 2)
-    clean = torch.randn(2, len(rows), longest + num_nodes + 7, kv_heads, case.head_size).to(case.dtype)
+    query = (
+        (torch.randn(len(rows), case.num_new, kv_heads * case.group, case.head_size) * 2)
+        .to(case.dtype)
+        .transpose(1, 2)
+    )
+    clean = torch.randn(2, len(rows), longest + num_nodes + 7, kv_heads, case.head_size).to(
+        case.dtype
+    )
     cache = clean.clone()
     for row, length in enumerate(lengths):
         cache[:, row, length + num_nodes :] = poison
     keys, values = (half[:, : longest + num_nodes].transpose(1, 2) for half in cache)
-    return (query, keys, values, visibility), *(half[:, : longest + num_nodes].transpose(1, 2) for half in clean)
+    return (query, keys, values, visibility), *(
+        half[:, : longest + num_nodes].transpose(1, 2) for half in clean
+    )
 
 
 def assert_agrees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' answer from a poisoned cache is the reference's in float64 from a clean one."""
     inputs, keys, values = inputs_of(case)
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: case.splits)
-    actual = tree_attention(*inputs, scale=case.head_size**-0.5, window=case.window, softcap=case.softcap)
+    actual = tree_attention(
+        *inputs, scale=case.head_size**-0.5, window=case.window, softcap=case.softcap
+    )
     wide = (inputs[0].double(), keys.double(), values.double(), inputs[3])
-    expected = tree_attention_reference(*wide, scale=case.head_size**-0.5, window=case.window, softcap=case.softcap)
+    expected = tree_attention_reference(
+        *wide, scale=case.head_size**-0.5, window=case.window, softcap=case.softcap
+    )
     tolerance = 5e-6 if case.dtype == torch.float32 else 2e-3
     assert actual.dtype == case.dtype
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
@@ -139,23 +161,36 @@ def use_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def large_blocks(use_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The half-precision blocks for float32 too: the interpreter takes as long for a small block as for a large one."""
+    """The half-precision blocks for float32 too: the interpreter takes as long for a small block
+    as for a large one.
+    """
     choose = module.choose_tiles
-    monkeypatch.setattr(module, "choose_tiles", lambda rows, size, dtype, roomy: choose(rows, size, torch.float16))
+    monkeypatch.setattr(
+        module, "choose_tiles", lambda rows, size, dtype, roomy: choose(rows, size, torch.float16)
+    )
     monkeypatch.setattr(module, "COMBINED_ROWS", 256)
 
 
 def estimate_work(case: Case) -> float:
-    """Estimate how long the interpreter takes: blocks of keys for every block of rows, and what each program does besides."""
-    batch, kv_heads = (3 if case.ragged else 1), (1 if case.num_new > 65 else 2)
+    """Estimate how long the interpreter takes: blocks of keys for every block of rows, and what
+    each program does besides.
+    """
+    batch = 3 if case.ragged else 1
+    kv_heads = 1 if case.num_new > 65 else 2
     blocks = (case.prefix + case.earlier + case.num_new) / 64 + 3 * case.splits
     return batch * kv_heads * (1 + case.num_new * case.group // 128) * blocks
 
 
 @pytest.mark.sweep(10, cost=estimate_work)
-@pytest.mark.parametrize("case", [Case(*choices) for choices in pairwise(*AXES.values())], ids=name_of)
-def test_kernel_equals_reference(case: Case, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernel = reference where every two choices meet: sizes, trees, windows, softcaps, splits, ragged rows, dtypes."""
+@pytest.mark.parametrize(
+    "case", [Case(*choices) for choices in pairwise(*AXES.values())], ids=name_of
+)
+def test_kernel_equals_reference(
+    case: Case, large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernel = reference where every two choices meet: sizes, trees, windows, softcaps, splits,
+    ragged rows, dtypes.
+    """
     assert_agrees(case, monkeypatch)
 
 
@@ -166,24 +201,36 @@ def test_kernel_equals_reference(case: Case, large_blocks: None, monkeypatch: py
 def test_kernel_equals_reference_everywhere(
     num_new: int, prefix: int, splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernel = reference for every number of nodes, prefix and number of splits, so at every edge of blocks; other choices
-    drawn."""
+    """Kernel = reference for every number of nodes, prefix and number of splits, so at every edge
+    of blocks; other choices drawn."""
     draw = random.Random(repr((num_new, prefix, splits)))
-    assert_agrees(Case(num_new, prefix, splits, *(draw.choice(values) for values in list(AXES.values())[3:])), monkeypatch)
+    assert_agrees(
+        Case(num_new, prefix, splits, *(draw.choice(values) for values in list(AXES.values())[3:])),
+        monkeypatch,
+    )
 
 
 @pytest.mark.sweep(1, free=("num_new", "group", "window"))
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("num_new, group", [(1, 1), (4, 4), (5, 7)])
 def test_float32_blocks_equal_the_reference(
-    num_new: int, group: int, window: int | None, use_interpreter: None, monkeypatch: pytest.MonkeyPatch
+    num_new: int,
+    group: int,
+    window: int | None,
+    use_interpreter: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The blocks that float32 runs in by default agree too, with heads in groups of any size."""
-    assert_agrees(Case(num_new, splits=3, group=group, head_size=48, earlier=13, ragged=True, window=window), monkeypatch)
+    assert_agrees(
+        Case(num_new, splits=3, group=group, head_size=48, earlier=13, ragged=True, window=window),
+        monkeypatch,
+    )
 
 
 @pytest.mark.parametrize("head_size", [16, 80, 512])
-def test_other_head_sizes_equal_the_reference(head_size: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_head_sizes_equal_the_reference(
+    head_size: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Head sizes that are padded to a power of two, and the largest one."""
     assert_agrees(Case(30, splits=3, head_size=head_size, dtype=torch.float16), monkeypatch)
 
@@ -194,7 +241,9 @@ def test_values_of_another_size_equal_the_reference(
     splits: int, sizes: tuple[int, int], large_blocks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Narrower values than keys, as latent attention has them, and wider ones."""
-    (query, _, _, visibility), keys, values = inputs_of(Case(9, prefix=140, head_size=80, ragged=True))
+    (query, _, _, visibility), keys, values = inputs_of(
+        Case(9, prefix=140, head_size=80, ragged=True)
+    )
     inputs = query[..., : sizes[0]], keys[..., : sizes[0]], values[..., : sizes[1]]
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
     expected = tree_attention_reference(*(x.double() for x in inputs), visibility, 0.2)
@@ -211,7 +260,9 @@ def test_negative_scale_uses_the_reference(large_blocks: None) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_slots_before_the_window_are_not_read(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_before_the_window_are_not_read(
+    splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NaN in every block of keys that lies before the first node's window changes nothing."""
     case = Case(9, prefix=300, head_size=32, window=50, shape="chain")
     (query, keys, values, visibility), clean_keys, clean_values = inputs_of(case)
@@ -229,26 +280,36 @@ def test_slots_before_the_window_are_not_read(splits: int, large_blocks: None, m
 def test_saturated_softcap_equals_the_reference(large_blocks: None) -> None:
     """Scores far beyond the softcap count as the softcap, of either sign."""
     (query, _, _, visibility), keys, values = inputs_of(Case())
-    expected = tree_attention_reference(query.double(), keys.double(), values.double(), visibility, 20.0, softcap=1.5)
+    expected = tree_attention_reference(
+        query.double(), keys.double(), values.double(), visibility, 20.0, softcap=1.5
+    )
     actual = tree_attention(query, keys, values, visibility, 20.0, softcap=1.5)
     torch.testing.assert_close(actual.double(), expected, atol=5e-6, rtol=5e-6)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_sinks_equal_the_reference(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_equal_the_reference(
+    splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What falls to a sink is taken from all splits together."""
     (query, _, _, visibility), keys, values = inputs_of(Case(ragged=True))
     sinks = torch.linspace(-4, 4, query.shape[1])
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
-    expected = tree_attention_reference(query.double(), keys.double(), values.double(), visibility, 0.2, sinks=sinks.double())
+    expected = tree_attention_reference(
+        query.double(), keys.double(), values.double(), visibility, 0.2, sinks=sinks.double()
+    )
     actual = tree_attention(query, keys, values, visibility, 0.2, sinks=sinks)
     torch.testing.assert_close(actual.double(), expected, atol=5e-6, rtol=5e-6)
 
 
 def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
-    """Queries, keys and values in any layout, even with head dimensions apart, give what contiguous ones give."""
+    """Queries, keys and values in any layout, even with head dimensions apart, give what
+    contiguous ones give.
+    """
     (query, _, _, visibility), keys, values = inputs_of(Case(ragged=True))
-    full = tree_attention(query.contiguous(), keys.contiguous(), values.contiguous(), visibility, 0.2)
+    full = tree_attention(
+        query.contiguous(), keys.contiguous(), values.contiguous(), visibility, 0.2
+    )
     apart = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (query, keys, values)]
     spaced = [torch.stack([x, x], dim=2)[:, :, 0] for x in (query, keys, values)]
     assert torch.equal(tree_attention(*apart, visibility, 0.2), full)
@@ -256,22 +317,35 @@ def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_row_in_a_batch_equals_the_row_alone(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same number of splits, a row's output is bit for bit the same whatever other rows there are."""
+def test_row_in_a_batch_equals_the_row_alone(
+    splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same number of splits, a row's output is bit for bit the same whatever other rows
+    there are.
+    """
     (query, _, _, visibility), keys, values = inputs_of(Case(prefix=130, ragged=True))
     monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
     together = tree_attention(query, keys, values, visibility, 0.2)
     for row, length in enumerate(visibility.lengths.tolist()):
-        item, end = slice(row, row + 1), length + visibility.tree.shape[2]
-        alone = Visibility(visibility.lengths[item], length, visibility.tree[item], visibility.query_positions[item], None)
+        item = slice(row, row + 1)
+        end = length + visibility.tree.shape[2]
+        alone = Visibility(
+            visibility.lengths[item],
+            length,
+            visibility.tree[item],
+            visibility.query_positions[item],
+            None,
+        )
         output = tree_attention(query[item], keys[item, :, :end], values[item, :, :end], alone, 0.2)
         assert torch.equal(output, together[item])
 
 
 def test_number_of_splits_minimises_the_time() -> None:
-    """It is one for short prefixes or many programs, at most 64, 64 keys each where there are several and as many as rows or
-    256."""
-    for rows, groups, keys in product((1, 4, 64, 256), (1, 8, 40, 132, 1000), (1, 63, 64, 127, 512, 1024, 5000, 131072)):
+    """It is one for short prefixes or many programs, at most 64, 64 keys each where there are
+    several and as many as rows or 256."""
+    for rows, groups, keys in product(
+        (1, 4, 64, 256), (1, 8, 40, 132, 1000), (1, 63, 64, 127, 512, 1024, 5000, 131072)
+    ):
         config = choose_tiles(rows, 128, torch.float16)
         splits = choose_splits(config, rows, groups, keys)
         assert 1 <= splits <= 64 and (splits == 1 or keys >= splits * min(max(rows, 64), 256))
@@ -282,19 +356,28 @@ def test_number_of_splits_minimises_the_time() -> None:
 @pytest.mark.parametrize("batch", range(1, 13))
 @pytest.mark.parametrize("nodes", [1, 16, 64])
 def test_splits_fill_the_last_wave(nodes: int, batch: int) -> None:
-    """After a long prefix nine programs of ten slots run in every wave, whatever the batch; after 1,024 tokens one node has
-    a program for all but a few multiprocessors."""
+    """After a long prefix nine programs of ten slots run in every wave, whatever the batch; after
+    1,024 tokens one node has a program for all but a few multiprocessors."""
     rows = 4 * nodes  # four query heads to each of eight key-value heads
     config = choose_tiles(rows, 128, torch.float16)
-    programs = choose_splits(config, rows, 8 * batch, 8192 + nodes) * batch * 8 * -(-rows // config.block_m)
+    programs = (
+        choose_splits(config, rows, 8 * batch, 8192 + nodes)
+        * batch
+        * 8
+        * -(-rows // config.block_m)
+    )
     assert programs / (132 * -(-programs // 132)) > 0.9
     assert choose_splits(choose_tiles(4, 128, torch.float16), 4, 8, 1025) * 8 == 128
 
 
 def test_blocks_of_nodes_lie_within_a_word() -> None:
-    """Every configured block of masked keys divides 64 and what is read without a mask, and holds the 16 that a product
-    needs."""
-    tables = [*TILE_CONFIGS.values(), *module.HOPPER_TILE_CONFIGS.values(), module.FLOAT32_TILE_CONFIGS]
+    """Every configured block of masked keys divides 64 and what is read without a mask, and holds
+    the 16 that a product needs."""
+    tables = [
+        *TILE_CONFIGS.values(),
+        *module.HOPPER_TILE_CONFIGS.values(),
+        module.FLOAT32_TILE_CONFIGS,
+    ]
     for config in [config for table in tables for config in table]:
         assert 64 % config.block_n == 0 and config.block_p % config.block_n == 0
         assert config.block_n >= 16 and config.block_m >= 16
@@ -302,25 +385,38 @@ def test_blocks_of_nodes_lie_within_a_word() -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 7, 63, 64, 65, 200])
 def test_packed_words_equal_the_mask(num_nodes: int) -> None:
-    """For a full tree they are its packed ancestor mask; bit j of word w says whether node 64 w + j is visible; built once."""
-    tree = TokenTree.from_parents(torch.zeros(2, num_nodes, dtype=torch.int64), parents_of("random", 2, num_nodes))
+    """For a full tree they are its packed ancestor mask; bit j of word w says whether node 64 w
+    + j is visible; built once.
+    """
+    tree = TokenTree.from_parents(
+        torch.zeros(2, num_nodes, dtype=torch.int64), parents_of("random", 2, num_nodes)
+    )
     visibility = Visibility(torch.tensor([3, 4]), 4, tree.ancestors, tree.depths, None)
     words = visibility.packed_words()
     assert (
-        torch.equal(words, module.pack_words(tree.ancestors)) and words.is_contiguous() and visibility.packed_words() is words
+        torch.equal(words, module.pack_words(tree.ancestors))
+        and words.is_contiguous()
+        and visibility.packed_words() is words
     )
     part = torch.rand(2, 5, num_nodes) < 0.5
     words = Visibility(torch.tensor([3, 4]), 4, part, tree.depths, None).packed_words()
     assert words.shape == (2, 5, (num_nodes + 63) // 64)
     bits = (words[..., None] >> torch.arange(64)) & 1
-    assert torch.equal(bits.flatten(2)[..., :num_nodes].bool(), part) and not bits.flatten(2)[..., num_nodes:].any()
+    assert (
+        torch.equal(bits.flatten(2)[..., :num_nodes].bool(), part)
+        and not bits.flatten(2)[..., num_nodes:].any()
+    )
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [None, 30])
-def test_operator_passes_opcheck(splits: int, window: int | None, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operator's schema holds, it changes no input, and its fake gives the shape and strides of what it gives."""
+def test_operator_passes_opcheck(
+    splits: int, window: int | None, large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator's schema holds, it changes no input, and its fake gives the shape and strides
+    of what it gives.
+    """
     (query, _, _, visibility), keys, values = inputs_of(Case(splits=splits))
     positions = visibility.query_positions, visibility.key_positions
     num_nodes = visibility.tree.shape[2]
@@ -343,7 +439,9 @@ def test_operator_passes_opcheck(splits: int, window: int | None, large_blocks: 
 
 
 def test_compiled_call_equals_eager(large_blocks: None) -> None:
-    """torch.compile takes a function with the call in it as one full graph, which gives the same."""
+    """torch.compile takes a function with the call in it as one full graph, which gives the
+    same.
+    """
     (query, _, _, visibility), keys, values = inputs_of(Case())
     visibility.packed_words()
 
@@ -367,9 +465,15 @@ def test_compiled_call_equals_eager(large_blocks: None) -> None:
     ],
 )
 def test_environment_selects_the_path(
-    environment: str | None, dtype: torch.dtype, needs_grad: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
+    environment: str | None,
+    dtype: torch.dtype,
+    needs_grad: bool,
+    kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU the reference runs, and the kernels where SPECTRAIN_KERNELS=triton asks for them and they can."""
+    """On a CPU the reference runs, and the kernels where SPECTRAIN_KERNELS=triton asks for them
+    and they can.
+    """
     monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
     if environment is not None:
         monkeypatch.setenv("SPECTRAIN_KERNELS", environment)
@@ -377,7 +481,11 @@ def test_environment_selects_the_path(
     query.requires_grad_(needs_grad)
     launched: list[Tensor] = []
     attend = module._launch_attention
-    monkeypatch.setattr(module, "_launch_attention", lambda *arguments: launched.append(attend(*arguments)) or launched[0])
+    monkeypatch.setattr(
+        module,
+        "_launch_attention",
+        lambda *arguments: launched.append(attend(*arguments)) or launched[0],
+    )
     output = tree_attention(query, keys, values, visibility, 0.2)
     assert bool(launched) == kernel and output.requires_grad == needs_grad
     if not kernel:
@@ -391,7 +499,8 @@ import sys
 sys.modules["triton"] = None
 import torch
 from spectrain.kernels.tree_attention import Visibility, tree_attention, tree_attention_reference
-seen = Visibility(torch.tensor([3]), 3, torch.ones(1, 2, 2, dtype=torch.bool).tril(), torch.tensor([[3, 4]]), None)
+mask = torch.ones(1, 2, 2, dtype=torch.bool).tril()
+seen = Visibility(torch.tensor([3]), 3, mask, torch.tensor([[3, 4]]), None)
 q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
 assert torch.equal(tree_attention(q, k, v, seen, 0.3), tree_attention_reference(q, k, v, seen, 0.3))
 """
@@ -404,7 +513,8 @@ class Forked(Drafter):
 
     def __init__(self, texts: list[list[int]]) -> None:
         super().__init__()
-        self.texts, self.layers = texts, ()
+        self.texts = texts
+        self.layers = ()
 
     def loss(self, batch: Batch, target: Target, state: Any) -> Any:
         raise NotImplementedError
@@ -414,7 +524,9 @@ class Forked(Drafter):
         for text, length in zip(self.texts, context.cache.lengths.tolist()):
             root, first, second = (text[length : length + 3] + [5, 5])[:3]
             rows.append([root, first ^ 1, first, second ^ 1, second])
-        tree = TokenTree.from_parents(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
+        tree = TokenTree.from_parents(
+            torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1)
+        )
         return Draft(add_mask_nodes=lambda root: tree)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None: ...
@@ -429,8 +541,8 @@ def two_layers() -> Target:
 def test_decoding_through_the_kernels_equals_the_references(
     two_layers: Target, use_interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ragged batch decoded greedily, by the loop with little trees and by the engine, gives the same tokens, with the same
-    ones accepted; every kernel of a round has run."""
+    """A ragged batch decoded greedily, by the loop with little trees and by the engine, gives the
+    same tokens, with the same ones accepted; every kernel of a round has run."""
     texts = ("The bees find the hive. The", "What is it?")
     target = two_layers
     prompts = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -440,7 +552,9 @@ def test_decoding_through_the_kernels_equals_the_references(
     forked = Forked([prompt + output for prompt, output in zip(prompts, plain)])
     runs: list[Callable[[], list[Generation]]] = [
         lambda: decode(target, prompts, Greedy(), 5, forked, Chain(4), ignore_eos=True),
-        lambda: CapturedRunner(target, Greedy(), eagle3, Eagle2(2, 5, 2)).decode(prompts, 3, ignore_eos=True),
+        lambda: CapturedRunner(target, Greedy(), eagle3, Eagle2(2, 5, 2)).decode(
+            prompts, 3, ignore_eos=True
+        ),
     ]
     expected = [run() for run in runs]
     ran: Counter[str] = Counter()
@@ -460,7 +574,9 @@ def test_decoding_through_the_kernels_equals_the_references(
     for run, generations in zip(runs, expected):
         result = run()
         assert [each.output for each in result] == [each.output for each in generations]
-        assert [each.round_lengths for each in result] == [each.round_lengths for each in generations]
+        assert [each.round_lengths for each in result] == [
+            each.round_lengths for each in generations
+        ]
     assert expected[0][0].output == plain[0][:5] and set(ran) == {
         "_launch_attention",
         "_launch_append",

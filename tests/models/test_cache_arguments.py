@@ -11,7 +11,9 @@ from spectrain.models.cache_arguments import cache_argument, drop_cache, read_ca
 
 
 def accept_old_name(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a forward as transformers 5.24 does: it also takes an older name, which its signature does not show."""
+    """Decorate a forward as transformers 5.24 does: it also takes an older name, which its
+    signature does not show.
+    """
 
     @functools.wraps(forward)
     def renamed(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +32,9 @@ class Newer(nn.Module):
 
 class Older(nn.Module):
     @functools.lru_cache  # noqa: B019
-    def forward(self, input_ids: Any, past_key_values: Any = None, use_cache: bool = False) -> dict[str, Any]:
+    def forward(
+        self, input_ids: Any, past_key_values: Any = None, use_cache: bool = False
+    ) -> dict[str, Any]:
         return {"logits": input_ids, "past_key_values": past_key_values}
 
 
@@ -40,9 +44,13 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(Newer(), "cache"), (Older(), "past_key_values"), (Recurrent(), "cache_params")], ids=lambda x: str(x)
+    ("module", "name"),
+    [(Newer(), "cache"), (Older(), "past_key_values"), (Recurrent(), "cache_params")],
+    ids=lambda x: str(x),
 )
-def test_the_cache_goes_in_and_comes_out_by_the_name_that_a_module_has(module: nn.Module, name: str) -> None:
+def test_the_cache_goes_in_and_comes_out_by_the_name_that_a_module_has(
+    module: nn.Module, name: str
+) -> None:
     assert cache_argument(module) == name
     output = module(1, **{cache_argument(module): "the cache"})
     assert read_cache(output) == "the cache"

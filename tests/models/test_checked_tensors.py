@@ -23,7 +23,10 @@ def test_saved_tensors_are_read_bit_for_bit(tmp_path: Path) -> None:
     save_tensors(TENSORS, path)
     read = read_tensors(path, "copy it")
     assert read.keys() == TENSORS.keys()
-    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert all(
+        torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
+        for name, tensor in TENSORS.items()
+    )
 
 
 def test_every_flipped_bit_of_the_data_is_noticed(tmp_path: Path) -> None:

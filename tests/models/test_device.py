@@ -10,14 +10,22 @@ import torch
 from torch import nn
 
 from spectrain.drafters.ngram import Ngram
-from spectrain.models.device import DeviceLimits, capture_graph, choose_work_clock, forward_weights, roofline_seconds
+from spectrain.models.device import (
+    DeviceLimits,
+    capture_graph,
+    choose_work_clock,
+    forward_weights,
+    roofline_seconds,
+)
 from spectrain.models.target import Target
 
 CPU = torch.device("cpu")
 
 
 def test_shared_weights_are_read_once() -> None:
-    """A tied embedding is the output layer and read once; one of its own is looked up and not read."""
+    """A tied embedding is the output layer and read once; one of its own is looked up and not
+    read.
+    """
     model = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)])
     assert [weight is model[1].weight for weight in forward_weights(model)] == [True]
     model[1].weight = model[0].weight
@@ -25,7 +33,9 @@ def test_shared_weights_are_read_once() -> None:
 
 
 def test_roofline_is_memory_or_arithmetic(tiny: Target) -> None:
-    """A few rows cost the reading of the weights, very many their arithmetic; a drafter without weights costs nothing."""
+    """A few rows cost the reading of the weights, very many their arithmetic; a drafter without
+    weights costs nothing.
+    """
     parameters = sum(weight.numel() for weight in forward_weights(tiny.model))
     limits = DeviceLimits(1e9, 1e12)
     few, many = (roofline_seconds(tiny.model, rows, limits) for rows in (1e-9, 1e9))
@@ -35,7 +45,9 @@ def test_roofline_is_memory_or_arithmetic(tiny: Target) -> None:
 
 
 def test_experts_are_read_where_a_row_chooses_them() -> None:
-    """Of 4 experts with 2 chosen by a row, one row reads 2 and two rows read 3 on average; each row computes 2."""
+    """Of 4 experts with 2 chosen by a row, one row reads 2 and two rows read 3 on average; each
+    row computes 2.
+    """
     layer = nn.Module()
     layer.top_k = 2  # type: ignore[assignment]
     layer.experts = nn.Module()
@@ -46,8 +58,8 @@ def test_experts_are_read_where_a_row_chooses_them() -> None:
 
 
 def test_a_failed_capture_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the end of a capture raises, the former stream is current again, unlike with torch's own context; both errors are
-    reported."""
+    """Where the end of a capture raises, the former stream is current again, unlike with torch's
+    own context; both errors are reported."""
     current = ["before"]
 
     @contextmanager
@@ -63,11 +75,14 @@ def test_a_failed_capture_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     with pytest.raises(RuntimeError, match="capture_end") as failed, capture_graph(None):
         raise ValueError("not permitted while capturing")
-    assert current == ["before", "capturing", "before"] and isinstance(failed.value.__context__, ValueError)
+    assert current == ["before", "capturing", "before"] and isinstance(
+        failed.value.__context__, ValueError
+    )
 
 
 @pytest.mark.parametrize(
-    ("device", "threads", "clock"), [("cpu", 1, "thread_time"), ("cpu", 2, "perf_counter"), ("cuda", 1, "perf_counter")]
+    ("device", "threads", "clock"),
+    [("cpu", 1, "thread_time"), ("cpu", 2, "perf_counter"), ("cuda", 1, "perf_counter")],
 )
 def test_only_one_thread_on_a_cpu_is_timed_by_its_work(
     monkeypatch: pytest.MonkeyPatch, device: str, threads: int, clock: str

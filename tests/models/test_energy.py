@@ -1,4 +1,6 @@
-"""Energy counters: the joules of all processors add up, and a counter that begins again at 0 goes on."""
+"""Energy counters: the joules of all processors add up, and a counter that begins again at 0
+goes on.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Every family on ten targets of unlike kinds: it decodes as `generate` does, or is refused in a sentence."""
+"""Every family on ten targets of unlike kinds: it decodes as `generate` does, or is refused in a
+sentence.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +35,11 @@ TARGETS = (
 )
 KEEP_STATES = ("qwen3_next", "lfm2")
 REFUSED: dict[tuple[str, str], str] = {
-    **{(target, family): "keep a state" for target in KEEP_STATES for family in ("early_exit", "layer_skip", "kangaroo")},
+    **{
+        (target, family): "keep a state"
+        for target in KEEP_STATES
+        for family in ("early_exit", "layer_skip", "kangaroo")
+    },
     **{(target, "self"): "are recurrent" for target in KEEP_STATES},
     **{
         (target, family): "does not run token by token"
@@ -42,27 +48,40 @@ REFUSED: dict[tuple[str, str], str] = {
         if (target, family) != ("lfm2", "uno")  # which runs there
     },
     **{("gemma4_text", family): "cannot be cut" for family in ("causal", "pard")},
-    **{(target, family): "keep a state|add its architecture" for target in KEEP_STATES for family in ("causal", "pard")},
+    **{
+        (target, family): "keep a state|add its architecture"
+        for target in KEEP_STATES
+        for family in ("causal", "pard")
+    },
     ("gemma4_text", "mtp"): "further modules",
     ("llama4_text", "self"): "within chunks",
 }
-UNCUT = {target for target, family in REFUSED if family == "causal"}  # whose draft models are of another family
+# whose draft models are of another family
+UNCUT = {target for target, family in REFUSED if family == "causal"}
 EAGLE = {"choice": "eagle3", "vocab_size": 512}
 UNCUT_SETTINGS: dict[str, dict[str, Any]] = {
-    "cascade": {"inner": EAGLE, "ahead": 0, "handover": 2}, "chosen": {"inner": ["ngram", EAGLE]},
-}  # fmt: skip
+    "cascade": {"inner": EAGLE, "ahead": 0, "handover": 2},
+    "chosen": {"inner": ["ngram", EAGLE]},
+}
 WORDS = 2048  # of the tokenizer
 NEW_TOKENS = 12
 SMALL: dict[str, dict[str, Any]] = {
-    "eagle3": {"vocab_size": 512}, "hybrid": {"inner": EAGLE},
-    "dflash": {"num_layers": 1, "block_size": 4}, "dspark": {"num_layers": 1, "block_size": 4},
-    "dflash2": {"num_layers": 1, "block_size": 4}, "domino": {"num_layers": 1, "block_size": 4},
+    "eagle3": {"vocab_size": 512},
+    "hybrid": {"inner": EAGLE},
+    "dflash": {"num_layers": 1, "block_size": 4},
+    "dspark": {"num_layers": 1, "block_size": 4},
+    "dflash2": {"num_layers": 1, "block_size": 4},
+    "domino": {"num_layers": 1, "block_size": 4},
     "xpress": {"num_layers": 1, "block_size": 4},
     "lilicorr": {"num_layers": 1, "block_size": 4, "correction_width": 16, "factor_width": 8},
-    "peagle": {"num_layers": 1}, "medusa": {"num_heads": 2},
-    "early_exit": {"exit_layer": 2}, "layer_skip": {"skipped": [1]}, "kangaroo": {"exit_layer": 2}, "causal": {"num_layers": 2},
+    "peagle": {"num_layers": 1},
+    "medusa": {"num_heads": 2},
+    "early_exit": {"exit_layer": 2},
+    "layer_skip": {"skipped": [1]},
+    "kangaroo": {"exit_layer": 2},
+    "causal": {"num_layers": 2},
     "self": {"budget": 12, "observe": 4},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -86,19 +105,32 @@ def case(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_on_every_kind_of_target(case: tuple[str, Target, list[list[int]], list[list[int]]], family: str) -> None:
-    """With random weights, a tree and a chain over two texts together give the outputs of `generate`."""
+def test_every_family_on_every_kind_of_target(
+    case: tuple[str, Target, list[list[int]], list[list[int]]], family: str
+) -> None:
+    """With random weights, a tree and a chain over two texts together give the outputs of
+    `generate`.
+    """
     name, target, prompts, expected = case
 
     def decode_outputs() -> list[list[list[int]]]:
         torch.manual_seed(0)
-        settings = {**SMALL.get(family, {}), **(UNCUT_SETTINGS.get(family, {}) if name in UNCUT else {})}
+        settings = {
+            **SMALL.get(family, {}),
+            **(UNCUT_SETTINGS.get(family, {}) if name in UNCUT else {}),
+        }
         drafter = build({**composed(f"drafter={family}").drafter, **settings}, target=target)
         counts = torch.ones(target.head.vocab_size, dtype=torch.int64)
         counts[0] = 0  # the tokenizer's padding, which is taken for a mask token
         drafter.prepare(target, counts)
-        sessions = [Session(target, Greedy(), drafter.eval(), builder) for builder in (Eagle2(3, 8), Chain(3))]
-        return [[generation.output for generation in session.decode(prompts, NEW_TOKENS)] for session in sessions]
+        sessions = [
+            Session(target, Greedy(), drafter.eval(), builder)
+            for builder in (Eagle2(3, 8), Chain(3))
+        ]
+        return [
+            [generation.output for generation in session.decode(prompts, NEW_TOKENS)]
+            for session in sessions
+        ]
 
     if (name, family) in REFUSED:
         with pytest.raises(UserError, match=REFUSED[name, family]):

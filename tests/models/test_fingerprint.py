@@ -1,4 +1,6 @@
-"""Fingerprints of a target: every value of a small one counts, and neither the type of the weights nor adapters do."""
+"""Fingerprints of a target: every value of a small one counts, and neither the type of the
+weights nor adapters do.
+"""
 
 import copy
 
@@ -11,11 +13,14 @@ from spectrain.models.target import Target
 
 
 @pytest.mark.parametrize("whole_bytes", [fingerprint.WHOLE_BYTES, 0])
-def test_other_weights_have_another_hash(shallow: Target, monkeypatch: pytest.MonkeyPatch, whole_bytes: int) -> None:
-    """A model loaded as bfloat16 has the hash of its float32 weights; one changed value is seen, or of a large model one of
-    the samples."""
+def test_other_weights_have_another_hash(
+    shallow: Target, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
+) -> None:
+    """A model loaded as bfloat16 has the hash of its float32 weights; one changed value is seen, or
+    of a large model one of the samples."""
     monkeypatch.setattr(fingerprint, "WHOLE_BYTES", whole_bytes)
-    before, model = hash_target(shallow), shallow.model
+    before = hash_target(shallow)
+    model = shallow.model
     other = copy.copy(shallow)
     object.__setattr__(other, "model", copy.deepcopy(model).bfloat16())
     assert hash_target(other) == before == hash_target(shallow)

@@ -24,7 +24,9 @@ def write_file(path: Path) -> None:
     writer.add_array("texts", ["a", "bb", ""])
     writer.add_array("numbers", [1, 2, 3])
     writer.add_tensor("float", np.ones((2, 32), dtype=np.float32))
-    stored = gguf.quants.quantize(np.ones((2, 32), dtype=np.float32), gguf.GGMLQuantizationType.Q8_0)
+    stored = gguf.quants.quantize(
+        np.ones((2, 32), dtype=np.float32), gguf.GGMLQuantizationType.Q8_0
+    )
     writer.add_tensor("quantised", stored, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -42,7 +44,13 @@ def key(kind: int, value: bytes, name: bytes = b"k") -> bytes:
 
 def tensor(dimensions: list[int], kind: int = 0, offset: int = 0) -> bytes:
     sizes = b"".join(struct.pack("<Q", size) for size in dimensions)
-    return struct.pack("<Q", 1) + b"t" + struct.pack("<I", len(dimensions)) + sizes + struct.pack("<IQ", kind, offset)
+    return (
+        struct.pack("<Q", 1)
+        + b"t"
+        + struct.pack("<I", len(dimensions))
+        + sizes
+        + struct.pack("<IQ", kind, offset)
+    )
 
 
 def nested_arrays(depth: int) -> bytes:
@@ -81,7 +89,9 @@ def test_files_that_the_library_writes_pass(tmp_path: Path) -> None:
 def test_malformed_headers_are_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(MALFORMED[name])
-    with pytest.raises(UserError, match=r"model\.gguf: it cannot be read as a GGUF file .*; copy the file again"):
+    with pytest.raises(
+        UserError, match=r"model\.gguf: it cannot be read as a GGUF file .*; copy the file again"
+    ):
         check_gguf_header(path)
 
 

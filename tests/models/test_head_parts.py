@@ -1,4 +1,6 @@
-"""Targets without their layers: what is read of a checkpoint, from where, and what such a target refuses."""
+"""Targets without their layers: what is read of a checkpoint, from where, and what such a target
+refuses.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -41,14 +43,20 @@ def record_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def check_equal(head: Target, full: Target) -> None:
-    """Check that embedding, output layer and final norm compute the same, and that the shapes of the layers are equal."""
-    tokens, states = torch.arange(20)[None], torch.randn(1, 5, full.width, dtype=full.dtype)
+    """Check that embedding, output layer and final norm compute the same, and that the shapes of
+    the layers are equal.
+    """
+    tokens = torch.arange(20)[None]
+    states = torch.randn(1, 5, full.width, dtype=full.dtype)
     assert torch.equal(head.head.embed(tokens), full.head.embed(tokens))
     assert torch.equal(head.head.logits(states), full.head.logits(states))
     assert torch.equal(head.apply_final_norm(states), full.apply_final_norm(states))
     assert (head.num_layers, head.width, head.dtype, head.stop_ids) == (
-        full.num_layers, full.width, full.dtype, full.stop_ids,
-    )  # fmt: skip
+        full.num_layers,
+        full.width,
+        full.dtype,
+        full.stop_ids,
+    )
     assert all(parameter.is_meta for layer in head.layers for parameter in layer.parameters())
 
 
@@ -75,7 +83,8 @@ def test_only_the_heads_tensors_are_read(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_files_of_the_layers_may_be_absent(tmp_path: Path) -> None:
     folder = save_sharded(tmp_path)
-    full, files = load_hf(str(folder), dtype="float32"), CheckpointFiles(folder).tensor_files
+    full = load_hf(str(folder), dtype="float32")
+    files = CheckpointFiles(folder).tensor_files
     for file in {*files.values()} - {files[name] for name in HEAD_TENSORS}:
         (folder / file).unlink()
     check_equal(load_hf(str(folder), parts="head", dtype="float32"), full)
@@ -86,17 +95,27 @@ def test_layers_may_be_quantized(tmp_path: Path) -> None:
     check_equal(load_hf(str(tmp_path), parts="head"), load_hf(str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "olmo", "gemma4_text", "bailing_hybrid", "qwen2_5_vl", "gemma3"])
-def test_names_and_kinds_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Tied and other output layers, norms without weights, renamed tensors, models of text and images."""
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt_neox", "olmo", "gemma4_text", "bailing_hybrid", "qwen2_5_vl", "gemma3"]
+)
+def test_names_and_kinds_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Tied and other output layers, norms without weights, renamed tensors, models of text and
+    images.
+    """
     save_small(name, tmp_path)
     monkeypatch.setattr(loading, "load_tokenizer", lambda *args, **kwargs: load_tiny_tokenizer())
     monkeypatch.setattr(loading, "check_exact", lambda target: None)
     check_equal(load_hf(str(tmp_path), parts="head"), load_hf(str(tmp_path)))
 
 
-def test_only_the_files_that_hold_the_head_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, cache, downloads = save_sharded(tmp_path), tmp_path / "cache" / "commit", []
+def test_only_the_files_that_hold_the_head_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_sharded(tmp_path)
+    cache = tmp_path / "cache" / "commit"
+    downloads = []
     cache.mkdir(parents=True)
 
     def copy_file(repository: str, file: str, revision: str | None = None) -> str:
@@ -111,7 +130,9 @@ def test_only_the_files_that_hold_the_head_are_downloaded(tmp_path: Path, monkey
     files = CheckpointFiles(folder)
     assert all(torch.equal(tensor, files.read_tensor(name)) for name, tensor in tensors.items())
     assert downloads[0] == ("org/name", INDEX_FILE, "v2")
-    assert sorted({file for _, file, _ in downloads[1:]}) == sorted({files.tensor_files[name] for name in HEAD_TENSORS})
+    assert sorted({file for _, file, _ in downloads[1:]}) == sorted(
+        {files.tensor_files[name] for name in HEAD_TENSORS}
+    )
     assert {revision for _, _, revision in downloads[1:]} == {"commit"}
     assert len({*files.tensor_files.values()}) > len(downloads[1:])
 
@@ -131,7 +152,9 @@ def test_what_needs_layers_is_refused() -> None:
     head = load_tiny(parts="head")
     with pytest.raises(UserError, match=r"target.parts=head: .* needs the layers of tiny"):
         decode(head, [[1, 2, 3]], Greedy(), 4)
-    with pytest.raises(UserError, match="chat needs the layers of tiny, which are not loaded; use target.parts=all"):
+    with pytest.raises(
+        UserError, match="chat needs the layers of tiny, which are not loaded; use target.parts=all"
+    ):
         head.require_layers("chat")
     load_tiny().require_layers("chat")
 

@@ -36,28 +36,40 @@ def fill_adapters(parameters: list[torch.nn.Parameter]) -> None:
 def compute_outputs(target: Target) -> Tensor:
     """Every layer's features and the logits of a fixed text, side by side."""
     tokens = (torch.arange(40).reshape(2, 20) * 13 + 5) % min(target.head.vocab_size, 1000)
-    features = target.run(tokens, ForwardPlan(layers=(*range(target.num_layers + 1), "final"), logits=True))
+    features = target.run(
+        tokens, ForwardPlan(layers=(*range(target.num_layers + 1), "final"), logits=True)
+    )
     assert features.logits is not None
     return torch.cat([features.hidden.flatten(2), features.logits], dim=-1)
 
 
 @PACKED
 def test_new_adapters_change_nothing(packed: bool) -> None:
-    """Right after injection features and logits are those of the target; head, embedding and norms have no adapter."""
+    """Right after injection features and logits are those of the target; head, embedding and
+    norms have no adapter.
+    """
     adapted = load_target(packed)
     before = compute_outputs(adapted)
     added = inject_lora(adapted, rank=4, alpha=8.0)
     assert torch.equal(compute_outputs(adapted), before)
     names = [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
-    assert len(names) == len(LINEARS) * adapted.num_layers and {name.rsplit(".", 1)[1] for name in names} == LINEARS
+    assert (
+        len(names) == len(LINEARS) * adapted.num_layers
+        and {name.rsplit(".", 1)[1] for name in names} == LINEARS
+    )
     assert len(added) == 2 * len(names) and {id(p) for p in added} == {
-        id(p) for layer in find_lora_layers(adapted) for name, p in layer.named_parameters() if "lora_" in name
+        id(p)
+        for layer in find_lora_layers(adapted)
+        for name, p in layer.named_parameters()
+        if "lora_" in name
     }
 
 
 @PACKED
 def test_disabled_adapters_restore_the_original_bits(packed: bool) -> None:
-    """With adapters off every feature and logit equals the unadapted target's; afterwards they are as before, errors or not."""
+    """With adapters off every feature and logit equals the unadapted target's; afterwards they
+    are as before, errors or not.
+    """
     adapted = load_target(packed)
     before = compute_outputs(adapted)
     added = inject_lora(adapted, rank=4, alpha=8.0)
@@ -76,7 +88,9 @@ def test_disabled_adapters_restore_the_original_bits(packed: bool) -> None:
 @PACKED
 @pytest.mark.parametrize("alpha", [2.0, 16.0])
 def test_a_merged_target_equals_the_adapted_target(packed: bool, alpha: float) -> None:
-    """Merging leaves no adapter and the original's parameters by name, and the logits are those with adapters on."""
+    """Merging leaves no adapter and the original's parameters by name, and the logits are those
+    with adapters on.
+    """
     adapted = load_target(packed)
     names = [name for name, _ in adapted.named_parameters()]
     before = compute_outputs(adapted)
@@ -96,7 +110,10 @@ def test_merged_target_is_saved_and_loads_as_an_ordinary_model(tmp_path: Path) -
     merge_lora(adapted)
     adapted.save(tmp_path / "target")
     torch.testing.assert_close(
-        compute_outputs(load_hf(str(tmp_path / "target"))), compute_outputs(adapted), rtol=1e-4, atol=1e-4
+        compute_outputs(load_hf(str(tmp_path / "target"))),
+        compute_outputs(adapted),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
@@ -108,7 +125,11 @@ def test_fused_experts_have_no_adapters(tmp_path: Path) -> None:
     before = compute_outputs(adapted)
     fill_adapters(inject_lora(adapted, rank=4, alpha=8.0))
     on = compute_outputs(adapted)
-    names = {name.rsplit(".", 1)[1] for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
+    names = {
+        name.rsplit(".", 1)[1]
+        for name, module in adapted.named_modules()
+        if isinstance(module, LoraLayer)
+    }
     merge_lora(adapted)
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
     torch.testing.assert_close(compute_outputs(adapted), on, rtol=1e-4, atol=1e-4)

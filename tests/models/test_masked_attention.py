@@ -36,7 +36,10 @@ def random_tokens(*shape: int) -> torch.Tensor:
 
 def test_masked_architectures_are_detected(target: Target) -> None:
     """Biases are detected in the layers' arguments, windows in the masks that layers store."""
-    own, windows = target.architecture, [attention.range.window for attention in target.architecture.attention_layers.values()]
+    own = target.architecture
+    windows = [
+        attention.range.window for attention in target.architecture.attention_layers.values()
+    ]
     assert isinstance(own, Masked) and target.config._attn_implementation == MASKED
     assert own.bias_arguments == (("position_bias",) if target.name == "mpt" else ())
     assert windows == ([None] * 4 if target.name == "mpt" else [None, WINDOW, None, WINDOW])
@@ -55,51 +58,77 @@ def test_trees_without_a_cache(target: Target, packed: bool) -> None:
     parents = torch.tensor([[-1, *(max(0, node - 2) for node in range(1, 18))]])
     tree = TokenTree.from_parents(random_tokens(1, 18), parents)
     lengths = (18, 18) if packed else None
-    tokens, positions = (torch.cat([tensor] * (2 if packed else 1), dim=1) for tensor in (tree.tokens, tree.depths))
+    tokens, positions = (
+        torch.cat([tensor] * (2 if packed else 1), dim=1) for tensor in (tree.tokens, tree.depths)
+    )
     mask = (tree.ancestors, tree.ancestors) if packed else tree.ancestors
     plan = ForwardPlan(layers=("final",), positions=positions, mask=mask, lengths=lengths)
     actual = target.run(tokens, plan).hidden[0, -18:, 0]
     for node in (3, 16, 17):
         path = tree.tokens[:, tree.ancestors[0, node]]
-        torch.testing.assert_close(actual[node], target.features(path, ("final",)).hidden[0, -1, 0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            actual[node], target.features(path, ("final",)).hidden[0, -1, 0], atol=1e-4, rtol=1e-4
+        )
 
 
 def test_a_split_forward_equals_a_full_forward(target: Target) -> None:
-    """A forward that starts from the inputs of the third layer of a cached tree gives what the full forward gives."""
-    prompt, tree = random_tokens(2, 12), TokenTree.from_parents(random_tokens(2, 5), torch.tensor([[-1, 0, 0, 1, 2]] * 2))
+    """A forward that starts from the inputs of the third layer of a cached tree gives what the
+    full forward gives.
+    """
+    prompt = random_tokens(2, 12)
+    tree = TokenTree.from_parents(random_tokens(2, 5), torch.tensor([[-1, 0, 0, 1, 2]] * 2))
     outputs = []
     for split in (False, True):
         cache = target.new_cache(2, 32)
         target.prefill(prompt, torch.tensor([12, 9]), cache, ())
         positions = cache.lengths[:, None] + tree.depths
-        plan = ForwardPlan(layers=(2, "final"), positions=positions, mask=tree.ancestors, cache=cache)
+        plan = ForwardPlan(
+            layers=(2, "final"), positions=positions, mask=tree.ancestors, cache=cache
+        )
         if split:
-            first = target.run(tree.tokens, ForwardPlan((2,), positions=positions, mask=tree.ancestors, cache=cache,
-                                                        span=LayerSpan(last=2))).hidden[:, :, 0]  # fmt: skip
+            first = target.run(
+                tree.tokens,
+                ForwardPlan(
+                    (2,),
+                    positions=positions,
+                    mask=tree.ancestors,
+                    cache=cache,
+                    span=LayerSpan(last=2),
+                ),
+            ).hidden[:, :, 0]
             cache.roll_back()
             span = LayerSpan(first=2, hidden=first)
-            plan = ForwardPlan(("final",), positions=positions, mask=tree.ancestors, cache=cache, span=span)
+            plan = ForwardPlan(
+                ("final",), positions=positions, mask=tree.ancestors, cache=cache, span=span
+            )
         outputs.append(target.run(tree.tokens, plan).at_layer("final"))
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
 
 
 def test_the_reference_model_has_no_masks_of_ours(target: Target) -> None:
-    """Held against transformers, a target goes back to its masks, and no mask of ours stays in a layer."""
+    """Held against transformers, a target goes back to its masks, and no mask of ours stays in a
+    layer.
+    """
     tokens = random_tokens(1, 20)
     before = target.features(tokens, ("final",)).hidden
     with reference_model(target) as model, torch.no_grad():
         logits = model(input_ids=tokens).logits
-    torch.testing.assert_close(target.head.logits(before[:, :, 0]), logits.float(), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        target.head.logits(before[:, :, 0]), logits.float(), atol=1e-3, rtol=1e-3
+    )
     assert torch.equal(target.features(tokens, ("final",)).hidden, before)
     assert capture_blocker(target, Greedy(), None, None) is not None
 
 
 def test_biases_follow_positions() -> None:
     """A bias that equals a key's slot becomes the key's position, for all texts or for each."""
-    positions, slots = torch.tensor([[0, 1, 2, 2], [0, 1, 1, 2]]), torch.arange(4.0)
+    positions = torch.tensor([[0, 1, 2, 2], [0, 1, 1, 2]])
+    slots = torch.arange(4.0)
     visibility = MaskVisibility(lambda window: torch.ones(1, 1, 1, 4), positions, 3)
     each = visibility.gather_bias((slots * torch.ones(6, 1, 1)).view(6, 1, 4))
-    assert isinstance(each, torch.Tensor) and torch.equal(each, positions.repeat_interleave(3, 0)[:, None].float())
+    assert isinstance(each, torch.Tensor) and torch.equal(
+        each, positions.repeat_interleave(3, 0)[:, None].float()
+    )
     longer = torch.arange(-2.0, 4.0).expand(3, 1, 6)
     alike = visibility.gather_bias(longer)
     assert isinstance(alike, PerRowBias) and alike.size(-1) == 6

@@ -1,4 +1,6 @@
-"""Packed linears compute what plain ones do, before and after the weights change, and leave gradients alone."""
+"""Packed linears compute what plain ones do, before and after the weights change, and leave
+gradients alone.
+"""
 
 import copy
 from collections.abc import Callable
@@ -19,13 +21,22 @@ from spectrain.models.fast.batch_invariance import (
     has_bfloat16,
     packable_dtypes,
 )
-from spectrain.models.fast.packed_linears import FeatureLinear, has_int8, is_packed, pack_int8, pack_linears, unpack_linears
+from spectrain.models.fast.packed_linears import (
+    FeatureLinear,
+    has_int8,
+    is_packed,
+    pack_int8,
+    pack_linears,
+    unpack_linears,
+)
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
+)
 
 
 def pack_linear(linear: nn.Linear) -> nn.Linear:
@@ -49,8 +60,12 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (2, 5), (3, 1, 4), (128,)])
 @pytest.mark.parametrize(("width_in", "width_out"), [(1, 1), (16, 48), (96, 33), (577, 129)])
-def test_packed_equals_plain(width_in: int, width_out: int, shape: tuple[int, ...], bias: bool) -> None:
-    """Outputs are equal over one row or many, any number of leading dimensions, even and odd widths."""
+def test_packed_equals_plain(
+    width_in: int, width_out: int, shape: tuple[int, ...], bias: bool
+) -> None:
+    """Outputs are equal over one row or many, any number of leading dimensions, even and odd
+    widths.
+    """
     linear = pack_linear(nn.Linear(width_in, width_out, bias=bias))
     assert is_packed(linear)
     input = torch.randn(*shape, width_in)
@@ -86,7 +101,8 @@ def replace_weight(linear: nn.Linear) -> None:
 
 
 def merge_adapter(linear: nn.Linear) -> None:
-    linear.weight.data += 1.0  # PEFT merges an adapter so; autograd's version counter does not see it
+    # PEFT merges an adapter so; autograd's version counter does not see it
+    linear.weight.data += 1.0
     pack_linears(linear)
 
 
@@ -98,10 +114,16 @@ def step_optimizer(linear: nn.Linear) -> None:
 
 
 @needs_onednn
-@pytest.mark.parametrize("change", [add_to_weight, fill_a_row, load_weight, replace_weight, merge_adapter, step_optimizer])
+@pytest.mark.parametrize(
+    "change",
+    [add_to_weight, fill_a_row, load_weight, replace_weight, merge_adapter, step_optimizer],
+)
 def test_packed_follows_a_weight_change(change: Callable[[nn.Linear], None]) -> None:
-    """After the weight was written in place, loaded, replaced, merged and packed again, or trained, the copy is new."""
-    linear, input = pack_linear(nn.Linear(8, 6)), torch.randn(5, 8)
+    """After the weight was written in place, loaded, replaced, merged and packed again, or
+    trained, the copy is new.
+    """
+    linear = pack_linear(nn.Linear(8, 6))
+    input = torch.randn(5, 8)
     with torch.no_grad():
         before = linear(input)
         change(linear)
@@ -112,8 +134,12 @@ def test_packed_follows_a_weight_change(change: Callable[[nn.Linear], None]) -> 
 
 @needs_onednn
 def test_packed_follows_a_weight_at_the_same_address() -> None:
-    """A new weight that lies where the old one lay is a new weight: freed memory is handed out again."""
-    linear, input, memory = pack_linear(nn.Linear(8, 6)), torch.randn(5, 8), torch.randn(6, 8)
+    """A new weight that lies where the old one lay is a new weight: freed memory is handed out
+    again.
+    """
+    linear = pack_linear(nn.Linear(8, 6))
+    input = torch.randn(5, 8)
+    memory = torch.randn(6, 8)
     with torch.no_grad():
         linear.weight = nn.Parameter(torch.from_numpy(memory.numpy()))
         linear(input)
@@ -124,12 +150,19 @@ def test_packed_follows_a_weight_at_the_same_address() -> None:
 
 @pytest.mark.sweep(10)
 @needs_onednn
-@pytest.mark.parametrize("trained", [{"input"}, {"weight"}, {"bias"}, {"input", "weight"}, {"input", "weight", "bias"}])
+@pytest.mark.parametrize(
+    "trained", [{"input"}, {"weight"}, {"bias"}, {"input", "weight"}, {"input", "weight", "bias"}]
+)
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_gives_the_gradients_of_a_plain_linear(trained: set[str], shape: tuple[int, ...], bias: bool) -> None:
-    """Whichever of input, weight and bias want a gradient get it, also where a packed copy exists already."""
-    linear, input = pack_linear(nn.Linear(8, 6, bias=bias)), torch.randn(shape)
+def test_packed_gives_the_gradients_of_a_plain_linear(
+    trained: set[str], shape: tuple[int, ...], bias: bool
+) -> None:
+    """Whichever of input, weight and bias want a gradient get it, also where a packed copy
+    exists already.
+    """
+    linear = pack_linear(nn.Linear(8, 6, bias=bias))
+    input = torch.randn(shape)
     with torch.no_grad():
         linear(input)
     input.requires_grad_("input" in trained)
@@ -140,18 +173,28 @@ def test_packed_gives_the_gradients_of_a_plain_linear(trained: set[str], shape: 
         assert not linear(input).requires_grad
         return
     actual = torch.autograd.grad(linear(input).square().sum(), leaves)
-    expected = torch.autograd.grad(F.linear(input, linear.weight, linear.bias).square().sum(), leaves)
+    expected = torch.autograd.grad(
+        F.linear(input, linear.weight, linear.bias).square().sum(), leaves
+    )
     for gradient, reference in zip(actual, expected):
         assert_close(gradient, reference)
 
 
 @needs_onednn
 def test_strided_inputs_and_gradients_change_nothing() -> None:
-    """A transposed input, and an output that is read transposed, give the gradients of their contiguous copies."""
-    linear, input = pack_linear(nn.Linear(8, 6)), torch.randn(8, 4, 10, requires_grad=True)
-    leaves, factor = [input, *linear.parameters()], torch.randn(6, 4, 10)
-    actual = torch.autograd.grad((linear(input.transpose(0, 2)).transpose(0, 2) * factor).sum(), leaves)
-    expected = torch.autograd.grad((torch.einsum("itb,oi->otb", input, linear.weight) * factor).sum(), leaves[:2])
+    """A transposed input, and an output that is read transposed, give the gradients of their
+    contiguous copies.
+    """
+    linear = pack_linear(nn.Linear(8, 6))
+    input = torch.randn(8, 4, 10, requires_grad=True)
+    leaves = [input, *linear.parameters()]
+    factor = torch.randn(6, 4, 10)
+    actual = torch.autograd.grad(
+        (linear(input.transpose(0, 2)).transpose(0, 2) * factor).sum(), leaves
+    )
+    expected = torch.autograd.grad(
+        (torch.einsum("itb,oi->otb", input, linear.weight) * factor).sum(), leaves[:2]
+    )
     for gradient, reference in zip(actual, (*expected, factor.sum((1, 2)))):
         assert_close(gradient, reference)
 
@@ -159,7 +202,8 @@ def test_strided_inputs_and_gradients_change_nothing() -> None:
 @needs_onednn
 def test_packing_leaves_other_dtypes_plain() -> None:
     """A linear that is not float32 computes as before."""
-    linear, input = pack_linear(nn.Linear(8, 6).double()), torch.randn(5, 8, dtype=torch.float64)
+    linear = pack_linear(nn.Linear(8, 6).double())
+    input = torch.randn(5, 8, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(linear(input), F.linear(input, linear.weight, linear.bias))
 
@@ -172,7 +216,11 @@ def test_unpack_undoes_pack() -> None:
     pack_linears(module)
     forward = module[0].forward
     pack_linears(module)
-    assert module[0].forward is forward and [is_packed(child) for child in module] == [True, False, True]
+    assert module[0].forward is forward and [is_packed(child) for child in module] == [
+        True,
+        False,
+        True,
+    ]
     assert module.state_dict().keys() == state.keys()
     unpack_linears(module)
     assert not any(is_packed(child) for child in module)
@@ -184,7 +232,8 @@ def test_unpack_undoes_pack() -> None:
 def test_a_packed_target_equals_an_unpacked_target() -> None:
     """The tiny target's logits and features are the same within 1e-4 on packed linears."""
     target = load_tiny(device="cpu")
-    tokens, layers = torch.randint(0, target.head.vocab_size, (2, 12)), (0, 1, target.num_layers)
+    tokens = torch.randint(0, target.head.vocab_size, (2, 12))
+    layers = (0, 1, target.num_layers)
     before = target.run(tokens, ForwardPlan(layers=layers, logits=True))
     target.pack_weights()
     after = target.run(tokens, ForwardPlan(layers=layers, logits=True))
@@ -199,7 +248,9 @@ class Block(nn.Module):
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, out, bias=bias) for out in (24, 8, 8))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(16, out, bias=bias) for out in (24, 8, 8)
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         return torch.cat([self.q_proj(input), self.k_proj(input), self.v_proj(input)], dim=-1)
@@ -207,18 +258,30 @@ class Block(nn.Module):
 
 @needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
-def test_linears_of_the_same_input_share_a_product(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three linears, one product; after a weight or the input was written to, what plain ones give; a copy packs its own."""
+def test_linears_of_the_same_input_share_a_product(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three linears, one product; after a weight or the input was written to, what plain ones
+    give; a copy packs its own.
+    """
     monkeypatch.setattr(prepacked, "SMALL_WEIGHTS", 0)
     block = Block(bias)
-    input, expected = torch.randn(2, 3, 16), []
+    input = torch.randn(2, 3, 16)
+    expected = []
     with torch.no_grad():
-        plain_outputs = lambda: torch.cat([F.linear(input, linear.weight, linear.bias) for linear in block.children()], dim=-1)  # noqa: E731
+
+        def plain_outputs():
+            return torch.cat(
+                [F.linear(input, linear.weight, linear.bias) for linear in block.children()], dim=-1
+            )
+
         expected.append(plain_outputs())
         pack_linears(block)
         calls: list[int] = []
         product = prepacked.onednn_linear
-        monkeypatch.setattr(prepacked, "onednn_linear", lambda *arguments: (calls.append(1), product(*arguments))[1])
+        monkeypatch.setattr(
+            prepacked, "onednn_linear", lambda *arguments: (calls.append(1), product(*arguments))[1]
+        )
         assert_close(block(input), expected[0])
         assert len(calls) == 1
         input.mul_(2)
@@ -238,32 +301,44 @@ def test_bfloat16_is_packed_where_the_processor_multiplies_it() -> None:
     with torch.no_grad():
         output = linear(input)
     assert output.dtype == torch.bfloat16
-    torch.testing.assert_close(output.double(), expected_output(linear, input).double(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        output.double(), expected_output(linear, input).double(), atol=2e-2, rtol=2e-2
+    )
 
 
 @pytest.mark.skipif(not has_int8(), reason="this processor does not multiply integers of 8 bits")
 def test_int8_weights_are_rounded_to_half_a_step() -> None:
-    """A product of integers is that of the rounded weights and inputs; what reads features is rounded to no integers."""
-    weight, input = torch.randn(40, 64), torch.randn(5, 64)
+    """A product of integers is that of the rounded weights and inputs; what reads features is
+    rounded to no integers.
+    """
+    weight = torch.randn(40, 64)
+    input = torch.randn(5, 64)
     steps = weight.abs().amax(1, keepdim=True) / 127
-    wide, low = input.max() - input.min(), input.min()
+    wide = input.max() - input.min()
+    low = input.min()
     inputs = low.div(wide / 255).round().neg().clamp(0, 255)
     rounded = ((input / (wide / 255)).round() + inputs).clamp(0, 255).sub(inputs) * (wide / 255)
     product = torch.ops.quantized.linear_dynamic(input, pack_int8(weight))
-    torch.testing.assert_close(product, rounded @ ((weight / steps).round() * steps).T, atol=0.05, rtol=1e-3)
+    torch.testing.assert_close(
+        product, rounded @ ((weight / steps).round() * steps).T, atol=0.05, rtol=1e-3
+    )
     for kind, exact in ((nn.Linear, False), (FeatureLinear, True)):
         linear = kind(600, 500)
         pack_linears(linear, low_precision=True)
         input = torch.randn(3, 600)
         with torch.no_grad():
-            output, again = linear(input), copy.deepcopy(linear)(input)
+            output = linear(input)
+            again = copy.deepcopy(linear)(input)
         assert torch.equal(output, again) and (linear.forward.weights.packed_int8 is None) is exact
 
 
 @pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
 def test_large_weights_of_a_drafter_are_rounded() -> None:
-    """They are within bfloat16's rounding, bias included; small ones, gradients and what was packed before are exact."""
-    large, small = nn.Linear(600, 500), nn.Linear(20, 30)
+    """They are within bfloat16's rounding, bias included; small ones, gradients and what was
+    packed before are exact.
+    """
+    large = nn.Linear(600, 500)
+    small = nn.Linear(20, 30)
     for linear, tolerance in ((large, 2e-2), (small, 1e-6)):
         input = torch.randn(3, linear.in_features)
         expected = F.linear(input, linear.weight, linear.bias).detach()
@@ -271,16 +346,21 @@ def test_large_weights_of_a_drafter_are_rounded() -> None:
         with torch.no_grad():
             torch.testing.assert_close(linear(input), expected, rtol=tolerance, atol=tolerance)
             assert torch.equal(linear(input), expected) is (linear is small)
-        torch.testing.assert_close(linear(input), expected, rtol=1e-5, atol=1e-5)  # learns, in float32
+        # learns, in float32
+        torch.testing.assert_close(linear(input), expected, rtol=1e-5, atol=1e-5)
     exact = pack_linear(nn.Linear(600, 500))
     pack_linears(exact, low_precision=True)
     with torch.no_grad():
         input = torch.randn(3, 600)
-        torch.testing.assert_close(exact(input), F.linear(input, exact.weight, exact.bias), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            exact(input), F.linear(input, exact.weight, exact.bias), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_target_is_never_rounded(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter that decodes is, where the processor multiplies bfloat16; the target's answer is its own, bit by bit."""
+    """A drafter that decodes is, where the processor multiplies bfloat16; the target's answer is
+    its own, bit by bit.
+    """
     monkeypatch.setattr(prepacked, "SMALL_WEIGHTS", 0)
     prompt = [[5, 6, 7, 8]]
     target = copy.deepcopy(shallow)
@@ -289,7 +369,12 @@ def test_a_target_is_never_rounded(shallow: Target, monkeypatch: pytest.MonkeyPa
     drafter = prepare_for_decoding(Causal(target, num_layers=2), target)
     drafted = decode(target, prompt, Greedy(), 24, drafter, Chain(3), ignore_eos=True)
     assert drafted[0].output == plain[0].output and max(drafted[0].round_lengths) > 1
-    forwards = lambda module: [vars(layer)["forward"] for layer in module.modules() if isinstance(layer, nn.Linear)]  # noqa: E731
+
+    def forwards(module):
+        return [
+            vars(layer)["forward"] for layer in module.modules() if isinstance(layer, nn.Linear)
+        ]
+
     assert not any(forward.weights.low_precision for forward in forwards(target)) and all(
         forward.weights.low_precision for forward in forwards(drafter)
     )
@@ -297,11 +382,14 @@ def test_a_target_is_never_rounded(shallow: Target, monkeypatch: pytest.MonkeyPa
 
 @needs_onednn
 def test_autocast_sets_the_type_of_products() -> None:
-    """Output and gradients are float32's within bfloat16's rounding, and gradients come in the weights' own type."""
+    """Output and gradients are float32's within bfloat16's rounding, and gradients come in the
+    weights' own type.
+    """
     if torch.bfloat16 not in packable_dtypes():
         pytest.skip("oneDNN does not multiply bfloat16 here")
     linear = pack_linear(nn.Linear(64, 48))
-    input, judge = torch.randn(5, 64, requires_grad=True), torch.randn(5, 48)
+    input = torch.randn(5, 64, requires_grad=True)
+    judge = torch.randn(5, 48)
     operands = (input, linear.weight, linear.bias)
     expected = torch.autograd.grad((F.linear(*operands) * judge).sum(), operands)
     with torch.autocast("cpu", torch.bfloat16):
@@ -315,7 +403,9 @@ def test_autocast_sets_the_type_of_products() -> None:
 
 @pytest.mark.skipif(not has_batch_invariance(), reason="rows of bfloat16 are not alike here")
 def test_bits_of_a_row_do_not_depend_on_other_rows() -> None:
-    """One to forty rows have the same bits, with weights as wide as a layer's of a small and of a large model."""
+    """One to forty rows have the same bits, with weights as wide as a layer's of a small and of
+    a large model.
+    """
     for width in (96, 576, 4864):
         linear = pack_linear(nn.Linear(width, 640).to(torch.bfloat16))
         input = torch.randn(2, 20, width).bfloat16()

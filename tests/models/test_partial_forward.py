@@ -1,4 +1,6 @@
-"""A tree whose nodes were run in parts, in another order and among others, is verified as one that was run at once."""
+"""A tree whose nodes were run in parts, in another order and among others, is verified as one
+that was run at once.
+"""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -27,18 +29,31 @@ from tests.trees.tables import check_structure
 LAYERS = 4
 EVERY: tuple[Layer, ...] = (*range(LAYERS + 1), "final")
 SIZED: dict[str, Any] = {**SIZE, "num_hidden_layers": LAYERS}
-MODELS: dict[str, Any] = {"llama": hf.LlamaConfig(**SIZED), "mistral": hf.MistralConfig(**SIZED, sliding_window=WINDOW)}
+MODELS: dict[str, Any] = {
+    "llama": hf.LlamaConfig(**SIZED),
+    "mistral": hf.MistralConfig(**SIZED, sliding_window=WINDOW),
+}
 NODES = 10
-TREE_TOKENS, TWINS = [3, 4, 5, 6], [3, 4]  # tokens of trees: as many as a node has children at most, and fewer
+# tokens of trees: as many as a node has children at most, and fewer
+TREE_TOKENS = [3, 4, 5, 6]
+TWINS = [3, 4]
 OTHER_TOKENS = range(40, VOCAB)  # tokens of nodes that are in no tree
 DRAFTING: list[tuple[int, tuple[int, ...]]] = [
-    (1, ()), (2, ()), (3, ()), (LAYERS, (2,)), (LAYERS, (0,)), (LAYERS, (3, 1)), (3, (2,)),
-]  # fmt: skip
+    (1, ()),
+    (2, ()),
+    (3, ()),
+    (LAYERS, (2,)),
+    (LAYERS, (0,)),
+    (LAYERS, (3, 1)),
+    (3, (2,)),
+]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def target(request: pytest.FixtureRequest, tiny: Target) -> Target:
-    """Four layers of random weights; attention sees everything, or a window that the committed tokens fill."""
+    """Four layers of random weights; attention sees everything, or a window that the committed
+    tokens fill.
+    """
     return build(request.param, MODELS[request.param], tiny)[0]
 
 
@@ -48,11 +63,18 @@ def assert_close(actual: Tensor | None, expected: Tensor | None) -> None:
 
 
 class Case:
-    """Two equal caches after one ragged batch of prompts: one for the tree in parts, one for the tree at once."""
+    """Two equal caches after one ragged batch of prompts: one for the tree in parts, one for the
+    tree at once.
+    """
 
-    def __init__(self, target: Target, lengths: list[int], layers: tuple[Layer, ...] = EVERY) -> None:
-        self.target, self.batch, self.layers = target, len(lengths), layers
-        self.tokens, self.lengths = random_tokens(len(lengths), 64), torch.tensor(lengths)
+    def __init__(
+        self, target: Target, lengths: list[int], layers: tuple[Layer, ...] = EVERY
+    ) -> None:
+        self.target = target
+        self.batch = len(lengths)
+        self.layers = layers
+        self.tokens = random_tokens(len(lengths), 64)
+        self.lengths = torch.tensor(lengths)
         self.cache, self.reference_cache = self._make_cache(), self._make_cache()
 
     def _make_cache(self) -> TreeCache:
@@ -60,7 +82,9 @@ class Case:
         self.target.prefill(self.tokens[:, : int(self.lengths.max())], self.lengths, cache, ())
         return cache
 
-    def make_part(self, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = EVERY) -> PartialForward:
+    def make_part(
+        self, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = EVERY
+    ) -> PartialForward:
         return PartialForward(self.target, self.cache, last, skipped, layers)
 
     @property
@@ -68,25 +92,41 @@ class Case:
         return self.tokens.gather(1, self.cache.lengths[:, None])[:, 0]
 
     def tree(self, children: Children, random: Random, root: Tensor | None = None) -> TokenTree:
-        """Trees with padding that differ from row to row; the same token often comes below different nodes."""
+        """Trees with padding that differ from row to row; the same token often comes below
+        different nodes.
+        """
         tokens = (self.root if root is None else root)[:, None].repeat(1, NODES)
-        parents, valid = torch.full_like(tokens, -1), torch.ones_like(tokens, dtype=torch.bool)
+        parents = torch.full_like(tokens, -1)
+        valid = torch.ones_like(tokens, dtype=torch.bool)
         for row in range(self.batch):
             for node in range(1, NODES):
                 parents[row, node] = parent = random.randrange(max(0, node - 4), node)
                 valid[row, node] = valid[row, parent] and random.random() < 0.85
-                real_siblings = (parents[row, :node] == parent) & valid[row, :node] & valid[row, node]
-                taken = set() if children == "sampled" else set(tokens[row, :node][real_siblings].tolist())
+                real_siblings = (
+                    (parents[row, :node] == parent) & valid[row, :node] & valid[row, node]
+                )
+                taken = (
+                    set()
+                    if children == "sampled"
+                    else set(tokens[row, :node][real_siblings].tolist())
+                )
                 tokens[row, node] = random.choice(
-                    [token for token in (TWINS if children == "sampled" else TREE_TOKENS) if token not in taken]
+                    [
+                        token
+                        for token in (TWINS if children == "sampled" else TREE_TOKENS)
+                        if token not in taken
+                    ]
                 )
         tree = replace(TokenTree.from_parents(tokens, parents, valid), children=children)
         check_structure(tree)
         return tree
 
     def commit(self, tree: TokenTree, random: Random) -> None:
-        """Keep one path of real nodes in both caches; the last of three rows, which is done, keeps none."""
-        paths, counts = torch.zeros(self.batch, NODES, dtype=torch.int64), torch.zeros(self.batch, dtype=torch.int64)
+        """Keep one path of real nodes in both caches; the last of three rows, which is done,
+        keeps none.
+        """
+        paths = torch.zeros(self.batch, NODES, dtype=torch.int64)
+        counts = torch.zeros(self.batch, dtype=torch.int64)
         for row in range(self.batch):
             last = random.choice(tree.valid[row].nonzero()[:, 0].tolist())
             path = tree.ancestors[row, last].nonzero()[:, 0]
@@ -103,19 +143,32 @@ def paths_of(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
     return paths
 
 
-def run_shuffled_part(partial: PartialForward, tree: TokenTree, random: Random) -> tuple[TokenTree, list[NodeLevel]]:
-    """Run a part of the tree, shuffled among nodes that it does not hold; return all nodes that ran, and their levels."""
-    batch, root = len(tree.tokens), tree.tokens[:, 0]
+def run_shuffled_part(
+    partial: PartialForward, tree: TokenTree, random: Random
+) -> tuple[TokenTree, list[NodeLevel]]:
+    """Run a part of the tree, shuffled among nodes that it does not hold; return all nodes that
+    ran, and their levels.
+    """
+    batch = len(tree.tokens)
+    root = tree.tokens[:, 0]
     levels = [partial.run_root(root)]
-    nodes: list[list[int | None]] = [[0] for _ in range(batch)]  # which node of the tree each given one is
-    tokens, parents = root[:, None], torch.full_like(root[:, None], -1)
+    # which node of the tree each given one is
+    nodes: list[list[int | None]] = [[0] for _ in range(batch)]
+    tokens = root[:, None]
+    parents = torch.full_like(root[:, None], -1)
     for width in (2, 3, 3):
         new: list[list[tuple[int, int]]] = []
         for row, row_nodes in enumerate(nodes):
             index = {node: order for order, node in enumerate(row_nodes) if node is not None}
             above = tree.parents[row].tolist()
-            open_nodes = [n for n in tree.valid[row].nonzero()[:, 0].tolist() if n not in index and above[n] in index]
-            chosen: list[int | None] = [*random.sample(open_nodes, min(len(open_nodes), random.randint(0, width)))]
+            open_nodes = [
+                n
+                for n in tree.valid[row].nonzero()[:, 0].tolist()
+                if n not in index and above[n] in index
+            ]
+            chosen: list[int | None] = [
+                *random.sample(open_nodes, min(len(open_nodes), random.randint(0, width)))
+            ]
             chosen += [None] * (width - len(chosen))
             random.shuffle(chosen)
             new.append(
@@ -129,23 +182,35 @@ def run_shuffled_part(partial: PartialForward, tree: TokenTree, random: Random) 
             row_nodes += chosen
         added = torch.tensor(new)
         levels.append(partial.run_children(added[..., 0], added[..., 1]))
-        tokens, parents = torch.cat([tokens, added[..., 0]], dim=1), torch.cat([parents, added[..., 1]], dim=1)
+        tokens = torch.cat([tokens, added[..., 0]], dim=1)
+        parents = torch.cat([parents, added[..., 1]], dim=1)
     return TokenTree.from_parents(tokens, parents), levels
 
 
 def assert_verified(case: Case, partial: PartialForward, tree: TokenTree, random: Random) -> None:
-    """Finishing a tree and verifying it agree at every real node, and so does the next tree after the accepted path."""
-    actual, expected = partial.run_tree(tree), case.target.verify(tree, case.reference_cache, case.layers)
+    """Finishing a tree and verifying it agree at every real node, and so does the next tree
+    after the accepted path.
+    """
+    actual = partial.run_tree(tree)
+    expected = case.target.verify(tree, case.reference_cache, case.layers)
     assert actual.layers == case.layers and actual.hidden.shape == expected.hidden.shape
     assert actual.logits is not None and expected.logits is not None and expected.logits.std() > 0.1
     assert_close(actual.logits[tree.valid], expected.logits[tree.valid])
     assert_close(actual.hidden[tree.valid], expected.hidden[tree.valid])
-    assert case.cache.uncommitted == case.reference_cache.uncommitted == NODES or tree.tokens.shape[1] < NODES
+    assert (
+        case.cache.uncommitted == case.reference_cache.uncommitted == NODES
+        or tree.tokens.shape[1] < NODES
+    )
     case.commit(tree, random)
     following = case.tree("deterministic", random, random_tokens(case.batch))
-    again = [case.target.verify(following, cache, EVERY) for cache in (case.cache, case.reference_cache)]
+    again = [
+        case.target.verify(following, cache, EVERY) for cache in (case.cache, case.reference_cache)
+    ]
     assert torch.equal(case.cache.lengths, case.reference_cache.lengths)
-    for tensor, reference in ((again[0].logits, again[1].logits), (again[0].hidden, again[1].hidden)):
+    for tensor, reference in (
+        (again[0].logits, again[1].logits),
+        (again[0].hidden, again[1].hidden),
+    ):
         assert tensor is not None and reference is not None
         assert_close(tensor[following.valid], reference[following.valid])
 
@@ -161,9 +226,12 @@ LENGTHS = pytest.mark.parametrize("lengths", [[9], [4, 9, 7]], ids=["one", "ragg
 def test_finishing_a_partial_forward_equals_verifying(
     target: Target, last: int, skipped: tuple[int, ...], lengths: list[int], children: Children
 ) -> None:
-    """Logits and features at the nodes of a tree, of which some were run while drafting, are those of one verification."""
+    """Logits and features at the nodes of a tree, of which some were run while drafting, are
+    those of one verification.
+    """
     for seed in range(3):
-        random, case = Random(seed), Case(target, lengths)
+        random = Random(seed)
+        case = Case(target, lengths)
         tree = case.tree(children, random)
         partial = case.make_part(last, skipped)
         run_shuffled_part(partial, tree, random)
@@ -172,9 +240,12 @@ def test_finishing_a_partial_forward_equals_verifying(
 
 @LENGTHS
 @pytest.mark.parametrize("layers", [(), (2,), (1, 3), (0, 4), ("final",)], ids=str)
-def test_partial_forwards_return_requested_features(target: Target, lengths: list[int], layers: tuple[Layer, ...]) -> None:
+def test_partial_forwards_return_requested_features(
+    target: Target, lengths: list[int], layers: tuple[Layer, ...]
+) -> None:
     """Whether layers lie below, at or above the exit, features are these layers' in their order."""
-    random, case = Random(0), Case(target, lengths, layers)
+    random = Random(0)
+    case = Case(target, lengths, layers)
     tree = case.tree("deterministic", random)
     partial = case.make_part(2, layers=layers)
     run_shuffled_part(partial, tree, random)
@@ -183,10 +254,17 @@ def test_partial_forwards_return_requested_features(target: Target, lengths: lis
 
 @LENGTHS
 @pytest.mark.parametrize(("last", "skipped"), DRAFTING)
-def test_partial_features_equal_the_layers(target: Target, last: int, skipped: tuple[int, ...], lengths: list[int]) -> None:
-    """Given level by level, nodes have the states and positions of one run of the same layers over all of them."""
-    random, case = Random(1), Case(target, lengths)
-    part_tree, levels = run_shuffled_part(case.make_part(last, skipped), case.tree("deterministic", random), random)
+def test_partial_features_equal_the_layers(
+    target: Target, last: int, skipped: tuple[int, ...], lengths: list[int]
+) -> None:
+    """Given level by level, nodes have the states and positions of one run of the same layers
+    over all of them.
+    """
+    random = Random(1)
+    case = Case(target, lengths)
+    part_tree, levels = run_shuffled_part(
+        case.make_part(last, skipped), case.tree("deterministic", random), random
+    )
     positions = case.reference_cache.lengths[:, None] + part_tree.depths
     expected = target.run(
         part_tree.tokens,
@@ -198,7 +276,10 @@ def test_partial_features_equal_the_layers(target: Target, last: int, skipped: t
             span=LayerSpan(last=last, skipped=skipped),
         ),
     )
-    assert_close(torch.cat([level.features.at_layer("final") for level in levels], dim=1), expected.at_layer("final"))
+    assert_close(
+        torch.cat([level.features.at_layer("final") for level in levels], dim=1),
+        expected.at_layer("final"),
+    )
     assert_close(
         torch.cat([level.features.at_layer(expected.layers[0]) for level in levels], dim=1),
         expected.at_layer(expected.layers[0]),
@@ -215,9 +296,18 @@ def test_partial_features_equal_the_layers(target: Target, last: int, skipped: t
 @CHILDREN
 @LENGTHS
 @pytest.mark.parametrize("drafted", [True, False])
-@pytest.mark.parametrize(("last", "skipped", "deeper"), [
-    (1, (), 2), (1, (), 3), (2, (), 2), (3, (), 2), (LAYERS, (2,), 3), (LAYERS, (0,), 1), (LAYERS, (3, 1), 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("last", "skipped", "deeper"),
+    [
+        (1, (), 2),
+        (1, (), 3),
+        (2, (), 2),
+        (3, (), 2),
+        (LAYERS, (2,), 3),
+        (LAYERS, (0,), 1),
+        (LAYERS, (3, 1), 3),
+    ],
+)
 def test_deeper_and_smaller_trees_equal_verifying(
     target: Target,
     last: int,
@@ -227,9 +317,12 @@ def test_deeper_and_smaller_trees_equal_verifying(
     lengths: list[int],
     children: Children,
 ) -> None:
-    """A tree that was run up to a later layer, and then lost branches, is verified like the tree that is left."""
+    """A tree that was run up to a later layer, and then lost branches, is verified like the tree
+    that is left.
+    """
     for seed in range(2):
-        random, case = Random(seed), Case(target, lengths)
+        random = Random(seed)
+        case = Case(target, lengths)
         tree = case.tree(children, random)
         partial = case.make_part(last, skipped)
         if drafted:
@@ -247,9 +340,12 @@ def test_deeper_and_smaller_trees_equal_verifying(
 @CHILDREN
 @pytest.mark.parametrize("deeper", [None, 3])
 def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: int | None) -> None:
-    """Layers below the exit run what was given and the paths of the tree that were not; later ones the tree, once."""
+    """Layers below the exit run what was given and the paths of the tree that were not; later
+    ones the tree, once.
+    """
     for seed in range(12):
-        random, case = Random(seed), Case(target, [9])
+        random = Random(seed)
+        case = Case(target, [9])
         tree = case.tree(children, random)
         partial = case.make_part(2)
         with count_attention_nodes(target) as calls:
@@ -258,19 +354,26 @@ def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: 
                 partial.run_to_layer(tree, deeper)
             partial.run_tree(tree)
         part_paths = paths_of(part_tree.tokens[0], part_tree.parents[0])
-        paths = [path for path, valid in zip(paths_of(tree.tokens[0], tree.parents[0]), tree.valid[0]) if valid]
+        paths = [
+            path
+            for path, valid in zip(paths_of(tree.tokens[0], tree.parents[0]), tree.valid[0])
+            if valid
+        ]
         missing = [path for path in paths if path not in part_paths]
         assert [sum(nodes) for nodes in calls[:2]] == [len(part_paths) + len(missing)] * 2
         assert calls[2:] == [[NODES]] * 2
 
 
 def test_layers_that_attend_twice_align_their_cache(tmp_path: Path, tiny: Target) -> None:
-    """LongCat's layers have two attentions each: each gets back what the first two layers ran in another order."""
+    """LongCat's layers have two attentions each: each gets back what the first two layers ran in
+    another order.
+    """
     save_small("longcat_flash", tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
     target = load_hf(str(tmp_path), "longcat", device="cpu")
     caches = [target.new_cache(2, 32) for _ in range(2)]
-    prompts, tokens = random_tokens(2, 8), random_tokens(2, 4)
+    prompts = random_tokens(2, 8)
+    tokens = random_tokens(2, 4)
     for cache in caches:
         target.prefill(prompts, torch.tensor([8, 5]), cache, ())
     part = PartialForward(target, caches[0], 2)

@@ -1,4 +1,6 @@
-"""Weights that are not in a checkpoint: every load of every kind of model names the first one, and nothing is invented."""
+"""Weights that are not in a checkpoint: every load of every kind of model names the first one,
+and nothing is invented.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,27 @@ from spectrain.models.pretrained import load_pretrained
 from tests.models.checkpoints import save_gguf_file, save_unquantized
 
 Weights = dict[str, Tensor]
-UP, HEAD, NORM = "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_experts": 4}
+UP = "model.layers.1.mlp.up_proj.weight"
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that copies a small saved model with changed weights; each kind is made once."""
+    """Return a function that copies a small saved model with changed weights; each kind is made
+    once.
+    """
     made: dict[str, Path] = {}
 
-    def copy(folder: Path, change: Callable[[Weights], Any], kind: str = "llama", **settings: Any) -> Path:
+    def copy(
+        folder: Path, change: Callable[[Weights], Any], kind: str = "llama", **settings: Any
+    ) -> Path:
         key = f"{kind}{sorted(settings)}"
         if key not in made:
             made[key] = tmp_path_factory.mktemp("saved")
@@ -65,11 +78,27 @@ def lengthen(name: str) -> Callable[[Weights], None]:
 REFUSED: dict[str, tuple[Callable[[Weights], Any], str, dict[str, Any]]] = {
     "a matrix": (remove(UP), f"{UP} is not among its weights, and", {}),
     "an untied output layer": (remove(HEAD), f"{HEAD} is not among", {}),
-    "both of two tied": (remove("embed_tokens", HEAD), "1 more are missing too", {"tie_word_embeddings": True}),
-    "a layer": (remove("layers.1."), r"model.layers.1.input_layernorm.weight is not among its weights \(8 more", {}),
+    "both of two tied": (
+        remove("embed_tokens", HEAD),
+        "1 more are missing too",
+        {"tie_word_embeddings": True},
+    ),
+    "a layer": (
+        remove("layers.1."),
+        r"model.layers.1.input_layernorm.weight is not among its weights \(8 more",
+        {},
+    ),
     "a norm": (remove(NORM), f"{NORM} is not among", {}),
-    "a shape": (lengthen(UP), rf"{UP} has the shape \[129, 64\] in its files and \[128, 64\] by its config.json;", {}),
-    "an expert": (remove("experts.3."), r"experts.down_proj has the shape \[3, ", {"kind": "qwen3_moe", **EXPERTS}),
+    "a shape": (
+        lengthen(UP),
+        rf"{UP} has the shape \[129, 64\] in its files and \[128, 64\] by its config.json;",
+        {},
+    ),
+    "an expert": (
+        remove("experts.3."),
+        r"experts.down_proj has the shape \[3, ",
+        {"kind": "qwen3_moe", **EXPERTS},
+    ),
     "a matrix of an expert": (
         remove("experts.0.w1"),
         "mlp.experts.gate_up_proj cannot be made",
@@ -95,7 +124,11 @@ ACCEPTED: dict[str, tuple[Callable[[Weights], Any], dict[str, Any]]] = {
     "a tied output layer is absent": (remove(HEAD), {"tie_word_embeddings": True}),
     "others are there": (
         lambda weights: weights.update(
-            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16), "visual.x": torch.ones(2), "mtp.y": torch.ones(2)}
+            {
+                "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
+                "visual.x": torch.ones(2),
+                "mtp.y": torch.ones(2),
+            }
         ),
         {},
     ),
@@ -103,9 +136,13 @@ ACCEPTED: dict[str, tuple[Callable[[Weights], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_tied_and_unknown_weights_are_no_fault(case: str, saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_tied_and_unknown_weights_are_no_fault(
+    case: str, saved: Callable[..., Path], tmp_path: Path
+) -> None:
     change, settings = ACCEPTED[case]
-    assert load_hf(str(saved(tmp_path / "target", change, **settings)), device="cpu").num_layers == 2
+    assert (
+        load_hf(str(saved(tmp_path / "target", change, **settings)), device="cpu").num_layers == 2
+    )
 
 
 def test_a_gguf_file_without_a_tensor_is_not_converted(tmp_path: Path) -> None:
@@ -122,13 +159,18 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda index: "[]", "it holds no settings"),
     "no map": (lambda index: "{}", "weight_map names no file"),
     "numbers": (lambda index: json.dumps({"weight_map": {UP: 1}}), "weight_map names no file"),
-    "another folder": (lambda index: json.dumps({"weight_map": {UP: "../model.safetensors"}}), "weight_map names no file"),
+    "another folder": (
+        lambda index: json.dumps({"weight_map": {UP: "../model.safetensors"}}),
+        "weight_map names no file",
+    ),
 }
 
 
 @pytest.mark.parametrize("parts", ["all", "head"])
 @pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_index_is_named(case: str, parts: Any, saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_damaged_index_is_named(
+    case: str, parts: Any, saved: Callable[..., Path], tmp_path: Path
+) -> None:
     change, sentence = DAMAGED[case]
     folder = saved(tmp_path / "target", lambda weights: None)
     (folder / INDEX_FILE).write_text(change({}))
@@ -141,27 +183,44 @@ def test_a_cut_file_is_named(size: int, saved: Callable[..., Path], tmp_path: Pa
     folder = saved(tmp_path / "target", lambda weights: None)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(UserError, match=f"^target.model={folder}: its weights cannot be read .*; copy its files again"):
+    with pytest.raises(
+        UserError,
+        match=f"^target.model={folder}: its weights cannot be read .*; copy its files again",
+    ):
         load_hf(str(folder), device="cpu")
 
 
-def test_a_report_is_found_where_transformers_is_silent(saved: Callable[..., Path], tmp_path: Path) -> None:
-    """Weights that others are made of, as those of experts are, stand in its report alone, which a user may have silenced."""
+def test_a_report_is_found_where_transformers_is_silent(
+    saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Weights that others are made of, as those of experts are, stand in its report alone, which
+    a user may have silenced.
+    """
     folder = saved(tmp_path / "target", remove("experts.0.w1"), "mixtral", **EXPERTS)
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with pytest.raises(UserError, match="experts.gate_up_proj cannot be made of the weights in its files"):
+        with pytest.raises(
+            UserError, match="experts.gate_up_proj cannot be made of the weights in its files"
+        ):
             load_pretrained(AutoModelForCausalLM, folder, "target.model")
     finally:
         logger.setLevel(level)
 
 
 WITHOUT_WEIGHTS = {
-    "AutoConfig", "AutoTokenizer", "AutoProcessor", "AutoFeatureExtractor", GenerationConfig.__name__, "Target", "Drafter",
-}  # fmt: skip
-"""Classes whose `from_pretrained` loads no weights of a model, and those of this project, which go through the door."""
+    "AutoConfig",
+    "AutoTokenizer",
+    "AutoProcessor",
+    "AutoFeatureExtractor",
+    GenerationConfig.__name__,
+    "Target",
+    "Drafter",
+}
+"""Classes whose `from_pretrained` loads no weights of a model, and those of this project, which
+go through the door.
+"""
 DOOR = "spectrain/models/pretrained.py"
 
 
@@ -175,5 +234,11 @@ def test_no_other_code_loads_a_model_of_transformers(folder: str) -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Attribute) and node.attr == "from_pretrained":
                 owner = node.value
-                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "an expression")
-                assert name in WITHOUT_WEIGHTS, f"{path}:{node.lineno}: {name} must be loaded by load_pretrained"
+                name = (
+                    owner.attr
+                    if isinstance(owner, ast.Attribute)
+                    else getattr(owner, "id", "an expression")
+                )
+                assert name in WITHOUT_WEIGHTS, (
+                    f"{path}:{node.lineno}: {name} must be loaded by load_pretrained"
+                )

@@ -1,4 +1,6 @@
-"""Targets in few bits: decoded as `generate` decodes them where their packages are there, named in a sentence where not."""
+"""Targets in few bits: decoded as `generate` decodes them where their packages are there, named
+in a sentence where not.
+"""
 
 import json
 import shutil
@@ -34,9 +36,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False, eos_token_id=2, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+        bos_token_id=None,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     load_tokenizer(str(TINY_DIRECTORY), False, True).save_pretrained(folder)
     return folder
@@ -59,7 +69,9 @@ def assert_decodes_as_generate(target: Target) -> None:
 
 
 @pytest.mark.parametrize("way", QUANTIZERS)
-def test_quantized_decoding_equals_generate_or_names_the_missing_package(way: Any, small: Path) -> None:
+def test_quantized_decoding_equals_generate_or_names_the_missing_package(
+    way: Any, small: Path
+) -> None:
     if not has_package(way):
         with pytest.raises(UserError, match=f"pip install {QUANTIZERS[way][0]}"):
             load_hf(str(small), device="cpu", dtype="float32", quantization=way)
@@ -69,8 +81,12 @@ def test_quantized_decoding_equals_generate_or_names_the_missing_package(way: An
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("save", [save_fp8, save_mxfp4, save_compressed])
-def test_quantized_checkpoints_decode_as_generate(save: Callable[[Path], None], dtype: str, tmp_path: Path) -> None:
-    """Weights that are dequantised on loading have the requested type, and decode as the model that transformers loads."""
+def test_quantized_checkpoints_decode_as_generate(
+    save: Callable[[Path], None], dtype: str, tmp_path: Path
+) -> None:
+    """Weights that are dequantised on loading have the requested type, and decode as the model
+    that transformers loads.
+    """
     save(tmp_path)
     if save is save_compressed and not find_spec("compressed_tensors"):
         with pytest.raises(UserError, match="pip install compressed-tensors"):
@@ -92,14 +108,18 @@ def test_a_gguf_file_loads_as_a_target(tmp_path: Path, monkeypatch: pytest.Monke
         torch.testing.assert_close(weight, weights[name], atol=0.02, rtol=0)
     assert_decodes_as_generate(target)
     written = (Path(target.path) / "model.safetensors").stat().st_mtime_ns
-    assert (Path(load_hf(str(path), device="cpu").path) / "model.safetensors").stat().st_mtime_ns == written
+    assert (
+        Path(load_hf(str(path), device="cpu").path) / "model.safetensors"
+    ).stat().st_mtime_ns == written
     with pytest.raises(UserError, match="no such file"):
         load_hf(str(tmp_path / "missing.gguf"))
 
 
 @pytest.mark.parametrize("way", [way for way in QUANTIZERS if has_package(way)])
 def test_adapters_merge_into_dequantized_weights(way: Any, small: Path) -> None:
-    """The merged target has the outputs that it had with its adapters, and is an ordinary model again."""
+    """The merged target has the outputs that it had with its adapters, and is an ordinary model
+    again.
+    """
     target = load_hf(str(small), device="cpu", dtype="float32", quantization=way)
     training = TargetTraining("lora", 2, 4.0)
     training.start_training(target)
@@ -108,7 +128,9 @@ def test_adapters_merge_into_dequantized_weights(way: Any, small: Path) -> None:
     tokens = torch.randint(3, 60, (1, 12))
     before = target.features(tokens, ("final",)).hidden
     training.finish_training(target)
-    assert quantization_method(target.model.config) is None and all(p.is_floating_point() for p in target.parameters())
+    assert quantization_method(target.model.config) is None and all(
+        p.is_floating_point() for p in target.parameters()
+    )
     gap = (target.features(tokens, ("final",)).hidden - before).norm() / before.norm()
     # LLM.int8 rounds what enters a layer as well, and on a CPU NF4 is multiplied in bfloat16.
     assert gap < {"8bit": 0.1, "4bit": 0.05, "int8": 0.01}[way]
@@ -121,7 +143,12 @@ def test_a_quantized_checkpoint_names_its_package(method: str, small: Path, tmp_
     folder = tmp_path / "checkpoint"
     shutil.copytree(small, folder)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32, "format": "pack-quantized"}
+    config["quantization_config"] = {
+        "quant_method": method,
+        "bits": 4,
+        "group_size": 32,
+        "format": "pack-quantized",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="pip install") as error:
         load_hf(str(folder), device="cpu")
@@ -131,7 +158,8 @@ def test_a_quantized_checkpoint_names_its_package(method: str, small: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("method", "adapt", "message"), [("bitsandbytes", "full", "adapt=lora"), ("gptq", "lora", "cannot be added")]
+    ("method", "adapt", "message"),
+    [("bitsandbytes", "full", "adapt=lora"), ("gptq", "lora", "cannot be added")],
 )
 def test_quantized_weights_cannot_be_trained(method: str, adapt: Any, message: str) -> None:
     target = cut_tiny(1)

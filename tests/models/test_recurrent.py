@@ -1,4 +1,6 @@
-"""Layers that keep a state, over trees, packed documents and what is forgotten again: Qwen3-Next, three such layers of four."""
+"""Layers that keep a state, over trees, packed documents and what is forgotten again:
+Qwen3-Next, three such layers of four.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,10 +43,16 @@ def test_packed_documents_do_not_see_each_other(target: Target) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
-def test_a_staged_tree_after_a_discarded_tree_equals_verifying(target: Target, lengths: list[int]) -> None:
-    """A discarded tree leaves no trace, and a tree in two stages, committed, equals one in a single stage."""
+def test_a_staged_tree_after_a_discarded_tree_equals_verifying(
+    target: Target, lengths: list[int]
+) -> None:
+    """A discarded tree leaves no trace, and a tree in two stages, committed, equals one in a
+    single stage.
+    """
     batch = len(lengths)
-    prompts, tree, other = random_tokens(batch, 9), random_tokens(batch, 6), random_tokens(batch, 5)
+    prompts = random_tokens(batch, 9)
+    tree = random_tokens(batch, 6)
+    other = random_tokens(batch, 5)
     full_tree = TokenTree.from_parents(tree, torch.tensor([-1, 0, 0, 1, 2, 3]).expand(batch, -1))
     caches = [target.new_cache(batch, 32) for _ in range(2)]
     for cache in caches:
@@ -58,7 +66,12 @@ def test_a_staged_tree_after_a_discarded_tree_equals_verifying(target: Target, l
         plan = ForwardPlan(logits=True, positions=positions[:, new], mask=mask, cache=caches[0])
         parts.append(target.run(full_tree.tokens[:, new], plan).logits)
     expected = target.verify(full_tree, caches[1]).logits
-    torch.testing.assert_close(torch.cat([part for part in parts if part is not None], dim=1), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.cat([part for part in parts if part is not None], dim=1),
+        expected,
+        atol=1e-4,
+        rtol=1e-4,
+    )
     for cache in caches:
         cache.commit(torch.tensor([[0, 1, 3]]).expand(batch, -1), torch.tensor([3, 2][:batch]))
     after = [target.verify(TokenTree.from_chain(other), cache).logits for cache in caches]
@@ -80,7 +93,8 @@ def run_along(target: Target, policy: PathPolicy) -> Iterator[None]:
 def record_runs(target: Target) -> Iterator[list[str]]:
     """Record what runs of the first layer's recurrent module: in, out, and what lies between."""
     assert isinstance(target.architecture, Recurrent)
-    stateful, ran = target.architecture.recurrent_modules[0], list[str]()
+    stateful = target.architecture.recurrent_modules[0]
+    ran = list[str]()
     assert stateful.output_linear is not None and len(stateful.input_linears) == 2
     norm: Any = stateful.module.norm
 
@@ -92,7 +106,9 @@ def record_runs(target: Target) -> Iterator[list[str]]:
         return run_recorded
 
     named = {"in": stateful.input_linears[0], "out": stateful.output_linear, "between": norm}
-    with override_forwards([(module, wrap_forward(name, module.forward)) for name, module in named.items()]):
+    with override_forwards(
+        [(module, wrap_forward(name, module.forward)) for name, module in named.items()]
+    ):
         yield ran
 
 
@@ -102,15 +118,26 @@ PARENTS = ([-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 3], [-1, 0, 0, 0, 2, 2])
 
 def test_recurrent_modules_allow_several_tokens_from_a_state(target: Target) -> None:
     """Loading detects that several tokens after a state equal the same tokens one after another."""
-    assert isinstance(target.architecture, Recurrent) and target.architecture.path_policy == "where cheaper"
+    assert (
+        isinstance(target.architecture, Recurrent)
+        and target.architecture.path_policy == "where cheaper"
+    )
 
 
 @pytest.mark.parametrize("parents", PARENTS)
 @pytest.mark.parametrize("lengths", [[9], [4, 9]])
-def test_running_along_paths_equals_level_by_level(target: Target, lengths: list[int], parents: list[int]) -> None:
-    """In each of two rounds every row accepts another number of nodes, one of them all where the tree is a chain."""
-    batch, prompts = len(lengths), random_tokens(len(lengths), 9)
-    trees = [TokenTree.from_parents(random_tokens(batch, 6), torch.tensor(parents).expand(batch, -1)) for _ in range(2)]
+def test_running_along_paths_equals_level_by_level(
+    target: Target, lengths: list[int], parents: list[int]
+) -> None:
+    """In each of two rounds every row accepts another number of nodes, one of them all where the
+    tree is a chain.
+    """
+    batch = len(lengths)
+    prompts = random_tokens(len(lengths), 9)
+    trees = [
+        TokenTree.from_parents(random_tokens(batch, 6), torch.tensor(parents).expand(batch, -1))
+        for _ in range(2)
+    ]
     trees.append(TokenTree.from_chain(random_tokens(batch, 1)))
     results = []
     for policy in POLICIES:
@@ -129,7 +156,8 @@ def test_running_along_paths_equals_level_by_level(target: Target, lengths: list
 
 def test_staged_paths_survive_reordering(target: Target) -> None:
     """Nodes that were run along paths go on along paths, and by level where a stage asks for it."""
-    prompts, nodes = random_tokens(1, 8), random_tokens(1, 6)
+    prompts = random_tokens(1, 8)
+    nodes = random_tokens(1, 6)
     full_tree = TokenTree.from_parents(nodes, torch.tensor([[-1, 0, 0, 1, 2, 3]]))
     results = []
     never, always = POLICIES
@@ -154,8 +182,9 @@ def test_staged_paths_survive_reordering(target: Target) -> None:
 
 @pytest.mark.parametrize(("policy", "between"), [("never", 6), ("always", 1)])
 def test_linears_run_once_per_chain(target: Target, policy: PathPolicy, between: int) -> None:
-    """The linears at both ends run once a round, however deep the tree; what lies between once a level, or once. The commit
-    of a part runs nothing but what lies between, and a commit of the whole nothing at all."""
+    """The linears at both ends run once a round, however deep the tree; what lies between once a
+    level, or once. The commit of a part runs nothing but what lies between, and a commit of the
+    whole nothing at all."""
     with run_along(target, policy), record_runs(target) as ran:
         cache = target.new_cache(1, 32)
         target.prefill(random_tokens(1, 5), torch.tensor([5]), cache, ())

@@ -1,4 +1,6 @@
-"""The target, on cached trees or some layers only, equals the unmodified model run over whole sequences."""
+"""The target, on cached trees or some layers only, equals the unmodified model run over whole
+sequences.
+"""
 
 import copy
 import os
@@ -22,7 +24,9 @@ from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 
-VOCAB, LAYERS, WINDOW = 64, 3, 5
+VOCAB = 64
+LAYERS = 3
+WINDOW = 5
 EVERY: tuple[Any, ...] = (*range(LAYERS + 1), "final")
 SIZE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -39,15 +43,23 @@ SIZE: dict[str, Any] = {
 GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
-SHARED: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+SHARED: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 
 ARCHITECTURES: dict[str, Any] = {
     "llama": hf.LlamaConfig(**SIZE),
     "mistral": hf.MistralConfig(**SIZE, sliding_window=WINDOW),
-    "qwen2": hf.Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen2": hf.Qwen2Config(
+        **SIZE, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
     "qwen3": hf.Qwen3Config(**SIZE, head_dim=16),
     "gemma": hf.GemmaConfig(**SIZE, head_dim=8),
-    "gemma2": hf.Gemma2Config(**SIZE, **GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=2.0),
+    "gemma2": hf.Gemma2Config(
+        **SIZE, **GEMMA, attn_logit_softcapping=1.5, final_logit_softcapping=2.0
+    ),
     "gemma3": hf.Gemma3TextConfig(**SIZE, **GEMMA, layer_types=MIXED),
     "phi": hf.PhiConfig(**SIZE),
     "phi3": hf.Phi3Config(**SIZE, sliding_window=WINDOW),
@@ -55,7 +67,9 @@ ARCHITECTURES: dict[str, Any] = {
     "qwen2_moe": hf.Qwen2MoeConfig(**SIZE, **EXPERTS, **SHARED),
 }
 SCALED: dict[str, Any] = {  # their output layer's logits are multiplied by a setting
-    "granite": hf.GraniteConfig(**SIZE, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.3),
+    "granite": hf.GraniteConfig(
+        **SIZE, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.3
+    ),
     "cohere": hf.CohereConfig(**SIZE, logit_scale=0.25),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -70,14 +84,22 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def build(name: str, config: Any, tiny: Target) -> tuple[Target, Any]:
     """A target with random weights and the same model, eager and unmodified."""
     torch.manual_seed(0)
-    dtype = torch.float32 if "moe" in name or name == "mixtral" else torch.float64  # experts have no float64
+    # experts have no float64
+    dtype = torch.float32 if "moe" in name or name == "mixtral" else torch.float64
     reference, model = (
-        AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype).eval()
+        AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=attention, dtype=dtype
+        ).eval()
         for attention in ("eager", "spectrain")
     )
-    for parameter in reference.parameters():  # large, so that attention is sharp and a wrong mask shows
+    # large, so that attention is sharp and a wrong mask shows
+    for parameter in reference.parameters():
         noise = torch.randn_like(parameter)
-        parameter.data = 1.5 * noise * parameter.shape[-1] ** -0.5 if noise.dim() > 1 else parameter.data + 0.1 * noise
+        parameter.data = (
+            1.5 * noise * parameter.shape[-1] ** -0.5
+            if noise.dim() > 1
+            else parameter.data + 0.1 * noise
+        )
     model.load_state_dict(reference.state_dict())
     return Target(model, tiny.tokenizer, name, ""), reference
 
@@ -110,7 +132,9 @@ def logits_after(reference: Any, sequences: list[list[int]]) -> Tensor:
     longest = max(len(sequence) for sequence in sequences)
     batch = torch.tensor([sequence + [0] * (longest - len(sequence)) for sequence in sequences])
     logits: Tensor = reference(batch, use_cache=False).logits
-    return logits[torch.arange(len(sequences)), torch.tensor([len(sequence) - 1 for sequence in sequences])]
+    return logits[
+        torch.arange(len(sequences)), torch.tensor([len(sequence) - 1 for sequence in sequences])
+    ]
 
 
 def random_tree(batch: int, num_nodes: int, chain: int = 1) -> TokenTree:
@@ -126,7 +150,9 @@ def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
 
 
 def random_paths(tree: TokenTree) -> tuple[Tensor, Tensor]:
-    """Return for every row a padded path from the root, and how much of it is accepted; the last row accepts nothing."""
+    """Return for every row a padded path from the root, and how much of it is accepted; the last
+    row accepts nothing.
+    """
     batch, num_nodes = tree.tokens.shape
     paths = torch.zeros(batch, num_nodes, dtype=torch.int64)
     counts = torch.zeros(batch, dtype=torch.int64)
@@ -144,8 +170,12 @@ def prefill_cache(target: Target, lengths: list[int], prompts: Tensor) -> TreeCa
 
 
 @pytest.mark.parametrize("lengths", [[9], [4, 9, 7]])
-def test_verified_trees_equal_sequential_paths(models: tuple[Target, Any], lengths: list[int]) -> None:
-    """Prefill and, over three rounds of verify and commit, every node answer as the model does to the path so far."""
+def test_verified_trees_equal_sequential_paths(
+    models: tuple[Target, Any], lengths: list[int]
+) -> None:
+    """Prefill and, over three rounds of verify and commit, every node answer as the model does
+    to the path so far.
+    """
     target, reference = models
     prompts = random_tokens(len(lengths), max(lengths))
     texts = [prompt[:length].tolist() for prompt, length in zip(prompts, lengths)]
@@ -161,28 +191,39 @@ def test_verified_trees_equal_sequential_paths(models: tuple[Target, Any], lengt
             for node in range(num_nodes)
         ]
         outputs = target.verify(tree, cache)
-        assert_close(outputs.logits, logits_after(reference, sequences).view(len(lengths), num_nodes, VOCAB))
+        assert_close(
+            outputs.logits, logits_after(reference, sequences).view(len(lengths), num_nodes, VOCAB)
+        )
         paths, counts = random_paths(tree)
         cache.commit(paths, counts)
-        texts = [text + tree.tokens[row, paths[row, : counts[row]]].tolist() for row, text in enumerate(texts)]
+        texts = [
+            text + tree.tokens[row, paths[row, : counts[row]]].tolist()
+            for row, text in enumerate(texts)
+        ]
         assert cache.lengths.tolist() == [len(text) for text in texts] and cache.uncommitted == 0
 
 
 @pytest.mark.parametrize("lengths", [[9], [4, 9, 7]])
 def test_a_tree_in_stages_equals_a_single_stage(target: Target, lengths: list[int]) -> None:
-    """A chain, appended in two calls with neither mask nor positions, and two more levels equal the whole tree, then commit."""
-    prompts, tree = random_tokens(len(lengths), max(lengths)), random_tree(len(lengths), 10, chain=4)
-    full, staged = prefill_cache(target, lengths, prompts), prefill_cache(target, lengths, prompts)
+    """A chain, appended in two calls with neither mask nor positions, and two more levels equal
+    the whole tree, then commit.
+    """
+    prompts = random_tokens(len(lengths), max(lengths))
+    tree = random_tree(len(lengths), 10, chain=4)
+    full = prefill_cache(target, lengths, prompts)
+    staged = prefill_cache(target, lengths, prompts)
     expected = target.verify(tree, full).logits
     positions = staged.lengths[:, None] + tree.depths
     parts = [
-        target.run(tree.tokens[:, new], ForwardPlan(logits=True, cache=staged)).logits for new in (slice(0, 2), slice(2, 4))
+        target.run(tree.tokens[:, new], ForwardPlan(logits=True, cache=staged)).logits
+        for new in (slice(0, 2), slice(2, 4))
     ]
     for new in (slice(4, 6), slice(6, 10)):
         mask = tree.ancestors[:, new, : new.stop]
         parts.append(
             target.run(
-                tree.tokens[:, new], ForwardPlan(logits=True, positions=positions[:, new], mask=mask, cache=staged)
+                tree.tokens[:, new],
+                ForwardPlan(logits=True, positions=positions[:, new], mask=mask, cache=staged),
             ).logits
         )
     assert_close(torch.cat([part for part in parts if part is not None], dim=1), expected)
@@ -195,18 +236,27 @@ def test_a_tree_in_stages_equals_a_single_stage(target: Target, lengths: list[in
 
 def test_a_discarded_tree_leaves_no_trace(target: Target) -> None:
     """After `forget` the next tree is verified as if the last one had not been."""
-    prompts, tree = random_tokens(3, 9), random_tree(3, 6)
+    prompts = random_tokens(3, 9)
+    tree = random_tree(3, 6)
     cache = prefill_cache(target, [4, 9, 7], prompts)
     target.verify(random_tree(3, 8), cache)
     cache.roll_back()
-    assert_close(target.verify(tree, cache).logits, target.verify(tree, prefill_cache(target, [4, 9, 7], prompts)).logits)
+    assert_close(
+        target.verify(tree, cache).logits,
+        target.verify(tree, prefill_cache(target, [4, 9, 7], prompts)).logits,
+    )
 
 
 def test_features_equal_hidden_states(models: tuple[Target, Any]) -> None:
-    """Layer k is `hidden_states[k]`, L the last layer's output before the norm, "final" the norm's output."""
+    """Layer k is `hidden_states[k]`, L the last layer's output before the norm, "final" the
+    norm's output.
+    """
     target, reference = models
-    tokens, outputs = random_tokens(2, 11), []
-    handle = reference.model.layers[-1].register_forward_hook(lambda module, args, output: outputs.append(output))
+    tokens = random_tokens(2, 11)
+    outputs = []
+    handle = reference.model.layers[-1].register_forward_hook(
+        lambda module, args, output: outputs.append(output)
+    )
     with torch.no_grad():
         states = reference(tokens, output_hidden_states=True, use_cache=False).hidden_states
     handle.remove()
@@ -223,22 +273,32 @@ def test_features_equal_hidden_states(models: tuple[Target, Any]) -> None:
 def test_cached_features_equal_uncached_ones(models: tuple[Target, Any]) -> None:
     """Prefill and then a chain capture what one run over the whole sequence does."""
     target, _ = models
-    tokens, cache = random_tokens(2, 11), target.new_cache(2, 16)
+    tokens = random_tokens(2, 11)
+    cache = target.new_cache(2, 16)
     prompt = target.prefill(tokens[:, :7], torch.tensor([7, 7]), cache, EVERY)
     chain = target.verify(TokenTree.from_chain(tokens[:, 7:]), cache, EVERY)
-    assert_close(torch.cat([prompt.hidden, chain.hidden], dim=1), target.features(tokens, EVERY).hidden)
+    assert_close(
+        torch.cat([prompt.hidden, chain.hidden], dim=1), target.features(tokens, EVERY).hidden
+    )
 
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("middle", range(LAYERS + 1))
 def test_two_partial_runs_equal_a_full_run(models: tuple[Target, Any], middle: int) -> None:
-    """Layers up to `middle`, then the others from what these gave; an early exit reads the final norm of `middle`."""
+    """Layers up to `middle`, then the others from what these gave; an early exit reads the final
+    norm of `middle`.
+    """
     target, reference = models
     tokens = random_tokens(2, 11)
     full = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
     early = target.run(tokens, ForwardPlan(layers=(middle, "final"), span=LayerSpan(last=middle)))
     late = target.run(
-        tokens, ForwardPlan(layers=EVERY[middle:], logits=True, span=LayerSpan(first=middle, hidden=early.at_layer(middle)))
+        tokens,
+        ForwardPlan(
+            layers=EVERY[middle:],
+            logits=True,
+            span=LayerSpan(first=middle, hidden=early.at_layer(middle)),
+        ),
     )
     assert_close(early.at_layer(middle), full.at_layer(middle))
     assert_close(late.hidden, full.hidden[:, :, middle:])
@@ -251,15 +311,27 @@ def test_two_partial_runs_equal_a_full_run(models: tuple[Target, Any], middle: i
 
 @pytest.mark.parametrize("middle", [1, 2])
 @pytest.mark.parametrize("lengths", [[9], [4, 9, 7]])
-def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, lengths: list[int], middle: int) -> None:
-    """Early layers, `forget`, then the late layers on the same nodes fill the cache as one run does."""
-    prompts, tree = random_tokens(len(lengths), max(lengths)), random_tree(len(lengths), 8)
-    full, split = prefill_cache(target, lengths, prompts), prefill_cache(target, lengths, prompts)
+def test_two_partial_runs_over_a_cache_equal_a_verified_tree(
+    target: Target, lengths: list[int], middle: int
+) -> None:
+    """Early layers, `forget`, then the late layers on the same nodes fill the cache as one run
+    does.
+    """
+    prompts = random_tokens(len(lengths), max(lengths))
+    tree = random_tree(len(lengths), 8)
+    full = prefill_cache(target, lengths, prompts)
+    split = prefill_cache(target, lengths, prompts)
     expected = target.verify(tree, full).logits
     positions = split.lengths[:, None] + tree.depths
     early = target.run(
         tree.tokens,
-        ForwardPlan(layers=(middle,), positions=positions, mask=tree.ancestors, cache=split, span=LayerSpan(last=middle)),
+        ForwardPlan(
+            layers=(middle,),
+            positions=positions,
+            mask=tree.ancestors,
+            cache=split,
+            span=LayerSpan(last=middle),
+        ),
     )
     split.roll_back()
     hidden = early.at_layer(middle)
@@ -267,7 +339,11 @@ def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, len
         target.run(
             tree.tokens,
             ForwardPlan(
-                logits=True, positions=positions, mask=tree.ancestors, cache=split, span=LayerSpan(first=middle, hidden=hidden)
+                logits=True,
+                positions=positions,
+                mask=tree.ancestors,
+                cache=split,
+                span=LayerSpan(first=middle, hidden=hidden),
             ),
         ).logits,
         expected,
@@ -280,29 +356,45 @@ def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, len
 
 
 def test_a_block_diagonal_mask_equals_separate_runs(models: tuple[Target, Any]) -> None:
-    """Two sequences side by side in one row, each blind to the other, give what each gives alone."""
+    """Two sequences side by side in one row, each blind to the other, give what each gives
+    alone.
+    """
     target, _ = models
-    tokens, cut = random_tokens(2, 15), 7
+    tokens = random_tokens(2, 15)
+    cut = 7
     mask = torch.ones(15, 15).tril().bool()
     mask[cut:, :cut] = False
     positions = torch.cat([torch.arange(cut), torch.arange(15 - cut)]).expand(2, -1)
-    packed = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, positions=positions, mask=mask.expand(2, -1, -1)))
-    alone = [target.run(part, ForwardPlan(layers=EVERY, logits=True)) for part in (tokens[:, :cut], tokens[:, cut:])]
+    packed = target.run(
+        tokens,
+        ForwardPlan(layers=EVERY, logits=True, positions=positions, mask=mask.expand(2, -1, -1)),
+    )
+    alone = [
+        target.run(part, ForwardPlan(layers=EVERY, logits=True))
+        for part in (tokens[:, :cut], tokens[:, cut:])
+    ]
     assert_close(packed.hidden, torch.cat([part.hidden for part in alone], dim=1))
-    assert_close(packed.logits, torch.cat([part.logits for part in alone if part.logits is not None], dim=1))
+    assert_close(
+        packed.logits, torch.cat([part.logits for part in alone if part.logits is not None], dim=1)
+    )
 
 
 def test_a_tree_mask_needs_no_cache(target: Target) -> None:
-    """Without a cache, a mask and positions say the same as a tree behind an empty cache: windows count positions."""
+    """Without a cache, a mask and positions say the same as a tree behind an empty cache:
+    windows count positions.
+    """
     tree = random_tree(3, 12)
-    plain = target.run(tree.tokens, ForwardPlan(logits=True, positions=tree.depths, mask=tree.ancestors))
+    plain = target.run(
+        tree.tokens, ForwardPlan(logits=True, positions=tree.depths, mask=tree.ancestors)
+    )
     assert_close(plain.logits, target.verify(tree, target.new_cache(3, 16)).logits)
 
 
 def test_head_logits_of_some_rows_are_those_of_all(models: tuple[Target, Any]) -> None:
     """A reduced vocabulary changes which logits are built, not what they are."""
     target, reference = models
-    tokens, rows = random_tokens(2, 5), torch.tensor([3, 60, 17])
+    tokens = random_tokens(2, 5)
+    rows = torch.tensor([3, 60, 17])
     final = target.features(tokens, ("final",)).at_layer("final")
     with torch.no_grad():
         assert_close(target.head.logits(final), reference(tokens).logits)
@@ -319,9 +411,12 @@ def test_scaled_logits_equal_the_model(name: str, tiny: Target) -> None:
 
 
 def test_gradients_flow_only_where_requested(tiny: Target) -> None:
-    """`grad=True` gives a weight the gradient that the model gives it; without it nothing is recorded."""
+    """`grad=True` gives a weight the gradient that the model gives it; without it nothing is
+    recorded.
+    """
     target, reference = build("llama", ARCHITECTURES["llama"], tiny)
-    tokens, gradients = random_tokens(2, 9), []
+    tokens = random_tokens(2, 9)
+    gradients = []
     for model in (target.model, reference):
         model.model.layers[1].self_attn.k_proj.weight.requires_grad_(True)  # type: ignore[union-attr, index]
     assert not target.run(tokens, ForwardPlan(layers=EVERY)).hidden.requires_grad
@@ -342,21 +437,31 @@ def test_a_missing_layer_is_refused(target: Target, layer: int) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_cannot_verify_trees_is_refused(name: str, tiny: Target, tmp_path: Path) -> None:
+def test_a_model_that_cannot_verify_trees_is_refused(
+    name: str, tiny: Target, tmp_path: Path
+) -> None:
     """Loading it ends with the reason in one sentence."""
     config, reason = REFUSED[name]
-    AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation="eager"
+    ).save_pretrained(tmp_path)
     tiny.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=reason):
         load_hf(str(tmp_path), name, device="cpu")
 
 
 def test_an_error_of_a_models_code_names_its_cause() -> None:
-    """A message of several lines, such as one that begins with a module, becomes one line that holds its end."""
+    """A message of several lines, such as one that begins with a module, becomes one line that
+    holds its end.
+    """
     module = repr(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40))))
     with (
         pytest.raises(
-            UserError, match=r"TypeError: Sequential\( .*\.\.\. .*got an unexpected argument 'past_key_values'\); use"
+            UserError,
+            match=(
+                r"TypeError: Sequential\( .*\.\.\. .*got an unexpected argument "
+                r"'past_key_values'\); use"
+            ),
         ) as raised,
         explain_incompatibility("mine"),
     ):
@@ -376,16 +481,23 @@ def test_a_saved_target_loads_with_the_same_logits(tiny: Target, tmp_path: Path)
 
 @pytest.mark.slow
 def test_saving_prints_nothing(tmp_path: Path) -> None:
-    """No library tells of itself while a target is saved, as deepspeed does on being imported without a GPU."""
+    """No library tells of itself while a target is saved, as deepspeed does on being imported
+    without a GPU.
+    """
     code = f"from spectrain.models.loading import load_tiny; load_tiny().save({str(tmp_path)!r})"
     env = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     assert "WARNING" not in done.stdout + done.stderr
 
 
 def test_a_cache_refuses_other_shapes_and_never_overflows() -> None:
-    """Keys of another shape than the first layer's, or more of them than there are slots, do not get in."""
-    cache, keys = TreeCache(2, 1, 4, "cpu"), torch.randn(1, 2, 3, 8)
+    """Keys of another shape than the first layer's, or more of them than there are slots, do not
+    get in.
+    """
+    cache = TreeCache(2, 1, 4, "cpu")
+    keys = torch.randn(1, 2, 3, 8)
     cache.append(0, keys, keys)
     with pytest.raises(UserError, match="key-value shape"):
         cache.append(1, keys[..., :4], keys[..., :4])
@@ -397,11 +509,14 @@ def test_a_cache_refuses_other_shapes_and_never_overflows() -> None:
 
 
 def test_a_cache_holds_layers_of_different_shapes() -> None:
-    """Each layer's keys and values come back as they went in, whatever the heads and sizes of the others; so after a commit."""
+    """Each layer's keys and values come back as they went in, whatever the heads and sizes of
+    the others; so after a commit.
+    """
     shapes = [KeyValueShape(2, 4, 4), KeyValueShape(1, 6, 3), KeyValueShape(3, 2, 5)]
     accepted = torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1])
     for bound in (None, 12):
-        cache, added = TreeCache(3, 2, 16, "cpu", bound, dict(enumerate(shapes))), []
+        cache = TreeCache(3, 2, 16, "cpu", bound, dict(enumerate(shapes)))
+        added = []
         for layer, (heads, *sizes) in enumerate(shapes):
             parts = [torch.randn(2, heads, 3, size) for size in sizes]
             added.append(parts)
@@ -412,4 +527,6 @@ def test_a_cache_holds_layers_of_different_shapes() -> None:
         for layer, parts in enumerate(added):
             stored = cache.append(layer, parts[0], parts[1])
             for part, slots in zip(parts, stored):
-                assert torch.equal(slots[0, :, :2], part[0][:, [0, 2]]) and torch.equal(slots[1, :, :1], part[1][:, :1])
+                assert torch.equal(slots[0, :, :2], part[0][:, [0, 2]]) and torch.equal(
+                    slots[1, :, :1], part[1][:, :1]
+                )

@@ -1,4 +1,6 @@
-"""The number of threads: the fastest count is chosen, stays in spite of noise, and is chosen again when times change."""
+"""The number of threads: the fastest count is chosen, stays in spite of noise, and is chosen
+again when times change.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,20 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return current
 
 
-def make_pair(clock: list[float], is_free: Callable[[], bool] = lambda: True) -> tuple[ThreadTuner, ThreadTuner]:
+def make_pair(
+    clock: list[float], is_free: Callable[[], bool] = lambda: True
+) -> tuple[ThreadTuner, ThreadTuner]:
     counter = ChangeCounter()
-    plain, drafted = (ThreadTuner((1, 2), counter=counter, clock=lambda: clock[0], free_core=is_free) for _ in range(2))
+    plain, drafted = (
+        ThreadTuner((1, 2), counter=counter, clock=lambda: clock[0], free_core=is_free)
+        for _ in range(2)
+    )
     return plain, drafted
 
 
-def run_steps(tuner: ThreadTuner, number: int, seconds: Callable[[int], float], clock: list[float]) -> list[int]:
+def run_steps(
+    tuner: ThreadTuner, number: int, seconds: Callable[[int], float], clock: list[float]
+) -> list[int]:
     """Run steps that take `seconds` of the count; return the counts."""
     counts = []
     for _ in range(number):
@@ -49,19 +58,26 @@ def test_trial_goes_forwards_and_backwards_and_chooses_the_fastest(settings: lis
     clock = [0.0]
     tuner, _ = make_pair(clock)
     assert run_steps(tuner, 16, idle_seconds, clock) == [2, 1, 1, 2] * 4
-    assert tuner.is_chosen and tuner.summary() == {"threads": 2, "seconds": {"1": 0.0197, "2": 0.0164}, "changes": 0}
+    assert tuner.is_chosen and tuner.summary() == {
+        "threads": 2,
+        "seconds": {"1": 0.0197, "2": 0.0164},
+        "changes": 0,
+    }
     assert run_steps(tuner, 20, idle_seconds, clock) == [2] * 20
 
 
 def test_steps_of_two_kinds_that_alternate_are_shared_alike(settings: list[int]) -> None:
     """A round with a draft takes half as long again as the plain step after it."""
-    tuner, steps = ThreadTuner((1, 2), counter=ChangeCounter()), list[tuple[int, float]]()
+    tuner = ThreadTuner((1, 2), counter=ChangeCounter())
+    steps = list[tuple[int, float]]()
     while not tuner.is_chosen:
         tuner.set_threads()
         factor = 1.0 + 0.5 * (len(steps) % 2)
         steps.append((torch.get_num_threads(), factor))
         tuner.record_step(factor * idle_seconds(torch.get_num_threads()))
-    assert tuner.chosen == 2 and all(steps.count((count, factor)) == 4 for count in (1, 2) for factor in (1.0, 1.5))
+    assert tuner.chosen == 2 and all(
+        steps.count((count, factor)) == 4 for count in (1, 2) for factor in (1.0, 1.5)
+    )
 
 
 def test_margin_keeps_the_current_count(settings: list[int]) -> None:
@@ -81,12 +97,25 @@ def test_slow_count_is_abandoned(settings: list[int]) -> None:
 
 
 def test_counts_beyond_a_slow_count_are_not_tried(settings: list[int]) -> None:
-    """On 64 cores, a step of one thread may take minutes: the steps with 16 threads show that fewer are slower still."""
+    """On 64 cores, a step of one thread may take minutes: the steps with 16 threads show that
+    fewer are slower still.
+    """
     settings[0], clock = 64, [0.0]
     counts = (1, 2, 4, 8, 16, 32, 64)
     tuner = ThreadTuner(counts, 2, ChangeCounter(), lambda: clock[0], lambda: True)
     # The time of what one thread does alone is added.
-    assert run_steps(tuner, 10, lambda count: 64 / count + 1, clock) == [64, 32, 16, 16, 32, 64, 64, 32, 32, 64]
+    assert run_steps(tuner, 10, lambda count: 64 / count + 1, clock) == [
+        64,
+        32,
+        16,
+        16,
+        32,
+        64,
+        64,
+        32,
+        32,
+        64,
+    ]
     assert tuner.chosen == 64 and [*tuner.seconds] == [64, 32, 16]
     assert tuner.pause == threads.PAUSE_PER_TRIAL * clock[0]
 
@@ -114,12 +143,17 @@ def test_slow_drift_starts_a_trial(settings: list[int]) -> None:
 
 def test_trials_recur_while_a_core_is_free(settings: list[int]) -> None:
     """The pause doubles while nothing changes, and nothing is tried while the cores are taken."""
-    clock, free = [0.0], [True]
+    clock = [0.0]
+    free = [True]
     tuner, _ = make_pair(clock, lambda: free[0])
     counts = run_steps(tuner, 2000, busy_seconds, clock)
     trials = [step for step in range(10, 2000) if counts[step] == 2]
     gaps = [later - earlier for earlier, later in zip(trials, trials[1:])]
-    assert tuner.chosen == 1 and len(gaps) >= 1 and all(later > 1.8 * earlier for earlier, later in zip(gaps, gaps[1:]))
+    assert (
+        tuner.chosen == 1
+        and len(gaps) >= 1
+        and all(later > 1.8 * earlier for earlier, later in zip(gaps, gaps[1:]))
+    )
     clock[0], free[0] = clock[0] + threads.LONGEST_PAUSE, False
     assert run_steps(tuner, 8, idle_seconds, clock) == [1] * 8
     free[0] = True
@@ -134,7 +168,9 @@ def test_work_scales_the_time(settings: list[int]) -> None:
     assert tuner.seconds == pytest.approx({1: 0.0197, 2: 0.0164})
 
 
-@pytest.mark.parametrize(("variables", "expected"), [({}, (1, 2, 4, 6)), ({"OMP_NUM_THREADS": "6"}, (6,))])
+@pytest.mark.parametrize(
+    ("variables", "expected"), [({}, (1, 2, 4, 6)), ({"OMP_NUM_THREADS": "6"}, (6,))]
+)
 def test_environment_is_respected(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[int, ...]
 ) -> None:

@@ -1,4 +1,6 @@
-"""Tokens without a row in an embedding: a tokenizer that was extended, and a small model whose vocabulary is padded less."""
+"""Tokens without a row in an embedding: a tokenizer that was extended, and a small model whose
+vocabulary is padded less.
+"""
 
 import json
 from pathlib import Path
@@ -31,16 +33,27 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_hf(str(folder), "small", device="cpu")
 
 
-def test_loading_says_once_how_many_tokens_have_no_embedding(small: Target, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_says_once_how_many_tokens_have_no_embedding(
+    small: Target, capfd: pytest.CaptureFixture[str]
+) -> None:
     capfd.readouterr()
     load_hf(small.path, "small", device="cpu")
-    assert capfd.readouterr().err.count("target small: 48 tokens of its tokenizer have no embedding, which has 2000 rows") == 1
+    assert (
+        capfd.readouterr().err.count(
+            "target small: 48 tokens of its tokenizer have no embedding, which has 2000 rows"
+        )
+        == 1
+    )
 
 
 def test_texts_with_such_a_token_are_refused(small: Target, tmp_path: Path) -> None:
     word = small.tokenizer.decode([ROWS + 40])
-    sentence = "a text holds '.*', the token 20.. of the target's tokenizer, and the target's embedding has 2000 rows"
-    question, answer = {"role": "user", "content": word}, {"role": "assistant", "content": f"so {word} it is"}
+    sentence = (
+        "a text holds '.*', the token 20.. of the target's tokenizer, and the target's "
+        "embedding has 2000 rows"
+    )
+    question = {"role": "user", "content": word}
+    answer = {"role": "assistant", "content": f"so {word} it is"}
     with pytest.raises(UserError, match=sentence):
         tokenize_prompt(small.template, [question])
     with pytest.raises(UserError, match=sentence):
@@ -58,7 +71,9 @@ def test_texts_with_such_a_token_are_refused(small: Target, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("rows", [2048, 2112])
 @pytest.mark.parametrize("family", [Causal, Pard])
-def test_a_small_model_may_be_padded_otherwise(family: type[Causal] | type[Pard], rows: int, tmp_path: Path) -> None:
+def test_a_small_model_may_be_padded_otherwise(
+    family: type[Causal] | type[Pard], rows: int, tmp_path: Path
+) -> None:
     """A random target writes tokens of its padding too; drafted output is its own."""
     save_unquantized(tmp_path / "target", vocab_size=2080)
     target = load_hf(str(tmp_path / "target"), device="cpu")
@@ -69,4 +84,6 @@ def test_a_small_model_may_be_padded_otherwise(family: type[Causal] | type[Pard]
     prompts = [[5, 7, 9], [5, 2070], [2079, 2060, 11]]
     with reference_model(target) as model:
         expected = [generate(model, prompt, 16, target.stop_ids) for prompt in prompts]
-    assert [row.output for row in decode(target, prompts, Greedy(), 16, drafter, Chain(2))] == expected
+    assert [
+        row.output for row in decode(target, prompts, Greedy(), 16, drafter, Chain(2))
+    ] == expected

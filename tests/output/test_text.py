@@ -1,4 +1,6 @@
-"""What leaves the process holds no secrets and no control sequences, and no text from outside is read as markup."""
+"""What leaves the process holds no secrets and no control sequences, and no text from outside is
+read as markup.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def secret_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SECRETS)
 def test_secrets_are_masked_everywhere(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text, expected = SECRETS[name]
-    assert "Pa55word" not in mask_secrets(text) and (expected is None or mask_secrets(text) == expected)
+    assert "Pa55word" not in mask_secrets(text) and (
+        expected is None or mask_secrets(text) == expected
+    )
     assert mask_secrets(mask_secrets(text)) == mask_secrets(text)
     for error in (UserError(f"server.url={text}: no"), RunError(text)):
         assert "Pa55word" not in f"{error}"
@@ -93,16 +97,21 @@ def test_ordinary_text_stays(text: str) -> None:
 
 @pytest.mark.parametrize("part", ["a", "a.", "a-", "--", "auth-", "x://"])
 def test_long_words_are_read_once(part: str) -> None:
-    """A text of 300,000 characters without a space, which patterns that begin anywhere would read 10^10 times, and a secret
-    behind it."""
+    """A text of 300,000 characters without a space, which patterns that begin anywhere would read
+    10^10 times, and a secret behind it."""
     text = part * (300_000 // len(part))
     assert mask_secrets(text) == text
     assert mask_secrets(f"{text} my-api-key=abc") == f"{text} my-api-key=***"
 
 
 def test_an_error_is_one_short_line() -> None:
-    """Line breaks and control characters of a file are visible, and a very long value loses its middle."""
-    assert str(UserError("x=a\nspectrain: done\x1b[2J: use b")) == "x=a\\nspectrain: done\\x1b[2J: use b"
+    """Line breaks and control characters of a file are visible, and a very long value loses its
+    middle.
+    """
+    assert (
+        str(UserError("x=a\nspectrain: done\x1b[2J: use b"))
+        == "x=a\\nspectrain: done\\x1b[2J: use b"
+    )
     text = str(RunError(f"x={'a' * 100_000}: use b"))
     assert text.startswith("x=aaa") and text.endswith("aaa: use b") and len(text) < 2000
 
@@ -110,28 +119,42 @@ def test_an_error_is_one_short_line() -> None:
 def test_settings_keep_what_is_no_secret() -> None:
     kept = {"max_tokens": 3, "mask_token": "<m>", "n": None, "api_key_variable": "MY_KEY"}
     settings = {**kept, "api_key": "x", "headers": {"Authorization": "y", "X-Org": "z"}}
-    assert mask_settings(settings) == {**kept, "api_key": "***", "headers": {"Authorization": "***", "X-Org": "z"}}
+    assert mask_settings(settings) == {
+        **kept,
+        "api_key": "***",
+        "headers": {"Authorization": "***", "X-Org": "z"},
+    }
 
 
 def test_manifests_and_trackers_hold_no_keys(tmp_path: Path) -> None:
     extra = {"api_key": "Pa55word", "top_k": 3}
-    server = OpenAIServer(ClientSettings(url="http://u:Pa55word@127.0.0.1:1/v1", model="m", extra=extra))
+    server = OpenAIServer(
+        ClientSettings(url="http://u:Pa55word@127.0.0.1:1/v1", model="m", extra=extra)
+    )
     settings = ServerWriter(Sampling(), server).recorded_settings()
     assert settings["server.extra"] == {"api_key": "***", "top_k": 3}
     seen: list[Mapping[str, Any]] = []
 
     class Recording(Tracker):
-        def start_run(self, run: Path, config: dict[str, Any], kind: Any = "train", step: int = 0) -> None:
+        def start_run(
+            self, run: Path, config: dict[str, Any], kind: Any = "train", step: int = 0
+        ) -> None:
             seen.append(config)
 
-    with track_run(Recording(), tmp_path, {"server": {"extra": extra, "url": "http://u:Pa55word@h"}}):
+    with track_run(
+        Recording(), tmp_path, {"server": {"extra": extra, "url": "http://u:Pa55word@h"}}
+    ):
         pass
     assert seen == [{"server": {"extra": {"api_key": "***", "top_k": 3}, "url": "http://***@h"}}]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_control_sequence_and_no_markup_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """By print, by a console, in tables, rules, titles and styled texts; what is printed still shows every character."""
+def test_no_control_sequence_and_no_markup_is_printed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By print, by a console, in tables, rules, titles and styled texts; what is printed still
+    shows every character.
+    """
     text = HOSTILE[name]
     shown = escape_controls(text)
     assert not set(CONTROLS) & set(shown)
@@ -156,7 +179,10 @@ def test_progress_bars_of_a_terminal_still_move() -> None:
         def isatty(self) -> bool:
             return True
 
-    for keeps_bars, expected in ((True, "\r 3% \x1b[A\\x1b[2J"), (False, "\\x0d 3% \\x1b[A\\x1b[2J")):
+    for keeps_bars, expected in (
+        (True, "\r 3% \x1b[A\\x1b[2J"),
+        (False, "\\x0d 3% \\x1b[A\\x1b[2J"),
+    ):
         stream = Terminal()
         CleanStream(stream, keeps_bars).write("\r 3% \x1b[A\x1b[2J")
         assert stream.getvalue() == expected
@@ -165,7 +191,8 @@ def test_progress_bars_of_a_terminal_still_move() -> None:
 @contextmanager
 def captured_command(*words: str) -> Iterator[tuple[io.StringIO, list[int]]]:
     """Run the command line with these words; yield what it prints and its exit status."""
-    output, status = io.StringIO(), [0]
+    output = io.StringIO()
+    status = [0]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(output):
         patch.setattr(sys, "argv", ["spectrain", *words])
         try:
@@ -178,16 +205,28 @@ def captured_command(*words: str) -> Iterator[tuple[io.StringIO, list[int]]]:
 def test_commands_print_names_and_contents_of_files_as_they_are(tmp_path: Path) -> None:
     """Row, file name, name of a choice, and an error that quotes a file."""
     text = " ".join(HOSTILE.values())
-    rows, drafter = tmp_path / text.replace("/", "-"), tmp_path / "drafter"
-    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": f"{text} it is"}]
+    rows = tmp_path / text.replace("/", "-")
+    drafter = tmp_path / "drafter"
+    messages = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": f"{text} it is"},
+    ]
     rows.write_text(json.dumps({"messages": messages, text: 1}) + "\n")
     broken = tmp_path / "broken.jsonl"
     broken.write_text(json.dumps({"messages": [{"role": text, "content": "x"}]}) + "\n")
     drafter.mkdir()
     save_file({text: torch.full((2,), float("nan"))}, drafter / "model.safetensors")
-    (drafter / "config.json").write_text(json.dumps({"drafter": {"choice": text}, "target": {"choice": "tiny"}}))
+    (drafter / "config.json").write_text(
+        json.dumps({"drafter": {"choice": text}, "target": {"choice": "tiny"}})
+    )
     for words in (
-        ("data", "inspect", "target=tiny", "data=jsonl", f"data.path={json.dumps(str(rows), ensure_ascii=False)}"),
+        (
+            "data",
+            "inspect",
+            "target=tiny",
+            "data=jsonl",
+            f"data.path={json.dumps(str(rows), ensure_ascii=False)}",
+        ),
         ("data", "inspect", "target=tiny", "data=jsonl", f"data.path={broken}"),
         ("lint", str(drafter)),
     ):

@@ -1,4 +1,6 @@
-"""Answers and their states from one request: a stand-in gives the tiny target's, and training reads them without another."""
+"""Answers and their states from one request: a stand-in gives the tiny target's, and training
+reads them without another.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ from tests.servers.stand_in import LAYERS, ModelStandIn, capturing_server  # noq
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
     """Write conversations of one or two questions."""
-    rows, blank = [], {"role": "assistant", "content": "?"}
+    rows = []
+    blank = {"role": "assistant", "content": "?"}
     for number in range(6):
         turns = [f"Tell me about {number}."] + ["And then?"] * (number % 2)
         rows.append([part for turn in turns for part in ({"role": "user", "content": turn}, blank)])
@@ -48,21 +51,42 @@ def chats(tmp_path: Path) -> Path:
 
 
 def regenerate(out: Path, server: ModelStandIn, chats: Path, *more: str) -> None:
-    words = ["target=tiny", "server=vllm", f"server.url={server.url}", "capture=true", "recipe=eagle3", f"out={out}",
-             "data=jsonl", f"data.path={chats}", "sampling.max_new_tokens=12", "server.retries=1", *more]  # fmt: skip
+    words = [
+        "target=tiny",
+        "server=vllm",
+        f"server.url={server.url}",
+        "capture=true",
+        "recipe=eagle3",
+        f"out={out}",
+        "data=jsonl",
+        f"data.path={chats}",
+        "sampling.max_new_tokens=12",
+        "server.retries=1",
+        *more,
+    ]
     # A key alone leaves the setting out.
     dropped = {word for word in more if "=" not in word}
     words = [word for word in words if word.partition("=")[0] not in dropped]
     groups = list_config_groups(words)
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("regenerate", overrides=[allow_new_keys(word, groups) for word in words])
-    spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"), words)
+    spec, settings = read_run(
+        config, ("writer", "sampling", "regenerate", "out", "check", "capture"), words
+    )
     regenerate_command(spec, **settings)
 
 
 def train_on(out: Path, run: Path, *more: str) -> list[float]:
-    settings = [word for word in SETTINGS if not word.startswith(("data.limit", "+data.max_length"))]
-    words = ("data=jsonl", f"+data.path={out}", f"run={run}", "+trainer.max_steps=4", "+trainer.log_every=1")
+    settings = [
+        word for word in SETTINGS if not word.startswith(("data.limit", "+data.max_length"))
+    ]
+    words = (
+        "data=jsonl",
+        f"+data.path={out}",
+        f"run={run}",
+        "+trainer.max_steps=4",
+        "+trainer.log_every=1",
+    )
     train_and_score(composed(*settings, *words, *more))
     return losses(run)
 
@@ -70,14 +94,22 @@ def train_on(out: Path, run: Path, *more: str) -> list[float]:
 @pytest.mark.sweep(1, free=("temperature",))
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_answers_and_states_come_from_the_same_request(
-    temperature: float, tmp_path: Path, server: ModelStandIn, chats: Path, capsys: pytest.CaptureFixture[str]
+    temperature: float,
+    tmp_path: Path,
+    server: ModelStandIn,
+    chats: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each turn takes one request; the store holds the sequences of a training on the answers, with the target's own states,
-    and a training that may not capture has the losses of one that runs the target."""
+    """Each turn takes one request; the store holds the sequences of a training on the answers, with
+    the target's own states, and a training that may not capture has the losses of one that runs the
+    target."""
     out = tmp_path / "out"
     regenerate(out, server, chats, f"sampling.temperature={temperature}")
     assert len([body for body in server.bodies if body["max_tokens"] == 12]) == 6 + 3
-    assert "6 sequences; 6 by the requests of their answers, 0 by requests of their own" in capsys.readouterr().out
+    assert (
+        "6 sequences; 6 by the requests of their answers, 0 by requests of their own"
+        in capsys.readouterr().out
+    )
     dataset = JsonlReader(str(out)).make_dataset(server.target.template)
     store = FeatureStore(out / "features")
     assert {*store.shard_names} == {example.content_hash for example in dataset.examples}
@@ -89,7 +121,13 @@ def test_answers_and_states_come_from_the_same_request(
         last = max(number for number, supervised in enumerate(example.mask) if supervised)
         torch.testing.assert_close(states[:last], own[:last], rtol=1e-4, atol=1e-4)
     count = len(server.bodies)
-    stored = train_on(out, tmp_path / "stored", "source=store", f"source.path={out / 'features'}", "+source.capture=false")
+    stored = train_on(
+        out,
+        tmp_path / "stored",
+        "source=store",
+        f"source.path={out / 'features'}",
+        "+source.capture=false",
+    )
     assert stored == pytest.approx(train_on(out, tmp_path / "live", "source=live"), rel=1e-4)
     assert len(server.bodies) == count
 
@@ -97,7 +135,9 @@ def test_answers_and_states_come_from_the_same_request(
 def test_sequences_that_a_request_did_not_return_are_requested_once(
     tmp_path: Path, server: ModelStandIn, chats: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A store that was lost after the answers is filled by one request for each sequence, and counted."""
+    """A store that was lost after the answers is filled by one request for each sequence, and
+    counted.
+    """
     out = tmp_path / "out"
     regenerate(out, server, chats)
     for file in (out / "features").glob("features-*"):
@@ -105,13 +145,22 @@ def test_sequences_that_a_request_did_not_return_are_requested_once(
     capsys.readouterr()
     count = server.num_captured
     regenerate(out, server, chats)
-    assert "6 sequences; 0 by the requests of their answers, 6 by requests of their own" in capsys.readouterr().out
+    assert (
+        "6 sequences; 0 by the requests of their answers, 6 by requests of their own"
+        in capsys.readouterr().out
+    )
     assert server.num_captured == count + 8 + 6
 
 
-def test_wrong_states_of_an_answer_are_requested_again(tmp_path: Path, server: ModelStandIn, chats: Path) -> None:
-    """Once, they cost another request; always, the conversation fails with the reason and nothing of it is stored."""
-    server.alter_states = lambda states, tokens, number: negate(states, tokens) if number == 10 else (states, tokens)
+def test_wrong_states_of_an_answer_are_requested_again(
+    tmp_path: Path, server: ModelStandIn, chats: Path
+) -> None:
+    """Once, they cost another request; always, the conversation fails with the reason and
+    nothing of it is stored.
+    """
+    server.alter_states = lambda states, tokens, number: (
+        negate(states, tokens) if number == 10 else (states, tokens)
+    )
     regenerate(tmp_path / "once", server, chats, "server.concurrency=1", "sampling.temperature=0")
     assert len(FeatureStore(tmp_path / "once" / "features").shard_names) == 6
     before = server.num_captured + 8
@@ -119,7 +168,12 @@ def test_wrong_states_of_an_answer_are_requested_again(tmp_path: Path, server: M
         negate(states, tokens) if before + 2 < number <= before + 5 else (states, tokens)
     )
     regenerate(
-        tmp_path / "always", server, chats, "server.concurrency=1", "sampling.temperature=0", "regenerate.max_failed=0.5"
+        tmp_path / "always",
+        server,
+        chats,
+        "server.concurrency=1",
+        "sampling.temperature=0",
+        "regenerate.max_failed=0.5",
     )
     assert len(FeatureStore(tmp_path / "always" / "features").shard_names) == 5
     assert "where its states give" in next((tmp_path / "always" / "failed").iterdir()).read_text()
@@ -131,25 +185,40 @@ def test_a_server_killed_in_the_middle_costs_nothing_that_was_answered(
     """The same command goes on, and the store is that of a run without a stop."""
     server.alter_file = lambda path, number: server.stop() if number == 12 else None
     with pytest.raises(RunError, match="one after another"):
-        regenerate(tmp_path / "out", server, chats, "server.concurrency=1", "regenerate.stop_after=2")
+        regenerate(
+            tmp_path / "out", server, chats, "server.concurrency=1", "regenerate.stop_after=2"
+        )
     server.alter_file = lambda path, number: None
     server.start()
     regenerate(tmp_path / "out", server, chats)
     examples = JsonlReader(str(tmp_path / "out")).make_dataset(server.target.template).examples
-    assert {*FeatureStore(tmp_path / "out" / "features").shard_names} == {example.content_hash for example in examples}
+    assert {*FeatureStore(tmp_path / "out" / "features").shard_names} == {
+        example.content_hash for example in examples
+    }
 
 
-def test_a_server_that_samples_wrongly_is_refused(tmp_path: Path, server: ModelStandIn, chats: Path) -> None:
-    """Answers that do not follow from their states are noticed before anything is written; greedy ones are not concerned."""
+def test_a_server_that_samples_wrongly_is_refused(
+    tmp_path: Path, server: ModelStandIn, chats: Path
+) -> None:
+    """Answers that do not follow from their states are noticed before anything is written;
+    greedy ones are not concerned.
+    """
     server.samples_wrongly = True
-    with pytest.raises(UserError, match=r"the server samples wrongly while it captures; use sampling\.temperature=0"):
+    with pytest.raises(
+        UserError,
+        match=r"the server samples wrongly while it captures; use sampling\.temperature=0",
+    ):
         regenerate(tmp_path / "out", server, chats, "sampling.temperature=0.7")
     assert not (tmp_path / "out").exists()
     regenerate(tmp_path / "out", server, chats, "sampling.temperature=0")
 
 
-def test_mistakes_are_named_before_anything_is_written(tmp_path: Path, server: ModelStandIn, chats: Path) -> None:
-    """Capturing takes a server that captures, a target and a recipe; without capture a recipe has no use."""
+def test_mistakes_are_named_before_anything_is_written(
+    tmp_path: Path, server: ModelStandIn, chats: Path
+) -> None:
+    """Capturing takes a server that captures, a target and a recipe; without capture a recipe
+    has no use.
+    """
     for words, message in (
         (("recipe",), "capture=true: say recipe=NAME"),
         (("server=openai",), "server=openai: this server captures no states"),
@@ -175,14 +244,18 @@ def fail_conversation(writer_class: type[CapturingWriter]) -> tuple[CapturingWri
 
 def test_states_of_a_failed_conversation_are_dropped() -> None:
     class FailingWriter(CapturingWriter):
-        async def request_answer(self, chat: ChatProgress, conversation: Conversation) -> GeneratedAnswer:
+        async def request_answer(
+            self, chat: ChatProgress, conversation: Conversation
+        ) -> GeneratedAnswer:
             self._add_states(chat.pending.id, [1], torch.zeros(1, 1, 4))
             raise AnswerError("failed", "no")
 
     assert not fail_conversation(FailingWriter)[0].captured
 
 
-def test_a_conversation_that_cannot_be_rendered_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_that_cannot_be_rendered_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse_prompt(*_: Any) -> list[int]:
         raise UserError("data: the roles must alternate")
 
@@ -203,9 +276,13 @@ def test_the_first_requests_hold_a_question(tmp_path: Path, server: ModelStandIn
     assert server.bodies[0]["prompt"] == tokenize_prompt(server.target.template, messages[:2])
 
 
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3", "hass", "dflash", "peagle", "medusa1", "pard", "gkd"])
+@pytest.mark.parametrize(
+    "recipe", ["eagle1", "eagle3", "hass", "dflash", "peagle", "medusa1", "pard", "gkd"]
+)
 def test_no_loss_reads_states_after_the_last_that_precedes_loss(recipe: str, tiny: Target) -> None:
-    """Where the last token and the template's end have padding in place of states, loss and gradients are the same."""
+    """Where the last token and the template's end have padding in place of states, loss and
+    gradients are the same.
+    """
     drafter: Drafter = composed(f"recipe={recipe}", "target=tiny").drafter.build(target=tiny)
     layers = drafter.stages[0].layers
     batch = random_batch(tiny, layers, (2, 32), has_prompt=True)
@@ -232,4 +309,6 @@ def loss_and_gradients(drafter: Drafter, target: Target, batch: Batch) -> tuple[
     drafter.train()
     losses: Any = drafter.loss(batch, target, TrainingState(0, 0.0, False))
     losses.total.backward()
-    return float(losses.total.detach()), [float(p.grad.norm()) for p in drafter.parameters() if p.grad is not None]
+    return float(losses.total.detach()), [
+        float(p.grad.norm()) for p in drafter.parameters() if p.grad is not None
+    ]

@@ -1,4 +1,6 @@
-"""Regeneration by our engine: an answer is the target's own, and the set is the same however often it was interrupted."""
+"""Regeneration by our engine: an answer is the target's own, and the set is the same however
+often it was interrupted.
+"""
 
 import json
 import multiprocessing
@@ -33,7 +35,12 @@ from spectrain.regeneration.chat_progress import AnswerError
 from spectrain.regeneration.command import regenerate_command
 from spectrain.regeneration.regenerate import Regeneration
 from spectrain.regeneration.sampling import Sampling
-from spectrain.regeneration.writers import AnswerWriter, EngineWriter, OutcomeCallback, collect_prompts
+from spectrain.regeneration.writers import (
+    AnswerWriter,
+    EngineWriter,
+    OutcomeCallback,
+    collect_prompts,
+)
 from spectrain.runs.drafters import save_drafter
 from spectrain.trees import Chain
 
@@ -41,11 +48,15 @@ LIMIT = 10
 SHORT: dict[str, Any] = {"max_new_tokens": 6, "seed": 3}
 
 
-def regenerate(out: Path, target: Target, data: ConversationReader | None = None, **settings: Any) -> dict[int, Row]:
+def regenerate(
+    out: Path, target: Target, data: ConversationReader | None = None, **settings: Any
+) -> dict[int, Row]:
     """Regenerate into a folder; return the rows by number."""
     sampling = Sampling(**{**SHORT, **settings.pop("sampling", {})})
     writer = EngineWriter(sampling, target, **settings.pop("writer", {}))
-    Regeneration(**{"shard_size": 4, **settings}).run(out, data or EmbeddedReader(limit=LIMIT), sampling, writer)
+    Regeneration(**{"shard_size": 4, **settings}).run(
+        out, data or EmbeddedReader(limit=LIMIT), sampling, writer
+    )
     return read_rows(out)
 
 
@@ -69,7 +80,9 @@ class StuckWriter(EngineWriter):
 
 
 def fork_rank(out: Path, target: Target, rank: int) -> Any:
-    """Start one of two ranks, with a batch for each conversation; the second gets stuck, to be killed."""
+    """Start one of two ranks, with a batch for each conversation; the second gets stuck, to be
+    killed.
+    """
 
     def child() -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
@@ -86,9 +99,20 @@ class CommandRank:
     """The same rank as a command, with the interface of a forked process."""
 
     def __init__(self, out: Path, target: Target, rank: int) -> None:
-        command = [sys.executable, "-m", "spectrain", "data", "regenerate", "target=tiny", f"data.limit={LIMIT}", f"out={out}",
-                   "regenerate.shard_size=4", "sampling.max_new_tokens=6", "sampling.seed=3",
-                   "writer.batch_tokens=1"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "spectrain",
+            "data",
+            "regenerate",
+            "target=tiny",
+            f"data.limit={LIMIT}",
+            f"out={out}",
+            "regenerate.shard_size=4",
+            "sampling.max_new_tokens=6",
+            "sampling.seed=3",
+            "writer.batch_tokens=1",
+        ]
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, env=env)
 
@@ -127,11 +151,17 @@ def complete_set(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
-@pytest.mark.parametrize(("dtype", "temperature"), [("float32", 0.0), ("float32", 0.8), ("bfloat16", 0.0), ("bfloat16", 0.8)])
-def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, dtype: str, temperature: float) -> None:
-    """Every answer is what decoding that conversation alone gives, turn by turn, greedy or drawn with the same key; in bfloat16
-    by continuous batching, where kernels serve it."""
-    regeneration, data = Regeneration(), EmbeddedReader(limit=LIMIT)
+@pytest.mark.parametrize(
+    ("dtype", "temperature"),
+    [("float32", 0.0), ("float32", 0.8), ("bfloat16", 0.0), ("bfloat16", 0.8)],
+)
+def test_answers_are_the_targets_own(
+    tmp_path: Path, tiny: Target, dtype: str, temperature: float
+) -> None:
+    """Every answer is what decoding that conversation alone gives, turn by turn, greedy or drawn
+    with the same key; in bfloat16 by continuous batching, where kernels serve it."""
+    regeneration = Regeneration()
+    data = EmbeddedReader(limit=LIMIT)
     if dtype == "bfloat16":
         if not has_batch_invariance():
             pytest.skip("rows of bfloat16 depend on others here")
@@ -139,18 +169,33 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, dtype: str, t
         tiny.pack_weights()
     rows = regenerate(tmp_path / "out", tiny, sampling={"temperature": temperature})
     rule = Match(temperature, seed=SHORT["seed"]) if temperature else Greedy()
-    assert sorted(rows) == list(range(LIMIT)) and any(len(row.num_tokens) > 1 for row in rows.values())
+    assert sorted(rows) == list(range(LIMIT)) and any(
+        len(row.num_tokens) > 1 for row in rows.values()
+    )
     for number, source in enumerate(data.load_conversations()):
-        pending, row = regeneration.make_pending_row(number, source), rows[number]
-        assert [message["role"] for message in row.messages] == [message["role"] for message in source.messages]
-        positions = [position for position, message in enumerate(source.messages) if message["role"] == "assistant"]
-        for position, size, reason in zip(positions, row.num_tokens, row.finish_reason, strict=True):
+        pending = regeneration.make_pending_row(number, source)
+        row = rows[number]
+        assert [message["role"] for message in row.messages] == [
+            message["role"] for message in source.messages
+        ]
+        positions = [
+            position
+            for position, message in enumerate(source.messages)
+            if message["role"] == "assistant"
+        ]
+        for position, size, reason in zip(
+            positions, row.num_tokens, row.finish_reason, strict=True
+        ):
             answer_ids = dict(zip(positions, row.answer_ids or [], strict=True))
             earlier = Conversation(row.messages, answer_ids=answer_ids).up_to(position)  # type: ignore[arg-type]
             prompt = tokenize_prompt(tiny.template, earlier)
-            (single,) = decode(tiny, [prompt], rule, SHORT["max_new_tokens"], sequence_ids=[pending.key])
+            (single,) = decode(
+                tiny, [prompt], rule, SHORT["max_new_tokens"], sequence_ids=[pending.key]
+            )
             assert answer_ids[position] == single.output
-            text = tiny.tokenizer.decode(single.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text = tiny.tokenizer.decode(
+                single.output, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
             ended = single.output[-1] in tiny.stop_ids
             assert (row.messages[position]["content"], size, reason) == (
                 text,
@@ -161,11 +206,14 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, dtype: str, t
 
 @pytest.mark.skipif(not has_batch_invariance(), reason="rows of bfloat16 depend on others here")
 def test_later_turns_run_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Continuous batching runs the first prompt of a conversation whole, and of later ones what follows the earlier answer's
-    last token but one; keys, values and logits are those of the whole prompt, up to the rounding of bfloat16."""
+    """Continuous batching runs the first prompt of a conversation whole, and of later ones what
+    follows the earlier answer's last token but one; keys, values and logits are those of the whole
+    prompt, up to the rounding of bfloat16."""
     target = load_tiny(dtype="bfloat16")
     target.pack_weights()
-    prefill, extend, sizes = Target.prefill, Target.extend, []
+    prefill = Target.prefill
+    extend = Target.extend
+    sizes = []
 
     def prefill_counted(self: Target, tokens: Any, *rest: Any) -> Any:
         sizes.append(("whole", tokens.shape[1]))
@@ -180,19 +228,33 @@ def test_later_turns_run_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
     questions = ["Why is the sky blue?", "And at night?", "Say it in one word."]
     chat = [{"role": role, "content": text} for text in questions for role in ("user", "assistant")]
     (row,) = regenerate(tmp_path / "out", target, ListReader([chat])).values()
-    prompts, ids = [], {}
+    prompts = []
+    ids = {}
     for at, output in zip((1, 3, 5), row.answer_ids or [], strict=True):
-        prompts.append(tokenize_prompt(target.template, Conversation(row.messages, answer_ids=dict(ids)).up_to(at)))
+        prompts.append(
+            tokenize_prompt(
+                target.template, Conversation(row.messages, answer_ids=dict(ids)).up_to(at)
+            )
+        )
         ids[at] = output
     shared = [len(prompt) + size - 1 for prompt, size in zip(prompts, row.num_tokens)]
-    assert sizes == [("whole", len(prompts[0]))] + [("rest", len(prompts[turn]) - shared[turn - 1]) for turn in (1, 2)]
+    assert sizes == [("whole", len(prompts[0]))] + [
+        ("rest", len(prompts[turn]) - shared[turn - 1]) for turn in (1, 2)
+    ]
 
-    tokens, cuts = torch.tensor([prompts[2]]), len(prompts[1])
-    full_cache, split_cache = target.new_cache(1, tokens.shape[1]), target.new_cache(1, tokens.shape[1])
+    tokens = torch.tensor([prompts[2]])
+    cuts = len(prompts[1])
+    full_cache = target.new_cache(1, tokens.shape[1])
+    split_cache = target.new_cache(1, tokens.shape[1])
     expected = prefill(target, tokens, torch.tensor([tokens.shape[1]]), full_cache, ()).logits
     prefill(target, tokens[:, :cuts], torch.tensor([cuts]), split_cache, ())
     actual = extend(target, tokens[:, cuts:], split_cache).logits
-    assert expected is not None and actual is not None and full_cache.storage is not None and split_cache.storage is not None
+    assert (
+        expected is not None
+        and actual is not None
+        and full_cache.storage is not None
+        and split_cache.storage is not None
+    )
     assert full_cache.longest == split_cache.longest == tokens.shape[1]
     torch.testing.assert_close(actual, expected, atol=0.1, rtol=0.05)
     torch.testing.assert_close(split_cache.storage, full_cache.storage, atol=0.1, rtol=0.05)
@@ -200,7 +262,9 @@ def test_later_turns_run_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.sweep(2, free=("change",))
 @pytest.mark.parametrize("change", ["shards", "batches", "drafted", "captured"])
-def test_answers_depend_on_no_batching_and_no_drafter(change: str, tmp_path: Path, tiny: Target, complete_set: Path) -> None:
+def test_answers_depend_on_no_batching_and_no_drafter(
+    change: str, tmp_path: Path, tiny: Target, complete_set: Path
+) -> None:
     """Other shards, other batches, a drafter or captured rounds give the same rows."""
     changes: dict[str, Any] = {
         "shards": {"shard_size": 7},
@@ -215,19 +279,33 @@ def run_command(*overrides: str) -> None:
     """Run `spectrain data regenerate` in this process."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("regenerate", overrides=list(overrides))
-        spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"))
+        spec, settings = read_run(
+            config, ("writer", "sampling", "regenerate", "out", "check", "capture")
+        )
         regenerate_command(spec, **settings)
 
 
 @pytest.mark.slow
-def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, complete_set: Path) -> None:
-    """With run=DIR target, drafter and tree are the run's, and the answers those without it; a tree without it is refused."""
+def test_a_run_drafts_and_names_its_target(
+    tmp_path: Path, tiny: Target, complete_set: Path
+) -> None:
+    """With run=DIR target, drafter and tree are the run's, and the answers those without it; a
+    tree without it is refused.
+    """
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         began = compose("train", overrides=["recipe=eagle3", "target=tiny"])
     drafter = build(began.drafter, target=tiny)
-    drafter.prepare(tiny, EmbeddedReader(limit=LIMIT).make_dataset(tiny.template).token_counts(tiny.head.vocab_size))
+    drafter.prepare(
+        tiny,
+        EmbeddedReader(limit=LIMIT).make_dataset(tiny.template).token_counts(tiny.head.vocab_size),
+    )
     save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes(began))
-    settings = ["++sampling.max_new_tokens=6", "++sampling.seed=3", "++regenerate.shard_size=4", f"++data.limit={LIMIT}"]
+    settings = [
+        "++sampling.max_new_tokens=6",
+        "++sampling.seed=3",
+        "++regenerate.shard_size=4",
+        f"++data.limit={LIMIT}",
+    ]
     run_command(f"++run={tmp_path / 'drafter'}", f"++out={tmp_path / 'out'}", *settings)
     assert read_rows(tmp_path / "out") == read_rows(complete_set)
     with pytest.raises(UserError, match=r"^tree: .*run=runs/NAME"):
@@ -246,12 +324,17 @@ def test_check_only_looks(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFi
     assert len(read_shards(tmp_path / "out")) == 2
 
 
-@pytest.mark.parametrize("start", [fork_rank, pytest.param(CommandRank, marks=pytest.mark.slow)], ids=["forked", "commands"])
+@pytest.mark.parametrize(
+    "start",
+    [fork_rank, pytest.param(CommandRank, marks=pytest.mark.slow)],
+    ids=["forked", "commands"],
+)
 def test_killed_processes_leave_the_set_of_a_single_process(
     start: Any, tmp_path: Path, tiny: Target, complete_set: Path
 ) -> None:
-    """Two ranks share the shards; one is killed by SIGKILL in the middle of a shard. What is finished is not made again, a
-    torn line is dropped, and in the end the bytes are those of one process that nothing interrupted."""
+    """Two ranks share the shards; one is killed by SIGKILL in the middle of a shard. What is
+    finished is not made again, a torn line is dropped, and in the end the bytes are those of one
+    process that nothing interrupted."""
     out = tmp_path / "out"
     ranks = [start(out, tiny, rank) for rank in range(2)]
     journal = out / "unfinished" / "part-00001.jsonl"  # of the second rank
@@ -273,14 +356,18 @@ def test_killed_processes_leave_the_set_of_a_single_process(
             return super()._answer_batch(batch)
 
     sampling = Sampling(**SHORT)
-    Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, CountingWriter(sampling, tiny, batch_tokens=1))
+    Regeneration(shard_size=4).run(
+        out, EmbeddedReader(limit=LIMIT), sampling, CountingWriter(sampling, tiny, batch_tokens=1)
+    )
     assert read_shards(out) == read_shards(complete_set)
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before and len(before) >= 2
     assert len(answered) <= 4 - finished_lines.count(b"\n") <= 2
 
 
 def test_terminated_softly(tmp_path: Path, tiny: Target, complete_set: Path) -> None:
-    """SIGTERM ends the run in one sentence, keeps every finished row, and leaves the set to be finished."""
+    """SIGTERM ends the run in one sentence, keeps every finished row, and leaves the set to be
+    finished.
+    """
 
     class TerminatedWriter(EngineWriter):
         def _answer_batch(self, batch: list[Any]) -> Any:
@@ -288,10 +375,15 @@ def test_terminated_softly(tmp_path: Path, tiny: Target, complete_set: Path) -> 
             if batch[0].id >= 4:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    out, sampling, before = tmp_path / "out", Sampling(**SHORT), signal.getsignal(signal.SIGTERM)
+    out = tmp_path / "out"
+    sampling = Sampling(**SHORT)
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RunError, match="stopped; what is finished is kept"):
         Regeneration(shard_size=4).run(
-            out, EmbeddedReader(limit=LIMIT), sampling, TerminatedWriter(sampling, tiny, batch_tokens=1)
+            out,
+            EmbeddedReader(limit=LIMIT),
+            sampling,
+            TerminatedWriter(sampling, tiny, batch_tokens=1),
         )
     assert signal.getsignal(signal.SIGTERM) == before
     assert (out / "unfinished" / "part-00001.jsonl").read_bytes().count(b"\n") == 1
@@ -302,7 +394,9 @@ def test_terminated_softly(tmp_path: Path, tiny: Target, complete_set: Path) -> 
 def test_broken_shards_are_named_and_regenerated(
     tmp_path: Path, tiny: Target, complete_set: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A deleted shard and one with a single bit turned are named; they, and no others, are written again as they were."""
+    """A deleted shard and one with a single bit turned are named; they, and no others, are
+    written again as they were.
+    """
     out = tmp_path / "out"
     regenerate(out, tiny)
     modified = (out / "part-00001.jsonl").stat().st_mtime_ns
@@ -310,20 +404,30 @@ def test_broken_shards_are_named_and_regenerated(
     turned = bytearray((out / "part-00002.jsonl").read_bytes())
     turned[40] ^= 1
     (out / "part-00002.jsonl").write_bytes(turned)
-    assert ShardSet(out).find_faults() == {"part-00000.jsonl": "missing", "part-00002.jsonl": "corrupt"}
+    assert ShardSet(out).find_faults() == {
+        "part-00000.jsonl": "missing",
+        "part-00002.jsonl": "corrupt",
+    }
     with pytest.raises(UserError, match=r"part-00000\.jsonl: this shard is missing, and 1 more"):
         JsonlReader(str(out)).load_conversations()
     capsys.readouterr()
     regenerate(out, tiny)
     stdout = capsys.readouterr().out
-    assert f"{out / 'part-00000.jsonl'}: missing" in stdout and f"{out / 'part-00002.jsonl'}: corrupt" in stdout
+    assert (
+        f"{out / 'part-00000.jsonl'}: missing" in stdout
+        and f"{out / 'part-00002.jsonl'}: corrupt" in stdout
+    )
     assert read_shards(out) == read_shards(complete_set)
     assert (out / "part-00001.jsonl").stat().st_mtime_ns == modified
     assert not ShardSet(out).find_faults()
 
 
-def test_killed_before_the_journal_is_gone(tmp_path: Path, tiny: Target, complete_set: Path) -> None:
-    """A kill between the last steps of a shard costs nothing: its rows are not asked for again, and what was left over goes."""
+def test_killed_before_the_journal_is_gone(
+    tmp_path: Path, tiny: Target, complete_set: Path
+) -> None:
+    """A kill between the last steps of a shard costs nothing: its rows are not asked for again,
+    and what was left over goes.
+    """
     out = tmp_path / "out"
     regenerate(out, tiny)
     journals = [out / "unfinished" / f"part-0000{number}.jsonl" for number in range(2)]
@@ -338,12 +442,16 @@ def test_killed_before_the_journal_is_gone(tmp_path: Path, tiny: Target, complet
         def _answer_batch(self, batch: list[Any]) -> Any:
             raise AssertionError
 
-    Regeneration(shard_size=4).run(out, EmbeddedReader(limit=LIMIT), sampling, UnusedWriter(sampling, tiny))
+    Regeneration(shard_size=4).run(
+        out, EmbeddedReader(limit=LIMIT), sampling, UnusedWriter(sampling, tiny)
+    )
     assert read_shards(out) == read_shards(complete_set) and not ShardSet(out).find_faults()
     assert not any(journal.exists() for journal in journals)
 
 
-def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shard_of_another_process_is_left_to_it(
+    tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A shard that is being made elsewhere is not made twice, and the last line names it."""
     out = tmp_path / "out"
     regenerate(out, tiny)
@@ -354,7 +462,10 @@ def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target, ca
     regenerate(out, tiny)
     assert ShardSet(out).find_faults() == {"part-00001.jsonl": "missing"}
     stdout = capsys.readouterr().out
-    assert f"{LIMIT - 4} of {LIMIT} conversations" in stdout and "other processes are at part-00001.jsonl" in stdout
+    assert (
+        f"{LIMIT - 4} of {LIMIT} conversations" in stdout
+        and "other processes are at part-00001.jsonl" in stdout
+    )
     shards.release_shard(claim)
     regenerate(out, tiny)
     assert not ShardSet(out).find_faults()
@@ -363,36 +474,75 @@ def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target, ca
 def test_bad_conversations_take_nothing_with_them(
     tmp_path: Path, tiny: Target, complete_set: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A conversation that is too long and one on which the model fails are reported; the other rows are unchanged."""
+    """A conversation that is too long and one on which the model fails are reported; the other
+    rows are unchanged.
+    """
     good = [chat.to_row() for chat in EmbeddedReader(limit=LIMIT).load_conversations()]
     user = {"role": "user", "content": "poison"}
-    bad = [{"messages": [{**user, "content": "word " * tiny.max_length}, {"role": "assistant", "content": "No."}]},
-           {"messages": [user, {"role": "assistant", "content": "No."}]}]  # fmt: skip
+    bad = [
+        {
+            "messages": [
+                {**user, "content": "word " * tiny.max_length},
+                {"role": "assistant", "content": "No."},
+            ]
+        },
+        {"messages": [user, {"role": "assistant", "content": "No."}]},
+    ]
     mixed = [*good[:3], bad[0], *good[3:6], bad[1], *good[6:]]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    original, (poison,) = Session.decode, tiny.tokenizer(["poison"], add_special_tokens=False)["input_ids"]
+    original, (poison,) = (
+        Session.decode,
+        tiny.tokenizer(["poison"], add_special_tokens=False)["input_ids"],
+    )
 
     def fail_on_poison(session: Session, prompts: list[list[int]], *rest: Any) -> Any:
-        if any(prompt[at : at + len(poison)] == poison for prompt in prompts for at in range(len(prompt))):
+        if any(
+            prompt[at : at + len(poison)] == poison
+            for prompt in prompts
+            for at in range(len(prompt))
+        ):
             raise RuntimeError("no memory")
         return original(session, prompts, *rest)
 
     monkeypatch.setattr(Session, "decode", fail_on_poison)
-    rows = regenerate(tmp_path / "out", tiny, JsonlReader(str(tmp_path / "chats.jsonl")), shard_size=100, max_failed=0.2)
-    assert [row.messages for row in rows.values()] == [row.messages for row in read_rows(complete_set).values()]
-    failed = [json.loads(line) for line in (tmp_path / "out" / "failed" / "part-00000.jsonl").read_text().splitlines()]
+    rows = regenerate(
+        tmp_path / "out",
+        tiny,
+        JsonlReader(str(tmp_path / "chats.jsonl")),
+        shard_size=100,
+        max_failed=0.2,
+    )
+    assert [row.messages for row in rows.values()] == [
+        row.messages for row in read_rows(complete_set).values()
+    ]
+    failed = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "failed" / "part-00000.jsonl").read_text().splitlines()
+    ]
     assert [(row["id"], row["kind"], row["messages"]) for row in failed] == [
         (3, "too_long", bad[0]["messages"]),
         (7, "failed", bad[1]["messages"]),
     ]
     assert "no memory" in failed[1]["error"]
     monkeypatch.undo()
-    again = regenerate(tmp_path / "out", tiny, JsonlReader(str(tmp_path / "chats.jsonl")), shard_size=100, retry_failed=True)
-    assert sorted(set(again) - set(rows)) == [7] and {number: again[number] for number in rows} == rows
+    again = regenerate(
+        tmp_path / "out",
+        tiny,
+        JsonlReader(str(tmp_path / "chats.jsonl")),
+        shard_size=100,
+        retry_failed=True,
+    )
+    assert (
+        sorted(set(again) - set(rows)) == [7] and {number: again[number] for number in rows} == rows
+    )
 
 
-def test_too_many_failures_fail_the_run(tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where everything fails the run stops at once, and with a patience for that it ends as a failed one."""
+def test_too_many_failures_fail_the_run(
+    tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where everything fails the run stops at once, and with a patience for that it ends as a
+    failed one.
+    """
 
     def raise_error(*_: Any) -> Any:
         raise RuntimeError("no device")
@@ -410,29 +560,50 @@ def test_first_turn_and_system_prompt(tmp_path: Path, tiny: Target) -> None:
     rows = regenerate(tmp_path / "out", tiny, turns="first", system="Be brief.")
     sources = EmbeddedReader(limit=LIMIT).load_conversations()
     for number, row in rows.items():
-        assert row.messages[:-1] == [{"role": "system", "content": "Be brief."}, sources[number].messages[0]]
+        assert row.messages[:-1] == [
+            {"role": "system", "content": "Be brief."},
+            sources[number].messages[0],
+        ]
         assert len(row.num_tokens) == 1
 
 
 def test_cut_answers_are_marked_or_left_out(tmp_path: Path, tiny: Target) -> None:
-    """What max_new_tokens cuts is marked "length"; with keep_cut=false exactly these conversations are left out."""
-    questions = ["Please describe supply and demand using a lemonade stand.", "Say this in plain words: 'The committee met.'",
-             "In simple terms, what does a catalyst do in a chemical reaction?"]  # fmt: skip
-    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "No."}] for text in questions * 3]
-    data = ListReader([[{**chat[0], "content": f"{chat[0]['content']}{' Please.' * (n // 3)}"}, chat[1]]
-                   for n, chat in enumerate(chats)])  # fmt: skip
+    """What max_new_tokens cuts is marked "length"; with keep_cut=false exactly these
+    conversations are left out.
+    """
+    questions = [
+        "Please describe supply and demand using a lemonade stand.",
+        "Say this in plain words: 'The committee met.'",
+        "In simple terms, what does a catalyst do in a chemical reaction?",
+    ]
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "No."}]
+        for text in questions * 3
+    ]
+    data = ListReader(
+        [
+            [{**chat[0], "content": f"{chat[0]['content']}{' Please.' * (n // 3)}"}, chat[1]]
+            for n, chat in enumerate(chats)
+        ]
+    )
     rows = regenerate(tmp_path / "kept", tiny, data, sampling={"max_new_tokens": 24})
     cut = {number for number, row in rows.items() if "length" in row.finish_reason}
     assert 0 < len(cut) < len(rows) == 9
     assert all(sum(rows[number].num_tokens) == 24 for number in cut)
-    dropped = regenerate(tmp_path / "dropped", tiny, data, sampling={"max_new_tokens": 24, "keep_cut": False})
+    dropped = regenerate(
+        tmp_path / "dropped", tiny, data, sampling={"max_new_tokens": 24, "keep_cut": False}
+    )
     assert dropped == {number: row for number, row in rows.items() if number not in cut}
 
 
 def test_result_is_data(tiny: Target, complete_set: Path) -> None:
-    """data=jsonl data.path=DIR trains on it: every conversation, in its order, with the target's answers supervised."""
+    """data=jsonl data.path=DIR trains on it: every conversation, in its order, with the target's
+    answers supervised.
+    """
     data = JsonlReader(str(complete_set))
-    assert [chat.messages for chat in data.load_conversations()] == [row.messages for row in read_rows(complete_set).values()]
+    assert [chat.messages for chat in data.load_conversations()] == [
+        row.messages for row in read_rows(complete_set).values()
+    ]
     dataset = data.make_dataset(tiny.template)
     assert dataset.num_conversations == LIMIT and dataset.num_supervised > 0
 
@@ -448,7 +619,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("setting", list(CHANGES))
 def test_other_settings_are_refused(setting: str, tiny: Target, complete_set: Path) -> None:
-    """A set is of one kind: another setting stops with its name and what the set was begun with, and nothing is touched."""
+    """A set is of one kind: another setting stops with its name and what the set was begun with,
+    and nothing is touched.
+    """
     before = read_shards(complete_set)
     with pytest.raises(UserError) as caught:
         regenerate(complete_set, tiny, **CHANGES[setting])
@@ -457,14 +630,32 @@ def test_other_settings_are_refused(setting: str, tiny: Target, complete_set: Pa
 
 
 def test_manifest_says_how_it_was_made(tiny: Target, complete_set: Path) -> None:
-    """The manifest has the target, the sampling, the versions, the source, and the rows of every shard."""
+    """The manifest has the target, the sampling, the versions, the source, and the rows of every
+    shard.
+    """
     manifest = ShardSet(complete_set).manifest
-    settings, records = manifest["settings"], manifest["shards"].values()
-    assert {"target": "tiny", "sampling.temperature": 0.7, "sampling.seed": 3}.items() <= settings.items()
-    assert {"sampling.top_p", "sampling.top_k", "sampling.max_new_tokens", "regenerate.system", "target.dtype"} <= set(settings)
-    assert settings["data"].startswith(f"{LIMIT} conversations, sha256") and "torch" in manifest["made_with"]["versions"]
+    settings = manifest["settings"]
+    records = manifest["shards"].values()
+    assert {
+        "target": "tiny",
+        "sampling.temperature": 0.7,
+        "sampling.seed": 3,
+    }.items() <= settings.items()
+    assert {
+        "sampling.top_p",
+        "sampling.top_k",
+        "sampling.max_new_tokens",
+        "regenerate.system",
+        "target.dtype",
+    } <= set(settings)
+    assert (
+        settings["data"].startswith(f"{LIMIT} conversations, sha256")
+        and "torch" in manifest["made_with"]["versions"]
+    )
     assert [record["rows"] for record in records] == [4, 4, 2]
-    assert sum(record["tokens"] for record in records) == sum(sum(row.num_tokens) for row in read_rows(complete_set).values())
+    assert sum(record["tokens"] for record in records) == sum(
+        sum(row.num_tokens) for row in read_rows(complete_set).values()
+    )
 
 
 def test_folder_with_other_files_is_refused(tmp_path: Path, tiny: Target) -> None:
@@ -497,47 +688,81 @@ def test_nothing_is_written_where_nothing_can_be(tmp_path: Path) -> None:
 
 
 def test_questions_alone_will_do(tiny: Target, tmp_path: Path) -> None:
-    """Bare questions, of one turn or several, get the answers that the same questions get in whole conversations."""
+    """Bare questions, of one turn or several, get the answers that the same questions get in
+    whole conversations.
+    """
     conversations = [
         [message for message in chat.messages if message["role"] != "system"][:4]
         for chat in EmbeddedReader(limit=6).load_conversations()
     ]
-    questions = [[message["content"] for message in messages if message["role"] == "user"] for messages in conversations]
+    questions = [
+        [message["content"] for message in messages if message["role"] == "user"]
+        for messages in conversations
+    ]
     lines = [{"turns": texts} if len(texts) > 1 else {"prompt": texts[0]} for texts in questions]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "whole.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    (tmp_path / "whole.jsonl").write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations)
+    )
     reader = JsonlReader(str(tmp_path / "asked.jsonl"))
     with pytest.raises(UserError, match="holds no conversation"):
         reader.load_conversations()  # there is nothing to learn from
     reader.allows_unanswered = True
     rows = regenerate(tmp_path / "one", tiny, reader)
     assert {key: row.messages for key, row in rows.items()} == {
-        key: row.messages for key, row in regenerate(tmp_path / "two", tiny, JsonlReader(str(tmp_path / "whole.jsonl"))).items()
+        key: row.messages
+        for key, row in regenerate(
+            tmp_path / "two", tiny, JsonlReader(str(tmp_path / "whole.jsonl"))
+        ).items()
     }
 
 
 def test_the_command_answers_questions_alone(tmp_path: Path) -> None:
     """A mixture of questions without answers is read, answered, and readable as conversations."""
     (tmp_path / "asked.jsonl").write_text('{"prompt": "What is a bee?"}\n')
-    sources = f"data.sources=[{{data:jsonl,path:{tmp_path / 'asked.jsonl'}}},{{data:embedded,limit:1}}]"
+    sources = (
+        f"data.sources=[{{data:jsonl,path:{tmp_path / 'asked.jsonl'}}},{{data:embedded,limit:1}}]"
+    )
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        words = ["target=tiny", "data=mix", sources, f"out={tmp_path / 'out'}", "++sampling.max_new_tokens=6"]
+        words = [
+            "target=tiny",
+            "data=mix",
+            sources,
+            f"out={tmp_path / 'out'}",
+            "++sampling.max_new_tokens=6",
+        ]
         config = compose("regenerate", overrides=words)
-        spec, settings = read_run(config, ("writer", "sampling", "regenerate", "out", "check", "capture"))
+        spec, settings = read_run(
+            config, ("writer", "sampling", "regenerate", "out", "check", "capture")
+        )
         regenerate_command(spec, **settings)
     chats = JsonlReader(str(tmp_path / "out")).load_conversations()
-    assert len(chats) == 2 and chats[0].messages[0]["content"] == "What is a bee?" and chats[0].messages[1]["content"]
+    assert (
+        len(chats) == 2
+        and chats[0].messages[0]["content"] == "What is a bee?"
+        and chats[0].messages[1]["content"]
+    )
 
 
 def test_a_stream_is_refused(tmp_path: Path) -> None:
     """A stream reads a sample of its rows, and a set of a sample looks complete."""
-    with pytest.raises(UserError, match="regeneration needs all conversations, a stream reads data.sample rows"):
-        run_command("target=tiny", "data=stream", f"data.path={tmp_path / 'a.jsonl'}", f"++out={tmp_path / 'out'}")
+    with pytest.raises(
+        UserError, match="regeneration needs all conversations, a stream reads data.sample rows"
+    ):
+        run_command(
+            "target=tiny",
+            "data=stream",
+            f"data.path={tmp_path / 'a.jsonl'}",
+            f"++out={tmp_path / 'out'}",
+        )
 
 
 def test_texts_and_token_ids_are_refused() -> None:
     """Both are named, with what to use."""
-    unfit: dict[str, Any] = {"plain text": Conversation([], text="Once"), "token ids": Example([1, 2], [False, True])}
+    unfit: dict[str, Any] = {
+        "plain text": Conversation([], text="Once"),
+        "token ids": Example([1, 2], [False, True]),
+    }
     for form, conversation in unfit.items():
         with pytest.raises(UserError, match=f"these are {form}; use data=jsonl with messages"):
             Regeneration().make_pending_row(0, conversation)
@@ -548,5 +773,8 @@ def test_calibration_needs_a_prompt_that_can_be_answered() -> None:
         raise AnswerError("too_long", "the prompt leaves no room")
 
     pending = Regeneration().make_pending_row(0, EmbeddedReader(limit=1).load_conversations()[0])
-    with pytest.raises(UserError, match=r"none of its first 1 conversations can be answered \(the prompt leaves no room\)"):
+    with pytest.raises(
+        UserError,
+        match=r"none of its first 1 conversations can be answered \(the prompt leaves no room\)",
+    ):
         collect_prompts(refuse_prompt, Sampling(), [pending])

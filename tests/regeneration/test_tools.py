@@ -1,4 +1,6 @@
-"""Regeneration of tool calls and reasoning: recorded results answer the calls by name, and what ends early is counted."""
+"""Regeneration of tool calls and reasoning: recorded results answer the calls by name, and what
+ends early is counted.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ from tests.data.test_templates import ASK, CALL, CALLING, RESULT, ROWS, SUNNY, T
 ELSEWHERE = {"type": "function", "function": {"name": "get_news", "arguments": {}}}
 
 
-def make_answer(content: str | None = None, *calls: dict[str, Any], ids: list[int] | None = None) -> GeneratedAnswer:
+def make_answer(
+    content: str | None = None, *calls: dict[str, Any], ids: list[int] | None = None
+) -> GeneratedAnswer:
     message: Message = {"role": "assistant", "content": content}
-    return GeneratedAnswer({**message, "tool_calls": [*calls]} if calls else message, "stop", 5, ids)
+    return GeneratedAnswer(
+        {**message, "tool_calls": [*calls]} if calls else message, "stop", 5, ids
+    )
 
 
 def answer_conversation(row: dict[str, Any], *answers: GeneratedAnswer) -> ChatProgress:
@@ -44,18 +50,28 @@ def make_call(name: str = "get_weather", **fields: Any) -> dict[str, Any]:
 
 
 def test_a_recorded_result_answers_a_call_by_name() -> None:
-    """Other arguments get the recorded result, under the recorded id; the answer to it is generated too."""
-    progress = answer_conversation(ROWS["tool call"], make_answer(None, make_call(), ids=[1, 2]), make_answer("Mild."))
+    """Other arguments get the recorded result, under the recorded id; the answer to it is
+    generated too.
+    """
+    progress = answer_conversation(
+        ROWS["tool call"], make_answer(None, make_call(), ids=[1, 2]), make_answer("Mild.")
+    )
     roles = [message["role"] for message in progress.messages]
     assert roles == ["user", "assistant", "tool", "assistant"]
-    assert progress.messages[1]["tool_calls"][0]["id"] == progress.messages[2]["tool_call_id"] == "call00001"
+    assert (
+        progress.messages[1]["tool_calls"][0]["id"]
+        == progress.messages[2]["tool_call_id"]
+        == "call00001"
+    )
     assert progress.messages[2]["content"] == "18 degrees" and progress.ended is None
     row = progress.finished_row
     assert row.answer_ids == [[1, 2], None] and row.tools == TOOLS and row.num_tokens == [5, 5]
 
 
 def test_a_servers_own_id_stays() -> None:
-    progress = answer_conversation(ROWS["tool call"], make_answer(None, make_call(id="own000001")), make_answer("Mild."))
+    progress = answer_conversation(
+        ROWS["tool call"], make_answer(None, make_call(id="own000001")), make_answer("Mild.")
+    )
     assert progress.messages[2]["tool_call_id"] == "own000001"
 
 
@@ -68,9 +84,17 @@ def test_a_call_without_a_recorded_result_ends_the_conversation() -> None:
 
 def test_a_model_that_does_not_call_goes_on_with_the_next_question() -> None:
     """Recorded results that nobody asked for are left out."""
-    row = {"messages": [ASK, CALLING, RESULT, SUNNY, {"role": "user", "content": "Thanks"}, SUNNY], "tools": TOOLS}
+    row = {
+        "messages": [ASK, CALLING, RESULT, SUNNY, {"role": "user", "content": "Thanks"}, SUNNY],
+        "tools": TOOLS,
+    }
     progress = answer_conversation(row, make_answer("I do not know."), make_answer("Welcome."))
-    assert [message["role"] for message in progress.messages] == ["user", "assistant", "user", "assistant"]
+    assert [message["role"] for message in progress.messages] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
 
 
 def test_a_model_that_calls_where_the_source_did_not_ends() -> None:
@@ -81,12 +105,29 @@ def test_results_are_answered_where_the_source_ends_with_them() -> None:
     """The model writes the answer that the source lacks."""
     row = {"messages": [ASK, CALLING, RESULT, SUNNY], "tools": TOOLS}
     second = {"id": "call00002", **{key: CALL[key] for key in ("type", "function")}}
-    row["messages"] = [ASK, {**CALLING, "tool_calls": [CALL, second]}, RESULT, {**RESULT, "tool_call_id": "call00002"}, SUNNY]
-    progress = answer_conversation(row, make_answer(None, make_call()), make_answer(None, make_call()), make_answer("Mild."))
-    assert [message["role"] for message in progress.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    row["messages"] = [
+        ASK,
+        {**CALLING, "tool_calls": [CALL, second]},
+        RESULT,
+        {**RESULT, "tool_call_id": "call00002"},
+        SUNNY,
+    ]
+    progress = answer_conversation(
+        row, make_answer(None, make_call()), make_answer(None, make_call()), make_answer("Mild.")
+    )
+    assert [message["role"] for message in progress.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if make_template(name).renders_tool_calls])
+@pytest.mark.parametrize(
+    "name", [name for name in SOURCES if make_template(name).renders_tool_calls]
+)
 def test_a_rendered_call_is_read_back(name: str) -> None:
     """What a template writes for a call, parse_answer reads: name and arguments."""
     template = make_template(name)
@@ -106,8 +147,14 @@ def test_reasoning_is_read_back(name: str) -> None:
     messages = ROWS["reasoning"]["messages"]
     opening = render_chat(template, messages[:1], for_generation=True)
     begins = "" if opening.rstrip().endswith("<think>") else "<think>\n"
-    message = parse_answer(template, f"{begins}Two and two.\n</think>\n\nIt is four.", opening, None)
-    assert message == {"role": "assistant", "content": "It is four.", "reasoning_content": "Two and two."}
+    message = parse_answer(
+        template, f"{begins}Two and two.\n</think>\n\nIt is four.", opening, None
+    )
+    assert message == {
+        "role": "assistant",
+        "content": "It is four.",
+        "reasoning_content": "Two and two.",
+    }
 
 
 def test_a_call_that_cannot_be_read_stays_as_it_was_written() -> None:
@@ -117,14 +164,25 @@ def test_a_call_that_cannot_be_read_stays_as_it_was_written() -> None:
 
 
 def test_a_servers_answer_has_reasoning_calls_and_ids() -> None:
-    """Everything that the server parsed comes back together with the ids; requests hold arguments as JSON text."""
+    """Everything that the server parsed comes back together with the ids; requests hold
+    arguments as JSON text.
+    """
     call = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Quito"}'}}
-    message = {"role": "assistant", "content": None, "reasoning_content": "I look it up.", "tool_calls": [call]}
+    message = {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "I look it up.",
+        "tool_calls": [call],
+    }
     choice = {"message": message, "finish_reason": "tool_calls", "token_ids": [7, 8, 9]}
     response = {"choices": [choice], "usage": {"completion_tokens": 3}}
-    answer = to_answer(OpenAIServer(ClientSettings()).parse_response(response, True, RequestTimes(1.0)))
+    answer = to_answer(
+        OpenAIServer(ClientSettings()).parse_response(response, True, RequestTimes(1.0))
+    )
     assert answer.token_ids == [7, 8, 9] and answer.message["reasoning_content"] == "I look it up."
     assert answer.message["tool_calls"] == [CALL]
     body = conversation_body(Conversation([ASK, answer.message], TOOLS))
-    assert json.loads(body["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Quito"}
+    assert json.loads(body["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {
+        "city": "Quito"
+    }
     assert body["tools"] == TOOLS

@@ -1,4 +1,6 @@
-"""What an evaluation leaves unsaid comes from the run that it names, then from the defaults of training."""
+"""What an evaluation leaves unsaid comes from the run that it names, then from the defaults of
+training.
+"""
 
 import json
 from pathlib import Path
@@ -37,21 +39,33 @@ def save_drafter_config(folder: Path) -> Path:
 
 @pytest.mark.parametrize("inside", [True, False], ids=["run folder", "drafter directory"])
 def test_eval_takes_the_settings_of_the_run(tmp_path: Path, inside: bool) -> None:
-    """Without a word on them, drafter, target and tree are those that were trained; the rest are the defaults."""
+    """Without a word on them, drafter, target and tree are those that were trained; the rest are
+    the defaults.
+    """
     run = tmp_path / "run"
     if inside:
         run.mkdir()
     save_drafter_config(run / "drafter" if inside else run)
     config, folder = resolve_eval(f"run={run}")
     assert folder == run
-    assert (config.drafter.get("longest"), config.tree.get("depth"), config.recipe_name) == (5, 7, "mine")
-    assert (config.target.choice, config.acceptance.choice, config.eval.choice) == ("tiny", "greedy", "default")
+    assert (config.drafter.get("longest"), config.tree.get("depth"), config.recipe_name) == (
+        5,
+        7,
+        "mine",
+    )
+    assert (config.target.choice, config.acceptance.choice, config.eval.choice) == (
+        "tiny",
+        "greedy",
+        "default",
+    )
 
 
 def test_eval_settings_of_the_command_win(tmp_path: Path) -> None:
     """A chosen group replaces the run's; a single key changes it and keeps its neighbours."""
     run = save_drafter_config(tmp_path / "run")
-    assert resolve_eval(f"run={run}", "++tree.depth=2")[0].tree == GroupSpec("tree", "chain", {"depth": 2})
+    assert resolve_eval(f"run={run}", "++tree.depth=2")[0].tree == GroupSpec(
+        "tree", "chain", {"depth": 2}
+    )
     chosen = resolve_eval(f"run={run}", "tree=eagle2")[0].tree
     assert chosen.choice == "eagle2" and chosen.get("depth") == 5
     with pytest.raises(UserError, match=r"tree\.depht.*depth"):
@@ -61,8 +75,15 @@ def test_eval_settings_of_the_command_win(tmp_path: Path) -> None:
 def test_eval_is_named_after_its_prompts(tmp_path: Path) -> None:
     """Another set of prompts gets a folder of its own unless it is named."""
     run = save_drafter_config(tmp_path / "run")
-    assert resolve_eval(f"run={run}", "++eval.prompts=some/maths.jsonl")[0].eval.get("name") == "maths"
-    assert resolve_eval(f"run={run}", "++eval.prompts=some/maths.jsonl", "++eval.name=mine")[0].eval.get("name") == "mine"
+    assert (
+        resolve_eval(f"run={run}", "++eval.prompts=some/maths.jsonl")[0].eval.get("name") == "maths"
+    )
+    assert (
+        resolve_eval(f"run={run}", "++eval.prompts=some/maths.jsonl", "++eval.name=mine")[
+            0
+        ].eval.get("name")
+        == "mine"
+    )
 
 
 def test_eval_of_a_drafter_without_training_needs_no_run() -> None:
@@ -72,7 +93,9 @@ def test_eval_of_a_drafter_without_training_needs_no_run() -> None:
     assert (config.drafter.choice, config.target.choice) == ("ngram", "tiny")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"drafter": {}}'], ids=["not JSON", "not an object", "no target"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"drafter": {}}'], ids=["not JSON", "not an object", "no target"]
+)
 def test_eval_refuses_what_describes_no_drafter(tmp_path: Path, text: str) -> None:
     """A damaged config.json is named."""
     run = save_drafter_config(tmp_path / "run")

@@ -21,15 +21,25 @@ from spectrain.files import LockTaken
 from spectrain.provenance import describe_command, read_launch
 from spectrain.runs.folder import find_results_folder
 from spectrain.runs.lock import claim_folder, claim_new_folder, lock_run
-from spectrain.runs.resume import CHANGEABLE_GROUPS, CHANGEABLE_SETTINGS, InputFacts, check_inputs, check_settings
+from spectrain.runs.resume import (
+    CHANGEABLE_GROUPS,
+    CHANGEABLE_SETTINGS,
+    InputFacts,
+    check_inputs,
+    check_settings,
+)
 from spectrain.runs.train import choose_folder, open_run
 
 
 def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
     """Another optimizer or schedule is refused; what changes nothing that is learned may change."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        specs = {words: RunSpec.from_config(compose("train", overrides=["recipe=eagle3", "target=tiny", *words]))
-                 for words in [(), ("++trainer.log_every=3",), ("optimizer=muon",), ("schedule=wsd",)]}  # fmt: skip
+        specs = {
+            words: RunSpec.from_config(
+                compose("train", overrides=["recipe=eagle3", "target=tiny", *words])
+            )
+            for words in [(), ("++trainer.log_every=3",), ("optimizer=muon",), ("schedule=wsd",)]
+        }
     (tmp_path / "config.yaml").write_text(specs[()].to_yaml())
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     check_settings(tmp_path, specs[()])
@@ -42,17 +52,31 @@ def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
             check_settings(tmp_path, specs[words])
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (("source=store", "++source.path=x"), "source=store: the run in .* began with live"),
-    (("++source.keep_gb=1",), None), (("++trainer.packing=false",), None), (("tree=chain",), None), (("eval=none",), None),
-    (("++trainer.batch_tokens=100",), "trainer.batch_tokens=100"), (("++trainer.seed=9",), "trainer.seed=9"),
-    (("++target.dtype=bfloat16",), "target.dtype=bfloat16"), (("++drafter.init=x",), "drafter.init=x"),
-])  # fmt: skip
-def test_what_decides_the_weights_may_not_change(tmp_path: Path, words: tuple[str, ...], message: str | None) -> None:
-    """Source, target, drafter, data and trainer stay as they were; a default that is written out is no change."""
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("source=store", "++source.path=x"), "source=store: the run in .* began with live"),
+        (("++source.keep_gb=1",), None),
+        (("++trainer.packing=false",), None),
+        (("tree=chain",), None),
+        (("eval=none",), None),
+        (("++trainer.batch_tokens=100",), "trainer.batch_tokens=100"),
+        (("++trainer.seed=9",), "trainer.seed=9"),
+        (("++target.dtype=bfloat16",), "target.dtype=bfloat16"),
+        (("++drafter.init=x",), "drafter.init=x"),
+    ],
+)
+def test_what_decides_the_weights_may_not_change(
+    tmp_path: Path, words: tuple[str, ...], message: str | None
+) -> None:
+    """Source, target, drafter, data and trainer stay as they were; a default that is written out
+    is no change.
+    """
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        began, now = (RunSpec.from_config(compose("train", overrides=["recipe=eagle3", "target=tiny", *more]))
-                      for more in ((), words))  # fmt: skip
+        began, now = (
+            RunSpec.from_config(compose("train", overrides=["recipe=eagle3", "target=tiny", *more]))
+            for more in ((), words)
+        )
     (tmp_path / "config.yaml").write_text(began.to_yaml())
     with nullcontext() if message is None else pytest.raises(UserError, match=message):
         check_settings(tmp_path, now)
@@ -61,29 +85,50 @@ def test_what_decides_the_weights_may_not_change(tmp_path: Path, words: tuple[st
 def test_every_changeable_setting_exists() -> None:
     """The table names groups and settings that there are."""
     assert CHANGEABLE_GROUPS.keys() <= set(GROUPS)
-    known = {f"{group}.{key.name}" for group in ("trainer", "target", "source") for path in list_constructors(group).values()
-             for key in list_keys(path)}  # fmt: skip
+    known = {
+        f"{group}.{key.name}"
+        for group in ("trainer", "target", "source")
+        for path in list_constructors(group).values()
+        for key in list_keys(path)
+    }
     assert CHANGEABLE_SETTINGS.keys() <= known
 
 
 # What is read and is no setting
 
 FACTS = InputFacts(
-    "path", "name", {"fingerprint": "a", "tokens": 10}, {"target_weights": "w", "chat_template": "t", "drafters": {"0": "d"}}
+    "path",
+    "name",
+    {"fingerprint": "a", "tokens": 10},
+    {"target_weights": "w", "chat_template": "t", "drafters": {"0": "d"}},
 )
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"data": {"fingerprint": "b", "tokens": 12}}, "data: it has 12 tokens, and had 10 when the run began"),
-    ({"data": {"fingerprint": "b", "tokens": 10}}, "data: it has 10 tokens as when the run began, but other ones"),
-    ({"inputs": {**FACTS.inputs, "target_weights": "v"}}, "target: path holds other weights"),
-    ({"inputs": {**FACTS.inputs, "chat_template": "u"}}, "target: the chat template"),
-    ({"inputs": {**FACTS.inputs, "drafters": {"0": "e"}}}, "drafter: the files of the drafter"),
-])  # fmt: skip
-def test_other_inputs_are_refused_or_recorded(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    """A training goes on with what it began with; trainer.resume=changed accepts a change, once, and records it."""
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"data": {"fingerprint": "b", "tokens": 12}},
+            "data: it has 12 tokens, and had 10 when the run began",
+        ),
+        (
+            {"data": {"fingerprint": "b", "tokens": 10}},
+            "data: it has 10 tokens as when the run began, but other ones",
+        ),
+        ({"inputs": {**FACTS.inputs, "target_weights": "v"}}, "target: path holds other weights"),
+        ({"inputs": {**FACTS.inputs, "chat_template": "u"}}, "target: the chat template"),
+        ({"inputs": {**FACTS.inputs, "drafters": {"0": "e"}}}, "drafter: the files of the drafter"),
+    ],
+)
+def test_other_inputs_are_refused_or_recorded(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    """A training goes on with what it began with; trainer.resume=changed accepts a change, once,
+    and records it.
+    """
     (tmp_path / "provenance.json").write_text(json.dumps({**FACTS.to_provenance(), "commit": "c"}))
-    checkpoint, now = tmp_path / "checkpoints" / "step-000004", replace(FACTS, **changed)
+    checkpoint = tmp_path / "checkpoints" / "step-000004"
+    now = replace(FACTS, **changed)
     check_inputs(tmp_path, FACTS, checkpoint, accepts_changes=False)
     with pytest.raises(UserError, match=message):
         check_inputs(tmp_path, now, checkpoint, accepts_changes=False)
@@ -102,19 +147,29 @@ def test_provenance_that_says_nothing_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
-    """Its configuration and its provenance are those of the new launch, and old metrics are gone."""
-    old, new = (RunSpec.from_nodes({"trainer": {"_target_": "spectrain.training.trainer.Trainer", "lr": lr}})
-                for lr in (1e-3, 1e-2))  # fmt: skip
+    """Its configuration and its provenance are those of the new launch, and old metrics are
+    gone.
+    """
+    old, new = (
+        RunSpec.from_nodes(
+            {"trainer": {"_target_": "spectrain.training.trainer.Trainer", "lr": lr}}
+        )
+        for lr in (1e-3, 1e-2)
+    )
     open_run(tmp_path, old, FACTS)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "checkpoints" / "best-000001").mkdir(parents=True)
     open_run(tmp_path, new, replace(FACTS, target_name="other"))
     assert RunSpec.load(tmp_path / "config.yaml").trainer.get("lr") == 1e-2
     assert json.loads((tmp_path / "provenance.json").read_text())["target_name"] == "other"
-    assert not (tmp_path / "metrics.jsonl").exists() and not list((tmp_path / "checkpoints").iterdir())
+    assert not (tmp_path / "metrics.jsonl").exists() and not list(
+        (tmp_path / "checkpoints").iterdir()
+    )
 
 
-def test_scores_of_a_shipped_drafter_go_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_a_shipped_drafter_go_below_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A name is no folder of the user's; a folder of that name is."""
     monkeypatch.chdir(tmp_path)
     assert find_results_folder(Path("smollm2-eagle3")) == Path("runs/smollm2-eagle3")
@@ -124,15 +179,22 @@ def test_scores_of_a_shipped_drafter_go_below_runs(tmp_path: Path, monkeypatch: 
 
 
 def test_a_second_launch_is_refused(tmp_path: Path) -> None:
-    """While a process holds the lock of a run folder, another one names it; afterwards the lock is free."""
-    with lock_run(tmp_path), pytest.raises(UserError, match=rf"another launch trains .*\(process {os.getpid()} on"):
+    """While a process holds the lock of a run folder, another one names it; afterwards the lock
+    is free.
+    """
+    with (
+        lock_run(tmp_path),
+        pytest.raises(UserError, match=rf"another launch trains .*\(process {os.getpid()} on"),
+    ):
         lock_run(tmp_path, seconds=0.0).__enter__()
     with lock_run(tmp_path, seconds=0.0):
         pass
 
 
 def test_launches_at_once_have_folders_of_their_own(tmp_path: Path) -> None:
-    """While a launch holds a folder, the next one takes the next name; a folder in which nothing was written is free again."""
+    """While a launch holds a folder, the next one takes the next name; a folder in which nothing
+    was written is free again.
+    """
     names = [tmp_path / "runs" / name for name in ("a", "a-2", "a-3")]
     with claim_new_folder(names) as first:
         with claim_new_folder(names) as second, claim_new_folder(names) as third:
@@ -156,7 +218,10 @@ def test_a_failed_launch_leaves_nothing(tmp_path: Path) -> None:
             raise ValueError("mistake")
     assert [*tmp_path.rglob("*")] == [tmp_path / "own"]
     (tmp_path / "file").touch()
-    for run, message in ((tmp_path / "file", "this is a file"), (tmp_path / "file" / "run", "cannot be written")):
+    for run, message in (
+        (tmp_path / "file", "this is a file"),
+        (tmp_path / "file" / "run", "cannot be written"),
+    ):
         with pytest.raises(UserError, match=message):
             claim_folder(run).__enter__()
 
@@ -166,13 +231,17 @@ CLAIM += "with claim_folder(Path(sys.argv[1])): print('held', flush=True); input
 
 
 def test_a_killed_launch_releases_its_folder(tmp_path: Path) -> None:
-    """A folder is refused while another process holds it, with the name of that process, and is free once that is killed."""
+    """A folder is refused while another process holds it, with the name of that process, and is
+    free once that is killed.
+    """
     run = tmp_path / "run"
     command = [sys.executable, "-c", CLAIM, str(run)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        with pytest.raises(LockTaken, match=rf"another launch trains in this folder \(process {holder.pid} on"):
+        with pytest.raises(
+            LockTaken, match=rf"another launch trains in this folder \(process {holder.pid} on"
+        ):
             claim_folder(run).__enter__()
         holder.kill()
         holder.wait()
@@ -183,7 +252,9 @@ def test_a_killed_launch_releases_its_folder(tmp_path: Path) -> None:
 def test_without_locks_a_launch_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a file system without locks a run can begin and go on, and names that another launch has created are left alone."""
+    """On a file system without locks a run can begin and go on, and names that another launch
+    has created are left alone.
+    """
     monkeypatch.setattr("spectrain.files.fcntl.flock", raise_no_locks)
     with claim_folder(tmp_path / "run"):
         (tmp_path / "run" / "config.yaml").touch()
@@ -198,8 +269,12 @@ def raise_no_locks(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
-def test_two_launches_name_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None) -> None:
-    """The second of two launches with run=NAME is refused, although the first has written nothing yet."""
+def test_two_launches_name_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str | None
+) -> None:
+    """The second of two launches with run=NAME is refused, although the first has written
+    nothing yet.
+    """
     monkeypatch.setattr("spectrain.runs.train.LOCK_SECONDS", 0.0)
     settings = {"_target_": "spectrain.training.trainer.Trainer", "resume": resume}
     spec = RunSpec.from_nodes({"trainer": settings, "run": str(tmp_path / "run")})
@@ -212,22 +287,45 @@ def test_two_launches_name_one_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_recorded_command_can_be_typed_again() -> None:
-    assert describe_command(["python", "/bin/spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
-    assert describe_command(["python", "-m", "spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
-    assert describe_command(["python", "-u", "-m", "spectrain", "train", "target=tiny"]) == "spectrain train target=tiny"
-    assert describe_command(["python", "-m", "benchmarks.axes", "rows=2"]) == "python -m benchmarks.axes rows=2"
+    assert (
+        describe_command(["python", "/bin/spectrain", "train", "target=tiny"])
+        == "spectrain train target=tiny"
+    )
+    assert (
+        describe_command(["python", "-m", "spectrain", "train", "target=tiny"])
+        == "spectrain train target=tiny"
+    )
+    assert (
+        describe_command(["python", "-u", "-m", "spectrain", "train", "target=tiny"])
+        == "spectrain train target=tiny"
+    )
+    assert (
+        describe_command(["python", "-m", "benchmarks.axes", "rows=2"])
+        == "python -m benchmarks.axes rows=2"
+    )
     launched = ["--nproc-per-node", "2", "-m", "spectrain", "train", "target=tiny"]
-    assert describe_command(["python", "/bin/torchrun", *launched]) == " ".join(["torchrun", *launched])
+    assert describe_command(["python", "/bin/torchrun", *launched]) == " ".join(
+        ["torchrun", *launched]
+    )
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
-def test_a_launcher_is_part_of_the_recorded_command(monkeypatch: pytest.MonkeyPatch, is_launched: bool) -> None:
+def test_a_launcher_is_part_of_the_recorded_command(
+    monkeypatch: pytest.MonkeyPatch, is_launched: bool
+) -> None:
     """The command of the parent is recorded where it is a launcher, and otherwise the own one."""
-    command = [sys.executable, "-c", "print(flush=True); input()", *(["torchrun"] if is_launched else []), "train"]
+    command = [
+        sys.executable,
+        "-c",
+        "print(flush=True); input()",
+        *(["torchrun"] if is_launched else []),
+        "train",
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()  # Linux shows an empty command for a moment after the start
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # a process that a worker started inherits it
+        # a process that a worker started inherits it
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         assert read_launch() == (command if is_launched else sys.orig_argv)
         parent.communicate(b"\n")

@@ -1,4 +1,6 @@
-"""The drafters that come with the package: each is for its own target, whose output they do not change."""
+"""The drafters that come with the package: each is for its own target, whose output they do not
+change.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,13 @@ from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.models.target import Target
-from spectrain.runs.drafters import SHIPPED_BY_TARGET, build_drafter, find_shipped_drafter, init_drafter, load_shipped_drafter
+from spectrain.runs.drafters import (
+    SHIPPED_BY_TARGET,
+    build_drafter,
+    find_shipped_drafter,
+    init_drafter,
+    load_shipped_drafter,
+)
 from spectrain.runs.folder import SHIPPED_FOLDER, find_drafter_directory
 from spectrain.trees import Chain, Eagle2
 
@@ -34,25 +42,34 @@ def compose_train(*overrides: str) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_small_and_say_where_they_come_from(name: str) -> None:
-    """Each is below 25 MB with finite weights, records its training and data, and is named by a choice of conf/drafter."""
+    """Each is below 25 MB with finite weights, records its training and data, and is named by a
+    choice of conf/drafter.
+    """
     files = list((SHIPPED_FOLDER / name).iterdir())
     assert {file.name for file in files} == {"config.json", "model.safetensors", "provenance.json"}
     assert sum(file.stat().st_size for file in files) < 25e6
-    assert all(tensor.isfinite().all() for tensor in load_file(SHIPPED_FOLDER / name / "model.safetensors").values())
-    config, origin = (
-        read_json_object(SHIPPED_FOLDER / name / "config.json"),
-        read_json_object(SHIPPED_FOLDER / name / "provenance.json"),
+    assert all(
+        tensor.isfinite().all()
+        for tensor in load_file(SHIPPED_FOLDER / name / "model.safetensors").values()
     )
+    config = read_json_object(SHIPPED_FOLDER / name / "config.json")
+    origin = read_json_object(SHIPPED_FOLDER / name / "provenance.json")
     assert config["training"]["tokens"] > 0 and config["target"]["choice"] == name.partition("-")[0]
     assert origin["data"]["fingerprint"] and origin["commit"] and "=/" not in json.dumps(origin)
-    assert (Path(__file__).parents[2] / "conf" / "drafter" / f"{name}.yaml").exists() and name in SHIPPED_BY_TARGET.values()
+    assert (
+        Path(__file__).parents[2] / "conf" / "drafter" / f"{name}.yaml"
+    ).exists() and name in SHIPPED_BY_TARGET.values()
 
 
 def test_a_name_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a drafter's directory is asked for the name will do; a folder of that name comes first."""
+    """Where a drafter's directory is asked for the name will do; a folder of that name comes
+    first.
+    """
     monkeypatch.chdir(tmp_path)
     assert find_drafter_directory(Path(NAMES[0])) == SHIPPED_FOLDER / NAMES[0]
-    assert find_drafter_directory(Path("other")) is None and find_drafter_directory(Path(".")) is None
+    assert (
+        find_drafter_directory(Path("other")) is None and find_drafter_directory(Path(".")) is None
+    )
     own = tmp_path / NAMES[0]
     own.mkdir()
     (own / "config.json").write_text("{}")
@@ -70,17 +87,28 @@ def test_another_target_is_refused(tiny: Target) -> None:
 def test_it_is_not_trained_anew(tiny: Target) -> None:
     """What is trained goes on by drafter.init."""
     with pytest.raises(UserError, match="drafter.init=smollm2-eagle3"):
-        init_drafter(RunSpec.from_nodes(compose_train("drafter=smollm2-eagle3")), tiny, Dataset([], 0, 0, 0))
+        init_drafter(
+            RunSpec.from_nodes(compose_train("drafter=smollm2-eagle3")), tiny, Dataset([], 0, 0, 0)
+        )
 
 
 def test_its_output_is_the_targets(smollm2: Target) -> None:
-    """A chain and a tree give greedy decoding's answers to unseen questions, with more than 1.15 tokens per forward."""
-    drafter = build_drafter(GroupSpec.from_node("drafter", compose_train("drafter=smollm2-eagle3").drafter), smollm2).eval()
-    prompts = [tokenize_prompt(smollm2.template, prompt.opening_conversation) for prompt in read_prompts(None, 2).prompts]
+    """A chain and a tree give greedy decoding's answers to unseen questions, with more than 1.15
+    tokens per forward.
+    """
+    drafter = build_drafter(
+        GroupSpec.from_node("drafter", compose_train("drafter=smollm2-eagle3").drafter), smollm2
+    ).eval()
+    prompts = [
+        tokenize_prompt(smollm2.template, prompt.opening_conversation)
+        for prompt in read_prompts(None, 2).prompts
+    ]
     plain = decode(smollm2, prompts, Greedy(), LIMIT)
     for builder in (Chain(3), Eagle2(4, 12)):
         drafted = decode(smollm2, prompts, Greedy(), LIMIT, drafter, builder)
-        assert [generation.output for generation in drafted] == [generation.output for generation in plain]
+        assert [generation.output for generation in drafted] == [
+            generation.output for generation in plain
+        ]
         assert sum(sum(generation.round_lengths) for generation in drafted) > 1.15 * sum(
             len(generation.round_lengths) for generation in drafted
         )

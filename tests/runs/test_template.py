@@ -1,4 +1,6 @@
-"""The chat template of a run: a file and arguments apply everywhere, are saved with the drafter, and a change is said."""
+"""The chat template of a run: a file and arguments apply everywhere, are saved with the drafter,
+and a change is said.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from spectrain.runs.defaults import read_template_arguments
 from spectrain.runs.score import describe_template, load_template_facts
 
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + ('<think>' if enable_thinking else '') }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + "
+    "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + "
+    "('<think>' if enable_thinking else '') }}{% endif %}"
 )
 
 
@@ -26,11 +29,17 @@ def test_a_file_replaces_the_template_and_arguments_reach_it(tmp_path: Path) -> 
     path = tmp_path / "template.jinja"
     path.write_text(TEMPLATE)
     target = load_tiny(chat_template=str(path), template_kwargs={"enable_thinking": True})
-    assert render_chat(target.template, [{"role": "user", "content": "Hi"}], True).endswith("<|im_start|>assistant\n<think>")
+    assert render_chat(target.template, [{"role": "user", "content": "Hi"}], True).endswith(
+        "<|im_start|>assistant\n<think>"
+    )
 
 
-@pytest.mark.parametrize("content, sentence", [(None, "it cannot be read"), ("{% if", "line 1 is no Jinja")])
-def test_a_file_that_is_no_template_is_refused(tmp_path: Path, content: str | None, sentence: str) -> None:
+@pytest.mark.parametrize(
+    "content, sentence", [(None, "it cannot be read"), ("{% if", "line 1 is no Jinja")]
+)
+def test_a_file_that_is_no_template_is_refused(
+    tmp_path: Path, content: str | None, sentence: str
+) -> None:
     path = tmp_path / "template.jinja"
     if content is not None:
         path.write_text(content)
@@ -39,22 +48,31 @@ def test_a_file_that_is_no_template_is_refused(tmp_path: Path, content: str | No
 
 
 def test_arguments_are_saved_with_the_drafter(tmp_path: Path) -> None:
-    """data.template_kwargs becomes the target's, stands in config.json with the template's hash, and is read back."""
+    """data.template_kwargs becomes the target's, stands in config.json with the template's hash,
+    and is read back.
+    """
     settings: dict[str, Any] = {
-        "target": "tiny", "data.limit": 8, "trainer.max_steps": 1, "eval": "none",
-        "data.template_kwargs": "{enable_thinking: true}"
-    }  # fmt: skip
+        "target": "tiny",
+        "data.limit": 8,
+        "trainer.max_steps": 1,
+        "eval": "none",
+        "data.template_kwargs": "{enable_thinking: true}",
+    }
     run = train("medusa1", tmp_path / "run", **settings)
     facts = load_template_facts(run)
     assert facts == json.loads((run / "drafter" / "config.json").read_text())["chat_template"]
     assert facts is not None and facts["arguments"] == {"enable_thinking": True}
-    assert RunSpec.load(run / "config.yaml").target.get("template_kwargs") == {"enable_thinking": True}
+    assert RunSpec.load(run / "config.yaml").target.get("template_kwargs") == {
+        "enable_thinking": True
+    }
     target = load_tiny(template_kwargs={"enable_thinking": True})
     assert target.template.facts() == facts and load_tiny().template.facts() != facts
     assert describe_template(facts).endswith("and enable_thinking=True")
 
 
 def test_a_score_takes_arguments_of_the_template_and_no_data() -> None:
-    assert read_template_arguments({"template_kwargs": {"enable_thinking": False}}) == {"enable_thinking": False}
+    assert read_template_arguments({"template_kwargs": {"enable_thinking": False}}) == {
+        "enable_thinking": False
+    }
     with pytest.raises(UserError, match=r"data\.limit: a score and a chat read no data"):
         read_template_arguments({"limit": 3})

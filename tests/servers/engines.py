@@ -10,7 +10,9 @@ from pathlib import Path
 def fake_python(folder: Path) -> str:
     """Return a program that behaves as the interpreter of an engine's environment."""
     program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {Path(__file__).with_name("fake_engine.py")} "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -S {Path(__file__).with_name("fake_engine.py")} "$@"\n'
+    )
     program.chmod(0o755)
     return str(program)
 

@@ -1,7 +1,9 @@
-"""An engine's interpreter that holds no engine: it answers spectrain's question on its packages, and serves /v1/models.
+"""An engine's interpreter that holds no engine: it answers spectrain's question on its packages,
+and serves /v1/models.
 
-Further arguments choose what it does: --fail ends with an exception as vLLM does, --silent never answers, --stubborn ignores
-SIGTERM. Its child process writes its number to the file that --child-file names.
+Further arguments choose what it does: --fail ends with an exception as vLLM does, --silent never
+answers, --stubborn ignores SIGTERM. Its child process writes its number to the file that
+--child-file names.
 """
 
 import json

@@ -1,6 +1,8 @@
-"""Stand-ins for servers: HTTP on this machine, with faults on request. Shapes: T tokens, L layers, D width, V vocabulary.
+"""Stand-ins for servers: HTTP on this machine, with faults on request. Shapes: T tokens, L layers,
+D width, V vocabulary.
 
-`StandIn` answers by a function; `ModelStandIn` speaks vLLM's interface with the answers and states of a target in this process.
+`StandIn` answers by a function; `ModelStandIn` speaks vLLM's interface with the answers and states
+of a target in this process.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ Rounds = tuple[list[int], list[int]]
 
 
 class StandIn:
-    """An HTTP server with a list of models. `misbehave` may answer a request otherwise, given its body and its number."""
+    """An HTTP server with a list of models. `misbehave` may answer a request otherwise, given
+    its body and its number.
+    """
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -54,12 +58,15 @@ class StandIn:
         """Listen, after a stop at the same address."""
         self.server = QuietServer(("127.0.0.1", self.port), make_handler(self))
         self.port = self.server.server_port
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def stop(self) -> None:
         """Close the address and all connections, as a killed server does."""
         if self.server is not None:
-            server, self.server = self.server, None
+            server = self.server
+            self.server = None
             server.shutdown()
             server.server_close()
             server.close_connections()
@@ -73,7 +80,9 @@ class StandIn:
 
 
 class QuietServer(ThreadingHTTPServer):
-    """A server that can close its connections, and prints no error for those that a test has closed."""
+    """A server that can close its connections, and prints no error for those that a test has
+    closed.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
@@ -131,21 +140,29 @@ def make_handler(stand_in: StandIn) -> type[BaseHTTPRequestHandler]:
 
 
 class ModelStandIn(StandIn):
-    """A stand-in for vLLM that runs a target of its own: answers, token ids, hidden states, and counts of given rounds.
+    """A stand-in for vLLM that runs a target of its own: answers, token ids, hidden states, and
+    counts of given rounds.
 
-    The target is used by no other thread. `layers` are captured in ascending order; None captures nothing.
+    The target is used by no other thread. `layers` are captured in ascending order; None captures
+    nothing.
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...] | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self, target: Target, layers: tuple[int, ...] | None = None, folder: Path | None = None
+    ) -> None:
         super().__init__()
         self.target, self.layers, self.folder = target, layers, folder
-        self.name, self.max_length = "served", 1024
+        self.name = "served"
+        self.max_length = 1024
         # Whether files of states name their layers, as the connector of this project does.
         self.names_layers = True
-        # Changes the states [T, L, D] and token ids of a request of this number before they are written.
-        self.alter_states: Callable[[Tensor, list[int], int], tuple[Tensor, list[int]]] = lambda states, tokens, number: (
-            states,
-            tokens,
+        # Changes the states [T, L, D] and token ids of a request of this number before they are
+        # written.
+        self.alter_states: Callable[[Tensor, list[int], int], tuple[Tensor, list[int]]] = (
+            lambda states, tokens, number: (
+                states,
+                tokens,
+            )
         )
         # Changes the file of a request of this number after it is written.
         self.alter_file: Callable[[Path, int], None] = lambda path, number: None
@@ -174,30 +191,46 @@ class ModelStandIn(StandIn):
         is_chat = path.endswith("chat/completions")
         prompt = self.render_messages(body) if is_chat else body["prompt"]
         if len(prompt) >= self.max_length:
-            return 400, f"This model's maximum context length is {self.max_length} tokens, the prompt has {len(prompt)}", {}
+            return (
+                400,
+                f"This model's maximum context length is {self.max_length} tokens, the prompt has "
+                f"{len(prompt)}",
+                {},
+            )
         with self.lock, torch.no_grad():
             answer = self.generate(prompt, body)
             response = self.make_response(prompt, answer, body, is_chat)
         if not body.get("stream"):
             return 200, response, {}
-        return 200, "".join(self.stream_parts(response, answer, is_chat)), {"Content-Type": "text/event-stream"}
+        return (
+            200,
+            "".join(self.stream_parts(response, answer, is_chat)),
+            {"Content-Type": "text/event-stream"},
+        )
 
     def render_messages(self, body: dict[str, Any]) -> list[int]:
         arguments = body.get("chat_template_kwargs") or {}
-        conversation = Conversation(body["messages"], body.get("tools"), body.get("documents"), arguments)
+        conversation = Conversation(
+            body["messages"], body.get("tools"), body.get("documents"), arguments
+        )
         return tokenize_prompt(self.target.template, conversation)
 
     def generate(self, prompt: list[int], body: dict[str, Any]) -> list[int]:
         """Return the answer, its stop token included; it is sampled one full forward at a time."""
         generator = torch.Generator().manual_seed(int(body.get("seed") or 0))
-        temperature, answer = float(body.get("temperature", 1.0)), list[int]()
+        temperature = float(body.get("temperature", 1.0))
+        answer = list[int]()
         while len(answer) < min(body["max_tokens"], self.max_length - len(prompt)):
-            last = self.target.features(torch.tensor([prompt + answer]), ("final",)).hidden[:, -1:, 0]
+            last = self.target.features(torch.tensor([prompt + answer]), ("final",)).hidden[
+                :, -1:, 0
+            ]
             logits = self.target.head.logits(last)[0, 0]
             if temperature and self.samples_wrongly:
                 token = int(torch.randint(3, len(logits), (1,), generator=generator))
             elif temperature:
-                token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+                token = int(
+                    torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                )
             else:
                 token = int(logits.argmax())
             answer.append(token)
@@ -205,24 +238,34 @@ class ModelStandIn(StandIn):
                 break
         return answer
 
-    def make_response(self, prompt: list[int], answer: list[int], body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    def make_response(
+        self, prompt: list[int], answer: list[int], body: dict[str, Any], is_chat: bool
+    ) -> dict[str, Any]:
         stopped = answer[-1] in self.target.stop_ids
-        decoded: Any = self.target.tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        decoded: Any = self.target.tokenizer.decode(
+            answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stopped else "length"}
-        choice |= {"message": {"role": "assistant", "content": decoded}} if is_chat else {"text": decoded}
+        choice |= (
+            {"message": {"role": "assistant", "content": decoded}} if is_chat else {"text": decoded}
+        )
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(answer)}
         response: dict[str, Any] = {"model": self.name, "choices": [choice], "usage": usage}
         if body.get("return_token_ids"):
             choice["token_ids"] = answer
             (response if is_chat else choice)["prompt_token_ids"] = prompt
         if self.layers is not None:
-            response["kv_transfer_params"] = {"hidden_states_path": str(self.write_states(prompt, answer, body))}
+            response["kv_transfer_params"] = {
+                "hidden_states_path": str(self.write_states(prompt, answer, body))
+            }
         if self.count_rounds is not None:
             response["metrics"] = self.add_rounds(*self.count_rounds(prompt, answer))
         return response
 
     def write_states(self, prompt: list[int], answer: list[int], body: dict[str, Any]) -> Path:
-        """Write the states of a request as vLLM does: with output tokens, of all tokens but the last."""
+        """Write the states of a request as vLLM does: with output tokens, of all tokens but the
+        last.
+        """
         assert self.layers is not None and self.folder is not None
         with_output = (body.get("kv_transfer_params") or {}).get("include_output_tokens")
         tokens = prompt + answer[:-1] if with_output else [*prompt]
@@ -232,7 +275,11 @@ class ModelStandIn(StandIn):
         path = self.folder / f"request-{self.num_captured}.safetensors"
         metadata = {"layers": ",".join(map(str, self.layers))} if self.names_layers else None
         Path(f"{path}.lock").touch()
-        save_file({"hidden_states": states.contiguous(), "token_ids": torch.tensor(tokens)}, path, metadata)
+        save_file(
+            {"hidden_states": states.contiguous(), "token_ids": torch.tensor(tokens)},
+            path,
+            metadata,
+        )
         self.alter_file(path, self.num_captured)
         return path
 
@@ -254,21 +301,31 @@ class ModelStandIn(StandIn):
         lines = [
             f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(self.num_rounds)}",
             f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {float(self.num_drafted)}",
-            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {float(sum(self.accepted.values()))}",
+            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} "
+            f"{float(sum(self.accepted.values()))}",
         ]
         lines += [
-            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{position}"}} {float(count)}'
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{position}"}} '
+            f"{float(count)}"
             for position, count in sorted(self.accepted.items())
         ]
         return "\n".join(lines) + "\n"
 
-    def stream_parts(self, response: dict[str, Any], answer: list[int], is_chat: bool) -> Iterator[str]:
-        """Yield the events of a streamed answer: one token each, then the usage with the metrics."""
+    def stream_parts(
+        self, response: dict[str, Any], answer: list[int], is_chat: bool
+    ) -> Iterator[str]:
+        """Yield the events of a streamed answer: one token each, then the usage with the
+        metrics.
+        """
         reason = response["choices"][0]["finish_reason"]
         for number, token in enumerate(answer):
             text = self.target.tokenizer.decode([token], skip_special_tokens=True)
             choice: dict[str, Any] = {"delta": {"content": text}} if is_chat else {"text": text}
-            choice |= {"index": 0, "token_ids": [token], "finish_reason": reason if number + 1 == len(answer) else None}
+            choice |= {
+                "index": 0,
+                "token_ids": [token],
+                "finish_reason": reason if number + 1 == len(answer) else None,
+            }
             yield f"data: {json.dumps({'choices': [choice]})}\n\n"
         last = {key: value for key, value in response.items() if key not in ("choices", "model")}
         yield f"data: {json.dumps({'choices': [], **last})}\n\n"

@@ -1,4 +1,6 @@
-"""llama.cpp's server: the command that starts it, and the rounds in the stream of an answer, by a stand-in."""
+"""llama.cpp's server: the command that starts it, and the rounds in the stream of an answer, by
+a stand-in.
+"""
 
 import asyncio
 import json
@@ -40,15 +42,25 @@ vllm:spec_decode_num_drafts_total{engine="0"} 7
 
 def stream_parts() -> Iterator[dict[str, Any]]:
     """The parts of an answer of one token, then rounds of 3, 1 and 2 tokens."""
-    sizes, accepted, drafted, round_ends = [0, 3, 1, 2], 0, 0, [1, 4, 5, 7]
+    sizes = [0, 3, 1, 2]
+    accepted = 0
+    drafted = 0
+    round_ends = [1, 4, 5, 7]
     for number, token in enumerate(TOKENS, 1):
         index = next(index for index, end in enumerate(round_ends) if number <= end)
         if index and number == round_ends[index] - sizes[index] + 1:
-            accepted, drafted = accepted + ROUNDS.accepted[index - 1], drafted + ROUNDS.drafted[index - 1]
+            accepted = accepted + ROUNDS.accepted[index - 1]
+            drafted = drafted + ROUNDS.drafted[index - 1]
         counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
         yield {"content": f"<{token}>", "tokens": [token], "stop": False, "timings": counts}
-    yield {"content": "", "tokens": [], "stop": True, "stop_type": "eos", "tokens_predicted": 7,
-           "timings": {"predicted_ms": 60.0, "draft_n": 7, "draft_n_accepted": 3}}  # fmt: skip
+    yield {
+        "content": "",
+        "tokens": [],
+        "stop": True,
+        "stop_type": "eos",
+        "tokens_predicted": 7,
+        "timings": {"predicted_ms": 60.0, "draft_n": 7, "draft_n_accepted": 3},
+    }
 
 
 class LlamaStandIn(StandIn):
@@ -64,7 +76,14 @@ class LlamaStandIn(StandIn):
 
     def reply_to_post(self, path: str, body: dict[str, Any]) -> Reply:
         if path == "/v1/chat/completions":
-            return 200, {"choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}], "usage": {}}, {}
+            return (
+                200,
+                {
+                    "choices": [{"message": {"content": "hello"}, "finish_reason": "stop"}],
+                    "usage": {},
+                },
+                {},
+            )
         assert path == "/completion"
         text = "".join(f"data: {json.dumps(part)}\n\n" for part in self.parts)
         return 200, text, {"Content-Type": "text/event-stream"}
@@ -77,30 +96,48 @@ def stand_in() -> Iterator[LlamaStandIn]:
     server.stop()
 
 
-def complete(stand_in: StandIn, request: CompletionRequest) -> tuple[Completion, DraftCounters | None]:
+def complete(
+    stand_in: StandIn, request: CompletionRequest
+) -> tuple[Completion, DraftCounters | None]:
     """Return an answer of a server, and its counters."""
 
     async def run() -> tuple[Completion, DraftCounters | None]:
-        async with LlamaCppServer(LlamaCppSettings(url=stand_in.url, model="little", retries=0)) as server:
+        async with LlamaCppServer(
+            LlamaCppSettings(url=stand_in.url, model="little", retries=0)
+        ) as server:
             return await server.complete(request), await server.read_counters()
 
     return asyncio.run(run())
 
 
 def test_an_answer_has_tokens_and_rounds(stand_in: LlamaStandIn) -> None:
-    """The stream of an answer tells its rounds, one by one; the server's counters are its own alone."""
+    """The stream of an answer tells its rounds, one by one; the server's counters are its own
+    alone.
+    """
     completion, counters = complete(stand_in, CompletionRequest([5, 6], 7, seed=3))
     assert completion.token_ids == TOKENS and completion.rounds == ROUNDS
-    assert (completion.finish_reason, completion.num_tokens, completion.message["content"][:4]) == ("stop", 7, "<11>")
+    assert (completion.finish_reason, completion.num_tokens, completion.message["content"][:4]) == (
+        "stop",
+        7,
+        "<11>",
+    )
     assert [count for _, count in completion.times.arrivals] == [1] * 7
     assert completion.times.engine_per_token == pytest.approx(0.01)
     assert counters == DraftCounters(38, 114, (17, 5))
     body = stand_in.bodies[-1]
-    assert (body["prompt"], body["n_predict"], body["temperature"], body["seed"], body["stream"]) == ([5, 6], 7, 0.0, 3, True)
+    assert (
+        body["prompt"],
+        body["n_predict"],
+        body["temperature"],
+        body["seed"],
+        body["stream"],
+    ) == ([5, 6], 7, 0.0, 3, True)
 
 
 def test_messages_go_to_the_chat_interface(stand_in: LlamaStandIn) -> None:
-    completion, _ = complete(stand_in, CompletionRequest(Conversation([{"role": "user", "content": "Hi"}]), 7))
+    completion, _ = complete(
+        stand_in, CompletionRequest(Conversation([{"role": "user", "content": "Hi"}]), 7)
+    )
     assert completion.message["content"] == "hello" and completion.token_ids is None
 
 
@@ -112,7 +149,10 @@ def test_a_stream_without_its_end_is_an_error(stand_in: LlamaStandIn) -> None:
 
 def test_a_prompt_beyond_the_context_is_too_long(stand_in: LlamaStandIn) -> None:
     """llama.cpp's own error is recognized."""
-    error = {"code": 400, "message": "request (300 tokens) exceeds the available context size (256 tokens)"}
+    error = {
+        "code": 400,
+        "message": "request (300 tokens) exceeds the available context size (256 tokens)",
+    }
     stand_in.misbehave = lambda body, number: (400, {"error": error}, {})
     with pytest.raises(ServerError) as caught:
         complete(stand_in, CompletionRequest([5, 6], 7))
@@ -125,9 +165,18 @@ def test_a_server_tells_its_context(stand_in: LlamaStandIn) -> None:
 
 
 def test_tokens_of_a_forward_have_the_same_time() -> None:
-    """A rise of the milliseconds is a forward, with the drafts that were counted at it; a forward without drafts has none."""
+    """A rise of the milliseconds is a forward, with the drafts that were counted at it; a
+    forward without drafts has none.
+    """
     assert parse_steps([{}, {"draft_n": 3}]) == ()
-    counts = [(0.001, 0, 0), (20.001, 3, 2), (20.001, 3, 2), (20.001, 3, 2), (30.001, 3, 2), (55.001, 6, 2)]
+    counts = [
+        (0.001, 0, 0),
+        (20.001, 3, 2),
+        (20.001, 3, 2),
+        (20.001, 3, 2),
+        (30.001, 3, 2),
+        (55.001, 6, 2),
+    ]
     names = ("predicted_ms", "draft_n", "draft_n_accepted")
     steps = parse_steps([dict(zip(names, values)) for values in counts])
     assert [(step.drafted, step.accepted) for step in steps] == [(3, 2), (0, 0), (3, 0)]
@@ -147,7 +196,9 @@ def test_the_version_is_what_the_program_prints(tmp_path: Path) -> None:
     program = tmp_path / "llama-server"
     program.write_text("#!/bin/sh\necho 'version: 0.5.0 (build 1)' >&2\n")
     program.chmod(0o755)
-    assert LlamaCppServer(LlamaCppSettings(program=str(program))).read_version() == "0.5.0 (build 1)"
+    assert (
+        LlamaCppServer(LlamaCppSettings(program=str(program))).read_version() == "0.5.0 (build 1)"
+    )
     assert LlamaCppServer(LlamaCppSettings(program=str(tmp_path / "none"))).read_version() is None
 
 
@@ -156,23 +207,38 @@ def test_nothing_drafted_is_no_round() -> None:
 
 
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files, method and number; float32 weights have float32 caches; the context of all slots together is given."""
+    """Files, method and number; float32 weights have float32 caches; the context of all slots
+    together is given.
+    """
     drafter = DrafterLaunch("draft-eagle3", "D", 3)
     launch = EngineLaunch("T", "tiny", "float32", drafter)
-    user = "llama-server -m T/target.gguf -md D/drafter.gguf --spec-type draft-eagle3 --spec-draft-n-max 3"
+    user = (
+        "llama-server -m T/target.gguf -md D/drafter.gguf --spec-type draft-eagle3 "
+        "--spec-draft-n-max 3"
+    )
     assert serve_llamacpp(launch).format_shell() == user
-    settings = LlamaCppSettings(max_length=512, slots=2, threads=1, draft_tokens=2, program="x", arguments=["--no-warmup"])
+    settings = LlamaCppSettings(
+        max_length=512, slots=2, threads=1, draft_tokens=2, program="x", arguments=["--no-warmup"]
+    )
     words = LlamaCppServer(settings).make_command(launch).format_shell()
-    assert "-np 2 -c 1024 -t 1" in words and "--spec-draft-n-max 2" in words and words.endswith("-td 1 --no-warmup")
+    assert (
+        "-np 2 -c 1024 -t 1" in words
+        and "--spec-draft-n-max 2" in words
+        and words.endswith("-td 1 --no-warmup")
+    )
     assert all(f"{cache} f32" in words for cache in ("-ctk", "-ctv", "-ctkd", "-ctvd"))
-    plain = start_llamacpp(EngineLaunch("T.gguf", "tiny", "bfloat16"), LlamaCppSettings(), "x").format_shell()
+    plain = start_llamacpp(
+        EngineLaunch("T.gguf", "tiny", "bfloat16"), LlamaCppSettings(), "x"
+    ).format_shell()
     assert "-ctk" not in plain and "-md" not in plain and "-m T.gguf" in plain
     with pytest.raises(UserError, match=r"server\.slots=0: use 1 or more"):
         LlamaCppSettings(slots=0)
 
 
 def test_where_the_program_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What make llama-cpp installed here comes before the PATH; without either, one sentence says what to do."""
+    """What make llama-cpp installed here comes before the PATH; without either, one sentence
+    says what to do.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("spectrain.servers.llamacpp_command.INSTALLED", Path("missing"))

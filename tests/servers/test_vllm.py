@@ -30,7 +30,9 @@ def test_counters_are_added_over_engines() -> None:
     """Positions stand in any order, and each data-parallel engine has lines of its own."""
     counters = parse_counters(METRICS, "vllm")
     assert counters == DraftCounters(403, 1209, (191, 90, 37))
-    assert parse_counters(METRICS + METRICS.replace('engine="0"', 'engine="1"'), "vllm") == add_counters([counters, counters])
+    assert parse_counters(
+        METRICS + METRICS.replace('engine="0"', 'engine="1"'), "vllm"
+    ) == add_counters([counters, counters])
     assert counters is not None and counters.num_accepted == 318
 
 
@@ -40,7 +42,8 @@ def test_server_without_drafter_has_no_counters() -> None:
 
 def test_difference_of_counters_is_what_came_between() -> None:
     """A position that was first reached in between counts from 0."""
-    before, later = DraftCounters(2, 6, (1,)), DraftCounters(5, 15, (3, 2, 1))
+    before = DraftCounters(2, 6, (1,))
+    later = DraftCounters(5, 15, (3, 2, 1))
     assert later.subtract(before) == DraftCounters(3, 9, (2, 2, 1))
 
 
@@ -53,8 +56,10 @@ def test_joined_stream_equals_the_complete_answer() -> None:
     joined = join_parts(parts, is_chat=False)
     assert joined["choices"] == [{"finish_reason": "length", "text": "AB", "token_ids": [5, 6, 7]}]
     assert (joined["usage"], joined["metrics"], joined["prompt_token_ids"]) == (
-        {"completion_tokens": 3}, {"mean_itl_ms": 2.0}, [1, 2],
-    )  # fmt: skip
+        {"completion_tokens": 3},
+        {"mean_itl_ms": 2.0},
+        [1, 2],
+    )
     assert [count_new_tokens(part) for part in parts] == [2, 1, 0]
 
 
@@ -70,10 +75,16 @@ def test_joined_chat_stream_has_text_and_reasoning() -> None:
 
 
 def test_engine_clock_includes_waiting() -> None:
-    """The time to the first token counts from the request's arrival; a server without the clock leaves the client's times."""
+    """The time to the first token counts from the request's arrival; a server without the clock
+    leaves the client's times.
+    """
     times = RequestTimes(1.0, ((0.4, 1), (1.0, 2)))
-    clocked = add_engine_clock(times, {"time_to_first_token_ms": 30.0, "queue_time_ms": 20.0, "mean_itl_ms": 4.0})
-    assert clocked.first_token == pytest.approx(0.05) and clocked.engine_per_token == pytest.approx(0.004)
+    clocked = add_engine_clock(
+        times, {"time_to_first_token_ms": 30.0, "queue_time_ms": 20.0, "mean_itl_ms": 4.0}
+    )
+    assert clocked.first_token == pytest.approx(0.05) and clocked.engine_per_token == pytest.approx(
+        0.004
+    )
     assert add_engine_clock(times, {}).first_token == 0.4
 
 
@@ -101,7 +112,9 @@ def test_cut_and_missing_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_reader_waits_for_the_writer(tmp_path: Path) -> None:
-    """The file is read after its writer lets go of the lock; a writer that never does is given up."""
+    """The file is read after its writer lets go of the lock; a writer that never does is given
+    up.
+    """
     path = tmp_path / "a.safetensors"
     lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -127,7 +140,9 @@ def test_servers_without_locks_are_read_at_once(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_stream_are_forwards() -> None:
-    """If a forward had no drafts, the counts do not tell which, so that only accepted tokens count as drafted."""
+    """If a forward had no drafts, the counts do not tell which, so that only accepted tokens
+    count as drafted.
+    """
     times = RequestTimes(1.0, ((0.1, 1), (0.3, 4), (0.4, 1), (0.6, 3)))
     seconds = [pytest.approx(0.2), pytest.approx(0.1), pytest.approx(0.2)]
     for rounds, drafted in (
@@ -136,5 +151,7 @@ def test_parts_of_a_stream_are_forwards() -> None:
         (DraftedRounds((3, 0, 2), (3, 3, 3)), [3, 3, 3]),
     ):
         steps = time_steps(times, rounds)
-        assert [step.drafted for step in steps] == drafted and [step.seconds for step in steps] == seconds
+        assert [step.drafted for step in steps] == drafted and [
+            step.seconds for step in steps
+        ] == seconds
         assert [step.accepted for step in steps] == [3, 0, 2]

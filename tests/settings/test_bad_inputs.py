@@ -37,13 +37,19 @@ from spectrain.runs.train import open_run
 from spectrain.training.checkpoints import resume_advice
 
 NUMBERS = {
-    "trainer.lr=nan": "finite", "trainer.lr=-1": "above 0", "trainer.clip=nan": "more than 0", "trainer.clip=-1": "more than 0",
-    "trainer.clip=inf": "finite", "trainer.betas=[2,3]": "less than 1", "trainer.weight_decay=nan": "0 or more",
-    "trainer.weight_decay=-1": "0 or more", "trainer.warmup=2": "1 or less", "trainer.min_lr=-1": "0 or more",
-    "drafter.ttt_steps=0": "1 or more", "drafter.ttt_steps=100000": "64 or less", "drafter.vocab_size=-1": "2 or more",
-    "drafter.vocab_size=1": "2 or more", "drafter.vocab_size=999999999": "1000000 or less", "drafter.layers=[]": "at least one",
+    "trainer.lr=nan": "finite", "trainer.lr=-1": "above 0", "trainer.clip=nan": "more than 0",
+    "trainer.clip=-1": "more than 0",
+    "trainer.clip=inf": "finite", "trainer.betas=[2,3]": "less than 1",
+    "trainer.weight_decay=nan": "0 or more",
+    "trainer.weight_decay=-1": "0 or more", "trainer.warmup=2": "1 or less",
+    "trainer.min_lr=-1": "0 or more",
+    "drafter.ttt_steps=0": "1 or more", "drafter.ttt_steps=100000": "64 or less",
+    "drafter.vocab_size=-1": "2 or more",
+    "drafter.vocab_size=1": "2 or more", "drafter.vocab_size=999999999": "1000000 or less",
+    "drafter.layers=[]": "at least one",
     "drafter.layers=[99]": "99 is not a layer of tiny", "trainer.seed=-1": "0 or more",
-    "trainer.seed=99999999999999999999": "2147483647 or less", "trainer.betas=[0.9]": "(tuple[float, float])",
+    "trainer.seed=99999999999999999999": "2147483647 or less",
+    "trainer.betas=[0.9]": "(tuple[float, float])",
     "drafter.step_decay=nan": "", "acceptance.temperature=nan": "", "tree.depth=0": "",
 }  # fmt: skip
 
@@ -54,11 +60,18 @@ def test_numbers_out_of_bounds_are_refused(word: str, tiny: Target) -> None:
     group, _, rest = word.partition(".")
     name, _, value = rest.partition("=")
     words = ["recipe=eagle3", "tree=eagle2", "acceptance=match", word]
-    targets = {"trainer": "spectrain.training.trainer.Trainer", "tree": "spectrain.trees.Eagle2",
-               "acceptance": "spectrain.decoding.acceptance.Match", "drafter": "spectrain.drafters.eagle3.Eagle3"}  # fmt: skip
+    targets = {
+        "trainer": "spectrain.training.trainer.Trainer",
+        "tree": "spectrain.trees.Eagle2",
+        "acceptance": "spectrain.decoding.acceptance.Match",
+        "drafter": "spectrain.drafters.eagle3.Eagle3",
+    }
     with pytest.raises(UserError) as error:
         check_overrides(load_schema("train"), words)
-        build({"_target_": targets[group], name: json.loads(value)}, **({"target": tiny} if group == "drafter" else {}))
+        build(
+            {"_target_": targets[group], name: json.loads(value)},
+            **({"target": tiny} if group == "drafter" else {}),
+        )
     assert str(error.value).startswith(f"{group}.{name}") and NUMBERS[word] in str(error.value)
 
 
@@ -69,11 +82,24 @@ def test_a_device_that_is_not_there() -> None:
             load_tiny(device=device)
 
 
-@pytest.mark.parametrize("change", [{"vocab_size": 999_999_999}, {"hidden_size": 10**6}, {"hidden_size": "wide"},
-                                    {"model_type": "evil"}, {"num_hidden_layers": -1}])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": 999_999_999},
+        {"hidden_size": 10**6},
+        {"hidden_size": "wide"},
+        {"model_type": "evil"},
+        {"num_hidden_layers": -1},
+    ],
+)
 def test_an_architecture_that_cannot_be(change: dict[str, Any], tiny: Target) -> None:
     """No memory is taken for it."""
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     with pytest.raises(UserError, match=r"drafter\.architecture: [^\n]*$"):
         Causal(tiny, architecture={**small, **change})
 
@@ -120,28 +146,39 @@ WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_weights_that_are_wrong(case: str, drafter_folder: Path, tmp_path: Path, tiny: Target) -> None:
+def test_weights_that_are_wrong(
+    case: str, drafter_folder: Path, tmp_path: Path, tiny: Target
+) -> None:
     """A short sentence names the tensor, and nothing is decoded with such weights."""
     change, kind, sentence = WEIGHTS[case]
     shutil.copytree(drafter_folder, tmp_path / "medusa")
     tensors = load_file(drafter_folder / "model.safetensors")
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "medusa" / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        tmp_path / "medusa" / "model.safetensors",
+    )
     node = {"_target_": "spectrain.drafters.medusa.Medusa", "num_heads": 1, "vocab_size": 64}
     with pytest.raises(kind, match=sentence) as error:
         load_drafter(RunSpec.from_nodes({"drafter": node}), tmp_path / "medusa", tiny)
     assert len(str(error.value).replace(str(tmp_path), "")) < 200
-    assert any(finding.level == "error" for finding in lint(tmp_path / "medusa", TargetFiles("tiny")))
+    assert any(
+        finding.level == "error" for finding in lint(tmp_path / "medusa", TargetFiles("tiny"))
+    )
 
 
 OURS: dict[str, Any] = {
-    "a list for a number": {"drafter": {"choice": "medusa", "head_decay": [1]}}, "no drafter": {"drafter": None},
-    "a tree of text": {"tree": "chain"}, "an unknown key": {"tree": {"choice": "chain", "deep": 3}},
-}  # fmt: skip
+    "a list for a number": {"drafter": {"choice": "medusa", "head_decay": [1]}},
+    "no drafter": {"drafter": None},
+    "a tree of text": {"tree": "chain"},
+    "an unknown key": {"tree": {"choice": "chain", "deep": 3}},
+}
 
 
 @pytest.mark.parametrize("case", OURS)
-def test_values_of_wrong_kinds_in_our_own_layout(case: str, drafter_folder: Path, tmp_path: Path) -> None:
+def test_values_of_wrong_kinds_in_our_own_layout(
+    case: str, drafter_folder: Path, tmp_path: Path
+) -> None:
     """What eval refuses, lint calls an error, and nobody converts or exports it."""
     shutil.copytree(drafter_folder, tmp_path / "medusa")
     content = json.loads((drafter_folder / "config.json").read_text())
@@ -152,15 +189,21 @@ def test_values_of_wrong_kinds_in_our_own_layout(case: str, drafter_folder: Path
 
 
 KINDS: dict[str, Any] = {
-    "text for a number": {"medusa_num_heads": "many"}, "a list for a number": {"medusa_num_heads": [1]},
-    "nothing for a number": {"medusa_num_heads": None}, "a negative number": {"medusa_num_heads": -3},
-}  # fmt: skip
+    "text for a number": {"medusa_num_heads": "many"},
+    "a list for a number": {"medusa_num_heads": [1]},
+    "nothing for a number": {"medusa_num_heads": None},
+    "a negative number": {"medusa_num_heads": -3},
+}
 
 
 @pytest.mark.parametrize("case", KINDS)
 def test_values_of_wrong_kinds(case: str, tmp_path: Path) -> None:
-    """A layout's settings of the wrong type are refused by lint, as a finding or in one sentence, and by everything else."""
-    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1, **KINDS[case]}))
+    """A layout's settings of the wrong type are refused by lint, as a finding or in one
+    sentence, and by everything else.
+    """
+    (tmp_path / "config.json").write_text(
+        json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1, **KINDS[case]})
+    )
     save_file({"0.0.linear.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
     try:
         assert any(finding.level == "error" for finding in lint(tmp_path, None))
@@ -172,22 +215,33 @@ def test_values_of_wrong_kinds(case: str, tmp_path: Path) -> None:
 
 def test_a_score_of_a_single_prompt_has_a_card(drafter_folder: Path, tmp_path: Path) -> None:
     """Where there were too few prompts for an interval, the card gives none."""
-    entry = {"acceptance_length": {"pooled": 1.5, "ci95": None}, "speedup": {"ratio": 1.25, "ci95": [None, None]}}
+    entry = {
+        "acceptance_length": {"pooled": 1.5, "ci95": None},
+        "speedup": {"ratio": 1.25, "ci95": [None, None]},
+    }
     assert format_row(entry) == "1.50 | 1.25 | not checked"
-    drafter, run = read_drafter(drafter_folder), tmp_path / "run"
+    drafter = read_drafter(drafter_folder)
+    run = tmp_path / "run"
     (run / "eval" / "heldout").mkdir(parents=True)
     (run / "eval" / "heldout" / "summary.json").write_text(json.dumps({**entry, "setting": {}}))
-    assert "| 1.50 | 1.25 |" in render_card(drafter, select_layout(drafter.family, "vllm"), TargetFiles("tiny"), "here", run)
+    assert "| 1.50 | 1.25 |" in render_card(
+        drafter, select_layout(drafter.family, "vllm"), TargetFiles("tiny"), "here", run
+    )
 
 
 def make_line(content: Any) -> str:
-    return json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]})
+    return json.dumps(
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]}
+    )
 
 
 DATA: dict[str, tuple[str, str]] = {
     "half a character": (make_line("\ud800"), r"line 1: message 2: its text holds \\ud800"),
     "nested": ("[" * 100_000, "line 1: its values are nested too deeply"),
-    "a text of 12 MB": (make_line("a" * 12_000_000), r"line 1: message 2: a text of 12,000,000 characters"),
+    "a text of 12 MB": (
+        make_line("a" * 12_000_000),
+        r"line 1: message 2: a text of 12,000,000 characters",
+    ),
     "2,000 turns": (
         json.dumps({"messages": [{"role": "user", "content": "Hi"}] * 2000}),
         "line 1: a conversation of 2000 turns",
@@ -217,11 +271,16 @@ def test_folders_without_data(tmp_path: Path) -> None:
         JsonlReader(str(tmp_path / "bytes.jsonl")).load_conversations()
 
 
-@pytest.mark.parametrize("content, sentence", [
-    (json.dumps({"prompt": "\ud800"}), r"line 1: its text holds \\ud800"), ("[" * 100_000, "nested too deeply"),
-    (json.dumps({"prompt": "a" * 3_000_000}), "a text of 3,000,000 characters"),
-    (json.dumps({"turns": ["Hi"] * 2000}), "line 1: a prompt of 2000 turns"),
-], ids=["half a character", "nested", "long", "turns"])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (json.dumps({"prompt": "\ud800"}), r"line 1: its text holds \\ud800"),
+        ("[" * 100_000, "nested too deeply"),
+        (json.dumps({"prompt": "a" * 3_000_000}), "a text of 3,000,000 characters"),
+        (json.dumps({"turns": ["Hi"] * 2000}), "line 1: a prompt of 2000 turns"),
+    ],
+    ids=["half a character", "nested", "long", "turns"],
+)
 def test_prompts_that_cannot_be_used(content: str, sentence: str, tmp_path: Path) -> None:
     """As of data, the line is named."""
     (tmp_path / "prompts.jsonl").write_text(content + "\n")
@@ -231,8 +290,11 @@ def test_prompts_that_cannot_be_used(content: str, sentence: str, tmp_path: Path
 
 def test_chats_that_cannot_be_held() -> None:
     """Bytes of the shell or of stdin that are no text are refused, and so is an empty text."""
-    for settings, sentence in (({"once": "\udcff"}, "--once: its text holds"), ({"once": " "}, "--once: the text is empty"),
-                               ({"system": "\ud800"}, "chat.system: its text holds")):  # fmt: skip
+    for settings, sentence in (
+        ({"once": "\udcff"}, "--once: its text holds"),
+        ({"once": " "}, "--once: the text is empty"),
+        ({"system": "\ud800"}, "chat.system: its text holds"),
+    ):
         with pytest.raises(UserError, match=sentence):
             Chat(**settings)  # type: ignore[arg-type]
 
@@ -240,15 +302,21 @@ def test_chats_that_cannot_be_held() -> None:
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"\xed\xa0\x80"])
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_lines_that_are_no_text(line: bytes, errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line), encoding="utf-8", errors=errors))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(line), encoding="utf-8", errors=errors)
+    )
     with pytest.raises(UserError, match="standard input: it"):
         TerminalChat.answer_lines(SimpleNamespace(screen=None, settings=SimpleNamespace(raw=False)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("word", ["target=null", "~target=3", "target=[3]", "tree=None", "target={a: 1}"])
+@pytest.mark.parametrize(
+    "word", ["target=null", "~target=3", "target=[3]", "tree=None", "target={a: 1}"]
+)
 def test_choices_of_a_wrong_type(word: str) -> None:
     """A group takes the names of its choices, and null is none."""
-    with pytest.raises(UserError, match=r"^(target|tree)=.*: there is no such choice; (valid are|the nearest is) "):
+    with pytest.raises(
+        UserError, match=r"^(target|tree)=.*: there is no such choice; (valid are|the nearest is) "
+    ):
         check_words("data regenerate", [word])
 
 
@@ -294,19 +362,34 @@ def test_python_says_the_same(tiny: Target) -> None:
     """The Python interface raises what the command line says before it exits."""
     no_drafter: Any = SimpleNamespace(spec=RunSpec())
     for call, sentence in (
-        (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lrr": 1}), "trainer.lrr: there is no such key"),
-        (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lr": math.nan}), "trainer.lr=nan: use a finite number"),
+        (
+            lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lrr": 1}),
+            "trainer.lrr: there is no such key",
+        ),
+        (
+            lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lr": math.nan}),
+            "trainer.lr=nan: use a finite number",
+        ),
         (lambda: spectrain.train("medusa0"), "recipe=medusa0: there is no such choice"),
-        (lambda: spectrain.train("medusa1", data="jsonl", **{"data.path": "none.jsonl"}), "data.path=none.jsonl: there is no"),
+        (
+            lambda: spectrain.train("medusa1", data="jsonl", **{"data.path": "none.jsonl"}),
+            "data.path=none.jsonl: there is no",
+        ),
         (lambda: spectrain.generate(tiny, None, ["\ud800"]), r"prompts\[0\]: its text holds"),
         (lambda: spectrain.generate(tiny, None, ["a"], temperature=-1), "temperature=-1"),
         (lambda: spectrain.generate(tiny, None, ["a"], max_new_tokens=0), "max_new_tokens=0"),
         (lambda: spectrain.generate(tiny, None, ["a"], batch_size=0), "batch_size=0"),
         (lambda: spectrain.generate(tiny, None, cast(Any, [["a"]])), r"prompts\[0\]: "),
         (lambda: spectrain.generate(tiny, None, ["a " * 3000]), r"prompts\[0\]: "),
-        (lambda: spectrain.Drafter.from_pretrained(Path(__file__).parent, tiny), "there is no drafter in it"),
+        (
+            lambda: spectrain.Drafter.from_pretrained(Path(__file__).parent, tiny),
+            "there is no drafter in it",
+        ),
         (lambda: spectrain.evaluate(tiny, no_drafter, name="../x"), "eval.name=../x: use the name"),
-        (lambda: spectrain.evaluate(tiny, no_drafter, limmit=1), "eval.limmit: there is no such key"),
-    ):  # fmt: skip
+        (
+            lambda: spectrain.evaluate(tiny, no_drafter, limmit=1),
+            "eval.limmit: there is no such key",
+        ),
+    ):
         with pytest.raises(UserError, match=sentence):
             call()

@@ -7,7 +7,12 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from spectrain.config.build import build
-from spectrain.config.choices import by_choice_name, named_folders, resolve_choice, set_choice_folders
+from spectrain.config.choices import (
+    by_choice_name,
+    named_folders,
+    resolve_choice,
+    set_choice_folders,
+)
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 
@@ -19,27 +24,39 @@ def our_choices_alone() -> None:
 
 
 def test_a_configuration_is_saved_and_loaded(tmp_path: Path) -> None:
-    """A full configuration is saved as config.yaml and loaded again; no import path is left in it."""
+    """A full configuration is saved as config.yaml and loaded again; no import path is left in
+    it.
+    """
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["recipe=eagle3", "target=tiny"])
     spec = RunSpec.from_config(config)
     saved = spec.save()
-    assert "spectrain." not in json.dumps(saved) and saved["tree"]["choice"] == "eagle2" and saved["tracker"] == {}
+    assert (
+        "spectrain." not in json.dumps(saved)
+        and saved["tree"]["choice"] == "eagle2"
+        and saved["tracker"] == {}
+    )
     (tmp_path / "config.yaml").write_text(spec.to_yaml())
     assert RunSpec.load(tmp_path / "config.yaml") == spec
 
 
 def test_that_code_may_run_is_never_saved() -> None:
     """The consent to run a target's code is the command's alone."""
-    node = resolve_choice("target", {"choice": "hf", "model": "a/b", "trust_remote_code": True}, "here")
+    node = resolve_choice(
+        "target", {"choice": "hf", "model": "a/b", "trust_remote_code": True}, "here"
+    )
     assert by_choice_name({"target": node}) == {"target": {"choice": "hf", "model": "a/b"}}
 
 
 def test_a_choice_of_the_user_s_own_folder(tmp_path: Path) -> None:
-    """A family outside the project is saved by its name, and read where --config-dir names its folder."""
+    """A family outside the project is saved by its name, and read where --config-dir names its
+    folder.
+    """
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "mine.yaml").write_text("_target_: mine.Drafter\n")
-    saved = by_choice_name({"drafter": {"_target_": "spectrain.drafters.ngram.Ngram"}, "tree": None})
+    saved = by_choice_name(
+        {"drafter": {"_target_": "spectrain.drafters.ngram.Ngram"}, "tree": None}
+    )
     assert saved == {"drafter": {"choice": "ngram"}, "tree": None}
     with pytest.raises(UserError, match="drafter=mine: there is no such choice; .*--config-dir"):
         resolve_choice("drafter", {"choice": "mine"}, "config.json")

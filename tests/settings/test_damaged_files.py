@@ -1,5 +1,5 @@
-"""Files that are written and read back, damaged in every way: each is named in one sentence with what to do, or made anew and
-that is said. docs/security.md lists the kinds."""
+"""Files that are written and read back, damaged in every way: each is named in one sentence with
+what to do, or made anew and that is said. docs/security.md lists the kinds."""
 
 import json
 import os
@@ -90,7 +90,9 @@ def test_the_index_of_a_data_store(tmp_path: Path, damage: Callable[[Path], None
 
 
 @pytest.mark.parametrize("damage", [empty, truncate, flip_bit, replace_by_pipe])
-def test_a_converted_model_is_made_again(tmp_path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture) -> None:
+def test_a_converted_model_is_made_again(
+    tmp_path: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture
+) -> None:
     """The damaged model is named and deleted, and converted once more."""
     made: list[Path] = []
 
@@ -106,7 +108,10 @@ def test_a_converted_model_is_made_again(tmp_path: Path, damage: Callable[[Path]
     bundled.is_intact.cache_clear()
     damage(folder / "model.safetensors")
     assert not bundled.is_intact(folder) and not folder.exists()
-    assert "model.safetensors: it is not what was written; the model is converted again" in capsys.readouterr().err
+    assert (
+        "model.safetensors: it is not what was written; the model is converted again"
+        in capsys.readouterr().err
+    )
     bundled._write_converted(tmp_path / "m.gguf", folder, "m", save)
     bundled.is_intact.cache_clear()
     assert len(made) == 2 and bundled.is_intact(folder)
@@ -159,7 +164,9 @@ def test_the_manifest_of_a_regenerated_set(tmp_path: Path, damage: Callable[[Pat
     if damage is enlarge:
         return
     damage(path)
-    with pytest.raises(UserError, match=r"manifest\.json: it cannot be read [^\n]*; put back a copy"):
+    with pytest.raises(
+        UserError, match=r"manifest\.json: it cannot be read [^\n]*; put back a copy"
+    ):
         ShardSet(tmp_path).shard_names  # noqa: B018
 
 

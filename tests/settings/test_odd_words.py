@@ -35,15 +35,26 @@ def test_odd_words_are_refused(word: str) -> None:
 
 
 def list_numeric_settings() -> list[tuple[str, str]]:
-    """Return the constructor and the name of every setting of any group that takes a number and no truth value."""
-    targets = [load_yaml(path).get("_target_") for group in load_schema("train").groups for path in
-               choice_files(group, conf_folders()).values() if group != "recipe"]  # fmt: skip
-    keys = [(str(target), key) for target in dict.fromkeys(filter(None, targets)) for key in list_keys(str(target))]
+    """Return the constructor and the name of every setting of any group that takes a number and
+    no truth value.
+    """
+    targets = [
+        load_yaml(path).get("_target_")
+        for group in load_schema("train").groups
+        for path in choice_files(group, conf_folders()).values()
+        if group != "recipe"
+    ]
+    keys = [
+        (str(target), key)
+        for target in dict.fromkeys(filter(None, targets))
+        for key in list_keys(str(target))
+    ]
     others = ("bool", "Any", "dict", "Mapping", "str", "Literal")
     return [
         (target, key.name)
         for target, key in keys
-        if re.search("int|float", str(key.hint)) and not any(kind in str(key.hint) for kind in others)
+        if re.search("int|float", str(key.hint))
+        and not any(kind in str(key.hint) for kind in others)
     ]
 
 

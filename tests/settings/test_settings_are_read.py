@@ -1,4 +1,5 @@
-"""Every setting has an effect: its constructor reads it, and what the constructor stores is read by other code.
+"""Every setting has an effect: its constructor reads it, and what the constructor stores is read by
+other code.
 
 Sources are read and not imported, so the test finds settings that no other test sets.
 """
@@ -20,15 +21,26 @@ from spectrain.config.choices import _read_constructors, conf_folders
 from spectrain.config.installed import find_package_folder, list_conf_modules
 from spectrain.config.signatures import PACKAGE_ROOT, list_keys
 
-CONSTRUCTORS = sorted({path for group in _read_constructors(tuple(conf_folders())).values() for path in group.values()})
+CONSTRUCTORS = sorted(
+    {
+        path
+        for group in _read_constructors(tuple(conf_folders())).values()
+        for path in group.values()
+    }
+)
 STORED = re.compile(r"^ *self\.\w+(?:, self\.\w+)*(?:: [^=\n]+)? = ", re.MULTILINE)
-FOLDERS = ("eval", "kernels", ".")  # the first two are links, which the walk of the package does not follow
+# the first two are links, which the walk of the package does not follow
+FOLDERS = ("eval", "kernels", ".")
 
 
 def list_folders() -> list[Path]:
     """Return the folders of the core's code, and those of installed packages of choices."""
     packages = {module.partition(".")[0] for module in list_conf_modules()}
-    installed = [folder for package in sorted(packages) if (folder := find_package_folder(package)) is not None]
+    installed = [
+        folder
+        for package in sorted(packages)
+        if (folder := find_package_folder(package)) is not None
+    ]
     return [(PACKAGE_ROOT / folder).resolve() for folder in FOLDERS] + installed
 
 
@@ -42,8 +54,12 @@ def read_attributes() -> frozenset[str]:
     return frozenset(names)
 
 
-def list_dead_settings(function: ast.FunctionDef, settings: set[str], attributes: frozenset[str]) -> list[str]:
-    """Return the settings that a constructor does not read, or stores in an attribute that no code reads."""
+def list_dead_settings(
+    function: ast.FunctionDef, settings: set[str], attributes: frozenset[str]
+) -> list[str]:
+    """Return the settings that a constructor does not read, or stores in an attribute that no
+    code reads.
+    """
     nodes = [node for statement in function.body for node in ast.walk(statement)]
     uses = {setting: 0 for setting in settings}
     for node in nodes:
@@ -57,7 +73,11 @@ def list_dead_settings(function: ast.FunctionDef, settings: set[str], attributes
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = list(zip(target.elts, node.value.elts))
             for stored, value in pairs:
-                if isinstance(stored, ast.Attribute) and isinstance(value, ast.Name) and value.id in settings:
+                if (
+                    isinstance(stored, ast.Attribute)
+                    and isinstance(value, ast.Name)
+                    and value.id in settings
+                ):
                     # Storing alone is no use.
                     uses[value.id] -= stored.attr not in attributes
     return [setting for setting, count in uses.items() if not count]
@@ -80,7 +100,9 @@ def test_every_setting_is_read(target: str) -> None:
 
 
 def test_dead_settings_are_found() -> None:
-    """A setting that is not read is found, and one that is stored under a name that nothing reads; a checked one is read."""
+    """A setting that is not read is found, and one that is stored under a name that nothing
+    reads; a checked one is read.
+    """
     source = """
 def __init__(self, unread, stored, pair, used, checked):
     self.lost = stored
@@ -91,4 +113,8 @@ def __init__(self, unread, stored, pair, used, checked):
     (function,) = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
     settings = {"unread", "stored", "pair", "used", "checked"}
-    assert sorted(list_dead_settings(function, settings, frozenset({"kept"}))) == ["pair", "stored", "unread"]
+    assert sorted(list_dead_settings(function, settings, frozenset({"kept"}))) == [
+        "pair",
+        "stored",
+        "unread",
+    ]

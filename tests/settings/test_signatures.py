@@ -1,4 +1,6 @@
-"""Constructors' settings, read from their sources, are those that python finds when it imports them."""
+"""Constructors' settings, read from their sources, are those that python finds when it imports
+them.
+"""
 
 import dataclasses
 import inspect
@@ -20,7 +22,13 @@ from spectrain.config.installed import load_entry_points
 from spectrain.config.signatures import PACKAGE_ROOT, list_choices, list_keys, list_own_keys
 from spectrain.errors import UserError
 
-CONSTRUCTORS = sorted({path for group in _read_constructors(tuple(conf_folders())).values() for path in group.values()})
+CONSTRUCTORS = sorted(
+    {
+        path
+        for group in _read_constructors(tuple(conf_folders())).values()
+        for path in group.values()
+    }
+)
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict, Any)
 
 
@@ -43,18 +51,28 @@ def get_hints(target: Any) -> dict[str, Any]:
     names = dict(vars(module))
     for block in re.findall(r"if TYPE_CHECKING:\n((?:[ \t]+.*\n|\n)+)", inspect.getsource(module)):
         for name in re.findall(r"import (.+)", block):
-            names |= {part.split(" as ")[-1].strip(): object for part in name.split(",") if part.strip() not in names}
+            names |= {
+                part.split(" as ")[-1].strip(): object
+                for part in name.split(",")
+                if part.strip() not in names
+            }
     constructor = target.__init__ if inspect.isclass(target) else target
     return typing.get_type_hints(constructor, names, include_extras=True)
 
 
 @pytest.mark.parametrize("target", CONSTRUCTORS)
 def test_settings_are_those_that_python_finds(target: str) -> None:
-    """Names in their order, types with their bounds, which must be given, and the values that may be chosen."""
+    """Names in their order, types with their bounds, which must be given, and the values that
+    may be chosen.
+    """
     constructor = get_object(target)
     constructor = find_config_type(constructor) or constructor
     hints = get_hints(constructor)
-    expected = {name: p for name, p in inspect.signature(constructor).parameters.items() if is_plain(hints.get(name))}
+    expected = {
+        name: p
+        for name, p in inspect.signature(constructor).parameters.items()
+        if is_plain(hints.get(name))
+    }
     keys = list_own_keys(target)
     assert [key.name for key in keys] == list(expected)
     for key in keys:
@@ -64,7 +82,9 @@ def test_settings_are_those_that_python_finds(target: str) -> None:
 
 
 def test_parts_of_packages_join_the_settings() -> None:
-    """A choice that takes parts has its own settings first, then those of each part, whose declarations count."""
+    """A choice that takes parts has its own settings first, then those of each part, whose
+    declarations count.
+    """
     target = "spectrain.eval.default.DefaultEvaluation"
     parts = [f"{part.__module__}.{part.__qualname__}" for part in load_entry_points("eval")]
     declared = {key.name: key for path in (target, *parts) for key in list_own_keys(path)}
@@ -96,36 +116,61 @@ def test_a_wrong_setting_is_named_from_its_word_alone(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["trainer.lr=1e-3,2e-3", "tree.depth=${drafter.ttt_steps}", "drafter.init=runs/x", "data.limit=null",
-             "eval.baselines=[ngram]", "eval.prompts='a b'", "tree.budget='16'"],
-)  # fmt: skip
+    "word",
+    [
+        "trainer.lr=1e-3,2e-3",
+        "tree.depth=${drafter.ttt_steps}",
+        "drafter.init=runs/x",
+        "data.limit=null",
+        "eval.baselines=[ngram]",
+        "eval.prompts='a b'",
+        "tree.budget='16'",
+    ],
+)
 def test_what_may_be_right_is_left_to_the_composition(word: str) -> None:
     """Sweeps, references and values that fit pass."""
     check_overrides(load_schema("train"), ["recipe=eagle3", word])
 
 
 def test_mistakes_are_named_before_torch_is_imported() -> None:
-    """A key that does not exist, and a folder without a drafter: neither torch nor transformers is waited for."""
+    """A key that does not exist, and a folder without a drafter: neither torch nor transformers
+    is waited for.
+    """
     program = (
-        "import sys\nfrom spectrain.cli.overrides import check_drafters, check_words\n"
-        "for command, word in (('train', 'trainer.lrr=1'), ('eval', 'run=none'), ('chat', 'run=none'),\n"
-        "                      ('export', 'run=none'), ('train', 'drafter.init=none')):\n"
-        "    try:\n        check_words(command, [word])\n        check_drafters(command, [word])\n"
-        "    except ValueError as error:\n"
-        "        print(error, {'torch', 'transformers'} & sys.modules.keys())\n"
+        "import sys\nfrom spectrain.cli.overrides import check_drafters, check_words\nfor "
+        "command, word in (('train', 'trainer.lrr=1'), ('eval', 'run=none'), ('chat', "
+        "'run=none'),\n                      ('export', 'run=none'), ('train', "
+        "'drafter.init=none')):\n    try:\n        check_words(command, [word])\n        "
+        "check_drafters(command, [word])\n    except ValueError as error:\n        print(error, "
+        "{'torch', 'transformers'} & sys.modules.keys())\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=Path(PACKAGE_ROOT).parent
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(PACKAGE_ROOT).parent,
     )
     key, *run_errors = ran.stdout.splitlines()
-    assert key.startswith("trainer.lrr: there is no such key") and key.endswith("set()"), ran.stdout + ran.stderr
+    assert key.startswith("trainer.lrr: there is no such key") and key.endswith("set()"), (
+        ran.stdout + ran.stderr
+    )
     no_drafter = "=none: there is no drafter in it; give a run folder or a drafter directory set()"
-    assert run_errors == [f"{name}{no_drafter}" for name in ("run", "run", "run", "drafter.init")], ran.stdout + ran.stderr
+    assert run_errors == [
+        f"{name}{no_drafter}" for name in ("run", "run", "run", "drafter.init")
+    ], ran.stdout + ran.stderr
 
 
 def test_bounds_are_shown_as_users_write_them() -> None:
-    """The error for a value out of bounds says what to write; for a wrong type it names the type without its bounds."""
-    assert describe_type(values.Count | None) == "int | null" and describe_type(typing.Literal["a", "b"]) == "Literal['a', 'b']"
+    """The error for a value out of bounds says what to write; for a wrong type it names the type
+    without its bounds.
+    """
+    assert (
+        describe_type(values.Count | None) == "int | null"
+        and describe_type(typing.Literal["a", "b"]) == "Literal['a', 'b']"
+    )
     node = {"_target_": "spectrain.eval.default.DefaultEvaluation", "name": "a/b"}
-    with pytest.raises(UserError, match="eval.name=a/b: use the name of one folder, without slashes"):
+    with pytest.raises(
+        UserError, match="eval.name=a/b: use the name of one folder, without slashes"
+    ):
         check_node("eval", node)

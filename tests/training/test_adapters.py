@@ -1,4 +1,6 @@
-"""Adapters in a drafter whose training continues: what they change, how a run resumes, and what is refused."""
+"""Adapters in a drafter whose training continues: what they change, how a run resumes, and what
+is refused.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ def make_drafter(target: Target) -> Eagle3:
     return drafter
 
 
-def fit_drafter(target: Target, run: Path, adapter: LoraAdapter, **options: Any) -> dict[str, torch.Tensor]:
+def fit_drafter(
+    target: Target, run: Path, adapter: LoraAdapter, **options: Any
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a drafter after four steps of its adapters."""
     drafter = make_drafter(target)
     adapter.adapt_drafter(drafter, target.head.vocab_size)
@@ -40,8 +44,11 @@ class Killed(Exception):
 
 
 def test_a_resumed_run_ends_in_the_same_low_rank_update(shallow: Target, tmp_path: Path) -> None:
-    """A resumed run equals an uninterrupted one; the named layers change by a matrix of the rank, and nothing else changes."""
-    adapter, before = LoraAdapter(rank=3, modules=["q_proj", "down_proj"]), make_drafter(shallow).state_dict()
+    """A resumed run equals an uninterrupted one; the named layers change by a matrix of the
+    rank, and nothing else changes.
+    """
+    adapter = LoraAdapter(rank=3, modules=["q_proj", "down_proj"])
+    before = make_drafter(shallow).state_dict()
     after = fit_drafter(shallow, tmp_path / "whole", adapter)
 
     def kill_at_step(step: int) -> None:
@@ -51,20 +58,33 @@ def test_a_resumed_run_ends_in_the_same_low_rank_update(shallow: Target, tmp_pat
     with pytest.raises(Killed):
         fit_drafter(shallow, tmp_path / "cut", adapter, on_step=kill_at_step)
     resumed = fit_drafter(shallow, tmp_path / "cut", adapter)
-    assert after.keys() == before.keys() and all(torch.equal(after[name], resumed[name]) for name in after)
-    ranks = {name: int(torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4))
-             for name in after if not torch.equal(after[name], before[name])}  # fmt: skip
+    assert after.keys() == before.keys() and all(
+        torch.equal(after[name], resumed[name]) for name in after
+    )
+    ranks = {
+        name: int(torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-4))
+        for name in after
+        if not torch.equal(after[name], before[name])
+    }
     assert ranks == {"self_attn.q_proj.weight": 3, "mlp.down_proj.weight": 3}
 
 
-@pytest.mark.parametrize("init, settings, words", [
-    (None, {}, "drafter.init=runs/NAME"),
-    ("runs/old", {"modules": ["q_prj"]}, "adapter.modules: q_prj .*q_proj"),
-    ("runs/old", {"rank": 4096}, "adapter.rank=4096"),
-])  # fmt: skip
-def test_what_takes_no_adapter_is_refused(shallow: Target, init: str | None, settings: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    "init, settings, words",
+    [
+        (None, {}, "drafter.init=runs/NAME"),
+        ("runs/old", {"modules": ["q_prj"]}, "adapter.modules: q_prj .*q_proj"),
+        ("runs/old", {"rank": 4096}, "adapter.rank=4096"),
+    ],
+)
+def test_what_takes_no_adapter_is_refused(
+    shallow: Target, init: str | None, settings: dict[str, Any], words: str
+) -> None:
     """An untrained drafter, an unknown layer, and a rank above that of every layer are refused."""
-    drafter = {"_target_": "spectrain.drafters.eagle3.Eagle3", **({} if init is None else {"init": init})}
+    drafter = {
+        "_target_": "spectrain.drafters.eagle3.Eagle3",
+        **({} if init is None else {"init": init}),
+    }
     spec = RunSpec.from_nodes({"drafter": drafter, "adapter": {"_target_": LORA, **settings}})
     with pytest.raises(UserError, match=words):
         adapt_drafter(spec, make_drafter(shallow), shallow)

@@ -27,7 +27,10 @@ from spectrain.training.validation_history import ValidationHistory
 
 def make_examples(count: int, seed: int) -> list[Example]:
     torch.manual_seed(seed)
-    return [Example(row, [position >= 6 for position in range(16)]) for row in torch.randint(3, 2000, (count, 16)).tolist()]
+    return [
+        Example(row, [position >= 6 for position in range(16)])
+        for row in torch.randint(3, 2000, (count, 16)).tolist()
+    ]
 
 
 def make_drafter(target: Target) -> Eagle3:
@@ -48,10 +51,24 @@ class Killed(Exception):
 
 
 def fit_drafter(
-    target: Target, run: Path, kill_at: int = 0, held_out: int = 0, on_step: Callable[[Any], None] | None = None, **options: Any
+    target: Target,
+    run: Path,
+    kill_at: int = 0,
+    held_out: int = 0,
+    on_step: Callable[[Any], None] | None = None,
+    **options: Any,
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], TrainingResult]:
     """Return weights, metrics and result of a training that may be killed once and resumed."""
-    trainer = Trainer(**{"lr": 1e-3, "max_steps": 8, "batch_tokens": 32, "log_every": 1, "save_every": 3, **options})
+    trainer = Trainer(
+        **{
+            "lr": 1e-3,
+            "max_steps": 8,
+            "batch_tokens": 32,
+            "log_every": 1,
+            "save_every": 3,
+            **options,
+        }
+    )
     data = Dataset(make_examples(12, 5), 12, 0, 0, held_out=make_examples(held_out, 6))
     drafter = make_drafter(target)
 
@@ -88,7 +105,8 @@ class Clock:
     """A clock that the steps of a training move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
-        self.now, self.pace = 0.0, pace
+        self.now = 0.0
+        self.pace = pace
         monkeypatch.setattr(training_budget.time, "monotonic", lambda: self.now)
 
 
@@ -106,16 +124,29 @@ def make_moving_tick(clock: Clock) -> Callable[[training_budget.Budget, Any], No
 # Resumed equals uninterrupted
 
 
-@pytest.mark.parametrize("options", [
-    {"ema": 0.7, "schedule": Wsd(0.5)}, {"ema": 0.7, "optimizer": Muon(), "eval_every": 2, "keep_best": True, "held_out": 1},
-], ids=["ema and wsd", "ema, muon and looks"])  # fmt: skip
-def test_resumed_equals_uninterrupted(shallow: Target, tmp_path: Path, options: dict[str, Any]) -> None:
-    """After a kill between two checkpoints the result and every logged line but its times are the same."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ema": 0.7, "schedule": Wsd(0.5)},
+        {"ema": 0.7, "optimizer": Muon(), "eval_every": 2, "keep_best": True, "held_out": 1},
+    ],
+    ids=["ema and wsd", "ema, muon and looks"],
+)
+def test_resumed_equals_uninterrupted(
+    shallow: Target, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """After a kill between two checkpoints the result and every logged line but its times are
+    the same.
+    """
     uninterrupted, lines, result = fit_drafter(shallow, tmp_path / "whole", **options)
-    resumed, resumed_lines, resumed_result = fit_drafter(shallow, tmp_path / "cut", kill_at=5, **options)
+    resumed, resumed_lines, resumed_result = fit_drafter(
+        shallow, tmp_path / "cut", kill_at=5, **options
+    )
     assert_equal(uninterrupted, resumed)
     keys = ("step", "loss", "lr", "held_out")
-    assert [[line.get(key) for key in keys] for line in lines] == [[line.get(key) for key in keys] for line in resumed_lines]
+    assert [[line.get(key) for key in keys] for line in lines] == [
+        [line.get(key) for key in keys] for line in resumed_lines
+    ]
     assert result.result_step == resumed_result.result_step
 
 
@@ -126,7 +157,9 @@ def test_resumed_equals_uninterrupted(shallow: Target, tmp_path: Path, options: 
 def test_minutes_end_a_training_and_plan_its_rate(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pace: float
 ) -> None:
-    """Machines of different speed take the same time, and have the same rate at the same time, up to a step."""
+    """Machines of different speed take the same time, and have the same rate at the same time,
+    up to a step.
+    """
     clock = Clock(monkeypatch, pace)
     trainer = {"max_minutes": 0.2, "max_steps": None, "save_every": None, "warmup": 0.25}
     monkeypatch.setattr(training_budget.Budget, "record_time", make_moving_tick(clock))
@@ -140,8 +173,11 @@ def test_minutes_end_a_training_and_plan_its_rate(
 def test_a_resumed_training_goes_on_with_the_time_left(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With steps of equal length a resumed run equals an uninterrupted one; a pause between does not count."""
-    clock, start = Clock(monkeypatch, 1.0), training_budget.Budget.resume_from
+    """With steps of equal length a resumed run equals an uninterrupted one; a pause between does
+    not count.
+    """
+    clock = Clock(monkeypatch, 1.0)
+    start = training_budget.Budget.resume_from
     monkeypatch.setattr(training_budget.Budget, "record_time", make_moving_tick(clock))
 
     def resume_after_pause(self: training_budget.Budget, spent: training_budget.TimeSpent) -> None:
@@ -150,7 +186,9 @@ def test_a_resumed_training_goes_on_with_the_time_left(
 
     monkeypatch.setattr(training_budget.Budget, "resume_from", resume_after_pause)
     trainings = [
-        fit_drafter(shallow, tmp_path / str(kill_step), kill_at=kill_step, max_minutes=0.1, max_steps=None)
+        fit_drafter(
+            shallow, tmp_path / str(kill_step), kill_at=kill_step, max_minutes=0.1, max_steps=None
+        )
         for kill_step in (0, 5)
     ]
     assert trainings[0][2].num_steps == trainings[1][2].num_steps == 6
@@ -165,18 +203,29 @@ def test_a_slow_first_step_plans_nothing() -> None:
     budget.time_spent = training_budget.TimeSpent(24.0, 20.0)
     assert budget.num_steps(3) == 1 + 2 * 40 / 4 and not budget.is_done(3)
     assert budget.total_seconds(3) == 60.0 and budget.seconds_left == 36.0 and budget.is_paced
-    assert training_budget.Budget(15, 1.0).num_steps(0) == 15 and training_budget.Budget(15, None).is_done(15)
+    assert training_budget.Budget(15, 1.0).num_steps(0) == 15 and training_budget.Budget(
+        15, None
+    ).is_done(15)
 
 
 # Validation
 
 
-def test_the_best_validation_is_the_result(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result has the weights of the highest forecast, and of these checkpoints only the best one is on disk."""
+def test_the_best_validation_is_the_result(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result has the weights of the highest forecast, and of these checkpoints only the best
+    one is on disk.
+    """
     set_forecasts(monkeypatch, [1.0, 1.1, 1.4, 1.3, 1.4])
     history: list[dict[str, torch.Tensor]] = []
-    record_weights = lambda drafter: history.append({name: v.clone() for name, v in drafter.state_dict().items()})  # noqa: E731
-    weights, lines, result = fit_drafter(shallow, tmp_path, on_step=record_weights, held_out=1, eval_every=2, keep_best=True)
+
+    def record_weights(drafter):
+        return history.append({name: v.clone() for name, v in drafter.state_dict().items()})
+
+    weights, lines, result = fit_drafter(
+        shallow, tmp_path, on_step=record_weights, held_out=1, eval_every=2, keep_best=True
+    )
     assert result.result_step == 4 and result.num_steps == 8
     assert_equal(history[3], weights)
     assert [line["step"] for line in lines if "held_out" in line] == [2, 4, 6, 8]
@@ -187,70 +236,114 @@ def test_the_best_validation_is_the_result(shallow: Target, tmp_path: Path, monk
 def test_a_training_below_its_start_says_so(
     shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_best: bool | None
 ) -> None:
-    """The drafter is measured before the first step; that is in the metrics, and the best weights may be those of the start."""
+    """The drafter is measured before the first step; that is in the metrics, and the best
+    weights may be those of the start.
+    """
     set_forecasts(monkeypatch, [1.5, 1.2, 1.4])
-    weights, lines, result = fit_drafter(shallow, tmp_path, held_out=1, eval_every=4, keep_best=keep_best)
+    weights, lines, result = fit_drafter(
+        shallow, tmp_path, held_out=1, eval_every=4, keep_best=keep_best
+    )
     assert lines[0]["held_out_at_start"]["forecast"] == 1.5
     assert [line["forecast_at_start"] for line in lines if "held_out" in line] == [1.5, 1.5]
-    assert result.gain is not None and (result.gain.start, result.gain.end) == (1.5, 1.5 if keep_best is not False else 1.4)
+    assert result.gain is not None and (result.gain.start, result.gain.end) == (
+        1.5,
+        1.5 if keep_best is not False else 1.4,
+    )
     sentence = result.gain.describe()
     if keep_best is not False:
-        assert result.result_step == 0 and sentence.startswith("Training added nothing to its start: 1.500 tokens per forward")
+        assert result.result_step == 0 and sentence.startswith(
+            "Training added nothing to its start: 1.500 tokens per forward"
+        )
         assert_equal(dict(make_drafter(shallow).state_dict()), weights)
     else:
-        assert sentence.startswith("Training took 6.7 % from its start: 1.500 -> 1.400 tokens per forward")
+        assert sentence.startswith(
+            "Training took 6.7 % from its start: 1.500 -> 1.400 tokens per forward"
+        )
 
 
-def test_a_training_above_its_start_says_nothing(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_above_its_start_says_nothing(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without held-out data nothing is known, and a killed run remembers its start."""
     set_forecasts(monkeypatch, [1.5, 1.4, 1.4, 1.6])
-    _, lines, result = fit_drafter(shallow, tmp_path / "better", kill_at=5, held_out=1, eval_every=3, max_steps=6)
+    _, lines, result = fit_drafter(
+        shallow, tmp_path / "better", kill_at=5, held_out=1, eval_every=3, max_steps=6
+    )
     assert result.gain is not None and result.gain.start == lines[-1]["forecast_at_start"] == 1.5
     assert fit_drafter(shallow, tmp_path / "plain", max_steps=1)[2].gain is None
 
 
 def test_what_a_training_added_is_said_with_its_interval() -> None:
-    """Both ends were measured at the same places, so the interval is that of the paired differences."""
+    """Both ends were measured at the same places, so the interval is that of the paired
+    differences.
+    """
     history = ValidationHistory()
-    for step, forecast, influences in ((0, 1.360, [0.03, -0.03]), (40, 1.424, [0.031, -0.031]), (60, 1.300, [0.0, 0.0])):
+    for step, forecast, influences in (
+        (0, 1.360, [0.03, -0.03]),
+        (40, 1.424, [0.031, -0.031]),
+        (60, 1.300, [0.0, 0.0]),
+    ):
         history.add_forecast(forecast, step, Validation({"places": [2000, 703]}, influences))
     gain = history.measure_gain(history.takes_best(None), 60)
     assert gain is not None and gain.result_step == 40
     # Student's t of one degree of freedom is 12.706, and the error of the differences 0.002.
-    assert gain.interval == pytest.approx([0.064 - 12.706 * 0.002, 0.064 + 12.706 * 0.002], abs=1e-3)
+    assert gain.interval == pytest.approx(
+        [0.064 - 12.706 * 0.002, 0.064 + 12.706 * 0.002], abs=1e-3
+    )
     assert gain.describe() == (
         "Training added 4.7 % to its start: 1.360 -> 1.424 tokens per forward over 2,703 places "
-        "(95 % interval of the difference +0.039 to +0.089); the result has the weights of step 40, the best of 60"
+        "(95 % interval of the difference +0.039 to +0.089); the result has the weights of step "
+        "40, the best of 60"
     )
 
 
 def test_the_default_keeps_the_start_where_every_step_is_worse() -> None:
     """It also keeps the last weights where the best ones are better by chance only."""
-    worse, chance = ValidationHistory(), ValidationHistory()
+    worse = ValidationHistory()
+    chance = ValidationHistory()
     for step, forecast in ((0, 1.5), (4, 1.4), (8, 1.45)):
         worse.add_forecast(forecast, step, Validation({"places": [2000]}, [0.1, -0.1]))
     assert worse.takes_best(None) and worse.best_step == 0
-    for step, forecast, influences in ((0, 1.4, [0.1, -0.1]), (4, 1.51, [0.1, -0.1]), (8, 1.5, [-0.1, 0.1])):
+    for step, forecast, influences in (
+        (0, 1.4, [0.1, -0.1]),
+        (4, 1.51, [0.1, -0.1]),
+        (8, 1.5, [-0.1, 0.1]),
+    ):
         chance.add_forecast(forecast, step, Validation({"places": [2000]}, influences))
     assert not chance.takes_best(None) and chance.takes_best(True) and not worse.takes_best(False)
 
 
-def test_a_training_that_gains_nothing_stops(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_gains_nothing_stops(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A training stops after `stop_after` validations in a row without a gain."""
     set_forecasts(monkeypatch, [1.0, 1.2, 1.1, 1.3, 1.3, 1.2, 1.4])
     _, lines, result = fit_drafter(shallow, tmp_path, held_out=1, eval_every=1, stop_after=2)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and result.num_steps == result.result_step == 5
+    assert [line["step"] for line in lines] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ] and result.num_steps == result.result_step == 5
 
 
 # Averages
 
 
 def test_averages_by_their_formula(shallow: Target, tmp_path: Path) -> None:
-    """The result is the recursion over the weights of every step, which are those of a training without averages."""
+    """The result is the recursion over the weights of every step, which are those of a training
+    without averages.
+    """
     history: list[dict[str, torch.Tensor]] = []
-    record_weights = lambda drafter: history.append({n: p.detach().clone() for n, p in drafter.named_parameters()})  # noqa: E731
+
+    def record_weights(drafter):
+        return history.append({n: p.detach().clone() for n, p in drafter.named_parameters()})
+
     plain, *_ = fit_drafter(shallow, tmp_path / "plain", max_steps=4)
-    weights, *_ = fit_drafter(shallow, tmp_path / "averaged", max_steps=4, ema=0.25, on_step=record_weights)
+    weights, *_ = fit_drafter(
+        shallow, tmp_path / "averaged", max_steps=4, ema=0.25, on_step=record_weights
+    )
     for name, value in history[0].items():
         for step, newer in enumerate(history[1:], 2):
             share = 1 - min(0.25, (1 + step) / (10 + step))
@@ -260,8 +353,12 @@ def test_averages_by_their_formula(shallow: Target, tmp_path: Path) -> None:
     assert any(not torch.equal(value, plain[name]) for name, value in weights.items())
 
 
-def test_validation_measures_the_average(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation measures the weights that would be saved, and leaves the training's own unchanged."""
+def test_validation_measures_the_average(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation measures the weights that would be saved, and leaves the training's own
+    unchanged.
+    """
     validated: list[dict[str, torch.Tensor]] = []
 
     def record_validated(drafter: Eagle3, *_: Any) -> Validation:
@@ -272,13 +369,19 @@ def test_validation_measures_the_average(shallow: Target, tmp_path: Path, monkey
     weights, *_ = fit_drafter(shallow, tmp_path, held_out=1, ema=0.5, eval_every=4)
     assert_equal(weights, validated[-1])
     saved = load_file(tmp_path / "checkpoints" / "step-000006" / "optimizer.safetensors")
-    assert sum(name.startswith("ema.drafter.") for name in saved) == sum(1 for _ in make_drafter(shallow).parameters())
+    assert sum(name.startswith("ema.drafter.") for name in saved) == sum(
+        1 for _ in make_drafter(shallow).parameters()
+    )
 
 
 # Refusals
 
 
 @pytest.mark.parametrize("options", [{"keep_best": True}, {"stop_after": 2}, {"eval_every": 5}])
-def test_validation_needs_held_out_data(shallow: Target, tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"trainer.{next(iter(options))}=.*nothing is held out.*data.held_out=0.1"):
+def test_validation_needs_held_out_data(
+    shallow: Target, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        UserError, match=f"trainer.{next(iter(options))}=.*nothing is held out.*data.held_out=0.1"
+    ):
         fit_drafter(shallow, tmp_path, held_out=0, **options)

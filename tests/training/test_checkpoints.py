@@ -11,14 +11,17 @@ from spectrain.training.checkpoints import collect_tensors, load_tensors
 
 
 class Tied(nn.Module):
-    """An embedding whose output layer shares its weights, another layer of the same shape, and two empty buffers."""
+    """An embedding whose output layer shares its weights, another layer of the same shape, and
+    two empty buffers.
+    """
 
     first: Tensor
     second: Tensor
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
-        self.embed, self.other = nn.Embedding(6, 4), nn.Linear(4, 6)
+        self.embed = nn.Embedding(6, 4)
+        self.other = nn.Linear(4, 6)
         self.output = nn.Linear(4, 6, bias=False)
         if tied:
             self.output.weight = self.embed.weight
@@ -31,12 +34,15 @@ NAMES = {"embed.weight", "other.weight", "other.bias", "first", "second"}
 
 def test_tied_tensors_are_saved_once(tmp_path: Path) -> None:
     """Only the first of tied tensors is saved, and the reloaded module is equal and still tied."""
-    saved, loaded = Tied(), Tied()
+    saved = Tied()
+    loaded = Tied()
     assert collect_tensors(saved).keys() == NAMES
     assert collect_tensors(Tied(tied=False)).keys() == NAMES | {"output.weight"}
     save_file(collect_tensors(saved), tmp_path / "file.safetensors")
     load_tensors(loaded, load_file(tmp_path / "file.safetensors"))
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in saved.state_dict().items())
+    assert all(
+        torch.equal(value, loaded.state_dict()[name]) for name, value in saved.state_dict().items()
+    )
     with torch.no_grad():
         loaded.embed.weight.fill_(2.0)
     assert (loaded.output.weight == 2).all()
@@ -44,7 +50,8 @@ def test_tied_tensors_are_saved_once(tmp_path: Path) -> None:
 
 def test_either_name_of_a_tied_tensor_is_enough() -> None:
     """A file that holds the tied tensor under its second name loads as well."""
-    saved, loaded = Tied(), Tied()
+    saved = Tied()
+    loaded = Tied()
     weights = collect_tensors(saved)
     weights["output.weight"] = weights.pop("embed.weight")
     load_tensors(loaded, weights)
@@ -53,7 +60,8 @@ def test_either_name_of_a_tied_tensor_is_enough() -> None:
 
 def test_tensors_that_only_share_memory_are_all_saved() -> None:
     """Two views of one storage with different shapes are two tensors."""
-    module, full = nn.Module(), torch.arange(6.0)
+    module = nn.Module()
+    full = torch.arange(6.0)
     module.register_buffer("full", full)
     module.register_buffer("part", full[:3])
     assert collect_tensors(module).keys() == {"full", "part"}
@@ -64,7 +72,9 @@ def test_tensors_are_contiguous_copies_of_their_values() -> None:
     module = nn.Linear(3, 5)
     module.weight = nn.Parameter(torch.randn(3, 5).t())
     weight = collect_tensors(module)["weight"]
-    assert weight.is_contiguous() and not weight.requires_grad and torch.equal(weight, module.weight)
+    assert (
+        weight.is_contiguous() and not weight.requires_grad and torch.equal(weight, module.weight)
+    )
 
 
 @pytest.mark.parametrize("name", ["other.bias", "embed.weight"])

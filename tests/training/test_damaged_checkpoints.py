@@ -1,4 +1,6 @@
-"""A damaged checkpoint is never taken for what was saved: the run goes on from the one before, or stops in one sentence."""
+"""A damaged checkpoint is never taken for what was saved: the run goes on from the one before,
+or stops in one sentence.
+"""
 
 import json
 from collections.abc import Callable
@@ -25,9 +27,20 @@ OPTIMIZER = {"0.exp_avg": torch.ones(2, 3)}
 
 def make_progress(step: int) -> dict[str, Any]:
     return {
-        "step": step, "stage": 0, "stage_began": 0, "skipped": 0, "tokens": 100 * step, "seconds": 1.5, "num_steps": 12.0,
-        "batches_a_step": 1, "stream": {}, "optimizer": {"0.step": 2.0}, "spent": {}, "looks": {}, "tallies": [{"steps": 1}],
-    }  # fmt: skip
+        "step": step,
+        "stage": 0,
+        "stage_began": 0,
+        "skipped": 0,
+        "tokens": 100 * step,
+        "seconds": 1.5,
+        "num_steps": 12.0,
+        "batches_a_step": 1,
+        "stream": {},
+        "optimizer": {"0.step": 2.0},
+        "spent": {},
+        "looks": {},
+        "tallies": [{"steps": 1}],
+    }
 
 
 def make_run(run: Path, steps: tuple[int, ...] = (2, 4)) -> Path:
@@ -43,13 +56,17 @@ def flip_bit(path: Path) -> None:
 
 
 def edit_progress(**changes: Any) -> Callable[[Path], None]:
-    """Return a function that changes keys of progress.json, or removes those whose value is ..., and drops its checksum."""
+    """Return a function that changes keys of progress.json, or removes those whose value is ...,
+    and drops its checksum.
+    """
 
     def edit(checkpoint: Path) -> None:
         path = checkpoint / "progress.json"
         content = json.loads(path.read_text()) | changes
         del content["sha256"]
-        path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+        path.write_text(
+            json.dumps({key: value for key, value in content.items() if value is not ...})
+        )
 
     return edit
 
@@ -97,14 +114,19 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     assert (run / "checkpoints" / "step-000004.damaged").is_dir()
     # The next save of that step is intact.
     make_run(run, (4,))
-    assert torch.equal(load_checkpoint(checkpoint_path(run, 4))[0]["drafter.fc.weight"], WEIGHTS["drafter.fc.weight"])
+    assert torch.equal(
+        load_checkpoint(checkpoint_path(run, 4))[0]["drafter.fc.weight"],
+        WEIGHTS["drafter.fc.weight"],
+    )
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_progress_that_somebody_has_changed_is_refused(name: str, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     CHANGES[name](checkpoint_path(run, 4))
-    with pytest.raises(UserError, match=r"step-000004/progress\.json: it was changed: .*; delete the checkpoint"):
+    with pytest.raises(
+        UserError, match=r"step-000004/progress\.json: it was changed: .*; delete the checkpoint"
+    ):
         set_aside_damaged(run)
     assert latest_checkpoint(run) == checkpoint_path(run, 4)
 
@@ -124,7 +146,9 @@ def test_a_run_without_an_intact_checkpoint_stops(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for step in (2, 4):
         flip_bit(checkpoint_path(run, step) / "model.safetensors")
-    with pytest.raises(DamagedFile, match=r"step-000004/model\.safetensors.*no other checkpoint.*trains anew"):
+    with pytest.raises(
+        DamagedFile, match=r"step-000004/model\.safetensors.*no other checkpoint.*trains anew"
+    ):
         set_aside_damaged(run)
     assert latest_checkpoint(run) == checkpoint_path(run, 4)
 

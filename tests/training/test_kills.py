@@ -1,4 +1,6 @@
-"""A killed run loses nothing: after SIGTERM it saves and exits 0, after SIGKILL it resumes from a checkpoint."""
+"""A killed run loses nothing: after SIGTERM it saves and exits 0, after SIGKILL it resumes from
+a checkpoint.
+"""
 
 import json
 import random
@@ -14,14 +16,29 @@ from safetensors.torch import load_file
 from tests import commands
 
 SETTINGS = [
-    *("recipe=eagle3", "target=hf", "data.limit=20", "data.max_length=64", "drafter.vocab_size=256", "eval=none"),
-    *("drafter.ttt_steps=2", "trainer.max_steps=40", "trainer.batch_tokens=128", "trainer.log_every=1", "trainer.save_every=5"),
+    *(
+        "recipe=eagle3",
+        "target=hf",
+        "data.limit=20",
+        "data.max_length=64",
+        "drafter.vocab_size=256",
+        "eval=none",
+    ),
+    *(
+        "drafter.ttt_steps=2",
+        "trainer.max_steps=40",
+        "trainer.batch_tokens=128",
+        "trainer.log_every=1",
+        "trainer.save_every=5",
+    ),
     "data.held_out=0",  # test_held_out.py tests that validation survives a kill
 ]
 
 
 def start_run(run: Path, model: Path) -> commands.Command:
-    return commands.start(["train", *SETTINGS, f"target.model={model}", f"run={run}", "trainer.resume=auto"])
+    return commands.start(
+        ["train", *SETTINGS, f"target.model={model}", f"run={run}", "trainer.resume=auto"]
+    )
 
 
 def finish_run(run: Path, model: Path) -> str:
@@ -43,9 +60,13 @@ def loss_curve(run: Path) -> list[tuple[int, float]]:
 
 
 def assert_equal(run: Path, undisturbed_run: Path) -> None:
-    """Check that loss curve, steps and drafter are the same, bit by bit, and that every remaining file can be read."""
+    """Check that loss curve, steps and drafter are the same, bit by bit, and that every
+    remaining file can be read.
+    """
     assert loss_curve(run) == loss_curve(undisturbed_run)
-    resumed, undisturbed = (load_file(folder / "drafter" / "model.safetensors") for folder in (run, undisturbed_run))
+    resumed, undisturbed = (
+        load_file(folder / "drafter" / "model.safetensors") for folder in (run, undisturbed_run)
+    )
     assert all(torch.equal(value, undisturbed[name]) for name, value in resumed.items())
     for file in run.rglob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -63,8 +84,12 @@ def undisturbed_run(shallow_folder: Path, tmp_path_factory: pytest.TempPathFacto
     return run
 
 
-def test_a_schedulers_signal_saves_and_exits_with_0(undisturbed_run: Path, shallow_folder: Path, tmp_path: Path) -> None:
-    """After SIGTERM the step ends, its checkpoint is saved, the exit status is 0, and the run resumes bit by bit."""
+def test_a_schedulers_signal_saves_and_exits_with_0(
+    undisturbed_run: Path, shallow_folder: Path, tmp_path: Path
+) -> None:
+    """After SIGTERM the step ends, its checkpoint is saved, the exit status is 0, and the run
+    resumes bit by bit.
+    """
     run = tmp_path / "run"
     process = start_run(run, shallow_folder)
     while count_steps(run) < 7:
@@ -81,9 +106,14 @@ def test_a_schedulers_signal_saves_and_exits_with_0(undisturbed_run: Path, shall
     assert "is finished" in finish_run(run, shallow_folder)
 
 
-def kill_and_resume(undisturbed_run: Path, model: Path, folder: Path, kills: int, seed: int) -> None:
-    """Kill a run `kills` times at random moments and resume it each time; compare it with the undisturbed one."""
-    draw, run = random.Random(seed), folder / "run"
+def kill_and_resume(
+    undisturbed_run: Path, model: Path, folder: Path, kills: int, seed: int
+) -> None:
+    """Kill a run `kills` times at random moments and resume it each time; compare it with the
+    undisturbed one.
+    """
+    draw = random.Random(seed)
+    run = folder / "run"
     for _ in range(kills):
         process = start_run(run, model)
         while count_steps(run) == 0 and process.poll() is None:
@@ -102,6 +132,8 @@ def test_killed_runs_go_on(undisturbed_run: Path, shallow_folder: Path, tmp_path
 
 @pytest.mark.slow
 def test_twenty_kills(undisturbed_run: Path, shallow_folder: Path, tmp_path: Path) -> None:
-    """After twenty kills at random moments and resumes there is one loss curve and no broken file."""
+    """After twenty kills at random moments and resumes there is one loss curve and no broken
+    file.
+    """
     for round in range(4):  # a run is over after a few
         kill_and_resume(undisturbed_run, shallow_folder, tmp_path / f"{round}", 5, seed=round)

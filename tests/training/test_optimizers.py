@@ -1,4 +1,6 @@
-"""The choices of `optimizer=`: each parameter is updated as by torch's own optimiser, and resuming changes nothing."""
+"""The choices of `optimizer=`: each parameter is updated as by torch's own optimiser, and
+resuming changes nothing.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,9 @@ from spectrain.training.trainer import Trainer
 def make_network() -> nn.Sequential:
     """Make two matrices, a norm, and a head whose rows outnumber its columns ten to one."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False), nn.Linear(6, 60, bias=False))
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False), nn.Linear(6, 60, bias=False)
+    )
 
 
 def run_steps(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
@@ -37,26 +41,41 @@ def make_muon(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_muon_moves_matrices_and_adamw_all_else() -> None:
-    """Updates equal torch's Muon on matrices and AdamW on the rest, bit by bit; the head is not Muon's."""
-    actual_model, expected_model = make_network(), make_network()
+    """Updates equal torch's Muon on matrices and AdamW on the rest, bit by bit; the head is not
+    Muon's.
+    """
+    actual_model = make_network()
+    expected_model = make_network()
     matrices = [expected_model[0].weight, expected_model[2].weight]
-    rest = [parameter for parameter in expected_model.parameters() if all(parameter is not matrix for matrix in matrices)]
+    rest = [
+        parameter
+        for parameter in expected_model.parameters()
+        if all(parameter is not matrix for matrix in matrices)
+    ]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95), fused=True),
     ]
     run_steps(actual_model, [make_muon(actual_model)], range(4))
     run_steps(expected_model, optimizers, range(4))
     assert all(
         torch.equal(actual, expected)
-        for actual, expected in zip(actual_model.parameters(), expected_model.parameters(), strict=True)
+        for actual, expected in zip(
+            actual_model.parameters(), expected_model.parameters(), strict=True
+        )
     )
 
 
 def test_a_rate_that_is_changed_reaches_both_parts() -> None:
-    """With a rate of zero and no decay nothing moves, also after loading a state; the matrices' rate is a multiple."""
+    """With a rate of zero and no decay nothing moves, also after loading a state; the matrices'
+    rate is a multiple.
+    """
     model = make_network()
-    faster = Trainer(optimizer=Muon(lr_ratio=5.0)).make_optimizer([{"params": [*model.parameters()], "lr_scale": 0.5}])
+    faster = Trainer(optimizer=Muon(lr_ratio=5.0)).make_optimizer(
+        [{"params": [*model.parameters()], "lr_scale": 0.5}]
+    )
     assert [group["lr_scale"] for group in faster.param_groups] == [2.5, 0.5]
     optimizer = make_muon(model)
     run_steps(model, [optimizer], range(2))
@@ -67,12 +86,15 @@ def test_a_rate_that_is_changed_reaches_both_parts() -> None:
             group["lr"] = 0.0
         before = [parameter.detach().clone() for parameter in model.parameters()]
         run_steps(model, [optimizer], range(2, 3))
-        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        assert all(
+            torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
+        )
 
 
 def test_muon_goes_on_from_its_saved_state() -> None:
     """Three steps, saved and loaded into a new optimiser, and three more equal six steps."""
-    uninterrupted, resumed = make_network(), make_network()
+    uninterrupted = make_network()
+    resumed = make_network()
     run_steps(uninterrupted, [make_muon(uninterrupted)], range(6))
     first = make_muon(resumed)
     run_steps(resumed, [first], range(3))
@@ -80,7 +102,8 @@ def test_muon_goes_on_from_its_saved_state() -> None:
     unflatten_optimizer(second, *flatten_optimizer(first))
     run_steps(resumed, [second], range(3, 6))
     assert all(
-        torch.equal(actual, expected) for actual, expected in zip(uninterrupted.parameters(), resumed.parameters(), strict=True)
+        torch.equal(actual, expected)
+        for actual, expected in zip(uninterrupted.parameters(), resumed.parameters(), strict=True)
     )
 
 
@@ -88,25 +111,36 @@ def test_muon_goes_on_from_its_saved_state() -> None:
 def test_muon_is_refused_where_weights_are_in_parts(sharding: str, tmp_path: Path) -> None:
     """Every sharding that holds or updates parts of weights is refused before the first step."""
     shared: Any = SimpleNamespace(full_parameters=False, unsharded=True, name=sharding)
-    drafter, source = nn.Identity(), SimpleNamespace(uses_drafter=False)
-    with pytest.raises(UserError, match=f"optimizer=muon: .*sharding={sharding}.*use trainer.sharding=ddp or optimizer=adamw"):
+    drafter = nn.Identity()
+    source = SimpleNamespace(uses_drafter=False)
+    with pytest.raises(
+        UserError,
+        match=f"optimizer=muon: .*sharding={sharding}.*use trainer.sharding=ddp or optimizer=adamw",
+    ):
         Trainer(optimizer=Muon())._validate(cast(Any, drafter), cast(Any, source), shared)
 
 
 def test_averages_are_refused_where_weights_are_in_parts() -> None:
     shared: Any = SimpleNamespace(full_parameters=False, unsharded=True, name="zero2")
     with pytest.raises(UserError, match=r"trainer.ema=0.9: .*sharding=zero2.*use ddp"):
-        Trainer(ema=0.9)._validate_held_out(shared, Dataset([], 0, 0, 0), cast(Any, SimpleNamespace(has_layers=True)))
+        Trainer(ema=0.9)._validate_held_out(
+            shared, Dataset([], 0, 0, 0), cast(Any, SimpleNamespace(has_layers=True))
+        )
 
 
-@pytest.mark.parametrize(("schedule", "expected"), [
-    (Constant(), [1.0, 1.0, 1.0, 1.0]),
-    (Wsd(decay=0.4), [1.0, 1.0, 1 - 0.5**0.5, 0.0]),
-    (Wsd(decay=0.0), [1.0, 1.0, 1.0, 1.0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Constant(), [1.0, 1.0, 1.0, 1.0]),
+        (Wsd(decay=0.4), [1.0, 1.0, 1 - 0.5**0.5, 0.0]),
+        (Wsd(decay=0.0), [1.0, 1.0, 1.0, 1.0]),
+    ],
+)
 def test_schedules_by_their_formula(schedule: Schedule, expected: list[float]) -> None:
     """Rates at progress 0, 0.5, 0.8 and 1 equal the formula."""
-    assert [schedule.rate_at(progress) for progress in (0.0, 0.5, 0.8, 1.0)] == pytest.approx(expected)
+    assert [schedule.rate_at(progress) for progress in (0.0, 0.5, 0.8, 1.0)] == pytest.approx(
+        expected
+    )
 
 
 def test_a_schedule_ends_at_the_smallest_rate() -> None:

@@ -34,37 +34,68 @@ def make_metrics(loss: float | None, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("logged", [1, 7, 40])
-def test_a_log_has_a_line_every_half_minute(clock: Clock, capsys: pytest.CaptureFixture[str], logged: int) -> None:
-    """A line is printed after the first step, every 30 s with the newest metrics, and after the last step."""
+def test_a_log_has_a_line_every_half_minute(
+    clock: Clock, capsys: pytest.CaptureFixture[str], logged: int
+) -> None:
+    """A line is printed after the first step, every 30 s with the newest metrics, and after the
+    last step.
+    """
     progress = TrainingProgress(100, 0, enabled=True)
     with progress:
         for step in range(1, 101):
             clock.now += 4.0
-            progress.update(step, make_metrics(step / 10) if step % logged == 0 or step in (1, 100) else None)
+            progress.update(
+                step, make_metrics(step / 10) if step % logged == 0 or step in (1, 100) else None
+            )
     lines = capsys.readouterr().out.splitlines()
     assert [int(printed.split()[1]) for printed in lines] == [1, *range(8, 100, 8), 100]
     newest = max(1, 8 - 8 % logged) if logged < 8 else 1
-    assert lines[1] == f"step 8 of 100  on training text: loss {newest / 10:.3f}, agreement 0.50 0.25; 120 tokens/s  6 min left"
-    assert lines[-1].startswith("step 100 of 100  on training text: loss 10.000") and lines[-1].endswith("0 s left")
+    assert lines[1] == (
+        f"step 8 of 100  on training text: loss {newest / 10:.3f}, agreement 0.50 0.25; "
+        "120 tokens/s  6 min left"
+    )
+    assert lines[-1].startswith("step 100 of 100  on training text: loss 10.000") and lines[
+        -1
+    ].endswith("0 s left")
 
 
-def test_a_resumed_run_counts_its_own_steps(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    """The time left follows from the steps since the resume; a loss that is not finite is printed so."""
+def test_a_resumed_run_counts_its_own_steps(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The time left follows from the steps since the resume; a loss that is not finite is
+    printed so.
+    """
     progress = TrainingProgress(100, 80, enabled=True)
     clock.now = 40.0
     progress.update(90, make_metrics(None, left_out=3))
-    assert capsys.readouterr().out.endswith("loss not finite, agreement 0.50 0.25; 120 tokens/s  3 rows left out  40 s left\n")
+    assert capsys.readouterr().out.endswith(
+        "loss not finite, agreement 0.50 0.25; 120 tokens/s  3 rows left out  40 s left\n"
+    )
 
 
-def test_waits_and_the_slowest_process_are_printed(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    """The line has the shares of time for data, target and other processes; the slowest is the one that waits least."""
-    times = [{"data": 0.1, "target": 0.5, "drafter": 0.4, "others": 3.0}] * 3 + [{"data": 3.0, "target": 0.6, "drafter": 0.4}]
+def test_waits_and_the_slowest_process_are_printed(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line has the shares of time for data, target and other processes; the slowest is the
+    one that waits least.
+    """
+    times = [{"data": 0.1, "target": 0.5, "drafter": 0.4, "others": 3.0}] * 3 + [
+        {"data": 3.0, "target": 0.6, "drafter": 0.4}
+    ]
     summary = summarize_processes(times, [f"machine{rank}" for rank in range(4)], steps=2)
-    assert summary["step_seconds"] == {"data": 0.4125, "target": 0.2625, "drafter": 0.2, "others": 1.125}
+    assert summary["step_seconds"] == {
+        "data": 0.4125,
+        "target": 0.2625,
+        "drafter": 0.2,
+        "others": 1.125,
+    }
     assert summary["slowest"] == {"rank": 3, "host": "machine3", "busy": 2.0, "others_busy": 0.5}
     share = {"data": 0.2, "target": 0.13, "drafter": 0.1, "others": 0.56, "rest": 0.01}
     TrainingProgress(1, 0, enabled=True).update(1, make_metrics(1.0, time_share=share, **summary))
-    line = "; waits: data 20%, target 13%, other processes 56%; slowest: rank 3 (machine3), 4.0x the others' time"
+    line = (
+        "; waits: data 20%, target 13%, other processes 56%; slowest: rank 3 (machine3), 4.0x "
+        "the others' time"
+    )
     assert line in capsys.readouterr().out
     alone = summarize_processes(times[:1], ["machine0"], steps=1)
     assert alone == {"step_seconds": {"data": 0.1, "target": 0.5, "drafter": 0.4}}
@@ -91,7 +122,9 @@ class Event:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_times_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Parts are the times between marks, each step is read once, and the newest only if it may be waited for."""
+    """Parts are the times between marks, each step is read once, and the newest only if it may
+    be waited for.
+    """
     Event.ticks = ticks = iter([10.0, 11.0, 13.0, 16.0, 20.0, 25.0, 30.0, 31.0, 32.0, 33.0])
     monkeypatch.setattr(step_timer.time, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -105,8 +138,18 @@ def test_the_times_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch, device: str
     for name in ("features", "together"):
         timer.mark(name)
     timer.end()
-    assert timer.take_times(with_newest=False) == {"data": 0.5, "target": 1.0, "others": 2.0 + 4.0, "drafter": 3.0 + 5.0}
-    assert timer.take_times(with_newest=True) == {"data": 0.0, "target": 1.0, "others": 1.0, "drafter": 1.0}
+    assert timer.take_times(with_newest=False) == {
+        "data": 0.5,
+        "target": 1.0,
+        "others": 2.0 + 4.0,
+        "drafter": 3.0 + 5.0,
+    }
+    assert timer.take_times(with_newest=True) == {
+        "data": 0.0,
+        "target": 1.0,
+        "others": 1.0,
+        "drafter": 1.0,
+    }
 
 
 def test_other_processes_are_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +159,9 @@ def test_other_processes_are_silent(clock: Clock, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(10, "90 s left"), (60, "9 min left"), (3600, "9.0 h left")])
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(10, "90 s left"), (60, "9 min left"), (3600, "9.0 h left")]
+)
 def test_time_left_is_printed_in_fitting_units(clock: Clock, seconds: float, expected: str) -> None:
     """With one of ten steps done, nine times its seconds are left."""
     pace = Pace(10)

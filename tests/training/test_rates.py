@@ -1,4 +1,6 @@
-"""Learning rates by the sizes of weights: a step changes outputs by the same share, whatever the width and the scale."""
+"""Learning rates by the sizes of weights: a step changes outputs by the same share, whatever the
+width and the scale.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ def is_rounded(rate: float, exact: float) -> bool:
 @pytest.mark.parametrize("num_inputs", [64, 192, 1536])
 @pytest.mark.parametrize("scale", [1.0, 0.003, 40.0])
 def test_a_step_changes_outputs_by_a_share(num_inputs: int, scale: float) -> None:
-    """A step of a rate in the direction that suits inputs of size 1 changes every output by the share of its usual size."""
+    """A step of a rate in the direction that suits inputs of size 1 changes every output by the
+    share of its usual size.
+    """
     torch.manual_seed(0)
     weight = scale * torch.randn(200, num_inputs, dtype=torch.float64) * num_inputs**-0.5
     inputs = torch.randn(num_inputs, dtype=torch.float64).sign()
@@ -40,14 +44,20 @@ def test_a_step_changes_outputs_by_a_share(num_inputs: int, scale: float) -> Non
 
 
 def test_random_weights_have_the_rate_of_their_width() -> None:
-    """A random weight learns at NEW_SHARE / inputs, the rule of the maximal update parametrization."""
+    """A random weight learns at NEW_SHARE / inputs, the rule of the maximal update
+    parametrization.
+    """
     torch.manual_seed(0)
     for width in (192, 576, 4096):
-        assert is_rounded(choose_rate(torch.randn(300, width) * width**-0.5, is_new=True), NEW_SHARE / width)
+        assert is_rounded(
+            choose_rate(torch.randn(300, width) * width**-0.5, is_new=True), NEW_SHARE / width
+        )
 
 
 def test_vectors_and_zeros_have_finite_rates() -> None:
-    """Vectors learn as matrices of their width, short ones as those of SMALLEST_WIDTH; zeros as new matrices."""
+    """Vectors learn as matrices of their width, short ones as those of SMALLEST_WIDTH; zeros as
+    new matrices.
+    """
     assert is_rounded(choose_rate(2 * torch.ones(512), is_new=False), KEPT_SHARE * 2 / 512)
     assert is_rounded(choose_rate(torch.ones(1), is_new=True), NEW_SHARE / SMALLEST_WIDTH)
     assert is_rounded(choose_rate(torch.tensor(1.0), is_new=True), NEW_SHARE / SMALLEST_WIDTH)
@@ -57,16 +67,32 @@ def test_vectors_and_zeros_have_finite_rates() -> None:
 
 
 def test_groups_are_split_by_rate() -> None:
-    """Every parameter keeps its group's other keys, its rate is multiplied by the group's factor, and none is lost."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(256, 64, bias=False))
+    """Every parameter keeps its group's other keys, its rate is multiplied by the group's
+    factor, and none is lost.
+    """
+    model = nn.Sequential(
+        nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(256, 64, bias=False)
+    )
     with torch.no_grad():
         model[1].weight.copy_(model[0].weight)
     named = dict(model.named_parameters())
     rates = choose_rates(named, kept={"2.weight"})
     first, second, third = named.values()
-    groups = [{"params": [first, third], "lr_scale": 1.0}, {"params": [second], "lr_scale": 0.25, "weight_decay": 0.1}]
+    groups = [
+        {"params": [first, third], "lr_scale": 1.0},
+        {"params": [second], "lr_scale": 0.25, "weight_decay": 0.1},
+    ]
     split = split_by_rate(groups, {id(named[name]): rate for name, rate in rates.items()})
     assert [group["params"] for group in split] == [[first], [third], [second]]
-    assert [group["lr_scale"] for group in split] == [rates["0.weight"], rates["2.weight"], 0.25 * rates["1.weight"]]
-    assert split[2]["weight_decay"] == 0.1 and rates["0.weight"] == rates["1.weight"] > 10 * rates["2.weight"]
-    assert "(2.weight) to " in describe_rates(rates) and describe_rates(rates).endswith("(0.weight)")
+    assert [group["lr_scale"] for group in split] == [
+        rates["0.weight"],
+        rates["2.weight"],
+        0.25 * rates["1.weight"],
+    ]
+    assert (
+        split[2]["weight_decay"] == 0.1
+        and rates["0.weight"] == rates["1.weight"] > 10 * rates["2.weight"]
+    )
+    assert "(2.weight) to " in describe_rates(rates) and describe_rates(rates).endswith(
+        "(0.weight)"
+    )

@@ -15,7 +15,8 @@ from spectrain.trees.token_tree import TokenTree
 
 Path = tuple[int, ...]
 Scores = Callable[[int, Path], list[float]]
-VOCAB, ROWS = 6, (0, 1)
+VOCAB = 6
+ROWS = (0, 1)
 
 
 def to_target(draft_id: int) -> int:
@@ -40,7 +41,9 @@ def shared_scores(row: int, path: Path) -> list[float]:
 
 
 def tied_scores(row: int, path: Path) -> list[float]:
-    """Return the same few scores after every path, 0 among them: path scores tie across nodes and levels, siblings do not."""
+    """Return the same few scores after every path, 0 among them: path scores tie across nodes
+    and levels, siblings do not.
+    """
     scores = [-0.5 * v for v in range(VOCAB)]
     random.Random(f"{row} {path}").shuffle(scores)
     return scores
@@ -49,8 +52,11 @@ def tied_scores(row: int, path: Path) -> list[float]:
 def context(rows: Sequence[int] = ROWS) -> Any:
     """Make the context of a round of these rows: their roots, keys and lengths."""
     lengths = torch.tensor([committed_length(row) for row in rows])
-    root, keys = torch.tensor([101 + row for row in rows]), torch.tensor(rows)
-    return SimpleNamespace(root=root, sequence_ids=keys, lengths=lengths, longest=int(lengths.max()), begins=False)
+    root = torch.tensor([101 + row for row in rows])
+    keys = torch.tensor(rows)
+    return SimpleNamespace(
+        root=root, sequence_ids=keys, lengths=lengths, longest=int(lengths.max()), begins=False
+    )
 
 
 def committed_length(row: int) -> int:
@@ -64,7 +70,9 @@ def make_generator(row: int, seed: int = 0) -> torch.Generator:
 
 
 def node_noise(row: int, seed: int, node: int, number: int | None = None) -> Tensor:
-    """Return the noise of a node's children, or of its `number`-th child where they are drawn with replacement."""
+    """Return the noise of a node's children, or of its `number`-th child where they are drawn
+    with replacement.
+    """
     keys = [DRAFT, seed, row, committed_length(row), node] + ([] if number is None else [number])
     return gumbel_noise(make_key(*keys), VOCAB)
 
@@ -87,7 +95,12 @@ class Table(Rollout):
         ]
         for row_paths, new_paths in zip(self.evaluated_paths, new):
             row_paths += new_paths
-        return torch.tensor([[self.scores(row, path) for path in new_paths] for row, new_paths in zip(self.rows, new)])
+        return torch.tensor(
+            [
+                [self.scores(row, path) for path in new_paths]
+                for row, new_paths in zip(self.rows, new)
+            ]
+        )
 
 
 def paths(tree: TokenTree, row: int) -> list[Path]:
@@ -98,20 +111,29 @@ def paths(tree: TokenTree, row: int) -> list[Path]:
     return [path for path, valid in zip(result, tree.valid[row].tolist()) if valid]
 
 
-def list_likeliest(scores: Scores, row: int, path: Path, count: int = VOCAB) -> list[tuple[Path, float]]:
+def list_likeliest(
+    scores: Scores, row: int, path: Path, count: int = VOCAB
+) -> list[tuple[Path, float]]:
     """Return the best children of a path with their log q."""
     log_q = scores(row, path)
-    return [(path + (to_target(v),), log_q[v]) for v in sorted(range(VOCAB), key=lambda v: -log_q[v])[:count]]
+    return [
+        (path + (to_target(v),), log_q[v])
+        for v in sorted(range(VOCAB), key=lambda v: -log_q[v])[:count]
+    ]
 
 
 def select_best(nodes: list[tuple[Path, float]], budget: int) -> list[Path]:
-    """Return the paths of the `budget` best-scored nodes in their own order; earlier nodes win ties."""
+    """Return the paths of the `budget` best-scored nodes in their own order; earlier nodes win
+    ties.
+    """
     keep = sorted(range(len(nodes)), key=lambda n: -nodes[n][1])[:budget]
     return [nodes[n][0] for n in sorted(keep)]
 
 
 def assert_q(tree: TokenTree, row: int, key: int, scores: Scores, temperature: float) -> None:
-    """Check that q at every node with children is the table's distribution, or that the likelier sibling is first."""
+    """Check that q at every node with children is the table's distribution, or that the likelier
+    sibling is first.
+    """
     real = tree.valid[row].nonzero()[:, 0].tolist()
     result = dict(zip(real, paths(tree, row)))
     for node, path in result.items():
@@ -125,28 +147,48 @@ def assert_q(tree: TokenTree, row: int, key: int, scores: Scores, temperature: f
 
 
 def check_structure(tree: TokenTree) -> None:
-    """Raise AssertionError where the tree breaks an invariant of the kernels and acceptance rules."""
+    """Raise AssertionError where the tree breaks an invariant of the kernels and acceptance
+    rules.
+    """
     index = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     assert (tree.parents[:, 0] == -1).all(), "node 0 must be the root"
-    assert (tree.parents[:, 1:] >= 0).all() and (tree.parents < index).all(), "parents must come before children"
+    assert (tree.parents[:, 1:] >= 0).all() and (tree.parents < index).all(), (
+        "parents must come before children"
+    )
     if tree.children != "sampled":
-        same = (tree.parents[:, :, None] == tree.parents[:, None]) & (tree.tokens[:, :, None] == tree.tokens[:, None])
+        same = (tree.parents[:, :, None] == tree.parents[:, None]) & (
+            tree.tokens[:, :, None] == tree.tokens[:, None]
+        )
         real = tree.valid & tree.can_emit
-        twins = same & real[:, :, None] & real[:, None] & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
+        twins = (
+            same
+            & real[:, :, None]
+            & real[:, None]
+            & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
+        )
         assert not twins.any(), "siblings must carry distinct tokens"
 
 
 def grow_tree(make_builder: Callable[[], TreeBuilder], scores: Scores = random_scores) -> TokenTree:
     """Return the tree that a new builder grows, after checking what holds for all trees."""
-    builder, table = make_builder(), Table(scores)
+    builder = make_builder()
+    table = Table(scores)
     tree = builder.expand(context(), table)
     check_structure(tree)
-    assert tree.can_emit.all() and tree.valid[:, 0].all() and tree.tokens[:, 0].tolist() == [101, 102]
-    assert tree.tokens.shape[1] <= builder.budget and (tree.depths * tree.valid).max() <= builder.depth
+    assert (
+        tree.can_emit.all() and tree.valid[:, 0].all() and tree.tokens[:, 0].tolist() == [101, 102]
+    )
+    assert (
+        tree.tokens.shape[1] <= builder.budget and (tree.depths * tree.valid).max() <= builder.depth
+    )
     assert len(table.evaluated_paths[0]) - 1 <= builder.max_drafted
     assert tree.valid.gather(1, tree.parents.clamp(min=0))[tree.valid].all()
-    assert tree.draft_ids is not None and set(tree.tokens[:, 1:][tree.valid[:, 1:]].tolist()) <= set(tree.draft_ids.tolist())
-    assert tree.children == builder.children and (tree.q is None) == (builder.children == "deterministic")
+    assert tree.draft_ids is not None and set(
+        tree.tokens[:, 1:][tree.valid[:, 1:]].tolist()
+    ) <= set(tree.draft_ids.tolist())
+    assert tree.children == builder.children and (tree.q is None) == (
+        builder.children == "deterministic"
+    )
     again = make_builder().expand(context(), Table(scores))
     assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
     for row in ROWS:
@@ -154,8 +196,12 @@ def grow_tree(make_builder: Callable[[], TreeBuilder], scores: Scores = random_s
     return tree
 
 
-def assert_rows_alone(make_builder: Callable[[], TreeBuilder], scores: Scores = random_scores) -> None:
-    """Check that every row has the tree that it has alone, or in a batch of equal rows where times depend on the rows."""
+def assert_rows_alone(
+    make_builder: Callable[[], TreeBuilder], scores: Scores = random_scores
+) -> None:
+    """Check that every row has the tree that it has alone, or in a batch of equal rows where
+    times depend on the rows.
+    """
     tree = make_builder().expand(context(), Table(scores))
     for row in ROWS:
         builder = make_builder()

@@ -21,11 +21,13 @@ from tests.trees.tables import (
     random_scores,
     soft_scores,
     to_target,
-)  # fmt: skip
+)
 
 
 def draft_chain(row: int, builder: Chain) -> list[Path]:
-    """Return the chain of a row, which ends before the product of the largest q falls below `stop`."""
+    """Return the chain of a row, which ends before the product of the largest q falls below
+    `stop`.
+    """
     result: list[Path] = [()]
     confidence = 1.0
     for node in range(builder.depth):
@@ -34,7 +36,9 @@ def draft_chain(row: int, builder: Chain) -> list[Path]:
         if confidence < builder.stop:
             break
         if builder.children != "deterministic":
-            log_q = log_q + node_noise(row, builder.seed, node, 0 if builder.children == "sampled" else None)
+            log_q = log_q + node_noise(
+                row, builder.seed, node, 0 if builder.children == "sampled" else None
+            )
         result.append(result[-1] + (to_target(int(log_q.argmax())),))
     return result
 
@@ -43,8 +47,12 @@ def draft_chain(row: int, builder: Chain) -> list[Path]:
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("stop", [0.0, 0.2, 0.5, 0.7])
 @pytest.mark.parametrize("depth, temperature, seed", [(1, 1.0, 0), (2, 0.6, 1), (5, 1.0, 2)])
-def test_chain_equals_plain_python(children: Children, stop: float, depth: int, temperature: float, seed: int) -> None:
-    """Each token is the likeliest or the drawn one, and a row ends exactly where its confidence does."""
+def test_chain_equals_plain_python(
+    children: Children, stop: float, depth: int, temperature: float, seed: int
+) -> None:
+    """Each token is the likeliest or the drawn one, and a row ends exactly where its confidence
+    does.
+    """
 
     def make_chain() -> Chain:
         return Chain(depth, children, temperature, seed, stop)
@@ -62,24 +70,40 @@ def test_rows_stop_at_different_depths() -> None:
 
 
 def test_empty_draft_gives_the_root_alone() -> None:
-    """Where no row is sure enough of its first token, the tree is the root and the drafter runs no further node."""
+    """Where no row is sure enough of its first token, the tree is the root and the drafter runs
+    no further node.
+    """
     table = Table(soft_scores)
     tree = Chain(3, stop=0.999).expand(context(), table)
-    assert tree.tokens.tolist() == [[101], [102]] and tree.valid.all() and len(table.evaluated_paths[0]) == 1
+    assert (
+        tree.tokens.tolist() == [[101], [102]]
+        and tree.valid.all()
+        and len(table.evaluated_paths[0]) == 1
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_sampled_chain_is_distributed_as_q(temperature: float) -> None:
-    """Over many rows, the pairs of tokens come as often as q at the first times q at the second, by chi-squared."""
+    """Over many rows, the pairs of tokens come as often as q at the first times q at the second,
+    by chi-squared.
+    """
     rows = range(6000)
-    tree = Chain(2, "sampled", temperature).expand(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
-    observed, expected = torch.zeros(VOCAB, VOCAB), torch.zeros(VOCAB, VOCAB)
+    tree = Chain(2, "sampled", temperature).expand(
+        context(rows), Table(lambda row, path: soft_scores(0, path), rows)
+    )
+    observed = torch.zeros(VOCAB, VOCAB)
+    expected = torch.zeros(VOCAB, VOCAB)
     first = (torch.tensor(soft_scores(0, ())) / temperature).softmax(-1)
     for v in range(VOCAB):
-        expected[v] = len(rows) * first[v] * (torch.tensor(soft_scores(0, (to_target(v),))) / temperature).softmax(-1)
+        expected[v] = (
+            len(rows)
+            * first[v]
+            * (torch.tensor(soft_scores(0, (to_target(v),))) / temperature).softmax(-1)
+        )
     for token, following in ((tree.tokens[:, 1:] - 3) // 7).tolist():
         observed[token, following] += 1
-    assert ((observed - expected) ** 2 / expected).sum() < 74.9  # 35 degrees of freedom, one run in 10,000 is above
+    # 35 degrees of freedom, one run in 10,000 is above
+    assert ((observed - expected) ** 2 / expected).sum() < 74.9
 
 
 @pytest.mark.parametrize(

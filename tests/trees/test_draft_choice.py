@@ -13,11 +13,18 @@ STEP = 0.02  # seconds of a plain step
 def decode_tokens(
     choice: DraftChoice, rate: float, cost: float, num_tokens: int, seed: int = 0
 ) -> tuple[list[bool], float, int]:
-    """Decode tokens with drafts that are accepted at a rate; return which rounds drafted, the steps spent and the tokens."""
-    drafted, emitted, spent, draw, ratios = [], 0, 0.0, Random(seed), TimeRatios()
+    """Decode tokens with drafts that are accepted at a rate; return which rounds drafted, the
+    steps spent and the tokens.
+    """
+    drafted = []
+    emitted = 0
+    spent = 0.0
+    draw = Random(seed)
+    ratios = TimeRatios()
     while emitted < num_tokens:
         drafted.append(choice.should_draft(0.0, ratios.has_drafted))
-        noise, tokens = draw.lognormvariate(0, 0.1), 1
+        noise = draw.lognormvariate(0, 0.1)
+        tokens = 1
         while drafted[-1] and tokens < 6 and draw.random() < rate:
             tokens += 1
         comparison = ratios.compare(drafted[-1], noise)
@@ -25,13 +32,18 @@ def decode_tokens(
             choice.record_draft(tokens, cost, comparison)
         else:
             choice.record_plain(comparison)
-        emitted, spent = emitted + tokens, spent + (cost if drafted[-1] else 1.0) * noise
+        emitted = emitted + tokens
+        spent = spent + (cost if drafted[-1] else 1.0) * noise
     return drafted, spent, emitted
 
 
-@pytest.mark.parametrize("rate, cost", [(0.0, 1.1), (0.0, 1.5), (0.0, 4.0), (0.25, 1.6), (0.35, 1.6)])
+@pytest.mark.parametrize(
+    "rate, cost", [(0.0, 1.1), (0.0, 1.5), (0.0, 4.0), (0.25, 1.6), (0.35, 1.6)]
+)
 def test_drafting_that_loses_costs_little(rate: float, cost: float) -> None:
-    """Over 2,000 tokens a drafter that does not pay costs 2.5 % at most, and is tried until the end."""
+    """Over 2,000 tokens a drafter that does not pay costs 2.5 % at most, and is tried until the
+    end.
+    """
     for seed in range(5):
         drafted, spent, emitted = decode_tokens(DraftChoice(1.5, 1.0), rate, cost, 2000, seed)
         assert spent <= 1.025 * emitted and any(drafted[-1500:])
@@ -54,8 +66,11 @@ def test_drafting_returns_when_acceptance_rises() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_times_that_the_model_misses_decide(factor: float) -> None:
-    """Drafted rounds of two tokens that take 1.5 modelled steps pay where they take half of that, and not where twice."""
-    choice, ratios = DraftChoice(2.0, 1.5), TimeRatios()
+    """Drafted rounds of two tokens that take 1.5 modelled steps pay where they take half of
+    that, and not where twice.
+    """
+    choice = DraftChoice(2.0, 1.5)
+    ratios = TimeRatios()
     for _ in range(600):
         if choice.should_draft(0.0, ratios.has_drafted):
             choice.record_draft(2.0, 1.5, ratios.compare(True, factor))
@@ -66,7 +81,9 @@ def test_times_that_the_model_misses_decide(factor: float) -> None:
 
 
 def test_reading_skipped_tokens_defers_a_trial() -> None:
-    """A trial is due when the savings cover its loss and the reading before it; the reading is paid from the savings."""
+    """A trial is due when the savings cover its loss and the reading before it; the reading is
+    paid from the savings.
+    """
     choice = DraftChoice(1.0, 1.1)
     rounds = 0
     while not choice.should_draft(reading_cost=0.3):
@@ -91,4 +108,7 @@ def test_a_round_is_compared_with_the_last_ones_of_the_other_kind() -> None:
     assert ratios.compare(True, 6.0) == 2.0 and ratios.has_drafted
     assert ratios.compare(False, 3.0) == 2.0
     ratios.record_copies(True, 3.0)
-    assert ratios.estimate_copy_round(True, 10.0) == 20.0 and ratios.estimate_copy_round(False, 10.0) == 10.0
+    assert (
+        ratios.estimate_copy_round(True, 10.0) == 20.0
+        and ratios.estimate_copy_round(False, 10.0) == 10.0
+    )

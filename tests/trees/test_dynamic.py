@@ -24,7 +24,7 @@ from tests.trees.tables import (
     select_best,
     tied_scores,
     to_target,
-)  # fmt: skip
+)
 
 EAGLE2 = [(1, 2, 1), (1, 4, 6), (2, 5, 2), (3, 12, 3), (5, 16, 4), (6, 6, 9), (4, 40, 5)]
 
@@ -35,16 +35,23 @@ def rounded_perplexity(scores: Scores, row: int, path: Path) -> int:
 
 
 def build_eagle2(
-    scores: Scores, row: int, builder: Eagle2, limit: Callable[[Scores, int, Path], int] | None = None
+    scores: Scores,
+    row: int,
+    builder: Eagle2,
+    limit: Callable[[Scores, int, Path], int] | None = None,
 ) -> list[Path]:
-    """Build EAGLE-2's tree in plain Python: return the paths of its nodes, level by level; `limit` bounds children."""
+    """Build EAGLE-2's tree in plain Python: return the paths of its nodes, level by level;
+    `limit` bounds children.
+    """
     nodes: list[tuple[Path, float]] = [((), 0.0)]
     frontier = nodes
     for _ in range(builder.depth):
         children = []
         for path, score in frontier:
             width = builder.top_k if limit is None else min(builder.top_k, limit(scores, row, path))
-            children += [(child, score + log_q) for child, log_q in list_likeliest(scores, row, path, width)]
+            children += [
+                (child, score + log_q) for child, log_q in list_likeliest(scores, row, path, width)
+            ]
         nodes = nodes + children
         frontier = sorted(children, key=lambda child: -child[1])[: builder.top_k]
     return select_best(nodes, builder.budget)
@@ -53,7 +60,9 @@ def build_eagle2(
 @pytest.mark.parametrize("scores", [random_scores, tied_scores])
 @pytest.mark.parametrize("depth, budget, top_k", EAGLE2)
 def test_eagle2_equals_plain_python(scores: Scores, depth: int, budget: int, top_k: int) -> None:
-    """The nodes, in order, are those of the plain construction, alone as in a batch, and none of them is padding."""
+    """The nodes, in order, are those of the plain construction, alone as in a batch, and none of
+    them is padding.
+    """
     builder = Eagle2(depth, budget, top_k)
     tree = grow_tree(lambda: builder, scores)
     assert tree.valid.all()
@@ -72,7 +81,10 @@ def test_eagle2_keeps_the_best_paths(budget: int) -> None:
 
 def test_eagle2_tree_may_be_smaller_than_its_budget() -> None:
     """A drafter that offers fewer nodes than the budget gets them all verified."""
-    assert grow_tree(lambda: Eagle2(depth=2, budget=50, top_k=3)).tokens.shape == (len(ROWS), 1 + 3 + 9)
+    assert grow_tree(lambda: Eagle2(depth=2, budget=50, top_k=3)).tokens.shape == (
+        len(ROWS),
+        1 + 3 + 9,
+    )
 
 
 # Cases of installed packages.
@@ -81,10 +93,15 @@ CASES = load_cases(__name__)
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Eagle2(depth=4, budget=5, top_k=3), *CASES.get("test_certain_drafter_becomes_a_chain", ())],
+    [
+        lambda: Eagle2(depth=4, budget=5, top_k=3),
+        *CASES.get("test_certain_drafter_becomes_a_chain", ()),
+    ],
 )
 def test_certain_drafter_becomes_a_chain(make: Callable[[], TreeBuilder]) -> None:
-    """Where one token is certain, ties with the root and with impossible tokens still give a well formed tree."""
+    """Where one token is certain, ties with the root and with impossible tokens still give a
+    well formed tree.
+    """
     tree = make().expand(context(), Table(lambda row, path: [0.0] + [float("-inf")] * (VOCAB - 1)))
     check_structure(tree)
     for row in ROWS:
@@ -96,7 +113,11 @@ def list_paths(scores: Scores, row: int, depth: int) -> list[tuple[Path, float]]
     result: list[tuple[Path, float]] = [((), 0.0)]
     for level in range(depth):
         above = [node for node in result if len(node[0]) == level]
-        result += [(child, score + log_q) for path, score in above for child, log_q in list_likeliest(scores, row, path)]
+        result += [
+            (child, score + log_q)
+            for path, score in above
+            for child, log_q in list_likeliest(scores, row, path)
+        ]
     return result
 
 
@@ -119,9 +140,15 @@ BEAMS = [(1, 2, 1), (3, 4, 1), (2, 5, 2), (3, 12, 3), (4, 8, 4), (4, 40, 6)]
 
 
 def search_beams(scores: Scores, row: int, depth: int, width: int) -> list[tuple[Path, float]]:
-    """Search beams over full paths, in plain Python; return the last beams, the best first, without merged prefixes."""
+    """Search beams over full paths, in plain Python; return the last beams, the best first,
+    without merged prefixes.
+    """
     result: list[tuple[Path, float]] = [((), 0.0)]
     for _ in range(depth):
-        longer = [(child, score + log_q) for path, score in result for child, log_q in list_likeliest(scores, row, path, width)]
+        longer = [
+            (child, score + log_q)
+            for path, score in result
+            for child, log_q in list_likeliest(scores, row, path, width)
+        ]
         result = sorted(longer, key=lambda beam: -beam[1])[:width]
     return result

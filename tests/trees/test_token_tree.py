@@ -1,4 +1,6 @@
-"""A token tree's ancestors, depths and words equal a walk from every node to its root; malformed trees are caught."""
+"""A token tree's ancestors, depths and words equal a walk from every node to its root; malformed
+trees are caught.
+"""
 
 import pytest
 import torch
@@ -35,7 +37,9 @@ def list_ancestors(parents: list[int], node: int) -> list[int]:
 @pytest.mark.parametrize("shape", ["chain", "star", "random"])
 @pytest.mark.parametrize("num_nodes", SIZES)
 def test_ancestors_and_depths_equal_a_walk_to_the_root(shape: str, num_nodes: int) -> None:
-    """Every node sees its path to the root, is as deep as that path is long, and its words hold one bit for each step."""
+    """Every node sees its path to the root, is as deep as that path is long, and its words hold
+    one bit for each step.
+    """
     parents = make_parents(shape, num_nodes)
     tree = TokenTree.from_parents(torch.arange(num_nodes).expand(BATCH, -1), parents)
     check_structure(tree)
@@ -81,9 +85,12 @@ def test_check_catches_a_child_before_its_parent(parents: list[int], reason: str
 
 @pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
 def test_check_catches_twin_siblings(children: str) -> None:
-    """Two children of one node may not carry one token, unless one is padding or they were sampled with replacement."""
+    """Two children of one node may not carry one token, unless one is padding or they were
+    sampled with replacement.
+    """
     tokens = torch.tensor([[1, 2, 3, 4, 4]]).repeat(BATCH, 1)
-    cousins, twins = torch.tensor([[-1, 0, 0, 1, 2]]).repeat(BATCH, 1), torch.tensor([[-1, 0, 0, 1, 1]]).repeat(BATCH, 1)
+    cousins = torch.tensor([[-1, 0, 0, 1, 2]]).repeat(BATCH, 1)
+    twins = torch.tensor([[-1, 0, 0, 1, 1]]).repeat(BATCH, 1)
     all_true = torch.ones_like(tokens, dtype=torch.bool)
     check_structure(TokenTree(tokens, cousins, all_true, all_true, children))  # type: ignore[arg-type]
     check_structure(TokenTree(tokens, twins, all_true, all_true, "sampled"))

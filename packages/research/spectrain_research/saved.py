@@ -9,7 +9,11 @@ def split_mask_drafters(node: dict[str, Any]) -> dict[str, Any]:
     """Return the choice of a family that was a setting of gated_lora when its drafter was saved."""
     if node.get("choice") != "gated_lora":
         return node
-    settings = {key: value for key, value in node.items() if key not in ("noise", "ensembles", "transfer_layer")}
+    settings = {
+        key: value
+        for key, value in node.items()
+        if key not in ("noise", "ensembles", "transfer_layer")
+    }
     if node.get("noise") in ("transfer", "streams"):
         choice = "hidden_transfer" if node["noise"] == "transfer" else "speculative_streaming"
         return {**settings, "choice": choice, "transfer_layer": node.get("transfer_layer")}
@@ -28,7 +32,9 @@ SAVED = SavedSettings(
     downloaded={"eval": ("model",)},
     renamed={
         # The evaluation was a subclass when the ideas were a folder of spectrain.
-        "spectrain.experimental.evaluation.ExperimentalEvaluation": "spectrain.eval.default.DefaultEvaluation",
+        "spectrain.experimental.evaluation.ExperimentalEvaluation": (
+            "spectrain.eval.default.DefaultEvaluation"
+        ),
         "spectrain.experimental.": "spectrain_research.",
     },
     update=split_mask_drafters,

@@ -1,4 +1,6 @@
-"""Matching rules: they fix the target's token after every node and accept the path that equals it. Shapes: B batch, N nodes."""
+"""Matching rules: they fix the target's token after every node and accept the path that equals
+it. Shapes: B batch, N nodes.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +38,32 @@ class FixedChoice(AcceptanceRule):
 
 
 class Greedy(FixedChoice):
-    """Accepts tokens that equal the target's most likely one. The output is the target's greedy output."""
+    """Accepts tokens that equal the target's most likely one. The output is the target's greedy
+    output.
+    """
 
     name = "greedy"
 
     def target_distribution(self, logits: Tensor) -> Tensor:
-        return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, logits.argmax(-1, keepdim=True), 1)
+        return torch.zeros_like(logits, dtype=torch.float64).scatter(
+            -1, logits.argmax(-1, keepdim=True), 1
+        )
 
     def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
         return logits.argmax(-1)
 
-    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
+    def __call__(
+        self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor
+    ) -> AcceptedPath:
         return AcceptedPath(*tree_greedy(make_nodes(tree), logits))
 
 
 class SamplingRule(AcceptanceRule):
-    """The settings that all sampling rules share. Temperature, top-k and top-p shape p for acceptance, residual and bonus.
+    """The settings that all sampling rules share. Temperature, top-k and top-p shape p for
+    acceptance, residual and bonus.
 
-    Each draw is keyed by seed, sequence and position, so a run repeats exactly, alone or in a batch.
+    Each draw is keyed by seed, sequence and position, so a run repeats exactly, alone or in a
+    batch.
     """
 
     is_random = True
@@ -64,18 +74,26 @@ class SamplingRule(AcceptanceRule):
         temperature: float = 1.0,
         # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
+        # it.
         top_p: float = 1.0,
         # Seed of the random draws.
         seed: int = 0,
     ) -> None:
         if not temperature > 0:
-            raise UserError(f"acceptance.temperature={temperature}: use more than 0, or acceptance=greedy")
+            raise UserError(
+                f"acceptance.temperature={temperature}: use more than 0, or acceptance=greedy"
+            )
         if top_k < 0:
-            raise UserError(f"acceptance.top_k={top_k}: use 1 or more, or 0 for the whole vocabulary")
+            raise UserError(
+                f"acceptance.top_k={top_k}: use 1 or more, or 0 for the whole vocabulary"
+            )
         if not 0 < top_p <= 1:
             raise UserError(f"acceptance.top_p={top_p}: use more than 0 and at most 1")
-        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
+        self.temperature = temperature
+        self.top_k = top_k
+        self.top_p = top_p
+        self.seed = seed
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Return logits [..., V] after temperature, top-k and top-p."""
@@ -96,26 +114,40 @@ class SamplingRule(AcceptanceRule):
         return draw_tokens(logits, keys, self.temperature, self.top_k, self.top_p)
 
     def make_draws(self, purpose: int, sequence_ids: Tensor, positions: Tensor) -> SamplingSpec:
-        return SamplingSpec(host_key(purpose, self.seed), sequence_ids, positions, self.temperature, self.top_k, self.top_p)
+        return SamplingSpec(
+            host_key(purpose, self.seed),
+            sequence_ids,
+            positions,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+        )
 
 
 class Match(FixedChoice, SamplingRule):
-    """Sample-and-match: draws the target's token at every node and accepts the path that equals the draws.
+    """Sample-and-match: draws the target's token at every node and accepts the path that equals the
+    draws.
 
-    Lossless for any tree that was built without looking at these draws, and the safe rule for top-k, re-ranked and pruned
-    trees; for such children it accepts as often as the q = 1 rule of EAGLE-2. Drafted decoding emits the very tokens that
-    autoregressive decoding draws with the same seed.
+    Lossless for any tree that was built without looking at these draws, and the safe rule for
+    top-k, re-ranked and pruned trees; for such children it accepts as often as the q = 1 rule of
+    EAGLE-2. Drafted decoding emits the very tokens that autoregressive decoding draws with the same
+    seed.
     """
 
     name = "match"
 
-    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
-        return AcceptedPath(*tree_match(make_nodes(tree), logits, self.make_draws(SAMPLE, sequence_ids, positions)))
+    def __call__(
+        self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor
+    ) -> AcceptedPath:
+        return AcceptedPath(
+            *tree_match(make_nodes(tree), logits, self.make_draws(SAMPLE, sequence_ids, positions))
+        )
 
 
 class OpenSampling(Match):
-    """Sampling by the rule that accepts more drafts, measured before decoding: sample-and-match or, where the drafter is unsure
-    and children can be drawn, recursive rejection. The output has the target's distribution either way."""
+    """Sampling by the rule that accepts more drafts, measured before decoding: sample-and-match or,
+    where the drafter is unsure and children can be drawn, recursive rejection. The output has the
+    target's distribution either way."""
 
     name = "sample"
     is_unresolved = True

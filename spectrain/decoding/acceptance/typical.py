@@ -19,10 +19,11 @@ def lossy_warning(rule: str) -> str:
 
 
 class TypicalAcceptance(SequentialRule):
-    """Typical acceptance (Cai et al., 2024, section 3.3.1): accept tokens that are likely enough to the target. NOT lossless.
+    """Typical acceptance (Cai et al., 2024, section 3.3.1): accept tokens that are likely enough to
+    the target. NOT lossless.
 
-    A child is accepted where p(x) > min(epsilon, delta exp(-H(p))), H the entropy; the longest accepted path wins, then the
-    likeliest. The next token is drawn from p.
+    A child is accepted where p(x) > min(epsilon, delta exp(-H(p))), H the entropy; the longest
+    accepted path wins, then the likeliest. The next token is drawn from p.
     """
 
     name = "typical"
@@ -34,13 +35,15 @@ class TypicalAcceptance(SequentialRule):
         temperature: float = 1.0,
         # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
+        # it.
         top_p: float = 1.0,
         # Seed of the random draws.
         seed: int = 0,
         # Probability above which the target always accepts a token.
         epsilon: float = 0.09,
-        # Factor on exp(-entropy) of the target, which lowers that threshold where the target is unsure.
+        # Factor on exp(-entropy) of the target, which lowers that threshold where the target is
+        # unsure.
         delta: float = 0.3,
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
@@ -59,7 +62,9 @@ class TypicalAcceptance(SequentialRule):
             least = self._min_probability(p)
             for child in tree.children[path[-1]]:
                 if (chance := float(p[tree.tokens[child]])) > least:
-                    open_paths.append((likelihood + torch.tensor(chance).log().item(), [*path, child]))
+                    open_paths.append(
+                        (likelihood + torch.tensor(chance).log().item(), [*path, child])
+                    )
         path = best[2]
         return path, random.draw_token(tree.p(path[-1]), path[-1])
 
@@ -69,7 +74,12 @@ class TypicalAcceptance(SequentialRule):
         return min(self.epsilon, self.delta * float((-entropy).exp()))
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """Return 1 for the most likely sibling above the threshold, of equal ones the last, and 0 for all others."""
+        """Return 1 for the most likely sibling above the threshold, of equal ones the last, and
+        0 for all others.
+        """
         chances = [float(siblings.p[token]) for token in siblings.tokens]
         best = max(range(len(chances)), key=lambda index: (chances[index], index))
-        return [float(index == best and chances[index] > self._min_probability(siblings.p)) for index in range(len(chances))]
+        return [
+            float(index == best and chances[index] > self._min_probability(siblings.p))
+            for index in range(len(chances))
+        ]

@@ -1,10 +1,11 @@
 """Blocks of draft slots after anchors, all blocks of a batch in one forward.
 
-An anchor is a token that the target has chosen but not run. Slot s of its block stands s positions after it, and slot 0 holds
-the anchor itself. A slot sees the tokens before the anchor in its document and the slots of its block.
+An anchor is a token that the target has chosen but not run. Slot s of its block stands s positions
+after it, and slot 0 holds the anchor itself. A slot sees the tokens before the anchor in its
+document and the slots of its block.
 
-Shapes: N = B T tokens of a batch, its rows concatenated, A anchors, S slots of a block, K drafts of a block, H query heads,
-G key-value heads, D head size.
+Shapes: N = B T tokens of a batch, its rows concatenated, A anchors, S slots of a block, K drafts of
+a block, H query heads, G key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -45,14 +46,24 @@ class Anchors:
 
     @property
     def supervised_tokens(self) -> tuple[Tensor, Tensor]:
-        """The document [A] of each anchor, and the number of supervised tokens of every document."""
-        counts = torch.tensor([count for count, _ in self.document_sizes], device=self.token_indices.device)
-        document = torch.arange(len(self.document_sizes), device=self.token_indices.device).repeat_interleave(counts)
-        return document, torch.tensor([tokens for _, tokens in self.document_sizes], device=self.token_indices.device)
+        """The document [A] of each anchor, and the number of supervised tokens of every
+        document.
+        """
+        counts = torch.tensor(
+            [count for count, _ in self.document_sizes], device=self.token_indices.device
+        )
+        document = torch.arange(
+            len(self.document_sizes), device=self.token_indices.device
+        ).repeat_interleave(counts)
+        return document, torch.tensor(
+            [tokens for _, tokens in self.document_sizes], device=self.token_indices.device
+        )
 
     def select_anchors(self, own: Tensor) -> Anchors:
         """Return these anchors, of ascending indices."""
-        counts = self.supervised_tokens[0][own].bincount(minlength=len(self.document_sizes)).tolist()
+        counts = (
+            self.supervised_tokens[0][own].bincount(minlength=len(self.document_sizes)).tolist()
+        )
         sizes = tuple((count, tokens) for count, (_, tokens) in zip(counts, self.document_sizes))
         return Anchors(self.token_indices[own], self.positions[own], sizes)
 
@@ -70,18 +81,32 @@ class SharedAnchors:
     @classmethod
     def share_anchors(cls, anchors: Anchors, batch: Batch) -> SharedAnchors:
         """Give every process the anchors at its columns."""
-        columns, piece = anchors.token_indices % batch.tokens.shape[1], batch.piece
+        columns = anchors.token_indices % batch.tokens.shape[1]
+        piece = batch.piece
         own_index = piece.find_own(columns)
         own = anchors if piece.is_whole else anchors.select_anchors(own_index)
         return cls(anchors, own, own_index, piece.find_owners(columns), piece)
 
     def attend_blocks(
-        self, q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor], causal: bool, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: tuple[Tensor, Tensor],
+        causal: bool,
+        window: int | None,
     ) -> Tensor:
-        """Return `block_attention` of the own blocks [A, H, S, D] to the context of this process [B, G, t, D]."""
-        slots, piece = q.shape[2], self.piece
-        keys, values = (part.transpose(0, 1).flatten(1, 2)[None] for part in piece.exchange_keys(*context))
-        rows = piece.exchange_slots((_blocks_to_rows(q), _blocks_to_rows(k), _blocks_to_rows(v)), self.owners)
+        """Return `block_attention` of the own blocks [A, H, S, D] to the context of this process
+        [B, G, t, D].
+        """
+        slots = q.shape[2]
+        piece = self.piece
+        keys, values = (
+            part.transpose(0, 1).flatten(1, 2)[None] for part in piece.exchange_keys(*context)
+        )
+        rows = piece.exchange_slots(
+            (_blocks_to_rows(q), _blocks_to_rows(k), _blocks_to_rows(v)), self.owners
+        )
         q, k, v = (_rows_to_blocks(part, slots) for part in rows)
         anchors = self.all if piece.attends_all_slots else self.own
         attended = block_attention(q, k, v, (keys, values), anchors, causal, window)
@@ -99,20 +124,33 @@ def _rows_to_blocks(rows: Tensor, slots: int) -> Tensor:
 
 
 def sample_anchors(batch: Batch, count: int, seed: int, step: int) -> Anchors:
-    """Sample up to `count` anchors of every document, without replacement, among the tokens whose next token carries loss.
+    """Sample up to `count` anchors of every document, without replacement, among the tokens whose
+    next token carries loss.
 
-    A document's tokens key the draw, so it does not depend on the other documents of the batch. In a document with a rejected
-    draft, only the root before the supervised tokens is an anchor: no other block drafted these tokens.
+    A document's tokens key the draw, so it does not depend on the other documents of the batch. In
+    a document with a rejected draft, only the root before the supervised tokens is an anchor: no
+    other block drafted these tokens.
     """
-    indices, positions, sizes, start = [], [], [], 0
-    tokens_past_error = torch.full_like(batch.tokens, -1) if batch.tokens_past_error is None else batch.tokens_past_error
-    for (tokens, mask), distances in zip(batch.split_documents(), batch.split_values(tokens_past_error), strict=True):
+    indices = []
+    positions = []
+    sizes = []
+    start = 0
+    tokens_past_error = (
+        torch.full_like(batch.tokens, -1)
+        if batch.tokens_past_error is None
+        else batch.tokens_past_error
+    )
+    for (tokens, mask), distances in zip(
+        batch.split_documents(), batch.split_values(tokens_past_error), strict=True
+    ):
         # The first token is no anchor, because no features precede it.
         candidates = mask[2:].nonzero()[:, 0] + 1
         if (distances >= 0).any():
             candidates = candidates[~mask[candidates]]
         source = sequence_generator(ANCHORS, seed, tokens, step)
-        sampled = candidates[torch.randperm(len(candidates), generator=source)[:count]].sort().values
+        sampled = (
+            candidates[torch.randperm(len(candidates), generator=source)[:count]].sort().values
+        )
         indices.append(start + sampled)
         positions.append(sampled)
         sizes.append((len(sampled), int(mask[1:].sum())))
@@ -121,8 +159,11 @@ def sample_anchors(batch: Batch, count: int, seed: int, step: int) -> Anchors:
     return Anchors(torch.cat(indices).to(device), torch.cat(positions).to(device), tuple(sizes))
 
 
-def sees_context(token_indices: Tensor, anchor: Tensor, start: Tensor, slot: Tensor, window: int | None) -> Tensor:
-    """Tell whether a slot sees the tokens at `token_indices`: those of its document before the anchor.
+def sees_context(
+    token_indices: Tensor, anchor: Tensor, start: Tensor, slot: Tensor, window: int | None
+) -> Tensor:
+    """Tell whether a slot sees the tokens at `token_indices`: those of its document before the
+    anchor.
 
     A window limits them to the last positions up to the slot's own, as every engine counts them.
     """
@@ -131,7 +172,9 @@ def sees_context(token_indices: Tensor, anchor: Tensor, start: Tensor, slot: Ten
 
 
 def sees_block(other: Tensor, slot: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Tell whether a slot sees another slot of its block: any, or if `causal`, those up to itself."""
+    """Tell whether a slot sees another slot of its block: any, or if `causal`, those up to
+    itself.
+    """
     visible = (other <= slot) if causal else torch.ones_like(other == slot)
     return visible if window is None else visible & (other > slot - window)
 
@@ -145,10 +188,11 @@ def block_attention(
     causal: bool = False,
     window: int | None = None,
 ) -> Tensor:
-    """Attend from slots q [A, H, S, D] to their context, keys and values [1, G, N, D], and their block's k and v [A, G, S, D].
+    """Attend from slots q [A, H, S, D] to their context, keys and values [1, G, N, D], and their
+    block's k and v [A, G, S, D].
 
-    On a GPU this is FlexAttention, which builds no mask. Elsewhere it runs over some anchors of one document at a time, and
-    over only the tokens before the last of these. Returns [A, H, S, D].
+    On a GPU this is FlexAttention, which builds no mask. Elsewhere it runs over some anchors of one
+    document at a time, and over only the tokens before the last of these. Returns [A, H, S, D].
     """
     # A plan's tensors are of another type: they have no data to compile for.
     if q.device.type == "cuda" and kernels_enabled(q.device) and type(q) is Tensor:
@@ -159,14 +203,20 @@ def block_attention(
         (anchors.token_indices - 1).repeat_interleave(slots),
         torch.arange(1, slots + 1, device=q.device).repeat(count),
     )
-    attended = attend_chunks((q, k, v), context, _iterate_chunks(anchors, slots), last_and_depth, causal, window)
+    attended = attend_chunks(
+        (q, k, v), context, _iterate_chunks(anchors, slots), last_and_depth, causal, window
+    )
     return attended[0].unflatten(1, (count, slots)).transpose(0, 1)
 
 
 def _iterate_chunks(anchors: Anchors, slots: int) -> Iterator[Chunk]:
-    """Yield ranges of slots of one document, few enough for one mask, with the tokens that they may see."""
-    size, first = max(1, CHUNK_SLOTS // slots), 0
-    indices, starts = anchors.token_indices.tolist(), anchors.document_starts.tolist()
+    """Yield ranges of slots of one document, few enough for one mask, with the tokens that they
+    may see.
+    """
+    size = max(1, CHUNK_SLOTS // slots)
+    first = 0
+    indices = anchors.token_indices.tolist()
+    starts = anchors.document_starts.tolist()
     for count, _ in anchors.document_sizes:
         for begin in range(first, first + count, size):
             end = min(begin + size, first + count)
@@ -174,15 +224,26 @@ def _iterate_chunks(anchors: Anchors, slots: int) -> Iterator[Chunk]:
         first += count
 
 
-def make_flex_mask(anchors: Anchors, slots: int, num_tokens: int, causal: bool, window: int | None) -> Any:
-    """Return the mask function of FlexAttention, (batch, head, query, key) -> bool, for A S queries and N + A S keys."""
-    indices, starts = anchors.token_indices, anchors.document_starts
+def make_flex_mask(
+    anchors: Anchors, slots: int, num_tokens: int, causal: bool, window: int | None
+) -> Any:
+    """Return the mask function of FlexAttention, (batch, head, query, key) -> bool, for A S
+    queries and N + A S keys.
+    """
+    indices = anchors.token_indices
+    starts = anchors.document_starts
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        block, slot = query // slots, query % slots
-        other, key_block = (key - num_tokens) % slots, (key - num_tokens) // slots
-        in_context = (key < num_tokens) & sees_context(key, indices[block], starts[block], slot, window)
-        return in_context | ((key >= num_tokens) & (key_block == block) & sees_block(other, slot, causal, window))
+        block = query // slots
+        slot = query % slots
+        other = (key - num_tokens) % slots
+        key_block = (key - num_tokens) // slots
+        in_context = (key < num_tokens) & sees_context(
+            key, indices[block], starts[block], slot, window
+        )
+        return in_context | (
+            (key >= num_tokens) & (key_block == block) & sees_block(other, slot, causal, window)
+        )
 
     return mask_mod
 
@@ -201,10 +262,20 @@ def _flex_attention(
 
     count, _, slots, _ = q.shape
     padding = -count % ANCHOR_MULTIPLE
-    padded = Anchors(F.pad(anchors.token_indices, (0, padding)), F.pad(anchors.positions, (0, padding)), anchors.document_sizes)
-    q, k, v = (F.pad(part, (0, 0, 0, 0, 0, 0, 0, padding)).transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
+    padded = Anchors(
+        F.pad(anchors.token_indices, (0, padding)),
+        F.pad(anchors.positions, (0, padding)),
+        anchors.document_sizes,
+    )
+    q, k, v = (
+        F.pad(part, (0, 0, 0, 0, 0, 0, 0, padding)).transpose(0, 1).flatten(1, 2)[None]
+        for part in (q, k, v)
+    )
     num_tokens = context[0].shape[2]
-    keys, values = (torch.cat([context_part, block_part], dim=2) for context_part, block_part in zip(context, (k, v)))
+    keys, values = (
+        torch.cat([context_part, block_part], dim=2)
+        for context_part, block_part in zip(context, (k, v))
+    )
     mask = make_flex_mask(padded, slots, num_tokens, causal, window)
     blocks = create_block_mask(mask, None, None, q.shape[2], keys.shape[2], q.device, _compile=True)
     attended = _compiled_flex()(q, keys, values, block_mask=blocks, enable_gqa=True)

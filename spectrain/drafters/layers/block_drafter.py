@@ -1,7 +1,8 @@
-"""The base of block drafters: layers that attend to the target's features as a context, and draft a block in one pass.
+"""The base of block drafters: layers that attend to the target's features as a context, and draft a
+block in one pass.
 
-Shapes: B batch, P new positions, N tokens, A anchors, S slots of a block, K drafts of it, W width, V draft vocabulary,
-R judged drafts.
+Shapes: B batch, P new positions, N tokens, A anchors, S slots of a block, K drafts of it, W width,
+V draft vocabulary, R judged drafts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from spectrain.trees.rollout import Draft, Rollout
 
 from .anchors import Anchors, SharedAnchors, sample_anchors
 from .judged_drafts import JudgedDrafts, SlotStates
-from .layers import Mlp, NormedAttention, append_and_attend, check_layer_keys, init_from_target, llama_config, make_rotary
+from .layers import (
+    Mlp,
+    NormedAttention,
+    append_and_attend,
+    check_layer_keys,
+    init_from_target,
+    llama_config,
+    make_rotary,
+)
 from .mask_token import check_mask_unused, resolve_mask_token
 from .vocabulary import Supervision, VocabularyDrafter
 
@@ -54,7 +63,8 @@ class BlockConfig:
     vocab_size: VocabularySize | None = None
     # Number of anchors that are trained per document.
     num_anchors: Count = 512
-    # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
+    # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs
+    # all drafts alike.
     decay: NotNegative = 7.0
     # Whether each slot drafts the token after its own position, instead of the token at it.
     sample_from_anchor: bool = False
@@ -64,9 +74,11 @@ class BlockConfig:
     window: Count | None = None
     # Token id of the mask; null picks an id that no text of the target holds.
     mask_token_id: int | None = None
-    # True trains an input embedding of the drafter's own, with the mask token's row; false uses the target's, frozen.
+    # True trains an input embedding of the drafter's own, with the mask token's row; false uses the
+    # target's, frozen.
     own_embedding: bool = False
-    # Configuration keys of the drafter's layers that differ from the target's; null copies the target's.
+    # Configuration keys of the drafter's layers that differ from the target's; null copies the
+    # target's.
     architecture: dict[str, Any] | None = None
     # Initial values of fc and the final norm: the target's (target), or random ones (random).
     start: Literal["target", "random"] = "target"
@@ -75,7 +87,9 @@ class BlockConfig:
 
 
 class BlockLayer(nn.Module):
-    """Qwen3's decoder layer, whose attention also reads a context. The layer does not norm the context."""
+    """Qwen3's decoder layer, whose attention also reads a context. The layer does not norm the
+    context.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -85,46 +99,73 @@ class BlockLayer(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor, rope: Rope, attend: BlockAttentionFn) -> Tensor:
-        """Transform block states [A, S, W]; `attend` computes attention from the block's queries, keys and values."""
-        x = x + self.self_attn.project_output(attend(*self.self_attn.project_qkv(self.input_layernorm(x), rope)))
+        """Transform block states [A, S, W]; `attend` computes attention from the block's
+        queries, keys and values.
+        """
+        x = x + self.self_attn.project_output(
+            attend(*self.self_attn.project_qkv(self.input_layernorm(x), rope))
+        )
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
-    """Layers over blocks of mask tokens, with the target's fused features as further keys and values in every layer.
+    """Layers over blocks of mask tokens, with the target's fused features as further keys and
+    values in every layer.
 
-    The embedding and the output layer are the target's and stay frozen. `vocab_size` restricts the output layer to the tokens
-    that the assistant uses most.
+    The embedding and the output layer are the target's and stay frozen. `vocab_size` restricts the
+    output layer to the tokens that the assistant uses most.
     """
 
     saved = SavedFiles(
         shape=(
-            "vocab_size", "layers", "num_layers", "architecture", "sample_from_anchor", "causal", "window", "mask_token_id",
+            "vocab_size",
+            "layers",
+            "num_layers",
+            "architecture",
+            "sample_from_anchor",
+            "causal",
+            "window",
+            "mask_token_id",
             "own_embedding",
         ),
-    )  # fmt: skip
-    capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)), on_policy=None)
+    )
+    capabilities = replace(
+        VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)), on_policy=None
+    )
     _cost_type = OnePassCost
     # Where the labels of a cross-entropy and of the accuracy come from.
     label_source: Literal["data", "target"] = "target"
 
-    def __init__(self, target: Target, config: BlockConfig, layer: Callable[[Any], BlockLayer] = BlockLayer) -> None:
+    def __init__(
+        self, target: Target, config: BlockConfig, layer: Callable[[Any], BlockLayer] = BlockLayer
+    ) -> None:
         super().__init__()
         min_size = 1 if config.sample_from_anchor else 2
         if config.block_size < min_size:
-            raise UserError(f"drafter.block_size={config.block_size}: use {min_size} or more, as slot 0 holds the anchor")
+            raise UserError(
+                f"drafter.block_size={config.block_size}: use {min_size} or more, as slot 0 holds "
+                "the anchor"
+            )
         check_layer_keys(config.architecture or {})
         rows = target.head.vocab_size
         layer_config = llama_config(target, config.architecture)
         layers = config.layers
-        fused = default_layers(target.num_layers, config.num_layers) if layers is None else sorted(set(layers))
+        fused = (
+            default_layers(target.num_layers, config.num_layers)
+            if layers is None
+            else sorted(set(layers))
+        )
         if not fused:
             raise UserError("drafter.layers=[]: name at least one layer, or leave it out")
         target.check_layers(fused)
         self.fused_layers: tuple[Layer, ...] = tuple(fused)
         self.layers = (*self.fused_layers, "final")
         self.block_size, self.sample_from_anchor = config.block_size, config.sample_from_anchor
-        self.causal, self.window, self.num_anchors = config.causal, config.window, config.num_anchors
+        self.causal, self.window, self.num_anchors = (
+            config.causal,
+            config.window,
+            config.num_anchors,
+        )
         self.start, self.seed, self.decay = config.start, config.seed, config.decay
         self.mask_token_id = resolve_mask_token(target, config.mask_token_id)
         self.saved = replace(self.saved, settings={"mask_token_id": self.mask_token_id})
@@ -145,7 +186,9 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
 
     @property
     def first_draft_slot(self) -> int:
-        """The first slot that drafts: slot s predicts the token after that of slot s - `first_draft_slot`."""
+        """The first slot that drafts: slot s predicts the token after that of slot s -
+        `first_draft_slot`.
+        """
         return 0 if self.sample_from_anchor else 1
 
     @property
@@ -157,16 +200,19 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
         return self.block_size - self.first_draft_slot
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Choose the draft vocabulary and, unless `start` is random, initialise `fc` and the norm from the target.
+        """Choose the draft vocabulary and, unless `start` is random, initialise `fc` and the norm
+        from the target.
 
-        Then `fc` passes on the last fused layer, and the norm is the target's final one. The layers start at random, because
-        copies of the target's last layers learnt no faster.
+        Then `fc` passes on the last fused layer, and the norm is the target's final one. The layers
+        start at random, because copies of the target's last layers learnt no faster.
         """
         check_mask_unused(self.mask_token_id, token_counts)
         ids = self.choose_vocabulary(token_counts)
         with torch.no_grad():
             if self.lm_head is not None:
-                for parameter, target_parameter in zip(self.lm_head.parameters(), self.head.output.parameters()):
+                for parameter, target_parameter in zip(
+                    self.lm_head.parameters(), self.head.output.parameters()
+                ):
                     parameter.copy_(target_parameter[ids])
             if self.embed_tokens is not None:
                 self.embed_tokens.weight.copy_(self.head.all_embeddings(target.device))
@@ -191,17 +237,18 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
         """Return the cost of the layers over the slots of the blocks after the sampled anchors."""
         anchors = min(batch.supervised, batch.texts * self.num_anchors)
         slots = anchors * self.block_size
-        runs = [Run(self.blocks, slots, batch.length / 2 + self.block_size), Run(self.fc, batch.tokens, 0)]
+        runs = [
+            Run(self.blocks, slots, batch.length / 2 + self.block_size),
+            Run(self.fc, batch.tokens, 0),
+        ]
         return StepCost(runs, self.judged_rows(batch, anchors * self.num_drafts))
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Train a block after every sampled anchor, all in one forward."""
         anchors = sample_anchors(batch, self.num_anchors, self.seed, state.step)
         slots = SlotStates(self._training_states(batch, anchors, state), self.first_draft_slot)
-        supervision, own = (
-            Supervision(self, batch, label_source=self.label_source),
-            SharedAnchors.share_anchors(anchors, batch).own,
-        )
+        supervision = Supervision(self, batch, label_source=self.label_source)
+        own = SharedAnchors.share_anchors(anchors, batch).own
         return self.judge_drafts(JudgedDrafts(supervision, batch, own, slots, state.progress))
 
     @abstractmethod
@@ -216,17 +263,31 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
         cos, sin = self.rotary(context, batch.positions)
         context_rope = batch.piece.cut_columns(cos), batch.piece.cut_columns(sin)
         x = self.embed_blocks(batch.tokens.flatten()[shared.own.token_indices])
-        cos, sin = self.rotary(x, anchors.positions[:, None] + torch.arange(self.block_size, device=x.device))
+        cos, sin = self.rotary(
+            x, anchors.positions[:, None] + torch.arange(self.block_size, device=x.device)
+        )
         rope = cos[shared.own_index], sin[shared.own_index]
         for layer in self.blocks:
-            x = state.run_checkpointed(self._run_training_layer, layer, x, rope, context, context_rope, shared)
+            x = state.run_checkpointed(
+                self._run_training_layer, layer, x, rope, context, context_rope, shared
+            )
         return self.norm(x)
 
     def _run_training_layer(
-        self, layer: BlockLayer, x: Tensor, rope: Rope, context: Tensor, context_rope: Rope, anchors: SharedAnchors
+        self,
+        layer: BlockLayer,
+        x: Tensor,
+        rope: Rope,
+        context: Tensor,
+        context_rope: Rope,
+        anchors: SharedAnchors,
     ) -> Tensor:
         context_kv = layer.self_attn.project_kv(context, context_rope)
-        return layer(x, rope, lambda q, k, v: anchors.attend_blocks(q, k, v, context_kv, self.causal, self.window))
+        return layer(
+            x,
+            rope,
+            lambda q, k, v: anchors.attend_blocks(q, k, v, context_kv, self.causal, self.window),
+        )
 
     def project_context(self, features: Features) -> Tensor:
         """Project the target's fused layers to the context [.., W] that every layer reads."""
@@ -238,7 +299,10 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
 
     def embed_blocks(self, roots: Tensor) -> Tensor:
         """Embed the blocks [A, S, W] of anchor tokens [A]: the token, then mask tokens."""
-        tokens = torch.cat([roots[:, None], roots.new_full((len(roots), self.block_size - 1), self.mask_token_id)], dim=1)
+        tokens = torch.cat(
+            [roots[:, None], roots.new_full((len(roots), self.block_size - 1), self.mask_token_id)],
+            dim=1,
+        )
         if self.embed_tokens is not None:
             return self.embed_tokens(tokens).to(self.fc.weight.dtype)
         with torch.no_grad():
@@ -259,20 +323,26 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
     def draft(self, context: Context) -> Draft:
         """Read the features of the last accepted tokens, then run the block of the root once."""
         self.cache = context.drafting_cache(self.cache, len(self.blocks), 1 + self.block_size)
-        return Draft(self.make_rollout(context, SlotStates(self._decoding_states(context, self.cache), self.first_draft_slot)))
+        return Draft(
+            self.make_rollout(
+                context,
+                SlotStates(self._decoding_states(context, self.cache), self.first_draft_slot),
+            )
+        )
 
     @abstractmethod
     def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
         """Return a rollout from the roots and the states of their blocks."""
 
     def _decoding_states(self, context: Context, cache: TreeCache) -> Tensor:
-        """Compute the normed states [B, S, W] of the block after each root; only the context stays in the cache."""
-        target_context, x, counts = (
-            self.project_context(context.new_features),
-            self.embed_blocks(context.root),
-            context.num_new[:, None],
-        )
-        num_new, slots = target_context.shape[1], self.block_size
+        """Compute the normed states [B, S, W] of the block after each root; only the context
+        stays in the cache.
+        """
+        target_context = self.project_context(context.new_features)
+        x = self.embed_blocks(context.root)
+        counts = context.num_new[:, None]
+        num_new = target_context.shape[1]
+        slots = self.block_size
         steps = torch.arange(num_new + slots, device=x.device)
         offsets = torch.where(steps < num_new, steps, steps - num_new + counts)
         positions = cache.lengths[:, None] + offsets
@@ -282,14 +352,27 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
         visible = torch.cat([is_new, block_mask.expand(len(x), -1, -1)], dim=2)
         cos, sin = self.rotary(x, positions)
         for index, layer in enumerate(self._block_layers):
-            context_kv = layer.self_attn.project_kv(target_context, (cos[:, :num_new], sin[:, :num_new]))
+            context_kv = layer.self_attn.project_kv(
+                target_context, (cos[:, :num_new], sin[:, :num_new])
+            )
 
             def attend(
-                q: Tensor, k: Tensor, v: Tensor, index: int = index, context_kv: tuple[Tensor, Tensor] = context_kv
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                index: int = index,
+                context_kv: tuple[Tensor, Tensor] = context_kv,
             ) -> Tensor:
                 keys, values = (torch.cat(parts, dim=2) for parts in zip(context_kv, (k, v)))
                 return append_and_attend(
-                    q, keys, values, cache, visible, index, AttentionOptions(window=self.window), positions
+                    q,
+                    keys,
+                    values,
+                    cache,
+                    visible,
+                    index,
+                    AttentionOptions(window=self.window),
+                    positions,
                 )
 
             x = layer(x, (cos[:, num_new:], sin[:, num_new:]), attend)
@@ -298,7 +381,9 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
         return self.norm(x)
 
     def compute_products(self, states: Tensor) -> Tensor:
-        """Multiply states [.., W] by the output layer: [.., V] in float32, before the target's scale and cap."""
+        """Multiply states [.., W] by the output layer: [.., V] in float32, before the target's
+        scale and cap.
+        """
         lm_head = self.head.output if self.lm_head is None else self.lm_head
         return lm_head(states.to(lm_head.weight.dtype)).float()
 
@@ -312,8 +397,8 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
 
 
 def default_layers(num_layers: int, count: int) -> list[int]:
-    """Return DFlash's default layers (arXiv 2602.06036): the one after the middle layer, or those after `count` evenly spaced
-    layers from the second to the third from the end."""
+    """Return DFlash's default layers (arXiv 2602.06036): the one after the middle layer, or those
+    after `count` evenly spaced layers from the second to the third from the end."""
     if count == 1:
         return [num_layers // 2 + 1]
     fused = (round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))

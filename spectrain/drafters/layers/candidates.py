@@ -1,6 +1,8 @@
-"""Drafting from the most likely tokens of each slot, the candidates, which a head ranks: DFlash2 and LiLiCorr.
+"""Drafting from the most likely tokens of each slot, the candidates, which a head ranks: DFlash2
+and LiLiCorr.
 
-Shapes: B batch, K drafts of a block, C candidates of a slot, V draft vocabulary, F frontier nodes, W width.
+Shapes: B batch, K drafts of a block, C candidates of a slot, V draft vocabulary, F frontier nodes,
+W width.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ IMPOSSIBLE = -1e4
 
 
 def candidate_logits(head: Projection, states: Tensor, candidates: Tensor) -> Tensor:
-    """Return the logits [.., C] of candidates [.., C], rows of an output layer, at states [.., W]."""
+    """Return the logits [.., C] of candidates [.., C], rows of an output layer, at states [..,
+    W].
+    """
     rows = F.embedding(candidates, head.weight)
     products = (rows @ states.to(rows.dtype)[..., None])[..., 0].float()
     if head.bias is not None:
@@ -28,12 +32,16 @@ def candidate_logits(head: Projection, states: Tensor, candidates: Tensor) -> Te
 
 
 class CandidateRollout(DepthRollout):
-    """A rollout whose distributions have the candidates [B, K, C] of each depth, in draft ids, and no other tokens."""
+    """A rollout whose distributions have the candidates [B, K, C] of each depth, in draft ids,
+    and no other tokens.
+    """
 
     def __init__(self, root: Tensor, candidates: Tensor, draft_ids: Tensor) -> None:
         super().__init__(root, candidates.shape[1])
-        self.candidates, self.ids = candidates, draft_ids
-        self.draft_ids, self.vocab_size = draft_ids, len(draft_ids)
+        self.candidates = candidates
+        self.ids = draft_ids
+        self.draft_ids = draft_ids
+        self.vocab_size = len(draft_ids)
 
     @abstractmethod
     def score_candidates(self, depth: Tensor, tokens: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
-"""Chains of mask tokens after the positions of a batch, as many as conditional drop retains, all in one forward.
+"""Chains of mask tokens after the positions of a batch, as many as conditional drop retains, all in
+one forward.
 
-Position t has the features of token t and the embedding of token t + 1, and predicts token t + 2. The d-th mask of its chain
-stands d positions after it and predicts token t + 2 + d. A mask sees the positions of its document up to its anchor, and the
-masks of its chain up to itself. No position sees a mask.
+Position t has the features of token t and the embedding of token t + 1, and predicts token t + 2.
+The d-th mask of its chain stands d positions after it and predicts token t + 2 + d. A mask sees the
+positions of its document up to its anchor, and the masks of its chain up to itself. No position
+sees a mask.
 
-Shapes: N = B T positions of a batch, its rows concatenated, C masks, R predictions, H query heads, G key-value heads,
-D head size.
+Shapes: N = B T positions of a batch, its rows concatenated, C masks, R predictions, H query heads,
+G key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ CHUNK_MASKS = 256
 
 @dataclass(frozen=True)
 class ConditionalDrop:
-    """Rates of masks in training: depth d retains a share max(keep_rate^d, min_rate) of a document's predictions."""
+    """Rates of masks in training: depth d retains a share max(keep_rate^d, min_rate) of a
+    document's predictions.
+    """
 
     num_drafts: int  # the first draft is predicted without a mask
     keep_rate: float
@@ -47,12 +51,16 @@ class Chains:
 
     anchors: Tensor  # [C] the position of each mask's anchor
     depths: Tensor  # [C] from 1
-    chunks: tuple[tuple[slice, slice], ...]  # ranges of masks that are run together, and the positions that they may see
-    document_sizes: tuple[tuple[int, int], ...]  # per document: supervised predictions, and tokens that carry loss
+    # ranges of masks that are run together, and the positions that they may see
+    chunks: tuple[tuple[slice, slice], ...]
+    # per document: supervised predictions, and tokens that carry loss
+    document_sizes: tuple[tuple[int, int], ...]
 
     @property
     def label_positions(self) -> Tensor:
-        """The positions [C] where the target predicts the same tokens as the masks: one before the predicted token."""
+        """The positions [C] where the target predicts the same tokens as the masks: one before
+        the predicted token.
+        """
         return self.anchors + self.depths + 1
 
     def select_own(self, batch: Batch) -> Chains:
@@ -60,52 +68,77 @@ class Chains:
         if batch.piece.is_whole:
             return self
         own = batch.piece.find_own(self.anchors % batch.tokens.shape[1])
-        chunks, begin = [], 0
+        chunks = []
+        begin = 0
         is_own = torch.zeros(len(self.depths), dtype=torch.bool).index_fill(0, own.cpu(), True)
         for masks, tokens in self.chunks:
             count = int(is_own[masks].sum())
             chunks += [(slice(begin, begin + count), tokens)] if count else []
             begin += count
-        return replace(self, anchors=self.anchors[own], depths=self.depths[own], chunks=tuple(chunks))
+        return replace(
+            self, anchors=self.anchors[own], depths=self.depths[own], chunks=tuple(chunks)
+        )
 
     def document_weights(self, documents: Tensor) -> Tensor:
-        """Return the loss weights [R] of predictions of these documents; those of a document sum to its supervised tokens."""
-        shares = torch.tensor([tokens / max(judged, 1) for judged, tokens in self.document_sizes], device=documents.device)
+        """Return the loss weights [R] of predictions of these documents; those of a document sum
+        to its supervised tokens.
+        """
+        shares = torch.tensor(
+            [tokens / max(judged, 1) for judged, tokens in self.document_sizes],
+            device=documents.device,
+        )
         return shares[documents]
 
 
 def sample_chains(batch: Batch, drop: ConditionalDrop, step: int) -> Chains:
     """Sample masks by conditional drop (P-EAGLE, section 3).
 
-    Depth 1 retains some of the supervised positions, and each later depth some of the next positions, so that every mask has
-    the chain before it. A document's tokens key the draw, so it does not depend on the other documents of the batch.
+    Depth 1 retains some of the supervised positions, and each later depth some of the next
+    positions, so that every mask has the chain before it. A document's tokens key the draw, so it
+    does not depend on the other documents of the batch.
     """
-    anchors, depths, chunks, sizes, first_token, num_masks = [], [], [], [], 0, 0
+    anchors = []
+    depths = []
+    chunks = []
+    sizes = []
+    first_token = 0
+    num_masks = 0
     for tokens, mask in batch.split_documents():
-        anchor, depth = _sample_document(mask, drop, sequence_generator(CHAINS, drop.seed, tokens, step))
+        anchor, depth = _sample_document(
+            mask, drop, sequence_generator(CHAINS, drop.seed, tokens, step)
+        )
         for begin, end in _chunk_ranges(depth):
             last = first_token + int(anchor[end - 1])
             chunks.append((slice(num_masks + begin, num_masks + end), slice(first_token, last + 1)))
         anchors.append(first_token + anchor)
         depths.append(depth)
         sizes.append((int(mask[2:].sum()) + len(anchor), int(mask[1:].sum())))
-        first_token, num_masks = first_token + len(tokens), num_masks + len(anchor)
+        first_token = first_token + len(tokens)
+        num_masks = num_masks + len(anchor)
     device = batch.tokens.device
-    return Chains(torch.cat(anchors).to(device), torch.cat(depths).to(device), tuple(chunks), tuple(sizes))
+    return Chains(
+        torch.cat(anchors).to(device), torch.cat(depths).to(device), tuple(chunks), tuple(sizes)
+    )
 
 
-def _sample_document(mask: Tensor, drop: ConditionalDrop, source: torch.Generator) -> tuple[Tensor, Tensor]:
+def _sample_document(
+    mask: Tensor, drop: ConditionalDrop, source: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Sample the anchors and depths of one document's masks from its loss mask [T]."""
-    is_supervised = F.pad(mask[2:], (0, min(len(mask), 2)))  # [T] of the token that each position predicts
+    # [T] of the token that each position predicts
+    is_supervised = F.pad(mask[2:], (0, min(len(mask), 2)))
     seeds = is_supervised.nonzero()[:, 0]
-    pool, anchors, depths = seeds[seeds > 0], [seeds[:0]], [seeds[:0]]
+    pool = seeds[seeds > 0]
+    anchors = [seeds[:0]]
+    depths = [seeds[:0]]
     for depth in range(1, drop.num_drafts):
         count = int((len(seeds) - depth) * max(drop.keep_rate**depth, drop.min_rate))
         retained = pool[torch.randperm(len(pool), generator=source)[: max(count, 0)]]
         anchors.append(retained - depth)
         depths.append(torch.full_like(retained, depth))
         pool = (retained + 1)[is_supervised[retained + 1]]
-    mask_anchors, mask_depths = torch.cat(anchors), torch.cat(depths)
+    mask_anchors = torch.cat(anchors)
+    mask_depths = torch.cat(depths)
     order = (mask_anchors * drop.num_drafts + mask_depths).argsort()
     return mask_anchors[order], mask_depths[order]
 
@@ -124,11 +157,19 @@ def _chunk_ranges(depths: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def chain_attention(
-    q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor], chains: Chains, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: tuple[Tensor, Tensor],
+    chains: Chains,
+    window: int | None = None,
 ) -> Tensor:
-    """Attend from masks q [1, H, C, D] to positions, keys and values [1, G, N, D], and to their chain's k and v [1, G, C, D].
+    """Attend from masks q [1, H, C, D] to positions, keys and values [1, G, N, D], and to their
+    chain's k and v [1, G, C, D].
 
-    This runs over some chains of one document at a time, and over only the positions before the last of these. Returns
-    [1, H, C, D].
+    This runs over some chains of one document at a time, and over only the positions before the
+    last of these. Returns [1, H, C, D].
     """
-    return attend_chunks((q, k, v), context, chains.chunks, (chains.anchors, chains.depths), window=window)
+    return attend_chunks(
+        (q, k, v), context, chains.chunks, (chains.anchors, chains.depths), window=window
+    )

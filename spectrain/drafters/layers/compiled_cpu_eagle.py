@@ -1,7 +1,8 @@
-"""EAGLE's layer by compiled kernels for drafting on a CPU: what `fused_cpu_eagle` computes in 8 bits, for one text.
+"""EAGLE's layer by compiled kernels for drafting on a CPU: what `fused_cpu_eagle` computes in 8
+bits, for one text.
 
-A level of a tree is one call, from its tokens to the log-probabilities after them. Shapes: F nodes, P tokens, D width, V draft
-vocabulary.
+A level of a tree is one call, from its tokens to the log-probabilities after them. Shapes: F nodes,
+P tokens, D width, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -34,14 +35,20 @@ _compiled: WeakKeyDictionary[Any, CompiledEagle] = WeakKeyDictionary()
 
 
 def find_compiled(drafter: Any) -> CompiledEagle | None:
-    """Return the compiled layer of a drafter outside of training, or None where kernels do not compute it."""
+    """Return the compiled layer of a drafter outside of training, or None where kernels do not
+    compute it.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     compiled = _compiled.get(drafter)
     if compiled is not None and compiled.is_current():
         return compiled
     _compiled.pop(drafter, None)
-    if not has_drafting_kernels() or not uses_fused_cpu(drafter) or not CompiledEagle.supports(drafter):
+    if (
+        not has_drafting_kernels()
+        or not uses_fused_cpu(drafter)
+        or not CompiledEagle.supports(drafter)
+    ):
         return None
     compiled = _compiled[drafter] = CompiledEagle(drafter)
     return compiled
@@ -53,8 +60,11 @@ def find_embedding(drafter: Any) -> Any:
 
 
 def _name_linears(drafter: Any) -> dict[str, nn.Linear]:
-    """Return the linears of a layer, by what the kernels call them; those that read the same input count as one."""
-    attention, mlp = drafter.self_attn, drafter.mlp
+    """Return the linears of a layer, by what the kernels call them; those that read the same
+    input count as one.
+    """
+    attention = drafter.self_attn
+    mlp = drafter.mlp
     linears = attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj, drafter.lm_head
     return dict(zip(("qkv", "output", "gate_up", "down", "head"), linears))
 
@@ -63,7 +73,8 @@ class CompiledEagle:
     """The kernels of a drafter of one layer, and what they were made of."""
 
     def __init__(self, drafter: Any) -> None:
-        attention, self.rotary = drafter.self_attn, drafter.rotary
+        attention = drafter.self_attn
+        self.rotary = drafter.rotary
         embedding = find_embedding(drafter)
         norms = {
             "input": drafter.input_layernorm,
@@ -74,11 +85,18 @@ class CompiledEagle:
         linears = _name_linears(drafter)
         packed = {name: packed_weights(linear) for name, linear in linears.items()}
         size = attention.head_dim
-        shape = EagleShape(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size, drafter.norm.eps)
+        shape = EagleShape(
+            attention.q_proj.out_features // size,
+            attention.k_proj.out_features // size,
+            size,
+            drafter.norm.eps,
+        )
         self.kernels = EagleKernels(
-            embedding.weight, {name: norm.weight for name, norm in norms.items()},
-            {name: ByteWeights(weights.packed_int8) for name, weights in packed.items()}, shape,
-        )  # fmt: skip
+            embedding.weight,
+            {name: norm.weight for name, norm in norms.items()},
+            {name: ByteWeights(weights.packed_int8) for name, weights in packed.items()},
+            shape,
+        )
         # What must stay as it is: weights, and their packed copies.
         others = attention.k_proj, attention.v_proj, drafter.mlp.up_proj, embedding
         modules = [*norms.values(), *linears.values(), *others]
@@ -90,12 +108,23 @@ class CompiledEagle:
     @staticmethod
     def supports(drafter: Any) -> bool:
         """Return whether the kernels compute what a drafter with fused calls computes."""
-        embedding, dtype, linears = find_embedding(drafter), drafter.fc.weight.dtype, _name_linears(drafter).values()
-        if type(embedding) is not nn.Embedding or embedding.weight.dtype != dtype or drafter.has_dynamic_rope:
+        embedding = find_embedding(drafter)
+        dtype = drafter.fc.weight.dtype
+        linears = _name_linears(drafter).values()
+        if (
+            type(embedding) is not nn.Embedding
+            or embedding.weight.dtype != dtype
+            or drafter.has_dynamic_rope
+        ):
             return False
-        if not all(packed_weights(linear).packed_int8 is not None and linear.bias is None for linear in linears):
+        if not all(
+            packed_weights(linear).packed_int8 is not None and linear.bias is None
+            for linear in linears
+        ):
             return False
-        return drafter.self_attn.head_dim % HEAD_STEP == 0 and all(ByteWeights.supports(linear) for linear in linears)
+        return drafter.self_attn.head_dim % HEAD_STEP == 0 and all(
+            ByteWeights.supports(linear) for linear in linears
+        )
 
     def is_current(self) -> bool:
         """Return whether the drafter still has the weights that the kernels have."""
@@ -108,7 +137,8 @@ class CompiledEagle:
 
     def warm_up(self) -> None:
         """Run every kernel once."""
-        cache, tokens = TreeCache(1, 1, 4, "cpu"), torch.zeros(1, 1, dtype=torch.int64)
+        cache = TreeCache(1, 1, 4, "cpu")
+        tokens = torch.zeros(1, 1, dtype=torch.int64)
         root = self.read_tokens(tokens, torch.zeros(1, 1, self.kernels.width), cache)
         cache.commit(None, torch.ones(1, dtype=torch.int64))
         rollout = self.start_rollout(cache, root, 1, tokens)
@@ -116,8 +146,12 @@ class CompiledEagle:
         rollout.extend(tokens, tokens)
 
     def can_run(self, cache: TreeCache) -> bool:
-        """Return whether kernels may run nodes over this cache: of one text, whose keys are float32."""
-        return len(cache.lengths) == 1 and not cache.is_bounded and cache.lends_storage(torch.float32)
+        """Return whether kernels may run nodes over this cache: of one text, whose keys are
+        float32.
+        """
+        return (
+            len(cache.lengths) == 1 and not cache.is_bounded and cache.lends_storage(torch.float32)
+        )
 
     def read_tokens(self, tokens: Tensor, hidden: Tensor, cache: TreeCache) -> Tensor:
         """Compute `EagleDrafter.run` for the next tokens [1, P] of the text: [1, P, D]."""
@@ -127,10 +161,16 @@ class CompiledEagle:
         cache.add_uncommitted(count)
         return states
 
-    def start_rollout(self, cache: TreeCache, root: Tensor, capacity: int, draft_ids: Tensor) -> CompiledRollout:
-        """Return a rollout from the root's state [1, 1, D], with room for `capacity` nodes below it."""
+    def start_rollout(
+        self, cache: TreeCache, root: Tensor, capacity: int, draft_ids: Tensor
+    ) -> CompiledRollout:
+        """Return a rollout from the root's state [1, 1, D], with room for `capacity` nodes below
+        it.
+        """
         slots = self._lend_slots(cache, capacity)
-        return CompiledRollout(EagleDraft(self.kernels, root, slots, cache.longest, capacity + 1), cache, draft_ids)
+        return CompiledRollout(
+            EagleDraft(self.kernels, root, slots, cache.longest, capacity + 1), cache, draft_ids
+        )
 
     def _lend_slots(self, cache: TreeCache, num_new: int) -> Tensor:
         """Return the slots [2, T, K, d] of the text, with room for new nodes."""
@@ -145,7 +185,9 @@ class CompiledRollout(Rollout):
     """A rollout of one text, one level of nodes after another."""
 
     def __init__(self, draft: EagleDraft, cache: TreeCache, draft_ids: Tensor) -> None:
-        self.nodes, self.cache, self.draft_ids = draft, cache, draft_ids
+        self.nodes = draft
+        self.cache = cache
+        self.draft_ids = draft_ids
 
     def start(self) -> Tensor:
         return self.nodes.score_root()

@@ -1,4 +1,6 @@
-"""Drafts that were drawn after a root, whose tokens a policy weighs. Shapes: B batch, T tokens, R supervised rows, D width."""
+"""Drafts that were drawn after a root, whose tokens a policy weighs. Shapes: B batch, T tokens,
+R supervised rows, D width.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from spectrain.kernels.linear_divergence import Projection, linear_divergence
 
 @dataclass(frozen=True)
 class DrawnWindows:
-    """The drawn tokens of every row, which follow their root as the first supervised tokens after it."""
+    """The drawn tokens of every row, which follow their root as the first supervised tokens
+    after it.
+    """
 
     advantage: Tensor  # [R] of the token after the row's position
     offset: Tensor  # [R] tokens from the first one of the window to that token
@@ -23,20 +27,29 @@ class DrawnWindows:
     def from_batch(cls, batch: Batch, is_predicted: Tensor, draft_ids: Tensor) -> DrawnWindows:
         """Read the windows at the positions that `is_predicted` [B, T] marks."""
         assert batch.advantage is not None
-        mask, index = batch.loss_mask, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        mask = batch.loss_mask
+        index = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         begins = mask & ~mask.roll(1, dims=1)
         starts = torch.where(begins, index, 0).cummax(dim=1).values
         advantage, offset, tokens = (
-            part.roll(-1, dims=1)[is_predicted] for part in (batch.advantage, index - starts, batch.tokens)
+            part.roll(-1, dims=1)[is_predicted]
+            for part in (batch.advantage, index - starts, batch.tokens)
         )
-        return cls(advantage, offset, torch.searchsorted(draft_ids, tokens).clamp(max=len(draft_ids) - 1))
+        return cls(
+            advantage, offset, torch.searchsorted(draft_ids, tokens).clamp(max=len(draft_ids) - 1)
+        )
 
-    def policy_loss(self, hidden: Tensor, lm_head: nn.Linear, label_index: Tensor, step: Tensor | int) -> Tensor:
-        """Return -sum A log q(d) of drawn tokens d, from states [R, D] of rows `label_index` at a draft step.
+    def policy_loss(
+        self, hidden: Tensor, lm_head: nn.Linear, label_index: Tensor, step: Tensor | int
+    ) -> Tensor:
+        """Return -sum A log q(d) of drawn tokens d, from states [R, D] of rows `label_index` at a
+        draft step.
 
-        A path that begins at the root predicts token `offset` of the window in step `offset`; other pairs drafted nothing.
+        A path that begins at the root predicts token `offset` of the window in step `offset`; other
+        pairs drafted nothing.
         """
         weight = self.advantage[label_index] * (self.offset[label_index] == step)
         counted = weight.nonzero()[:, 0]
-        projection, drawn = Projection(lm_head.weight, lm_head.bias), self.draft_ids[label_index[counted]]
+        projection = Projection(lm_head.weight, lm_head.bias)
+        drawn = self.draft_ids[label_index[counted]]
         return linear_divergence(hidden[counted], projection, drawn, None, weight[counted]).loss

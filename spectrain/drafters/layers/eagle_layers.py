@@ -1,7 +1,9 @@
-"""The layers of EAGLE-3, which several families share. They read fused target features and the embedding of the next token.
+"""The layers of EAGLE-3, which several families share. They read fused target features and the
+embedding of the next token.
 
 Shapes: B batch, T tokens, D target width, V draft vocabulary, P new positions, F nodes.
-Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
+Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t +
+2.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from spectrain.models.rope import depends_on_length
 
 from . import fused_cpu_eagle
 from .compiled_cpu_eagle import MAX_READ, find_compiled
-from .layers import LAYER_KEYS, Attention, Mlp, NormedAttention, check_layer_keys, init_from_target, llama_config, make_rotary
+from .layers import (
+    LAYER_KEYS,
+    Attention,
+    Mlp,
+    NormedAttention,
+    check_layer_keys,
+    init_from_target,
+    llama_config,
+    make_rotary,
+)
 from .output_layer import init_output_layer, make_output_layer, project_down
 from .vocabulary import VocabularyDrafter
 
@@ -33,18 +44,22 @@ if TYPE_CHECKING:
 
 NORM_VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
 EagleAttentionFn = Callable[[int, Attention, Tensor], Tensor]
-"""(index of the layer, its attention, its inputs [B, T, ..]) -> the outputs of attention [B, T, D]."""
+"""(index of the layer, its attention, its inputs [B, T, ..]) -> the outputs of attention [B, T,
+D].
+"""
 
 
 def engine_layers(num_layers: int) -> list[int] | None:
-    """Return the layers that engines fuse where config.json names none: the residual streams that enter these. None for a
-    target of so few layers that these are not three different ones."""
+    """Return the layers that engines fuse where config.json names none: the residual streams that
+    enter these. None for a target of so few layers that these are not three different ones."""
     layers = sorted({2, num_layers // 2, num_layers - 3})
     return layers if len(layers) == 3 and layers[0] >= 0 else None
 
 
 def default_layers(num_layers: int) -> list[int]:
-    """Return the layers that a drafter fuses by default: the engines' default, or up to three different ones."""
+    """Return the layers that a drafter fuses by default: the engines' default, or up to three
+    different ones.
+    """
     layers = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
     # With 4 to 6 layers, some of the engines' coincide; the next ones take their places.
     while len(layers) < 3 and layers[-1] < num_layers - 1:
@@ -53,11 +68,16 @@ def default_layers(num_layers: int) -> list[int]:
 
 
 def check_architecture(architecture: dict[str, Any], variants: tuple[str, ...]) -> dict[str, Any]:
-    """Return the architecture with all variants; refuse unknown keys, and norms that exclude each other."""
+    """Return the architecture with all variants; refuse unknown keys, and norms that exclude
+    each other.
+    """
     check_layer_keys(architecture, variants)
     complete = {**dict.fromkeys(variants, False), **architecture}
     if complete.get("norm_before_fc") and complete.get("fc_norm"):
-        raise UserError("drafter.architecture.fc_norm: norm_before_fc already norms the fused features; use one of them")
+        raise UserError(
+            "drafter.architecture.fc_norm: norm_before_fc already norms the fused features; use "
+            "one of them"
+        )
     return complete
 
 
@@ -92,9 +112,11 @@ class LaterLayer(nn.Module):
 
 
 class EagleDrafter(VocabularyDrafter):
-    """A first layer that reads the concatenated embedding and hidden state, and Llama layers after it (`later`).
+    """A first layer that reads the concatenated embedding and hidden state, and Llama layers after
+    it (`later`).
 
-    The first layer's modules are attributes of the drafter, so that a drafter of one layer keeps its tensor names on disk.
+    The first layer's modules are attributes of the drafter, so that a drafter of one layer keeps
+    its tensor names on disk.
     """
 
     capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
@@ -104,8 +126,14 @@ class EagleDrafter(VocabularyDrafter):
     def __init__(self, target: Target, settings: EagleSettings) -> None:
         super().__init__()
         architecture = settings.architecture
-        config = llama_config(target, {key: value for key, value in architecture.items() if key in LAYER_KEYS})
-        fused = default_layers(target.num_layers) if settings.layers is None else sorted(set(settings.layers))
+        config = llama_config(
+            target, {key: value for key, value in architecture.items() if key in LAYER_KEYS}
+        )
+        fused = (
+            default_layers(target.num_layers)
+            if settings.layers is None
+            else sorted(set(settings.layers))
+        )
         if not fused:
             raise UserError("drafter.layers=[]: name at least one layer, or leave it out")
         target.check_layers(fused)
@@ -113,22 +141,36 @@ class EagleDrafter(VocabularyDrafter):
         self.layers = (*self.fused_layers, "final")
         self.window, self.start, self.head = settings.window, settings.start, target.head
         self.norm_before_residual = architecture["norm_before_residual"]
-        rows, width, attention = target.head.vocab_size, target.width, NormedAttention if architecture["qk_norm"] else Attention
+        rows = target.head.vocab_size
+        width = target.width
+        attention = NormedAttention if architecture["qk_norm"] else Attention
         vocab_size = min(settings.vocab_size, rows)
 
         def make_norm(size: int = width) -> nn.RMSNorm:
             return nn.RMSNorm(size, eps=config.rms_norm_eps)
 
-        self.input_norm = make_norm(len(self.fused_layers) * width) if architecture["norm_before_fc"] else None
-        self.fc_norm = nn.ModuleList(make_norm() for _ in self.fused_layers) if architecture["fc_norm"] else None
+        self.input_norm = (
+            make_norm(len(self.fused_layers) * width) if architecture["norm_before_fc"] else None
+        )
+        self.fc_norm = (
+            nn.ModuleList(make_norm() for _ in self.fused_layers)
+            if architecture["fc_norm"]
+            else None
+        )
         self.embed_tokens = nn.Embedding(rows, width) if settings.own_embedding else None
         self.fc = FeatureLinear(len(self.fused_layers) * width, width, bias=False)
-        self.input_layernorm, self.hidden_norm = make_norm(), make_norm()
+        self.input_layernorm = make_norm()
+        self.hidden_norm = make_norm()
         self.self_attn = attention(config, 2 * width, settings.window)
-        self.post_attention_layernorm, self.mlp, self.norm = make_norm(), Mlp(config), make_norm()
-        self.later = nn.ModuleList(LaterLayer(config, attention, settings.window) for _ in range(settings.num_layers - 1))
+        self.post_attention_layernorm = make_norm()
+        self.mlp = Mlp(config)
+        self.norm = make_norm()
+        self.later = nn.ModuleList(
+            LaterLayer(config, attention, settings.window) for _ in range(settings.num_layers - 1)
+        )
         self.lm_down, self.lm_head = make_output_layer(width, vocab_size, settings.head_rank)
-        self.rotary, self.has_dynamic_rope = make_rotary(config), depends_on_length(config.rope_parameters)
+        self.rotary = make_rotary(config)
+        self.has_dynamic_rope = depends_on_length(config.rope_parameters)
         self.add_vocabulary(vocab_size, rows)
         self.cache: TreeCache | None = None
 
@@ -141,11 +183,14 @@ class EagleDrafter(VocabularyDrafter):
         return 1 + len(self.later)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Choose the draft vocabulary and, unless `start` is random, initialise head, norm and `fc` from the target.
+        """Choose the draft vocabulary and, unless `start` is random, initialise head, norm and `fc`
+        from the target.
 
-        The head and its norm are the target's, and fc passes on the last fused layer, so the first logits are near the
-        target's own. The layers start at random: a copy of the target's last layer learns slower (measured on SmolLM2, 46k
-        tokens: agreement 0.24 against 0.30), because that layer predicts the token that the drafter already reads.
+        The head and its norm are the target's, and fc passes on the last fused layer, so the first
+        logits are near the target's own. The layers start at random: a copy of the target's last
+        layer learns slower (measured on SmolLM2, 46k
+        tokens: agreement 0.24 against 0.30), because that layer predicts the token that the drafter
+        already reads.
         """
         ids = self.choose_vocabulary(token_counts)
         if self.embed_tokens is not None:
@@ -175,20 +220,26 @@ class EagleDrafter(VocabularyDrafter):
         return self.fc(fused)
 
     def embed_inputs(self, tokens: Tensor) -> Tensor:
-        """Embed tokens [B, T] to [B, T, D], with the drafter's own embedding or the target's frozen one."""
+        """Embed tokens [B, T] to [B, T, D], with the drafter's own embedding or the target's
+        frozen one.
+        """
         if self.embed_tokens is not None:
             return self.embed_tokens(tokens).to(self.fc.weight.dtype)
         with torch.no_grad():
             return self.head.embed(tokens).to(self.fc.weight.dtype)
 
     def attention_inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of the first attention [B, T, 2 D], and the residual stream [B, T, D]."""
+        """Return the inputs of the first attention [B, T, 2 D], and the residual stream [B, T,
+        D].
+        """
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(self.embed_inputs(tokens)), normed], dim=-1)
         return x, normed if self.norm_before_residual else hidden
 
     def run_later_layers(self, hidden: Tensor, attend: EagleAttentionFn) -> Tensor:
-        """Return the state [B, T, D] that the next draft step reads, from the residual stream after the first attention."""
+        """Return the state [B, T, D] that the next draft step reads, from the residual stream
+        after the first attention.
+        """
         hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
         for number, layer in enumerate(self.later, 1):
             hidden = layer(hidden, number, attend)
@@ -203,7 +254,14 @@ class EagleDrafter(VocabularyDrafter):
         """Return the inputs of `lm_head` from output states [.., D]."""
         return project_down(self.lm_down, hidden if self.norm_output else self.norm(hidden))
 
-    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
+    def run(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        cache: TreeCache,
+        visible: Tensor | None,
+    ) -> Tensor:
         """Run new nodes, append them to the cache, and return their output states [B, F, D]."""
         compiled = find_compiled(self) if visible is None and tokens.shape[1] <= MAX_READ else None
         if compiled is not None and compiled.can_run(cache):

@@ -1,4 +1,5 @@
-"""EAGLE's layers unrolled over their own states, one draft step after another (Li et al., 2025, section 3.2).
+"""EAGLE's layers unrolled over their own states, one draft step after another (Li et al., 2025,
+section 3.2).
 
 Shapes: B batch, T tokens, D target width, R supervised rows.
 """
@@ -40,45 +41,62 @@ class UnrolledEagle(EagleDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of the layers, which run once for each draft step, and of the logits of all steps.
+        """Return the cost of the layers, which run once for each draft step, and of the logits of
+        all steps.
 
-        A step runs over all tokens. With windows of the loss, it runs over the positions of the windows; the first one also
-        computes what these read of the positions before them.
+        A step runs over all tokens. With windows of the loss, it runs over the positions of the
+        windows; the first one also computes what these read of the positions before them.
         """
-        rows, width, judged = batch.window_rows(self.num_steps), target.width, self.num_steps * batch.supervised
+        rows = batch.window_rows(self.num_steps)
+        width = target.width
+        judged = self.num_steps * batch.supervised
         runs = [Run(self, rows, batch.length, self.num_steps, extra=2 * width)]
         if rows < batch.tokens:
             inputs = nn.ModuleList([self.fc, self.input_layernorm, self.hidden_norm])
             inputs.extend([self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj])
             first = self if self.num_layers > 1 else inputs
             mask = rows / batch.texts * batch.length if rows <= batch.texts * MASKED_ROWS else 0
-            runs = [replace(runs[0], mask=mask), Run(first, batch.tokens, batch.length, extra=2 * width)]
+            runs = [
+                replace(runs[0], mask=mask),
+                Run(first, batch.tokens, batch.length, extra=2 * width),
+            ]
         return StepCost(runs, self.judged_rows(batch, judged))
 
-    def supervised_states(self, supervision: Supervision, batch: Batch, count: int, state: TrainingState) -> list[Tensor]:
+    def supervised_states(
+        self, supervision: Supervision, batch: Batch, count: int, state: TrainingState
+    ) -> list[Tensor]:
         """Return the states [R, D] at the supervised positions of each of `count` draft steps.
 
         With windows of the loss, positions before a window run in the first step only.
         """
         # A piece of the columns is run completely in every step.
-        rows, states = WindowRows.select(batch, count) if batch.piece.is_whole else None, list[Tensor]()
+        rows = WindowRows.select(batch, count) if batch.piece.is_whole else None
+        states = list[Tensor]()
         for step, hidden in enumerate(self.unroll_steps(batch, count, state, rows)):
             is_supervised = supervision.is_supervised(step)
             whole = rows is None or hidden.shape[1] == is_supervised.shape[1]
-            states.append(hidden[is_supervised if whole or rows is None else rows.take(is_supervised)])
+            states.append(
+                hidden[is_supervised if whole or rows is None else rows.take(is_supervised)]
+            )
         return states
 
-    def unroll_steps(self, batch: Batch, count: int, state: TrainingState, rows: WindowRows | None = None) -> Iterator[Tensor]:
+    def unroll_steps(
+        self, batch: Batch, count: int, state: TrainingState, rows: WindowRows | None = None
+    ) -> Iterator[Tensor]:
         """Yield the states [B, T, D] of `count` draft steps, with the true tokens as input.
 
-        The first step reads the target's features, each later one the states of the step before it. Where `rows` are given,
-        later steps, and the first one as far as nothing else reads it, return the states [B, W, D] of these positions.
+        The first step reads the target's features, each later one the states of the step before it.
+        Where `rows` are given, later steps, and the first one as far as nothing else reads it,
+        return the states [B, W, D] of these positions.
         """
-        hidden, step_kv = self.fuse_features(batch.input_features), list[LayerKeysValues]()
+        hidden = self.fuse_features(batch.input_features)
+        step_kv = list[LayerKeysValues]()
         for step in range(count):
             if step == 1 and rows is not None and hidden.shape[1] == batch.tokens.shape[1]:
                 hidden = rows.take(hidden)
-            hidden, new_kv = state.run_checkpointed(self.run_step, batch, hidden, step, step_kv[:], rows)
+            hidden, new_kv = state.run_checkpointed(
+                self.run_step, batch, hidden, step, step_kv[:], rows
+            )
             step_kv.append(new_kv)
             yield hidden
 
@@ -90,15 +108,18 @@ class UnrolledEagle(EagleDrafter):
         earlier_kv: list[LayerKeysValues],
         rows: WindowRows | None = None,
     ) -> tuple[Tensor, LayerKeysValues]:
-        """Run one draft step over hidden states [B, T, D] after the keys and values of earlier steps; return its own too.
+        """Run one draft step over hidden states [B, T, D] after the keys and values of earlier
+        steps; return its own too.
 
-        Where `rows` are given, the first step of a single layer returns the states at these positions, and later steps take
-        and return them.
+        Where `rows` are given, the first step of a single layer returns the states at these
+        positions, and later steps take and return them.
         """
         # Tokens that roll in from beyond the end of a document are never supervised.
-        tokens, positions = batch.piece.cut_columns(batch.tokens.roll(-1 - step, dims=1)), batch.positions + step
+        tokens = batch.piece.cut_columns(batch.tokens.roll(-1 - step, dims=1))
+        positions = batch.positions + step
         if step and rows is not None:
-            tokens, positions = rows.take(tokens), rows.take(positions)
+            tokens = rows.take(tokens)
+            positions = rows.take(positions)
         # Some scalings of the rotary embedding depend on the last position of the complete text.
         cos, sin = self.rotary(self.fc.weight.detach(), positions)
         rope = batch.piece.cut_columns(cos), batch.piece.cut_columns(sin)
@@ -114,26 +135,40 @@ class UnrolledEagle(EagleDrafter):
             if rows is not None and (step or is_cut):
                 q = rows.take_heads(q) if is_cut else q
                 return attention.project_output(rows.attend(q, keys, values, options))
-            return attention.project_output(batch.piece.attend_unrolled(UnrolledRows(q, keys, values, batch.lengths, options)))
+            return attention.project_output(
+                batch.piece.attend_unrolled(UnrolledRows(q, keys, values, batch.lengths, options))
+            )
 
         if not is_cut or rows is None:
             return self.run_layers(tokens, hidden, attend), new_kv
         x, residual = self.attention_inputs(tokens, hidden)
-        return self.run_later_layers(rows.take(residual) + attend(0, self.self_attn, x), attend), new_kv
+        return self.run_later_layers(
+            rows.take(residual) + attend(0, self.self_attn, x), attend
+        ), new_kv
 
     def judge_steps(self, supervision: Supervision, states: list[Tensor]) -> Losses:
-        """Compute the losses of the states of every step's supervised positions together. Step i weighs step_decay^i."""
+        """Compute the losses of the states of every step's supervised positions together. Step i
+        weighs step_decay^i.
+        """
         head_inputs = [self.head_inputs(state) for state in states]
         return supervision.judge_steps(head_inputs, self.lm_head, self.step_decay, self.num_steps)
 
     # Decoding
 
     def read_accepted(self, context: Context) -> tuple[Tensor, TreeCache]:
-        """Read the features of the last accepted tokens; return the root's state [B, 1, D] and the drafter's cache."""
-        self.cache = context.drafting_cache(self.cache, self.num_layers, context.builder.max_drafted)
+        """Read the features of the last accepted tokens; return the root's state [B, 1, D] and
+        the drafter's cache.
+        """
+        self.cache = context.drafting_cache(
+            self.cache, self.num_layers, context.builder.max_drafted
+        )
         num_new = context.new_features.tokens.shape[1]
         output = self.run(
-            context.next_tokens, self.fuse_features(context.new_features), self.cache.next_slots(num_new), self.cache, None
+            context.next_tokens,
+            self.fuse_features(context.new_features),
+            self.cache.next_slots(num_new),
+            self.cache,
+            None,
         )
         self.cache.commit(None, context.num_new)
         return context.last_state(output), self.cache

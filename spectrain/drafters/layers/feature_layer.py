@@ -30,7 +30,9 @@ StepKeysValues = tuple[Tensor, Tensor]  # of one draft step
 
 
 class FeatureLayerDrafter(VocabularyDrafter):
-    """A recurrent layer from feature to feature, under the target's own embedding, head and vocabulary."""
+    """A recurrent layer from feature to feature, under the target's own embedding, head and
+    vocabulary.
+    """
 
     layers: tuple[Layer, ...] = ("final",)
     capabilities = replace(VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)))
@@ -39,7 +41,8 @@ class FeatureLayerDrafter(VocabularyDrafter):
     num_steps: int
     # Whether to stop gradients between successive draft steps.
     detach = False
-    # Values that the backward pass stores per token and step besides the modules' own, in widths of the target.
+    # Values that the backward pass stores per token and step besides the modules' own, in widths of
+    # the target.
     extra_widths: int
     cache: TreeCache | None = None
 
@@ -55,19 +58,26 @@ class FeatureLayerDrafter(VocabularyDrafter):
         """Return the cost of the layer, which runs once for each draft step over all tokens."""
         judged = Judged(self.num_steps * batch.supervised, target.head.vocab_size, batch.supervised)
         extra = self.extra_widths * target.width
-        return StepCost([Run(self, batch.tokens, batch.length, self.num_steps, extra=extra)], judged)
+        return StepCost(
+            [Run(self, batch.tokens, batch.length, self.num_steps, extra=extra)], judged
+        )
 
     @abstractmethod
     def run_step(
         self, batch: Batch, hidden: Tensor, step: int, earlier_kv: list[StepKeysValues]
     ) -> tuple[Tensor, StepKeysValues]:
-        """Run one draft step over features [B, T, D] after the keys and values of earlier steps; return its own too."""
+        """Run one draft step over features [B, T, D] after the keys and values of earlier steps;
+        return its own too.
+        """
 
-    def unroll_steps(self, batch: Batch, hidden: Tensor, supervision: Supervision, state: TrainingState) -> list[Tensor]:
-        """Unroll the layer over its own features, from the target's [B, T, D], with the true tokens as input.
+    def unroll_steps(
+        self, batch: Batch, hidden: Tensor, supervision: Supervision, state: TrainingState
+    ) -> list[Tensor]:
+        """Unroll the layer over its own features, from the target's [B, T, D], with the true tokens
+        as input.
 
-        Return the features [R, D] of the supervised indices of every step. Step i at index t is supervised where token
-        t + 2 + i is the assistant's, so the padded tail never is.
+        Return the features [R, D] of the supervised indices of every step. Step i at index t is
+        supervised where token t + 2 + i is the assistant's, so the padded tail never is.
         """
         step_kv: list[StepKeysValues] = []
         states_by_step: list[Tensor] = []

@@ -1,16 +1,19 @@
-"""Initial weights of EAGLE's layers by least squares, so that training starts from a drafter that drafts already.
+"""Initial weights of EAGLE's layers by least squares, so that training starts from a drafter that
+drafts already.
 
-The target's head computes its logits from the state after its final norm. Divided by the scale of that norm, the state z_t is
-what a drafter's last layer has to return under the same norm and head. Each linear module is fitted by ridge regression, one
-after another, to what the modules before it leave of z:
+The target's head computes its logits from the state after its final norm. Divided by the scale of
+that norm, the state z_t is what a drafter's last layer has to return under the same norm and head.
+Each linear module is fitted by ridge regression, one after another, to what the modules before it
+leave of z:
 
     fc                 the fused features at t            ->  z_t
     v_proj, o_proj     the inputs of attention at t       ->  z_(t+1) - residual stream
     down_proj          random gated units of the stream   ->  z_(t+1) - stream after attention
 
-Half of the query heads of every key head, or the only one, attend to their own position, so attention passes on a linear map
-of its inputs, of at most as many dimensions as there are values. `down_proj` over random units is an extreme learning machine
-(Huang et al., 2006). Then the scale of the norm is set to the sharpness with the smallest KL divergence from the target.
+Half of the query heads of every key head, or the only one, attend to their own position, so
+attention passes on a linear map of its inputs, of at most as many dimensions as there are values.
+`down_proj` over random units is an extreme learning machine (Huang et al., 2006). Then the scale of
+the norm is set to the sharpness with the smallest KL divergence from the target.
 
 Shapes: B batch, T tokens, D target width, R rows, I inputs, O outputs.
 """
@@ -35,36 +38,46 @@ from .vocabulary import shift_labels
 if TYPE_CHECKING:
     from .eagle_unrolled import UnrolledEagle
 
-# Size of the residual stream relative to a state of the target. It is about the size of the predictions, so that a later draft
-# step, which reads a prediction, finds what the first one finds. Fitting down_proj over two steps gained nothing (SmolLM2).
+# Size of the residual stream relative to a state of the target. It is about the size of the
+# predictions, so that a later draft step, which reads a prediction, finds what the first one finds.
+# Fitting down_proj over two steps gained nothing (SmolLM2).
 RESIDUAL = 0.8
 # Ridge penalties, relative to inputs of unit variance.
-FC_PENALTY, ATTENTION_PENALTY, UNITS_PENALTY = 1e-4, 0.01, 0.03
+FC_PENALTY = 1e-4
+ATTENTION_PENALTY = 0.01
+UNITS_PENALTY = 0.03
 SHARPNESS = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 SHARPNESS_ROWS = 2048
 
 
 class RidgeRegression:
-    """The sums of a linear regression from inputs [R, I] to outputs [R, O], with a penalty on the weights."""
+    """The sums of a linear regression from inputs [R, I] to outputs [R, O], with a penalty on
+    the weights.
+    """
 
     def __init__(self) -> None:
         self.num_rows = 0
         # Sums of x x^T [I, I] and of x y^T [I, O].
-        self.products, self.targets = torch.zeros(()), torch.zeros(())
+        self.products = torch.zeros(())
+        self.targets = torch.zeros(())
 
     def add_rows(self, inputs: Tensor, outputs: Tensor) -> None:
         """Add rows, whose sums are accumulated in float64."""
-        x, y = inputs.float(), outputs.float()
+        x = inputs.float()
+        y = outputs.float()
         if not self.num_rows:
             self.products, self.targets = (
-                torch.zeros(x.shape[1], size, dtype=torch.float64, device=x.device) for size in (x.shape[1], y.shape[1])
+                torch.zeros(x.shape[1], size, dtype=torch.float64, device=x.device)
+                for size in (x.shape[1], y.shape[1])
             )
         self.num_rows += len(x)
         self.products += x.T @ x
         self.targets += x.T @ y
 
     def solve(self, penalty: float) -> Tensor:
-        """Return the weights [O, I], in float64; inputs are scaled to unit variance for the penalty."""
+        """Return the weights [O, I], in float64; inputs are scaled to unit variance for the
+        penalty.
+        """
         size = self.products.diagonal().clamp(min=torch.finfo(torch.float64).tiny).sqrt()
         scaled = self.products / size[:, None] / size
         scaled.diagonal().add_(penalty)
@@ -77,13 +90,17 @@ class RidgeRegression:
 
 @torch.no_grad()
 def fit_eagle(drafter: UnrolledEagle, batches: Sequence[Batch], target: Target) -> bool:
-    """Fit the initial weights of a drafter to the target's states in these batches, which hold the drafter's features.
+    """Fit the initial weights of a drafter to the target's states in these batches, which hold the
+    drafter's features.
 
-    Rows whose next token carries loss count. Return whether there are any; without them the drafter stays as it is.
+    Rows whose next token carries loss count. Return whether there are any; without them the drafter
+    stays as it is.
     """
     has_rows = any(bool(label_positions(batch, 0).any()) for batch in batches)
     if has_rows:
-        fitter = EagleFitter(drafter, batches, state_scale(target, batches).to(drafter.fc.weight.device))
+        fitter = EagleFitter(
+            drafter, batches, state_scale(target, batches).to(drafter.fc.weight.device)
+        )
         fitter.clear_outputs()
         fitter.fit_fc()
         fitter.fit_attention()
@@ -93,10 +110,16 @@ def fit_eagle(drafter: UnrolledEagle, batches: Sequence[Batch], target: Target) 
 
 
 def state_scale(target: Target, batches: Sequence[Batch]) -> Tensor:
-    """Return the scale [D] that the final norm gives to states of unit size, or the mean size where it is another norm."""
+    """Return the scale [D] that the final norm gives to states of unit size, or the mean size
+    where it is another norm.
+    """
     scale = final_norm_scale(target)
     if scale is None:
-        final = [batch.features.at_layer("final")[batch.next_is_supervised] for batch in batches if batch.features is not None]
+        final = [
+            batch.features.at_layer("final")[batch.next_is_supervised]
+            for batch in batches
+            if batch.features is not None
+        ]
         return torch.cat(final).float().square().mean().sqrt().expand(target.width)
     smallest = 1e-3 * scale.abs().mean()
     return torch.where(scale.abs() < smallest, smallest, scale)
@@ -110,16 +133,23 @@ class EagleFitter:
         self.batches, self.scale = batches, scale
 
     def read_batches(self) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield every batch on the drafter's device, with the states [B, T, D] of the target that a norm of scale 1 gives."""
+        """Yield every batch on the drafter's device, with the states [B, T, D] of the target
+        that a norm of scale 1 gives.
+        """
         for batch in self.batches:
             moved = batch.to(self.scale.device)
             assert moved.features is not None
             yield moved, moved.features.at_layer("final").float() / self.scale
 
     def clear_outputs(self) -> None:
-        """Let the layers pass on the residual stream, with the norms and random units that the fits assume."""
+        """Let the layers pass on the residual stream, with the norms and random units that the
+        fits assume.
+        """
         drafter = self.drafter
-        layers = [(drafter.self_attn, drafter.mlp), *((layer.self_attn, layer.mlp) for layer in drafter.later)]
+        layers = [
+            (drafter.self_attn, drafter.mlp),
+            *((layer.self_attn, layer.mlp) for layer in drafter.later),
+        ]
         for attention, mlp in layers:
             attention.o_proj.weight.zero_()
             mlp.down_proj.weight.zero_()
@@ -134,18 +164,23 @@ class EagleFitter:
 
     def fit_fc(self) -> None:
         """Fit fc to the states that the next draft step reads in place of its outputs."""
-        drafter, fit = self.drafter, RidgeRegression()
+        drafter = self.drafter
+        fit = RidgeRegression()
         with record_inputs(drafter.fc) as inputs:
             for batch, states in self.read_batches():
                 drafter.fuse_features(batch.input_features)
                 rows = batch.next_is_supervised & (batch.positions > 0)
-                fit.add_rows(inputs.pop()[rows], (states * self.scale if drafter.norm_output else states)[rows])
+                fit.add_rows(
+                    inputs.pop()[rows],
+                    (states * self.scale if drafter.norm_output else states)[rows],
+                )
         size = 1.0 if drafter.norm_before_residual else RESIDUAL
         drafter.fc.weight.copy_(size * fit.solve(FC_PENALTY))
 
     def fit_attention(self) -> None:
         """Fit values and outputs of the heads that attend to their own position."""
-        drafter, fit = self.drafter, RidgeRegression()
+        drafter = self.drafter
+        fit = RidgeRegression()
         for batch, states in self.read_batches():
             hidden = drafter.fuse_features(batch.input_features)
             x, residual = drafter.attention_inputs(batch.tokens.roll(-1, dims=1), hidden)
@@ -153,18 +188,26 @@ class EagleFitter:
             fit.add_rows(x[rows], (states.roll(-1, dims=1) - residual)[rows])
         weight = fit.solve(ATTENTION_PENALTY)
         attention = drafter.self_attn
-        head_size, num_heads = attention.head_dim, attention.num_heads
+        head_size = attention.head_dim
+        num_heads = attention.num_heads
         values, outputs = factorize(
-            weight, fit.predicted_covariance(weight), self.logit_products(), attention.v_proj.out_features
+            weight,
+            fit.predicted_covariance(weight),
+            self.logit_products(),
+            attention.v_proj.out_features,
         )
         attention.v_proj.weight[: len(values)] = values.to(attention.v_proj.weight.dtype)
         shared = num_heads // (attention.v_proj.out_features // head_size)
         num_own = (shared + 1) // 2
         own = outputs.unflatten(1, (-1, 1, head_size)).expand(-1, -1, num_own, -1) / num_own
-        attention.o_proj.weight.unflatten(1, (-1, shared, head_size))[:, :, :num_own] = own.to(attention.o_proj.weight.dtype)
+        attention.o_proj.weight.unflatten(1, (-1, shared, head_size))[:, :, :num_own] = own.to(
+            attention.o_proj.weight.dtype
+        )
 
     def logit_products(self) -> Tensor:
-        """Return W^T W [D, D] of the output layer over the draft vocabulary, which weighs errors of states by their logits."""
+        """Return W^T W [D, D] of the output layer over the draft vocabulary, which weighs errors
+        of states by their logits.
+        """
         drafter = self.drafter
         weight = drafter.head.output.weight[drafter.draft_ids.to(drafter.head.output.weight.device)]
         scaled = weight.float().to(self.scale.device) * self.scale
@@ -172,8 +215,12 @@ class EagleFitter:
 
     def fit_mlp(self) -> None:
         """Fit down_proj over the first draft step."""
-        drafter, fit = self.drafter, RidgeRegression()
-        with record_inputs(drafter.post_attention_layernorm) as streams, record_inputs(drafter.mlp.down_proj) as units:
+        drafter = self.drafter
+        fit = RidgeRegression()
+        with (
+            record_inputs(drafter.post_attention_layernorm) as streams,
+            record_inputs(drafter.mlp.down_proj) as units,
+        ):
             for batch, states in self.read_batches():
                 next(drafter.unroll_steps(batch, 1, TrainingState()))
                 rows = label_positions(batch, 0)
@@ -182,7 +229,8 @@ class EagleFitter:
 
     def fit_sharpness(self) -> None:
         """Scale the norm so that KL(p || q) of the first draft step is smallest, over some rows."""
-        drafter, num_rows = self.drafter, 0
+        drafter = self.drafter
+        num_rows = 0
         totals = torch.zeros(len(SHARPNESS))
         # The target's logits are scaled where its family does that.
         candidates = [sharpness * drafter.head.scale for sharpness in SHARPNESS]
@@ -192,11 +240,15 @@ class EagleFitter:
             assert batch.features is not None
             final = batch.features.at_layer("final").roll(-1, dims=1)[rows]
             if len(final):
-                _, log_probs = restrict_target(final, drafter.head.projection, drafter.draft_ids, False)
+                _, log_probs = restrict_target(
+                    final, drafter.head.projection, drafter.draft_ids, False
+                )
                 log_p = log_probs(slice(0, len(final)))
                 logits = drafter.lm_head(drafter.head_inputs(hidden)).float()
                 for number, sharpness in enumerate(candidates):
-                    totals[number] += float((log_p.exp() * (log_p - (sharpness * logits).log_softmax(-1))).sum())
+                    totals[number] += float(
+                        (log_p.exp() * (log_p - (sharpness * logits).log_softmax(-1))).sum()
+                    )
             num_rows += len(final)
             if num_rows >= SHARPNESS_ROWS:
                 break
@@ -204,7 +256,9 @@ class EagleFitter:
 
 
 def label_positions(batch: Batch, step: int) -> Tensor:
-    """Return [B, T] bool: the positions t where draft step `step` has a label, the target's state at t + 1 + step."""
+    """Return [B, T] bool: the positions t where draft step `step` has a label, the target's
+    state at t + 1 + step.
+    """
     return shift_labels(batch.next_is_supervised.int(), batch.positions, step, 0).bool()
 
 
@@ -219,17 +273,25 @@ def record_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def factorize(weight: Tensor, covariance: Tensor, metric: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return A [rank, I] and B [O, rank], whose product B A is nearest to a weight [O, I] in its predictions.
+def factorize(
+    weight: Tensor, covariance: Tensor, metric: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Return A [rank, I] and B [O, rank], whose product B A is nearest to a weight [O, I] in its
+    predictions.
 
-    Errors e of predictions, which have second moments `covariance` [O, O], count as e^T `metric` e (reduced-rank regression,
-    Izenman, 1975). The rows of A have the size of random weights. With a rank above O, A has O rows and B columns of zeros.
+    Errors e of predictions, which have second moments `covariance` [O, O], count as e^T `metric` e
+    (reduced-rank regression, Izenman, 1975). The rows of A have the size of random weights. With a
+    rank above O, A has O rows and B columns of zeros.
     """
     size = metric.diagonal().mean()
-    root = torch.linalg.cholesky(metric / size + 1e-3 * torch.eye(len(metric), dtype=metric.dtype, device=metric.device))
-    vectors = torch.linalg.eigh(root.T @ covariance @ root).eigenvectors[:, -rank:]  # by ascending eigenvalue
+    root = torch.linalg.cholesky(
+        metric / size + 1e-3 * torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
+    )
+    # by ascending eigenvalue
+    vectors = torch.linalg.eigh(root.T @ covariance @ root).eigenvectors[:, -rank:]
     inner = vectors.T @ root.T @ weight
     outer = torch.linalg.solve_triangular(root.T, vectors, upper=True)
     norms = inner.norm(dim=1).clamp(min=torch.finfo(inner.dtype).tiny)
-    inner, outer = inner / norms[:, None], outer * norms
+    inner = inner / norms[:, None]
+    outer = outer * norms
     return inner, nn.functional.pad(outer, (0, rank - len(inner)))

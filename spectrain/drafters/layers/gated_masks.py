@@ -1,6 +1,8 @@
-"""The base of drafters that train masks in the frozen target, with LoRA that acts at the masks only.
+"""The base of drafters that train masks in the frozen target, with LoRA that acts at the masks
+only.
 
-Shapes: B batch, T tokens, N packed tokens or tree nodes, K masks, D target width, V vocabulary, R supervised masks.
+Shapes: B batch, T tokens, N packed tokens or tree nodes, K masks, D target width, V vocabulary, R
+supervised masks.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class MaskConfig:
     rank: int = 16
     # Scale of LoRA; its output is multiplied by alpha / rank.
     alpha: float = 32.0
-    # Where masks run: behind every tree node (quadratic), behind one deepest node (linear), or in a forward of their own
-    # before verification (apart).
+    # Where masks run: behind every tree node (quadratic), behind one deepest node (linear), or in a
+    # forward of their own before verification (apart).
     strategy: Strategy = "quadratic"
     # Number of tree nodes with masks behind them under quadratic; null puts masks behind all nodes.
     num_hosts: Width | None = None
@@ -52,38 +54,44 @@ class MaskConfig:
     sampler: bool = True
     # Loss of each mask: a cross-entropy with the data or a divergence from the target.
     loss: LossName = "cross_entropy"
-    # Weight of the latent consistency loss, the mean squared difference from the ordinary token's state.
+    # Weight of the latent consistency loss, the mean squared difference from the ordinary token's
+    # state.
     consistency: float = 1.0
     # Factor from 0 to 1 between the loss weights of successive masks.
     step_decay: Share = 1.0
     # Number of mask tokens per ordinary token in a training batch.
     mask_ratio: float = 1.0
-    # Block lengths for successive equal parts of the training, which tile the text; null places blocks behind random
-    # prefixes.
+    # Block lengths for successive equal parts of the training, which tile the text; null places
+    # blocks behind random prefixes.
     tiles: list[int] | None = None
     # Seed of the prefixes and of random mask tokens.
     seed: int = 0
 
 
 class GatedMasks(MaskDrafter):
-    """`num_masks` masks after a prefix, and LoRA at them only: ordinary tokens are computed as without the drafter.
+    """`num_masks` masks after a prefix, and LoRA at them only: ordinary tokens are computed as
+    without the drafter.
 
-    LoRA is on every linear of the decoder layers; the fused experts of a mixture have none, so there it is on the attention.
-    With rank 0 it is absent.
+    LoRA is on every linear of the decoder layers; the fused experts of a mixture have none, so
+    there it is on the attention. With rank 0 it is absent.
 
-    The loss sums over masks whose label is the assistant's: that of the target's head at the mask, the same of the sampler
-    head, which also reads the previous token (teacher-forced), and `consistency` times the mean square of state - state of
-    the ordinary token at that position, which is held fixed (the latent consistency loss). The label is the data's token or
-    the target's distribution, from the ordinary token of the same forward. Blocks of all masks follow random prefixes,
-    `mask_ratio` mask tokens to an ordinary one, so that a forward reads at most (1 + E mask_ratio) T tokens of a sequence with
-    E chains; or blocks of `tiles` tokens, these lengths one after another for equal parts of the training, tile the text. Each
-    mask weighs `step_decay` times the one before it.
+    The loss sums over masks whose label is the assistant's: that of the target's head at the mask,
+    the same of the sampler head, which also reads the previous token (teacher-forced), and
+    `consistency` times the mean square of state - state of the ordinary token at that position,
+    which is held fixed (the latent consistency loss). The label is the data's token or the target's
+    distribution, from the ordinary token of the same forward. Blocks of all masks follow random
+    prefixes, `mask_ratio` mask tokens to an ordinary one, so that a forward reads at most (1 + E
+    mask_ratio) T tokens of a sequence with E chains; or blocks of `tiles` tokens, these lengths one
+    after another for equal parts of the training, tile the text. Each mask weighs `step_decay`
+    times the one before it.
 
-    Decoding verifies a tree and its masks in one forward. quadratic puts all masks after every node, so that drafts are ready
-    whatever is accepted, or with `num_hosts` after so many nodes where a round is likeliest to end; linear puts them after one
-    deepest node only. After another end nothing is drafted. The first round's masks run after the prompts. With apart, a round
-    is two forwards, and verification has no masks: the first forward runs root and masks and is not cached; its prediction at
-    the root, the target's own, is the first draft, those at masks are the others.
+    Decoding verifies a tree and its masks in one forward. quadratic puts all masks after every
+    node, so that drafts are ready whatever is accepted, or with `num_hosts` after so many nodes
+    where a round is likeliest to end; linear puts them after one deepest node only. After another
+    end nothing is drafted. The first round's masks run after the prompts. With apart, a round is
+    two forwards, and verification has no masks: the first forward runs root and masks and is not
+    cached; its prediction at the root, the target's own, is the first draft, those at masks are the
+    others.
     """
 
     masks: nn.Parameter | None  # [E K, D] learned inputs of the masks
@@ -91,18 +99,35 @@ class GatedMasks(MaskDrafter):
     def __init__(self, target: Target, config: MaskConfig, first_layer: int = 0) -> None:
         super().__init__()
         check_settings(config)
-        self.num_masks, self.rank, self.alpha, self.strategy = config.num_masks, config.rank, config.alpha, config.strategy
-        self.tiles, self.num_hosts, self.divergence = config.tiles, config.num_hosts, config.loss
-        self.consistency, self.mask_ratio, self.seed = config.consistency, config.mask_ratio, config.seed
-        self.step_decay, self.adapts_layers = config.step_decay, self.rank > 0
+        self.num_masks = config.num_masks
+        self.rank = config.rank
+        self.alpha = config.alpha
+        self.strategy = config.strategy
+        self.tiles = config.tiles
+        self.num_hosts = config.num_hosts
+        self.divergence = config.loss
+        self.consistency, self.mask_ratio, self.seed = (
+            config.consistency,
+            config.mask_ratio,
+            config.seed,
+        )
+        self.step_decay = config.step_decay
+        self.adapts_layers = self.rank > 0
         # The first layer of the target that the masks run through.
         self.first_layer = first_layer
-        self.capabilities, self.head = self.make_capabilities(), target.head
+        self.capabilities = self.make_capabilities()
+        self.head = target.head
         linears = find_linears(target, first_layer) if self.rank else {}
         # Names of the target's linears that LoRA acts on, in the layers that the masks run through.
         self.names = list(linears)
-        sidecars = {"adapter_config.json": peft_config(self.names, self.rank, self.alpha, target.path, first_layer)}
-        self.saved = replace(self.saved, layout=peft_layout(self.names), sidecars=sidecars if self.rank else {})
+        sidecars = {
+            "adapter_config.json": peft_config(
+                self.names, self.rank, self.alpha, target.path, first_layer
+            )
+        }
+        self.saved = replace(
+            self.saved, layout=peft_layout(self.names), sidecars=sidecars if self.rank else {}
+        )
         self.factors = nn.ModuleList(LoraFactors(linear, self.rank) for linear in linears.values())
         self.register_parameter("masks", None)
         self.add_inputs(target)
@@ -114,10 +139,14 @@ class GatedMasks(MaskDrafter):
 
     @property
     def mask_vectors(self) -> Tensor | None:
-        """The embeddings of the masks: [E K, D], or [B, 1, D]; None if the masks have those of their tokens."""
+        """The embeddings of the masks: [E K, D], or [B, 1, D]; None if the masks have those of
+        their tokens.
+        """
         return self.masks
 
-    def insert_states(self, target: Target, mask_index: Tensor, hosts: Tensor, rows: Tensor) -> AbstractContextManager[None]:
+    def insert_states(
+        self, target: Target, mask_index: Tensor, hosts: Tensor, rows: Tensor
+    ) -> AbstractContextManager[None]:
         """Replace the masks' states inside the target, inside the context; by default none."""
         return nullcontext()
 
@@ -125,31 +154,47 @@ class GatedMasks(MaskDrafter):
 
     @contextmanager
     def insert_masks(
-        self, target: Target, mask_index: Tensor, rows: Tensor | None = None, hosts: Tensor | None = None
+        self,
+        target: Target,
+        mask_index: Tensor,
+        rows: Tensor | None = None,
+        hosts: Tensor | None = None,
     ) -> Iterator[None]:
         rows = (mask_index >= 0).flatten().nonzero()[:, 0] if rows is None else rows
         with ExitStack() as stack:
             if self.mask_vectors is not None:
-                stack.enter_context(replace_embeddings(target.head.embedding, self.mask_vectors, mask_index))
+                stack.enter_context(
+                    replace_embeddings(target.head.embedding, self.mask_vectors, mask_index)
+                )
             if hosts is not None and len(rows):
                 stack.enter_context(self.insert_states(target, mask_index, hosts, rows))
             if self.rank and len(rows):
                 factors = dict(zip(self.names, self.factors))
-                stack.enter_context(add_lora_at(target, factors, self.alpha / self.rank, rows, mask_index.numel()))
+                stack.enter_context(
+                    add_lora_at(target, factors, self.alpha / self.rank, rows, mask_index.numel())
+                )
             yield
 
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of the target's layers over all tokens and masks, with an attention mask in every layer."""
-        num_masks = self.ensembles * (batch.supervised if self.tiles else self.mask_ratio * batch.tokens)
+        """Return the cost of the target's layers over all tokens and masks, with an attention
+        mask in every layer.
+        """
+        num_masks = self.ensembles * (
+            batch.supervised if self.tiles else self.mask_ratio * batch.tokens
+        )
         rows = batch.tokens + num_masks
         layers = nn.ModuleList(list(target.layers)[self.first_layer :])
         runs = [Run(layers, rows, rows / batch.texts, mask=rows * rows / batch.texts)]
         runs += [Run(self.factors, num_masks, 0)]
         judged = num_masks / self.ensembles
         below = rows * self.first_layer / target.num_layers
-        return StepCost(runs, Judged(judged, target.head.vocab_size, judged, copies=1, label_copies=1), forward_rows=below)
+        return StepCost(
+            runs,
+            Judged(judged, target.head.vocab_size, judged, copies=1, label_copies=1),
+            forward_rows=below,
+        )
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         if not has_weights(self):
@@ -160,14 +205,22 @@ class GatedMasks(MaskDrafter):
             features = target.run(
                 blocks.tokens,
                 ForwardPlan(
-                    layers=("final",), grad=grad, positions=blocks.positions, mask=blocks.visible, lengths=blocks.lengths
+                    layers=("final",),
+                    grad=grad,
+                    positions=blocks.positions,
+                    mask=blocks.visible,
+                    lengths=blocks.lengths,
                 ),
             )
-        final, chain = features.at_layer("final"), blocks.chain_index % self.ensembles
-        states = torch.stack([final[blocks.supervised & (chain == number)] for number in range(self.ensembles)]).mean(0)
+        final = features.at_layer("final")
+        chain = blocks.chain_index % self.ensembles
+        states = torch.stack(
+            [final[blocks.supervised & (chain == number)] for number in range(self.ensembles)]
+        ).mean(0)
         # The other chains have the same labels, in the same order.
         first = blocks.supervised & (chain == 0)
-        labels, mask_index = blocks.labels[first], blocks.mask_index[first]
+        labels = blocks.labels[first]
+        mask_index = blocks.mask_index[first]
         anchors = final.detach().gather(1, blocks.anchor_index[..., None].expand_as(final))[first]
         with torch.no_grad():
             previous = self.head.embed(batch.tokens.gather(1, blocks.token_index)[first])
@@ -179,18 +232,33 @@ class GatedMasks(MaskDrafter):
         weights = blocks.loss_weights(first, batch, self.step_decay**mask_index)
         terms = {}
         for name, hidden in inputs.items():
-            result = head_loss(self.divergence, hidden, head, labels, target_log_probs, row_weight=weights)
+            result = head_loss(
+                self.divergence, hidden, head, labels, target_log_probs, row_weight=weights
+            )
             terms[name] = result.loss
         if self.consistency:
-            terms["consistency"] = self.consistency * (weights * (states - anchors).float().pow(2).mean(-1)).sum()
+            terms["consistency"] = (
+                self.consistency * (weights * (states - anchors).float().pow(2).mean(-1)).sum()
+            )
         # Without a supervised mask, other processes still wait for gradients.
         if not len(labels):
-            terms["masks"] = terms["masks"] + 0 * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
-        best = argmax_and_log_z(anchors, head)[0] if self.divergence == "cross_entropy" else result.labels
-        return Losses.by_depth(terms, (result.predictions == best).float(), mask_index, self.num_masks)
+            terms["masks"] = (
+                terms["masks"]
+                + 0 * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
+            )
+        best = (
+            argmax_and_log_z(anchors, head)[0]
+            if self.divergence == "cross_entropy"
+            else result.labels
+        )
+        return Losses.by_depth(
+            terms, (result.predictions == best).float(), mask_index, self.num_masks
+        )
 
     def make_blocks(self, batch: Batch, state: TrainingState) -> MaskBlocks:
-        """Append this step's masks to the prefixes of a batch, all chains of a prefix one after another."""
+        """Append this step's masks to the prefixes of a batch, all chains of a prefix one after
+        another.
+        """
         prefixes = self.prefixes(batch, state.step, state.progress)
         prefixes = [[prefix for prefix in row for _ in range(self.ensembles)] for row in prefixes]
         if not self.has_random_tokens:
@@ -199,24 +267,36 @@ class GatedMasks(MaskDrafter):
         for (tokens, _), row in zip(batch.split_documents(), prefixes):
             source = sequence_generator(NOISE, self.seed, tokens, state.step)
             count = sum(size for _, size in row)
-            mask_tokens.append(torch.randint(self.head.vocab_size, (count,), generator=source).tolist())
+            mask_tokens.append(
+                torch.randint(self.head.vocab_size, (count,), generator=source).tolist()
+            )
         return add_blocks(batch, prefixes, mask_tokens)
 
     def chain_mask_index(self, blocks: MaskBlocks) -> Tensor:
-        """Return the index [B, N] of every mask among those of all chains; negative at ordinary tokens."""
-        return blocks.mask_index + self.num_masks * (blocks.chain_index % self.ensembles) * (blocks.mask_index >= 0)
+        """Return the index [B, N] of every mask among those of all chains; negative at ordinary
+        tokens.
+        """
+        return blocks.mask_index + self.num_masks * (blocks.chain_index % self.ensembles) * (
+            blocks.mask_index >= 0
+        )
 
-    def prefixes(self, batch: Batch, step: int, progress: float = 0.0) -> list[list[tuple[int, int]]]:
-        """Return the prefixes of every sequence that have a label for one of their masks: those that end where a tile begins,
-        or random ones, drawn for its own tokens and the step."""
+    def prefixes(
+        self, batch: Batch, step: int, progress: float = 0.0
+    ) -> list[list[tuple[int, int]]]:
+        """Return the prefixes of every sequence that have a label for one of their masks: those
+        that end where a tile begins, or random ones, drawn for its own tokens and the step."""
         if not self.tiles:
             return sample_prefixes(batch, self.num_masks, self.mask_ratio, self.seed, step)
-        return tile_prefixes(batch, self.tiles[min(int(progress * len(self.tiles)), len(self.tiles) - 1)])
+        return tile_prefixes(
+            batch, self.tiles[min(int(progress * len(self.tiles)), len(self.tiles) - 1)]
+        )
 
     # Decoding
 
     def drafting_layers(self, target: Target) -> nn.Module:
-        """Return the head and the sampler, and with strategy=apart the target's layers, which run masks before verification."""
+        """Return the head and the sampler, and with strategy=apart the target's layers, which
+        run masks before verification.
+        """
         sampler = [] if self.sampler is None else [self.sampler]
         run = [target.layers, self.factors] if self.strategy == "apart" else []
         return nn.ModuleList([self.head.output, *sampler, *run])
@@ -233,4 +313,7 @@ def check_settings(config: MaskConfig) -> None:
         raise UserError(f"drafter.consistency={config.consistency}: use 0 or more")
     tiles = config.tiles
     if tiles is not None and not (tiles and all(1 <= size <= config.num_masks for size in tiles)):
-        raise UserError(f"drafter.tiles={list(tiles)}: use lengths from 1 to drafter.num_masks={config.num_masks}")
+        raise UserError(
+            f"drafter.tiles={list(tiles)}: use lengths from 1 to "
+            f"drafter.num_masks={config.num_masks}"
+        )

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 class MedusaHead(nn.Module):
-    """The head W2 (SiLU(W1 h) + h). W1 is zero at first, so that it starts as the target's own head."""
+    """The head W2 (SiLU(W1 h) + h). W1 is zero at first, so that it starts as the target's own
+    head.
+    """
 
     def __init__(self, width: int, vocab_size: int, num_layers: int, rank: int | None) -> None:
         super().__init__()
@@ -41,20 +43,25 @@ class MedusaHead(nn.Module):
 
 
 class Sampler(nn.Module):
-    """Corrects a mask's state for the token before it by two layers in a residual branch, which is zero at first.
+    """Corrects a mask's state for the token before it by two layers in a residual branch, which is
+    zero at first.
 
-    The authors let the two layers, each with a norm, replace the state, which they must then first learn to pass on.
+    The authors let the two layers, each with a norm, replace the state, which they must then first
+    learn to pass on.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.first_norm = nn.Linear(2 * width, width), nn.LayerNorm(width)
+        self.first = nn.Linear(2 * width, width)
+        self.first_norm = nn.LayerNorm(width)
         self.second = nn.Linear(width, width)
         nn.init.zeros_(self.second.weight)
         nn.init.zeros_(self.second.bias)
 
     def forward(self, state: Tensor, previous: Tensor) -> Tensor:
-        """Return the inputs [.., D] of the target's head from states and embeddings of the previous tokens [.., D]."""
+        """Return the inputs [.., D] of the target's head from states and embeddings of the
+        previous tokens [.., D].
+        """
         # An embedding is about 20 times smaller than a normed state.
         previous = F.rms_norm(previous, previous.shape[-1:])
         x = torch.cat([state, previous], dim=-1).to(self.first.weight.dtype)

@@ -51,8 +51,12 @@ class DrafterWrapper(Drafter):
         self.inner.prepare(target, token_counts)
 
 
-def build_inner(choice: str | dict[str, Any], key: str, target: Target) -> tuple[Drafter, dict[str, Any]]:
-    """Build the drafter that `drafter.KEY` names, a choice with or without settings, and its description for a file."""
+def build_inner(
+    choice: str | dict[str, Any], key: str, target: Target
+) -> tuple[Drafter, dict[str, Any]]:
+    """Build the drafter that `drafter.KEY` names, a choice with or without settings, and its
+    description for a file.
+    """
     settings: dict[str, Any] = {"choice": choice} if isinstance(choice, str) else choice
     drafter: Drafter = build(resolve_choice("drafter", settings, f"drafter.{key}"), target=target)
     return drafter, {**settings, **drafter.saved.settings}

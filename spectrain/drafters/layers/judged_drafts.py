@@ -32,30 +32,48 @@ class SlotStates:
 
 
 class JudgedDrafts:
-    """The supervised drafts of a batch, flat and ordered by their labels' rows, as a block drafter's loss reads them.
+    """The supervised drafts of a batch, flat and ordered by their labels' rows, as a block
+    drafter's loss reads them.
 
-    Draft d of the anchor at p has the target's distribution at p + d as its label, as far as the tokens before it carry loss
-    without a gap.
+    Draft d of the anchor at p has the target's distribution at p + d as its label, as far as the
+    tokens before it carry loss without a gap.
     """
 
     def __init__(
-        self, supervision: Supervision, batch: Batch, anchors: Anchors, slots: SlotStates, progress: float = 0.0
+        self,
+        supervision: Supervision,
+        batch: Batch,
+        anchors: Anchors,
+        slots: SlotStates,
+        progress: float = 0.0,
     ) -> None:
-        self.supervision, self.batch, self.anchors, self.slots = supervision, batch, anchors, slots
+        self.supervision = supervision
+        self.batch = batch
+        self.anchors = anchors
+        self.slots = slots
         self.progress = progress  # share of the training that is done
-        self.states, self.piece = slots.draft_states, batch.piece
+        self.states = slots.draft_states
+        self.piece = batch.piece
         states = self.states  # [A, K, W]
-        self.num_drafts, rows = states.shape[1], supervision.row_index.flatten()
+        self.num_drafts = states.shape[1]
+        rows = supervision.row_index.flatten()
         depths = torch.arange(self.num_drafts, device=rows.device)
         positions = anchors.token_indices[:, None] + depths
-        label_index = torch.where(positions < len(rows), rows[positions.clamp(max=len(rows) - 1)], -1)
+        label_index = torch.where(
+            positions < len(rows), rows[positions.clamp(max=len(rows) - 1)], -1
+        )
         self.token_indices = positions  # [A, K] of the positions whose next token is drafted
         self.is_judged = (label_index >= 0).long().cumprod(1).bool()  # [A, K]
         self.label_index, self.order = label_index[self.is_judged].sort(stable=True)  # [R]
         tokens = F.pad(batch.tokens.flatten(), (0, self.num_drafts))
         # [A, K] tokens of the data before each draft, and at its position.
-        self.previous_tokens, self.tokens = tokens[positions], tokens[positions + 1]
-        self.hidden, self.depths = self.select_judged(states), self.select_judged(depths.expand_as(positions))  # [R, W], [R]
+        self.previous_tokens = tokens[positions]
+        self.tokens = tokens[positions + 1]
+        # [R, W], [R]
+        self.hidden, self.depths = (
+            self.select_judged(states),
+            self.select_judged(depths.expand_as(positions)),
+        )
 
     def select_judged(self, slots: Tensor) -> Tensor:
         """Select values [A, K, ..] of the supervised drafts, in order [R, ..]."""
@@ -71,22 +89,35 @@ class JudgedDrafts:
     def tokens_before_anchors(self) -> Tensor:
         """The token [A] before each anchor; the anchor itself at the start of a document."""
         indices = self.anchors.token_indices
-        return self.batch.tokens.flatten()[torch.where(self.anchors.positions > 0, indices - 1, indices)]
+        return self.batch.tokens.flatten()[
+            torch.where(self.anchors.positions > 0, indices - 1, indices)
+        ]
 
     def normalize_weights(self, weights: Tensor) -> Tensor:
-        """Scale weights [A, K] of drafts so that those of a document sum to its number of supervised tokens; return [R]."""
+        """Scale weights [A, K] of drafts so that those of a document sum to its number of
+        supervised tokens; return [R].
+        """
         document, tokens = self.anchors.supervised_tokens
-        totals = torch.zeros(len(tokens), device=weights.device).index_add(0, document, (weights * self.is_judged).sum(1))
+        totals = torch.zeros(len(tokens), device=weights.device).index_add(
+            0, document, (weights * self.is_judged).sum(1)
+        )
         totals = self.piece.sum_over_processes(totals)
         return self.select_judged(weights * (tokens / totals.clamp(min=1e-9))[document][:, None])
 
     def decayed_weights(self, decay: float) -> Tensor:
-        """Return the normalised loss weights [R] of the drafts: exp(-d / decay), or equal weights if the decay is 0."""
+        """Return the normalised loss weights [R] of the drafts: exp(-d / decay), or equal
+        weights if the decay is 0.
+        """
         depths = torch.arange(self.num_drafts, device=self.is_judged.device)
-        weights = torch.exp(-depths / decay) if decay else torch.ones_like(depths, dtype=torch.float32)
+        weights = (
+            torch.exp(-depths / decay) if decay else torch.ones_like(depths, dtype=torch.float32)
+        )
         return self.normalize_weights(weights.expand(self.is_judged.shape))
 
     def sum_losses(self, terms: dict[str, Tensor], predictions: Tensor) -> Losses:
         """Return the losses with hits per depth, from the predictions [R], as draft ids."""
-        correct = self.supervision.drafter.draft_ids[predictions] == self.supervision.labels[self.label_index]
+        correct = (
+            self.supervision.drafter.draft_ids[predictions]
+            == self.supervision.labels[self.label_index]
+        )
         return Losses.by_depth(terms, correct, self.depths, self.num_drafts)

@@ -1,4 +1,6 @@
-"""Modules that families share. Shapes: B batch, T tokens, H query heads, K key-value heads, D head size, W width."""
+"""Modules that families share. Shapes: B batch, T tokens, H query heads, K key-value heads, D
+head size, W width.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,22 @@ if TYPE_CHECKING:
 
 
 LAYER_KEYS = (
-    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_parameters",
     "max_position_embeddings",
-)  # fmt: skip
+)
 
 
 def llama_layer_settings(config: Any, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings of a Llama layer with the width, heads and rotary embedding of a model's (text) configuration, and
-    with changes; raise RopeError for a rotary embedding that the layer cannot have."""
-    heads, changes = num_heads(config), changes or {}
+    """Return the settings of a Llama layer with the width, heads and rotary embedding of a model's
+    (text) configuration, and with changes; raise RopeError for a rotary embedding that the layer
+    cannot have."""
+    heads = num_heads(config)
+    changes = changes or {}
     layer = {
         "hidden_size": config.hidden_size,
         "intermediate_size": ffn_size(config),
@@ -49,57 +58,83 @@ def llama_layer_settings(config: Any, changes: dict[str, Any] | None = None) -> 
 
 
 def num_heads(config: Any) -> int:
-    """Return the number of attention heads of a model; one without attention gets heads of size 64."""
+    """Return the number of attention heads of a model; one without attention gets heads of size
+    64.
+    """
     return getattr(config, "num_attention_heads", None) or max(1, config.hidden_size // 64)
 
 
 def ffn_size(config: Any) -> int:
-    """Return the hidden size of a model's feed-forward blocks; if it has none, or one per layer, four times its width."""
-    sizes = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")]
+    """Return the hidden size of a model's feed-forward blocks; if it has none, or one per layer,
+    four times its width.
+    """
+    sizes = [
+        getattr(config, name, None)
+        for name in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+    ]
     return next((size for size in sizes if isinstance(size, int)), 4 * config.hidden_size)
 
 
 def head_size(config: Any) -> int:
-    """Return the size of an attention head; if it varies by layer, that of the configuration's own entry."""
+    """Return the size of an attention head; if it varies by layer, that of the configuration's
+    own entry.
+    """
     size = config.to_dict().get("head_dim") or config.hidden_size // num_heads(config)
     # Rotary embeddings rotate pairs, so the size must be even.
     return size + size % 2
 
 
 def check_layer_keys(architecture: Iterable[str], variants: tuple[str, ...] = ()) -> None:
-    """Raise `UserError` for a key of an architecture that is neither a key of a layer's configuration nor a variant."""
+    """Raise `UserError` for a key of an architecture that is neither a key of a layer's
+    configuration nor a variant.
+    """
     keys = (*LAYER_KEYS, *variants)
     for key in architecture:
         if key not in keys:
-            raise UserError(f"drafter.architecture.{key}: there is no such key; use one of {', '.join(keys)}")
+            raise UserError(
+                f"drafter.architecture.{key}: there is no such key; use one of {', '.join(keys)}"
+            )
 
 
 def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:
-    """Return the configuration of one Llama layer with the target's width, heads and rotary embedding, which engines expect
-    of a drafter."""
+    """Return the configuration of one Llama layer with the target's width, heads and rotary
+    embedding, which engines expect of a drafter."""
     try:
         layer = llama_layer_settings(target.config, changes)
     except RopeError as error:
-        where = "drafter.architecture.rope_parameters" if "rope_parameters" in (changes or {}) else f"target {target.name}"
+        where = (
+            "drafter.architecture.rope_parameters"
+            if "rope_parameters" in (changes or {})
+            else f"target {target.name}"
+        )
         raise UserError(f"{where}: {error}") from error
     return LlamaConfig(num_hidden_layers=1, vocab_size=target.head.vocab_size, **layer)
 
 
 class Attention(nn.Module):
-    """Rotary attention over inputs of `in_width`, with grouped key-value heads, and with a window over the last positions."""
+    """Rotary attention over inputs of `in_width`, with grouped key-value heads, and with a
+    window over the last positions.
+    """
 
     def __init__(self, config: LlamaConfig, in_width: int, window: int | None = None) -> None:
         super().__init__()
-        self.head_dim, self.window, self.num_heads = config.head_dim, window, config.num_attention_heads
+        self.head_dim = config.head_dim
+        self.window = window
+        self.num_heads = config.num_attention_heads
         self.q_proj = nn.Linear(in_width, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
+        )
 
     def project_qkv(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries [B, H, T, D], rotated keys [B, K, T, D] and values [B, K, T, D]."""
+        """Return rotated queries [B, H, T, D], rotated keys [B, K, T, D] and values [B, K, T,
+        D].
+        """
         q, k, v = (
-            linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for linear in (self.q_proj, self.k_proj, self.v_proj)
+            linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = apply_rotary_pos_emb(q, k, *rope)
         # Under autocast, the rotary product has a wider type.
@@ -109,26 +144,51 @@ class Attention(nn.Module):
         """Project attention outputs [B, H, T, D] to [B, T, W]."""
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
-    def attend_causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None) -> Tensor:
+    def attend_causal(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None
+    ) -> Tensor:
         """Compute training attention: causal, and inside each packed document of these lengths."""
-        return self.project_output(causal_attention(q, k, v, lengths, AttentionOptions(window=self.window)))
+        return self.project_output(
+            causal_attention(q, k, v, lengths, AttentionOptions(window=self.window))
+        )
 
     def attend_cached(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None, layer: int = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: TreeCache,
+        visible: Tensor | None,
+        layer: int = 0,
     ) -> Tensor:
-        """Compute decoding attention: append to the cache, and attend to its committed tokens and to nodes.
+        """Compute decoding attention: append to the cache, and attend to its committed tokens and
+        to nodes.
 
-        `visible` [B, T, M] says which nodes each token sees; None means the new tokens up to itself. With a window, the caller
-        sets the new nodes' positions on the cache first (`set_positions`).
+        `visible` [B, T, M] says which nodes each token sees; None means the new tokens up to
+        itself. With a window, the caller sets the new nodes' positions on the cache first
+        (`set_positions`).
         """
         batch, _, length, _ = q.shape
         if visible is None and cache.is_empty:
             cache.write(layer, k, v)
             return self.attend_causal(q, k, v)
         if visible is None:
-            visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
+            visible = (
+                torch.ones(length, length, dtype=torch.bool, device=q.device)
+                .tril()
+                .expand(batch, -1, -1)
+            )
         return self.project_output(
-            append_and_attend(q, k, v, cache, visible, layer, AttentionOptions(window=self.window), cache.positions)
+            append_and_attend(
+                q,
+                k,
+                v,
+                cache,
+                visible,
+                layer,
+                AttentionOptions(window=self.window),
+                cache.positions,
+            )
         )
 
 
@@ -142,14 +202,18 @@ def append_and_attend(
     options: AttentionOptions = DEFAULT_OPTIONS,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Append nodes to a drafter's cache, and attend from the last N ones to it: [B, H, N, D]. May be compiled."""
+    """Append nodes to a drafter's cache, and attend from the last N ones to it: [B, H, N, D].
+    May be compiled.
+    """
     if torch.compiler.is_compiling():
         return attend_with_cache(q, k, v, visible, cache, layer, options, positions).transpose(1, 2)
     return cache.attend_new(layer, q, k, v, visible, options, positions)
 
 
 class NormedAttention(Attention):
-    """Qwen3's attention: queries and keys are normed per head before the rotation. It may also attend to a context."""
+    """Qwen3's attention: queries and keys are normed per head before the rotation. It may also
+    attend to a context.
+    """
 
     def __init__(self, config: LlamaConfig, in_width: int, window: int | None = None) -> None:
         super().__init__(config, in_width, window)
@@ -189,7 +253,9 @@ class Mlp(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """The residual block x + SiLU(W x + b). W and b are zero at first, so that it starts as the identity."""
+    """The residual block x + SiLU(W x + b). W and b are zero at first, so that it starts as the
+    identity.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -203,11 +269,12 @@ class ResBlock(nn.Module):
 
 
 def make_rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the rotary embedding of a configuration, a function of a tensor (for its dtype) and position ids.
+    """Return the rotary embedding of a configuration, a function of a tensor (for its dtype) and
+    position ids.
 
-    It returns cosines and sines. It is no submodule of the drafter, because casting that to bfloat16 would round its
-    frequencies. So it moves to the drafter's device by itself, once: a copy from the CPU in every forward would synchronise
-    the GPU, which a CUDA graph does not allow.
+    It returns cosines and sines. It is no submodule of the drafter, because casting that to
+    bfloat16 would round its frequencies. So it moves to the drafter's device by itself, once: a
+    copy from the CPU in every forward would synchronise the GPU, which a CUDA graph does not allow.
     """
     module = LlamaRotaryEmbedding(config)
 
@@ -221,7 +288,9 @@ def make_rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor,
 
 @torch.no_grad()
 def init_from_target(fc: nn.Linear, norm: nn.RMSNorm, target: Target) -> None:
-    """Initialise `fc` to pass on the last of the fused layers, and `norm` as the target's final norm."""
+    """Initialise `fc` to pass on the last of the fused layers, and `norm` as the target's final
+    norm.
+    """
     fc.weight.zero_()
     fc.weight[:, -target.width :].fill_diagonal_(1.0)
     scale = final_norm_scale(target)
@@ -231,21 +300,28 @@ def init_from_target(fc: nn.Linear, norm: nn.RMSNorm, target: Target) -> None:
 
 @torch.no_grad()
 def init_self_attention(attention: Attention, strength: float = 1.2) -> None:
-    """Initialise half of the query heads of every key head as that key head, so that positions attend to themselves.
+    """Initialise half of the query heads of every key head as that key head, so that positions
+    attend to themselves.
 
-    A drafter learns the token of a position only through attention, and heads that start at random give it one part in T. Over
-    normed inputs the scaled product of a query and its own key is about strength^2 * sqrt(head_dim); other products deviate
-    from 0 by strength^2. The other query heads stay random.
+    A drafter learns the token of a position only through attention, and heads that start at random
+    give it one part in T. Over normed inputs the scaled product of a query and its own key is about
+    strength^2 * sqrt(head_dim); other products deviate from 0 by strength^2. The other query heads
+    stay random.
     """
     nn.init.normal_(attention.k_proj.weight, std=strength / attention.k_proj.in_features**0.5)
-    queries, keys = (linear.weight.unflatten(0, (-1, attention.head_dim)) for linear in (attention.q_proj, attention.k_proj))
+    queries, keys = (
+        linear.weight.unflatten(0, (-1, attention.head_dim))
+        for linear in (attention.q_proj, attention.k_proj)
+    )
     shared = len(queries) // len(keys)
     queries.unflatten(0, (-1, shared))[:, : (shared + 1) // 2] = keys[:, None]
 
 
 @torch.no_grad()
 def final_norm_scale(target: Target) -> Tensor | None:
-    """Measure the scale [W] of the target's final norm, in whatever form it is stored; None if it is no RMS norm."""
+    """Measure the scale [W] of the target's final norm, in whatever form it is stored; None if
+    it is no RMS norm.
+    """
     ones = torch.ones(1, 1, target.width, device=target.device, dtype=target.dtype)
     positive, negative = (target.apply_final_norm(sign * ones)[0, 0].float() for sign in (1, -1))
     if not torch.allclose(positive, -negative) or not positive.any():

@@ -27,7 +27,13 @@ from spectrain.trees.base import TreeBuilder
 from spectrain.trees.rollout import Draft, Rollout
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
-from .tree_masks import MaskRollout, append_masks, end_probabilities, mask_rows, parallel_chains_mask
+from .tree_masks import (
+    MaskRollout,
+    append_masks,
+    end_probabilities,
+    mask_rows,
+    parallel_chains_mask,
+)
 
 if TYPE_CHECKING:
     from spectrain.models.head import Head
@@ -53,7 +59,8 @@ class MaskCost(DraftingCost):
 
 
 class MaskDrafter(Drafter, PromptRunner):
-    """Runs masks in the target: after nodes of a tree in the forward that verifies it, or in a forward of their own before it.
+    """Runs masks in the target: after nodes of a tree in the forward that verifies it, or in a
+    forward of their own before it.
 
     A node with masks after it is a host.
     """
@@ -74,25 +81,34 @@ class MaskDrafter(Drafter, PromptRunner):
     sampler: nn.Module | None
     means: Tensor | None = None  # [B, 1, D] mean embedding of each prompt
     states: Tensor | None = None  # [B, hosts, K, D] of the masks of this round's tree
-    ready_at: Tensor | None = None  # [B] committed length after which the states are valid; -1 for none
+    # [B] committed length after which the states are valid; -1 for none
+    ready_at: Tensor | None = None
     hosts: Tensor | None = None  # [B, hosts] nodes
     mask_index: Tensor | None = None  # [B, N] which mask a node is; -1 at ordinary nodes
 
     @abstractmethod
     def insert_masks(
-        self, target: Target, mask_index: Tensor, rows: Tensor | None = None, hosts: Tensor | None = None
+        self,
+        target: Target,
+        mask_index: Tensor,
+        rows: Tensor | None = None,
+        hosts: Tensor | None = None,
     ) -> AbstractContextManager[None]:
         """Run the target with masks, inside the context.
 
-        `mask_index` [B, N] says which mask a token is, `rows` are the masks' indices among all B N tokens, and `hosts` [B, N]
-        the indices in the row of their hosts.
+        `mask_index` [B, N] says which mask a token is, `rows` are the masks' indices among all B N
+        tokens, and `hosts` [B, N] the indices in the row of their hosts.
         """
 
     def make_capabilities(self) -> Capabilities:
-        """Declare what the drafter can do. With few hosts a round cannot be captured: the CPU must check for ready masks."""
+        """Declare what the drafter can do. With few hosts a round cannot be captured: the CPU
+        must check for ready masks.
+        """
         carried = ("means",) if self.has_mean_embedding else ()
         state_names = () if self.strategy == "apart" else ("states", "ready_at")
-        needs_check = self.strategy == "linear" or (self.strategy == "quadratic" and self.num_hosts is not None)
+        needs_check = self.strategy == "linear" or (
+            self.strategy == "quadratic" and self.num_hosts is not None
+        )
         capture = None if needs_check else Capture(state_names=(*state_names, *carried))
         return Capabilities(capture=capture, nestable=False)
 
@@ -117,28 +133,38 @@ class MaskDrafter(Drafter, PromptRunner):
         return counter.random_bits(key, torch.zeros_like(positions)) % self.head.vocab_size
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
-        """Run the prompts with the first round's masks after them, which no committed token sees and no cache holds."""
+        """Run the prompts with the first round's masks after them, which no committed token sees
+        and no cache holds.
+        """
         if self.strategy == "apart" and not self.has_mean_embedding:
             return context.prefill(tokens, lengths)
         refuse_images(context.texts, "drafter: this family reads prompts by itself")
         steps = torch.arange(tokens.shape[1] + self.num_masks, device=tokens.device)
         if self.has_mean_embedding:
             is_real = (steps[: tokens.shape[1]] < lengths[:, None])[..., None]
-            self.means = (self.head.embed(tokens) * is_real).sum(1, keepdim=True) / lengths[:, None, None]
+            self.means = (self.head.embed(tokens) * is_real).sum(1, keepdim=True) / lengths[
+                :, None, None
+            ]
         if self.strategy == "apart":
             return context.prefill(tokens, lengths)
         # Several chains, which must not see each other, need a forward of their own.
         if self.ensembles > 1:
             features = context.prefill(tokens, lengths)
-            self.states, self.ready_at = self.run_masks(context, None, self.num_masks), lengths.clone()
+            self.states = self.run_masks(context, None, self.num_masks)
+            self.ready_at = lengths.clone()
             return features
         positions = lengths[:, None] + steps[: self.num_masks]
         padded = F.pad(tokens, (0, self.num_masks))
         if self.has_random_tokens:
             padded = padded.scatter(1, positions, self.random_tokens(context, positions))
         mask_index = torch.full_like(padded, -1).scatter(1, positions, positions - lengths[:, None])
-        rows = positions + torch.arange(len(positions), device=tokens.device)[:, None] * padded.shape[1]
-        with self.insert_masks(context.target, mask_index, rows.flatten(), (lengths - 1)[:, None].expand_as(padded)):
+        rows = (
+            positions
+            + torch.arange(len(positions), device=tokens.device)[:, None] * padded.shape[1]
+        )
+        with self.insert_masks(
+            context.target, mask_index, rows.flatten(), (lengths - 1)[:, None].expand_as(padded)
+        ):
             features = context.target.prefill(padded, lengths, context.cache, ("final",))
         states = features.at_layer("final")
         self.states = states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))
@@ -146,7 +172,9 @@ class MaskDrafter(Drafter, PromptRunner):
         return Features(tokens, (), features.hidden[:, : tokens.shape[1], :0], features.logits)
 
     def draft(self, context: Context) -> Draft:
-        """Draft from the masks after the last accepted node, if it was a host; then add masks after the new nodes."""
+        """Draft from the masks after the last accepted node, if it was a host; then add masks
+        after the new nodes.
+        """
         if self.strategy == "apart":
             return Draft(self.make_rollout(context, self.run_root_and_masks(context)))
         assert self.states is not None and self.ready_at is not None
@@ -162,7 +190,9 @@ class MaskDrafter(Drafter, PromptRunner):
                 if children == "deterministic"
                 else context.new_features.hidden.new_zeros(len(is_ready), 1, self.head.vocab_size)
             )
-            return Draft(add_mask_nodes=lambda root: add_masks(replace(root, children=children, q=q)))
+            return Draft(
+                add_mask_nodes=lambda root: add_masks(replace(root, children=children, q=q))
+            )
 
         def add_to_ready(tree: TokenTree) -> TokenTree:
             is_root = torch.arange(tree.tokens.shape[1], device=is_ready.device) == 0
@@ -172,42 +202,72 @@ class MaskDrafter(Drafter, PromptRunner):
         return Draft(self.make_rollout(context, self.states), add_mask_nodes=add_to_ready)
 
     def make_rollout(self, context: Context, states: Tensor) -> Rollout:
-        """Return a rollout from the states [B, K, D] of masks; with strategy=apart the first one is the root's."""
+        """Return a rollout from the states [B, K, D] of masks; with strategy=apart the first one
+        is the root's.
+        """
         return MaskRollout(context.root, states, self.head, self.sampler, self.strategy == "apart")
 
     def run_root_and_masks(self, context: Context) -> Tensor:
-        """Return the states [B, 1 + K, D] of the root and of as many masks as the tree's depth needs, without caching them."""
+        """Return the states [B, 1 + K, D] of the root and of as many masks as the tree's depth
+        needs, without caching them.
+        """
         return self.run_masks(context, context.root, min(self.num_masks, context.builder.depth - 1))
 
     def run_masks(self, context: Context, root: Tensor | None, depth: int) -> Tensor:
-        """Return the states [B, depth, D] of masks after the committed tokens, or after a root [B], whose state comes first."""
-        lengths, num_roots = context.cache.lengths, int(root is not None)
-        batch, device = len(lengths), lengths.device
+        """Return the states [B, depth, D] of masks after the committed tokens, or after a root
+        [B], whose state comes first.
+        """
+        lengths = context.cache.lengths
+        num_roots = int(root is not None)
+        batch = len(lengths)
+        device = lengths.device
         depths = torch.arange(depth, device=device).repeat(self.ensembles)
-        chain_masks = depths + self.num_masks * torch.arange(self.ensembles, device=device).repeat_interleave(depth)
+        chain_masks = depths + self.num_masks * torch.arange(
+            self.ensembles, device=device
+        ).repeat_interleave(depth)
         positions = lengths[:, None] + num_roots + depths
-        tokens = self.random_tokens(context, positions) if self.has_random_tokens else torch.zeros_like(positions)
+        tokens = (
+            self.random_tokens(context, positions)
+            if self.has_random_tokens
+            else torch.zeros_like(positions)
+        )
         mask_index = chain_masks.expand(batch, -1)
-        rows = torch.arange(batch * (num_roots + len(depths)), device=device).view(batch, -1)[:, num_roots:].flatten()
+        rows = (
+            torch.arange(batch * (num_roots + len(depths)), device=device)
+            .view(batch, -1)[:, num_roots:]
+            .flatten()
+        )
         if root is not None:
-            tokens, mask_index = torch.cat([root[:, None], tokens], dim=1), F.pad(mask_index, (1, 0), value=-1)
+            tokens = torch.cat([root[:, None], tokens], dim=1)
+            mask_index = F.pad(mask_index, (1, 0), value=-1)
             positions = torch.cat([lengths[:, None], positions], dim=1)
         plan = ForwardPlan(layers=("final",), cache=context.cache)
         if self.ensembles > 1:
-            visible = parallel_chains_mask(self.ensembles, depth, num_roots, device).expand(batch, -1, -1)
+            visible = parallel_chains_mask(self.ensembles, depth, num_roots, device).expand(
+                batch, -1, -1
+            )
             plan = replace(plan, positions=positions, mask=visible)
         with self.insert_masks(context.target, mask_index, rows, torch.zeros_like(mask_index)):
             features = context.target.run(tokens, plan)
         context.cache.roll_back()
         final = features.at_layer("final")
-        return torch.cat([final[:, :num_roots], self._average_chains(final[:, None, num_roots:], depth)[:, 0]], dim=1)
+        return torch.cat(
+            [final[:, :num_roots], self._average_chains(final[:, None, num_roots:], depth)[:, 0]],
+            dim=1,
+        )
 
     def _average_chains(self, states: Tensor, depth: int) -> Tensor:
         """Average states [B, H, E depth, D] over the chains of every host: [B, H, depth, D]."""
-        return states.unflatten(2, (self.ensembles, depth)).mean(2) if self.ensembles > 1 and depth else states
+        return (
+            states.unflatten(2, (self.ensembles, depth)).mean(2)
+            if self.ensembles > 1 and depth
+            else states
+        )
 
     def _add_masks(self, context: Context, tree: TokenTree) -> TokenTree:
-        """Choose the hosts of a tree, and append each host's masks as chains below it, which are never emitted."""
+        """Choose the hosts of a tree, and append each host's masks as chains below it, which are
+        never emitted.
+        """
         batch, num_nodes = tree.tokens.shape
         device = tree.tokens.device
         if self.strategy != "quadratic":
@@ -215,17 +275,30 @@ class MaskDrafter(Drafter, PromptRunner):
         elif self.num_hosts is None or self.num_hosts >= num_nodes:
             self.hosts = torch.arange(num_nodes, device=device).expand(batch, -1)
         else:
-            self.hosts = end_probabilities(tree).topk(self.num_hosts, dim=-1).indices.sort(dim=-1).values
+            self.hosts = (
+                end_probabilities(tree).topk(self.num_hosts, dim=-1).indices.sort(dim=-1).values
+            )
         noise = None
         if self.has_random_tokens:
-            depths = tree.depths.gather(1, self.hosts)[..., None] + 1 + torch.arange(self.num_masks, device=device)
+            depths = (
+                tree.depths.gather(1, self.hosts)[..., None]
+                + 1
+                + torch.arange(self.num_masks, device=device)
+            )
             noise = self.random_tokens(context, context.cache.lengths[:, None] + depths.flatten(1))
         host_masks = torch.arange(self.masks_per_host, device=device).repeat(self.hosts.shape[1])
-        self.mask_index = torch.cat([torch.full_like(tree.tokens, -1), host_masks.expand(batch, -1)], dim=1)
-        return replace(append_masks(tree, self.hosts, self.num_masks, self.ensembles, noise), pruning=tree.pruning)
+        self.mask_index = torch.cat(
+            [torch.full_like(tree.tokens, -1), host_masks.expand(batch, -1)], dim=1
+        )
+        return replace(
+            append_masks(tree, self.hosts, self.num_masks, self.ensembles, noise),
+            pruning=tree.pruning,
+        )
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        """Verify the tree and run its masks. The logits of masks stay zero, because nothing reads them."""
+        """Verify the tree and run its masks. The logits of masks stay zero, because nothing
+        reads them.
+        """
         if self.strategy == "apart":
             return context.verify(tree)
         assert self.mask_index is not None and self.hosts is not None
@@ -233,16 +306,27 @@ class MaskDrafter(Drafter, PromptRunner):
         features = self.run_tree(context, tree, num_masks)
         final = features.at_layer("final")
         self.states = self._average_chains(
-            final[:, -num_masks:].unflatten(1, (self.hosts.shape[1], self.masks_per_host)), self.num_masks
+            final[:, -num_masks:].unflatten(1, (self.hosts.shape[1], self.masks_per_host)),
+            self.num_masks,
         )
         logits = self.head.logits(final[:, :-num_masks])
-        return Features(tree.tokens, features.layers, features.hidden, F.pad(logits, (0, 0, 0, num_masks)))
+        return Features(
+            tree.tokens, features.layers, features.hidden, F.pad(logits, (0, 0, 0, num_masks))
+        )
 
     def run_tree(self, context: Context, tree: TokenTree, num_masks: int) -> Features:
         """Return the final states of a tree, whose last `num_masks` nodes are masks."""
         assert self.mask_index is not None and self.hosts is not None
-        hosts = F.pad(self.hosts.repeat_interleave(self.masks_per_host, dim=1), (tree.tokens.shape[1] - num_masks, 0))
-        plan = ForwardPlan(layers=("final",), positions=context.positions(tree), mask=tree.ancestors, cache=context.cache)
+        hosts = F.pad(
+            self.hosts.repeat_interleave(self.masks_per_host, dim=1),
+            (tree.tokens.shape[1] - num_masks, 0),
+        )
+        plan = ForwardPlan(
+            layers=("final",),
+            positions=context.positions(tree),
+            mask=tree.ancestors,
+            cache=context.cache,
+        )
         with self.insert_masks(context.target, self.mask_index, mask_rows(tree, num_masks), hosts):
             return context.target.run(tree.tokens, plan)
 
@@ -253,6 +337,10 @@ class MaskDrafter(Drafter, PromptRunner):
         assert self.states is not None and self.hosts is not None
         last = accepted.path.gather(1, (accepted.counts - 1)[:, None])
         is_last_host = self.hosts == last
-        index = is_last_host.long().argmax(-1)[:, None, None, None].expand(-1, 1, *self.states.shape[2:])
+        index = (
+            is_last_host.long()
+            .argmax(-1)[:, None, None, None]
+            .expand(-1, 1, *self.states.shape[2:])
+        )
         self.states = self.states.gather(1, index)[:, 0]
         self.ready_at = torch.where(is_last_host.any(-1), context.cache.lengths, -1)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def resolve_mask_token(target: Target, mask_token_id: int | None) -> int:
-    """Return the mask token's id: the given one, or if it is None, one that no text of the target holds."""
+    """Return the mask token's id: the given one, or if it is None, one that no text of the
+    target holds.
+    """
     rows = target.head.vocab_size
     if mask_token_id is None:
         return find_unused_token(target.tokenizer, rows)
@@ -26,14 +28,17 @@ def resolve_mask_token(target: Target, mask_token_id: int | None) -> int:
 def check_mask_unused(mask: int, token_counts: Tensor) -> None:
     """Raise `UserError` if the data holds the mask token."""
     if token_counts[mask]:
-        raise UserError(f"drafter.mask_token_id={mask}: the data holds this token; use a token that no text holds")
+        raise UserError(
+            f"drafter.mask_token_id={mask}: the data holds this token; use a token that no text "
+            "holds"
+        )
 
 
 def find_unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     """Return the id of an embedding row that no text holds.
 
-    This is the tokenizer's mask token, a row beyond its tokens, or the last special token that neither begins nor ends a text
-    nor occurs in the chat template.
+    This is the tokenizer's mask token, a row beyond its tokens, or the last special token that
+    neither begins nor ends a text nor occurs in the chat template.
     """
     if tokenizer.mask_token_id is not None:
         return int(tokenizer.mask_token_id)
@@ -42,7 +47,14 @@ def find_unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> in
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     boundaries = {tokenizer.bos_token_id, tokenizer.eos_token_id}
     special = [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
-    candidates = [id for id in special if id not in boundaries and str(tokenizer.added_tokens_decoder[id]) not in template]
+    candidates = [
+        id
+        for id in special
+        if id not in boundaries and str(tokenizer.added_tokens_decoder[id]) not in template
+    ]
     if not candidates:
-        raise UserError("drafter.mask_token_id: the target has no token that texts never hold; use the id of the rarest one")
+        raise UserError(
+            "drafter.mask_token_id: the target has no token that texts never hold; use the id of "
+            "the rarest one"
+        )
     return int(max(candidates))

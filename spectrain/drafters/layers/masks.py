@@ -1,8 +1,8 @@
 """Mask tokens: slots after a prefix at which a model predicts further tokens.
 
-After the prefix that ends at position i, mask j (from 0) stands at position i + 1 + j and predicts token i + 2 + j; the
-model predicts token i + 1 at position i itself. A mask sees the prefix and the masks of its block before it. No other token
-sees it.
+After the prefix that ends at position i, mask j (from 0) stands at position i + 1 + j and predicts
+token i + 2 + j; the model predicts token i + 1 at position i itself. A mask sees the prefix and the
+masks of its block before it. No other token sees it.
 
 Shapes: B batch, T tokens, M masks of a row, N = T + M, K different masks, D width.
 """
@@ -37,12 +37,15 @@ class MaskBlocks:
     labels: Tensor  # [B, N] the token after the one at the same position
     token_index: Tensor  # [B, N] index in the batch of the token at the same position
     anchor_index: Tensor  # [B, N] index among the N of the token at the same position
-    chain_index: Tensor  # [B, N] which block of its document a mask belongs to, from 0; -1 at ordinary tokens
+    # [B, N] which block of its document a mask belongs to, from 0; -1 at ordinary tokens
+    chain_index: Tensor
     lengths: tuple[int, ...] | None = None  # of packed documents, masks included
 
     @property
     def prefix_end_index(self) -> Tensor:
-        """The index [B, N] in the batch of the last token of a mask's prefix; an ordinary token's own index."""
+        """The index [B, N] in the batch of the last token of a mask's prefix; an ordinary
+        token's own index.
+        """
         return (self.token_index - self.mask_index - 1).clamp(min=0)
 
     @property
@@ -53,25 +56,28 @@ class MaskBlocks:
     @property
     def is_batch_token(self) -> Tensor:
         """[B, N] bool, True at the batch's own tokens."""
-        return self.anchor_index == torch.arange(self.anchor_index.shape[1], device=self.anchor_index.device)
+        return self.anchor_index == torch.arange(
+            self.anchor_index.shape[1], device=self.anchor_index.device
+        )
 
     def loss_weights(self, selected: Tensor, batch: Batch, share: Tensor | None = None) -> Tensor:
         """Return the loss weights [R] of the `selected` slots [B, N].
 
-        Those of a document sum to its number of supervised tokens, whatever the batch. Within a document they are equal, or
-        proportional to `share` [R].
+        Those of a document sum to its number of supervised tokens, whatever the batch. Within a
+        document they are equal, or proportional to `share` [R].
         """
-        count, device = (len(selected) if self.lengths is None else len(self.lengths)), selected.device
-        slot_documents, token_documents = (
-            torch.arange(count, device=device)[:, None],
-            torch.arange(count, device=device)[:, None],
-        )
+        count = len(selected) if self.lengths is None else len(self.lengths)
+        device = selected.device
+        slot_documents = torch.arange(count, device=device)[:, None]
+        token_documents = torch.arange(count, device=device)[:, None]
         if self.lengths is not None and batch.lengths is not None:
             slot_documents, token_documents = (
                 torch.arange(count).repeat_interleave(torch.tensor(lengths)).to(device)[None]
                 for lengths in (self.lengths, batch.lengths)
             )
-        tokens = torch.bincount(token_documents.expand_as(batch.tokens)[batch.loss_mask], minlength=count)
+        tokens = torch.bincount(
+            token_documents.expand_as(batch.tokens)[batch.loss_mask], minlength=count
+        )
         documents = slot_documents.expand_as(selected)[selected]
         share = torch.ones_like(documents, dtype=torch.float32) if share is None else share
         totals = share.new_zeros(count).index_add(0, documents, share)
@@ -79,21 +85,29 @@ class MaskBlocks:
 
 
 def find_prefix_ends(mask: Tensor, num_masks: int) -> Tensor:
-    """Return the positions [n] at which prefixes may end: those after which any mask has a label in `mask` [T].
+    """Return the positions [n] at which prefixes may end: those after which any mask has a label in
+    `mask` [T].
 
-    It need not be the first mask: supervised tokens may be corrections of single tokens, which deep masks should learn too.
+    It need not be the first mask: supervised tokens may be corrections of single tokens, which deep
+    masks should learn too.
     """
     return F.pad(mask[2:], (0, num_masks)).unfold(0, num_masks, 1).any(-1).nonzero()[:, 0]
 
 
 def tile_prefixes(batch: Batch, size: int) -> list[list[tuple[int, int]]]:
-    """Return the prefixes of every document that end where a tile of `size` tokens begins, with as many masks."""
+    """Return the prefixes of every document that end where a tile of `size` tokens begins, with
+    as many masks.
+    """
     ends = [find_prefix_ends(mask, size).tolist() for _, mask in batch.split_documents()]
     return [[(end, size) for end in row if (end + 1) % size == 0] for row in ends]
 
 
-def sample_prefixes(batch: Batch, num_masks: int, mask_ratio: float, seed: int, step: int) -> list[list[tuple[int, int]]]:
-    """Sample prefixes of every document, with `mask_ratio` masks per token. Its tokens and the step key the draw."""
+def sample_prefixes(
+    batch: Batch, num_masks: int, mask_ratio: float, seed: int, step: int
+) -> list[list[tuple[int, int]]]:
+    """Sample prefixes of every document, with `mask_ratio` masks per token. Its tokens and the
+    step key the draw.
+    """
     rows = []
     for tokens, mask in batch.split_documents():
         ends = find_prefix_ends(mask, num_masks)
@@ -105,17 +119,22 @@ def sample_prefixes(batch: Batch, num_masks: int, mask_ratio: float, seed: int, 
     return rows
 
 
-def add_blocks(batch: Batch, prefixes: list[list[tuple[int, int]]], mask_tokens: list[list[int]] | None = None) -> MaskBlocks:
+def add_blocks(
+    batch: Batch, prefixes: list[list[tuple[int, int]]], mask_tokens: list[list[int]] | None = None
+) -> MaskBlocks:
     """Add blocks of masks after prefixes.
 
-    `prefixes` holds (position of the last token, number of masks) for every prefix of every document, and `mask_tokens` the
-    tokens at a document's masks, in this order.
+    `prefixes` holds (position of the last token, number of masks) for every prefix of every
+    document, and `mask_tokens` the tokens at a document's masks, in this order.
     """
     mask_tokens = [[] for _ in prefixes] if mask_tokens is None else mask_tokens
     if batch.lengths is None:
         return _make_blocks(batch.tokens, batch.next_is_supervised, prefixes, mask_tokens)
     rows = zip(
-        batch.tokens.split(batch.lengths, dim=1), batch.next_is_supervised.split(batch.lengths, dim=1), prefixes, mask_tokens
+        batch.tokens.split(batch.lengths, dim=1),
+        batch.next_is_supervised.split(batch.lengths, dim=1),
+        prefixes,
+        mask_tokens,
     )
     return _pack_blocks(
         [
@@ -133,7 +152,8 @@ def _pack_blocks(parts: list[MaskBlocks], lengths: tuple[int, ...]) -> MaskBlock
         return torch.cat(tensors, dim=1)
 
     sizes = tuple(part.tokens.shape[1] for part in parts)
-    tokens_before, slots_before = accumulate(lengths, initial=0), accumulate(sizes, initial=0)
+    tokens_before = accumulate(lengths, initial=0)
+    slots_before = accumulate(sizes, initial=0)
     return MaskBlocks(
         concat_rows([part.tokens for part in parts]),
         concat_rows([part.positions for part in parts]),
@@ -149,29 +169,42 @@ def _pack_blocks(parts: list[MaskBlocks], lengths: tuple[int, ...]) -> MaskBlock
 
 
 def _make_blocks(
-    tokens: Tensor, next_is_supervised: Tensor, prefixes: list[list[tuple[int, int]]], mask_tokens: list[list[int]]
+    tokens: Tensor,
+    next_is_supervised: Tensor,
+    prefixes: list[list[tuple[int, int]]],
+    mask_tokens: list[list[int]],
 ) -> MaskBlocks:
     """Add blocks of masks to documents that have a row each, [B, T]."""
     count, length = tokens.shape
-    slots = [[(b, i, j) for b, (i, size) in enumerate(row) for j in range(size)] for row in prefixes]
+    slots = [
+        [(b, i, j) for b, (i, size) in enumerate(row) for j in range(size)] for row in prefixes
+    ]
     width = max(map(len, slots), default=0)
     # 1. Pad the masks of all rows to one width; every padding slot is a block of its own.
     filled = [row + [(-1 - n, 0, -1) for n in range(width - len(row))] for row in slots]
     device = tokens.device
-    block, prefix, number = torch.tensor(filled, dtype=torch.int64, device=device).view(count, width, 3).unbind(-1)
-    masks = torch.tensor([row + [0] * (width - len(row)) for row in mask_tokens], dtype=torch.int64, device=device).view(
-        count, width
+    block, prefix, number = (
+        torch.tensor(filled, dtype=torch.int64, device=device).view(count, width, 3).unbind(-1)
     )
-    # 2. Tokens see earlier tokens; masks see their prefix and the masks of their block up to themselves.
+    masks = torch.tensor(
+        [row + [0] * (width - len(row)) for row in mask_tokens], dtype=torch.int64, device=device
+    ).view(count, width)
+    # 2. Tokens see earlier tokens; masks see their prefix and the masks of their block up to
+    #    themselves.
     order = torch.arange(length, device=device)
     causal = (order <= order[:, None]).expand(count, -1, -1)
     same_chain = (block[:, :, None] == block[:, None]) & (number[:, None] <= number[:, :, None])
     token_rows = torch.cat([causal, causal.new_zeros(count, length, width)], dim=2)
     mask_rows = torch.cat([order <= prefix[..., None], same_chain], dim=2)
     # 3. Positions and labels: a mask has the label of the token at its position.
-    positions = torch.cat([order.expand(count, -1), (prefix + 1 + number).clamp(max=length - 1)], dim=1)
+    positions = torch.cat(
+        [order.expand(count, -1), (prefix + 1 + number).clamp(max=length - 1)], dim=1
+    )
     mask_index = torch.cat([torch.full_like(tokens, -1), number], dim=1)
-    is_in_text = torch.cat([torch.zeros_like(next_is_supervised), (number >= 0) & (prefix + 2 + number < length)], dim=1)
+    is_in_text = torch.cat(
+        [torch.zeros_like(next_is_supervised), (number >= 0) & (prefix + 2 + number < length)],
+        dim=1,
+    )
     return MaskBlocks(
         torch.cat([tokens, masks], dim=1),
         positions,
@@ -189,9 +222,11 @@ def _make_blocks(
 def replace_embeddings(embedding: nn.Module, vectors: Tensor, mask_index: Tensor) -> Iterator[None]:
     """Replace the embeddings of the tokens that `mask_index` [B, N] marks, inside the context.
 
-    `vectors` holds a vector per mask [K, D], one vector for all masks [1, D], or one per text [B, 1, D].
+    `vectors` holds a vector per mask [K, D], one vector for all masks [1, D], or one per text [B,
+    1, D].
     """
-    is_mask, rows = (mask_index >= 0)[..., None], mask_index.clamp(0, len(vectors) - 1)
+    is_mask = (mask_index >= 0)[..., None]
+    rows = mask_index.clamp(0, len(vectors) - 1)
 
     def replace_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         embedded = vectors if vectors.dim() == 3 else nn.functional.embedding(rows, vectors)
@@ -207,7 +242,9 @@ def replace_embeddings(embedding: nn.Module, vectors: Tensor, mask_index: Tensor
 @contextmanager
 def add_embeddings(embedding: nn.Module, added: Tensor) -> Iterator[None]:
     """Add `added` [B, N, D] to the embeddings of tokens, inside the context."""
-    handle = embedding.register_forward_hook(lambda module, args, output: output + added.to(output.dtype))
+    handle = embedding.register_forward_hook(
+        lambda module, args, output: output + added.to(output.dtype)
+    )
     try:
         yield
     finally:
@@ -215,15 +252,22 @@ def add_embeddings(embedding: nn.Module, added: Tensor) -> Iterator[None]:
 
 
 def init_mask_vectors(embedding: nn.Module, count: int) -> Tensor:
-    """Initialise mask vectors [K, D] as the mean embedding plus noise of a tenth of the embeddings' standard deviation.
+    """Initialise mask vectors [K, D] as the mean embedding plus noise of a tenth of the embeddings'
+    standard deviation.
 
     Rows are read in chunks: all of them in float32 would be the largest tensor of a training.
     """
     weight: Tensor = embedding.weight  # type: ignore[assignment]
-    mean, total, size = weight.new_zeros((), dtype=torch.float32), weight.new_zeros((), dtype=torch.float32), 0
+    mean = weight.new_zeros((), dtype=torch.float32)
+    total = weight.new_zeros((), dtype=torch.float32)
+    size = 0
     for ids in torch.arange(len(weight), device=weight.device).split(EMBEDDING_CHUNK):
         # Some embeddings scale their rows, so they are called instead of indexed.
         rows = embedding(ids).float()
-        mean, total, size = mean + rows.sum(0), total + rows.square().sum(), size + rows.numel()
+        mean = mean + rows.sum(0)
+        total = total + rows.square().sum()
+        size = size + rows.numel()
     deviation = ((total - mean.sum().square() / size) / (size - 1)).sqrt()
-    return mean / len(weight) + 0.1 * deviation * torch.randn(count, len(mean), device=weight.device)
+    return mean / len(weight) + 0.1 * deviation * torch.randn(
+        count, len(mean), device=weight.device
+    )

@@ -1,4 +1,6 @@
-"""The base of drafters that run a part of the target. Shapes: B batch, F frontier nodes, V vocabulary, D target width."""
+"""The base of drafters that run a part of the target. Shapes: B batch, F frontier nodes, V
+vocabulary, D target width.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.capabilities import Capabilities, Capture, DraftingCost
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.models.forward_plan import SUBLAYER_KINDS, LayerSpan, SkippedLayer, Sublayer, layer_index
+from spectrain.models.forward_plan import (
+    SUBLAYER_KINDS,
+    LayerSpan,
+    SkippedLayer,
+    Sublayer,
+    layer_index,
+)
 from spectrain.models.partial_forward import NodeLevel, PartialForward
 from spectrain.trees.rollout import Draft, Rollout
 
@@ -31,10 +39,12 @@ class SelfDraftingCost(DraftingCost):
 
 
 class SelfDrafter(Drafter):
-    """Drafts with the target without some of its layers, in the target's own cache, and verifies from the first skipped layer.
+    """Drafts with the target without some of its layers, in the target's own cache, and verifies
+    from the first skipped layer.
 
-    A round with a chain of d drafts calls every layer before the first skipped one d + 1 times over one node, and every other
-    drafting layer d times. Verification is one call over d + 1 nodes of the layers from the first skipped one on.
+    A round with a chain of d drafts calls every layer before the first skipped one d + 1 times over
+    one node, and every other drafting layer d times. Verification is one call over d + 1 nodes of
+    the layers from the first skipped one on.
     """
 
     # A draft step runs the layers before this one.
@@ -46,18 +56,26 @@ class SelfDrafter(Drafter):
     _cost_type: type[DraftingCost] = SelfDraftingCost
 
     def draft(self, context: Context) -> Draft:
-        context.partial = PartialForward(context.target, context.cache, self.exit_layer, self.skipped, context.layers)
+        context.partial = PartialForward(
+            context.target, context.cache, self.exit_layer, self.skipped, context.layers
+        )
         return Draft(SelfRollout(self, context.partial, context.root))
 
     def log_q(self, level: NodeLevel) -> Tensor:
-        """Compute log q [B, F, V] after nodes: by default by the target's norm and head on the last drafting layer's output."""
+        """Compute log q [B, F, V] after nodes: by default by the target's norm and head on the
+        last drafting layer's output.
+        """
         return self.head.logits(level.features.at_layer("final")).log_softmax(-1)
 
     def drafting_layers(self, target: Target) -> nn.Module:
         """Return the modules whose weights a draft step reads."""
         layers = []
-        for index in LayerSpan(last=self.exit_layer, skipped=self.skipped).active_layers(target.num_layers):
-            sublayers = [kind for kind in SUBLAYER_KINDS if Sublayer(index, kind) not in self.skipped]
+        for index in LayerSpan(last=self.exit_layer, skipped=self.skipped).active_layers(
+            target.num_layers
+        ):
+            sublayers = [
+                kind for kind in SUBLAYER_KINDS if Sublayer(index, kind) not in self.skipped
+            ]
             modules = (
                 [target.get_sublayer(index, kind) for kind in sublayers]
                 if len(sublayers) < len(SUBLAYER_KINDS)
@@ -81,13 +99,18 @@ class SelfRollout(Rollout):
 
 
 def resolve_exit_layer(target: Target, exit_layer: int | None, share: float) -> int:
-    """Return the given exit layer, or by default the one after this share of the layers; raise `UserError` if it is invalid."""
+    """Return the given exit layer, or by default the one after this share of the layers; raise
+    `UserError` if it is invalid.
+    """
     if target.num_layers < 2:
-        raise UserError(f"drafter.exit_layer: {target.name} has one layer, so no part of it can draft")
+        raise UserError(
+            f"drafter.exit_layer: {target.name} has one layer, so no part of it can draft"
+        )
     if exit_layer is None:
         return max(1, round(share * target.num_layers))
     if not 1 <= exit_layer < target.num_layers:
         raise UserError(
-            f"drafter.exit_layer={exit_layer}: {target.name} has {target.num_layers} layers; use 1 to {target.num_layers - 1}"
+            f"drafter.exit_layer={exit_layer}: {target.name} has {target.num_layers} layers; use "
+            f"1 to {target.num_layers - 1}"
         )
     return exit_layer

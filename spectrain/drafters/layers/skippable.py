@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class SkippableDrafter:
-    """Runs or skips a drafter in each round. Features that are committed without it wait for its next draft."""
+    """Runs or skips a drafter in each round. Features that are committed without it wait for its
+    next draft.
+    """
 
     def __init__(self, drafter: Drafts) -> None:
         self.drafter = drafter

@@ -19,20 +19,27 @@ from spectrain.models.model_parts import find_decoder, layer_list_name
 from spectrain.models.pretrained import load_pretrained
 from spectrain.models.target import SmallModelOrigin, Target
 
-# A larger drafter could not pay: it may have this multiple of the target's parameters, plus a constant.
-MAX_SIZE_RATIO, MAX_EXTRA_PARAMETERS = 2, 50_000_000
+# A larger drafter could not pay: it may have this multiple of the target's parameters, plus a
+# constant.
+MAX_SIZE_RATIO = 2
+MAX_EXTRA_PARAMETERS = 50_000_000
 
 
-def make_small_model(target: Target, num_layers: int | None, model: str | None, architecture: dict[str, Any] | None) -> Target:
+def make_small_model(
+    target: Target, num_layers: int | None, model: str | None, architecture: dict[str, Any] | None
+) -> Target:
     """Make a trainable model with the target's tokenizer.
 
-    Its source is one of `num_layers` layers of the target, by default a quarter; a directory or a name on the hub; and a
-    transformers configuration.
+    Its source is one of `num_layers` layers of the target, by default a quarter; a directory or a
+    name on the hub; and a transformers configuration.
     """
     settings = {"num_layers": num_layers, "model": model, "architecture": architecture}
     given = [key for key, value in settings.items() if value is not None]
     if len(given) > 1:
-        raise UserError(f"drafter.{given[1]}: drafter.{given[0]} already names the drafter's source; set only one of them")
+        raise UserError(
+            f"drafter.{given[1]}: drafter.{given[0]} already names the drafter's source; set only "
+            "one of them"
+        )
     own = target.make_small_model(SmallModelOrigin(num_layers, model, architecture))
     if own is not None:
         return own.requires_grad_(True)
@@ -41,12 +48,16 @@ def make_small_model(target: Target, num_layers: int | None, model: str | None, 
     elif architecture is not None:
         inner = init_model(architecture, target)
     else:
-        inner = cut_model(target, max(1, target.num_layers // 4) if num_layers is None else num_layers)
-    vocab_size, rows = min(len(target.tokenizer), target.head.num_embeddings), inner.get_input_embeddings().weight.shape[0]
+        inner = cut_model(
+            target, max(1, target.num_layers // 4) if num_layers is None else num_layers
+        )
+    vocab_size = min(len(target.tokenizer), target.head.num_embeddings)
+    rows = inner.get_input_embeddings().weight.shape[0]
     if rows < vocab_size:
         key = "model" if model is not None else "architecture"
         raise UserError(
-            f"drafter.{key}: its vocab_size is {rows}, below the {vocab_size} tokens of the target; use {vocab_size} or more"
+            f"drafter.{key}: its vocab_size is {rows}, below the {vocab_size} tokens of the "
+            f"target; use {vocab_size} or more"
         )
     small_model = wrap_model(inner, target.tokenizer, model or "")
     small_model.requires_grad_(True)
@@ -54,24 +65,28 @@ def make_small_model(target: Target, num_layers: int | None, model: str | None, 
 
 
 def to_known_tokens(tokens: Tensor, model: Target) -> Tensor:
-    """Return the tokens that a small model reads. A target whose vocabulary is padded further may write a token that the small
-    model has no embedding of, which is then read as its last one."""
+    """Return the tokens that a small model reads. A target whose vocabulary is padded further may
+    write a token that the small model has no embedding of, which is then read as its last one."""
     return tokens.clamp(max=model.head.num_embeddings - 1)
 
 
 def describe_model(model: Target) -> dict[str, Any]:
-    """Return the settings of `make_small_model` that need neither the target's layers nor another directory."""
+    """Return the settings of `make_small_model` that need neither the target's layers nor
+    another directory.
+    """
     return {"architecture": model.saved_config.to_diff_dict(), "num_layers": None, "model": None}
 
 
 def wrap_model(inner: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> Target:
-    """Wrap a model as a frozen target that drafts; refuse one with layers that cannot roll back drafts."""
+    """Wrap a model as a frozen target that drafts; refuse one with layers that cannot roll back
+    drafts.
+    """
     inner.config._attn_implementation = ATTENTION_NAME
     target = Target(inner, tokenizer, "drafter", path)
     if target.architecture.keeps_state:
         raise UserError(
-            "drafter: layers of the small model keep a state, which cannot be rolled back; use a drafter.model or "
-            "drafter.architecture with attention layers only"
+            "drafter: layers of the small model keep a state, which cannot be rolled back; use a "
+            "drafter.model or drafter.architecture with attention layers only"
         )
     return target
 
@@ -79,11 +94,15 @@ def wrap_model(inner: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> Tar
 def cut_model(target: Target, num_layers: int) -> nn.Module:
     """Copy the target with `num_layers` evenly spaced layers, the first and the last among them."""
     if not 1 <= num_layers < target.num_layers:
-        raise UserError(f"drafter.num_layers={num_layers}: {target.name} has {target.num_layers} layers; use fewer, at least 1")
+        raise UserError(
+            f"drafter.num_layers={num_layers}: {target.name} has {target.num_layers} layers; use "
+            "fewer, at least 1"
+        )
     target.require_layers("a drafter that is cut from the target")
     if target.sharding != "none":
         raise UserError(
-            f"target.sharding={target.sharding}: a drafter cannot be cut from it; set drafter.model or drafter.architecture"
+            f"target.sharding={target.sharding}: a drafter cannot be cut from it; set "
+            "drafter.model or drafter.architecture"
         )
     last = target.num_layers - 1
     copied = sorted({round(index * last / max(num_layers - 1, 1)) for index in range(num_layers)})
@@ -94,7 +113,8 @@ def cut_model(target: Target, num_layers: int) -> nn.Module:
     if vars(text).get("layer_types"):
         text.layer_types = [text.layer_types[layer] for layer in copied]
     model: Any = type(target.model)(config)
-    own_decoder, target_decoder = find_decoder(model), target.decoder
+    own_decoder = find_decoder(model)
+    target_decoder = target.decoder
     layers = layer_list_name(target_decoder)
     names = {f"{layers}.{old}.": f"{layers}.{new}." for new, old in enumerate(copied)}
     weights = {}
@@ -108,8 +128,8 @@ def cut_model(target: Target, num_layers: int) -> nn.Module:
         own_decoder.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(
-            f"drafter.num_layers={num_layers}: {target.name} has weights of its layers outside of them, so it cannot be cut; "
-            "set drafter.model or drafter.architecture"
+            f"drafter.num_layers={num_layers}: {target.name} has weights of its layers outside of "
+            "them, so it cannot be cut; set drafter.model or drafter.architecture"
         ) from error
     with torch.no_grad():
         model.get_output_embeddings().weight.copy_(target.head.output.weight)
@@ -118,23 +138,33 @@ def cut_model(target: Target, num_layers: int) -> nn.Module:
 
 
 def init_model(architecture: dict[str, Any], target: Target) -> nn.Module:
-    """Make a model of a transformers configuration with random weights; by default its vocabulary is the target's."""
-    settings = {"vocab_size": target.head.vocab_size, "max_position_embeddings": target.max_length, **architecture}
+    """Make a model of a transformers configuration with random weights; by default its
+    vocabulary is the target's.
+    """
+    settings = {
+        "vocab_size": target.head.vocab_size,
+        "max_position_embeddings": target.max_length,
+        **architecture,
+    }
     try:
         config = AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
         if config.get_text_config().num_hidden_layers < 1:
             raise ValueError("the model has no layers")
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            size = count_parameters(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+            size = count_parameters(
+                AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            )
         if size <= MAX_SIZE_RATIO * count_parameters(target.model) + MAX_EXTRA_PARAMETERS:
             model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             return model.float()
     except Exception as error:  # arbitrary settings may raise any error
         raise UserError(
-            f"drafter.architecture: transformers cannot build it ({first_line(error)}); correct its settings"
+            f"drafter.architecture: transformers cannot build it ({first_line(error)}); correct "
+            "its settings"
         ) from error
     raise UserError(
-        f"drafter.architecture: the model has {size:,} parameters, far more than its target; use a smaller architecture"
+        f"drafter.architecture: the model has {size:,} parameters, far more than its target; use "
+        "a smaller architecture"
     )
 
 
@@ -159,24 +189,37 @@ def load_model_files(path: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
         raise
     except Exception as error:  # a foreign config.json may raise anything
         raise UserError(
-            f"drafter.model={path}: it cannot be loaded ({explain_load_error(path, error)}); use a directory or a hub name"
+            f"drafter.model={path}: it cannot be loaded ({explain_load_error(path, error)}); use "
+            "a directory or a hub name"
         ) from error
     return model, tokenizer
 
 
-def check_tokenizer(drafter_tokenizer: PreTrainedTokenizerBase, target_tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raise `UserError` unless all tokens, special ones included, have the same ids in both. Embeddings may be padded."""
-    drafter_ids, target_ids = drafter_tokenizer.get_vocab(), target_tokenizer.get_vocab()
-    differing = sorted(token for token in {*drafter_ids, *target_ids} if drafter_ids.get(token) != target_ids.get(token))
+def check_tokenizer(
+    drafter_tokenizer: PreTrainedTokenizerBase, target_tokenizer: PreTrainedTokenizerBase, path: str
+) -> None:
+    """Raise `UserError` unless all tokens, special ones included, have the same ids in both.
+    Embeddings may be padded.
+    """
+    drafter_ids = drafter_tokenizer.get_vocab()
+    target_ids = target_tokenizer.get_vocab()
+    differing = sorted(
+        token
+        for token in {*drafter_ids, *target_ids}
+        if drafter_ids.get(token) != target_ids.get(token)
+    )
     specials = [
         f"{name} {getattr(drafter_tokenizer, name)!r} against {getattr(target_tokenizer, name)!r}"
         for name in ("bos_token", "eos_token")
         if getattr(drafter_tokenizer, name) != getattr(target_tokenizer, name)
     ]
     if differing or specials:
-        shown = [f"{token!r} is {drafter_ids.get(token)} against {target_ids.get(token)}" for token in differing[:3]]
+        shown = [
+            f"{token!r} is {drafter_ids.get(token)} against {target_ids.get(token)}"
+            for token in differing[:3]
+        ]
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(
-            f"drafter.model={path}: its tokenizer is not the target's ({'; '.join([*shown, *specials])}{more}); use a model of "
-            "the same family"
+            f"drafter.model={path}: its tokenizer is not the target's "
+            f"({'; '.join([*shown, *specials])}{more}); use a model of the same family"
         )

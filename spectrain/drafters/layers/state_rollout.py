@@ -1,6 +1,7 @@
 """A rollout of drafters that read the state of the parent node: EAGLE-3 and MTP layers.
 
-Shapes: B batch, N nodes so far, the root included, F new nodes, D width of a state, V draft vocabulary.
+Shapes: B batch, N nodes so far, the root included, F new nodes, D width of a state, V draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from spectrain.trees.rollout import BranchVisibility, Rollout
 class StateDrafter(Protocol):
     """A drafter that computes a node's state from its token and its parent's state."""
 
-    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
+    def run(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        cache: TreeCache,
+        visible: Tensor | None,
+    ) -> Tensor:
         """Run new nodes, append them to the cache, and return their states [B, F, D]."""
 
     def log_q(self, hidden: Tensor) -> Tensor:
@@ -25,9 +33,13 @@ class StateDrafter(Protocol):
 
 
 class StateRollout(Rollout):
-    """A rollout from the root's state [B, 1, D], which is committed, one level of nodes after another."""
+    """A rollout from the root's state [B, 1, D], which is committed, one level of nodes after
+    another.
+    """
 
-    def __init__(self, drafter: StateDrafter, cache: TreeCache, root: Tensor, draft_ids: Tensor | None = None) -> None:
+    def __init__(
+        self, drafter: StateDrafter, cache: TreeCache, root: Tensor, draft_ids: Tensor | None = None
+    ) -> None:
         self.drafter, self.cache, self.draft_ids = drafter, cache, draft_ids
         self.hidden = root  # [B, N, D]
         self.branches = BranchVisibility(len(root), root.device)

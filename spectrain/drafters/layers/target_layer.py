@@ -1,7 +1,9 @@
-"""One decoder layer of the target's kind and a final norm, of any architecture: latent attention, experts, norms of 1 + w.
+"""One decoder layer of the target's kind and a final norm, of any architecture: latent attention,
+experts, norms of 1 + w.
 
-The module is the target's decoder class with one layer and no embedding, so that its rotary embedding and norms are the
-target's. The drafter computes the attention. Shapes: B batch, T tokens, D width, H heads.
+The module is the target's decoder class with one layer and no embedding, so that its rotary
+embedding and norms are the target's. The drafter computes the attention. Shapes: B batch, T tokens,
+D width, H heads.
 """
 
 from __future__ import annotations
@@ -27,11 +29,15 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 TargetAttentionFn = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
-"""(queries, keys, values [B, H, T, ..] of the layer, its options) -> attention outputs [B, H, T, ..]."""
+"""(queries, keys, values [B, H, T, ..] of the layer, its options) -> attention outputs [B, H, T,
+..].
+"""
 
 
 class TargetLayer(nn.Module):
-    """A layer like the target's last layer with full attention, with random weights, and a norm like its final norm."""
+    """A layer like the target's last layer with full attention, with random weights, and a norm
+    like its final norm.
+    """
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -40,19 +46,22 @@ class TargetLayer(nn.Module):
             decoder: Any = original_class(target.decoder)(config)
         except Exception as error:  # the model's code may raise any error
             raise UserError(
-                f"drafter=mtp: a layer of {target.name}'s kind cannot be built ({first_line(error)}); use recipe=eagle3"
+                f"drafter=mtp: a layer of {target.name}'s kind cannot be built "
+                f"({first_line(error)}); use recipe=eagle3"
             ) from error
         decoder.set_input_embeddings(nn.Identity())
         for name, part in target.decoder.named_children():
             if not [*part.parameters()] and name in decoder._modules:
-                # The rotary embedding is shared and no submodule: casting the drafter would round its frequencies.
+                # The rotary embedding is shared and no submodule: casting the drafter would round
+                # its frequencies.
                 del decoder._modules[name]
                 decoder.__dict__[name] = part
         self.decoder = decoder.float()
         self.rope_switch = target.rope_switch
         if any(weight.shape != (target.width,) for weight in self.norm.parameters()):
             raise UserError(
-                f"drafter=mtp: {target.name} has further modules between embedding, layers and norm; use recipe=eagle3"
+                f"drafter=mtp: {target.name} has further modules between embedding, layers and "
+                "norm; use recipe=eagle3"
             )
 
     @property
@@ -63,29 +72,47 @@ class TargetLayer(nn.Module):
     @property
     def norm_name(self) -> str:
         """The decoder's name of the final norm, its last module with parameters."""
-        norms = [name for name, module in self.decoder.named_children() if name != self.layers_name and [*module.parameters()]]
+        norms = [
+            name
+            for name, module in self.decoder.named_children()
+            if name != self.layers_name and [*module.parameters()]
+        ]
         if not norms:
-            raise UserError("drafter=mtp: the target's decoder has no final norm; use recipe=eagle3")
+            raise UserError(
+                "drafter=mtp: the target's decoder has no final norm; use recipe=eagle3"
+            )
         return norms[-1]
 
     @property
     def norm(self) -> nn.Module:
         return self.decoder.get_submodule(self.norm_name)
 
-    def forward(self, inputs: Tensor, positions: Tensor, attends: TargetAttentionFn, cache: TreeCache | None = None) -> Tensor:
-        """Return normed states [B, T, D] of inputs [B, T, D] at positions [B, T]; only `attends` uses the cache."""
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        attends: TargetAttentionFn,
+        cache: TreeCache | None = None,
+    ) -> Tensor:
+        """Return normed states [B, T, D] of inputs [B, T, D] at positions [B, T]; only `attends`
+        uses the cache.
+        """
         positions = positions.expand(len(inputs), -1)
         if self.rope_switch is not None:
             positions = positions.clamp(max=self.rope_switch - 1)
         # With use_cache and no cache, transformers' masks would synchronise the device.
         cache_arguments = {cache_argument(self.decoder): cache, "use_cache": cache is not None}
-        output = self.decoder(inputs_embeds=inputs, position_ids=positions, **cache_arguments, attends=attends)
+        output = self.decoder(
+            inputs_embeds=inputs, position_ids=positions, **cache_arguments, attends=attends
+        )
         states: Tensor = output.last_hidden_state
         return states
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module before FSDP2 replaced it by its own, if the target is sharded."""
+    """Return the class of a module before FSDP2 replaced it by its own, if the target is
+    sharded.
+    """
     bases = type(module).__mro__
     return bases[2] if bases[1].__name__ == "FSDPModule" else bases[0]
 
@@ -96,7 +123,9 @@ def single_layer_config(config: Any) -> Any:
     Its kind is that of the last layer, or that which the configuration names for MTP layers.
     """
     layer_config = copy.deepcopy(config)
-    layer_config.num_hidden_layers, layer_config.vocab_size, layer_config.pad_token_id = 1, 1, None
+    layer_config.num_hidden_layers = 1
+    layer_config.vocab_size = 1
+    layer_config.pad_token_id = None
     settings = config.to_dict()
     for key, layer_types in mtp_layer_types(settings).items():
         setattr(layer_config, key.removeprefix("mtp_"), layer_types)
@@ -107,16 +136,22 @@ def single_layer_config(config: Any) -> Any:
     return layer_config
 
 
-def make_cached_attention(cache: TreeCache, visible: Tensor | None, positions: Tensor) -> TargetAttentionFn:
-    """Make the decoding attention of one layer: it appends to the cache, and attends to committed tokens and to nodes.
+def make_cached_attention(
+    cache: TreeCache, visible: Tensor | None, positions: Tensor
+) -> TargetAttentionFn:
+    """Make the decoding attention of one layer: it appends to the cache, and attends to committed
+    tokens and to nodes.
 
-    `visible` [B, T, M] says which nodes each token sees; None, for an empty cache, means the new tokens up to itself.
-    `positions` [B, M] are those of the appended nodes.
+    `visible` [B, T, M] says which nodes each token sees; None, for an empty cache, means the new
+    tokens up to itself. `positions` [B, M] are those of the appended nodes.
     """
 
     def attends(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        size, value_size = max(q.shape[-1], v.shape[-1]), v.shape[-1]
-        options = options._replace(scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale)
+        size = max(q.shape[-1], v.shape[-1])
+        value_size = v.shape[-1]
+        options = options._replace(
+            scale=q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        )
         # The cache needs keys as wide as values.
         q, k, v = (F.pad(part, (0, size - part.shape[-1])) for part in (q, k, v))
         if visible is None:

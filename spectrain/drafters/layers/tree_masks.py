@@ -18,14 +18,20 @@ if TYPE_CHECKING:
     from spectrain.models.head import Head
 
 
-def append_masks(tree: TokenTree, hosts: Tensor, num_masks: int, num_chains: int, mask_tokens: Tensor | None) -> TokenTree:
-    """Append masks to the nodes `hosts` [B, H] of a tree, as one or several chains below each, which are never emitted.
+def append_masks(
+    tree: TokenTree, hosts: Tensor, num_masks: int, num_chains: int, mask_tokens: Tensor | None
+) -> TokenTree:
+    """Append masks to the nodes `hosts` [B, H] of a tree, as one or several chains below each,
+    which are never emitted.
 
     `mask_tokens` [B, H K] are the tokens at the masks, by default 0.
     """
-    num_nodes, count = tree.tokens.shape[1], hosts.shape[1]
+    num_nodes = tree.tokens.shape[1]
+    count = hosts.shape[1]
     mask_index = torch.arange(num_masks * num_chains, device=hosts.device)
-    slots = num_nodes + torch.arange(count, device=hosts.device)[:, None] * len(mask_index) + mask_index
+    slots = (
+        num_nodes + torch.arange(count, device=hosts.device)[:, None] * len(mask_index) + mask_index
+    )
     parents = torch.where(mask_index % num_masks == 0, hosts[..., None], slots - 1).flatten(1)
     zeros = torch.zeros_like(parents)
     valid = tree.valid.gather(1, hosts).repeat_interleave(len(mask_index), dim=1)
@@ -43,19 +49,33 @@ def append_masks(tree: TokenTree, hosts: Tensor, num_masks: int, num_chains: int
 
 
 def mask_rows(tree: TokenTree, num_masks: int) -> Tensor:
-    """Return the indices [R] of the masks, which are the last `num_masks` nodes of each row, among all B N nodes."""
+    """Return the indices [R] of the masks, which are the last `num_masks` nodes of each row,
+    among all B N nodes.
+    """
     indices = torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
     return indices[:, -num_masks:].flatten()
 
 
 def without_masks(tree: TokenTree, num_masks: int) -> TokenTree:
     """Return the tree without its last `num_masks` nodes, which are masks."""
-    tokens, parents, valid, can_emit = (part[:, :-num_masks] for part in (tree.tokens, tree.parents, tree.valid, tree.can_emit))
-    return TokenTree(tokens, parents, valid, can_emit, tree.children, height=tree.height, max_children=tree.max_children)
+    tokens, parents, valid, can_emit = (
+        part[:, :-num_masks] for part in (tree.tokens, tree.parents, tree.valid, tree.can_emit)
+    )
+    return TokenTree(
+        tokens,
+        parents,
+        valid,
+        can_emit,
+        tree.children,
+        height=tree.height,
+        max_children=tree.max_children,
+    )
 
 
 def parallel_chains_mask(num_chains: int, length: int, shared: int, device: torch.device) -> Tensor:
-    """Return the causal mask [N, N] of `shared` tokens and of parallel chains after them, which do not see each other."""
+    """Return the causal mask [N, N] of `shared` tokens and of parallel chains after them, which
+    do not see each other.
+    """
     order = torch.arange(shared + num_chains * length, device=device)
     chain = (order - shared).div(max(length, 1), rounding_mode="floor")
     same_chain = (chain == chain[:, None]) | (order < shared)
@@ -63,23 +83,37 @@ def parallel_chains_mask(num_chains: int, length: int, shared: int, device: torc
 
 
 def end_probabilities(tree: TokenTree) -> Tensor:
-    """Return the probability [B, N] that a round ends at each node: that it is accepted, and none of its children.
+    """Return the probability [B, N] that a round ends at each node: that it is accepted, and none
+    of its children.
 
-    It follows from the drafter's scores. In a tree without scores, a node is accepted half as often as its parent.
+    It follows from the drafter's scores. In a tree without scores, a node is accepted half as often
+    as its parent.
     """
     scores = -0.6931 * tree.depths if tree.scores is None else tree.scores
     reach_probs = scores.exp() * tree.valid
-    child_probs = torch.zeros_like(reach_probs).scatter_add(1, tree.parents.clamp(min=0), reach_probs * (tree.parents >= 0))
+    child_probs = torch.zeros_like(reach_probs).scatter_add(
+        1, tree.parents.clamp(min=0), reach_probs * (tree.parents >= 0)
+    )
     return torch.where(tree.valid, (reach_probs - child_probs).clamp(min=0), -1.0)
 
 
 class MaskRollout(DepthRollout):
-    """A rollout by the target's head on the mask state of a node's depth, which a sampler corrects for the token before."""
+    """A rollout by the target's head on the mask state of a node's depth, which a sampler
+    corrects for the token before.
+    """
 
-    def __init__(self, root: Tensor, states: Tensor, head: Head, sampler: nn.Module | None, has_root_state: bool) -> None:
+    def __init__(
+        self,
+        root: Tensor,
+        states: Tensor,
+        head: Head,
+        sampler: nn.Module | None,
+        has_root_state: bool,
+    ) -> None:
         super().__init__(root, states.shape[1])
         self.states, self.head, self.sampler = states, head, sampler  # [B, K, D]
-        # Whether the first state is the target's own at the root, which the sampler does not change.
+        # Whether the first state is the target's own at the root, which the sampler does not
+        # change.
         self.has_root_state = has_root_state
 
     def start(self) -> Tensor:

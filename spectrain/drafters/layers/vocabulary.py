@@ -1,7 +1,9 @@
-"""The draft vocabulary, and a drafter's labels in it. Shapes: B batch, T tokens, V draft vocabulary, R supervised rows.
+"""The draft vocabulary, and a drafter's labels in it. Shapes: B batch, T tokens, V draft
+vocabulary, R supervised rows.
 
-A drafter that reads features predicts token t + 2 from the target's state at position t in its first draft step, because the
-target itself predicts token t + 1. At step k, counted from 0, it predicts token t + 2 + k.
+A drafter that reads features predicts token t + 2 from the target's state at position t in its
+first draft step, because the target itself predicts token t + 1. At step k, counted from 0, it
+predicts token t + 2 + k.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class VocabularyDrafter(Drafter):
-    """A drafter whose head covers only the tokens that the assistant uses most; it cannot draft the others."""
+    """A drafter whose head covers only the tokens that the assistant uses most; it cannot draft
+    the others.
+    """
 
     capabilities = Capabilities(drafts_from_features=True, on_policy=OnPolicy())
     d2t: Tensor
@@ -38,7 +42,9 @@ class VocabularyDrafter(Drafter):
     head: Head
 
     def add_vocabulary(self, size: int, target_size: int) -> None:
-        """Add buffers d2t [V], target id - draft id of every draft id, and t2d [target vocabulary], True for draft tokens."""
+        """Add buffers d2t [V], target id - draft id of every draft id, and t2d [target
+        vocabulary], True for draft tokens.
+        """
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(target_size, dtype=torch.bool))
         self.use_vocabulary(torch.arange(size))
@@ -51,17 +57,25 @@ class VocabularyDrafter(Drafter):
         self.t2d[ids] = True
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of every module over all tokens, and of the logits of the draft vocabulary."""
-        return StepCost([Run(self, batch.tokens, batch.length)], self.judged_rows(batch, batch.supervised))
+        """Return the cost of every module over all tokens, and of the logits of the draft
+        vocabulary.
+        """
+        return StepCost(
+            [Run(self, batch.tokens, batch.length)], self.judged_rows(batch, batch.supervised)
+        )
 
     def judged_rows(self, batch: BatchShape, rows: float, layers: int = 1) -> Judged:
-        """Return the logits of `rows` states under each of `layers` output layers, and of their labels."""
+        """Return the logits of `rows` states under each of `layers` output layers, and of their
+        labels.
+        """
         labels = 0 if self.divergence == "cross_entropy" else batch.supervised
         return Judged(rows, len(self.d2t), labels, copies=2 if labels else 1, layers=layers)
 
     def choose_vocabulary(self, token_counts: Tensor) -> Tensor:
         """Set the draft vocabulary to the most frequent tokens, and return their ids [V]."""
-        ids = token_counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values.cpu()
+        ids = (
+            token_counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values.cpu()
+        )
         self.use_vocabulary(ids)
         return ids
 
@@ -77,10 +91,15 @@ class VocabularyDrafter(Drafter):
 
 
 def _check_vocabulary(drafter: Any, _: Any) -> None:
-    """Raise `UserError` if loaded ids are outside of the target's vocabulary, where later lookups would fail."""
+    """Raise `UserError` if loaded ids are outside of the target's vocabulary, where later
+    lookups would fail.
+    """
     ids = drafter.draft_ids
     if bool(((ids < 0) | (ids >= len(drafter.t2d))).any()):
-        raise UserError(f"d2t: some ids are not among the target's {len(drafter.t2d)} tokens; copy the drafter's files again")
+        raise UserError(
+            f"d2t: some ids are not among the target's {len(drafter.t2d)} tokens; copy the "
+            "drafter's files again"
+        )
 
 
 class HeadsCost(DraftingCost):
@@ -89,7 +108,9 @@ class HeadsCost(DraftingCost):
 
 
 class HeadsDrafter(VocabularyDrafter):
-    """A drafter with a head for every draft step, each whose output layer (`lm_down`, `lm_head`) starts as the target's."""
+    """A drafter with a head for every draft step, each whose output layer (`lm_down`, `lm_head`)
+    starts as the target's.
+    """
 
     heads: Any  # nn.ModuleList
     head_decay: float
@@ -106,15 +127,24 @@ class HeadsDrafter(VocabularyDrafter):
                 head.lm_down.load_state_dict(first.lm_down.state_dict())
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of every head, with an output layer of its own, over the supervised tokens."""
+        """Return the cost of every head, with an output layer of its own, over the supervised
+        tokens.
+        """
         heads = [Run(head, batch.supervised, 0) for head in self.heads]
-        others = [Run(part, batch.tokens, batch.length) for name, part in self.named_children() if name != "heads"]
-        return StepCost([*heads, *others], self.judged_rows(batch, batch.supervised, len(self.heads)))
+        others = [
+            Run(part, batch.tokens, batch.length)
+            for name, part in self.named_children()
+            if name != "heads"
+        ]
+        return StepCost(
+            [*heads, *others], self.judged_rows(batch, batch.supervised, len(self.heads))
+        )
 
     def heads_loss(
         self, supervision: Supervision, head_inputs: Callable[[int], Tensor]
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Return the losses of all heads, weighted by head_decay^k (k from 1), and their hits and counts [K].
+        """Return the losses of all heads, weighted by head_decay^k (k from 1), and their hits and
+        counts [K].
 
         `head_inputs` returns the inputs of a head's output layer at its supervised positions.
         """
@@ -123,11 +153,14 @@ class HeadsDrafter(VocabularyDrafter):
         counts = torch.zeros_like(hits)
         policy_losses = []
         for k, head in enumerate(self.heads):
-            inputs, label_index = head_inputs(k), supervision.label_index(k)
+            inputs = head_inputs(k)
+            label_index = supervision.label_index(k)
             loss, correct = supervision.judge_states(inputs, head.lm_head, label_index)
             terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
             if supervision.windows is not None:
-                policy_losses.append(supervision.windows.policy_loss(inputs, head.lm_head, label_index, k))
+                policy_losses.append(
+                    supervision.windows.policy_loss(inputs, head.lm_head, label_index, k)
+                )
             hits[k], counts[k] = correct.sum(), len(correct)
         if policy_losses:
             terms["policy"] = torch.stack(policy_losses).sum()
@@ -135,9 +168,11 @@ class HeadsDrafter(VocabularyDrafter):
 
 
 def shift_labels(labels: Tensor, positions: Tensor, step: int, none: int) -> Tensor:
-    """Return labels [B, T], which stand at the states that a draft step predicts, at the positions t that predict them.
+    """Return labels [B, T], which stand at the states that a draft step predicts, at the positions
+    t that predict them.
 
-    Step `step` predicts the state at t + 1 + step. Where that is in another document, or nowhere, the label is `none`.
+    Step `step` predicts the state at t + 1 + step. Where that is in another document, or nowhere,
+    the label is `none`.
     """
     shift = step + 1
     # Position t must lie in the document of position t + shift.
@@ -146,10 +181,11 @@ def shift_labels(labels: Tensor, positions: Tensor, step: int, none: int) -> Ten
 
 
 class Supervision:
-    """Labels of a drafter at every position whose next token is supervised, computed once for all draft steps.
+    """Labels of a drafter at every position whose next token is supervised, computed once for all
+    draft steps.
 
-    A label is the target's distribution, from its `final` features, or for cross_entropy the token of the data. Replayed drafts
-    have Draft-OPD's split loss.
+    A label is the target's distribution, from its `final` features, or for cross_entropy the token
+    of the data. Replayed drafts have Draft-OPD's split loss.
     """
 
     def __init__(
@@ -163,13 +199,22 @@ class Supervision:
         self.drafter, self.positions, self.piece = drafter, batch.positions, batch.piece
         # The earliest prediction is that of token 2, at position 0.
         is_predicted = batch.select_labels(batch.next_is_supervised & (batch.positions > 0))
-        self.row_index = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
-        self.row_index[is_predicted] = torch.arange(int(is_predicted.sum()), device=batch.tokens.device)
+        self.row_index = torch.full(
+            batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device
+        )
+        self.row_index[is_predicted] = torch.arange(
+            int(is_predicted.sum()), device=batch.tokens.device
+        )
         self.tokens_past_error, self.weight = (
-            None if part is None else part.roll(-1, dims=1)[is_predicted] for part in (batch.tokens_past_error, batch.weight)
+            None if part is None else part.roll(-1, dims=1)[is_predicted]
+            for part in (batch.tokens_past_error, batch.weight)
         )
         self.target_log_probs: TargetLogProbs | None = None
-        if drafter.divergence == "cross_entropy" and label_source == "data" and self.tokens_past_error is None:
+        if (
+            drafter.divergence == "cross_entropy"
+            and label_source == "data"
+            and self.tokens_past_error is None
+        ):
             self.labels = batch.tokens.roll(-1, dims=1)[is_predicted]
         else:
             if final is None:
@@ -177,21 +222,39 @@ class Supervision:
                 final = batch.features.at_layer("final")
             uses_target_mass = drafter.divergence in ACCEPTANCE_LOSSES
             self.labels, log_probs = restrict_target(
-                final[is_predicted[:, batch.feature_columns]], drafter.head.projection, drafter.draft_ids, uses_target_mass
+                final[is_predicted[:, batch.feature_columns]],
+                drafter.head.projection,
+                drafter.draft_ids,
+                uses_target_mass,
             )
             self.target_log_probs = TargetLogProbs(log_probs)
-        # A label outside the draft vocabulary has an arbitrary id; it has no loss and counts as a miss.
-        self.label_ids = torch.searchsorted(drafter.draft_ids, self.labels).clamp(max=len(drafter.draft_ids) - 1)
-        self.windows = None if batch.advantage is None else DrawnWindows.from_batch(batch, is_predicted, drafter.draft_ids)
+        # A label outside the draft vocabulary has an arbitrary id; it has no loss and counts as a
+        # miss.
+        self.label_ids = torch.searchsorted(drafter.draft_ids, self.labels).clamp(
+            max=len(drafter.draft_ids) - 1
+        )
+        self.windows = (
+            None
+            if batch.advantage is None
+            else DrawnWindows.from_batch(batch, is_predicted, drafter.draft_ids)
+        )
         in_vocabulary = drafter.t2d[self.labels]
-        self.in_vocabulary = torch.ones_like(in_vocabulary) if drafter.divergence in ACCEPTANCE_LOSSES else in_vocabulary
+        self.in_vocabulary = (
+            torch.ones_like(in_vocabulary)
+            if drafter.divergence in ACCEPTANCE_LOSSES
+            else in_vocabulary
+        )
 
     def _row_index_at(self, step: int) -> Tensor:
-        """Return the row [B, T] of the label of position t at a step; -1 where nothing is supervised."""
+        """Return the row [B, T] of the label of position t at a step; -1 where nothing is
+        supervised.
+        """
         return shift_labels(self.row_index, self.positions, step, -1)
 
     def is_supervised(self, step: int) -> Tensor:
-        """Return [B, T] bool: the positions that are supervised at a step, of those that this process runs."""
+        """Return [B, T] bool: the positions that are supervised at a step, of those that this
+        process runs.
+        """
         return self.piece.cut_columns(self._row_index_at(step)) >= 0
 
     def label_index(self, step: int) -> Tensor:
@@ -200,44 +263,85 @@ class Supervision:
         return rows[rows >= 0]
 
     def join_steps(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Join the labels of the first `count` steps, ordered by row, so that labels which steps share are computed once.
+        """Join the labels of the first `count` steps, ordered by row, so that labels which steps
+        share are computed once.
 
-        Returns the rows [R] of the labels, their indices in the concatenated steps, and their steps.
+        Returns the rows [R] of the labels, their indices in the concatenated steps, and their
+        steps.
         """
         step_labels = [self.label_index(step) for step in range(count)]
         label_index, order = torch.cat(step_labels).sort(stable=True)
-        return label_index, order, torch.cat([torch.full_like(labels, step) for step, labels in enumerate(step_labels)])[order]
+        return (
+            label_index,
+            order,
+            torch.cat([torch.full_like(labels, step) for step, labels in enumerate(step_labels)])[
+                order
+            ],
+        )
 
     def judge_states(
-        self, hidden: Tensor, lm_head: nn.Linear, label_index: Tensor, row_weight: Tensor | None = None
+        self,
+        hidden: Tensor,
+        lm_head: nn.Linear,
+        label_index: Tensor,
+        row_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the summed loss of states [R, D] under a drafter's output layer, and which predictions are correct [R].
+        """Return the summed loss of states [R, D] under a drafter's output layer, and which
+        predictions are correct [R].
 
-        State r has the label `label_index[r]`. The indices ascend, so draft steps that share labels are best joined.
+        State r has the label `label_index[r]`. The indices ascend, so draft steps that share labels
+        are best joined.
         """
-        result = self.judge_with_head(Projection(lm_head.weight, lm_head.bias), hidden, label_index, row_weight)
+        result = self.judge_with_head(
+            Projection(lm_head.weight, lm_head.bias), hidden, label_index, row_weight
+        )
         return result.loss, self.drafter.draft_ids[result.predictions] == self.labels[label_index]
 
-    def judge_steps(self, states: list[Tensor], lm_head: nn.Linear, decay: float, num_steps: int) -> Losses:
-        """Return the losses of up to `num_steps` draft steps under one output layer, step i weighted by decay^i.
+    def judge_steps(
+        self, states: list[Tensor], lm_head: nn.Linear, decay: float, num_steps: int
+    ) -> Losses:
+        """Return the losses of up to `num_steps` draft steps under one output layer, step i
+        weighted by decay^i.
 
         `states` holds the states [R, D] at the supervised positions of every step that was run.
         """
         label_index, order, step = self.join_steps(len(states))
-        loss, correct = self.judge_states(torch.cat(states).index_select(0, order), lm_head, label_index, decay**step)
+        loss, correct = self.judge_states(
+            torch.cat(states).index_select(0, order), lm_head, label_index, decay**step
+        )
         terms = {self.drafter.divergence: loss}
         if self.windows is not None:
-            terms["policy"] = self.windows.policy_loss(torch.cat(states).index_select(0, order), lm_head, label_index, step)
+            terms["policy"] = self.windows.policy_loss(
+                torch.cat(states).index_select(0, order), lm_head, label_index, step
+            )
         return Losses.by_depth(terms, correct, step, num_steps)
 
     def judge_with_head(
-        self, head: Projection, hidden: Tensor, label_index: Tensor, row_weight: Tensor | None = None
+        self,
+        head: Projection,
+        hidden: Tensor,
+        label_index: Tensor,
+        row_weight: Tensor | None = None,
     ) -> DivergenceResult:
-        """Return the summed loss, predictions and labels of states [R, D] under any output layer over the draft vocabulary."""
-        row_weights = self.in_vocabulary if self.weight is None else self.in_vocabulary * self.weight
-        weight = row_weights[label_index] if row_weight is None else row_weights[label_index] * row_weight
-        tokens_past_error = None if self.tokens_past_error is None else self.tokens_past_error[label_index]
-        target_log_probs = None if self.target_log_probs is None else self.target_log_probs.select_rows(label_index)
+        """Return the summed loss, predictions and labels of states [R, D] under any output layer
+        over the draft vocabulary.
+        """
+        row_weights = (
+            self.in_vocabulary if self.weight is None else self.in_vocabulary * self.weight
+        )
+        weight = (
+            row_weights[label_index]
+            if row_weight is None
+            else row_weights[label_index] * row_weight
+        )
+        tokens_past_error = (
+            None if self.tokens_past_error is None else self.tokens_past_error[label_index]
+        )
+        target_log_probs = (
+            None
+            if self.target_log_probs is None
+            else self.target_log_probs.select_rows(label_index)
+        )
         return head_loss(
             self.drafter.divergence,
             hidden,

@@ -1,7 +1,9 @@
-"""The positions at which draft steps run where only a window of each text carries loss (`trainer.loss_tokens`).
+"""The positions at which draft steps run where only a window of each text carries loss
+(`trainer.loss_tokens`).
 
-Position t of step i predicts token t + 2 + i and attends to the first step's keys up to itself, so positions before a window
-take part in the first step alone. Shapes: B batch, T tokens, W positions of a row, H heads, D head size.
+Position t of step i predicts token t + 2 + i and attends to the first step's keys up to itself, so
+positions before a window take part in the first step alone. Shapes: B batch, T tokens, W positions
+of a row, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -31,18 +33,24 @@ class WindowRows:
 
     @classmethod
     def select(cls, batch: Batch, num_steps: int) -> WindowRows | None:
-        """Return the positions that some of `num_steps` steps supervises; None without windows or if they are all positions."""
+        """Return the positions that some of `num_steps` steps supervises; None without windows
+        or if they are all positions.
+        """
         if batch.loss_windows is None:
             return None
         first = [max(0, start - 1 - num_steps) for start, _ in batch.loss_windows]
         widths = [end - begin for begin, (_, end) in zip(first, batch.loss_windows)]
         device = batch.tokens.device
         if batch.lengths is None:
-            length, width = batch.tokens.shape[1], max(widths)
+            length = batch.tokens.shape[1]
+            width = max(widths)
             if width >= length:
                 return None
             first = [min(begin, length - width) for begin in first]
-            return cls(torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device), tuple(first))
+            return cls(
+                torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device),
+                tuple(first),
+            )
         if widths == [*batch.lengths]:
             return None
         starts = accumulate(batch.lengths[:-1], initial=0)
@@ -62,14 +70,22 @@ class WindowRows:
         """Return the positions [B, H, W, D] of heads [B, H, T, D]."""
         return self.take(heads.transpose(1, 2)).transpose(1, 2)
 
-    def attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], options: AttentionOptions) -> Tensor:
-        """Return [B, H, W, D]: queries at these positions see the keys and values of the first step [B, K, T, D] up to
-        themselves, and of later steps [B, K, W, D] those at their own position."""
+    def attend(
+        self, q: Tensor, keys: list[Tensor], values: list[Tensor], options: AttentionOptions
+    ) -> Tensor:
+        """Return [B, H, W, D]: queries at these positions see the keys and values of the first step
+        [B, K, T, D] up to themselves, and of later steps [B, K, W, D] those at their own position.
+        """
         if self.widths is None or self.lengths is None:
             texts = [[part[row : row + 1] for part in (q, *keys, *values)] for row in range(len(q))]
         else:
             sizes = [self.widths, *([self.lengths, *[self.widths] * (len(keys) - 1)] * 2)]
-            texts = [[*parts] for parts in zip(*(part.split(size, 2) for part, size in zip((q, *keys, *values), sizes)))]
+            texts = [
+                [*parts]
+                for parts in zip(
+                    *(part.split(size, 2) for part, size in zip((q, *keys, *values), sizes))
+                )
+            ]
         outputs = [
             attend_rows(parts[0], parts[1 : 1 + len(keys)], parts[1 + len(keys) :], first, options)
             for first, parts in zip(self.first, texts)

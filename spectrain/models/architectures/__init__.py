@@ -1,1 +1,3 @@
-"""What differs between targets, one file per kind; `detect.py` chooses the kind when a target is loaded."""
+"""What differs between targets, one file per kind; `detect.py` chooses the kind when a target is
+loaded.
+"""

@@ -1,6 +1,7 @@
 """The contract of an architecture: what a forward needs of it. Shapes: B batch, N tokens or nodes.
 
-`standard.py` is the default. A kind of target that differs derives from it and overrides what differs.
+`standard.py` is the default. A kind of target that differs derives from it and overrides what
+differs.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class LayerAttention:
 
 @dataclass(frozen=True)
 class Architecture(ABC):
-    """What differs between targets, as one forward at load shows it. The defaults are those of ordinary layers."""
+    """What differs between targets, as one forward at load shows it. The defaults are those of
+    ordinary layers.
+    """
 
     # Name in transformers of the attention that computes for the layers.
     attention_name: ClassVar[str]
@@ -66,13 +69,17 @@ class Architecture(ABC):
 
     output_tuple_size: int = 0  # size of the tuple that a layer returns; 0 is a tensor
     has_single_stream: bool = True  # one residual stream enters each layer
-    # Argument of the decoder for its cache: that of `CACHE_ARGUMENTS` which its signature has. Where it has another name, an
-    # architecture overrides `from_probe`: return super().from_probe(replace(probe, cache_argument="memory")).
+    # Argument of the decoder for its cache: that of `CACHE_ARGUMENTS` which its signature has.
+    # Where it has another name, an architecture overrides `from_probe`: return
+    # super().from_probe(replace(probe, cache_argument="memory")).
     cache_argument: str = CACHE_ARGUMENTS[1]
     accepts_use_cache: bool = True  # False: with it, only a cache of its own class would do
-    attention_indices: tuple[tuple[int, ...], ...] | None = None  # cache indices by layer; None: one each
-    kv_shapes: dict[int, KeyValueShape] | None = None  # by attention layer, where shapes differ or not all layers attend
-    attention_ranges: dict[int, AttentionRange] | None = None  # of layers that do not pass their own range
+    # cache indices by layer; None: one each
+    attention_indices: tuple[tuple[int, ...], ...] | None = None
+    # by attention layer, where shapes differ or not all layers attend
+    kv_shapes: dict[int, KeyValueShape] | None = None
+    # of layers that do not pass their own range
+    attention_ranges: dict[int, AttentionRange] | None = None
     attention_layers: dict[int, LayerAttention] = field(default_factory=dict)  # by attention layer
 
     @classmethod
@@ -83,7 +90,9 @@ class Architecture(ABC):
     @classmethod
     @abstractmethod
     def from_probe(cls, probe: Probe) -> Architecture:
-        """Build the architecture of a target of this kind; raise UserError where trees cannot be verified with it."""
+        """Build the architecture of a target of this kind; raise UserError where trees cannot be
+        verified with it.
+        """
 
     @abstractmethod
     def resolve_call(self, parts: ModelParts, tokens: Tensor, plan: ForwardPlan) -> ForwardCall:
@@ -91,30 +100,41 @@ class Architecture(ABC):
 
     @abstractmethod
     def decoder_arguments(self, call: ForwardCall) -> dict[str, Any]:
-        """Return the arguments of the decoder: tokens, positions or embeddings, cache, and what attention needs."""
+        """Return the arguments of the decoder: tokens, positions or embeddings, cache, and what
+        attention needs.
+        """
 
     @abstractmethod
     def forward_contexts(self, call: ForwardCall) -> Iterator[AbstractContextManager[Any]]:
-        """Yield the contexts to enter around a forward, each after the one before it was entered."""
+        """Yield the contexts to enter around a forward, each after the one before it was
+        entered.
+        """
 
     @abstractmethod
     def capture_blocker(self, parts: ModelParts) -> str | None:
-        """Return why rounds over the target cannot be captured as CUDA graphs, or None where they can."""
+        """Return why rounds over the target cannot be captured as CUDA graphs, or None where
+        they can.
+        """
 
     def can_pool_texts(self, parts: ModelParts) -> bool:
-        """Return whether texts of different lengths run without padding, each with the bits that it has alone."""
+        """Return whether texts of different lengths run without padding, each with the bits that
+        it has alone.
+        """
         return False
 
     @abstractmethod
     def set_attention(self, model: Any, implementation: str) -> None:
-        """Make a model of this kind attend by an implementation that transformers has under this name."""
+        """Make a model of this kind attend by an implementation that transformers has under this
+        name.
+        """
 
     def check_single_stream(self, name: str) -> None:
         """Raise UserError where a layer reads more than one state per token."""
         if not self.has_single_stream:
             raise UserError(
-                f"target {name}: several residual streams run through its layers, so only its final features can be captured; "
-                "use drafter.layers=[final] or a drafter without features"
+                f"target {name}: several residual streams run through its layers, so only its "
+                "final features can be captured; use drafter.layers=[final] or a drafter without "
+                "features"
             )
 
     def cache_slice_below(self, layer: int) -> slice:

@@ -1,7 +1,8 @@
-"""Targets some of whose layers keep a state (linear attention, Mamba, short convolutions) instead of keys and values.
+"""Targets some of whose layers keep a state (linear attention, Mamba, short convolutions) instead
+of keys and values.
 
-Their recurrent modules run over packed documents one by one, and with a cache over prompts and nodes from its states. Shapes: B
-batch, N tokens or nodes, D width.
+Their recurrent modules run over packed documents one by one, and with a cache over prompts and
+nodes from its states. Shapes: B batch, N tokens or nodes, D width.
 """
 
 from __future__ import annotations
@@ -49,29 +50,42 @@ class Recurrent(Standard):
         yield override_forwards(self._recurrent_forwards(call))
 
     def _recurrent_forwards(self, call: ForwardCall) -> Iterator[tuple[nn.Module, Forward]]:
-        """Yield the recurrent modules with the forward that runs them over a prompt, a tree, or packed documents."""
+        """Yield the recurrent modules with the forward that runs them over a prompt, a tree, or
+        packed documents.
+        """
         plan = call.plan
         if plan.cache is None and plan.mask is None and plan.lengths is None:
             return
-        if (plan.cache is None and plan.mask is not None) or (plan.cache is not None and plan.span is not ALL_LAYERS):
+        if (plan.cache is None and plan.mask is not None) or (
+            plan.cache is not None and plan.span is not ALL_LAYERS
+        ):
             raise UserError(
-                f"target {call.parts.name}: its layers keep a state, which this drafter's trees without a cache, or over some "
-                "of the layers, do not; use another drafter, such as eagle3"
+                f"target {call.parts.name}: its layers keep a state, which this drafter's trees "
+                "without a cache, or over some of the layers, do not; use another drafter, such "
+                "as eagle3"
             )
         for layer, recurrent in self.recurrent_modules.items():
-            run = self._run_documents(call, recurrent) if plan.cache is None else self._run_nodes(call, recurrent, layer)
+            run = (
+                self._run_documents(call, recurrent)
+                if plan.cache is None
+                else self._run_nodes(call, recurrent, layer)
+            )
             yield recurrent.module, run
 
     def _run_documents(self, call: ForwardCall, recurrent: RecurrentModule) -> Forward:
         """Return a forward over packed documents, one by one."""
-        lengths, forward = call.plan.lengths, recurrent.class_forward
+        lengths = call.plan.lengths
+        forward = recurrent.class_forward
         assert lengths is not None
 
         def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             parts = [forward(part, *args, **kwargs) for part in hidden_states.split(lengths, dim=1)]
             if isinstance(parts[0], Tensor):
                 return torch.cat(parts, dim=1)
-            return tuple(torch.cat(outputs, dim=1) if outputs[0] is not None else None for outputs in zip(*parts))
+            return tuple(
+                torch.cat(outputs, dim=1) if outputs[0] is not None else None
+                for outputs in zip(*parts)
+            )
 
         return run
 
@@ -87,14 +101,21 @@ class Recurrent(Standard):
             assert isinstance(recurrence, Recurrence)
             if visibility is None:
                 lengths = (
-                    torch.full_like(cache.lengths, hidden.shape[1]) if cache.prompt_lengths is None else cache.prompt_lengths
+                    torch.full_like(cache.lengths, hidden.shape[1])
+                    if cache.prompt_lengths is None
+                    else cache.prompt_lengths
                 )
                 return state_call.split_output(recurrence.run_prompts(state_call, hidden, lengths))
             assert isinstance(visibility, Visibility)
-            return state_call.split_output(recurrence.run_nodes(state_call, hidden, visibility.tree))
+            return state_call.split_output(
+                recurrence.run_nodes(state_call, hidden, visibility.tree)
+            )
 
         return run
 
     def capture_blocker(self, parts: ModelParts) -> str | None:
-        reason = f"target {parts.name} has recurrent layers, whose state is computed level by level of a tree"
+        reason = (
+            f"target {parts.name} has recurrent layers, whose state is computed level by "
+            "level of a tree"
+        )
         return super().capture_blocker(parts) or reason

@@ -1,8 +1,9 @@
-"""A recurrent module, called over nodes from the states before them, with a cache of states as transformers has it.
+"""A recurrent module, called over nodes from the states before them, with a cache of states as
+transformers has it.
 
-The input and output linears of the module treat every token by itself and hold most of its weights. Their products of all new
-nodes are computed once, however many calls the states between them take. Shapes: B batch, M nodes, D width, K rows of a call, T
-tokens of a row, I inner width.
+The input and output linears of the module treat every token by itself and hold most of its weights.
+Their products of all new nodes are computed once, however many calls the states between them take.
+Shapes: B batch, M nodes, D width, K rows of a call, T tokens of a row, I inner width.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from spectrain.errors import UserError
 from spectrain.models.forward_override import override_forwards
@@ -24,7 +30,8 @@ LayerStates: TypeAlias = LinearAttentionLayer
 """States of several rows, [rows, ..] each."""
 ATTENTION_ARGUMENTS = ("visibility", "tree_cache", "lengths", "ranges", "layer_visibility", "calls")
 """Arguments for attention, which recurrent layers do not receive."""
-DEFAULT_CHUNK_SIZE = 64  # tokens that a recurrence computes at once, where its module has no chunk size
+# tokens that a recurrence computes at once, where its module has no chunk size
+DEFAULT_CHUNK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,9 @@ class RecurrentModule:
 
 @dataclass(frozen=True)
 class StateCall:
-    """The recorded call of a recurrent module, without its states and its first argument, which are supplied later."""
+    """The recorded call of a recurrent module, without its states and its first argument, which
+    are supplied later.
+    """
 
     recurrent: RecurrentModule
     layer: int
@@ -62,41 +71,72 @@ class StateCall:
     output_sizes: list[torch.Size | None] = field(default_factory=list)
 
     def __call__(self, hidden: Tensor, states: LayerStates) -> Tensor:
-        """Run [K, T, D] -> [K, T, D] from the states of K rows and update these. A tuple of outputs becomes one tensor."""
+        """Run [K, T, D] -> [K, T, D] from the states of K rows and update these. A tuple of
+        outputs becomes one tensor.
+        """
         cache = _LayerStateCache(self.layer, states)
         args = [cache if value is self.cache else value for value in self.args]
-        kwargs = {key: cache if value is self.cache else value for key, value in self.kwargs.items()}
+        kwargs = {
+            key: cache if value is self.cache else value for key, value in self.kwargs.items()
+        }
         output = self.forward(hidden, *args, **kwargs)
         if isinstance(output, Tensor):
             return output
-        per_token = [isinstance(part, Tensor) and part.shape[:2] == hidden.shape[:2] for part in output]
-        self.output_sizes[:] = [part.shape[2:] if each else None for part, each in zip(output, per_token)]
+        per_token = [
+            isinstance(part, Tensor) and part.shape[:2] == hidden.shape[:2] for part in output
+        ]
+        self.output_sizes[:] = [
+            part.shape[2:] if each else None for part, each in zip(output, per_token)
+        ]
         return torch.cat([part.flatten(2) for part, each in zip(output, per_token) if each], dim=-1)
 
     def split_output(self, output: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """Return [B, N, ..] in the form in which the module returns it."""
         if not self.output_sizes:
             return output
-        parts = iter(output.split([size.numel() for size in self.output_sizes if size is not None], dim=-1))
-        return tuple(None if size is None else next(parts).unflatten(-1, size) for size in self.output_sizes)
+        parts = iter(
+            output.split([size.numel() for size in self.output_sizes if size is not None], dim=-1)
+        )
+        return tuple(
+            None if size is None else next(parts).unflatten(-1, size) for size in self.output_sizes
+        )
 
 
 def make_state_call(
-    recurrent: RecurrentModule, layer: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recurrent: RecurrentModule,
+    layer: int,
+    cache: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> StateCall:
-    """Record the call of a module, so that it can be repeated. `cache` is the argument that holds its states."""
+    """Record the call of a module, so that it can be repeated. `cache` is the argument that
+    holds its states.
+    """
     if not any(value is cache for value in (*args, *kwargs.values())):
-        raise UserError(f"target: layer {layer} does not read its state from the cache as other models do; use another target")
-    own_kwargs = {key: value for key, value in kwargs.items() if key not in (*ATTENTION_ARGUMENTS, "hidden_states")}
+        raise UserError(
+            f"target: layer {layer} does not read its state from the cache as other models do; "
+            "use another target"
+        )
+    own_kwargs = {
+        key: value
+        for key, value in kwargs.items()
+        if key not in (*ATTENTION_ARGUMENTS, "hidden_states")
+    }
     return StateCall(recurrent, layer, recurrent.class_forward, cache, args[1:], own_kwargs)
 
 
 class StateNodes:
     """Nodes [B, M, D] of a module, with the products of its input linears."""
 
-    def __init__(self, call: StateCall, hidden: Tensor, products: Sequence[Tensor] | None = None) -> None:
+    def __init__(
+        self, call: StateCall, hidden: Tensor, products: Sequence[Tensor] | None = None
+    ) -> None:
         self.call, self.hidden = call, hidden
-        self.products = [linear(hidden) for linear in call.recurrent.input_linears] if products is None else list(products)
+        self.products = (
+            [linear(hidden) for linear in call.recurrent.input_linears]
+            if products is None
+            else list(products)
+        )
 
     def append_nodes(self, new: StateNodes) -> StateNodes:
         """Return these nodes followed by new ones."""
@@ -106,15 +146,19 @@ class StateNodes:
     def reorder_nodes(self, order: Tensor) -> StateNodes:
         """Return the nodes with node `order[b, i]` at index i."""
         rows = torch.arange(len(order), device=order.device)[:, None]
-        return StateNodes(self.call, self.hidden[rows, order], [product[rows, order] for product in self.products])
+        return StateNodes(
+            self.call, self.hidden[rows, order], [product[rows, order] for product in self.products]
+        )
 
     def run(self, rows: Tensor, nodes: Tensor, states: LayerStates) -> Tensor:
-        """Run nodes [K, T] of batch rows [K] from given states; return [K, T, I], which `project_output` turns into the
-        output."""
+        """Run nodes [K, T] of batch rows [K] from given states; return [K, T, I], which
+        `project_output` turns into the output."""
         index = rows[:, None], nodes
-        hidden, recurrent = self.hidden[index], self.call.recurrent
+        hidden = self.hidden[index]
+        recurrent = self.call.recurrent
         overrides = [
-            _reuse_product(linear, hidden, product[index]) for linear, product in zip(recurrent.input_linears, self.products)
+            _reuse_product(linear, hidden, product[index])
+            for linear, product in zip(recurrent.input_linears, self.products)
         ]
         if recurrent.output_linear is not None:
             overrides.append((recurrent.output_linear, lambda inner: inner))
@@ -127,7 +171,9 @@ class StateNodes:
         return inner if linear is None else linear(inner)
 
 
-def _reuse_product(linear: nn.Module, hidden: Tensor, product: Tensor) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def _reuse_product(
+    linear: nn.Module, hidden: Tensor, product: Tensor
+) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """Return a linear and a forward that returns the product already computed for this input."""
     forward = linear.forward
 
@@ -144,7 +190,9 @@ def map_states(states: LayerStates, change: Callable[[int, str], Tensor | None])
     """Copy states, with every tensor changed by `change(index, name)`."""
     changed = copy.copy(states)
     changed.conv_states = {index: change(index, "conv_states") for index in states.conv_states}
-    changed.recurrent_states = {index: change(index, "recurrent_states") for index in states.recurrent_states}
+    changed.recurrent_states = {
+        index: change(index, "recurrent_states") for index in states.recurrent_states
+    }
     return changed
 
 
@@ -231,7 +279,9 @@ class StateRecorder(DynamicCache):
 
     def set_linear_cache(self, layer_idx: int, state: Tensor) -> None: ...
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         self.updated_layers.append(layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -248,7 +298,9 @@ class StateRecorder(DynamicCache):
             for handle in handles:
                 handle.remove()
 
-    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_module(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         argument = args[0] if args else kwargs.get("hidden_states")
         if isinstance(module, nn.Linear):
             for outer in self.active:
@@ -264,4 +316,6 @@ class StateRecorder(DynamicCache):
         for layer, recurrent in self.recurrent_modules.items():
             if recurrent.module is module:
                 output_linear = done.last_linear[0] if done.last_linear[1] is output else None
-                self.recurrent_modules[layer] = RecurrentModule(module, tuple(done.input_linears), output_linear)
+                self.recurrent_modules[layer] = RecurrentModule(
+                    module, tuple(done.input_linears), output_linear
+                )

@@ -1,4 +1,5 @@
-"""The default architecture: layers that attend through transformers' interface, over a tree or over texts.
+"""The default architecture: layers that attend through transformers' interface, over a tree or over
+texts.
 
 Shapes: B batch, N tokens or nodes, L layers.
 """
@@ -14,7 +15,12 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.models.attention import ATTENTION_NAME, AttentionRange, attn_implementation_for, layer_attention
+from spectrain.models.attention import (
+    ATTENTION_NAME,
+    AttentionRange,
+    attn_implementation_for,
+    layer_attention,
+)
 from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.compiled_layers import set_forward_context
 from spectrain.models.fast import enforce_batch_invariance, fuse_cpu_forwards, runs_rows_alone
@@ -39,7 +45,9 @@ from .vision import add_images
 
 @dataclass(frozen=True)
 class Standard(Architecture):
-    """Layers that call transformers' attention interface once each, with a range that they pass or that their mask shows."""
+    """Layers that call transformers' attention interface once each, with a range that they pass
+    or that their mask shows.
+    """
 
     attention_name: ClassVar[str] = ATTENTION_NAME
 
@@ -52,7 +60,9 @@ class Standard(Architecture):
         return cls(**attention_fields(probe))
 
     def resolve_call(self, parts: ModelParts, tokens: Tensor, plan: ForwardPlan) -> ForwardCall:
-        assert parts.config._attn_implementation == self.attention_name, "another attention would see no tree and fill no cache"
+        assert parts.config._attn_implementation == self.attention_name, (
+            "another attention would see no tree and fill no cache"
+        )
         assert plan.lengths is None or len(tokens) == 1, "documents are packed into one row"
         plan = limit_positions(parts, tokens, plan)
         call = ForwardCall(parts, plan, tokens, *resolve_visibility(parts, tokens, plan))
@@ -90,27 +100,42 @@ class Standard(Architecture):
         if plan.span.hidden is not None:
             self.check_single_stream(parts.name)
             # The last layer, skipped, passes its input on to the final norm.
-            yield feed_stream(parts.layers[min(plan.span.first, parts.num_layers - 1)], plan.span.hidden)
+            yield feed_stream(
+                parts.layers[min(plan.span.first, parts.num_layers - 1)], plan.span.hidden
+            )
         if not plan.grad and parts.device.type == "cpu" and not self.output_tuple_size:
             is_whole = plan.span is ALL_LAYERS and call.image_inputs is None
             tokens = call.tokens if is_whole else None
-            forwards = fuse_cpu_forwards(parts.decoder, parts.layers, layer_attention, tokens, self.attention_arguments(call))
+            forwards = fuse_cpu_forwards(
+                parts.decoder, parts.layers, layer_attention, tokens, self.attention_arguments(call)
+            )
             yield override_forwards(forwards)
         yield override_forwards(self._layer_overrides(call))
         if call.attention_visibility is not None:
             yield enforce_batch_invariance()
-        yield set_forward_context(plan.cache, call.attention_visibility, self._running_attention(call))
+        yield set_forward_context(
+            plan.cache, call.attention_visibility, self._running_attention(call)
+        )
 
     def _layer_overrides(self, call: ForwardCall) -> Iterator[tuple[nn.Module, Forward]]:
-        """Yield the layers that do not run as they are, each with its forward: skipped ones, and checkpointed ones."""
+        """Yield the layers that do not run as they are, each with its forward: skipped ones, and
+        checkpointed ones.
+        """
         parts, plan, dropped = call.parts, call.plan, call.plan.span.dropped
         active = plan.span.active_layers(parts.num_layers)
         for index, layer in enumerate(parts.layers):
             running = None if dropped is None else ~dropped[index].cpu()
-            if index not in active or (running is not None and not running.any() and not parts.runs_in_lockstep):
+            if index not in active or (
+                running is not None and not running.any() and not parts.runs_in_lockstep
+            ):
                 yield layer, identity(self.output_tuple_size)
             elif running is not None and not running.all():
-                yield layer, run_on_subset(layer, running, plan.lengths, self.output_tuple_size > 0, parts.device)
+                yield (
+                    layer,
+                    run_on_subset(
+                        layer, running, plan.lengths, self.output_tuple_size > 0, parts.device
+                    ),
+                )
         for sublayer in (skipped for skipped in plan.span.skipped if isinstance(skipped, Sublayer)):
             layer = parts.layers[sublayer.layer]
             # The layer runs uncompiled, because one compilation serves whole layers.
@@ -122,27 +147,40 @@ class Standard(Architecture):
 
     def _running_attention(self, call: ForwardCall) -> list[int]:
         """Return the cache indices of the attention modules that run."""
-        layers, indices = call.plan.span.attention_layers(call.parts.num_layers), self.attention_indices
-        return layers if indices is None else [index for layer in layers for index in indices[layer]]
+        layers = call.plan.span.attention_layers(call.parts.num_layers)
+        indices = self.attention_indices
+        return (
+            layers if indices is None else [index for layer in layers for index in indices[layer]]
+        )
 
     def capture_blocker(self, parts: ModelParts) -> str | None:
         if has_dynamic_rope(parts.config):
-            return f"target {parts.name} reads text lengths from the device for its rotary embedding (rope_type=dynamic)"
+            return (
+                f"target {parts.name} reads text lengths from the device for its rotary "
+                "embedding (rope_type=dynamic)"
+            )
         if self.attention_ranges is not None:
-            return f"target {parts.name} has layers of different attention ranges, which compiled code cannot tell apart"
+            return (
+                f"target {parts.name} has layers of different attention ranges, which "
+                "compiled code cannot tell apart"
+            )
         return None
 
     def can_pool_texts(self, parts: ModelParts) -> bool:
         if parts.device.type != "cpu" or self.output_tuple_size or self.kv_shapes is not None:
             return False
-        return self.attention_ranges is None and runs_rows_alone(parts.decoder, parts.layers, layer_attention)
+        return self.attention_ranges is None and runs_rows_alone(
+            parts.decoder, parts.layers, layer_attention
+        )
 
     def set_attention(self, model: Any, implementation: str) -> None:
         model.set_attn_implementation(attn_implementation_for(model.config, implementation))
 
 
 def attention_fields(probe: Probe) -> dict[str, Any]:
-    """Return the fields of `Architecture` for a target whose attention calls were recorded, after checking them."""
+    """Return the fields of `Architecture` for a target whose attention calls were recorded,
+    after checking them.
+    """
     calls, num_layers = probe.calls, probe.parts.num_layers
     layers = [call.layer for call in calls]
     _check_calls(probe, layers)
@@ -156,11 +194,16 @@ def attention_fields(probe: Probe) -> dict[str, Any]:
         "has_single_stream": states.dim() == 3,
         "cache_argument": probe.cache_argument,
         "accepts_use_cache": probe.accepts_use_cache,
-        "attention_indices": None if alike else tuple(tuple(layers[i:end]) for i, end in zip(probe.first_call, ends)),
+        "attention_indices": None
+        if alike
+        else tuple(tuple(layers[i:end]) for i, end in zip(probe.first_call, ends)),
         "kv_shapes": None if alike else shapes,
         "attention_ranges": ranges or None,
         "attention_layers": {
-            call.layer: LayerAttention(call.shape, ranges.get(call.layer, AttentionRange(call.window))) for call in calls
+            call.layer: LayerAttention(
+                call.shape, ranges.get(call.layer, AttentionRange(call.window))
+            )
+            for call in calls
         },
     }
 
@@ -172,17 +215,26 @@ def are_alike(shapes: dict[int, KeyValueShape], num_layers: int) -> bool:
 
 
 def _check_calls(probe: Probe, layers: list[int]) -> None:
-    """Raise UserError for layers that attend more than once, that neither attend nor keep a state, or that need more."""
-    states, num_layers = probe.recurrent_modules, probe.parts.num_layers
+    """Raise UserError for layers that attend more than once, that neither attend nor keep a
+    state, or that need more.
+    """
+    states = probe.recurrent_modules
+    num_layers = probe.parts.num_layers
     if len({*layers}) < len(layers):
         raise probe.refuse("its layers attend several times to keys of their own")
-    if layers != sorted(layers) or not {*layers, *states} or (not states and len(layers) < num_layers):
+    if (
+        layers != sorted(layers)
+        or not {*layers, *states}
+        or (not states and len(layers) < num_layers)
+    ):
         silent = ", ".join(str(layer) for layer in range(num_layers) if layer not in layers)
         raise probe.refuse(
-            f"layers {silent} neither attend by transformers' interface nor keep a state in a cache of transformers"
+            f"layers {silent} neither attend by transformers' interface nor keep a state in a "
+            "cache of transformers"
         )
     if unsupported := sorted({name for call in probe.calls for name in call.unsupported}):
         arguments = ", ".join(unsupported)
         raise UserError(
-            f"target {probe.parts.name}: its attention depends on {arguments}, which tree attention does not know; {ADVICE}"
+            f"target {probe.parts.name}: its attention depends on {arguments}, which tree "
+            f"attention does not know; {ADVICE}"
         )

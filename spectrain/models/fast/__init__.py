@@ -1,6 +1,7 @@
 """Faster ways to compute what the modules compute; the only door to this room.
 
-`speed_up_linears` serves a target, `pack_linears` a drafter. Layers and attention take the faster way where it is possible.
+`speed_up_linears` serves a target, `pack_linears` a drafter. Layers and attention take the faster
+way where it is possible.
 """
 
 from torch import nn
@@ -51,7 +52,9 @@ __all__ = [
 
 
 def speed_up_linears(model: nn.Module) -> None:
-    """Switch a model to reordered weights on a CPU, and on a GPU to one product for the linears that read the same input."""
+    """Switch a model to reordered weights on a CPU, and on a GPU to one product for the linears
+    that read the same input.
+    """
     pack_linears(model)
     first = next(model.parameters())
     if has_cpu_kernels(first.dtype, first.device):

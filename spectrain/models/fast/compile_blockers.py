@@ -1,11 +1,15 @@
-"""When kernels compute a decoder, or fused operations a layer, in place of their modules: every condition, with its reason.
+"""When kernels compute a decoder, or fused operations a layer, in place of their modules: every
+condition, with its reason.
 
 They do so only where nothing but the time can differ:
 1. The modules compute what the kernels compute: classes, types, widths, activations.
-2. Nothing watches or replaces a part: there are no hooks but those of whole layers, no other forwards than those of packed
-   linears, and no other attention than this project's. Kernels are switched on (`has_cpu_kernels`).
-3. The weights are those that were packed. `CompiledDecoder.is_current` compares them at every forward.
-4. The call runs nodes over a cache that lends its storage, by a mask that is the same for all layers, without gradients.
+2. Nothing watches or replaces a part: there are no hooks but those of whole layers, no other
+   forwards than those of packed linears, and no other attention than this project's. Kernels are
+   switched on (`has_cpu_kernels`).
+3. The weights are those that were packed. `CompiledDecoder.is_current` compares them at every
+   forward.
+4. The call runs nodes over a cache that lends its storage, by a mask that is the same for all
+   layers, without gradients.
 
 Each function returns why that is not so, as a clause about the target, or None.
 """
@@ -26,16 +30,22 @@ from spectrain.models.limits import has_dynamic_rope
 from .packed_linears import is_packed, shared_input
 from .packed_product import PackedProduct
 
-DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")  # decoders that embed, run their layers, and norm
-LLAMA_LIKE_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")  # layer classes with this arithmetic
+# decoders that embed, run their layers, and norm
+DECODERS = ("LlamaModel", "Qwen2Model", "Qwen3Model")
+# layer classes with this arithmetic
+LLAMA_LIKE_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 VECTOR_WIDTHS = {torch.bfloat16: 32, torch.float32: 16}
-"""Divisor of the inner width, so that all activations are computed in vectors: the last numbers of others have other bits."""
+"""Divisor of the inner width, so that all activations are computed in vectors: the last numbers
+of others have other bits.
+"""
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]
 """The attention of a layer, with the arguments of transformers' attention interface."""
 
 
-def find_decoder_blocker(decoder: Any, layers: nn.ModuleList, attend: AttentionFunction) -> str | None:
+def find_decoder_blocker(
+    decoder: Any, layers: nn.ModuleList, attend: AttentionFunction
+) -> str | None:
     """Return why kernels do not compute a whole decoder, from tokens to its final norm."""
     if type(decoder).__name__ not in DECODERS or decoder.layers is not layers:
         return f"a {type(decoder).__name__} is no decoder that kernels know"
@@ -55,13 +65,26 @@ def find_layer_blocker(layer: Any, attend: AttentionFunction) -> str | None:
 
 
 def find_fusion_blocker(layer: Any, attend: AttentionFunction) -> str | None:
-    """Return why a layer does not run in few operations: it has to be like Llama's, on packed weights, and compute exactly what
-    its class says."""
+    """Return why a layer does not run in few operations: it has to be like Llama's, on packed
+    weights, and compute exactly what its class says."""
     if type(layer).__name__ not in LLAMA_LIKE_LAYERS:
         return f"a {type(layer).__name__} is no layer like Llama's"
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    if not all(map(is_packed, linears)) or shared_input(attention.q_proj) is None or shared_input(mlp.gate_proj) is None:
+    attention = layer.self_attn
+    mlp = layer.mlp
+    linears = (
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.o_proj,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+    )
+    if (
+        not all(map(is_packed, linears))
+        or shared_input(attention.q_proj) is None
+        or shared_input(mlp.gate_proj) is None
+    ):
         return "its linears are not packed, or have another forward"
     if layer.input_layernorm.weight.dtype not in VECTOR_WIDTHS:
         return "its norms are neither float32 nor bfloat16"
@@ -75,31 +98,48 @@ def find_fusion_blocker(layer: Any, attend: AttentionFunction) -> str | None:
 
 def _find_kernel_blocker(layer: Any) -> str | None:
     """Return why kernels do not compute a layer that can be fused."""
-    attention, mlp, weight = layer.self_attn, layer.mlp, layer.input_layernorm.weight
+    attention = layer.self_attn
+    mlp = layer.mlp
+    weight = layer.input_layernorm.weight
     linears = attention.q_proj, attention.o_proj, mlp.gate_proj
-    if not cpu_kernels.has_cpu_kernels(weight.dtype, weight.device) or cpu_kernels.norm_lanes() is None:
+    if (
+        not cpu_kernels.has_cpu_kernels(weight.dtype, weight.device)
+        or cpu_kernels.norm_lanes() is None
+    ):
         return "there are no kernels for its type on this machine, or they are switched off"
     if not all(map(PackedProduct.supports, (*linears, mlp.down_proj))):
         return "its weights are multiplied in another type than they are stored"
     if weight.shape[0] > cpu_kernels.MAX_WIDTH or attention.head_dim % cpu_kernels.HEAD_STEP:
-        return f"it is wider than {cpu_kernels.MAX_WIDTH}, or its heads are no multiple of {cpu_kernels.HEAD_STEP}"
+        return (
+            f"it is wider than {cpu_kernels.MAX_WIDTH}, or its heads are no multiple of "
+            f"{cpu_kernels.HEAD_STEP}"
+        )
     if mlp.gate_proj.out_features % VECTOR_WIDTHS[weight.dtype]:
         return f"its inner width is no multiple of {VECTOR_WIDTHS[weight.dtype]}"
     if any(PackedProduct.is_paired(linear.in_features, weight.dtype) for linear in linears):
         return "a single row has other bits than several on this machine"
     if not (isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation"):
         return "its activation is not SiLU"
-    return "its layers attend within a window" if getattr(attention, "sliding_window", None) is not None else None
+    return (
+        "its layers attend within a window"
+        if getattr(attention, "sliding_window", None) is not None
+        else None
+    )
 
 
 def find_call_blocker(arguments: dict[str, Any]) -> str | None:
     """Return why kernels do not serve a forward with these arguments of attention."""
-    cache, visibility = arguments.get("tree_cache"), arguments.get("visibility")
+    cache = arguments.get("tree_cache")
+    visibility = arguments.get("visibility")
     if not isinstance(visibility, Visibility) or cache is None or visibility.chunk_size is not None:
         return "the forward runs no nodes over a cache, or within chunks"
     if any(arguments.get(name) is not None for name in ("ranges", "layer_visibility", "calls")):
         return "its layers attend differently"
-    return None if cache.can_lend_storage else "the keys and values that attention reads are watched or changed"
+    return (
+        None
+        if cache.can_lend_storage
+        else "the keys and values that attention reads are watched or changed"
+    )
 
 
 def _has_override(module: nn.Module) -> bool:

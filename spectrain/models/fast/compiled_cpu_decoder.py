@@ -1,6 +1,8 @@
-"""A whole decoder on a CPU, from tokens to its final norm, in the calls of its compiled layers alone.
+"""A whole decoder on a CPU, from tokens to its final norm, in the calls of its compiled layers
+alone.
 
-It serves the forwards of decoding: the nodes of a tree or a single token over a cache. Shapes: N nodes, D width, d head size.
+It serves the forwards of decoding: the nodes of a tree or a single token over a cache. Shapes: N
+nodes, D width, d head size.
 """
 
 from __future__ import annotations
@@ -22,23 +24,38 @@ from spectrain.models.residual_stream import only_reads_input
 
 from .batch_invariance import has_batch_invariance
 from .compile_blockers import AttentionFunction, find_call_blocker, find_decoder_blocker
-from .compiled_cpu_layers import CompiledLayer, NodeBuffers, add_norm, flatten_texts, fuse_cpu_layers, join_terms
+from .compiled_cpu_layers import (
+    CompiledLayer,
+    NodeBuffers,
+    add_norm,
+    flatten_texts,
+    fuse_cpu_layers,
+    join_terms,
+)
 from .fused_cpu_layers import CachedRotation
 
 ANGLES_STEP = 128
-"""Positions whose angles are computed together: few enough that torch computes all in vectors, on one thread."""
+"""Positions whose angles are computed together: few enough that torch computes all in vectors,
+on one thread.
+"""
 
-GET_FORWARD, GET_VERSION = operator.methodcaller("get", "forward"), operator.attrgetter("_version")
+GET_FORWARD = operator.methodcaller("get", "forward")
+GET_VERSION = operator.attrgetter("_version")
 GET_PACKED = operator.attrgetter("packed")
 
 _decoders: WeakKeyDictionary[nn.Module, CompiledDecoder] = WeakKeyDictionary()
 
 
 def fuse_cpu_forwards(
-    decoder: nn.Module, layers: nn.ModuleList, attend: AttentionFunction, tokens: Tensor | None, arguments: dict[str, Any]
+    decoder: nn.Module,
+    layers: nn.ModuleList,
+    attend: AttentionFunction,
+    tokens: Tensor | None,
+    arguments: dict[str, Any],
 ) -> Iterator[tuple[nn.Module, Forward]]:
-    """Yield the decoder with its compiled forward where that serves tokens [B, N] with these arguments of attention, else the
-    layers that can be fused, each with its fused forward. Without `tokens` not all layers run, or on other inputs."""
+    """Yield the decoder with its compiled forward where that serves tokens [B, N] with these
+    arguments of attention, else the layers that can be fused, each with its fused forward. Without
+    `tokens` not all layers run, or on other inputs."""
     compiled = None
     if tokens is not None and find_call_blocker(arguments) is None:
         compiled = find_compiled(decoder, layers, attend)
@@ -49,14 +66,19 @@ def fuse_cpu_forwards(
 
 
 def runs_rows_alone(decoder: Any, layers: nn.ModuleList, attend: AttentionFunction) -> bool:
-    """Return whether kernels run a whole decoder, and give a row the same bits whatever the other rows and the number of
-    threads are: in bfloat16. Linears of float32 sum in another order on several threads."""
+    """Return whether kernels run a whole decoder, and give a row the same bits whatever the other
+    rows and the number of threads are: in bfloat16. Linears of float32 sum in another order on
+    several threads."""
     is_half = next(decoder.parameters()).dtype == torch.bfloat16
     return is_half and has_batch_invariance() and find_compiled(decoder, layers, attend) is not None
 
 
-def find_compiled(decoder: Any, layers: nn.ModuleList, attend: AttentionFunction) -> CompiledDecoder | None:
-    """Return the compiled forward of a decoder, or None where kernels do not compute it (`find_decoder_blocker`)."""
+def find_compiled(
+    decoder: Any, layers: nn.ModuleList, attend: AttentionFunction
+) -> CompiledDecoder | None:
+    """Return the compiled forward of a decoder, or None where kernels do not compute it
+    (`find_decoder_blocker`).
+    """
     compiled = _decoders.get(decoder)
     if compiled is not None and compiled.is_current(attend):
         return compiled
@@ -71,26 +93,43 @@ class CompiledDecoder:
     """The forward of a decoder whose layers are all compiled."""
 
     def __init__(self, decoder: Any, attend: AttentionFunction) -> None:
-        self.config, self.layers = decoder.config, list(decoder.layers)
-        self.embedding, self.norm, self.rotary = decoder.embed_tokens, decoder.norm, decoder.rotary_emb
+        self.config = decoder.config
+        self.layers = list(decoder.layers)
+        self.embedding = decoder.embed_tokens
+        self.norm = decoder.norm
+        self.rotary = decoder.rotary_emb
         rotation = CachedRotation()
         self.forwards = [CompiledLayer(layer, rotation, attend) for layer in self.layers]
         self.cos = self.sin = self.norm.weight.new_empty(0, 0)
-        # What must stay as it is: the forwards of modules, and the weights that were packed or whose addresses are used.
-        inner = [module for layer in self.layers for module in layer.modules() if module is not layer]
+        # What must stay as it is: the forwards of modules, and the weights that were packed or
+        # whose addresses are used.
+        inner = [
+            module for layer in self.layers for module in layer.modules() if module is not layer
+        ]
         inner += [self.embedding, self.norm, self.rotary]
         self.attributes = [vars(module) for module in (*inner, *self.layers)]
         self.overrides = [attributes.get("forward") for attributes in self.attributes]
-        self.hooks = [hooks for module in inner for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self.hooks = [
+            hooks
+            for module in inner
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
         parameters = [(module._parameters, name) for module in inner for name in module._parameters]
-        self.tables, self.names = zip(*[(table, name) for table, name in parameters if table[name] is not None])
+        self.tables, self.names = zip(
+            *[(table, name) for table, name in parameters if table[name] is not None]
+        )
         self.weights = [table[name] for table, name in zip(self.tables, self.names)]
         self.versions = list(map(GET_VERSION, self.weights))
-        products = [product for forward in self.forwards for product in forward.layer_kernels.products]
-        self.sources, self.packed = [product.source for product in products], [product.weight for product in products]
+        products = [
+            product for forward in self.forwards for product in forward.layer_kernels.products
+        ]
+        self.sources = [product.source for product in products]
+        self.packed = [product.weight for product in products]
 
     def is_current(self, attend: AttentionFunction) -> bool:
-        """Return whether the layers still compute what was compiled; called at every forward, so made of quick comparisons."""
+        """Return whether the layers still compute what was compiled; called at every forward, so
+        made of quick comparisons.
+        """
         weight = self.norm.weight
         return (
             has_cpu_kernels(weight.dtype, weight.device)
@@ -107,24 +146,35 @@ class CompiledDecoder:
     ) -> BaseModelOutputWithPast:
         """Run the decoder over tokens [B, N] with the arguments of its own forward."""
         embedded: Tensor = F.embedding(input_ids, self.embedding.weight)
-        shape, hidden = embedded.shape, flatten_texts(embedded)
+        shape = embedded.shape
+        hidden = flatten_texts(embedded)
         angles = self._angles(position_ids, tree_cache.max_length, hidden)
-        buffers = NodeBuffers(hidden, angles, tree_cache, kwargs["visibility"], self.forwards[0].layer_kernels)
+        buffers = NodeBuffers(
+            hidden, angles, tree_cache, kwargs["visibility"], self.forwards[0].layer_kernels
+        )
         added = None
         for layer, forward in zip(self.layers, self.forwards):
             if layer._forward_hooks or layer._forward_pre_hooks:
-                hidden, added = hidden if added is None else join_terms(hidden, added), None
+                hidden = hidden if added is None else join_terms(hidden, added)
+                added = None
             if layer._forward_pre_hooks and only_reads_input(layer):
                 for hook in layer._forward_pre_hooks.values():
                     hook(layer, (hidden.view(shape),), {})
                 hidden, added = forward.layer_kernels.run(hidden, None, buffers)
             elif layer._forward_hooks or layer._forward_pre_hooks:
                 with override_forwards([(layer, forward)]):
-                    hidden = layer(hidden.view(shape), position_embeddings=angles, tree_cache=tree_cache, **kwargs)
+                    hidden = layer(
+                        hidden.view(shape),
+                        position_embeddings=angles,
+                        tree_cache=tree_cache,
+                        **kwargs,
+                    )
                 hidden = flatten_texts(hidden)
             else:
                 hidden, added = forward.layer_kernels.run(hidden, added, buffers)
-        add_norm(hidden, added, self.norm.weight, self.norm.variance_epsilon, buffers.first_sum, buffers)
+        add_norm(
+            hidden, added, self.norm.weight, self.norm.variance_epsilon, buffers.first_sum, buffers
+        )
         return BaseModelOutputWithPast(last_hidden_state=buffers.normed.view(shape))
 
     def _angles(self, positions: Tensor, max_length: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,15 @@
-"""Attention over two sets of keys, computed separately and merged by their log-sum-exps: exact, and without a mask.
+"""Attention over two sets of keys, computed separately and merged by their log-sum-exps: exact, and
+without a mask.
 
-A drafter that is unrolled over its own states gives each token, after the causal keys of the first step, one key of every
-later step. With l = log sum exp of the causal scores and s_i the scores of the later keys, of all L = log(e^l + sum_i e^s_i):
+A drafter that is unrolled over its own states gives each token, after the causal keys of the first
+step, one key of every later step. With l = log sum exp of the causal scores and s_i the scores of
+the later keys, of all L = log(e^l + sum_i e^s_i):
 
     out = e^(l - L) out_causal + sum_i e^(s_i - L) v_i
 
-Backward, the causal kernel computes the gradients of its part exactly from the joint `out` and L, because these two are all
-that it needs of its forward (Dao, arXiv 2307.08691, section 3.1.2: dS = P (dP - rowsum(dO O)), P = exp(S - L)).
+Backward, the causal kernel computes the gradients of its part exactly from the joint `out` and L,
+because these two are all that it needs of its forward (Dao, arXiv 2307.08691, section 3.1.2: dS = P
+(dP - rowsum(dO O)), P = exp(S - L)).
 
 Shapes: B batch, H query heads, K key-value heads, G = H / K, T tokens, S later steps, D head size.
 """
@@ -27,7 +30,9 @@ aten = torch.ops.aten
 
 
 def is_mergeable(q: Tensor, v: Tensor) -> bool:
-    """Return whether a causal kernel that returns log-sum-exps takes these: on a CPU, and flash attention on a GPU."""
+    """Return whether a causal kernel that returns log-sum-exps takes these: on a CPU, and flash
+    attention on a GPU.
+    """
     if q.shape[-1] != v.shape[-1]:
         return False
     half = q.dtype in (torch.bfloat16, torch.float16)
@@ -43,9 +48,9 @@ def merged_attention(
     scale: float | None = None,
     lengths: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Return [B, H, T, D]: queries [B, H, T, D] see k and v [B, K, T, D] causally, and of the keys and values of later steps
-    [B, K, S, T, D] those at their own index. On a GPU, `lengths` are documents packed into one row, which do not see each
-    other."""
+    """Return [B, H, T, D]: queries [B, H, T, D] see k and v [B, K, T, D] causally, and of the keys
+    and values of later steps [B, K, S, T, D] those at their own index. On a GPU, `lengths` are
+    documents packed into one row, which do not see each other."""
     joined: Tensor = _MergedAttention.apply(
         q, k, v, later_keys, later_values, q.shape[-1] ** -0.5 if scale is None else scale, lengths
     )
@@ -65,7 +70,8 @@ class _MergedAttention(torch.autograd.Function):
         lengths: tuple[int, ...] | None,
     ) -> Tensor:
         batch, num_heads, length, size = q.shape
-        groups, ctx.scale = num_heads // k.shape[1], scale
+        groups = num_heads // k.shape[1]
+        ctx.scale = scale
         ctx.is_compiled = lengths is None and is_compiled_text(q, k, v, length)
         if ctx.is_compiled:
             first, lse = attend_text(q, k, v, scale)
@@ -80,21 +86,30 @@ class _MergedAttention(torch.autograd.Function):
         share = (scores - total).exp()
         out = first.view(*shape, size) * (causal_lse - total).exp()[:, :, :, 0, :, None]
         out = (out + (share[..., None] * later_values[:, :, None]).sum(3)).to(q.dtype).view(q.shape)
-        ctx.save_for_backward(q, k, v, later_keys, later_values, out, total.view(batch, num_heads, length), share)
+        ctx.save_for_backward(
+            q, k, v, later_keys, later_values, out, total.view(batch, num_heads, length), share
+        )
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, later_keys, later_values, out, total, share = ctx.saved_tensors
-        groups, scale = q.shape[1] // k.shape[1], ctx.scale
+        groups = q.shape[1] // k.shape[1]
+        scale = ctx.scale
         if ctx.is_compiled:
             grad_q, grad_k, grad_v = text_gradients(grad, q, k, v, out, total, scale)
         else:
             repeated = _repeat_heads(k, groups), _repeat_heads(v, groups)
-            grad_q, grad_k, grad_v = _causal_backward(grad.contiguous(), q, *repeated, out, total, ctx.causal_state, scale)
+            grad_q, grad_k, grad_v = _causal_backward(
+                grad.contiguous(), q, *repeated, out, total, ctx.causal_state, scale
+            )
             grad_k, grad_v = (part.unflatten(1, (-1, groups)).sum(2) for part in (grad_k, grad_v))
-        grad, out, q = (part.float().unflatten(1, (-1, groups))[:, :, :, None] for part in (grad, out, q))
-        grad_scores = share * ((grad * later_values[:, :, None]).sum(-1) - (grad * out).sum(-1)) * scale
+        grad, out, q = (
+            part.float().unflatten(1, (-1, groups))[:, :, :, None] for part in (grad, out, q)
+        )
+        grad_scores = (
+            share * ((grad * later_values[:, :, None]).sum(-1) - (grad * out).sum(-1)) * scale
+        )
         grad_q = grad_q + (grad_scores[..., None] * later_keys[:, :, None]).sum(3).flatten(1, 2)
         grad_later_keys = (grad_scores[..., None] * q).sum(2)
         grad_later_values = (share[..., None] * grad).sum(2)
@@ -110,17 +125,26 @@ def _repeat_heads(heads: Tensor, groups: int) -> Tensor:
 def _causal_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Return causal attention, its log-sum-exps [B, H, T], and the state that its backward needs."""
+    """Return causal attention, its log-sum-exps [B, H, T], and the state that its backward
+    needs.
+    """
     if lengths is not None:
-        starts, longest = document_starts(lengths, q.device), max(lengths)
+        starts = document_starts(lengths, q.device)
+        longest = max(lengths)
         q, k, v = (_flatten_heads(x) for x in (q, k, v))
         documents = starts, starts, longest, longest
-        out, lse, seed, offset, _ = aten._flash_attention_forward(q, k, v, *documents, 0.0, True, False, scale=scale)
+        out, lse, seed, offset, _ = aten._flash_attention_forward(
+            q, k, v, *documents, 0.0, True, False, scale=scale
+        )
         return out[None].transpose(1, 2), lse[None], (*documents, seed, offset, True)
     if q.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, attn_mask=None, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, True, attn_mask=None, scale=scale
+        )
         return out, lse if lse.shape[1] == q.shape[1] else lse.transpose(1, 2), ()
-    out, lse, *state, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
+    out, lse, *state, _ = aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, True, False, scale=scale
+    )
     return out, lse, (*state, False)
 
 
@@ -130,14 +154,25 @@ def _flatten_heads(heads: Tensor) -> Tensor:
 
 
 def _causal_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: tuple[Any, ...], scale: float
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    state: tuple[Any, ...],
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values [B, H, T, D], given the joint output and log-sum-exps."""
+    """Return the gradients of queries, keys and values [B, H, T, D], given the joint output and
+    log-sum-exps.
+    """
     gradients: tuple[Tensor, Tensor, Tensor]
     if state and state[-1]:
         grad, q, k, v, out = (_flatten_heads(x) for x in (grad, q, k, v, out))
         *documents, seed, offset, _ = state
-        flat = aten._flash_attention_backward(grad, q, k, v, out, lse[0], *documents, 0.0, True, seed, offset, scale=scale)
+        flat = aten._flash_attention_backward(
+            grad, q, k, v, out, lse[0], *documents, 0.0, True, seed, offset, scale=scale
+        )
         grad_q, grad_k, grad_v = (part[None].transpose(1, 2) for part in flat)
         return grad_q, grad_k, grad_v
     if q.device.type == "cpu":
@@ -147,6 +182,20 @@ def _causal_backward(
         return gradients
     starts_q, starts_k, most_q, most_k, seed, offset, _ = state
     gradients = aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, starts_q, starts_k, most_q, most_k, 0.0, True, seed, offset, scale=scale
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        starts_q,
+        starts_k,
+        most_q,
+        most_k,
+        0.0,
+        True,
+        seed,
+        offset,
+        scale=scale,
     )
     return gradients

@@ -1,9 +1,10 @@
 """Faster linears on a CPU, through oneDNN instead of the default BLAS.
 
-Decoding is bound by reading weights. The default path reorders them at every call; here they are reordered once. The linears of
-a layer that read the same input (queries, keys and values; gate and up) are one product. Measured on two cores (AMD EPYC,
-AVX-512), 90 linears of 1536x576: 1 row 20 -> 6 ms, 16 rows 38 -> 11 ms. The three products of training (forward, input and
-weight gradient; 1024 rows) run 2 to 4 times as fast. Both sides of every comparison in this project, autoregressive and
+Decoding is bound by reading weights. The default path reorders them at every call; here they are
+reordered once. The linears of a layer that read the same input (queries, keys and values; gate and
+up) are one product. Measured on two cores (AMD EPYC, AVX-512), 90 linears of 1536x576: 1 row 20 ->
+6 ms, 16 rows 38 -> 11 ms. The three products of training (forward, input and weight gradient; 1024
+rows) run 2 to 4 times as fast. Both sides of every comparison in this project, autoregressive and
 drafted, run on these linears.
 """
 
@@ -33,21 +34,26 @@ from .batch_invariance import (
 from .shared_product import SharedProduct, find_shared_linears
 
 SMALL_WEIGHTS = 1 << 18
-"""Number of weights up to which the default BLAS, over few rows, is done before oneDNN has begun (Xeon: 8 us against 25)."""
+"""Number of weights up to which the default BLAS, over few rows, is done before oneDNN has begun
+(Xeon: 8 us against 25).
+"""
 FEW_ROWS = 64
 MAX_PANEL_THREADS = 8
 """Number of threads up to which a few rows are multiplied by panels of weights."""
 
 
 class _TrainableLinear(torch.autograd.Function):
-    """A linear whose forward and backward products run through oneDNN in `dtype`; gradients have the types of their
-    operands."""
+    """A linear whose forward and backward products run through oneDNN in `dtype`; gradients have
+    the types of their operands."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         ctx.types = input.dtype, weight.dtype
         ctx.has_bias = bias is not None
-        input, weight = input.to(dtype), weight.to(dtype)
+        input = input.to(dtype)
+        weight = weight.to(dtype)
         ctx.save_for_backward(input, weight)
         return onednn_linear(input, weight, None if bias is None else bias.to(dtype))
 
@@ -60,32 +66,38 @@ class _TrainableLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             for_input = onednn_linear(gradient, weight.t()).view(input.shape).to(input_dtype)
         if ctx.needs_input_grad[1]:
-            # The input must be contiguous: oneDNN multiplies rows with gaps between them a hundred times slower.
-            for_weight = onednn_linear(gradient.t(), input.reshape(-1, weight.shape[1]).contiguous().t()).to(weight_dtype)
+            # The input must be contiguous: oneDNN multiplies rows with gaps between them a hundred
+            # times slower.
+            for_weight = onednn_linear(
+                gradient.t(), input.reshape(-1, weight.shape[1]).contiguous().t()
+            ).to(weight_dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             for_bias = gradient.sum(0, dtype=weight_dtype)
         return for_input, for_weight, for_bias, None
 
 
 class FeatureLinear(nn.Linear):
-    """A linear that reads target features. A few features are so large that 8 bits would hold little of the others, so packed
-    weights of this class are never rounded to integers."""
+    """A linear that reads target features. A few features are so large that 8 bits would hold
+    little of the others, so packed weights of this class are never rounded to integers."""
 
 
 class PackedWeights:
     """The stacked weights of some linears, reordered for one product.
 
-    The copy is made at the first use and again when a weight was written to or replaced, so training a target and then decoding
-    with it is safe. With `low_precision`, large weights are copied as 8-bit integers where the processor multiplies these, and
-    else as bfloat16 where it multiplies that.
+    The copy is made at the first use and again when a weight was written to or replaced, so
+    training a target and then decoding with it is safe. With `low_precision`, large weights are
+    copied as 8-bit integers where the processor multiplies these, and else as bfloat16 where it
+    multiplies that.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], low_precision: bool = False) -> None:
         self.linears, self.low_precision = linears, low_precision
-        self.packed_versions: list[tuple[weakref.ref[Tensor], int]] = []  # copied weights and their versions
+        # copied weights and their versions
+        self.packed_versions: list[tuple[weakref.ref[Tensor], int]] = []
         self.packed: Tensor | None = None
         self.packed_int8: Any = None  # FBGEMM weights, used instead
-        self.panels: WeightPanels | Literal[False] | None = None  # for a few rows; False where they do not serve
+        # for a few rows; False where they do not serve
+        self.panels: WeightPanels | Literal[False] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeights":
         """Return weights that are packed anew from the copied linears."""
@@ -97,7 +109,9 @@ class PackedWeights:
         assert self.packed is not None
         bias = self.join_biases()
         if self.packed_int8 is not None:
-            output = torch.ops.quantized.linear_dynamic(input.float(), self.packed_int8).to(input.dtype)
+            output = torch.ops.quantized.linear_dynamic(input.float(), self.packed_int8).to(
+                input.dtype
+            )
             return output if bias is None else output + bias
         if self.packed.dtype == input.dtype and (panels := self._serving_panels(input)) is not None:
             return panels.product(input, bias)
@@ -129,8 +143,9 @@ class PackedWeights:
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def find_panels(self) -> WeightPanels | None:
-        """Return the packed weights in panels where a few rows are multiplied by them faster: in bfloat16 with the bits of
-        oneDNN, in float32 with bits that do not depend on the other rows."""
+        """Return the packed weights in panels where a few rows are multiplied by them faster: in
+        bfloat16 with the bits of oneDNN, in float32 with bits that do not depend on the other rows.
+        """
         if torch.get_num_threads() > MAX_PANEL_THREADS:
             return None
         if self.panels is None:
@@ -146,7 +161,9 @@ class PackedWeights:
         weight = self.linears[0].weight
         if self.packed is None or self.packed_int8 is not None or self.packed.dtype != weight.dtype:
             return None
-        if not has_panel_kernels(weight.dtype) or (self.low_precision and weight.dtype == torch.float32):
+        if not has_panel_kernels(weight.dtype) or (
+            self.low_precision and weight.dtype == torch.float32
+        ):
             return None
         weight = self._stack_weights()
         if not WeightPanels.supports(weight):
@@ -163,17 +180,21 @@ class PackedWeights:
 
     def _pack_weights(self, weight: Tensor) -> None:
         """Store a weight [O, D] in the form in which it is multiplied."""
-        self.packed, self.packed_int8, self.panels = weight, None, None
+        self.packed = weight
+        self.packed_int8 = None
+        self.panels = None
         dtype = self.packed_dtype
         if dtype == torch.int8:
-            self.packed, self.packed_int8 = weight[:0], pack_int8(weight)
+            self.packed = weight[:0]
+            self.packed_int8 = pack_int8(weight)
         elif not self._is_small(weight):
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
 
     @property
     def packed_dtype(self) -> torch.dtype:
         """Return the type in which the stacked weights are multiplied."""
-        dtype, size = self.linears[0].weight.dtype, sum(linear.weight.numel() for linear in self.linears)
+        dtype = self.linears[0].weight.dtype
+        size = sum(linear.weight.numel() for linear in self.linears)
         if not self.low_precision or (dtype == torch.float32 and not is_large_weight(size)):
             return dtype
         reads_features = any(isinstance(linear, FeatureLinear) for linear in self.linears)
@@ -182,11 +203,16 @@ class PackedWeights:
         return torch.bfloat16 if dtype == torch.float32 and has_bfloat16() else dtype
 
     def _bfloat16_product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply in bfloat16, in pieces small enough that the bits of a row do not depend on the others."""
+        """Multiply in bfloat16, in pieces small enough that the bits of a row do not depend on
+        the others.
+        """
         rows = input.reshape(-1, input.shape[-1])
         if len(rows) <= CONSISTENT_ROWS or not batch_invariant.get():
             return multiply_paired(input, lambda rows: onednn_linear(rows, weight, bias))
-        parts = [multiply_paired(part, lambda rows: onednn_linear(rows, weight, bias)) for part in rows.split(CONSISTENT_ROWS)]
+        parts = [
+            multiply_paired(part, lambda rows: onednn_linear(rows, weight, bias))
+            for part in rows.split(CONSISTENT_ROWS)
+        ]
         return torch.cat(parts).view(*input.shape[:-1], -1)
 
     @staticmethod
@@ -206,15 +232,21 @@ class SharedInput(SharedProduct):
 
 
 class PackedLinear:
-    """The forward of one `nn.Linear` on a reordered copy of its weight, or a differentiable one where a gradient is needed."""
+    """The forward of one `nn.Linear` on a reordered copy of its weight, or a differentiable one
+    where a gradient is needed.
+    """
 
-    def __init__(self, linear: nn.Linear, shared: SharedInput | None = None, low_precision: bool = False) -> None:
+    def __init__(
+        self, linear: nn.Linear, shared: SharedInput | None = None, low_precision: bool = False
+    ) -> None:
         self.linear, self.shared = linear, shared
         self.weights = PackedWeights([linear], low_precision)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
         """Return a forward that packs the weight of the copied linear."""
-        return PackedLinear(copy.deepcopy(self.linear, memo), low_precision=self.weights.low_precision)
+        return PackedLinear(
+            copy.deepcopy(self.linear, memo), low_precision=self.weights.low_precision
+        )
 
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
@@ -222,7 +254,9 @@ class PackedLinear:
         dtype = torch.get_autocast_dtype("cpu") if cast else weight.dtype
         if dtype not in packable_dtypes() or weight.device.type != "cpu" or not input.numel():
             return F.linear(input, weight, bias)
-        learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
+        learns = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (input, weight, bias)
+        )
         if learns and (cast or input.dtype == weight.dtype):
             # An optimizer may be about to change the weight.
             self.discard_packed()
@@ -247,8 +281,12 @@ def is_large_weight(num_weights: int) -> bool:
 
 @cache
 def has_int8() -> bool:
-    """Return whether the processor multiplies 8-bit integers, which are half the bytes of bfloat16, and torch brings FBGEMM."""
-    if not (torch.cpu._is_vnni_supported() and "fbgemm" in torch.backends.quantized.supported_engines):
+    """Return whether the processor multiplies 8-bit integers, which are half the bytes of
+    bfloat16, and torch brings FBGEMM.
+    """
+    if not (
+        torch.cpu._is_vnni_supported() and "fbgemm" in torch.backends.quantized.supported_engines
+    ):
         return False
     try:
         pack_int8(torch.ones(8, 8))
@@ -259,32 +297,44 @@ def has_int8() -> bool:
 
 
 def pack_int8(weight: Tensor) -> Any:
-    """Return weights [O, D] in 8 bits with one scale per output, ready for FBGEMM, which rounds the inputs to 8 bits as
-    well."""
+    """Return weights [O, D] in 8 bits with one scale per output, ready for FBGEMM, which rounds the
+    inputs to 8 bits as well."""
     weight = weight.float()
     scales = (weight.abs().amax(1) / 127).clamp(min=1e-12)
-    before, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            rounded = torch.quantize_per_channel(weight, scales, torch.zeros_like(scales, dtype=torch.int64), 0, torch.qint8)
+            rounded = torch.quantize_per_channel(
+                weight, scales, torch.zeros_like(scales, dtype=torch.int64), 0, torch.qint8
+            )
         return torch.ops.quantized.linear_prepack(rounded, None)
     finally:
         torch.backends.quantized.engine = before
 
 
 def pack_linears(module: nn.Module, low_precision: bool = False) -> None:
-    """Give every `nn.Linear` in `module` the packed forward; do nothing off the CPU or without oneDNN. Draft models may use
-    `low_precision` weights, as `PackedWeights` describes. Linears that are packed already pack their weights anew, because a
-    write through `.data` leaves the version of a weight unchanged."""
+    """Give every `nn.Linear` in `module` the packed forward; do nothing off the CPU or without
+    oneDNN. Draft models may use `low_precision` weights, as `PackedWeights` describes. Linears that
+    are packed already pack their weights anew, because a write through `.data` leaves the version
+    of a weight unchanged."""
     if not packable_dtypes():
         return
-    groups = [SharedInput(linears, low_precision) for parent in module.modules() for linears in find_shared_linears(parent)]
+    groups = [
+        SharedInput(linears, low_precision)
+        for parent in module.modules()
+        for linears in find_shared_linears(parent)
+    ]
     shared = {linear: group for group in groups for linear in group.linears}
     for child in module.modules():
         if is_packed(child):
             child.forward.discard_packed()  # type: ignore[attr-defined]
-        elif isinstance(child, nn.Linear) and type(child) in (nn.Linear, FeatureLinear) and _is_on_cpu(child):
+        elif (
+            isinstance(child, nn.Linear)
+            and type(child) in (nn.Linear, FeatureLinear)
+            and _is_on_cpu(child)
+        ):
             set_forward(child, PackedLinear(child, shared.get(child), low_precision))
 
 
@@ -300,11 +350,15 @@ def unpack_linears(module: nn.Module) -> None:
 
 
 def lowest_precision(module: nn.Module) -> str | None:
-    """Return the type of the fewest bits in which weights of a module are multiplied, as in int8; None without weights."""
+    """Return the type of the fewest bits in which weights of a module are multiplied, as in
+    int8; None without weights.
+    """
     types = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     packed: list[Any] = [child.forward for child in module.modules() if is_packed(child)]
     types |= {(forward.shared or forward).weights.packed_dtype for forward in packed}
-    return str(min(types, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if types else None
+    return (
+        str(min(types, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if types else None
+    )
 
 
 def is_packed(module: nn.Module) -> bool:
@@ -318,12 +372,16 @@ def packed_product(linear: Any, input: Tensor) -> Tensor:
 
 
 def shared_input(linear: Any) -> SharedInput | None:
-    """Return the linears that read the same input as a packed one; None where it is not packed or is alone."""
+    """Return the linears that read the same input as a packed one; None where it is not packed
+    or is alone.
+    """
     return linear.forward.shared if is_packed(linear) else None
 
 
 def packed_weights(linear: Any) -> PackedWeights:
-    """Return the up-to-date packed weights of a packed linear, with those of the linears that read the same input."""
+    """Return the up-to-date packed weights of a packed linear, with those of the linears that
+    read the same input.
+    """
     weights: PackedWeights = (linear.forward.shared or linear.forward).weights
     weights.refresh()
     return weights

@@ -1,4 +1,6 @@
-"""Products of rows with packed weights that stay as they are, for compiled layers. Shapes: N rows, D input, O output width."""
+"""Products of rows with packed weights that stay as they are, for compiled layers. Shapes: N
+rows, D input, O output width.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,33 @@ from .packed_linears import PackedWeights
 
 
 class PackedProduct:
-    """The product of rows with weights that stay as they are: panels, or the call of oneDNN or BLAS alone."""
+    """The product of rows with weights that stay as they are: panels, or the call of oneDNN or
+    BLAS alone.
+    """
 
     def __init__(self, weights: PackedWeights) -> None:
         weights.refresh()
         assert weights.packed is not None and weights.packed_int8 is None
-        self.source, self.weight, self.bias = weights, weights.packed, weights.join_biases()
+        self.source = weights
+        self.weight = weights.packed
+        self.bias = weights.join_biases()
 
     @staticmethod
     def supports(linear: Any) -> bool:
-        """Return whether a packed linear is multiplied in the type of its weights, and so are those that read its input."""
-        packed = [linear.forward.weights, *([linear.forward.shared.weights] if linear.forward.shared is not None else [])]
+        """Return whether a packed linear is multiplied in the type of its weights, and so are
+        those that read its input.
+        """
+        packed = [
+            linear.forward.weights,
+            *([linear.forward.shared.weights] if linear.forward.shared is not None else []),
+        ]
         return all(weights.packed_dtype == linear.weight.dtype for weights in packed)
 
     @staticmethod
     def is_paired(width: int, dtype: torch.dtype) -> bool:
-        """Return whether a single row of this width has to be multiplied with a copy of itself (`multiply_paired`)."""
+        """Return whether a single row of this width has to be multiplied with a copy of itself
+        (`multiply_paired`).
+        """
         return dtype == torch.bfloat16 and not is_batch_invariant(width, 1)
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -42,5 +55,8 @@ class PackedProduct:
             return F.linear(input, self.weight, self.bias)
         if input.dtype == torch.float32:
             return linear_pointwise(input, self.weight, self.bias, "none", [], "")
-        parts = [linear_pointwise(part, self.weight, self.bias, "none", [], "") for part in input.split(CONSISTENT_ROWS, dim=1)]
+        parts = [
+            linear_pointwise(part, self.weight, self.bias, "none", [], "")
+            for part in input.split(CONSISTENT_ROWS, dim=1)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

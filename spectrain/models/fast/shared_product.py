@@ -1,4 +1,5 @@
-"""One product for the linears of a layer that read the same input: queries, keys and values; gate and up.
+"""One product for the linears of a layer that read the same input: queries, keys and values; gate
+and up.
 
 Shapes: D input width, O output widths of all linears, side by side.
 """
@@ -14,7 +15,9 @@ SHARED_INPUT_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SharedProduct(ABC):
-    """Linears that read the same input. The first one that is called computes the outputs of all."""
+    """Linears that read the same input. The first one that is called computes the outputs of
+    all.
+    """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = list(linears)
@@ -27,8 +30,8 @@ class SharedProduct(ABC):
         """Return the outputs of all linears side by side, [.., D] -> [.., O]."""
 
     def take_output(self, index: int, input: Tensor) -> Tensor:
-        """Return the output of one linear. Each output is returned once: the same input again may have been written to, so it
-        is multiplied again."""
+        """Return the output of one linear. Each output is returned once: the same input again may
+        have been written to, so it is multiplied again."""
         if self.input is not input or self.outputs[index] is None:
             self.input, self.outputs = input, list(self.product(input).split(self.sizes, dim=-1))
         output, self.outputs[index] = self.outputs[index], None
@@ -39,12 +42,24 @@ class SharedProduct(ABC):
 
 
 def find_shared_linears(parent: nn.Module) -> list[list[nn.Linear]]:
-    """Return the linears of a block that read the same input, by their names, where their weights are dense and alike."""
+    """Return the linears of a block that read the same input, by their names, where their
+    weights are dense and alike.
+    """
     groups = []
     for names in SHARED_INPUT_NAMES:
-        children = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
+        children = [
+            child for name in names if type(child := getattr(parent, name, None)) is nn.Linear
+        ]
         linears = [linear for linear in children if has_dense_weight(linear)]
-        alike = len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
+        alike = (
+            len(
+                {
+                    (linear.in_features, linear.bias is None, linear.weight.dtype)
+                    for linear in linears
+                }
+            )
+            == 1
+        )
         if len(linears) == len(names) and alike:
             groups.append(linears)
     return groups

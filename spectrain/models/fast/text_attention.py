@@ -1,5 +1,5 @@
-"""Causal attention of texts by compiled kernels on a CPU, with gradients. Shapes: B batch, H query heads, K key-value heads,
-T tokens, d head size."""
+"""Causal attention of texts by compiled kernels on a CPU, with gradients. Shapes: B batch, H query
+heads, K key-value heads, T tokens, d head size."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from spectrain.kernels.cpu_texts import attend_text, has_text_kernels, text_grad
 
 
 def is_compiled_text(q: Tensor, k: Tensor, v: Tensor, longest: int) -> bool:
-    """Return whether compiled kernels take queries [B, H, T, d], keys and values [B, K, T, d] of texts of up to so many
-    tokens."""
+    """Return whether compiled kernels take queries [B, H, T, d], keys and values [B, K, T, d] of
+    texts of up to so many tokens."""
     return not torch.compiler.is_compiling() and has_text_kernels(q, k, v, longest)
 
 
 def text_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Return causal attention [B, H, T, d] by compiled kernels."""
-    attended: Tensor = _TextAttention.apply(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+    attended: Tensor = _TextAttention.apply(
+        q, k, v, q.shape[-1] ** -0.5 if scale is None else scale
+    )
     return attended
 
 

@@ -1,8 +1,10 @@
-"""Serves OpenVINO GenAI over HTTP. It runs in OpenVINO's environment, which needs neither spectrain nor another package.
+"""Serves OpenVINO GenAI over HTTP. It runs in OpenVINO's environment, which needs neither spectrain
+nor another package.
 
-A thread steps the pipeline, with all open requests together. One step of a request is one round: its first tokens are the
-prefill's, those of every later step are the accepted drafts and one more. The interface is OpenAI's, with token ids as prompts
-and in answers, and two additions: `metrics.rounds` in an answer, and the totals at /counters.
+A thread steps the pipeline, with all open requests together. One step of a request is one round:
+its first tokens are the prefill's, those of every later step are the accepted drafts and one more.
+The interface is OpenAI's, with token ids as prompts and in answers, and two additions:
+`metrics.rounds` in an answer, and the totals at /counters.
 """
 
 from __future__ import annotations
@@ -68,14 +70,20 @@ class PipelineThread:
         properties = device_properties(options)
         scheduler = genai.SchedulerConfig()
         # Cached prefixes would hide the prefill from timings, and DFlash refuses them.
-        scheduler.cache_size, scheduler.enable_prefix_caching = CACHE_SIZE, False
+        scheduler.cache_size = CACHE_SIZE
+        scheduler.enable_prefix_caching = False
         # A prompt is one step, so that a step is a round.
-        scheduler.dynamic_split_fuse, scheduler.max_num_batched_tokens = False, sys.maxsize
+        scheduler.dynamic_split_fuse = False
+        scheduler.max_num_batched_tokens = sys.maxsize
         if options.drafter:
-            properties["draft_model"] = genai.draft_model(options.drafter, options.device, **device_properties(options))
+            properties["draft_model"] = genai.draft_model(
+                options.drafter, options.device, **device_properties(options)
+            )
         if options.lookup_match:
             properties["prompt_lookup"] = True
-        self.pipeline = genai.ContinuousBatchingPipeline(options.target, scheduler, options.device, properties)
+        self.pipeline = genai.ContinuousBatchingPipeline(
+            options.target, scheduler, options.device, properties
+        )
         self.tokenizer = self.pipeline.get_tokenizer()
         self.stop_ids = read_stop_ids(Path(options.target))
         self.max_length = options.max_length or read_context_length(Path(options.target))
@@ -96,16 +104,19 @@ class PipelineThread:
         config.max_new_tokens = int(body.get("max_tokens") or 16)
         if num_prompt + config.max_new_tokens > self.max_length:
             raise ValueError(
-                f"{num_prompt} prompt tokens and {config.max_new_tokens} new ones exceed the context length, {self.max_length}"
+                f"{num_prompt} prompt tokens and {config.max_new_tokens} new ones exceed the "
+                f"context length, {self.max_length}"
             )
         config.apply_chat_template = False
         config.do_sample = float(body.get("temperature", 1.0)) > 0
         if config.do_sample:
-            config.temperature, config.top_p = float(body.get("temperature", 1.0)), float(body.get("top_p", 1.0))
+            config.temperature = float(body.get("temperature", 1.0))
+            config.top_p = float(body.get("top_p", 1.0))
             config.top_k = int(body.get("top_k") or sys.maxsize)
             config.rng_seed = int(body.get("seed") or time.time_ns() % 2**31)
         if self.stop_ids and not body.get("ignore_eos"):
-            config.eos_token_id, config.stop_token_ids = min(self.stop_ids), self.stop_ids
+            config.eos_token_id = min(self.stop_ids)
+            config.stop_token_ids = self.stop_ids
         if self.options.lookup_match:
             config.max_ngram_size = self.options.lookup_match
         if self.drafts:
@@ -143,7 +154,9 @@ class PipelineThread:
                 self._open = []
 
     def _take_requests(self) -> list[OpenRequest]:
-        """Open the requests that are decoded from now on. OpenVINO fails with a tree beside other requests, so it is alone."""
+        """Open the requests that are decoded from now on. OpenVINO fails with a tree beside
+        other requests, so it is alone.
+        """
         taken: list[OpenRequest] = []
         while self._added:
             together = [*self._open, self._added[0]]
@@ -163,7 +176,9 @@ class PipelineThread:
                     request.step_ends.append(time.perf_counter())
                     request.reason = REASONS.get(output.finish_reason.name, request.reason)
         running = genai.GenerationStatus.RUNNING
-        for request in [request for request in self._open if request.handle.get_status() != running]:
+        for request in [
+            request for request in self._open if request.handle.get_status() != running
+        ]:
             self._open.remove(request)
             request.steps.put(None)
 
@@ -174,7 +189,9 @@ class PipelineThread:
                 raise step
             yield step
 
-    def count_rounds(self, request: OpenRequest, steps: list[list[int]]) -> dict[str, list[int]] | None:
+    def count_rounds(
+        self, request: OpenRequest, steps: list[list[int]]
+    ) -> dict[str, list[int]] | None:
         """Return the rounds of an answer, and add them to the totals; None without a drafter.
 
         The last round has the tokens that it emitted; an end token or the limit may have cut it.
@@ -182,16 +199,25 @@ class PipelineThread:
         if not self.drafts:
             return None
         accepted = [len(step) - 1 for step in steps[1:]]
-        # A lookup may draft fewer tokens, or none; OpenVINO does not tell how many, so that only accepted ones are certain.
-        drafted = accepted if self.options.lookup_match else [int(request.config.num_assistant_tokens)] * len(accepted)
+        # A lookup may draft fewer tokens, or none; OpenVINO does not tell how many, so that only
+        # accepted ones are certain.
+        drafted = (
+            accepted
+            if self.options.lookup_match
+            else [int(request.config.num_assistant_tokens)] * len(accepted)
+        )
         with self._lock:
             self.counters.add(accepted, drafted)
         return {"accepted": accepted, "drafted": drafted}
 
 
 def device_properties(options: argparse.Namespace) -> dict[str, Any]:
-    """Return OpenVINO's properties. A chosen precision holds for keys and values too, without quantization while decoding."""
-    properties: dict[str, Any] = {} if options.threads is None else {"INFERENCE_NUM_THREADS": options.threads}
+    """Return OpenVINO's properties. A chosen precision holds for keys and values too, without
+    quantization while decoding.
+    """
+    properties: dict[str, Any] = (
+        {} if options.threads is None else {"INFERENCE_NUM_THREADS": options.threads}
+    )
     if options.precision is not None:
         properties |= {
             "INFERENCE_PRECISION_HINT": options.precision,
@@ -204,7 +230,11 @@ def device_properties(options: argparse.Namespace) -> dict[str, Any]:
 def read_stop_ids(target: Path) -> set[int]:
     """Return the end tokens of a model."""
     for name in ("generation_config.json", "config.json"):
-        ids = json.loads((target / name).read_text()).get("eos_token_id") if (target / name).exists() else None
+        ids = (
+            json.loads((target / name).read_text()).get("eos_token_id")
+            if (target / name).exists()
+            else None
+        )
         if ids is not None:
             return set(ids) if isinstance(ids, list) else {ids}
     return set()
@@ -227,7 +257,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         options = self.engine.options
         if self.path == "/v1/models":
-            model = {"id": options.model_name, "root": options.target, "max_model_len": self.engine.max_length}
+            model = {
+                "id": options.model_name,
+                "root": options.target,
+                "max_model_len": self.engine.max_length,
+            }
             self.reply(200, {"object": "list", "data": [{"object": "model", **model}]})
         elif self.path == "/counters":
             self.reply(200, vars(self.engine.counters) if self.engine.drafts else None)
@@ -270,17 +304,32 @@ class Handler(BaseHTTPRequestHandler):
                 body["messages"], True, tools=body.get("tools"), extra_context=arguments
             )
         if isinstance(prompt, str):
-            return [int(id) for id in self.engine.tokenizer.encode(prompt, add_special_tokens=not is_chat).input_ids.data[0]]
-        if not isinstance(prompt, list) or not prompt or not all(isinstance(id, int) for id in prompt):
+            return [
+                int(id)
+                for id in self.engine.tokenizer.encode(
+                    prompt, add_special_tokens=not is_chat
+                ).input_ids.data[0]
+            ]
+        if (
+            not isinstance(prompt, list)
+            or not prompt
+            or not all(isinstance(id, int) for id in prompt)
+        ):
             raise ValueError("prompt: give a text or a list of token ids")
         return prompt
 
-    def make_answer(self, request: OpenRequest, steps: list[list[int]], is_chat: bool) -> dict[str, Any]:
+    def make_answer(
+        self, request: OpenRequest, steps: list[list[int]], is_chat: bool
+    ) -> dict[str, Any]:
         ids = [id for step in steps for id in step]
         text = self.engine.tokenizer.decode(ids, skip_special_tokens=True)
         answer = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         choice = {"index": 0, "finish_reason": request.reason, "token_ids": ids, **answer}
-        return {"model": self.engine.options.model_name, "choices": [choice], **self.end_fields(request, steps)}
+        return {
+            "model": self.engine.options.model_name,
+            "choices": [choice],
+            **self.end_fields(request, steps),
+        }
 
     def end_fields(self, request: OpenRequest, steps: list[list[int]]) -> dict[str, Any]:
         """Return what is known at the end of an answer: usage, prompt, and rounds."""
@@ -290,7 +339,10 @@ class Handler(BaseHTTPRequestHandler):
             "prompt_token_ids": request.ids,
             "metrics": {
                 "rounds": self.engine.count_rounds(request, steps),
-                "step_seconds": [after - before for before, after in zip(request.step_ends, request.step_ends[1:])],
+                "step_seconds": [
+                    after - before
+                    for before, after in zip(request.step_ends, request.step_ends[1:])
+                ],
             },
         }
 
@@ -305,13 +357,21 @@ class Handler(BaseHTTPRequestHandler):
         sent = ""
         for step in self.engine.read_steps(request):
             steps.append(step)
-            text = self.engine.tokenizer.decode([id for step in steps for id in step], skip_special_tokens=True)
+            text = self.engine.tokenizer.decode(
+                [id for step in steps for id in step], skip_special_tokens=True
+            )
             # The bytes of an unfinished character come with the next step.
             added = "" if text.endswith("�") else text[len(sent) :]
             sent += added
             answer = {"delta": {"content": added}} if is_chat else {"text": added}
-            self.send_event({"choices": [{"index": 0, "finish_reason": None, "token_ids": step, **answer}]})
-        last: dict[str, Any] = {"index": 0, "finish_reason": request.reason, **({"delta": {}} if is_chat else {"text": ""})}
+            self.send_event(
+                {"choices": [{"index": 0, "finish_reason": None, "token_ids": step, **answer}]}
+            )
+        last: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": request.reason,
+            **({"delta": {}} if is_chat else {"text": ""}),
+        }
         self.send_event({"choices": [last], **self.end_fields(request, steps)})
         self.wfile.write(b"data: [DONE]\n\n")
 

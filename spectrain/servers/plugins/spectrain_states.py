@@ -1,7 +1,8 @@
 """Writes the hidden states of vLLM's method extract_hidden_states to files, on a GPU and on a CPU.
 
-vLLM imports this module in its own environment, by kv_connector_module_path; spectrain need not be installed there. A file
-appears under its name once it is complete, and its metadata names its layers and the model.
+vLLM imports this module in its own environment, by kv_connector_module_path; spectrain need not be
+installed there. A file appears under its name once it is complete, and its metadata names its
+layers and the model.
 """
 
 import os
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+)
 
 
 class FinishedCopy:
@@ -26,18 +29,26 @@ class FinishedCopy:
 class StatesConnector(ExampleHiddenStatesConnector):
     """vLLM's connector for hidden states, which without CUDA copies in the call itself.
 
-    As shipped (0.32), its copy needs pinned memory and CUDA events, and fails at the first request on a CPU.
+    As shipped (0.32), its copy needs pinned memory and CUDA events, and fails at the first request
+    on a CPU.
     """
 
     @property
     def layer_ids(self) -> list[int]:
-        return list(self._vllm_config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
+        draft_config = self._vllm_config.speculative_config.draft_model_config.hf_config
+        return list(draft_config.eagle_aux_hidden_state_layer_ids)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the cache; refuse layers that vLLM would return in another order or number than they were given."""
-        ids, num_layers = self.layer_ids, self._vllm_config.model_config.get_total_num_hidden_layers()
+        """Take the cache; refuse layers that vLLM would return in another order or number than
+        they were given.
+        """
+        ids = self.layer_ids
+        num_layers = self._vllm_config.model_config.get_total_num_hidden_layers()
         if ids != sorted({*ids}) or not all(0 <= layer <= num_layers for layer in ids):
-            raise ValueError(f"eagle_aux_hidden_state_layer_ids={ids}: use ascending layers from 0 to {num_layers}, each once")
+            raise ValueError(
+                f"eagle_aux_hidden_state_layer_ids={ids}: use ascending layers from 0 to "
+                f"{num_layers}, each once"
+            )
         super().register_kv_caches(kv_caches)
 
     def _submit_async_write(self, pending: Any) -> None:
@@ -60,8 +71,12 @@ class StatesConnector(ExampleHiddenStatesConnector):
         self._req_futures[pending.req_id] = future
         future.add_done_callback(partial(self._on_write_done, pending.req_id))
 
-    def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:
-        """Write a file in a thread, and release its lock. The class above calls it through the instance too."""
+    def _write_tensors(
+        self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None
+    ) -> None:
+        """Write a file in a thread, and release its lock. The class above calls it through the
+        instance too.
+        """
         partial_name = f"{filename}.partial"
         try:
             event.synchronize()

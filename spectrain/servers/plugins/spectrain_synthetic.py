@@ -1,6 +1,8 @@
-"""Simulated acceptance for vLLM's build for CPUs, whose kernels lack it. On a GPU vLLM needs nothing of this.
+"""Simulated acceptance for vLLM's build for CPUs, whose kernels lack it. On a GPU vLLM needs
+nothing of this.
 
-vLLM imports this module in its own environment, by --worker-extension-cls. It serves greedy requests.
+vLLM imports this module in its own environment, by --worker-extension-cls. It serves greedy
+requests.
 Shapes: B requests, K the most draft tokens of a request, N draft tokens of all requests.
 """
 
@@ -11,7 +13,9 @@ from vllm.v1.sample import rejection_sampler
 
 
 class SimulatedGreedySample:
-    """vLLM's greedy rejection sampling, with simulated acceptance in plain torch where there are rates."""
+    """vLLM's greedy rejection sampling, with simulated acceptance in plain torch where there are
+    rates.
+    """
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -31,8 +35,8 @@ class SimulatedGreedySample:
     ) -> None:
         """Fill `output` [B, K + 1] with the accepted drafts and the target's token after them.
 
-        `others` are K, a random number [N] for each draft token, and the rate [K] at which a position is accepted after
-        those before it.
+        `others` are K, a random number [N] for each draft token, and the rate [K] at which a
+        position is accepted after those before it.
         """
         _, uniform, rates = others
         if rates is None or output.device.type != "cpu":
@@ -46,12 +50,18 @@ class SimulatedGreedySample:
             if is_greedy is None or is_greedy[row]:
                 output[row, :num_accepted] = drafts[first : first + num_accepted]
                 is_complete = num_accepted == count
-                output[row, num_accepted] = bonus_tokens.flatten()[row] if is_complete else target_tokens[first + num_accepted]
+                output[row, num_accepted] = (
+                    bonus_tokens.flatten()[row]
+                    if is_complete
+                    else target_tokens[first + num_accepted]
+                )
             first = end
 
 
 if not isinstance(rejection_sampler._rejection_greedy_sample, SimulatedGreedySample):
-    rejection_sampler._rejection_greedy_sample = SimulatedGreedySample(rejection_sampler._rejection_greedy_sample)
+    rejection_sampler._rejection_greedy_sample = SimulatedGreedySample(
+        rejection_sampler._rejection_greedy_sample
+    )
 
 
 class SyntheticAcceptance:

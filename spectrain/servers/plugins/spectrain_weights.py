@@ -1,12 +1,13 @@
 """Puts the weights of another drafter into a running vLLM, from a folder, on a GPU and on a CPU.
 
-vLLM imports this module in its own environment, by --worker-extension-cls; spectrain need not be installed there. vLLM's own
-backends for weights need CUDA. This one, named "spectrain", serves the same endpoints: /start_draft_weight_update,
-/update_weights with {"update_info": {"path": FOLDER}}, and /finish_weight_update. All weights change in the second request,
-between two steps of the engine, so that open requests go on.
+vLLM imports this module in its own environment, by --worker-extension-cls; spectrain need not be
+installed there. vLLM's own backends for weights need CUDA. This one, named "spectrain", serves the
+same endpoints: /start_draft_weight_update, /update_weights with {"update_info": {"path": FOLDER}},
+and /finish_weight_update. All weights change in the second request, between two steps of the
+engine, so that open requests go on.
 
-A drafter whose output layer or embedding equals the target's when the server starts uses the target's own module. Other values
-written there would change the target, so they are refused.
+A drafter whose output layer or embedding equals the target's when the server starts uses the
+target's own module. Other values written there would change the target, so they are refused.
 """
 
 from dataclasses import dataclass
@@ -15,9 +16,16 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 BACKEND = "spectrain"
 Shapes = dict[str, tuple[int, ...]]
@@ -57,7 +65,9 @@ class FolderWeights(WeightTransferEngine[NoInitInfo, DrafterFolder]):
         """Do nothing."""
 
     def receive_weights(self, update_info: DrafterFolder) -> None:
-        """Load a folder into the drafter; a ValueError says why it does not fit, and then nothing has changed."""
+        """Load a folder into the drafter; a ValueError says why it does not fit, and then
+        nothing has changed.
+        """
         if self.model is self._default_model:
             raise ValueError("only drafters are replaced; begin with /start_draft_weight_update")
         if self.first_shapes is None:
@@ -89,16 +99,28 @@ def list_shapes(tensors: dict[str, torch.Tensor]) -> Shapes:
 
 
 def check_shapes(shapes: Shapes, expected: Shapes, folder: str) -> None:
-    """Raise a ValueError unless a folder has the tensors of the first drafter. vLLM would not notice a missing one."""
+    """Raise a ValueError unless a folder has the tensors of the first drafter. vLLM would not
+    notice a missing one.
+    """
     if shapes != expected:
-        names = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
-        raise ValueError(f"{folder}: its tensors are not those of the drafter that the server started with: {names[:5]}")
+        names = sorted(
+            name
+            for name in shapes.keys() | expected.keys()
+            if shapes.get(name) != expected.get(name)
+        )
+        raise ValueError(
+            f"{folder}: its tensors are not those of the drafter that the server started with: "
+            f"{names[:5]}"
+        )
 
 
-def drop_shared(tensors: dict[str, torch.Tensor], drafter: torch.nn.Module, target: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors without those of modules that the drafter shares with the target; raise a ValueError if one of these
-    has other values than the target's."""
-    rest, of_target = dict(tensors), {*target.modules()}
+def drop_shared(
+    tensors: dict[str, torch.Tensor], drafter: torch.nn.Module, target: torch.nn.Module
+) -> dict[str, torch.Tensor]:
+    """Return the tensors without those of modules that the drafter shares with the target; raise a
+    ValueError if one of these has other values than the target's."""
+    rest = dict(tensors)
+    of_target = {*target.modules()}
     for name, module in drafter.named_modules():
         if module not in of_target:
             continue
@@ -106,8 +128,9 @@ def drop_shared(tensors: dict[str, torch.Tensor], drafter: torch.nn.Module, targ
             own: torch.Tensor = module.weight
             if own.shape != rest[key].shape or not torch.equal(own.cpu(), rest[key].to(own.dtype)):
                 raise ValueError(
-                    f"{key}: the drafter shares this module with the target since the server started, so other values would "
-                    "change the target; start the server with a drafter whose weights differ from the target's"
+                    f"{key}: the drafter shares this module with the target since the server "
+                    "started, so other values would change the target; start the server with a "
+                    "drafter whose weights differ from the target's"
                 )
             del rest[key]
     return rest
@@ -120,9 +143,14 @@ class DrafterWeights:
     vllm_config: Any
 
     def describe_drafter(self) -> dict[str, str]:
-        """Return the folder of the active drafter; a RuntimeError says that the server takes no other one."""
+        """Return the folder of the active drafter; a RuntimeError says that the server takes no
+        other one.
+        """
         if not isinstance(self.weight_transfer_engine, FolderWeights):
-            raise RuntimeError(f'the server was started without --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'')
+            raise RuntimeError(
+                f'the server was started without --weight-transfer-config \'{{"backend": '
+                f'"{BACKEND}"}}\''
+            )
         first = self.vllm_config.speculative_config.draft_model_config.model
         return {"path": self.weight_transfer_engine.active_folder or first}
 

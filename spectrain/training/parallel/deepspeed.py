@@ -17,7 +17,9 @@ from .base import OptimizerFactory, ParallelStrategy, ParameterGroups
 
 
 class ZeroStrategy(ParallelStrategy):
-    """DeepSpeed: optimizer state and gradients are sharded over processes (ZeRO-2), and parameters too (ZeRO-3)."""
+    """DeepSpeed: optimizer state and gradients are sharded over processes (ZeRO-2), and
+    parameters too (ZeRO-3).
+    """
 
     is_reusable = full_parameters = False
 
@@ -30,23 +32,30 @@ class ZeroStrategy(ParallelStrategy):
         context: ContextGroup | None = None,
     ) -> None:
         super().__init__(accelerator, num_copies, autocast, context)
-        self.name, self.stage, self.unsharded = f"zero{stage}", stage, stage == 2
+        self.name = f"zero{stage}"
+        self.stage = stage
+        self.unsharded = stage == 2
 
     def set_drafter(self, drafter: Drafter, target: Target) -> None:
-        self.drafter, self.target = drafter.to(self.device), target
+        self.drafter = drafter.to(self.device)
+        self.target = target
         self.engine: Any = None
         target.runs_in_lockstep = True
 
-    def start_stage(self, groups: ParameterGroups, clip: float, make_optimizer: OptimizerFactory) -> None:
+    def start_stage(
+        self, groups: ParameterGroups, clip: float, make_optimizer: OptimizerFactory
+    ) -> None:
         import deepspeed
 
         if self.device.type == "cpu":
-            # DeepSpeed would compile a faster all-reduce for half a minute. If it is killed meanwhile, it leaves a lock on
-            # which every later process hangs.
+            # DeepSpeed would compile a faster all-reduce for half a minute. If it is killed
+            # meanwhile, it leaves a lock on which every later process hangs.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if self.engine is not None:
             self._destroy_engine(on_every_process=True)
-        self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+        self.parameters: list[nn.Parameter] = [
+            parameter for group in groups for parameter in group["params"]
+        ]
         plain = make_optimizer(groups)
         settings = {
             # The trainer makes the batches, and losses are sums.
@@ -71,8 +80,12 @@ class ZeroStrategy(ParallelStrategy):
         self.optimizer.check_grad_overflow = True  # type: ignore[attr-defined]
         num_local = sum(p.ds_tensor.numel() for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
         total = sum(p.ds_numel for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
-        if self.engine.zero_optimization_stage() != self.stage or (self.num_processes > 1 and num_local and num_local >= total):
-            raise RunError(f"trainer.sharding={self.name}: DeepSpeed did not shard; check its version")
+        if self.engine.zero_optimization_stage() != self.stage or (
+            self.num_processes > 1 and num_local and num_local >= total
+        ):
+            raise RunError(
+                f"trainer.sharding={self.name}: DeepSpeed did not shard; check its version"
+            )
 
     def loss(self, batch: Batch, state: TrainingState, is_last: bool) -> Losses:
         terms, hits, counts = self.engine(batch, state)
@@ -106,7 +119,9 @@ class ZeroStrategy(ParallelStrategy):
         for index, parameter in enumerate(self.parameters if steps else []):
             tensors[f"{index}.step"] = torch.tensor(steps[0])
             for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{index}.{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu().clone()
+                tensors[f"{index}.{key}"] = (
+                    safe_get_full_optimizer_state(parameter, key).detach().cpu().clone()
+                )
         return tensors, {}
 
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
@@ -115,7 +130,11 @@ class ZeroStrategy(ParallelStrategy):
         if not tensors:
             return
         outer: Any = self.optimizer
-        parts = outer.fp32_partitioned_groups_flat if self.stage == 3 else outer.single_partition_of_fp32_groups
+        parts = (
+            outer.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else outer.single_partition_of_fp32_groups
+        )
         for part in parts:  # this process's; their state is made by a first step otherwise
             zeros = {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
             outer.optimizer.state[part] = {"step": tensors["0.step"].clone(), **zeros}
@@ -123,10 +142,14 @@ class ZeroStrategy(ParallelStrategy):
             self._link_state()
         for index, parameter in enumerate(self.parameters):
             for key in ("exp_avg", "exp_avg_sq"):
-                safe_set_full_optimizer_state(parameter, tensors[f"{index}.{key}"].to(self.device), key)
+                safe_set_full_optimizer_state(
+                    parameter, tensors[f"{index}.{key}"].to(self.device), key
+                )
 
     def _link_state(self) -> None:
-        """Link each parameter to its part of this process's state, as DeepSpeed does only after the first step."""
+        """Link each parameter to its part of this process's state, as DeepSpeed does only after
+        the first step.
+        """
         outer: Any = self.optimizer
         outer._hp_optimizer_states_linked = False
         outer._lazy_init_hp_params_optimizer_state()
@@ -136,25 +159,32 @@ class ZeroStrategy(ParallelStrategy):
         self.target.runs_in_lockstep = False
 
     def _destroy_engine(self, on_every_process: bool) -> None:
-        """Replace DeepSpeed's parameters by ordinary full ones, on every process or only on the main process."""
+        """Replace DeepSpeed's parameters by ordinary full ones, on every process or only on the
+        main process.
+        """
         from deepspeed import zero
 
         module: _DrafterWithTarget = self.engine.module
         parameters = list(module.parameters())
         with zero.GatheredParameters(parameters, enabled=self.stage == 3):
             full_tensors = [
-                parameter.detach().clone() if on_every_process or self.is_main else torch.empty(0) for parameter in parameters
+                parameter.detach().clone() if on_every_process or self.is_main else torch.empty(0)
+                for parameter in parameters
             ]
         self.engine.destroy()
         self.engine.optimizer = (
-            None  # else it would be destroyed once more when it is collected, with the next one's links to state
+            # else it would be destroyed once more when it is collected, with the next one's links
+            # to state
+            None
         )
         for parameter, value in zip(parameters, full_tensors):
             parameter.data = value
 
 
 class _DrafterWithTarget(nn.Module):
-    """One module for DeepSpeed that owns all trained parameters: the drafter, and the target if it is trained."""
+    """One module for DeepSpeed that owns all trained parameters: the drafter, and the target if
+    it is trained.
+    """
 
     def __init__(self, drafter: Drafter, target: Target) -> None:
         super().__init__()
@@ -164,7 +194,9 @@ class _DrafterWithTarget(nn.Module):
         # In a list, so that it is not a submodule.
         self.borrowed_target = [target]
 
-    def forward(self, batch: Batch, state: TrainingState) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def forward(
+        self, batch: Batch, state: TrainingState
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         losses = self.drafter.loss(batch, self.borrowed_target[0], state)
         # As plain tensors, on which DeepSpeed registers its hooks.
         return losses.terms, losses.hits, losses.counts

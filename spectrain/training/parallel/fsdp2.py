@@ -1,4 +1,6 @@
-"""FSDP2: every process holds a shard of each of the drafter's tensors, by torch's `fully_shard`, on any device."""
+"""FSDP2: every process holds a shard of each of the drafter's tensors, by torch's `fully_shard`,
+on any device.
+"""
 
 from typing import Any
 
@@ -21,7 +23,9 @@ torch.export.register_dataclass(Losses)
 
 
 class FullyShardedStrategy(ReplicatedStrategy):
-    """Every process holds a shard of each of the drafter's tensors, and all tensors of a block while the block runs (FSDP2)."""
+    """Every process holds a shard of each of the drafter's tensors, and all tensors of a block
+    while the block runs (FSDP2).
+    """
 
     name = "fsdp2"
     is_reusable = unsharded = full_parameters = False
@@ -35,14 +39,19 @@ class FullyShardedStrategy(ReplicatedStrategy):
         parameters: list[Any] = list(drafter.parameters())
         if not parameters:
             raise UserError(
-                "trainer.sharding=fsdp2: this family has no weights beside the target's, so nothing would be sharded; use "
-                "zero2, zero3 or ddp"
+                "trainer.sharding=fsdp2: this family has no weights beside the target's, so "
+                "nothing would be sharded; use zero2, zero3 or ddp"
             )
         total = sum(parameter.numel() for parameter in parameters)
-        num_local = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
+        num_local = sum(
+            parameter.to_local().numel()
+            for parameter in parameters
+            if isinstance(parameter, DTensor)
+        )
         if self.num_processes > 1 and not 0 < num_local < total:
             raise RunError(
-                f"trainer.sharding=fsdp2: this process holds {num_local} of {total} parameters, so nothing was sharded"
+                f"trainer.sharding=fsdp2: this process holds {num_local} of {total} parameters, "
+                "so nothing was sharded"
             )
 
     def _wrap_model(self) -> None:
@@ -53,7 +62,10 @@ class FullyShardedStrategy(ReplicatedStrategy):
         torch.autograd.backward(loss)
 
     def _clip_gradients(self) -> Tensor:
-        parts = [[p for p in self.trained_parameters if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
+        parts = [
+            [p for p in self.trained_parameters if isinstance(p, DTensor) == sharded]
+            for sharded in (True, False)
+        ]
         norms = [_gradient_norm(part) for part in parts]
         norm = torch.stack([value for value in norms if value is not None]).norm()
         for part in parts:
@@ -65,16 +77,23 @@ class FullyShardedStrategy(ReplicatedStrategy):
         # Of tied tensors the first name.
         first = {id(tensor): name for name, tensor in reversed(named.items())}
         names = {*first.values()}
-        state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        state: dict[str, Any] = get_model_state_dict(
+            module, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
         return {name: tensor for name, tensor in state.items() if name in names}
 
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
-        parameters, shared = self.trained_parameters, {}
+        parameters = self.trained_parameters
+        shared = {}
         for name, value in tensors.items():
             parameter = parameters[int(name.split(".", 1)[0])]
             fits = isinstance(parameter, DTensor) and value.shape == parameter.shape
             shared[name] = (
-                distribute_tensor(value.to(self.device), parameter.device_mesh, parameter.placements) if fits else value
+                distribute_tensor(
+                    value.to(self.device), parameter.device_mesh, parameter.placements
+                )
+                if fits
+                else value
             )
         unflatten_optimizer(self.optimizer, shared, numbers)
 
@@ -91,8 +110,15 @@ class FullyShardedStrategy(ReplicatedStrategy):
 
 
 def find_blocks(drafter: nn.Module) -> list[nn.Module]:
-    """Return the modules of a drafter that are sharded separately: the layers of each model inside it."""
-    return [layer for module in drafter.modules() if isinstance(module, Target) for layer in module.layers]
+    """Return the modules of a drafter that are sharded separately: the layers of each model
+    inside it.
+    """
+    return [
+        layer
+        for module in drafter.modules()
+        if isinstance(module, Target)
+        for layer in module.layers
+    ]
 
 
 def _gradient_norm(parameters: list[Any]) -> Tensor | None:

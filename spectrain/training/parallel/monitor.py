@@ -1,8 +1,10 @@
-"""A monitor of the processes of a run, which names one that dies, freezes, loses its network or falls behind.
+"""A monitor of the processes of a run, which names one that dies, freezes, loses its network or
+falls behind.
 
-A thread exchanges heartbeats through a store on rank 0. A store that no longer answers blocks this thread, so a second one only
-reads the clock and what the first has left. Silence is judged by heartbeats alone: what a process does says nothing about it,
-because the others may wait in any exchange, and the frozen one never enters it. Clocks of two processes are never compared.
+A thread exchanges heartbeats through a store on rank 0. A store that no longer answers blocks this
+thread, so a second one only reads the clock and what the first has left. Silence is judged by
+heartbeats alone: what a process does says nothing about it, because the others may wait in any
+exchange, and the frozen one never enters it. Clocks of two processes are never compared.
 """
 
 import json
@@ -26,7 +28,8 @@ from .base import ParallelStrategy
 
 # Seconds between heartbeats.
 HEARTBEAT_SECONDS = 1.0
-# Seconds without a heartbeat after which a process is named as silent. A message follows within 3 more heartbeats.
+# Seconds without a heartbeat after which a process is named as silent. A message follows within 3
+# more heartbeats.
 SILENT_SECONDS = 5.0
 # Seconds without a heartbeat after which a process counts as dead while others wait for it.
 SILENCE_SECONDS = 30.0
@@ -58,14 +61,21 @@ class Heartbeat:
 class ProcessMonitor:
     """Exchanges heartbeats of all processes through a store, which a thread writes and reads.
 
-    A process is silent if its thread sends no heartbeats for `SILENT_SECONDS`, and dead after `SILENCE_SECONDS`; a process that
-    waits for a dead one ends itself. It is slow if the others have waited for it for `patience` seconds in the same step; a
-    message names it once for each step.
+    A process is silent if its thread sends no heartbeats for `SILENT_SECONDS`, and dead after
+    `SILENCE_SECONDS`; a process that waits for a dead one ends itself. It is slow if the others
+    have waited for it for `patience` seconds in the same step; a message names it once for each
+    step.
     """
 
     def __init__(self, parallel: ParallelStrategy, patience: float) -> None:
-        self.rank, self.num_processes, self.patience = parallel.rank, parallel.num_processes, patience
-        self.step, self.status_time, self.activity = 0, time.monotonic(), "starting"
+        self.rank, self.num_processes, self.patience = (
+            parallel.rank,
+            parallel.num_processes,
+            patience,
+        )
+        self.step = 0
+        self.status_time = time.monotonic()
+        self.activity = "starting"
         self.stop_event = threading.Event()
         self.reported_slow: set[tuple[int, int]] = set()
         # Seconds of silence of the processes that a message has named and that are still silent.
@@ -83,12 +93,18 @@ class ProcessMonitor:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         try:
             self.store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, port, self.num_processes, self.rank == 0, timedelta(seconds=SILENCE_SECONDS), wait_for_workers=False
+                host,
+                port,
+                self.num_processes,
+                self.rank == 0,
+                timedelta(seconds=SILENCE_SECONDS),
+                wait_for_workers=False,
             )
         except RuntimeError as error:
             raise RunError(
-                f"launch: rank {self.rank} on {socket.gethostname()} does not reach port {port} of {host}, where processes "
-                "exchange heartbeats; let the machines of a run connect to one another on all ports"
+                f"launch: rank {self.rank} on {socket.gethostname()} does not reach port {port} "
+                f"of {host}, where processes exchange heartbeats; let the machines of a run "
+                "connect to one another on all ports"
             ) from error
         self.exchange_thread = threading.Thread(target=self._exchange_heartbeats, daemon=True)
         self.watch_thread = threading.Thread(target=self._watch_processes, daemon=True)
@@ -99,18 +115,25 @@ class ProcessMonitor:
             self.watch_thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         own = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:300]
         self.exit_message = self.explanation or own
         self.stop_event.set()
         if self.num_processes > 1:
-            # The last heartbeat says farewell; it blocks if rank 0 is out of reach. A thread that is still in the store when
-            # the interpreter ends would abort the process.
+            # The last heartbeat says farewell; it blocks if rank 0 is out of reach. A thread that
+            # is still in the store when the interpreter ends would abort the process.
             self.exchange_thread.join(SILENCE_AFTER_ERROR_SECONDS)
 
     def report_status(self, step: int, activity: str) -> None:
         """Report the step and the activity of this process, which may be waiting for the others."""
-        self.step, self.activity, self.status_time = step, activity, time.monotonic()
+        self.step = step
+        self.activity = activity
+        self.status_time = time.monotonic()
 
     def explain_failure(self, error: RuntimeError, run: Path) -> Exception:
         """Return the error, or one that names the process which failed first."""
@@ -122,7 +145,10 @@ class ProcessMonitor:
         self.explanation = self._wait_for_dead()
         if self.explanation is None:
             return error
-        return RunError(f"training: {self.explanation}; go on with the same command, trainer.resume=auto run={run}")
+        return RunError(
+            f"training: {self.explanation}; go on with the same command, trainer.resume=auto "
+            f"run={run}"
+        )
 
     def _wait_for_dead(self) -> str | None:
         """Describe the process that has died; wait until one is known to have, or return None."""
@@ -164,25 +190,43 @@ class ProcessMonitor:
         """Read the last heartbeat of every process that has sent one."""
         for rank in range(self.num_processes):
             if self.store.check([f"{rank}"]):
-                sign = Heartbeat(**json.loads(self.store.get(f"{rank}")), read_time=time.monotonic())
+                sign = Heartbeat(
+                    **json.loads(self.store.get(f"{rank}")), read_time=time.monotonic()
+                )
                 if rank not in self.heartbeats or self.heartbeats[rank].beat != sign.beat:
                     self.heartbeats = {**self.heartbeats, rank: sign}
 
     # What the heartbeats mean
 
     def find_dead(self, silence: float) -> str | None:
-        """Describe a process that has ended or has been silent for so many seconds; None if there is none."""
+        """Describe a process that has ended or has been silent for so many seconds; None if
+        there is none.
+        """
         now = time.monotonic()
         others = {rank: sign for rank, sign in self.heartbeats.items() if rank != self.rank}
         if self.rank and now - self.answer_time > silence:
             first = self.heartbeats.get(0)
             who = "rank 0" if first is None else _describe(0, first)
             return f"{who} has not answered for {silence:.0f} s, so it died or the network is cut"
-        dead = [rank for rank, sign in others.items() if sign.farewell is None and not _is_alive(sign, now, silence)]
-        if len(dead) > 1 and len(dead) == len(others) and len({sign.host for sign in self.heartbeats.values()}) > 2:
-            return f"no other process has answered for {silence:.0f} s, so {socket.gethostname()} is cut off from the network"
+        dead = [
+            rank
+            for rank, sign in others.items()
+            if sign.farewell is None and not _is_alive(sign, now, silence)
+        ]
+        if (
+            len(dead) > 1
+            and len(dead) == len(others)
+            and len({sign.host for sign in self.heartbeats.values()}) > 2
+        ):
+            return (
+                f"no other process has answered for {silence:.0f} s, so "
+                f"{socket.gethostname()} is cut off from the network"
+            )
         if dead:
-            return f"{_describe(dead[0], others[dead[0]])} died in step {self.step + 1}, or the network to it is cut"
+            return (
+                f"{_describe(dead[0], others[dead[0]])} died in step {self.step + 1}, or the "
+                "network to it is cut"
+            )
         ended = [(rank, sign) for rank, sign in others.items() if sign.farewell]
         for rank, sign in ended:
             if not sign.is_about_another:
@@ -192,7 +236,11 @@ class ProcessMonitor:
     def _silent_processes(self) -> dict[int, float]:
         """Return the seconds of silence of other processes that are frozen or out of reach."""
         now = time.monotonic()
-        running = {rank: sign for rank, sign in self.heartbeats.items() if sign.farewell is None and rank != self.rank}
+        running = {
+            rank: sign
+            for rank, sign in self.heartbeats.items()
+            if sign.farewell is None and rank != self.rank
+        }
         if self.rank and now - self.answer_time > SILENT_SECONDS:
             # Without the store of rank 0 nothing is known about the others.
             return {0: now - self.answer_time} if 0 in running else {}
@@ -200,10 +248,24 @@ class ProcessMonitor:
         return {rank: age for rank, age in ages.items() if age > SILENT_SECONDS}
 
     def _slow_processes(self) -> dict[int, tuple[float, str]]:
-        """Return seconds and activity of the processes that keep this one waiting for longer than `patience`."""
-        others = {rank: sign for rank, sign in self.heartbeats.items() if sign.farewell is None and rank != self.rank}
-        slow = {rank: (sign.seconds, sign.activity) for rank, sign in others.items() if sign.activity != WAITING}
-        return {rank: (seconds, activity) for rank, (seconds, activity) in slow.items() if seconds > self.patience}
+        """Return seconds and activity of the processes that keep this one waiting for longer
+        than `patience`.
+        """
+        others = {
+            rank: sign
+            for rank, sign in self.heartbeats.items()
+            if sign.farewell is None and rank != self.rank
+        }
+        slow = {
+            rank: (sign.seconds, sign.activity)
+            for rank, sign in others.items()
+            if sign.activity != WAITING
+        }
+        return {
+            rank: (seconds, activity)
+            for rank, (seconds, activity) in slow.items()
+            if seconds > self.patience
+        }
 
     # The second thread
 
@@ -219,11 +281,15 @@ class ProcessMonitor:
             if self.activity == WAITING and unchanged >= self.patience and not silent:
                 self._report_slow()
             if unchanged > SILENCE_SECONDS and (message := self.find_dead(SILENCE_SECONDS)):
-                _print_message(f"{message}; go on with the same command and trainer.resume=auto run=DIR")
+                _print_message(
+                    f"{message}; go on with the same command and trainer.resume=auto run=DIR"
+                )
                 os._exit(1)  # a collective that waits for a dead process never returns
 
     def _forgive_pause(self, pause: float) -> None:
-        """Count none of the time in which this process itself did not run as silence of the others."""
+        """Count none of the time in which this process itself did not run as silence of the
+        others.
+        """
         if pause < HEARTBEAT_SECONDS:
             return
         now = time.monotonic()
@@ -231,29 +297,45 @@ class ProcessMonitor:
         for sign in self.heartbeats.values():
             sign.read_time = min(now, sign.read_time + pause)
         if pause > SILENT_SECONDS:
-            _print_message(f"this process, rank {self.rank} ({socket.gethostname()}), did not run for {pause:.0f} s")
+            _print_message(
+                f"this process, rank {self.rank} ({socket.gethostname()}), did not run for "
+                f"{pause:.0f} s"
+            )
 
     def _report_silent(self, silent: dict[int, float]) -> None:
-        """On the first process that runs, print which processes are silent, and which are so no longer."""
+        """On the first process that runs, print which processes are silent, and which are so no
+        longer.
+        """
         for rank in [rank for rank in self.reported_silent if rank not in silent]:
             seconds = self.reported_silent.pop(rank)
             if self.heartbeats[rank].farewell is None:
-                _print_message(f"{_describe(rank, self.heartbeats[rank])} sends heartbeats again, after about {seconds:.0f} s")
-        running = [rank for rank, sign in self.heartbeats.items() if sign.farewell is None and rank not in silent]
+                _print_message(
+                    f"{_describe(rank, self.heartbeats[rank])} sends heartbeats again, after "
+                    f"about {seconds:.0f} s"
+                )
+        running = [
+            rank
+            for rank, sign in self.heartbeats.items()
+            if sign.farewell is None and rank not in silent
+        ]
         if min(running, default=None) != self.rank:
             return
         for rank, seconds in silent.items():
             if rank not in self.reported_silent:
                 sign = self.heartbeats[rank]
                 _print_message(
-                    f"{_describe(rank, sign)} has sent no heartbeat for {seconds:.0f} s in step {self.step + 1}, so it is "
-                    "frozen or its network is cut"
+                    f"{_describe(rank, sign)} has sent no heartbeat for {seconds:.0f} s in step "
+                    f"{self.step + 1}, so it is frozen or its network is cut"
                 )
         self.reported_silent = silent
 
     def _report_slow(self) -> None:
         """On the first waiting process, print which processes keep the others waiting."""
-        waiting = [rank for rank, sign in self.heartbeats.items() if sign.activity == WAITING and sign.farewell is None]
+        waiting = [
+            rank
+            for rank, sign in self.heartbeats.items()
+            if sign.activity == WAITING and sign.farewell is None
+        ]
         if min(waiting, default=None) != self.rank:
             return
         for rank, (seconds, activity) in self._slow_processes().items():
@@ -261,7 +343,8 @@ class ProcessMonitor:
             if (rank, sign.step) not in self.reported_slow:
                 self.reported_slow.add((rank, sign.step))
                 _print_message(
-                    f"{_describe(rank, sign)} keeps the others waiting at step {sign.step + 1}: {seconds:.0f} s of {activity}"
+                    f"{_describe(rank, sign)} keeps the others waiting at step {sign.step + 1}: "
+                    f"{seconds:.0f} s of {activity}"
                 )
 
 
@@ -274,13 +357,16 @@ def _describe(rank: int, sign: Heartbeat) -> str:
 
 
 def _is_alive(sign: Heartbeat, now: float, silence: float) -> bool:
-    """Tell whether a process is alive: on this machine by its id, on another by a recent heartbeat."""
+    """Tell whether a process is alive: on this machine by its id, on another by a recent
+    heartbeat.
+    """
     if sign.host != socket.gethostname():
         return now - sign.read_time < silence
     try:
         os.kill(sign.pid, 0)
         with open(f"/proc/{sign.pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"  # ended, though nobody has asked how
+            # ended, though nobody has asked how
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except ProcessLookupError:
         return False
     except OSError:

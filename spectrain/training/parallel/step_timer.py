@@ -1,8 +1,10 @@
-"""What the time of training steps goes to: data, the target's features, the drafter, and waiting for other processes.
+"""What the time of training steps goes to: data, the target's features, the drafter, and waiting
+for other processes.
 
-On a GPU a mark is an event in the stream of the kernels, and the events of a step are read at the end of the next step or where
-metrics are collected. By then the host has waited for the device anyway, to check the gradients or to read the losses, so
-timing adds no synchronization to a step. On a CPU a mark is the clock's time.
+On a GPU a mark is an event in the stream of the kernels, and the events of a step are read at the
+end of the next step or where metrics are collected. By then the host has waited for the device
+anyway, to check the gradients or to read the losses, so timing adds no synchronization to a step.
+On a CPU a mark is the clock's time.
 """
 
 import statistics
@@ -11,9 +13,10 @@ from typing import Any
 
 import torch
 
-# Seconds on one process by what they went to. `data`: reading, tokenizing and batching. `target`: computing or receiving its
-# features. `drafter`: losses, gradients and the optimizer. `others`: waiting for other processes and exchanging with them, as
-# far as that does not overlap with computing.
+# Seconds on one process by what they went to. `data`: reading, tokenizing and batching. `target`:
+# computing or receiving its features. `drafter`: losses, gradients and the optimizer. `others`:
+# waiting for other processes and exchanging with them, as far as that does not overlap with
+# computing.
 StepTimes = dict[str, float]
 STEP_PARTS = ("data", "target", "drafter", "others")
 
@@ -21,8 +24,9 @@ STEP_PARTS = ("data", "target", "drafter", "others")
 class StepTimer:
     """Marks the points of a step at which one kind of work ends and the next begins.
 
-    `features` is where the features of all batches are made, `together` where all processes have them, `computed` where this
-    process has its own gradients, `exchanged` where it has those of all processes, and `end` the end of the optimizer's step.
+    `features` is where the features of all batches are made, `together` where all processes have
+    them, `computed` where this process has its own gradients, `exchanged` where it has those of all
+    processes, and `end` the end of the optimizer's step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +38,8 @@ class StepTimer:
 
     def start(self, data_seconds: float) -> None:
         """Begin a step, whose data took these seconds of the host's time to read."""
-        self.marks, self.data_seconds = {}, data_seconds
+        self.marks = {}
+        self.data_seconds = data_seconds
         self.mark("start")
 
     def end(self) -> None:
@@ -57,7 +62,9 @@ class StepTimer:
             self.mark(name)
 
     def take_times(self, with_newest: bool) -> StepTimes:
-        """Return the times of the steps that have ended, each once, with or without the newest, whose end is waited for."""
+        """Return the times of the steps that have ended, each once, with or without the newest,
+        whose end is waited for.
+        """
         taken = self.ended if with_newest else self.ended[:-1]
         self.ended = self.ended[len(taken) :]
         times = [self._step_times(*step) for step in taken]
@@ -71,8 +78,10 @@ class StepTimer:
         return {
             "data": data_seconds,
             "target": self._seconds(marks["start"], marks["features"]),
-            "drafter": self._seconds(marks["together"], computed) + self._seconds(exchanged, marks["end"]),
-            "others": self._seconds(marks["features"], marks["together"]) + self._seconds(computed, exchanged),
+            "drafter": self._seconds(marks["together"], computed)
+            + self._seconds(exchanged, marks["end"]),
+            "others": self._seconds(marks["features"], marks["together"])
+            + self._seconds(computed, exchanged),
         }
 
     def _seconds(self, first: Any, last: Any) -> float:
@@ -82,7 +91,8 @@ class StepTimer:
 def summarize_processes(times: list[StepTimes], hosts: list[str], steps: int) -> dict[str, Any]:
     """Return mean seconds per step over all processes and, of several, the slowest one.
 
-    The steps of all processes take equally long, so the slowest one is the one that waited least for the others.
+    The steps of all processes take equally long, so the slowest one is the one that waited least
+    for the others.
     """
     per_step = [{name: own.get(name, 0.0) / max(1, steps) for name in STEP_PARTS} for own in times]
     means = {name: round(statistics.mean(own[name] for own in per_step), 6) for name in STEP_PARTS}
@@ -93,4 +103,7 @@ def summarize_processes(times: list[StepTimes], hosts: list[str], steps: int) ->
     slowest = busy.index(max(busy))
     median = statistics.median(busy[:slowest] + busy[slowest + 1 :])
     named = {"rank": slowest, "host": hosts[slowest]}
-    return {"step_seconds": means, "slowest": {**named, "busy": round(busy[slowest], 6), "others_busy": round(median, 6)}}
+    return {
+        "step_seconds": means,
+        "slowest": {**named, "busy": round(busy[slowest], 6), "others_busy": round(median, 6)},
+    }

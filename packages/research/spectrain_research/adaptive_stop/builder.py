@@ -1,4 +1,5 @@
-"""Chains whose stop threshold follows the acceptance (Draft & Verify, Zhang et al., 2024; EdgeLLM, Xu et al., 2024).
+"""Chains whose stop threshold follows the acceptance (Draft & Verify, Zhang et al., 2024; EdgeLLM,
+Xu et al., 2024).
 
 Shapes: B batch, V draft vocabulary.
 """
@@ -15,16 +16,19 @@ from spectrain.trees.token_tree import Children
 
 
 class AdaptiveStopChain(Chain):
-    """A chain that ends where the drafter's largest probability is below a threshold g, which moves after every round.
+    """A chain that ends where the drafter's largest probability is below a threshold g, which moves
+    after every round.
 
-    With by=rate (Draft & Verify, section 3.4) the acceptance rate AR of a round's drafts, smoothed, is steered towards
-    `target_rate`:
+    With by=rate (Draft & Verify, section 3.4) the acceptance rate AR of a round's drafts, smoothed,
+    is steered towards `target_rate`:
 
-        AR <- b1 AR + (1 - b1) AR_round        g <- b2 g + (1 - b2) g', g' = g + step if AR <= target_rate else g - step
+        AR <- b1 AR + (1 - b1) AR_round        g <- b2 g + (1 - b2) g', g' = g + step if AR <=
+        target_rate else g - step
 
-    With by=full (EdgeLLM's fallback) g is halved after a round that accepted all its drafts, and doubled after any other. A
-    threshold depends on committed text and earlier draws alone, and is compared before a token is drawn, so sampled chains stay
-    lossless. Every decoding begins with `stop`.
+    With by=full (EdgeLLM's fallback) g is halved after a round that accepted all its drafts, and
+    doubled after any other. A threshold depends on committed text and earlier draws alone, and is
+    compared before a token is drawn, so sampled chains stay lossless. Every decoding begins with
+    `stop`.
     """
 
     name = "adaptive"
@@ -41,7 +45,8 @@ class AdaptiveStopChain(Chain):
         seed: int = 0,
         # Threshold of the first round.
         stop: float = 0.4,
-        # What moves the threshold: the smoothed acceptance rate (rate), or whether a round accepted all drafts (full).
+        # What moves the threshold: the smoothed acceptance rate (rate), or whether a round accepted
+        # all drafts (full).
         by: Literal["rate", "full"] = "rate",
         # Acceptance rate of drafts that by=rate steers towards.
         target_rate: Share = 0.8,
@@ -54,13 +59,27 @@ class AdaptiveStopChain(Chain):
         if not 0 < stop < 1:
             raise UserError(f"tree.stop={stop}: use more than 0 and less than 1")
         if len(memories) != 2 or not all(0 <= memory < 1 for memory in memories):
-            raise UserError(f"tree.memories={list(memories)}: give two weights of 0 or more and less than 1")
-        self.by, self.target_rate, self.step, self.memories = by, target_rate, step, memories
-        self.first_stop, self.rate = stop, target_rate
+            raise UserError(
+                f"tree.memories={list(memories)}: give two weights of 0 or more and less than 1"
+            )
+        self.by = by
+        self.target_rate = target_rate
+        self.step = step
+        self.memories = memories
+        self.first_stop = stop
+        self.rate = target_rate
 
     def sampled_variant(self, temperature: float) -> AdaptiveStopChain:
         return AdaptiveStopChain(
-            self.depth, "sampled", temperature, self.seed, self.first_stop, self.by, self.target_rate, self.step, self.memories
+            self.depth,
+            "sampled",
+            temperature,
+            self.seed,
+            self.first_stop,
+            self.by,
+            self.target_rate,
+            self.step,
+            self.memories,
         )
 
     def report_settings(self) -> dict[str, object]:
@@ -69,7 +88,8 @@ class AdaptiveStopChain(Chain):
     def begin_round(self, prefix: Prefix) -> None:
         super().begin_round(prefix)
         if prefix.begins:
-            self.stop, self.rate = self.first_stop, self.target_rate
+            self.stop = self.first_stop
+            self.rate = self.target_rate
 
     def observe(self, round: RoundResult) -> None:
         drafted = (round.tree.valid.sum(1) - 1)[round.counts > 0]

@@ -1,4 +1,6 @@
-"""Beam search with and without drafts: `eval.beams=K` decodes every prompt both ways, in turn. Shapes: P prompts."""
+"""Beam search with and without drafts: `eval.beams=K` decodes every prompt both ways, in turn.
+Shapes: P prompts.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from .session import BeamAnswer, BeamSession, Method
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """The settings `eval.beams`, `eval.beam_method`, `eval.beam_drafts`, `eval.beam_threshold` and `eval.items`."""
+    """The settings `eval.beams`, `eval.beam_method`, `eval.beam_drafts`, `eval.beam_threshold`
+    and `eval.items`.
+    """
 
     num_beams: int
     method: Method
@@ -35,10 +39,14 @@ class BeamSettings:
 
 
 class Beams(EvalExtension):
-    """Decodes the prompts with beams, without a drafter and with it, and compares both with `generate(num_beams=K)`."""
+    """Decodes the prompts with beams, without a drafter and with it, and compares both with
+    `generate(num_beams=K)`.
+    """
 
     def __init__(self, settings: BeamSettings, max_new_tokens: int, check: bool) -> None:
-        self.settings, self.max_new_tokens, self.compares = settings, max_new_tokens, check
+        self.settings = settings
+        self.max_new_tokens = max_new_tokens
+        self.compares = check
 
     def check(self, candidate: Candidate) -> None:
         check_drafter(candidate.drafter)
@@ -53,11 +61,22 @@ class Beams(EvalExtension):
         search = SearchSettings(settings.num_beams, limit, target.stop_ids, constraint=trie)
         width = 2 * settings.num_beams if settings.num_drafts is None else settings.num_drafts
         sampling = candidate.rule.sampling_settings
-        temperature, seed = (1.0, 0) if sampling is None or settings.method == "strict" else (sampling[0], sampling[3])
+        temperature, seed = (
+            (1.0, 0)
+            if sampling is None or settings.method == "strict"
+            else (sampling[0], sampling[3])
+        )
         return BeamSession(
-            target, search, settings.method, candidate.drafter, candidate.builder.depth, width, temperature,
-            settings.threshold, seed,
-        )  # fmt: skip
+            target,
+            search,
+            settings.method,
+            candidate.drafter,
+            candidate.builder.depth,
+            width,
+            temperature,
+            settings.threshold,
+            seed,
+        )
 
     def report(self, results: Results) -> dict[str, Any]:
         drafted = self.make_session(replace(results.candidate, drafter=results.systems[0].drafter))
@@ -73,11 +92,16 @@ class Beams(EvalExtension):
             answers.append((pair[row % 2], pair[1 - row % 2]))
         section = {**self.describe_settings(drafted), **summarize_answers(answers)}
         if self.settings.method == "strict":
-            section["identical"] = sum(drafted.hypotheses == plain.hypotheses for drafted, plain in answers)
+            section["identical"] = sum(
+                drafted.hypotheses == plain.hypotheses for drafted, plain in answers
+            )
             if self.compares:
-                outputs = [generate_beams(drafted.target, prompt, drafted.settings) for prompt in prompts]
+                outputs = [
+                    generate_beams(drafted.target, prompt, drafted.settings) for prompt in prompts
+                ]
                 section["same_as_generate"] = sum(
-                    output == answer.hypotheses[: len(output)] for output, (_, answer) in zip(outputs, answers)
+                    output == answer.hypotheses[: len(output)]
+                    for output, (_, answer) in zip(outputs, answers)
                 )
         return {"beams": section}
 
@@ -94,13 +118,20 @@ class Beams(EvalExtension):
 
 
 def summarize_answers(answers: list[tuple[BeamAnswer, BeamAnswer]]) -> dict[str, Any]:
-    """Return steps per forward and the speed of drafted beams relative to plain ones, with intervals over prompts.
+    """Return steps per forward and the speed of drafted beams relative to plain ones, with
+    intervals over prompts.
 
     The first step, which the prompt's forward allows, belongs to no round.
     """
-    steps = np.array([[drafted.num_steps - 1, drafted.num_forwards] for _, drafted in answers], dtype=np.float64)
+    steps = np.array(
+        [[drafted.num_steps - 1, drafted.num_forwards] for _, drafted in answers], dtype=np.float64
+    )
     speeds = np.array(
-        [[drafted.num_steps, drafted.seconds, plain.num_steps, plain.seconds] for plain, drafted in answers], dtype=np.float64
+        [
+            [drafted.num_steps, drafted.seconds, plain.num_steps, plain.seconds]
+            for plain, drafted in answers
+        ],
+        dtype=np.float64,
     )
     totals = speeds.sum(0)
     return {
@@ -122,35 +153,55 @@ def summarize_answers(answers: list[tuple[BeamAnswer, BeamAnswer]]) -> dict[str,
 
 def generate_beams(target: Target, prompt: list[int], settings: SearchSettings) -> list[list[int]]:
     """Return the hypotheses of transformers' `generate`, the best first, without padding."""
-    stops, constraint = sorted(settings.stop_ids), settings.constraint
+    stops = sorted(settings.stop_ids)
+    constraint = settings.constraint
     options: dict[str, Any] = {}
     if constraint is not None:
-        options["prefix_allowed_tokens_fn"] = lambda batch, tokens: constraint(tokens[len(prompt) :].tolist())
+        options["prefix_allowed_tokens_fn"] = lambda batch, tokens: constraint(
+            tokens[len(prompt) :].tolist()
+        )
     with torch.inference_mode(), reference_model(target) as model:
         output = model.generate(
             torch.tensor([prompt], device=target.device),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=target.device),
-            do_sample=False, temperature=None, top_p=None, top_k=None, repetition_penalty=1.0,
-            num_beams=settings.num_beams, num_return_sequences=settings.num_beams, length_penalty=settings.length_penalty,
-            max_new_tokens=settings.max_new_tokens, eos_token_id=stops or None, pad_token_id=(stops or [0])[0], **options,
-        )  # fmt: skip
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            repetition_penalty=1.0,
+            num_beams=settings.num_beams,
+            num_return_sequences=settings.num_beams,
+            length_penalty=settings.length_penalty,
+            max_new_tokens=settings.max_new_tokens,
+            eos_token_id=stops or None,
+            pad_token_id=(stops or [0])[0],
+            **options,
+        )
     answers = [row[len(prompt) :].tolist() for row in output]
-    ends = [next((at + 1 for at, token in enumerate(row) if token in stops), len(row)) for row in answers]
+    ends = [
+        next((at + 1 for at, token in enumerate(row) if token in stops), len(row))
+        for row in answers
+    ]
     return [row[:end] for row, end in zip(answers, ends)]
 
 
 def describe_beams(section: dict[str, Any]) -> Iterator[str]:
     """Say what drafting gains with beams, and whether the hypotheses are the same."""
-    length, speed = section["acceptance_length"], section["speedup"]
+    length = section["acceptance_length"]
+    speed = section["speedup"]
     yield (
-        f"With {section['num_beams']} beams ({section['method']}), {section['drafts']} drafts at each of {section['depth']} "
-        f"depths allow {length['pooled']:.2f} {format_interval(length['ci95'])} steps per forward, and drafted beams have "
+        f"With {section['num_beams']} beams ({section['method']}), {section['drafts']} drafts at "
+        f"each of {section['depth']} depths allow {length['pooled']:.2f} "
+        f"{format_interval(length['ci95'])} steps per forward, and drafted beams have "
         f"{speed['ratio']:.2f}x {format_interval(speed['ci95'])} the speed of plain ones."
     )
     if "identical" in section:
         same = section.get("same_as_generate")
         reference = "" if same is None else f", and {same} those of transformers' generate"
-        yield f"Of {section['prompts']} prompts, {section['identical']} have the hypotheses of plain beam search{reference}."
+        yield (
+            f"Of {section['prompts']} prompts, {section['identical']} have the hypotheses of "
+            f"plain beam search{reference}."
+        )
 
 
 EXTENSION_NOTES["beams"] = describe_beams

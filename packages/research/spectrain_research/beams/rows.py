@@ -19,7 +19,8 @@ def select_cache_rows(cache: TreeCache, rows: Tensor) -> None:
     """Let row k of a cache be what row `rows[k]` was, appended nodes included."""
     if cache.recurrences:
         raise UserError(
-            "eval.beams: layers of this model keep a state, whose rows cannot branch; use another target or drafter"
+            "eval.beams: layers of this model keep a state, whose rows cannot branch; use another "
+            "target or drafter"
         )
     cache.lengths = cache.lengths[rows]
     for name in ("storage", "positions", "position_offsets"):
@@ -29,7 +30,9 @@ def select_cache_rows(cache: TreeCache, rows: Tensor) -> None:
 
 
 def select_context_rows(context: Context, rows: Tensor) -> None:
-    """Let row k of a context be what row `rows[k]` was; its new features follow in the next commit."""
+    """Let row k of a context be what row `rows[k]` was; its new features follow in the next
+    commit.
+    """
     select_cache_rows(context.cache, rows)
     for name in ("tokens", "sequence_ids", "num_new", "active", "tokens_left"):
         setattr(context, name, getattr(context, name)[rows])
@@ -60,10 +63,16 @@ def select_drafter_rows(drafter: Drafter, rows: Tensor) -> None:
 def check_drafter(drafter: Drafter) -> None:
     """Raise a UserError for a drafter whose rows cannot branch, or which has no distribution."""
     capabilities = drafter.capabilities
-    if capabilities.capture is None or not capabilities.nestable or capabilities.is_copier or capabilities.has_no_q:
+    if (
+        capabilities.capture is None
+        or not capabilities.nestable
+        or capabilities.is_copier
+        or capabilities.has_no_q
+    ):
         raise UserError(
-            "eval.beams: this drafter copies, runs layers of the target, or keeps a state that cannot branch with the beams; "
-            "use another one, such as drafter=causal, eagle3 or medusa"
+            "eval.beams: this drafter copies, runs layers of the target, or keeps a state that "
+            "cannot branch with the beams; use another one, such as drafter=causal, eagle3 or "
+            "medusa"
         )
 
 

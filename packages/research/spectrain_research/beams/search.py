@@ -1,7 +1,9 @@
-"""Beam search over one text, as transformers' `generate(num_beams=K)` runs it. Shapes: K beams, V vocabulary, C candidates.
+"""Beam search over one text, as transformers' `generate(num_beams=K)` runs it. Shapes: K beams, V
+vocabulary, C candidates.
 
-The class knows no model: it takes the log-probabilities after every beam and says which continuations go on. Plain and drafted
-decoding take the same steps through it, so that they cannot differ in anything but the forwards.
+The class knows no model: it takes the log-probabilities after every beam and says which
+continuations go on. Plain and drafted decoding take the same steps through it, so that they cannot
+differ in anything but the forwards.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class SearchSettings:
 
     @property
     def num_candidates(self) -> int:
-        """The number of best continuations of a step, so many that K of them go on even if others stop."""
+        """The number of best continuations of a step, so many that K of them go on even if
+        others stop.
+        """
         return max(2, 1 + len(self.stop_ids)) * self.num_beams
 
 
@@ -41,7 +45,8 @@ class BeamSearch:
     """The beams of one text and the hypotheses that have ended, the best first."""
 
     def __init__(self, settings: SearchSettings) -> None:
-        self.settings, count = settings, settings.num_beams
+        self.settings = settings
+        count = settings.num_beams
         self.beams: list[list[int]] = [[] for _ in range(count)]
         # All beams are equal before the first step, so that only the first one counts.
         self.scores = torch.full((count,), MISSING)
@@ -50,23 +55,31 @@ class BeamSearch:
         self.finished_scores = torch.full((count,), MISSING)
         self.is_finished = torch.zeros(count, dtype=torch.bool)
         self.num_steps = 0
-        self.can_improve, self.is_done = True, False
+        self.can_improve = True
+        self.is_done = False
 
     def accumulate_scores(self, log_probs: Tensor) -> Tensor:
-        """Add the beams' scores to log-probabilities [K, V] of the next token, which the constraint restricts; [K V]."""
+        """Add the beams' scores to log-probabilities [K, V] of the next token, which the
+        constraint restricts; [K V].
+        """
         if self.settings.constraint is not None:
             log_probs = restrict_tokens(log_probs, self.beams, self.settings.constraint)
         return (log_probs.cpu() + self.scores[:, None]).flatten()
 
     def take_step(self, log_probs: Tensor, choose: Chooser | None = None) -> list[tuple[int, int]]:
-        """Take one step from log-probabilities [K, V] after every beam; return the beam and the token that each beam is now.
+        """Take one step from log-probabilities [K, V] after every beam; return the beam and the
+        token that each beam is now.
 
         `choose` chooses the candidates; by default they are the most likely ones.
         """
-        totals, count = self.accumulate_scores(log_probs), self.settings.num_beams
+        totals = self.accumulate_scores(log_probs)
+        count = self.settings.num_beams
         chosen = self._choose_best(totals) if choose is None else choose(totals)
-        sources, tokens = chosen // log_probs.shape[-1], chosen % log_probs.shape[-1]
-        sequences = [[*self.beams[beam], token] for beam, token in zip(sources.tolist(), tokens.tolist())]
+        sources = chosen // log_probs.shape[-1]
+        tokens = chosen % log_probs.shape[-1]
+        sequences = [
+            [*self.beams[beam], token] for beam, token in zip(sources.tolist(), tokens.tolist())
+        ]
         self.num_steps += 1
         ends = torch.tensor([self._has_ended(sequence) for sequence in sequences])
         values = totals[chosen]
@@ -95,10 +108,14 @@ class BeamSearch:
         return totals.topk(min(self.settings.num_candidates, len(totals))).indices
 
     def _has_ended(self, sequence: list[int]) -> bool:
-        return sequence[-1] in self.settings.stop_ids or len(sequence) >= self.settings.max_new_tokens
+        return (
+            sequence[-1] in self.settings.stop_ids or len(sequence) >= self.settings.max_new_tokens
+        )
 
     def _add_hypotheses(self, sequences: list[list[int]], values: Tensor, ends: Tensor) -> None:
-        """Merge the candidates that have ended, of the first K, with earlier hypotheses; the best K remain."""
+        """Merge the candidates that have ended, of the first K, with earlier hypotheses; the
+        best K remain.
+        """
         count = self.settings.num_beams
         is_new = ends & (torch.arange(len(ends)) < count) & (values > MISSING / 2)
         scores = values / self.num_steps**self.settings.length_penalty
@@ -113,15 +130,21 @@ class BeamSearch:
         self.is_finished = torch.cat([self.is_finished, is_new])[best]
 
     def _check_end(self, all_ended: bool) -> None:
-        """Stop where no beam goes on, or where none can be better than the worst hypothesis at the present length."""
+        """Stop where no beam goes on, or where none can be better than the worst hypothesis at
+        the present length.
+        """
         best_running = self.scores[0] / self.num_steps**self.settings.length_penalty
         worst = torch.where(self.is_finished, self.finished_scores.min(), torch.tensor(MISSING))
         self.can_improve = self.can_improve and bool((best_running > worst).any())
         self.is_done = all_ended or not self.can_improve or not any(self.is_alive)
 
 
-def restrict_tokens(log_probs: Tensor, sequences: list[list[int]], constraint: Constraint) -> Tensor:
-    """Return log-probabilities [K, V] after sequences, -inf for tokens that the constraint forbids."""
+def restrict_tokens(
+    log_probs: Tensor, sequences: list[list[int]], constraint: Constraint
+) -> Tensor:
+    """Return log-probabilities [K, V] after sequences, -inf for tokens that the constraint
+    forbids.
+    """
     restricted = torch.full_like(log_probs, float("-inf"))
     for row, sequence in enumerate(sequences):
         allowed = torch.tensor(constraint(sequence), device=log_probs.device)

@@ -1,4 +1,6 @@
-"""Counts of n-grams with backoff, and the best paths of a lattice under them. Shapes: N n-grams, D depths, M tokens a depth."""
+"""Counts of n-grams with backoff, and the best paths of a lattice under them. Shapes: N n-grams,
+D depths, M tokens a depth.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,37 @@ MAX_ORDER = 3
 
 
 class NgramModel:
-    """S(x | context) = count(context x) / count(context) where that occurs, else 0.4 S(x | shorter context).
+    """S(x | context) = count(context x) / count(context) where that occurs, else 0.4 S(x | shorter
+    context).
 
-    This is stupid backoff (Brants et al., 2007, section 4); a single token has the smoothed (count + 1) / (N + V).
+    This is stupid backoff (Brants et al., 2007, section 4); a single token has the smoothed (count
+    + 1) / (N + V).
     """
 
     def __init__(self, tokens: np.ndarray, order: int, vocab_size: int) -> None:
         if vocab_size >= 1 << TOKEN_BITS:
-            raise UserError(f"drafter.order: n-grams of a vocabulary of {vocab_size} tokens cannot be packed")
+            raise UserError(
+                f"drafter.order: n-grams of a vocabulary of {vocab_size} tokens cannot be packed"
+            )
         self.order, self.vocab_size = order, vocab_size
         self.counts: list[dict[int, int]] = []
         for length in range(1, order + 1):
-            grams = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.int64), length) if len(tokens) >= length else None
-            inside = np.zeros((0, length), np.int64) if grams is None else grams[(grams >= 0).all(axis=1)]
+            grams = (
+                np.lib.stride_tricks.sliding_window_view(tokens.astype(np.int64), length)
+                if len(tokens) >= length
+                else None
+            )
+            inside = (
+                np.zeros((0, length), np.int64)
+                if grams is None
+                else grams[(grams >= 0).all(axis=1)]
+            )
             packed = np.zeros(len(inside), np.int64)
             for column in inside.T:
                 packed = packed << TOKEN_BITS | column
-            self.counts.append(dict(zip(*(part.tolist() for part in np.unique(packed, return_counts=True)))))
+            self.counts.append(
+                dict(zip(*(part.tolist() for part in np.unique(packed, return_counts=True))))
+            )
         self.total = sum(self.counts[0].values())
         self.scores: dict[int, float] = {}
 
@@ -63,21 +79,31 @@ def pack_tokens(tokens: Sequence[int]) -> int:
 
 
 def find_best_paths(
-    lattice: Sequence[Sequence[tuple[int, float]]], context: Sequence[int], model: NgramModel, weight: float, count: int
+    lattice: Sequence[Sequence[tuple[int, float]]],
+    context: Sequence[int],
+    model: NgramModel,
+    weight: float,
+    count: int,
 ) -> list[tuple[float, tuple[int, ...]]]:
-    """Return the `count` best paths through a lattice of tokens with their log q, the best first, each with its score.
+    """Return the `count` best paths through a lattice of tokens with their log q, the best first,
+    each with its score.
 
-    The score of a path is sum_d log q_d(x_d) + weight log S(x_d | the tokens before). This is Viterbi's search with the
-    `count` best paths of every state, and a state is all that the n-gram model reads, so the result is exact.
+    The score of a path is sum_d log q_d(x_d) + weight log S(x_d | the tokens before). This is
+    Viterbi's search with the `count` best paths of every state, and a state is all that the n-gram
+    model reads, so the result is exact.
     """
     reach = max(0, model.order - 1)
-    states: dict[tuple[int, ...], list[tuple[float, tuple[int, ...]]]] = {tuple(context)[len(context) - reach :]: [(0.0, ())]}
+    states: dict[tuple[int, ...], list[tuple[float, tuple[int, ...]]]] = {
+        tuple(context)[len(context) - reach :]: [(0.0, ())]
+    }
     for options in lattice:
         grown: dict[tuple[int, ...], list[tuple[float, tuple[int, ...]]]] = {}
         for state, paths in states.items():
             for token, log_q in options:
                 step = log_q + weight * model.log_score(state, token)
                 after = (*state, token)[len(state) + 1 - reach :]
-                grown.setdefault(after, []).extend((score + step, (*path, token)) for score, path in paths)
+                grown.setdefault(after, []).extend(
+                    (score + step, (*path, token)) for score, path in paths
+                )
         states = {state: nlargest(count, paths) for state, paths in grown.items()}
     return nlargest(count, [path for paths in states.values() for path in paths])

@@ -1,4 +1,5 @@
-"""Cerberus (Liu et al., 2024, arXiv 2410.13344): heads that read the head before them, and a gate that decides to draft.
+"""Cerberus (Liu et al., 2024, arXiv 2410.13344): heads that read the head before them, and a gate
+that decides to draft.
 
 Shapes: B batch, T tokens, D target width, V draft vocabulary, K heads, F frontier nodes.
 Head k, from 0, at index t predicts token t + 2 + k; token t + 1 is the target's own.
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class CerberusHead(nn.Module):
-    """Residual blocks that read the target's state and the state of the head before, and an output layer.
+    """Residual blocks that read the target's state and the state of the head before, and an output
+    layer.
 
         s <- s + SiLU(W [h; s] + b), from s = the state of the head before
 
@@ -46,7 +48,9 @@ class CerberusHead(nn.Module):
         self.lm_down, self.lm_head = make_output_layer(width, vocab_size, rank)
 
     def forward(self, final: Tensor, previous: Tensor) -> Tensor:
-        """Return the state [.., D] of this head from the target's and from that of the head before, [.., D] each."""
+        """Return the state [.., D] of this head from the target's and from that of the head
+        before, [.., D] each.
+        """
         state = previous
         for block in self.blocks:
             state = state + F.silu(block(torch.cat([final, state], dim=-1)))
@@ -54,12 +58,14 @@ class CerberusHead(nn.Module):
 
 
 class Cerberus(HeadsDrafter):
-    """Medusa's heads, each of which reads the state of the head before (sequential knowledge), all in one pass.
+    """Medusa's heads, each of which reads the state of the head before (sequential knowledge), all
+    in one pass.
 
-    No head reads a drafted token. With `max_entropy`, a round drafts only in texts whose newest token the target drew from a
-    distribution of less entropy (adaptive parallel decoding); the others make a plain step. The gate reads committed text
-    alone, so every rule stays as lossless as before. It computes the target's distribution once more, one product with its
-    output layer. The loss is sum_k head_decay^k L_k.
+    No head reads a drafted token. With `max_entropy`, a round drafts only in texts whose newest
+    token the target drew from a distribution of less entropy (adaptive parallel decoding); the
+    others make a plain step. The gate reads committed text alone, so every rule stays as lossless
+    as before. It computes the target's distribution once more, one product with its output layer.
+    The loss is sum_k head_decay^k L_k.
     """
 
     layers: tuple[Layer, ...] = ("final",)
@@ -74,8 +80,8 @@ class Cerberus(HeadsDrafter):
         num_heads: Steps = 4,
         # Number of residual blocks per head.
         num_layers: Steps = 1,
-        # Entropy in nats of the target's distribution of the newest token from which a text makes a plain step; null always
-        # drafts.
+        # Entropy in nats of the target's distribution of the newest token from which a text makes a
+        # plain step; null always drafts.
         max_entropy: NotNegative | None = None,
         # Draft vocabulary in tokens; larger values are capped at the target's vocabulary.
         vocab_size: VocabularySize = 32000,
@@ -87,9 +93,14 @@ class Cerberus(HeadsDrafter):
         head_rank: Width | None = None,
     ) -> None:
         super().__init__()
-        self.divergence, self.head_decay, self.max_entropy, self.head = loss, head_decay, max_entropy, target.head
+        self.divergence = loss
+        self.head_decay = head_decay
+        self.max_entropy = max_entropy
+        self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
-        self.heads = nn.ModuleList(CerberusHead(target.width, vocab_size, num_layers, head_rank) for _ in range(num_heads))
+        self.heads = nn.ModuleList(
+            CerberusHead(target.width, vocab_size, num_layers, head_rank) for _ in range(num_heads)
+        )
         self.add_vocabulary(vocab_size, target.head.vocab_size)
         if max_entropy is not None:
             # The host decides whether a round drafts.
@@ -101,7 +112,8 @@ class Cerberus(HeadsDrafter):
 
     def run_heads(self, final: Tensor, count: int) -> list[Tensor]:
         """Return the states [.., D] of the first `count` heads from the target's state [.., D]."""
-        states, state = [], final
+        states = []
+        state = final
         for head in self.heads[:count]:
             state = head(final, state)
             states.append(state)
@@ -126,21 +138,33 @@ class Cerberus(HeadsDrafter):
         unsure = None if self.max_entropy is None else self.find_unsure(final)
         if unsure is not None and bool(unsure.all()):
             return Draft()
-        states = self.run_heads(final.to(next(self.parameters()).dtype), max(1, min(len(self.heads), context.builder.depth)))
-        logits = [head.lm_head(project_down(head.lm_down, state)) for head, state in zip(self.heads, states)]
+        states = self.run_heads(
+            final.to(next(self.parameters()).dtype),
+            max(1, min(len(self.heads), context.builder.depth)),
+        )
+        logits = [
+            head.lm_head(project_down(head.lm_down, state))
+            for head, state in zip(self.heads, states)
+        ]
         log_q = torch.cat(logits, dim=1).float().log_softmax(-1)
         return Draft(GatedRollout(context.root, log_q, self.draft_ids, unsure))
 
     def find_unsure(self, final: Tensor) -> Tensor:
-        """Return the texts [B] in which the target's distribution after its states [B, 1, D] has too much entropy."""
-        log_p = self.head.logits(final[:, 0].to(self.head.output.weight.dtype)).float().log_softmax(-1)
+        """Return the texts [B] in which the target's distribution after its states [B, 1, D] has
+        too much entropy.
+        """
+        log_p = (
+            self.head.logits(final[:, 0].to(self.head.output.weight.dtype)).float().log_softmax(-1)
+        )
         return torch.special.entr(log_p.exp()).sum(-1) >= self.max_entropy
 
 
 class GatedRollout(MarginalRollout):
     """Marginals of all depths; the texts `unsure` [B] draft nothing."""
 
-    def __init__(self, root: Tensor, log_q: Tensor, draft_ids: Tensor, unsure: Tensor | None) -> None:
+    def __init__(
+        self, root: Tensor, log_q: Tensor, draft_ids: Tensor, unsure: Tensor | None
+    ) -> None:
         super().__init__(root, log_q, draft_ids)
         self.unsure = unsure
         self.stop_mask = None if unsure is None else unsure[:, None]

@@ -1,4 +1,6 @@
-"""A small model with a tokenizer of its own. Shapes: B batch, F frontier nodes, D width, V its vocabulary."""
+"""A small model with a tokenizer of its own. Shapes: B batch, F frontier nodes, D width, V its
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,21 @@ from spectrain.trees.rollout import BranchVisibility, Rollout
 class ModelRollout(Rollout):
     """A rollout of a small model, whose cache holds the committed tokens and the root.
 
-    It begins with `root_log_q` [B, 1, V], log q after the root. `compute_log_q` returns log q [B, F, V] of final states
-    [B, F, D].
+    It begins with `root_log_q` [B, 1, V], log q after the root. `compute_log_q` returns log q [B,
+    F, V] of final states [B, F, D].
     """
 
-    def __init__(self, model: Target, cache: TreeCache, root_log_q: Tensor, compute_log_q: Callable[[Tensor], Tensor]) -> None:
-        self.model, self.cache, self.root_log_q, self.compute_log_q = model, cache, root_log_q, compute_log_q
+    def __init__(
+        self,
+        model: Target,
+        cache: TreeCache,
+        root_log_q: Tensor,
+        compute_log_q: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.root_log_q = root_log_q
+        self.compute_log_q = compute_log_q
         self.branches = BranchVisibility(len(root_log_q), root_log_q.device)
 
     def start(self) -> Tensor:
@@ -37,7 +48,12 @@ class ModelRollout(Rollout):
 
 
 def load_foreign_model(name: str) -> Target:
-    """Load a frozen model with its own tokenizer: one that ships (tiny, smollm2), a directory, or a name on the hub."""
-    shipped: dict[str, Callable[[], Path]] = {"tiny": lambda: TINY_DIRECTORY, "smollm2": convert_smollm2}
+    """Load a frozen model with its own tokenizer: one that ships (tiny, smollm2), a directory,
+    or a name on the hub.
+    """
+    shipped: dict[str, Callable[[], Path]] = {
+        "tiny": lambda: TINY_DIRECTORY,
+        "smollm2": convert_smollm2,
+    }
     path = str(shipped[name]()) if name in shipped else name
     return wrap_model(*load_model_files(path), path)

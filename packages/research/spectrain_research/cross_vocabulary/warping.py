@@ -1,4 +1,6 @@
-"""Dynamic time warping of two encodings of one text (TokenTiming, 2025). Shapes: K tokens of the first, M of the second."""
+"""Dynamic time warping of two encodings of one text (TokenTiming, 2025). Shapes: K tokens of the
+first, M of the second.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,24 @@ import numpy as np
 
 
 def uncovered_bytes(sizes: Sequence[int], others: Sequence[int]) -> np.ndarray:
-    """Return the number of bytes [K, M] that only one of two tokens covers, from the token sizes in bytes of both encodings."""
-    ends, other_ends = np.cumsum(sizes), np.cumsum(others)
-    starts, other_starts = ends - sizes, other_ends - others
+    """Return the number of bytes [K, M] that only one of two tokens covers, from the token sizes
+    in bytes of both encodings.
+    """
+    ends = np.cumsum(sizes)
+    other_ends = np.cumsum(others)
+    starts = ends - sizes
+    other_starts = other_ends - others
     both = np.minimum(ends[:, None], other_ends) - np.maximum(starts[:, None], other_starts)
     total: np.ndarray = np.asarray(sizes)[:, None] + np.asarray(others) - 2 * both.clip(min=0)
     return total
 
 
 def align_tokens(costs: np.ndarray) -> list[tuple[int, int]]:
-    """Return the pairs on the cheapest path from the first pair to the last one (Sakoe and Chiba, 1978).
+    """Return the pairs on the cheapest path from the first pair to the last one (Sakoe and Chiba,
+    1978).
 
-    Each step advances in one encoding or in both. Of paths with equal costs, one with fewer pairs is returned.
+    Each step advances in one encoding or in both. Of paths with equal costs, one with fewer pairs
+    is returned.
     """
     total = np.full((costs.shape[0] + 1, costs.shape[1] + 1), np.inf)
     total[0, 0] = 0
@@ -34,12 +42,16 @@ def align_tokens(costs: np.ndarray) -> list[tuple[int, int]]:
     return pairs[::-1]
 
 
-def carry_probabilities(probabilities: Sequence[float], pairs: Sequence[tuple[int, int]], count: int) -> list[float]:
+def carry_probabilities(
+    probabilities: Sequence[float], pairs: Sequence[tuple[int, int]], count: int
+) -> list[float]:
     """Carry the probabilities [K] of one encoding's tokens over to the `count` tokens of the other.
 
-    Each probability counts once, at the first token that it is aligned with, so that the product over the text is unchanged.
+    Each probability counts once, at the first token that it is aligned with, so that the product
+    over the text is unchanged.
     """
-    carried, used = [1.0] * count, set[int]()
+    carried = [1.0] * count
+    used = set[int]()
     for source, destination in pairs:
         if source not in used:
             used.add(source)

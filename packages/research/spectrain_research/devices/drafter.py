@@ -38,8 +38,9 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 class OtherDevice(DrafterWrapper):
     """Drafts with `inner` on `device`, while the target stays where it is.
 
-    New tokens and features go to the drafter's device once per round, and log q comes back once per draft step. An inner
-    drafter that reads the target's embedding or output layer gets a copy of these on its device. Training is unchanged.
+    New tokens and features go to the drafter's device once per round, and log q comes back once per
+    draft step. An inner drafter that reads the target's embedding or output layer gets a copy of
+    these on its device. Training is unchanged.
     """
 
     saved = SavedFiles(inner=("inner",))
@@ -57,13 +58,17 @@ class OtherDevice(DrafterWrapper):
         try:
             self.device = torch.device(device)
         except RuntimeError as error:
-            raise UserError(f"drafter.device={device}: there is no such device; use cpu or cuda:0") from error
+            raise UserError(
+                f"drafter.device={device}: there is no such device; use cpu or cuda:0"
+            ) from error
         if self.device.type != "meta":
             check_device(str(self.device))
         self.inner, description = build_nestable(inner, "inner", target)
         self.layers = self.inner.layers
         self.saved = replace(self.saved, settings={"inner": description})
-        self.capabilities = replace(self.inner.capabilities, capture=None, on_policy=None, nestable=False)
+        self.capabilities = replace(
+            self.inner.capabilities, capture=None, on_policy=None, nestable=False
+        )
         self.cache: TreeCache | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherDevice:
@@ -73,7 +78,9 @@ class OtherDevice(DrafterWrapper):
         return self
 
     def place_inner(self) -> None:
-        """Move the inner drafter to its device, with copies of the layers that it borrows of the target."""
+        """Move the inner drafter to its device, with copies of the layers that it borrows of the
+        target.
+        """
         nn.Module._apply(self.inner, lambda tensor: tensor.to(self.device))
         for module in self.inner.modules():
             if isinstance(module, Drafter) and "head" in vars(module):
@@ -84,17 +91,29 @@ class OtherDevice(DrafterWrapper):
         draft = self.inner.draft(own)
         if draft.rollout is None:
             return draft
-        return replace(draft, rollout=CopiedRollout(draft.rollout, self.device, context.tokens.device))
+        return replace(
+            draft, rollout=CopiedRollout(draft.rollout, self.device, context.tokens.device)
+        )
 
     def copy_context(self, context: Context) -> Context:
-        """Return the context on the drafter's device. Its cache has the target's lengths and no keys."""
+        """Return the context on the drafter's device. Its cache has the target's lengths and no
+        keys.
+        """
         device = self.device
-        if context.round == 0 or self.cache is None or self.cache.max_length != context.cache.max_length:
+        if (
+            context.round == 0
+            or self.cache is None
+            or self.cache.max_length != context.cache.max_length
+        ):
             self.cache = TreeCache(0, len(context.num_new), context.cache.max_length, device)
         self.cache.lengths = copy_to_device(context.cache.lengths, device)
         self.cache.longest = context.cache.longest
         features = context.new_features
-        new = Features(copy_to_device(features.tokens, device), features.layers, copy_to_device(features.hidden, device))
+        new = Features(
+            copy_to_device(features.tokens, device),
+            features.layers,
+            copy_to_device(features.hidden, device),
+        )
         moved: dict[str, Any] = {
             name: copy_to_device(getattr(context, name), device)
             for name in ("tokens", "sequence_ids", "num_new", "active", "tokens_left", "stops")
@@ -102,16 +121,24 @@ class OtherDevice(DrafterWrapper):
         return replace(context, cache=self.cache, new_features=new, **moved)
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        path, counts, bonus = (copy_to_device(part, self.device) for part in (accepted.path, accepted.counts, accepted.bonus))
-        self.inner.commit(self.copy_context(context), replace(accepted, path=path, counts=counts, bonus=bonus))
+        path, counts, bonus = (
+            copy_to_device(part, self.device)
+            for part in (accepted.path, accepted.counts, accepted.bonus)
+        )
+        self.inner.commit(
+            self.copy_context(context), replace(accepted, path=path, counts=counts, bonus=bonus)
+        )
 
 
 def copy_head(head: Any, device: torch.device) -> Any:
-    """Return the target's head, or on another device one with copies of its embedding and output layer."""
+    """Return the target's head, or on another device one with copies of its embedding and output
+    layer.
+    """
     if head.output.weight.device == device:
         return head
     other = copy(head)
-    other.embedding, other.output = deepcopy(head.embedding).to(device), deepcopy(head.output).to(device)
+    other.embedding = deepcopy(head.embedding).to(device)
+    other.output = deepcopy(head.output).to(device)
     return other
 
 
@@ -124,7 +151,9 @@ class CopiedRollout(NestedRollout):
         self.draft_ids = None if inner.draft_ids is None else copy_to_device(inner.draft_ids, home)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return super().extend(copy_to_device(tokens, self.device), copy_to_device(parents, self.device))
+        return super().extend(
+            copy_to_device(tokens, self.device), copy_to_device(parents, self.device)
+        )
 
     def extend_path(self, tokens: Tensor, parents: Tensor, num_given: int) -> Tensor:
         copies = copy_to_device(tokens, self.device), copy_to_device(parents, self.device)
@@ -132,7 +161,8 @@ class CopiedRollout(NestedRollout):
 
     def take_estimates(self, log_q: Tensor) -> Tensor:
         super().take_estimates(log_q)
-        probs, stops = self.accept_probs, self.stop_mask
+        probs = self.accept_probs
+        stops = self.stop_mask
         self.accept_probs = None if probs is None else copy_to_device(probs, self.home)
         self.stop_mask = None if stops is None else copy_to_device(stops, self.home)
         return copy_to_device(log_q, self.home)

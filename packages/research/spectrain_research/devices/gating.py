@@ -1,4 +1,6 @@
-"""Dovetail's dynamic gating fusion (Zhang et al., 2024, arXiv 2412.18934, section 3.3). Shapes: B batch, T tokens, D width."""
+"""Dovetail's dynamic gating fusion (Zhang et al., 2024, arXiv 2412.18934, section 3.3). Shapes:
+B batch, T tokens, D width.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ if TYPE_CHECKING:
 
 
 class GatedFusion(nn.Module):
-    """x = g f + (1 - g) W_e e with g = sigmoid(W_g [e; f] + b), from embeddings e and features f, [.., D] each.
+    """x = g f + (1 - g) W_e e with g = sigmoid(W_g [e; f] + b), from embeddings e and features f,
+    [.., D] each.
 
     At first g is near 1, so that the feature passes.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate, self.project = nn.Linear(2 * width, width), nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(2 * width, width)
+        self.project = nn.Linear(width, width, bias=False)
         nn.init.zeros_(self.gate.weight)
         nn.init.constant_(self.gate.bias, 2.0)
 
@@ -50,10 +54,13 @@ class Dovetail(Eagle1):
         target: Target,
         # Number of draft steps that are unrolled in training.
         num_steps: Steps = 1,
-        # Divergence between the token distributions that the target's head computes from the two features.
+        # Divergence between the token distributions that the target's head computes from the two
+        # features.
         loss: LossName = "forward_kl",
         # Configuration keys of the layer that differ from the target's; null copies the target's.
         architecture: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(target, num_steps=num_steps, loss=loss, start="random", architecture=architecture)
+        super().__init__(
+            target, num_steps=num_steps, loss=loss, start="random", architecture=architecture
+        )
         self.fc = GatedFusion(target.width)  # type: ignore[assignment]

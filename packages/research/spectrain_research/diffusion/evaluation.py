@@ -1,4 +1,6 @@
-"""Scores ways to decode a masked language model: `spectrain eval eval=diffusion eval.model=DIR drafter=ngram target=tiny`."""
+"""Scores ways to decode a masked language model: `spectrain eval eval=diffusion eval.model=DIR
+drafter=ngram target=tiny`.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ Way = Callable[[list[int], int], Decoded]
 
 @dataclass
 class DiffusionEvaluation(Evaluation):
-    """Decodes prompts with a masked language model in several ways, in turn, and compares them with one token per forward.
+    """Decodes prompts with a masked language model in several ways, in turn, and compares them with
+    one token per forward.
 
-    The target of the command gives the tokenizer and judges the answers: `log_p` is its mean log-probability of their tokens.
-    Its drafter is not used.
+    The target of the command gives the tokenizer and judges the answers: `log_p` is its mean
+    log-probability of their tokens. Its drafter is not used.
     """
 
     # Folder of the masked language model, which scripts/make_masked_model.py trains.
@@ -55,16 +58,23 @@ class DiffusionEvaluation(Evaluation):
 
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
         if self.model is None:
-            raise UserError("eval.model: name the folder of a masked language model; scripts/make_masked_model.py trains one")
-        target, model = candidate.target, MaskedLM.load(self.model)
+            raise UserError(
+                "eval.model: name the folder of a masked language model; "
+                "scripts/make_masked_model.py trains one"
+            )
+        target = candidate.target
+        model = MaskedLM.load(self.model)
         if model.config.vocab_size != target.head.vocab_size:
             raise UserError(
-                f"eval.model={self.model}: it has {model.config.vocab_size} tokens, and {target.name} has "
-                f"{target.head.vocab_size}; use the target whose tokenizer it was trained with"
+                f"eval.model={self.model}: it has {model.config.vocab_size} tokens, and "
+                f"{target.name} has {target.head.vocab_size}; use the target whose tokenizer it "
+                "was trained with"
             )
         room = model.config.max_length - self.max_new_tokens
         prompts = [
-            prompt for prompt in (conversation.tokenize_for(target) for conversation in self.chosen) if len(prompt) <= room
+            prompt
+            for prompt in (conversation.tokenize_for(target) for conversation in self.chosen)
+            if len(prompt) <= room
         ]
         ways = self.list_ways(model)
         decoded: dict[str, list[Decoded]] = {name: [] for name in ways}
@@ -73,13 +83,29 @@ class DiffusionEvaluation(Evaluation):
             for name, decode in [*(ways.items() if not number else ()), *ways.items()]:
                 answer = decode(prompt, self.max_new_tokens)
                 decoded[name] = [*decoded[name][:number], answer]
-        rows = {name: self.summarize_way(target, prompts, answers, decoded["one"]) for name, answers in decoded.items()}
+        rows = {
+            name: self.summarize_way(target, prompts, answers, decoded["one"])
+            for name, answers in decoded.items()
+        }
         # An exact way has a base, whose texts it must repeat.
         for name, base in (("psd", "one"), ("psd, two", "two"), ("psd, confident", "confident")):
-            same = [answer.tokens == other.tokens for answer, other in zip(decoded[name], decoded[base], strict=True)]
+            same = [
+                answer.tokens == other.tokens
+                for answer, other in zip(decoded[name], decoded[base], strict=True)
+            ]
             rows[name]["lossless"] = {"to": base, "checked": len(same), "identical": sum(same)}
-        setting = {**collect_provenance(), "model": self.model, "prompts": len(prompts), "tokens": self.max_new_tokens}
-        setting |= {"block_size": self.block_size, "depth": self.depth, "threshold": self.threshold, "target": target.name}
+        setting = {
+            **collect_provenance(),
+            "model": self.model,
+            "prompts": len(prompts),
+            "tokens": self.max_new_tokens,
+        }
+        setting |= {
+            "block_size": self.block_size,
+            "depth": self.depth,
+            "threshold": self.threshold,
+            "target": target.name,
+        }
         summary = {"diffusion": rows, "setting": setting}
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
@@ -88,12 +114,14 @@ class DiffusionEvaluation(Evaluation):
 
     def tabulate(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
         return [
-            {"system": name, "tokens_per_forward": row["tokens_per_forward"][0]} for name, row in summary["diffusion"].items()
+            {"system": name, "tokens_per_forward": row["tokens_per_forward"][0]}
+            for name, row in summary["diffusion"].items()
         ]
 
     def list_ways(self, model: MaskedLM) -> dict[str, Way]:
         """Return the ways to decode, by name."""
-        size, confident = self.block_size, take_confident(self.threshold)
+        size = self.block_size
+        confident = take_confident(self.threshold)
         decoders = {
             "one": MaskedDecoder(model, take_count(1), size),
             "psd": MaskedDecoder(model, take_count(1), size, self.depth),
@@ -106,23 +134,40 @@ class DiffusionEvaluation(Evaluation):
         ways: dict[str, Way] = {name: decoder.decode for name, decoder in decoders.items()}
         fast = MaskedDecoder(model, take_count(4), size)
         ways["four"] = fast.decode
-        ways["me-dlm"] = lambda prompt, count: refine_answer(model, prompt, fast.decode(prompt, count), self.edit_passes)
-        ways["dmax"] = lambda prompt, count: decode_soft(model, prompt, count, size, self.threshold / 2)
+        ways["me-dlm"] = lambda prompt, count: refine_answer(
+            model, prompt, fast.decode(prompt, count), self.edit_passes
+        )
+        ways["dmax"] = lambda prompt, count: decode_soft(
+            model, prompt, count, size, self.threshold / 2
+        )
         return ways
 
     def summarize_way(
         self, target: Target, prompts: list[list[int]], answers: list[Decoded], base: list[Decoded]
     ) -> dict[str, Any]:
-        """Return tokens per forward and speed with intervals, rows per forward, agreement with the base, and log p."""
-        numbers = np.array([[len(answer.tokens), answer.num_forwards, answer.seconds] for answer in answers], dtype=np.float64)
-        others = np.array([[len(answer.tokens), answer.seconds] for answer in base], dtype=np.float64)
+        """Return tokens per forward and speed with intervals, rows per forward, agreement with
+        the base, and log p.
+        """
+        numbers = np.array(
+            [[len(answer.tokens), answer.num_forwards, answer.seconds] for answer in answers],
+            dtype=np.float64,
+        )
+        others = np.array(
+            [[len(answer.tokens), answer.seconds] for answer in base], dtype=np.float64
+        )
         speed = np.concatenate([numbers[:, [0, 2]], others], axis=1)
-        same = [a == b for answer, other in zip(answers, base) for a, b in zip(answer.tokens, other.tokens)]
+        same = [
+            a == b
+            for answer, other in zip(answers, base)
+            for a, b in zip(answer.tokens, other.tokens)
+        ]
         return {
             "tokens_per_forward": with_interval(numbers[:, :2], (1, -1)),
             "speedup": with_interval(speed, (1, -1, -1, 1)),
             "rows_per_forward": round(
-                sum(answer.num_rows for answer in answers) / sum(answer.num_forwards for answer in answers), 3
+                sum(answer.num_rows for answer in answers)
+                / sum(answer.num_forwards for answer in answers),
+                3,
             ),
             "agreement": round(sum(same) / max(1, len(same)), 4),
             "log_p": round(measure_log_p(target, prompts, answers), 4),
@@ -130,7 +175,9 @@ class DiffusionEvaluation(Evaluation):
 
 
 def with_interval(columns: np.ndarray, signs: tuple[int, ...]) -> list[float]:
-    """Return the product of the columns' sums to the powers `signs`, and its interval if there is one."""
+    """Return the product of the columns' sums to the powers `signs`, and its interval if there
+    is one.
+    """
     value = float(np.prod(columns.sum(0) ** np.array(signs)))
     bounds = interval(columns, signs)
     return [round(number, 4) for number in (value, *(bounds or ()))]
@@ -139,7 +186,8 @@ def with_interval(columns: np.ndarray, signs: tuple[int, ...]) -> list[float]:
 @torch.inference_mode()
 def measure_log_p(target: Target, prompts: list[list[int]], answers: list[Decoded]) -> float:
     """Return the mean log-probability of the answers' tokens under a causal target."""
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = torch.tensor([[*prompt, *answer.tokens]], device=target.device)
         final = target.features(tokens, ("final",)).at_layer("final")[0, len(prompt) - 1 : -1]
@@ -151,12 +199,31 @@ def measure_log_p(target: Target, prompts: list[list[int]], answers: list[Decode
 
 def print_ways(rows: dict[str, dict[str, Any]]) -> None:
     """Print a row for each way to decode."""
-    table = Table("decoding", "tokens per forward", "speed", "rows", "same tokens", "log p of the target", "exact")
+    table = Table(
+        "decoding",
+        "tokens per forward",
+        "speed",
+        "rows",
+        "same tokens",
+        "log p of the target",
+        "exact",
+    )
     for name, row in rows.items():
-        tokens, speed = (f"{value[0]:.2f}" + (f" [{value[1]:.2f}, {value[2]:.2f}]" if len(value) > 2 else "")
-                         for value in (row["tokens_per_forward"], row["speedup"]))  # fmt: skip
+        tokens, speed = (
+            f"{value[0]:.2f}" + (f" [{value[1]:.2f}, {value[2]:.2f}]" if len(value) > 2 else "")
+            for value in (row["tokens_per_forward"], row["speedup"])
+        )
         check = row.get("lossless")
-        exact = "" if check is None else f"{check['identical']} of {check['checked']} as {check['to']}"
-        values = tokens, f"{speed}x", f"{row['rows_per_forward']:.2f}", f"{row['agreement']:.2f}", f"{row['log_p']:.2f}", exact
+        exact = (
+            "" if check is None else f"{check['identical']} of {check['checked']} as {check['to']}"
+        )
+        values = (
+            tokens,
+            f"{speed}x",
+            f"{row['rows_per_forward']:.2f}",
+            f"{row['agreement']:.2f}",
+            f"{row['log_p']:.2f}",
+            exact,
+        )
         table.add_row(name, *values)
     make_console().print(table)

@@ -13,10 +13,14 @@ from spectrain.export.targets import TargetFiles
 from spectrain_research.shared.flat_layout import ResearchLayout
 
 DOMINO = BlockFamily(
-    "Domino", {"rank": "emb_dim", "gru_width": "gru_hidden_dim", "uncorrected": "pure_draft_prefix_len"},
-    ("prefix_gru", "embed_proj"), {"projector_type": "domino"}, is_shifted=True, allows_draft_vocabulary=False,
+    "Domino",
+    {"rank": "emb_dim", "gru_width": "gru_hidden_dim", "uncorrected": "pure_draft_prefix_len"},
+    ("prefix_gru", "embed_proj"),
+    {"projector_type": "domino"},
+    is_shifted=True,
+    allows_draft_vocabulary=False,
     module="spectrain_research.domino.drafter",
-)  # fmt: skip
+)
 
 
 class FlatDomino(ResearchLayout):
@@ -28,15 +32,22 @@ class FlatDomino(ResearchLayout):
     architectures = ("DominoDraftModel",)
 
     def parse_config(self, files: DrafterFiles) -> FusedConfig:
-        config, keys = super().parse_config(files), flatten_config(files.config)
+        config = super().parse_config(files)
+        keys = flatten_config(files.config)
         require_keys(keys, ("shift_label",))
-        return replace(config, settings={**config.settings, "sample_from_anchor": bool(keys["shift_label"])})
+        return replace(
+            config, settings={**config.settings, "sample_from_anchor": bool(keys["shift_label"])}
+        )
 
     def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
         entries = super().extra_config(drafter)["dflash_config"]
         return {"dflash_config": {**entries, "shift_label": drafter.drafter["sample_from_anchor"]}}
 
 
-def read_shape(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
-    """Return every setting that other layouts hold, too, with the layer and the fused features filled in."""
+def read_shape(
+    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+) -> dict[str, Any]:
+    """Return every setting that other layouts hold, too, with the layer and the fused features
+    filled in.
+    """
     return shape_of_block(drafter, files, target, DOMINO)

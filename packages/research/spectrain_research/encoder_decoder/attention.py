@@ -1,7 +1,8 @@
-"""The attention of a decoder with an encoder: over its own tokens, where a tree may follow them, and over the source.
+"""The attention of a decoder with an encoder: over its own tokens, where a tree may follow them,
+and over the source.
 
-The slots of the source's tokens in the cache are not seen by the decoder. Shapes: B batch, N decoder tokens or nodes, S slots,
-E source positions, H heads, D head size.
+The slots of the source's tokens in the cache are not seen by the decoder. Shapes: B batch, N
+decoder tokens or nodes, S slots, E source positions, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ class DecoderCall:
     query_positions: Tensor  # [B, N] positions of the tokens in the decoder's text
     key_positions: Tensor  # [B, S] positions of the keys there
     visible: Tensor  # [B or 1, 1, N, S] the keys that each token sees
-    source_visible: Tensor | None  # [B, 1, 1, E] real positions of the source; None where all are real
+    # [B, 1, 1, E] real positions of the source; None where all are real
+    source_visible: Tensor | None
     cache: TreeCache | None = None
-    # Writes the keys and values of the decoder's tokens to their slots, and returns those that are attended to.
+    # Writes the keys and values of the decoder's tokens to their slots, and returns those that are
+    # attended to.
     store: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         self._biases: dict[nn.Module, Tensor] = {}
         self._bias_module: nn.Module | None = None
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, has_bias: bool) -> Tensor:
-        """Return the attention [B, H, N, D] of a layer to its own tokens, or to the source where its keys are the source's."""
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, has_bias: bool
+    ) -> Tensor:
+        """Return the attention [B, H, N, D] of a layer to its own tokens, or to the source where
+        its keys are the source's.
+        """
         if not module.is_causal:
             return fused_attention(query, key, value, self.source_visible, scale=scale)
         if self.store is not None:
@@ -52,7 +59,9 @@ class DecoderCall:
         return fused_attention(query, key, value, mask, scale=scale)
 
     def _position_bias(self, module: Any) -> Tensor:
-        """Return T5's bias [B, H, N, S] by the distance of positions; layers without a table of their own take the first's."""
+        """Return T5's bias [B, H, N, S] by the distance of positions; layers without a table of
+        their own take the first's.
+        """
         if module.has_relative_attention_bias:
             self._bias_module = module
         owner: Any = self._bias_module
@@ -91,10 +100,19 @@ def attend_layer(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Any]:
-    """Compute the attention of a layer: the decoder's by the open call, and the encoder's as transformers does."""
+    """Compute the attention of a layer: the decoder's by the open call, and the encoder's as
+    transformers does.
+    """
     if not _calls:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, position_bias=position_bias, **others
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            position_bias=position_bias,
+            **others,
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attended = _calls[-1].attend(module, query, key, value, scale, position_bias is not None)
@@ -102,7 +120,9 @@ def attend_layer(
 
 
 def make_layer_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Answer a mask request: None for the decoder, whose masks are in the call, and transformers' own for the encoder."""
+    """Answer a mask request: None for the decoder, whose masks are in the call, and
+    transformers' own for the encoder.
+    """
     return None if _calls else sdpa_mask(*args, **kwargs)
 
 

@@ -1,4 +1,5 @@
-"""An encoder-decoder model of transformers in the form of a causal LM, whose texts begin with the source.
+"""An encoder-decoder model of transformers in the form of a causal LM, whose texts begin with the
+source.
 
 Shapes: B batch, T tokens, E source positions, D width, V vocabulary.
 """
@@ -25,17 +26,25 @@ DEFAULT_MAX_LENGTH = 1 << 14  # for positions that are relative, as T5's
 
 
 class DecoderParts(nn.Module):
-    """The parts of a decoder by the names that targets have: `layers` and `norm`, which without a final norm is empty."""
+    """The parts of a decoder by the names that targets have: `layers` and `norm`, which without
+    a final norm is empty.
+    """
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
-        self.layers: nn.ModuleList = next(getattr(decoder, name) for name in LAYER_LISTS if hasattr(decoder, name))
-        norm = next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
+        self.layers: nn.ModuleList = next(
+            getattr(decoder, name) for name in LAYER_LISTS if hasattr(decoder, name)
+        )
+        norm = next(
+            (getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None
+        )
         self.norm: nn.Module = nn.Identity() if norm is None else norm
 
 
 class SourcePrefixLM(nn.Module):
-    """The model with the methods of a causal LM. `forward` and `generate` run it unmodified, so they are the reference."""
+    """The model with the methods of a causal LM. `forward` and `generate` run it unmodified, so
+    they are the reference.
+    """
 
     _supports_sdpa = True
 
@@ -46,15 +55,19 @@ class SourcePrefixLM(nn.Module):
             raise UserError("target: the model has no encoder; use target=hf")
         start = model.generation_config.decoder_start_token_id
         start = settings.decoder_start_token_id if start is None else start
-        self.model, self.reader, self.boundary = model, reader, Boundary(end_id, start)
-        self.parts, self.config = DecoderParts(model.get_decoder()), describe_decoder(model)
+        self.model = model
+        self.reader = reader
+        self.boundary = Boundary(end_id, start)
+        self.parts = DecoderParts(model.get_decoder())
+        self.config = describe_decoder(model)
         self.generation_config = model.generation_config
         bias = getattr(model, "final_logits_bias", None)
         self.output: nn.Linear = model.get_output_embeddings()
         if bias is not None:
             weight = self.output.weight
             self.output = nn.Linear(weight.shape[1], weight.shape[0])
-            self.output.weight, self.output.bias = weight, nn.Parameter(bias[0].to(weight.dtype))
+            self.output.weight = weight
+            self.output.bias = nn.Parameter(bias[0].to(weight.dtype))
 
     def get_decoder(self) -> nn.Module:
         return self.parts
@@ -66,11 +79,18 @@ class SourcePrefixLM(nn.Module):
     def get_output_embeddings(self) -> nn.Linear:
         return self.output
 
-    def encode(self, sources: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Return the encoder's states [B, E, D] and which of them are real [B, E]; None where all are."""
+    def encode(
+        self, sources: list[list[int]], device: torch.device
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the encoder's states [B, E, D] and which of them are real [B, E]; None where
+        all are.
+        """
         inputs = self.reader.encoder_inputs(sources, device)
         dtype = next(self.model.parameters()).dtype
-        inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+        inputs = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in inputs.items()
+        }
         mask = inputs.get("attention_mask")
         states: Tensor = self.model.get_encoder()(**inputs).last_hidden_state
         return states, None if mask is None else mask.bool()
@@ -81,17 +101,22 @@ class SourcePrefixLM(nn.Module):
         for row in input_ids.tolist():
             (source,), (answer,) = split_rows([row], self.boundary)
             inputs = self.reader.encoder_inputs([source], input_ids.device)
-            output = self.model(**inputs, decoder_input_ids=input_ids[:1].new_tensor([answer]), use_cache=False)
+            output = self.model(
+                **inputs, decoder_input_ids=input_ids[:1].new_tensor([answer]), use_cache=False
+            )
             rows.append(nn.functional.pad(output.logits[0], (0, 0, len(source), 0)))
         return CausalLMOutput(logits=torch.stack(rows))
 
-    def generate(self, tokens: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+    def generate(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
         """Return a text [1, T] with what transformers generates after it."""
         (source,), _ = split_rows(tokens.tolist(), self.boundary)
         inputs = self.reader.encoder_inputs([source], tokens.device)
         given = tokens[:, len(source) :]
         if self.reader.reads_tokens:
-            # transformers names the encoder's tokens `inputs`, and looks for a start token of its own.
+            # transformers names the encoder's tokens `inputs`, and looks for a start token of its
+            # own.
             options |= {"decoder_start_token_id": self.boundary.start}
         output = generate_plainly(self.model, inputs, given, options)
         return torch.cat([tokens, output[:, given.shape[1] :]], dim=1)
@@ -103,9 +128,11 @@ class SourcePrefixLM(nn.Module):
         self.model.save_pretrained(path)
 
 
-def generate_plainly(model: Any, inputs: dict[str, Tensor], given: Tensor, options: dict[str, Any]) -> Tensor:
-    """Call transformers' `generate` after given tokens of the decoder. Whisper's own method splits sound into windows and
-    forces tokens, so the one that all models share is called."""
+def generate_plainly(
+    model: Any, inputs: dict[str, Tensor], given: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Call transformers' `generate` after given tokens of the decoder. Whisper's own method splits
+    sound into windows and forces tokens, so the one that all models share is called."""
     from transformers import GenerationMixin
 
     # Without one, transformers makes a cache of as many layers as the encoder has.
@@ -130,7 +157,9 @@ def read_shape(config: Any) -> DecoderShape:
     """Return the shape of a decoder from the configuration of its model."""
 
     def first(*names: str) -> int | None:
-        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+        return next(
+            (value for name in names if isinstance(value := getattr(config, name, None), int)), None
+        )
 
     heads = first("decoder_attention_heads", "num_heads", "num_attention_heads") or 1
     return DecoderShape(
@@ -143,21 +172,33 @@ def read_shape(config: Any) -> DecoderShape:
 
 
 def describe_decoder(model: Any) -> LlamaConfig:
-    """Return the decoder's numbers by the names of a Llama, which drafters with layers of their own read."""
-    config, shape = model.config, read_shape(model.config)
+    """Return the decoder's numbers by the names of a Llama, which drafters with layers of their
+    own read.
+    """
+    config = model.config
+    shape = read_shape(model.config)
     described = LlamaConfig(
-        vocab_size=model.get_output_embeddings().weight.shape[0], hidden_size=config.d_model, intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.heads,
-        head_dim=shape.head_dim, max_position_embeddings=shape.max_length, eos_token_id=config.eos_token_id,
-        bos_token_id=getattr(config, "bos_token_id", None), pad_token_id=config.pad_token_id,
-    )  # fmt: skip
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        hidden_size=config.d_model,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_length,
+        eos_token_id=config.eos_token_id,
+        bos_token_id=getattr(config, "bos_token_id", None),
+        pad_token_id=config.pad_token_id,
+    )
     if getattr(config, "scale_decoder_outputs", False):
         described.logit_scale = config.d_model**-0.5
     return described
 
 
 def make_reader(model: Any, tokenizer: Any, path: str) -> SourceReader:
-    """Return what reads the sources of a model: text, or sound where its encoder takes mel features."""
+    """Return what reads the sources of a model: text, or sound where its encoder takes mel
+    features.
+    """
     if model.main_input_name != "input_features":
         return TokenReader(model.config.pad_token_id or 0)
     from pathlib import Path

@@ -1,4 +1,6 @@
-"""Trees whose width follows the entropy of the drafter. Shapes: B batch, F frontier nodes, K children of a node."""
+"""Trees whose width follows the entropy of the drafter. Shapes: B batch, F frontier nodes, K
+children of a node.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from spectrain.trees.growing import GrowingTree
 
 
 class Entropy(Eagle2):
-    """Sure drafts deep, unsure ones wide: a node has as many children as its distribution has likely tokens.
+    """Sure drafts deep, unsure ones wide: a node has as many children as its distribution has
+    likely tokens.
 
     That many is exp(H), the perplexity of q, rounded and at most `top_k`; the rest is EAGLE-2's.
     """

@@ -1,4 +1,5 @@
-"""Tokens of early exits (FREE, Bae et al., 2023; BranchyNet, Teerapittayanon et al., 2016; CALM, Schuster et al., 2022).
+"""Tokens of early exits (FREE, Bae et al., 2023; BranchyNet, Teerapittayanon et al., 2016; CALM,
+Schuster et al., 2022).
 
 Shapes: B batch, N nodes, E exits, V vocabulary.
 """
@@ -32,18 +33,22 @@ if TYPE_CHECKING:
 class Exits(Drafter):
     """A token leaves the target at the first exit that is sure of it.
 
-    At every exit the target's norm and head give a distribution. With measure=probability an exit is sure where its largest
-    probability is at least `threshold` (FREE), with measure=entropy where its entropy is at most `threshold` nats (BranchyNet).
-    The token goes on as the exit says, and the layers above wait. Where no exit is sure, all waiting nodes run through the
-    other layers in one forward, and the target chooses the next token. With acceptance=unverified the exits' tokens stay, so
-    that the output changes (LOSSY). With acceptance=greedy the same forward verifies them and the output is the greedy one.
+    At every exit the target's norm and head give a distribution. With measure=probability an exit
+    is sure where its largest probability is at least `threshold` (FREE), with measure=entropy where
+    its entropy is at most `threshold` nats (BranchyNet). The token goes on as the exit says, and
+    the layers above wait. Where no exit is sure, all waiting nodes run through the other layers in
+    one forward, and the target chooses the next token. With acceptance=unverified the exits' tokens
+    stay, so that the output changes (LOSSY). With acceptance=greedy the same forward verifies them
+    and the output is the greedy one.
 
-    With `estimate`, the threshold follows what the target said about earlier tokens: the smallest confidence from which on
-    exits agree with the probability `level` (FREE's Beta mixture). The target's forward runs every token through all exits, so
-    each token of the text is observed at each exit, whether the exit was sure or not, and `threshold` is only where the
-    estimate starts. Observations of all texts add up. It needs measure=probability and a chain.
+    With `estimate`, the threshold follows what the target said about earlier tokens: the smallest
+    confidence from which on exits agree with the probability `level` (FREE's Beta mixture). The
+    target's forward runs every token through all exits, so each token of the text is observed at
+    each exit, whether the exit was sure or not, and `threshold` is only where the estimate starts.
+    Observations of all texts add up. It needs measure=probability and a chain.
 
-    An exit gives one token. With a tree that branches the first exit drafts all of it, whatever it is sure of.
+    An exit gives one token. With a tree that branches the first exit drafts all of it, whatever it
+    is sure of.
     """
 
     capabilities = Capabilities(nestable=False)
@@ -51,13 +56,16 @@ class Exits(Drafter):
     def __init__(
         self,
         target: Target,
-        # Numbers of layers before each exit, ascending; null takes one exit after half of the layers.
+        # Numbers of layers before each exit, ascending; null takes one exit after half of the
+        # layers.
         exits: tuple[int, ...] | None = None,
         # What an exit's confidence is: its largest probability, or its entropy in nats.
         measure: Literal["probability", "entropy"] = "probability",
-        # Confidence from which on an exit's token is taken: the least probability, or the largest entropy.
+        # Confidence from which on an exit's token is taken: the least probability, or the largest
+        # entropy.
         threshold: float = 0.9,
-        # Whether the threshold follows the agreement of exits with the target at all tokens decoded so far.
+        # Whether the threshold follows the agreement of exits with the target at all tokens decoded
+        # so far.
         estimate: bool = False,
         # Probability with which exits have to agree with the target, used with estimate.
         level: Share = 0.9,
@@ -67,26 +75,38 @@ class Exits(Drafter):
         bounds = [0, *self.exits, target.num_layers]
         if not self.exits or bounds != sorted({*bounds}):
             raise UserError(
-                f"drafter.exits={list(self.exits)}: {target.name} has {target.num_layers} layers; use ascending numbers from 1 "
-                f"to {target.num_layers - 1}"
+                f"drafter.exits={list(self.exits)}: {target.name} has {target.num_layers} layers; "
+                f"use ascending numbers from 1 to {target.num_layers - 1}"
             )
         if estimate and measure == "entropy":
-            raise UserError("drafter.estimate=true: a Beta distribution is of probabilities; use drafter.measure=probability")
-        self.measure, self.threshold, self.estimate, self.level = measure, threshold, estimate, level
+            raise UserError(
+                "drafter.estimate=true: a Beta distribution is of probabilities; use "
+                "drafter.measure=probability"
+            )
+        self.measure = measure
+        self.threshold = threshold
+        self.estimate = estimate
+        self.level = level
         if estimate:
             self.capabilities = replace(self.capabilities, chains_only=True)
         self.head = target.head
         self.ladder: ExitLadder | None = None
         self.estimator = ThresholdEstimator()
-        # Of this round's nodes [B, N, E]: the confidence of each exit, and whether the target chooses the same token.
+        # Of this round's nodes [B, N, E]: the confidence of each exit, and whether the target
+        # chooses the same token.
         self.confidences = self.agreed = torch.empty(0)
 
     def draft(self, context: Context) -> Draft:
         if not context.builder.is_chain:
             if self.estimate:
-                raise UserError("drafter.estimate=true: no exit has to be sure in a tree that branches; use tree=chain")
+                raise UserError(
+                    "drafter.estimate=true: no exit has to be sure in a tree that branches; use "
+                    "tree=chain"
+                )
             self.ladder = None
-            context.partial = PartialForward(context.target, context.cache, self.exits[0], layers=context.layers)
+            context.partial = PartialForward(
+                context.target, context.cache, self.exits[0], layers=context.layers
+            )
             return Draft(FirstExitRollout(self.head, context.partial, context.root))
         self.ladder = ExitLadder(context.target, context.cache, self.exits)
         return Draft(ExitRollout(self, self.ladder, context.root))
@@ -110,21 +130,28 @@ class Exits(Drafter):
         return Features(tree.tokens, (), final[:, :, None, :][:, :, :0], logits)
 
     def _compare_exits(self, ladder: ExitLadder, logits: Tensor) -> None:
-        """Note what every exit says after every node, and whether the target, by its logits [B, N, V], says the same."""
+        """Note what every exit says after every node, and whether the target, by its logits [B,
+        N, V], says the same.
+        """
         states = torch.stack([torch.cat(parts, dim=1) for parts in ladder.exit_states], dim=2)
         log_q = self.head.logits(states).float().log_softmax(-1)  # [B, N, E, V]
         best = log_q.max(-1)
-        self.confidences, self.agreed = best.values.exp(), best.indices == logits.argmax(-1)[:, :, None]
+        self.confidences = best.values.exp()
+        self.agreed = best.indices == logits.argmax(-1)[:, :, None]
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
-        """Estimate the threshold anew from the nodes that stay: each token of the text is observed once."""
+        """Estimate the threshold anew from the nodes that stay: each token of the text is
+        observed once.
+        """
         if not self.estimate:
             return
         steps = torch.arange(accepted.path.shape[1], device=accepted.path.device)
         stays = steps < context.num_new[:, None]  # [B, P]
         rows = torch.arange(len(stays), device=stays.device)[:, None]
         path = accepted.path.clamp(min=0)
-        self.estimator.observe(self.confidences[rows, path][stays].flatten(), self.agreed[rows, path][stays].flatten())
+        self.estimator.observe(
+            self.confidences[rows, path][stays].flatten(), self.agreed[rows, path][stays].flatten()
+        )
         self.threshold = self.estimator.threshold(self.level) or self.threshold
 
 
@@ -145,7 +172,9 @@ class FirstExitRollout(Rollout):
 
 
 class ExitRollout(Rollout):
-    """A rollout whose distribution after a node is that of the first exit that is sure; elsewhere it stops."""
+    """A rollout whose distribution after a node is that of the first exit that is sure;
+    elsewhere it stops.
+    """
 
     def __init__(self, drafter: Exits, ladder: ExitLadder, root: Tensor) -> None:
         self.drafter, self.ladder, self.root = drafter, ladder, root
@@ -158,7 +187,8 @@ class ExitRollout(Rollout):
 
     def _run_node(self, tokens: Tensor) -> Tensor:
         self.ladder.add_node(tokens)
-        log_q, is_sure = None, torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        log_q = None
+        is_sure = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
         for part in range(len(self.drafter.exits)):
             state = self.ladder.run_part(part).at_layer("final")[:, -1]
             at_exit = self.drafter.head.logits(state[:, None])[:, 0].float().log_softmax(-1)

@@ -1,4 +1,6 @@
-"""Nodes of a chain that climb through parts of the target, each as far as needed. Shapes: B batch, N nodes, D width."""
+"""Nodes of a chain that climb through parts of the target, each as far as needed. Shapes: B
+batch, N nodes, D width.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,24 @@ if TYPE_CHECKING:
 class ExitLadder:
     """A chain after the committed tokens, whose nodes have run the layers before different exits.
 
-    Part j of the target is the layers between two exits. A part runs all nodes that wait for it in one forward, so that keys of
-    every layer are those of the target itself, in whatever order nodes arrive (synchronized parallel decoding, FREE, section
-    3.2).
+    Part j of the target is the layers between two exits. A part runs all nodes that wait for it in
+    one forward, so that keys of every layer are those of the target itself, in whatever order nodes
+    arrive (synchronized parallel decoding, FREE, section 3.2).
     """
 
     def __init__(self, target: Target, cache: TreeCache, exits: Sequence[int]) -> None:
         bounds = [0, *exits, target.num_layers]
         self.target, self.cache = target, cache
         self.spans = list(zip(bounds, bounds[1:]))
-        self.tokens = torch.zeros(len(cache.lengths), 0, dtype=torch.int64, device=cache.lengths.device)  # [B, N]
-        self.inputs: list[Tensor | None] = [None] * len(self.spans)  # [B, N, D] what enters each part
+        # [B, N]
+        self.tokens = torch.zeros(
+            len(cache.lengths), 0, dtype=torch.int64, device=cache.lengths.device
+        )
+        # [B, N, D] what enters each part
+        self.inputs: list[Tensor | None] = [None] * len(self.spans)
         self.counts = [0] * len(self.spans)  # nodes that each part has run
-        self.exit_states: list[list[Tensor]] = [[] for _ in exits]  # [B, n, D] after the final norm, by exit
+        # [B, n, D] after the final norm, by exit
+        self.exit_states: list[list[Tensor]] = [[] for _ in exits]
         self.num_node_layers = 0  # nodes run through a layer, summed over layers
 
     @property
@@ -43,12 +50,18 @@ class ExitLadder:
         self.tokens = torch.cat([self.tokens, tokens], dim=1)
 
     def run_part(self, part: int) -> Features:
-        """Run all nodes that wait for a part, [B, n]; return their states after the final norm, as an early exit reads them."""
+        """Run all nodes that wait for a part, [B, n]; return their states after the final norm,
+        as an early exit reads them.
+        """
         first, last = self.spans[part]
-        start, is_last = self.counts[part], last == self.target.num_layers
-        new, device = self.num_nodes - start, self.tokens.device
+        start = self.counts[part]
+        is_last = last == self.target.num_layers
+        new = self.num_nodes - start
+        device = self.tokens.device
         waiting = self.inputs[part]
-        span = LayerSpan(first, None if is_last else last, None if waiting is None else waiting[:, start:])
+        span = LayerSpan(
+            first, None if is_last else last, None if waiting is None else waiting[:, start:]
+        )
         steps = torch.arange(start, self.num_nodes, device=device)
         mask = torch.arange(self.num_nodes, device=device) <= steps[:, None]
         # Layers of this part have appended fewer nodes than earlier ones.
@@ -58,21 +71,29 @@ class ExitLadder:
         features = self.target.run(
             self.tokens[:, start:],
             ForwardPlan(
-                ("final",) if is_last else (last, "final"), positions=self.cache.lengths[:, None] + steps,
-                mask=mask.expand(len(self.tokens), -1, -1), cache=self.cache, span=span,
+                ("final",) if is_last else (last, "final"),
+                positions=self.cache.lengths[:, None] + steps,
+                mask=mask.expand(len(self.tokens), -1, -1),
+                cache=self.cache,
+                span=span,
             ),
-        )  # fmt: skip
+        )
         self.cache.uncommitted = self.num_nodes
         self.counts[part] = self.num_nodes
         self.num_node_layers += new * (last - first)
         if not is_last:
-            entered, reached = self.inputs[part + 1], features.at_layer(last)
-            self.inputs[part + 1] = reached if entered is None else torch.cat([entered, reached], dim=1)
+            entered = self.inputs[part + 1]
+            reached = features.at_layer(last)
+            self.inputs[part + 1] = (
+                reached if entered is None else torch.cat([entered, reached], dim=1)
+            )
             self.exit_states[part].append(features.at_layer("final"))
         return features
 
     def finish_chain(self) -> Tensor:
-        """Run all nodes through all parts that they have not run; return the target's final states [B, N, D]."""
+        """Run all nodes through all parts that they have not run; return the target's final
+        states [B, N, D].
+        """
         for part, count in enumerate(self.counts[:-1]):
             if count < self.num_nodes:
                 self.run_part(part)

@@ -1,4 +1,6 @@
-"""The rule that accepts every draft: what early exits say stays without verification. NOT lossless."""
+"""The rule that accepts every draft: what early exits say stays without verification. NOT
+lossless.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 class Unverified(AcceptanceRule):
     """Accepts the whole chain; the target's most likely token follows. NOT lossless.
 
-    The target's forward over the chain computes the keys that later tokens need, and the token after the chain.
+    The target's forward over the chain computes the keys that later tokens need, and the token
+    after the chain.
     """
 
     name = "unverified"
@@ -26,7 +29,9 @@ class Unverified(AcceptanceRule):
     def __init__(self) -> None:
         self.greedy = Greedy()
 
-    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
+    def __call__(
+        self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor
+    ) -> AcceptedPath:
         if tree.tokens.shape[1] > 1:
             self.check_children(tree.children, tree.is_chain)
         counts = (tree.valid & tree.can_emit).sum(1)

@@ -1,5 +1,5 @@
-"""The confidence above which an exit's token is trusted, estimated from what the target said about every token (FREE, section
-3.3).
+"""The confidence above which an exit's token is trusted, estimated from what the target said about
+every token (FREE, section 3.3).
 
 Shapes: N observed tokens.
 """
@@ -13,17 +13,22 @@ from torch import Tensor
 
 # Number of observed tokens below which the threshold stays as it is.
 FEWEST = 16
-# Confidences that count as observed of either kind before decoding: those of a broad symmetric distribution, Beta(2.5, 2.5).
-# A kind that was never observed has a distribution too, so an exit that is always right lowers the threshold.
+# Confidences that count as observed of either kind before decoding: those of a broad symmetric
+# distribution, Beta(2.5, 2.5). A kind that was never observed has a distribution too, so an exit
+# that is always right lowers the threshold.
 PRIOR = np.array([0.25, 0.5, 0.75])
 GRID = np.linspace(0.005, 0.995, 199)
 
 
 class BetaMoments:
-    """The number, sum and sum of squares of values in (0, 1), to which a Beta distribution is fitted."""
+    """The number, sum and sum of squares of values in (0, 1), to which a Beta distribution is
+    fitted.
+    """
 
     def __init__(self, values: NDArray[np.float64]) -> None:
-        self.count, self.total, self.squares = 0, 0.0, 0.0
+        self.count = 0
+        self.total = 0.0
+        self.squares = 0.0
         self.add(values)
 
     def add(self, values: NDArray[np.float64]) -> None:
@@ -40,16 +45,19 @@ class BetaMoments:
 
 
 class ThresholdEstimator:
-    """FREE's mixture of two Beta distributions: the confidence of exits that agree with the target, and of those that do not.
+    """FREE's mixture of two Beta distributions: the confidence of exits that agree with the target,
+    and of those that do not.
 
-    How often each kind occurs is counted, so that the mixture's posterior is Bayes' rule. The estimate is right if every token
-    is observed, also those whose confidence was below the threshold. If only those above it were observed, the estimate would
-    depend on the threshold that it replaces.
+    How often each kind occurs is counted, so that the mixture's posterior is Bayes' rule. The
+    estimate is right if every token is observed, also those whose confidence was below the
+    threshold. If only those above it were observed, the estimate would depend on the threshold that
+    it replaces.
     """
 
     def __init__(self) -> None:
         self.num_observed = 0
-        self.right, self.wrong = BetaMoments(PRIOR), BetaMoments(PRIOR)
+        self.right = BetaMoments(PRIOR)
+        self.wrong = BetaMoments(PRIOR)
 
     def observe(self, confidences: Tensor, agreed: Tensor) -> None:
         """Add tokens with their confidences [N], and whether [N] the target agreed."""
@@ -60,10 +68,12 @@ class ThresholdEstimator:
         self.wrong.add(values[~labels])
 
     def threshold(self, level: float) -> float | None:
-        """Return the smallest confidence from which on an exit agrees with the target with a probability of at least `level`.
+        """Return the smallest confidence from which on an exit agrees with the target with a
+        probability of at least `level`.
 
-        None after too few tokens. A surer exit is taken to be no less right: the fitted posterior counts with its maximum from
-        there on. If it rises more than once before, the last point below the level decides.
+        None after too few tokens. A surer exit is taken to be no less right: the fitted posterior
+        counts with its maximum from there on. If it rises more than once before, the last point
+        below the level decides.
         """
         if self.num_observed < FEWEST:
             return None

@@ -1,4 +1,5 @@
-"""Gated-LoRA mask tokens (Samragh et al., 2025, "Your LLM knows the future"): the target predicts its own next tokens.
+"""Gated-LoRA mask tokens (Samragh et al., 2025, "Your LLM knows the future"): the target predicts
+its own next tokens.
 
 Shapes: B batch, K masks, D target width.
 """
@@ -31,15 +32,19 @@ class GatedLoraConfig(MaskConfig):
 class GatedLora(GatedMasks):
     """Mask tokens with learned vectors and LoRA at them.
 
-    With rank 0 only the vectors are trained (PaSS, Monea et al., 2023). With noise=mean the input is the mean embedding of the
-    prompt, and nothing is trained (Goel et al., 2026, without their updates of it in decoding).
+    With rank 0 only the vectors are trained (PaSS, Monea et al., 2023). With noise=mean the input
+    is the mean embedding of the prompt, and nothing is trained (Goel et al., 2026, without their
+    updates of it in decoding).
     """
 
     saved = SavedFiles(shape=("num_masks", "rank", "alpha", "sampler", "noise"))
 
     def __init__(self, target: Target, config: GatedLoraConfig) -> None:
         if config.noise == "mean" and (config.rank or config.sampler):
-            raise UserError("drafter.noise=mean: nothing is trained with it; use drafter.rank=0 drafter.sampler=false")
+            raise UserError(
+                "drafter.noise=mean: nothing is trained with it; use drafter.rank=0 "
+                "drafter.sampler=false"
+            )
         self.has_mean_embedding = config.noise == "mean"
         super().__init__(target, config)
 

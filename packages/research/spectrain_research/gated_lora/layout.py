@@ -1,4 +1,6 @@
-"""The peft layout of gated LoRA: peft's own adapter files, and further files for masks, sampler head and gate."""
+"""The peft layout of gated LoRA: peft's own adapter files, and further files for masks, sampler
+head and gate.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,23 @@ from typing import ClassVar
 
 from spectrain.errors import UserError
 from spectrain.export.adapters import adapter_shape, check_adapter
-from spectrain.export.layout import DrafterCheckpoint, DrafterFiles, ExpectedTensors, Finding, Layout, write_json, write_tensors
+from spectrain.export.layout import (
+    DrafterCheckpoint,
+    DrafterFiles,
+    ExpectedTensors,
+    Finding,
+    Layout,
+    write_json,
+    write_tensors,
+)
 from spectrain.export.targets import TargetFiles
 
 GATED_LORA_CLASS = "spectrain_research.gated_lora.drafter.GatedLora"
 
 
 class PeftLayout(Layout):
-    """The peft layout: adapter_config.json and adapter_model.safetensors are peft's; gated_lora.json and masks.safetensors
-    spectrain's."""
+    """The peft layout: adapter_config.json and adapter_model.safetensors are peft's;
+    gated_lora.json and masks.safetensors spectrain's."""
 
     title = "gated LoRA, peft layout"
     sidecars: ClassVar[tuple[str, ...]] = ("gated_lora.json",)
@@ -38,42 +48,70 @@ class PeftLayout(Layout):
         return ExpectedTensors(shapes)
 
     def findings(self, files: DrafterFiles) -> Iterator[Finding]:
-        adapter, settings = files.read_sidecar("adapter_config.json"), files.read_sidecar("gated_lora.json")
+        adapter = files.read_sidecar("adapter_config.json")
+        settings = files.read_sidecar("gated_lora.json")
         yield from check_adapter(adapter, files.tensors)
-        implied = {**adapter_shape(files.tensors, adapter), "width": files.tensors["masks"].shape[1]}
+        implied = {
+            **adapter_shape(files.tensors, adapter),
+            "width": files.tensors["masks"].shape[1],
+        }
         for key, value in implied.items():
             current = settings.get(key)
             if isinstance(current, bool) != isinstance(value, bool) or current != value:
                 yield Finding(
-                    "gate-setting", "error",
-                    f"gated_lora.json: {key} is {str(current)[:100]}, and the other files imply {value}",
-                    "spectrain builds another drafter", f"write {value}",
-                )  # fmt: skip
+                    "gate-setting",
+                    "error",
+                    f"gated_lora.json: {key} is {str(current)[:100]}, and the other files imply "
+                    f"{value}",
+                    "spectrain builds another drafter",
+                    f"write {value}",
+                )
         if not isinstance(settings.get("gate"), str | None):
             yield Finding(
-                "gate-setting", "error", f"gated_lora.json: gate is {str(settings['gate'])[:100]}, and it is a text",
-                "no reader can mean it", "copy the file again",
-            )  # fmt: skip
+                "gate-setting",
+                "error",
+                f"gated_lora.json: gate is {str(settings['gate'])[:100]}, and it is a text",
+                "no reader can mean it",
+                "copy the file again",
+            )
 
     def read(self, files: DrafterFiles, target: TargetFiles | None) -> DrafterCheckpoint:
-        settings, metadata = files.read_sidecar("gated_lora.json"), files.read_metadata()
+        settings = files.read_sidecar("gated_lora.json")
+        metadata = files.read_metadata()
         shape = {key: settings[key] for key in ("num_masks", "rank", "alpha", "sampler")}
         drafter = {"_target_": GATED_LORA_CLASS, **metadata.drafter, **shape}
-        description = {**metadata.description, "adapter_config": files.read_sidecar("adapter_config.json")}
-        return DrafterCheckpoint(drafter, dict(files.tensors), metadata.target, description=description)
+        description = {
+            **metadata.description,
+            "adapter_config": files.read_sidecar("adapter_config.json"),
+        }
+        return DrafterCheckpoint(
+            drafter, dict(files.tensors), metadata.target, description=description
+        )
 
-    def write(self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path) -> None:
+    def write(
+        self, drafter: DrafterCheckpoint, target: TargetFiles | None, directory: Path
+    ) -> None:
         adapter = drafter.description.get("adapter_config")
         if adapter is None:
-            raise UserError("adapter_config.json: the drafter has none (as with drafter.rank=0), so peft could not read it")
+            raise UserError(
+                "adapter_config.json: the drafter has none (as with drafter.rank=0), so peft "
+                "could not read it"
+            )
         tensors = drafter.tensors
         settings = {
             **adapter_shape(tensors, adapter),
             "width": tensors["masks"].shape[1],
-            "gate": "the adapter acts on mask tokens only; elsewhere the target is unchanged, bit by bit",
+            "gate": (
+                "the adapter acts on mask tokens only; elsewhere the target is unchanged, bit "
+                "by bit"
+            ),
         }
         write_json(directory / "gated_lora.json", settings)
         write_json(directory / "adapter_config.json", adapter)
-        adapters = {name: tensor for name, tensor in tensors.items() if name.startswith("base_model.")}
+        adapters = {
+            name: tensor for name, tensor in tensors.items() if name.startswith("base_model.")
+        }
         write_tensors(directory / "adapter_model.safetensors", adapters)
-        write_tensors(directory / "masks.safetensors", {k: v for k, v in tensors.items() if k not in adapters})
+        write_tensors(
+            directory / "masks.safetensors", {k: v for k, v in tensors.items() if k not in adapters}
+        )

@@ -28,18 +28,28 @@ class GraftedTrees(EvalExtension):
     rank: int
 
     def check(self, candidate: Candidate) -> None:
-        Grafting(self.layer, self.count, self.steps).check_settings(candidate.rule, candidate.target)
+        Grafting(self.layer, self.count, self.steps).check_settings(
+            candidate.rule, candidate.target
+        )
         if candidate.builder.learns_from_trees:
             raise UserError(
-                f"tree={candidate.builder.name}: it learns from the trees that are verified, and grafted ones mislead it; use "
-                "tree=eagle2"
+                f"tree={candidate.builder.name}: it learns from the trees that are verified, and "
+                "grafted ones mislead it; use tree=eagle2"
             )
 
     def adapt_system(self, candidate: Candidate, first: System) -> System:
         return replace(first, pruning=Grafting(self.layer, self.count, self.steps))
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
-        return [System("ungrafted", "the same, not grafted", candidate.drafter, candidate.builder, candidate.rule)]
+        return [
+            System(
+                "ungrafted",
+                "the same, not grafted",
+                candidate.drafter,
+                candidate.builder,
+                candidate.rule,
+            )
+        ]
 
     def prepare_systems(self, target: Target, systems: list[System], prompts: PromptLoader) -> None:
         graftings = [system.pruning for system in systems if isinstance(system.pruning, Grafting)]
@@ -54,8 +64,9 @@ class GraftedTrees(EvalExtension):
 def describe_grafts(section: dict[str, Any]) -> Iterator[str]:
     """Say how many nodes were grafted and accepted."""
     yield (
-        f"After {section['layer']} layers {section['grafts_per_round']:.2f} nodes per round joined the tree in place of "
-        f"others, and {section['accepted_per_round']:.2f} of them were accepted."
+        f"After {section['layer']} layers {section['grafts_per_round']:.2f} nodes per round "
+        f"joined the tree in place of others, and {section['accepted_per_round']:.2f} of them "
+        "were accepted."
     )
 
 

@@ -27,13 +27,16 @@ from spectrain_research.shared.path_scores import score_nodes, score_paths
 
 
 class Grafting:
-    """After the first `layer` layers, put the likeliest missing nodes into a tree in place of its least likely leaves.
+    """After the first `layer` layers, put the likeliest missing nodes into a tree in place of its
+    least likely leaves.
 
-    An early exit at every node names its likeliest next token. Where no child has this token, the node could get it as a
-    child. The `count` of these whose paths the exit finds most likely are added and run through the first layers. With more
-    `steps`, this is repeated on the tree with its grafts, which become sequences. As many leaves, those whose paths it finds
-    least likely, are dropped, and all nodes that are left go on together: the other layers run as many as before. Rules that
-    fix the target's choice beforehand stay exact: a tree shapes rounds and never changes tokens.
+    An early exit at every node names its likeliest next token. Where no child has this token, the
+    node could get it as a child. The `count` of these whose paths the exit finds most likely are
+    added and run through the first layers. With more `steps`, this is repeated on the tree with its
+    grafts, which become sequences. As many leaves, those whose paths it finds least likely, are
+    dropped, and all nodes that are left go on together: the other layers run as many as before.
+    Rules that fix the target's choice beforehand stay exact: a tree shapes rounds and never changes
+    tokens.
     """
 
     def __init__(self, layer: int, count: int, steps: int = 1) -> None:
@@ -46,37 +49,51 @@ class Grafting:
         self.grafted: Tensor | None = None  # [B, N] nodes of this round that are grafts
 
     def check_settings(self, rule: AcceptanceRule, target: Target) -> None:
-        """Raise a UserError where grafting would change the output's distribution, or where the target has no such layer."""
+        """Raise a UserError where grafting would change the output's distribution, or where the
+        target has no such layer.
+        """
         if self.layer >= target.num_layers:
-            raise UserError(f"eval.graft_layer={self.layer}: {target.name} has {target.num_layers} layers; use fewer")
+            raise UserError(
+                f"eval.graft_layer={self.layer}: {target.name} has {target.num_layers} layers; "
+                "use fewer"
+            )
         if not rule.fixes_choice:
-            raise UserError(f"acceptance={rule.name}: it is not valid for grafted trees; use acceptance=greedy or match")
+            raise UserError(
+                f"acceptance={rule.name}: it is not valid for grafted trees; use "
+                "acceptance=greedy or match"
+            )
 
     def select_top(self, logits: Tensor) -> Tensor:
         """Return the likeliest token [.., 1] of logits [.., V]."""
         return logits.argmax(-1, keepdim=True)
 
     def __call__(self, context: Context, tree: TokenTree) -> TokenTree:
-        """Return the grafted tree. `context.partial` then holds its nodes, run through the first layers."""
+        """Return the grafted tree. `context.partial` then holds its nodes, run through the first
+        layers.
+        """
         if not tree.can_emit.all():
             raise UserError(
-                f"eval.graft_layer={self.layer}: trees of this drafter hold nodes that only draft; use another drafter, such "
-                "as causal or eagle3"
+                f"eval.graft_layer={self.layer}: trees of this drafter hold nodes that only "
+                "draft; use another drafter, such as causal or eagle3"
             )
-        partial = context.partial or PartialForward(context.target, context.cache, self.layer, layers=context.layers)
+        partial = context.partial or PartialForward(
+            context.target, context.cache, self.layer, layers=context.layers
+        )
         if self.count * self.steps > context.builder.depth:
             raise UserError(
-                f"eval.graft_nodes={self.count}: with eval.graft_steps={self.steps} the cache has room for "
-                f"{context.builder.depth} grafts of this tree; use as many or fewer, or a larger tree.depth"
+                f"eval.graft_nodes={self.count}: with eval.graft_steps={self.steps} the cache has "
+                f"room for {context.builder.depth} grafts of this tree; use as many or fewer, or "
+                "a larger tree.depth"
             )
         if self.layer < partial.exit_layer:
             raise UserError(
-                f"eval.graft_layer={self.layer}: this drafter has run the first {partial.exit_layer} layers to draft; use "
-                f"{partial.exit_layer} or more"
+                f"eval.graft_layer={self.layer}: this drafter has run the first "
+                f"{partial.exit_layer} layers to draft; use {partial.exit_layer} or more"
             )
         partial.run_to_layer(tree, self.layer)
         context.partial = partial
-        larger, is_graft = tree, torch.zeros_like(tree.valid)
+        larger = tree
+        is_graft = torch.zeros_like(tree.valid)
         for _ in range(self.steps):
             log_p = self._exit_log_probs(context, partial)
             # The nodes that have run are still in the cache; the grafts follow them.
@@ -85,7 +102,9 @@ class Grafting:
             larger, is_new = add_grafts(larger, log_p, self.count)
             is_graft = torch.cat([is_graft, is_new], dim=1)
             partial.align_to_tree(larger)
-        keep = drop_leaves(larger, score_paths(larger, score_nodes(larger, log_p)), is_graft, tree.valid.sum(1))
+        keep = drop_leaves(
+            larger, score_paths(larger, score_nodes(larger, log_p)), is_graft, tree.valid.sum(1)
+        )
         grafted = larger.select_nodes(keep)
         partial.align_to_tree(grafted)
         self.grafted = is_graft.gather(1, node_order(keep))
@@ -116,7 +135,9 @@ class Grafting:
         return {}
 
     def summarize_grafts(self) -> dict[str, Any]:
-        """Return the settings and the number of grafts and of accepted grafts per round, warm-up included."""
+        """Return the settings and the number of grafts and of accepted grafts per round, warm-up
+        included.
+        """
         rounds = max(self.num_rounds, 1)
         return {
             "layer": self.layer,
@@ -129,34 +150,48 @@ class Grafting:
 
 
 def add_grafts(tree: TokenTree, log_p: Tensor, count: int) -> tuple[TokenTree, Tensor]:
-    """Append the likeliest missing children [B, G] to a tree, by log p [B, N, V] of an early exit; mark the real ones."""
+    """Append the likeliest missing children [B, G] to a tree, by log p [B, N, V] of an early
+    exit; mark the real ones.
+    """
     best = log_p.max(-1)
     parents = tree.parents.clamp(min=0)
     is_child = tree.valid & (tree.parents >= 0)
     is_best = is_child & (tree.tokens == best.indices.gather(1, parents))
     has_best = torch.zeros_like(tree.tokens).scatter_add(1, parents, is_best.long()) > 0
-    scores = (score_paths(tree, score_nodes(tree, log_p)) + best.values).masked_fill(has_best | ~tree.valid, float("-inf"))
+    scores = (score_paths(tree, score_nodes(tree, log_p)) + best.values).masked_fill(
+        has_best | ~tree.valid, float("-inf")
+    )
     above = scores.topk(min(count, scores.shape[1]), dim=1)
-    above_nodes, is_real = above.indices, above.values > float("-inf")
+    above_nodes = above.indices
+    is_real = above.values > float("-inf")
     tokens = torch.cat([tree.tokens, best.indices.gather(1, above_nodes)], dim=1)
     larger = TokenTree.from_parents(
-        tokens, torch.cat([tree.parents, above_nodes], dim=1), torch.cat([tree.valid, is_real], dim=1)
+        tokens,
+        torch.cat([tree.parents, above_nodes], dim=1),
+        torch.cat([tree.valid, is_real], dim=1),
     )
     if tree.scores is not None:
         child_scores = tree.scores + best.values
-        larger = replace(larger, scores=torch.cat([tree.scores, child_scores.gather(1, above_nodes)], dim=1))
-    return replace(larger, height=None if tree.height is None else tree.height + 1, draft_ids=tree.draft_ids), is_real
+        larger = replace(
+            larger, scores=torch.cat([tree.scores, child_scores.gather(1, above_nodes)], dim=1)
+        )
+    return replace(
+        larger, height=None if tree.height is None else tree.height + 1, draft_ids=tree.draft_ids
+    ), is_real
 
 
 def drop_leaves(tree: TokenTree, scores: Tensor, is_graft: Tensor, sizes: Tensor) -> Tensor:
-    """Mark the nodes [B, N] that stay: all but the least likely drafted leaves, so many that `sizes` [B] nodes are left.
+    """Mark the nodes [B, N] that stay: all but the least likely drafted leaves, so many that
+    `sizes` [B] nodes are left.
 
     A node goes only after all that hang below it; a graft stays if its parent does.
     """
     keep = tree.valid.clone()
     for _ in range(int((tree.valid.sum(1) - sizes).max())):
         too_large = keep.sum(1) > sizes
-        has_child = torch.zeros_like(tree.tokens).scatter_add(1, tree.parents.clamp(min=0), (keep & (tree.parents >= 0)).long())
+        has_child = torch.zeros_like(tree.tokens).scatter_add(
+            1, tree.parents.clamp(min=0), (keep & (tree.parents >= 0)).long()
+        )
         is_leaf = keep & (has_child == 0) & (tree.parents >= 0)
         drafted = scores.masked_fill(~(is_leaf & ~is_graft), float("inf"))
         any_leaf = scores.masked_fill(~is_leaf, float("inf"))
@@ -181,7 +216,9 @@ class GraftedDrafter:
         draft = self.drafter.draft(context)
 
         def graft_tree(tree: TokenTree) -> TokenTree:
-            return self.grafting(context, tree if draft.add_mask_nodes is None else draft.add_mask_nodes(tree))
+            return self.grafting(
+                context, tree if draft.add_mask_nodes is None else draft.add_mask_nodes(tree)
+            )
 
         return replace(draft, add_mask_nodes=graft_tree)
 

@@ -1,6 +1,8 @@
-"""A causal LM of codes with classifier-free guidance. Shapes: B batch, T tokens, D width, V vocabulary.
+"""A causal LM of codes with classifier-free guidance. Shapes: B batch, T tokens, D width, V
+vocabulary.
 
-Guidance mixes the logits of a text with those of the same text without its condition: l = l_u + s (l_c - l_u).
+Guidance mixes the logits of a text with those of the same text without its condition: l = l_u + s
+(l_c - l_u).
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutput
 
 FORBIDDEN = -1e4
-"""Added to the logits of tokens that are no codes; in half precision minus infinity would spoil differences."""
+"""Added to the logits of tokens that are no codes; in half precision minus infinity would spoil
+differences.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,24 @@ class Guidance:
     scale: float  # 1 is no guidance
     begin: int  # token after which codes follow; what stands before it is the condition
     null: int  # token in place of each token of the condition
-    unchanged: frozenset[int] = frozenset()  # tokens of a condition that stay, such as the text's first
+    # tokens of a condition that stay, such as the text's first
+    unchanged: frozenset[int] = frozenset()
 
     def drop_condition(self, tokens: Sequence[int]) -> list[int]:
         """Return a text without its condition, of the same length."""
         end = self.find_begin(tokens)
-        return [*(token if token in self.unchanged else self.null for token in tokens[:end]), *tokens[end:]]
+        return [
+            *(token if token in self.unchanged else self.null for token in tokens[:end]),
+            *tokens[end:],
+        ]
 
     def find_begin(self, tokens: Sequence[int]) -> int:
-        """Return the index of the first token that begins codes; the number of tokens where there is none."""
-        return next((index for index, token in enumerate(tokens) if token == self.begin), len(tokens))
+        """Return the index of the first token that begins codes; the number of tokens where
+        there is none.
+        """
+        return next(
+            (index for index, token in enumerate(tokens) if token == self.begin), len(tokens)
+        )
 
 
 class CodesOnly(LogitsProcessor):
@@ -48,8 +60,8 @@ class CodesOnly(LogitsProcessor):
 
 
 class GuidedLM(nn.Module):
-    """A causal LM whose output layer allows codes only. `forward` and `generate` guide the unmodified model as transformers
-    does, so they are the reference."""
+    """A causal LM whose output layer allows codes only. `forward` and `generate` guide the
+    unmodified model as transformers does, so they are the reference."""
 
     def __init__(self, model: Any, guidance: Guidance, allowed: Tensor) -> None:
         super().__init__()
@@ -87,7 +99,10 @@ class GuidedLM(nn.Module):
     def generate(self, tokens: Tensor, **options: Any) -> Tensor:
         """Return a text [1, T] with what transformers generates after it under guidance."""
         if self.guidance.scale != 1:
-            options |= {"guidance_scale": self.guidance.scale, "negative_prompt_ids": self.drop_conditions(tokens)}
+            options |= {
+                "guidance_scale": self.guidance.scale,
+                "negative_prompt_ids": self.drop_conditions(tokens),
+            }
         processors = LogitsProcessorList([CodesOnly(self.codes_bias.float())])
         output: Tensor = self.model.generate(tokens, logits_processor=processors, **options)
         return output

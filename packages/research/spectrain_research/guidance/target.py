@@ -1,7 +1,8 @@
 """A guided target: each text runs twice, with its condition and without it, over the same trees.
 
-The output layer is linear, so mixed logits are those of mixed final features, h = h_u + s (h_c - h_u). Losses, drafters and
-rules read these and need not know of guidance. Shapes: B batch, T tokens, N nodes, L layers, D width.
+The output layer is linear, so mixed logits are those of mixed final features, h = h_u + s (h_c -
+h_u). Losses, drafters and rules read these and need not know of guidance. Shapes: B batch, T
+tokens, N nodes, L layers, D width.
 """
 
 from __future__ import annotations
@@ -31,10 +32,17 @@ from .model import Guidance, GuidedLM
 
 
 class PairedCache(TreeCache):
-    """The cache of texts with their conditions, and that of the same texts without them, which is committed with it."""
+    """The cache of texts with their conditions, and that of the same texts without them, which
+    is committed with it.
+    """
 
     def __init__(
-        self, num_layers: int, batch_size: int, max_length: int, device: Any, shapes: Mapping[int, KeyValueShape] | None
+        self,
+        num_layers: int,
+        batch_size: int,
+        max_length: int,
+        device: Any,
+        shapes: Mapping[int, KeyValueShape] | None,
     ) -> None:
         self.without = TreeCache(num_layers, batch_size, max_length, device, None, shapes)
         super().__init__(num_layers, batch_size, max_length, device, None, shapes)
@@ -44,7 +52,11 @@ class PairedCache(TreeCache):
         self.without.reset()
 
     def commit(
-        self, path: Tensor | None, counts: Tensor, hidden: Tensor | None = None, path_hidden: Tensor | None = None
+        self,
+        path: Tensor | None,
+        counts: Tensor,
+        hidden: Tensor | None = None,
+        path_hidden: Tensor | None = None,
     ) -> None:
         self.without.commit(path, counts)
         super().commit(path, counts, hidden, path_hidden)
@@ -59,7 +71,9 @@ class PairedCache(TreeCache):
 
 
 class GuidedTarget(Target):
-    """A target of codes. "final" features are guided, those of other layers are of the texts with their conditions."""
+    """A target of codes. "final" features are guided, those of other layers are of the texts
+    with their conditions.
+    """
 
     model: GuidedLM
 
@@ -70,19 +84,30 @@ class GuidedTarget(Target):
         self._plain = (plain,)
 
     def new_cache(self, batch_size: int, max_length: int, bound: int | None = None) -> TreeCache:
-        return PairedCache(self.num_layers, batch_size, max_length, self.device, self.architecture.kv_shapes)
+        return PairedCache(
+            self.num_layers, batch_size, max_length, self.device, self.architecture.kv_shapes
+        )
 
     def make_small_model(self, origin: SmallModelOrigin) -> Target:
-        """Return a small model without guidance, which learns the guided distribution from the texts with their conditions."""
-        return make_small_model(self._plain[0], origin.num_layers, origin.model, origin.architecture)
+        """Return a small model without guidance, which learns the guided distribution from the
+        texts with their conditions.
+        """
+        return make_small_model(
+            self._plain[0], origin.num_layers, origin.model, origin.architecture
+        )
 
     def apply_final_norm(self, hidden: Tensor, grad: bool = False) -> Tensor:
         return self._plain[0].apply_final_norm(hidden, grad)
 
     def run(self, tokens: Tensor, plan: ForwardPlan = DEFAULT_PLAN) -> Features:
-        """Run tokens [B, N] with their conditions and without them; return features and logits under guidance."""
+        """Run tokens [B, N] with their conditions and without them; return features and logits
+        under guidance.
+        """
         if plan.span is not ALL_LAYERS:
-            raise UserError(f"target {self.name}: a part of its layers is not guided; use a drafter with layers of its own")
+            raise UserError(
+                f"target {self.name}: a part of its layers is not guided; use a drafter with "
+                "layers of its own"
+            )
         layers: tuple[Layer, ...] = (*(layer for layer in plan.layers if layer != "final"), "final")
         features = super().run(tokens, replace(plan, layers=layers, logits=False))
         final = features.at_layer("final")
@@ -102,21 +127,38 @@ class GuidedTarget(Target):
             tokens = self._drop_conditions(tokens, plan)
         if pair is not None and plan.cache is not None:
             pair.prompt_lengths = plan.cache.prompt_lengths
-        return super().run(tokens, replace(plan, layers=("final",), logits=False, cache=pair)).at_layer("final")
+        return (
+            super()
+            .run(tokens, replace(plan, layers=("final",), logits=False, cache=pair))
+            .at_layer("final")
+        )
 
     def _drop_conditions(self, tokens: Tensor, plan: ForwardPlan) -> Tensor:
         """Return whole texts [B, T], or packed ones [1, T], without their conditions."""
-        rows = [part[0].tolist() for part in tokens.split(plan.lengths, dim=1)] if plan.lengths else tokens.tolist()
-        if plan.cache is not None and any(self.guidance.find_begin(row) == len(row) for row in rows):
-            raise UserError(f"target {self.name}: a prompt has no token that begins codes; use the target's chat template")
+        rows = (
+            [part[0].tolist() for part in tokens.split(plan.lengths, dim=1)]
+            if plan.lengths
+            else tokens.tolist()
+        )
+        if plan.cache is not None and any(
+            self.guidance.find_begin(row) == len(row) for row in rows
+        ):
+            raise UserError(
+                f"target {self.name}: a prompt has no token that begins codes; use the target's "
+                "chat template"
+            )
         dropped = [self.guidance.drop_condition(row) for row in rows]
-        return tokens.new_tensor([[token for row in dropped for token in row]] if plan.lengths else dropped)
+        return tokens.new_tensor(
+            [[token for row in dropped for token in row]] if plan.lengths else dropped
+        )
 
 
 def load_codes(
-    # Directory in transformers format, or name on the hub, of a causal model whose answers are codes of images or sounds.
+    # Directory in transformers format, or name on the hub, of a causal model whose answers are
+    # codes of images or sounds.
     model: str,
-    # Guidance scale s: logits are those without the condition plus s times the difference; 1 runs each text once.
+    # Guidance scale s: logits are those without the condition plus s times the difference; 1 runs
+    # each text once.
     guidance: float = 3.0,
     # Text of the token after which codes follow; what stands before it in a text is the condition.
     begin: str = "<|im_start|>",
@@ -124,39 +166,55 @@ def load_codes(
     null: str = "<|endoftext|>",
     # Beginning of the text of every code in the tokenizer, as in <c17>; null allows all tokens.
     codes: str | None = "<c",
-    # How codes are embedded: as other tokens (llama), or by a table and an output layer of their own (janus).
+    # How codes are embedded: as other tokens (llama), or by a table and an output layer of their
+    # own (janus).
     kind: Literal["llama", "janus"] = "llama",
     # Weight type: float32, bfloat16 or float16; auto takes the device's fast one.
     dtype: str = "auto",
-    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is none.
+    # Device such as cpu or cuda:0; auto takes the GPU of this process, or the CPU where there is
+    # none.
     device: str = "auto",
 ) -> GuidedTarget:
-    """Load a causal model of codes (LlamaGen's form, Emu3's text model, Janus) as a target with classifier-free
-    guidance, of which each text takes two runs. Only codes and the tokens that end an answer are ever chosen."""
+    """Load a causal model of codes (LlamaGen's form, Emu3's text model, Janus) as a target with
+    classifier-free guidance, of which each text takes two runs. Only codes and the tokens that end
+    an answer are ever chosen."""
     if not guidance >= 1:
         raise UserError(f"target.guidance={guidance}: use 1 or more; 1 is no guidance")
-    plain = load_hf(model, dtype=dtype, device=device) if kind != "janus" else load_janus(model, dtype, device)
-    begin_id, null_id = find_token(plain, "begin", begin), find_token(plain, "null", null)
+    plain = (
+        load_hf(model, dtype=dtype, device=device)
+        if kind != "janus"
+        else load_janus(model, dtype, device)
+    )
+    begin_id = find_token(plain, "begin", begin)
+    null_id = find_token(plain, "null", null)
     # Janus keeps the first token of the text in the run without its condition.
     first = plain.tokenizer.bos_token_id if kind == "janus" else None
-    settings = Guidance(guidance, begin_id, null_id, frozenset() if first is None else frozenset({first}))
+    settings = Guidance(
+        guidance, begin_id, null_id, frozenset() if first is None else frozenset({first})
+    )
     return guide_target(plain, settings, codes)
 
 
 def load_janus(model: str, dtype: str, device: str) -> Target:
-    """Load a Janus model as a causal LM of codes <c0>, <c1> .., which follow the tokens of its tokenizer."""
+    """Load a Janus model as a causal LM of codes <c0>, <c1> .., which follow the tokens of its
+    tokenizer.
+    """
     resolved = resolve_device(device)
     with explain_load_failure(model):
-        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
         weight_dtype = resolve_dtype(resolved, config, dtype)
         kind = JanusForConditionalGeneration
-        network = load_pretrained(kind, model, "target.model", dtype=weight_dtype, use_safetensors=True)
+        network = load_pretrained(
+            kind, model, "target.model", dtype=weight_dtype, use_safetensors=True
+        )
     return wrap_janus(network.to(resolved), tokenizer, model)
 
 
 def wrap_janus(network: Any, tokenizer: Any, path: str) -> Target:
     """Make a target of a Janus model; codes take the token ids after those of its embedding."""
-    num_text, num_codes = network.config.text_config.vocab_size, network.config.vq_config.num_embeddings
+    num_text = network.config.text_config.vocab_size
+    num_codes = network.config.vq_config.num_embeddings
     tokenizer.add_tokens([f"<unused{token}>" for token in range(len(tokenizer), num_text)])
     tokenizer.add_tokens([f"<c{code}>" for code in range(num_codes)])
     shell = convert_janus(network)
@@ -168,16 +226,25 @@ def find_token(target: Target, key: str, text: str) -> int:
     """Return the id of a token by its text; raise UserError where there is none."""
     token = target.tokenizer.get_vocab().get(text)
     if token is None:
-        raise UserError(f"target.{key}={text}: the tokenizer of {target.name} has no such token; name one that it has")
+        raise UserError(
+            f"target.{key}={text}: the tokenizer of {target.name} has no such token; name one "
+            "that it has"
+        )
     return int(token)
 
 
 def guide_target(plain: Target, guidance: Guidance, codes: str | None) -> GuidedTarget:
     """Wrap a loaded target as a guided one, which chooses tokens whose text begins with `codes`."""
-    vocabulary, rows = plain.tokenizer.get_vocab(), plain.head.vocab_size
-    chosen = [token for text, token in vocabulary.items() if codes is None or text.startswith(codes)]
+    vocabulary = plain.tokenizer.get_vocab()
+    rows = plain.head.vocab_size
+    chosen = [
+        token for text, token in vocabulary.items() if codes is None or text.startswith(codes)
+    ]
     if codes is not None and not chosen:
-        raise UserError(f"target.codes={codes}: no token of {plain.name} begins with it; name the codes' beginning")
+        raise UserError(
+            f"target.codes={codes}: no token of {plain.name} begins with it; name the codes' "
+            "beginning"
+        )
     allowed = torch.tensor(sorted({*chosen, *plain.stop_ids} & {*range(rows)}), device=plain.device)
     target = GuidedTarget(GuidedLM(plain.model, guidance, allowed), plain)
     target.template = plain.template

@@ -38,11 +38,12 @@ class TransferConfig(MaskConfig):
 
 
 class TransferDrafter(GatedMasks):
-    """Masks without an embedding: `transfer` computes their states at `transfer_layer` from the newest token's state there.
+    """Masks without an embedding: `transfer` computes their states at `transfer_layer` from the
+    newest token's state there.
 
-    In verification the earlier layers run without the masks, so early pruning up to `transfer_layer` precedes them, as in
-    Speculative Streaming (section 3.1.3). In training and at the end of the prompts they run at the masks without effect. LoRA
-    is in the later layers.
+    In verification the earlier layers run without the masks, so early pruning up to
+    `transfer_layer` precedes them, as in Speculative Streaming (section 3.1.3). In training and at
+    the end of the prompts they run at the masks without effect. LoRA is in the later layers.
     """
 
     saved = SavedFiles(shape=("num_masks", "rank", "alpha", "sampler", "transfer_layer"))
@@ -57,7 +58,9 @@ class TransferDrafter(GatedMasks):
     def add_inputs(self, target: Target) -> None:
         self.transfer = StateTransfer(target.width, self.num_masks, self.has_stream_vectors)
 
-    def insert_states(self, target: Target, mask_index: Tensor, hosts: Tensor, rows: Tensor) -> AbstractContextManager[None]:
+    def insert_states(
+        self, target: Target, mask_index: Tensor, hosts: Tensor, rows: Tensor
+    ) -> AbstractContextManager[None]:
         return transfer_states(target, self.transfer_layer, self.transfer, mask_index, hosts, rows)
 
     def draft(self, context: Context) -> Draft:
@@ -65,15 +68,27 @@ class TransferDrafter(GatedMasks):
 
     def run_tree(self, context: Context, tree: TokenTree, num_masks: int) -> Features:
         assert self.mask_index is not None and self.hosts is not None
-        partial = context.partial or PartialForward(context.target, context.cache, self.transfer_layer)
+        partial = context.partial or PartialForward(
+            context.target, context.cache, self.transfer_layer
+        )
         partial.run_to_layer(without_masks(tree, num_masks), self.transfer_layer)
         assert partial.hidden is not None
         hidden = partial.hidden[:, :, -1]  # [B, N - M, D]
-        hosts = self.hosts.repeat_interleave(self.masks_per_host, dim=1)[..., None].expand(-1, -1, hidden.shape[-1])
-        states = self.transfer(hidden.gather(1, hosts).flatten(0, 1), self.mask_index[:, -num_masks:].flatten())
+        hosts = self.hosts.repeat_interleave(self.masks_per_host, dim=1)[..., None].expand(
+            -1, -1, hidden.shape[-1]
+        )
+        states = self.transfer(
+            hidden.gather(1, hosts).flatten(0, 1), self.mask_index[:, -num_masks:].flatten()
+        )
         hidden = torch.cat([hidden, states.view(len(hidden), num_masks, -1)], dim=1)
         span = LayerSpan(first=self.transfer_layer, hidden=hidden)
-        plan = ForwardPlan(("final",), positions=context.positions(tree), mask=tree.ancestors, cache=context.cache, span=span)
+        plan = ForwardPlan(
+            ("final",),
+            positions=context.positions(tree),
+            mask=tree.ancestors,
+            cache=context.cache,
+            span=span,
+        )
         with self.insert_masks(context.target, self.mask_index, mask_rows(tree, num_masks)):
             return context.target.run(tree.tokens, plan)
 
@@ -85,7 +100,7 @@ class HiddenTransfer(TransferDrafter):
 
 
 class SpeculativeStreaming(TransferDrafter):
-    """Speculative Streaming (Bhendawade et al., 2024, arXiv 2402.11131), whose target stays frozen here: one map for all
-    streams, and a vector for each."""
+    """Speculative Streaming (Bhendawade et al., 2024, arXiv 2402.11131), whose target stays frozen
+    here: one map for all streams, and a vector for each."""
 
     has_stream_vectors = True

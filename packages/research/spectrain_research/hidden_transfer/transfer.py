@@ -19,20 +19,24 @@ if TYPE_CHECKING:
 
 
 class StateTransfer(nn.Module):
-    """Maps the state h_t that enters a layer at a host to the states that enter it at its masks; at first, all are h_t.
+    """Maps the state h_t that enters a layer at a host to the states that enter it at its masks; at
+    first, all are h_t.
 
-    Hidden Transfer (Wu et al., 2024, arXiv 2404.12022, section 3.1) computes W_j h_t, with a map per mask. Speculative
-    Streaming (Bhendawade et al., 2024, arXiv 2402.11131, equation 3) computes W h_t + P_j, with one map and a vector per
-    stream.
+    Hidden Transfer (Wu et al., 2024, arXiv 2404.12022, section 3.1) computes W_j h_t, with a map
+    per mask. Speculative Streaming (Bhendawade et al., 2024, arXiv 2402.11131, equation 3) computes
+    W h_t + P_j, with one map and a vector per stream.
     """
 
     def __init__(self, width: int, num_masks: int, streams: bool) -> None:
         super().__init__()
-        self.maps = nn.Parameter(torch.eye(width).repeat(1 if streams else num_masks, 1, 1))  # [K or 1, D, D]
+        # [K or 1, D, D]
+        self.maps = nn.Parameter(torch.eye(width).repeat(1 if streams else num_masks, 1, 1))
         self.places = nn.Parameter(torch.zeros(num_masks, width)) if streams else None
 
     def forward(self, states: Tensor, mask_index: Tensor) -> Tensor:
-        """Return the states [R, D] of masks with these indices [R], from the states [R, D] of their hosts."""
+        """Return the states [R, D] of masks with these indices [R], from the states [R, D] of
+        their hosts.
+        """
         states_out = torch.einsum("kde,re->rkd", self.maps, states.to(self.maps.dtype))
         states_out = states_out.gather(
             1, (mask_index % states_out.shape[1])[:, None, None].expand(-1, 1, states_out.shape[-1])
@@ -44,15 +48,22 @@ class StateTransfer(nn.Module):
 
 @contextmanager
 def transfer_states(
-    target: Target, layer: int, transfer: StateTransfer, mask_index: Tensor, hosts: Tensor, rows: Tensor
+    target: Target,
+    layer: int,
+    transfer: StateTransfer,
+    mask_index: Tensor,
+    hosts: Tensor,
+    rows: Tensor,
 ) -> Iterator[None]:
     """Replace the inputs of a layer at masks by those that `transfer` computes, inside the context.
 
-    `mask_index` and `hosts` [B, N] hold every token's mask index, and its host's index in the row. `rows` [R] are the masks'
-    indices among all B N tokens. Earlier layers run at the masks too, but their outputs are unused; verification spares that.
+    `mask_index` and `hosts` [B, N] hold every token's mask index, and its host's index in the row.
+    `rows` [R] are the masks' indices among all B N tokens. Earlier layers run at the masks too, but
+    their outputs are unused; verification spares that.
     """
     starts = torch.arange(len(hosts), device=hosts.device)[:, None] * hosts.shape[1]
-    sources, masks = (starts + hosts).flatten().index_select(0, rows), mask_index.flatten().index_select(0, rows)
+    sources = (starts + hosts).flatten().index_select(0, rows)
+    masks = mask_index.flatten().index_select(0, rows)
 
     def replace_states(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -63,7 +74,9 @@ def transfer_states(
         return args, {**kwargs, "hidden_states": flat.view_as(hidden)}
 
     target.check_single_stream()
-    handle = target.layers[layer].register_forward_pre_hook(replace_states, with_kwargs=True, prepend=True)
+    handle = target.layers[layer].register_forward_pre_hook(
+        replace_states, with_kwargs=True, prepend=True
+    )
     try:
         yield
     finally:
@@ -73,11 +86,15 @@ def transfer_states(
 def resolve_transfer_layer(target: Target, layer: int | None) -> int:
     """Return the given layer, or by default the middle one; raise `UserError` if it is invalid."""
     if target.num_layers < 2:
-        raise UserError(f"drafter.transfer_layer: {target.name} has one layer, so there is no input between layers")
+        raise UserError(
+            f"drafter.transfer_layer: {target.name} has one layer, so there is no input between "
+            "layers"
+        )
     if layer is None:
         return target.num_layers // 2
     if not 1 <= layer < target.num_layers:
         raise UserError(
-            f"drafter.transfer_layer={layer}: {target.name} has {target.num_layers} layers; use 1 to {target.num_layers - 1}"
+            f"drafter.transfer_layer={layer}: {target.name} has {target.num_layers} layers; use 1 "
+            f"to {target.num_layers - 1}"
         )
     return layer

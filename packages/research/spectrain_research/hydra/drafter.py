@@ -1,8 +1,10 @@
-"""Hydra (Ankner et al., 2024): Medusa's heads made sequential, for each reads the tokens drafted before it.
+"""Hydra (Ankner et al., 2024): Medusa's heads made sequential, for each reads the tokens drafted
+before it.
 
-Shapes: B batch, T tokens, D target width, V draft vocabulary, K heads, R supervised rows, F frontier nodes.
-Head k, from 0, at index t reads the target's state at t and the embeddings of tokens t + 1 to t + 1 + k, and predicts
-token t + 2 + k. In training these tokens are the true ones, in decoding those of the path.
+Shapes: B batch, T tokens, D target width, V draft vocabulary, K heads, R supervised rows, F
+frontier nodes. Head k, from 0, at index t reads the target's state at t and the embeddings of
+tokens t + 1 to t + 1 + k, and predicts token t + 2 + k. In training these tokens are the true ones,
+in decoding those of the path.
 """
 
 from __future__ import annotations
@@ -33,9 +35,13 @@ if TYPE_CHECKING:
 
 
 class HydraHead(nn.Module):
-    """A projection of state and embeddings, residual blocks, an output layer. It starts as the target's own head."""
+    """A projection of state and embeddings, residual blocks, an output layer. It starts as the
+    target's own head.
+    """
 
-    def __init__(self, width: int, num_tokens: int, vocab_size: int, num_layers: int, rank: int | None) -> None:
+    def __init__(
+        self, width: int, num_tokens: int, vocab_size: int, num_layers: int, rank: int | None
+    ) -> None:
         super().__init__()
         self.project = nn.Linear((1 + num_tokens) * width, width, bias=False)
         self.mix = nn.Linear((1 + num_tokens) * width, width)
@@ -48,7 +54,9 @@ class HydraHead(nn.Module):
             self.mix.bias.zero_()
 
     def compute_hidden(self, inputs: Tensor) -> Tensor:
-        """Compute the input [.., D] of the output layer from states and embeddings [.., (1 + tokens) D]."""
+        """Compute the input [.., D] of the output layer from states and embeddings [.., (1 +
+        tokens) D].
+        """
         hidden = self.project(inputs) + nn.functional.silu(self.mix(inputs))
         for block in self.blocks:
             hidden = block(hidden)
@@ -59,12 +67,18 @@ class HydraHead(nn.Module):
 
 
 class Hydra(HeadsDrafter):
-    """Sequentially dependent heads (section 3); with `prefix_attention`, Hydra++. The loss is sum_k head_decay^k L_k."""
+    """Sequentially dependent heads (section 3); with `prefix_attention`, Hydra++. The loss is
+    sum_k head_decay^k L_k.
+    """
 
     layers: tuple[Layer, ...] = ("final",)
-    saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "prefix_attention", "head_rank"))
+    saved = SavedFiles(
+        shape=("num_heads", "num_layers", "vocab_size", "prefix_attention", "head_rank")
+    )
     capabilities = replace(
-        HeadsDrafter.capabilities, capture=Capture(state_names=("cache",)), on_policy=OnPolicy(learns_windows=True)
+        HeadsDrafter.capabilities,
+        capture=Capture(state_names=("cache",)),
+        on_policy=OnPolicy(learns_windows=True),
     )
 
     def __init__(
@@ -80,7 +94,8 @@ class Hydra(HeadsDrafter):
         loss: LossName = "forward_kl",
         # Factor from 0 to 1 between the loss weights of successive heads.
         head_decay: Share = 0.8,
-        # Whether a decoder layer over all earlier states of the target precedes the heads (Hydra++).
+        # Whether a decoder layer over all earlier states of the target precedes the heads
+        # (Hydra++).
         prefix_attention: bool = False,
         # Rank of the heads' factorised output layers (SlimSpec); null uses full-rank layers.
         head_rank: Width | None = None,
@@ -89,17 +104,25 @@ class Hydra(HeadsDrafter):
         for key, value in (("num_heads", num_heads), ("num_layers", num_layers)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
-        self.divergence, self.head_decay = loss, head_decay
+        self.divergence = loss
+        self.head_decay = head_decay
         self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
         self.prefix: PrefixAttention | None = PrefixAttention(target) if prefix_attention else None
-        self.heads = nn.ModuleList(HydraHead(target.width, 1 + k, vocab_size, num_layers, head_rank) for k in range(num_heads))
+        self.heads = nn.ModuleList(
+            HydraHead(target.width, 1 + k, vocab_size, num_layers, head_rank)
+            for k in range(num_heads)
+        )
         self.add_vocabulary(vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
 
     @property
     def stages(self) -> list[Stage]:
-        return [Stage.single(self, self.layers, final_reach=None if self.prefix is not None else len(self.heads))]
+        return [
+            Stage.single(
+                self, self.layers, final_reach=None if self.prefix is not None else len(self.heads)
+            )
+        ]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
@@ -111,7 +134,9 @@ class Hydra(HeadsDrafter):
 
         def head_input(k: int) -> Tensor:
             rows = supervision.is_supervised(k)
-            inputs = torch.cat([states[rows], *(embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1))], dim=-1)
+            inputs = torch.cat(
+                [states[rows], *(embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1))], dim=-1
+            )
             hidden: Tensor = self.heads[k].compute_hidden(inputs)
             return hidden
 
@@ -124,11 +149,14 @@ class Hydra(HeadsDrafter):
             states = self.prefix(states, self.cache.next_slots(states.shape[1]), self.cache)
             self.cache.add_uncommitted(states.shape[1])
             self.cache.commit(None, context.num_new)
-        return Draft(_Path(self, context.last_state(states), context.root, context.builder.drafts_by_level))
+        return Draft(
+            _Path(self, context.last_state(states), context.root, context.builder.drafts_by_level)
+        )
 
 
 class _Path(Rollout):
-    """One round: a node's head is that of its depth, and reads the tokens from the root to the node.
+    """One round: a node's head is that of its depth, and reads the tokens from the root to the
+    node.
 
     Nodes that arrive level by level need one head at a time; otherwise a node may have any depth.
     """
@@ -138,7 +166,8 @@ class _Path(Rollout):
         self.deepest = 0
         self.draft_ids = drafter.draft_ids
         self.depth_limit: int = len(drafter.heads)
-        self.path_embeddings = drafter.embed(root)[:, None, None]  # [B, nodes, depth + 1, D], unused past a node's depth
+        # [B, nodes, depth + 1, D], unused past a node's depth
+        self.path_embeddings = drafter.embed(root)[:, None, None]
         self.depth = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)
 
     def start(self) -> Tensor:
@@ -152,7 +181,9 @@ class _Path(Rollout):
             1, parents[:, :, None, None].expand(-1, -1, *self.path_embeddings.shape[2:])
         )
         depth_index = depth[:, :, None, None].expand(-1, -1, 1, path_embeddings.shape[-1])
-        path_embeddings = path_embeddings.scatter(2, depth_index, self.drafter.embed(tokens)[:, :, None])
+        path_embeddings = path_embeddings.scatter(
+            2, depth_index, self.drafter.embed(tokens)[:, :, None]
+        )
         self.path_embeddings, self.depth = (
             torch.cat([self.path_embeddings, path_embeddings], dim=1),
             torch.cat([self.depth, depth], dim=1),
@@ -165,9 +196,15 @@ class _Path(Rollout):
         last = min(self.deepest, self.depth_limit - 1)
         for k in range(last if self.by_level else 0, last + 1):
             inputs = torch.cat(
-                [self.state.expand(-1, path_embeddings.shape[1], -1), path_embeddings[:, :, : k + 1].flatten(2)], dim=-1
+                [
+                    self.state.expand(-1, path_embeddings.shape[1], -1),
+                    path_embeddings[:, :, : k + 1].flatten(2),
+                ],
+                dim=-1,
             )
             log_q = self.drafter.heads[k](inputs).float().log_softmax(-1)
-            combined = log_q if combined is None else torch.where((depth >= k)[..., None], log_q, combined)
+            combined = (
+                log_q if combined is None else torch.where((depth >= k)[..., None], log_q, combined)
+            )
         assert combined is not None
         return combined

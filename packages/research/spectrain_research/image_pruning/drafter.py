@@ -1,4 +1,5 @@
-"""EAGLE-3 that reads only some of an image's tokens: those that the prompt's last state attends to most.
+"""EAGLE-3 that reads only some of an image's tokens: those that the prompt's last state attends to
+most.
 
 Shapes: B texts, P new positions, K kept positions, D target width.
 """
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class PrunedImages(Eagle3):
-    """EAGLE-3 whose cache holds a share of every prompt's image tokens, so that draft steps behind large images are short.
+    """EAGLE-3 whose cache holds a share of every prompt's image tokens, so that draft steps behind
+    large images are short.
 
-    A token of an image weighs as much as the final feature of the prompt's last token attends to its final feature. Positions
-    close up. Training reads all tokens; with `keep` 1, and without images, this is EAGLE-3.
+    A token of an image weighs as much as the final feature of the prompt's last token attends to
+    its final feature. Positions close up. Training reads all tokens; with `keep` 1, and without
+    images, this is EAGLE-3.
     """
 
     def __init__(
@@ -43,33 +46,50 @@ class PrunedImages(Eagle3):
         num_layers: LayerCount = 1,
         # Divergence between the target's and the drafter's token distributions.
         loss: LossName = "forward_kl",
-        # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
+        # Configuration keys and variants of the layers that differ from the target's; null copies
+        # the target's.
         architecture: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(target, ttt_steps, vocab_size, layers, num_layers, loss=loss, architecture=architecture)
+        super().__init__(
+            target, ttt_steps, vocab_size, layers, num_layers, loss=loss, architecture=architecture
+        )
         self.keep = keep
         self.placeholder_id = target.vision.placeholder_id if target.vision.has_vision else -1
 
     def read_accepted(self, context: Context) -> tuple[Tensor, TreeCache]:
-        """Read the features of the last accepted tokens, of a prompt with images only those that are kept."""
+        """Read the features of the last accepted tokens, of a prompt with images only those that
+        are kept.
+        """
         if not context.begins or not have_images(context.texts) or self.keep == 1:
             return super().read_accepted(context)
-        self.cache = context.drafting_cache(self.cache, self.num_layers, context.builder.max_drafted)
+        self.cache = context.drafting_cache(
+            self.cache, self.num_layers, context.builder.max_drafted
+        )
         index, counts = select_rows(context, self.placeholder_id, self.keep)
         features = context.new_features.gather(index)
         tokens = context.next_tokens.gather(1, index)
-        output = self.run(tokens, self.fuse_features(features), self.cache.next_slots(index.shape[1]), self.cache, None)
+        output = self.run(
+            tokens,
+            self.fuse_features(features),
+            self.cache.next_slots(index.shape[1]),
+            self.cache,
+            None,
+        )
         self.cache.commit(None, counts)
         last = (counts - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         return output.gather(1, last), self.cache
 
 
 def select_rows(context: Context, placeholder_id: int, keep: float) -> tuple[Tensor, Tensor]:
-    """Return the kept positions [B, K] of prompts, in order, and their numbers [B]; the last position is always kept."""
+    """Return the kept positions [B, K] of prompts, in order, and their numbers [B]; the last
+    position is always kept.
+    """
     final = context.new_features.at_layer("final").float()
     steps = torch.arange(final.shape[1], device=final.device)
     is_real = steps < context.num_new[:, None]
-    is_image = (context.next_tokens == placeholder_id) & is_real & (steps < context.num_new[:, None] - 1)
+    is_image = (
+        (context.next_tokens == placeholder_id) & is_real & (steps < context.num_new[:, None] - 1)
+    )
     last = context.last_state(final)
     scores = (final @ last.transpose(1, 2))[..., 0].masked_fill(~is_image, -torch.inf)
     rank = scores.argsort(dim=1, descending=True).argsort(dim=1)

@@ -14,11 +14,11 @@ from spectrain.trees.token_tree import TokenTree
 
 
 class OnePassTree(TreeBuilder):
-    """JetSpec's `accum_logp`: the node whose path has the largest probability gets the `width` most likely tokens of the next
-    depth as children, until the budget is reached.
+    """JetSpec's `accum_logp`: the node whose path has the largest probability gets the `width` most
+    likely tokens of the next depth as children, until the budget is reached.
 
-    After a pass that drafts all tokens, as DFlash's, all nodes of a depth have the same children, and a node costs a lookup.
-    With width 1 the tree is the greedy chain.
+    After a pass that drafts all tokens, as DFlash's, all nodes of a depth have the same children,
+    and a node costs a lookup. With width 1 the tree is the greedy chain.
     """
 
     name = "one_pass"
@@ -41,11 +41,18 @@ class OnePassTree(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         rows = [_Row(self, token, self.max_depth(rollout)) for token in prefix.root.tolist()]
-        log_q, device = rollout.start(), prefix.root.device
+        log_q = rollout.start()
+        device = prefix.root.device
         for number in itertools.count(1):
             top = log_q[:, 0].topk(min(self.width, log_q.shape[-1]), dim=-1)
-            scores = top.values if rollout.stop_mask is None else top.values.masked_fill(rollout.stop_mask[:, :1], -math.inf)
-            for row, *children in zip(rows, scores.tolist(), rollout.to_target_ids(top.indices).tolist()):
+            scores = (
+                top.values
+                if rollout.stop_mask is None
+                else top.values.masked_fill(rollout.stop_mask[:, :1], -math.inf)
+            )
+            for row, *children in zip(
+                rows, scores.tolist(), rollout.to_target_ids(top.indices).tolist()
+            ):
                 row.add_children(*children)
             opened = [row.open_best(number) for row in rows]
             if not any(row.is_open for row in rows):
@@ -54,10 +61,15 @@ class OnePassTree(TreeBuilder):
             log_q = rollout.extend(tokens, parents)
         size = max(len(row.nodes) for row in rows)
         padded = [row.nodes + [(0, 0, -math.inf)] * (size - len(row.nodes)) for row in rows]
-        tokens, parents = torch.tensor([[node[:2] for node in row] for row in padded], device=device).unbind(-1)
+        tokens, parents = torch.tensor(
+            [[node[:2] for node in row] for row in padded], device=device
+        ).unbind(-1)
         log_scores = torch.tensor([[node[2] for node in row] for row in padded], device=device)
-        valid, every = log_scores > -math.inf, torch.ones_like(tokens, dtype=torch.bool)
-        return TokenTree(tokens, parents, valid, every, draft_ids=rollout.draft_ids, scores=log_scores)
+        valid = log_scores > -math.inf
+        every = torch.ones_like(tokens, dtype=torch.bool)
+        return TokenTree(
+            tokens, parents, valid, every, draft_ids=rollout.draft_ids, scores=log_scores
+        )
 
 
 class _Row:
@@ -66,12 +78,18 @@ class _Row:
     def __init__(self, builder: OnePassTree, root: int, max_depth: int) -> None:
         self.budget, self.max_depth = builder.budget, max_depth
         self.nodes: list[tuple[int, int, float]] = [(root, -1, 0.0)]
-        self.depths, self.run_order = [0], {0: 0}  # depth of each node, and the order of those that the drafter has run
-        self.heap: list[tuple[float, int]] = []  # negated score and number of each node that may be continued
-        self.newest, self.is_open = 0, True
+        # depth of each node, and the order of those that the drafter has run
+        self.depths = [0]
+        self.run_order = {0: 0}
+        # negated score and number of each node that may be continued
+        self.heap: list[tuple[float, int]] = []
+        self.newest = 0
+        self.is_open = True
 
     def add_children(self, scores: list[float], tokens: list[int]) -> None:
-        """Add the children of the newest opened node, the likeliest first, as far as the budget reaches."""
+        """Add the children of the newest opened node, the likeliest first, as far as the budget
+        reaches.
+        """
         if not self.is_open:
             return
         depth = self.depths[self.newest] + 1
@@ -84,7 +102,9 @@ class _Row:
                 self.depths.append(depth)
 
     def open_best(self, number: int) -> tuple[int, int]:
-        """Open the best node and return its token and its parent's order; a row that is complete runs its root again."""
+        """Open the best node and return its token and its parent's order; a row that is complete
+        runs its root again.
+        """
         self.is_open = self.is_open and bool(self.heap) and len(self.nodes) < self.budget
         if not self.is_open:
             return self.nodes[0][0], 0

@@ -1,4 +1,6 @@
-"""The layout of JetSpec as its authors publish it. No stock engine decodes with it as it was trained; vLLM serves its chain."""
+"""The layout of JetSpec as its authors publish it. No stock engine decodes with it as it was
+trained; vLLM serves its chain.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from spectrain.servers.commands import DrafterLaunch
 
 
 class FlatJetSpec(FlatDFlash):
-    """DFlash's flat layout with causal blocks: both keys that name them are written, and either is read."""
+    """DFlash's flat layout with causal blocks: both keys that name them are written, and either
+    is read.
+    """
 
     title = "JetSpec, flat layout"
     engine = "JetSpec"
@@ -24,12 +28,19 @@ class FlatJetSpec(FlatDFlash):
     def check_causality(self, settings: dict[str, Any]) -> None:
         if not settings["causal"] or settings["window"] is not None:
             raise UserError(
-                "format=jetspec: it holds drafters with causal blocks and without a window; train recipe=jetspec, or use "
-                "format=vllm"
+                "format=jetspec: it holds drafters with causal blocks and without a window; train "
+                "recipe=jetspec, or use format=vllm"
             )
 
     def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
-        return {"dflash_config": {**super().extra_config(drafter)["dflash_config"], **dict.fromkeys(CAUSAL_KEYS, True)}}
+        return {
+            "dflash_config": {
+                **super().extra_config(drafter)["dflash_config"],
+                **dict.fromkeys(CAUSAL_KEYS, True),
+            }
+        }
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {"vllm": super().drafter_launches(drafter, files, path)["vllm"]}

@@ -1,7 +1,9 @@
-"""Kangaroo (Liu et al., 2024): drafts with the target's first layers and an adapter that replaces the others.
+"""Kangaroo (Liu et al., 2024): drafts with the target's first layers and an adapter that replaces
+the others.
 
-Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P new positions, F frontier nodes.
-Index t of the adapter reads the residual stream entering layer `exit_layer` at t and predicts token t + 1.
+Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P new positions, F
+frontier nodes. Index t of the adapter reads the residual stream entering layer `exit_layer` at t
+and predicts token t + 1.
 """
 
 from __future__ import annotations
@@ -32,28 +34,34 @@ if TYPE_CHECKING:
 
 
 class Kangaroo(SelfDrafter):
-    """One attention block with its norms, x + attention(norm(x)), between an exit of the frozen target and its output layer.
+    """One attention block with its norms, x + attention(norm(x)), between an exit of the frozen
+    target and its output layer.
 
-    It learns the target's distribution at every token of the assistant (equation 4). The second exit, which stops a draft
-    where its most likely token is unlikely, is a setting of the tree: tree=chain with stop and stop_on=token.
+    It learns the target's distribution at every token of the assistant (equation 4). The second
+    exit, which stops a draft where its most likely token is unlikely, is a setting of the tree:
+    tree=chain with stop and stop_on=token.
     """
 
     saved = SavedFiles(shape=("exit_layer",))
     capabilities = Capabilities(
-        capture=Capture(state_names=("cache",), needs_all_drafts=True), on_policy=OnPolicy(), nestable=False
+        capture=Capture(state_names=("cache",), needs_all_drafts=True),
+        on_policy=OnPolicy(),
+        nestable=False,
     )
 
     def __init__(
         self,
         target: Target,
-        # Number of target layers before the adapter; null uses a fourteenth of them, at least one, like the authors' 2 of 32.
+        # Number of target layers before the adapter; null uses a fourteenth of them, at least one,
+        # like the authors' 2 of 32.
         exit_layer: int | None = None,
         # Divergence between the target's and the drafter's token distributions.
         loss: LossName = "forward_kl",
     ) -> None:
         super().__init__()
         config = llama_config(target)
-        self.exit_layer, self.divergence = resolve_exit_layer(target, exit_layer, 1 / 14), loss
+        self.exit_layer = resolve_exit_layer(target, exit_layer, 1 / 14)
+        self.divergence = loss
         self.saved = replace(self.saved, settings={"exit_layer": self.exit_layer})
         self.layers: tuple[Layer, ...] = (self.exit_layer,)
         self.head = target.head
@@ -64,7 +72,9 @@ class Kangaroo(SelfDrafter):
         self.cache: TreeCache | None = None
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Start as the target's own early exit: its norm, where that is an RMS norm, and an attention that adds nothing."""
+        """Start as the target's own early exit: its norm, where that is an RMS norm, and an
+        attention that adds nothing.
+        """
         scale = final_norm_scale(target)
         if scale is not None:
             with torch.no_grad():
@@ -80,21 +90,35 @@ class Kangaroo(SelfDrafter):
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
         """The adapter runs over all tokens; its states are judged by the target's output layer."""
-        judged = Judged(batch.supervised, target.head.vocab_size, batch.supervised, copies=1, label_copies=1)
+        judged = Judged(
+            batch.supervised, target.head.vocab_size, batch.supervised, copies=1, label_copies=1
+        )
         return StepCost([Run(self, batch.tokens, batch.length)], judged)
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Return the divergence from the target after every position whose next token is the assistant's."""
+        """Return the divergence from the target after every position whose next token is the
+        assistant's.
+        """
         assert batch.features is not None
         predicts = batch.next_is_supervised
         x = batch.features.at_layer(self.exit_layer).to(self.norm.weight.dtype)
         normed = self.input_layernorm(x)
         q, k, v = self.self_attn.project_qkv(normed, self.rotary(normed, batch.positions))
         states = self.norm(x + self.self_attn.attend_causal(q, k, v, batch.lengths))[predicts]
-        following, head = batch.tokens.roll(-1, dims=1)[predicts], self.head.projection
-        tokens_past_error, weight = batch.at_next_token(batch.tokens_past_error), batch.at_next_token(batch.weight)
+        following = batch.tokens.roll(-1, dims=1)[predicts]
+        head = self.head.projection
+        tokens_past_error = batch.at_next_token(batch.tokens_past_error)
+        weight = batch.at_next_token(batch.weight)
         target_log_probs = HeadTarget(batch.features.at_layer("final")[predicts], head)
-        result = head_loss(self.divergence, states, head, following, target_log_probs, tokens_past_error, row_weight=weight)
+        result = head_loss(
+            self.divergence,
+            states,
+            head,
+            following,
+            target_log_probs,
+            tokens_past_error,
+            row_weight=weight,
+        )
         hits = (result.predictions == result.labels).sum()[None].float()
         return Losses({self.divergence: result.loss}, hits, torch.full_like(hits, len(following)))
 
@@ -104,7 +128,9 @@ class Kangaroo(SelfDrafter):
         """Read the exit states of the tokens accepted last, then draft from the root on."""
         self.cache = context.drafting_cache(self.cache, 1, 1 + context.builder.max_drafted)
         num_new = context.new_features.tokens.shape[1]
-        self._run_adapter(context.new_features.at_layer(self.exit_layer), self.cache.next_slots(num_new), None)
+        self._run_adapter(
+            context.new_features.at_layer(self.exit_layer), self.cache.next_slots(num_new), None
+        )
         self.cache.commit(None, context.num_new)
         return super().draft(context)
 
@@ -113,8 +139,12 @@ class Kangaroo(SelfDrafter):
         self.cache.roll_back()
 
     def log_q(self, level: NodeLevel) -> Tensor:
-        adapted = self._run_adapter(level.features.at_layer(self.exit_layer), level.positions, level.visible)
-        return self.head.logits(self.norm(adapted).to(self.head.output.weight.dtype)).log_softmax(-1)
+        adapted = self._run_adapter(
+            level.features.at_layer(self.exit_layer), level.positions, level.visible
+        )
+        return self.head.logits(self.norm(adapted).to(self.head.output.weight.dtype)).log_softmax(
+            -1
+        )
 
     def _run_adapter(self, x: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
         """Run the adapter, [B, F, D] -> [B, F, D], and append to its cache."""

@@ -1,4 +1,5 @@
-"""Skipped layers that follow the text: by prompt (Draft on the Fly, Metel et al., 2024) or by token.
+"""Skipped layers that follow the text: by prompt (Draft on the Fly, Metel et al., 2024) or by
+token.
 
 Shapes: B batch, P new positions, L layers of the target, D its width, R answer tokens.
 """
@@ -32,17 +33,19 @@ RIDGE = 1.0  # penalty of the probe's weights, per answer token of the calibrati
 class AdaptiveSkipping(SelfDrafter, TunableDrafter):
     """Drafts without `num_skipped` layers, which a prompt or every newest token chooses.
 
-    With by=prompt there is no search: the layers whose input and output have the largest cosine over the prompt are skipped, as
-    the prefill yields them. With by=token a linear probe reads the target's last state at the newest verified token and
-    predicts for every layer whether the target would predict the same token without it; this round skips the layers that it
-    needs least. The probe is fitted by ridge regression on the calibration prompts, with one
-    forward per layer. All texts of a batch share their set.
+    With by=prompt there is no search: the layers whose input and output have the largest cosine
+    over the prompt are skipped, as the prefill yields them. With by=token a linear probe reads the
+    target's last state at the newest verified token and predicts for every layer whether the target
+    would predict the same token without it; this round skips the layers that it needs least. The
+    probe is fitted by ridge regression on the calibration prompts, with one forward per layer. All
+    texts of a batch share their set.
     """
 
     def __init__(
         self,
         target: Target,
-        # What chooses the layers: the cosines of the prompt (prompt), or a linear probe at the newest token (token).
+        # What chooses the layers: the cosines of the prompt (prompt), or a linear probe at the
+        # newest token (token).
         by: Literal["prompt", "token"] = "prompt",
         # Number of layers that are skipped; null skips half of them.
         num_skipped: Count | None = None,
@@ -53,13 +56,19 @@ class AdaptiveSkipping(SelfDrafter, TunableDrafter):
         count = target.num_layers // 2 if num_skipped is None else num_skipped
         if not 1 <= count < target.num_layers:
             raise UserError(
-                f"drafter.num_skipped={count}: {target.name} has {target.num_layers} layers; use 1 to {target.num_layers - 1}"
+                f"drafter.num_skipped={count}: {target.name} has {target.num_layers} layers; use "
+                f"1 to {target.num_layers - 1}"
             )
         if answer_tokens < 2:
             raise UserError(f"drafter.answer_tokens={answer_tokens}: use 2 or more")
-        self.by, self.num_skipped, self.answer_tokens = by, count, answer_tokens
-        self.exit_layer, self.head = target.num_layers, target.head
-        self.layers: tuple[Layer, ...] = tuple(range(target.num_layers + 1)) if by == "prompt" else ("final",)
+        self.by = by
+        self.num_skipped = count
+        self.answer_tokens = answer_tokens
+        self.exit_layer = target.num_layers
+        self.head = target.head
+        self.layers: tuple[Layer, ...] = (
+            tuple(range(target.num_layers + 1)) if by == "prompt" else ("final",)
+        )
         # The host chooses sets.
         self.capabilities = replace(self.capabilities, capture=None)
         self.skipped: frozenset[SkippedLayer] = frozenset(range(count))
@@ -70,8 +79,12 @@ class AdaptiveSkipping(SelfDrafter, TunableDrafter):
         """Fit the probe: for every layer, whether the target predicts the same token without it."""
         self.needs_search = False
         scorer = SetScorer(target, texts, depth)
-        agrees = [(scorer.predict_answers({layer}) == scorer.labels).float() for layer in range(target.num_layers)]
-        inputs, labels = append_ones(scorer.final), torch.stack(agrees, dim=1)
+        agrees = [
+            (scorer.predict_answers({layer}) == scorer.labels).float()
+            for layer in range(target.num_layers)
+        ]
+        inputs = append_ones(scorer.final)
+        labels = torch.stack(agrees, dim=1)
         penalty = RIDGE * torch.eye(inputs.shape[1], device=inputs.device)
         penalty[-1, -1] = 1e-6
         self.probe = torch.linalg.solve(inputs.T @ inputs + penalty, inputs.T @ labels)
@@ -79,15 +92,20 @@ class AdaptiveSkipping(SelfDrafter, TunableDrafter):
     def draft(self, context: Context) -> Draft:
         if self.by == "prompt" and context.begins:
             is_read = (
-                torch.arange(context.new_features.tokens.shape[1], device=context.num_new.device) < context.num_new[:, None]
+                torch.arange(context.new_features.tokens.shape[1], device=context.num_new.device)
+                < context.num_new[:, None]
             )
-            states = torch.stack([context.new_features.at_layer(layer) for layer in self.layers], dim=2)
+            states = torch.stack(
+                [context.new_features.at_layer(layer) for layer in self.layers], dim=2
+            )
             self.skipped = frozenset(rank_layers(states[is_read])[: self.num_skipped])
         elif self.by == "token" and self.probe is not None:
             final = context.last_state(context.new_features.at_layer("final"))[:, 0]
             predicted = (append_ones(final) @ self.probe)[context.active].mean(0)
             self.skipped = (
-                frozenset(predicted.topk(self.num_skipped).indices.tolist()) if context.active.any() else self.skipped
+                frozenset(predicted.topk(self.num_skipped).indices.tolist())
+                if context.active.any()
+                else self.skipped
             )
         return super().draft(context)
 

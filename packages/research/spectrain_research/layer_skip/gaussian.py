@@ -24,13 +24,19 @@ NUM_CANDIDATES = 256
 
 
 class GaussianProcess:
-    """A surrogate of scores over bit vectors, with k(x, y) = exp(-|x - y|^2 / (2 l^2)) and l^2 = H / 8."""
+    """A surrogate of scores over bit vectors, with k(x, y) = exp(-|x - y|^2 / (2 l^2)) and l^2 =
+    H / 8.
+    """
 
     def __init__(self, bits: Tensor, scores: Tensor) -> None:
-        self.bits, self.mean, self.scale = bits, scores.mean(), scores.std(unbiased=False).clamp(min=1e-9)
+        self.bits = bits
+        self.mean = scores.mean()
+        self.scale = scores.std(unbiased=False).clamp(min=1e-9)
         covariance = self.compare_bits(bits, bits) + NOISE * torch.eye(len(bits), dtype=bits.dtype)
         self.factor = torch.linalg.cholesky(covariance)
-        self.weights = torch.cholesky_solve(((scores - self.mean) / self.scale)[:, None], self.factor)[:, 0]
+        self.weights = torch.cholesky_solve(
+            ((scores - self.mean) / self.scale)[:, None], self.factor
+        )[:, 0]
 
     def compare_bits(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the kernel [N, C] of bit vectors [N, H] and [C, H]."""
@@ -51,9 +57,12 @@ class GaussianProcess:
         return (mean - best) * torch.special.ndtr(z) + deviation * density
 
 
-def search_halves(target: Target, texts: list[Text], depth: int, steps: int, seed: int = 0) -> LayerSet:
+def search_halves(
+    target: Target, texts: list[Text], depth: int, steps: int, seed: int = 0
+) -> LayerSet:
     """Return the best of `steps` scored sets of halves, for chains of `depth` drafts."""
-    scorer, random = SetScorer(target, texts, depth), Random(seed)
+    scorer = SetScorer(target, texts, depth)
+    random = Random(seed)
     halves = [half for layer in range(target.num_layers) for half in split_layer(layer)]
     starts = [frozenset(scorer.least_changing[:count]) for count in range(1, target.num_layers)]
     for start in starts[: max(1, steps // 4)]:
@@ -61,7 +70,9 @@ def search_halves(target: Target, texts: list[Text], depth: int, steps: int, see
     while len(scorer.scores) < steps:
         scored = list(scorer.scores)
         bits = torch.stack([encode_set(skipped, halves) for skipped in scored])
-        process = GaussianProcess(bits, torch.tensor([scorer.scores[skipped] for skipped in scored], dtype=torch.float64))
+        process = GaussianProcess(
+            bits, torch.tensor([scorer.scores[skipped] for skipped in scored], dtype=torch.float64)
+        )
         candidates = draw_candidates(scorer, halves, random)
         if not candidates:
             break
@@ -72,7 +83,9 @@ def search_halves(target: Target, texts: list[Text], depth: int, steps: int, see
 
 
 def draw_candidates(scorer: SetScorer, halves: list[Sublayer], random: Random) -> list[LayerSet]:
-    """Draw sets that were not scored: half of them at random, half with one to three halves changed from the best set."""
+    """Draw sets that were not scored: half of them at random, half with one to three halves
+    changed from the best set.
+    """
     best = {half for half in halves if half in scorer.best or half.layer in scorer.best}
     drawn: dict[LayerSet, None] = {}
     for number in range(NUM_CANDIDATES):
@@ -88,4 +101,6 @@ def draw_candidates(scorer: SetScorer, halves: list[Sublayer], random: Random) -
 
 def encode_set(skipped: LayerSet, halves: list[Sublayer]) -> Tensor:
     """Return the bits [H] of a set: 1 where a half is skipped."""
-    return torch.tensor([float(half in skipped or half.layer in skipped) for half in halves], dtype=torch.float64)
+    return torch.tensor(
+        [float(half in skipped or half.layer in skipped) for half in halves], dtype=torch.float64
+    )

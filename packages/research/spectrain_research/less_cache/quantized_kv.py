@@ -1,8 +1,8 @@
 """Quantization in 8 or 4 bits: the target's weights, or its keys and values, as a draft reads them.
 
-The numbers of a group lie between its `offset` and offset + (2^bits - 1) scale: x is code * scale + offset, with an error of at
-most half a scale (asymmetric rounding, as in KIVI, Liu et al., 2024, section 3). Offset and scale take 16 bits each. Shapes: O
-outputs, I inputs of a linear layer.
+The numbers of a group lie between its `offset` and offset + (2^bits - 1) scale: x is code * scale +
+offset, with an error of at most half a scale (asymmetric rounding, as in KIVI, Liu et al., 2024,
+section 3). Offset and scale take 16 bits each. Shapes: O outputs, I inputs of a linear layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from spectrain.errors import UserError
 from spectrain.models.architectures.quantized import has_dense_weight
 
 Bits = Literal[8, 4]
-RANGE_MARGIN = 2**-9  # outward margin of offset and scale, so that their rounding to 16 bits covers the group
+# outward margin of offset and scale, so that their rounding to 16 bits covers the group
+RANGE_MARGIN = 2**-9
 MIN_SCALE = 2**-14  # below it 16 bits are not exact to RANGE_MARGIN
 WEIGHT_GROUP_SIZE = 32  # inputs per scale in 4 bits; in 8 bits a row has one
 
@@ -39,7 +40,9 @@ class QuantizedGroups(NamedTuple):
         """Return the numbers [.., G]."""
         codes = self.codes
         if codes.shape[-1] != self.group_size:
-            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)[..., : self.group_size]
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)[
+                ..., : self.group_size
+            ]
         return codes.to(dtype) * self.scale.to(dtype) + self.offset.to(dtype)
 
 
@@ -75,7 +78,9 @@ def quantize_weight(linear: nn.Linear, bits: Bits) -> QuantizedGroups:
 
 
 class CodedLinear(nn.Module):
-    """A linear layer that holds nothing but the codes of its weight, dequantized at every product."""
+    """A linear layer that holds nothing but the codes of its weight, dequantized at every
+    product.
+    """
 
     codes: Tensor
     offset: Tensor
@@ -83,7 +88,11 @@ class CodedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, bits: Bits) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.in_features, self.out_features, self.bias = (
+            linear.in_features,
+            linear.out_features,
+            linear.bias,
+        )
         weight = quantize_weight(linear, bits)
         self.group_size = weight.group_size
         for name, part in zip(QuantizedGroups._fields, weight[:3]):
@@ -100,8 +109,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 class RoundedInput:
-    """The forward of a linear layer on activations in few bits: groups of as many numbers of a token as weights share a scale
-    (QSpec's W4A4 with bits=4). The rounding is simulated: the product runs in the type of the model."""
+    """The forward of a linear layer on activations in few bits: groups of as many numbers of a
+    token as weights share a scale (QSpec's W4A4 with bits=4). The rounding is simulated: the
+    product runs in the type of the model."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], bits: Bits) -> None:
         self.forward, self.bits = forward, bits
@@ -109,27 +119,44 @@ class RoundedInput:
     def __call__(self, input: Tensor) -> Tensor:
         width = input.shape[-1]
         size = WEIGHT_GROUP_SIZE if width % WEIGHT_GROUP_SIZE == 0 else width
-        return self.forward(quantize_groups(input.unflatten(-1, (-1, size)), self.bits).dequantize(input.dtype).flatten(-2))
+        return self.forward(
+            quantize_groups(input.unflatten(-1, (-1, size)), self.bits)
+            .dequantize(input.dtype)
+            .flatten(-2)
+        )
 
 
-def round_inputs(layers: Sequence[nn.Module], bits: Bits) -> Iterator[tuple[nn.Module, RoundedInput]]:
+def round_inputs(
+    layers: Sequence[nn.Module], bits: Bits
+) -> Iterator[tuple[nn.Module, RoundedInput]]:
     """Yield each linear layer of these layers with its forward on activations in few bits."""
     for layer in layers:
-        yield from ((child, RoundedInput(child.forward, bits)) for child in layer.modules() if is_linear(child))
+        yield from (
+            (child, RoundedInput(child.forward, bits))
+            for child in layer.modules()
+            if is_linear(child)
+        )
 
 
 class QuantizedWeights:
-    """Quantized copies of all linear layers that a draft runs: those of the decoder layers in `bits` bits, the output layer in
+    """Quantized copies of all linear layers that a draft runs: those of the decoder layers in
+    `bits` bits, the output layer in
     8. Other modules, such as norms and embeddings, stay as they are."""
 
-    def __init__(self, name: str, layers: Sequence[nn.Module], output: nn.Module, bits: Bits) -> None:
-        linears = [child for layer in layers for child in layer.modules() if isinstance(child, nn.Linear)]
+    def __init__(
+        self, name: str, layers: Sequence[nn.Module], output: nn.Module, bits: Bits
+    ) -> None:
+        linears = [
+            child for layer in layers for child in layer.modules() if isinstance(child, nn.Linear)
+        ]
         if not linears or not all(has_dense_weight(linear) for linear in linears):
             raise UserError(
-                f"drafter.weights=int{bits}: the layers of {name} have no linear weights, or not plain numbers, to round; "
-                "leave it out and use drafter.cache"
+                f"drafter.weights=int{bits}: the layers of {name} have no linear weights, or not "
+                "plain numbers, to round; leave it out and use drafter.cache"
             )
-        self.linears: dict[nn.Module, QuantizedLinear] = {linear: QuantizedLinear(linear, bits) for linear in linears}
+        self.linears: dict[nn.Module, QuantizedLinear] = {
+            linear: QuantizedLinear(linear, bits) for linear in linears
+        }
         if isinstance(output, nn.Linear) and has_dense_weight(output):
             self.linears[output] = QuantizedLinear(output, 8)
 

@@ -1,4 +1,5 @@
-"""Selectors that give each head a budget of its own: one threshold decides over the votes of all heads and layers.
+"""Selectors that give each head a budget of its own: one threshold decides over the votes of all
+heads and layers.
 
 Shapes: B batch, T tokens, H key-value heads, G query heads of each, Q queries, S selected slots.
 """
@@ -19,10 +20,11 @@ PRIOR_SHARE = 0.5
 
 
 class KVCompressSelector(SnapKVSelector):
-    """SnapKV's votes with one threshold over all heads and layers, so that heads differ in budget (KV-Compress, Rehg, 2024).
+    """SnapKV's votes with one threshold over all heads and layers, so that heads differ in budget
+    (KV-Compress, Rehg, 2024).
 
-    All heads of all layers together select `budget` tokens for each of them. The votes of every head have the same sum. A head
-    takes at most LARGEST_SHARE budgets.
+    All heads of all layers together select `budget` tokens for each of them. The votes of every
+    head have the same sum. A head takes at most LARGEST_SHARE budgets.
     """
 
     is_ragged = True
@@ -36,7 +38,9 @@ class KVCompressSelector(SnapKVSelector):
     def plan_budgets(self, selections: Mapping[int, SelectionInput]) -> None:
         """Decide how many tokens each head of these layers selects."""
         self.head_counts = {}
-        self.votes = {layer: self.score_tokens(selection) for layer, selection in selections.items()}
+        self.votes = {
+            layer: self.score_tokens(selection) for layer, selection in selections.items()
+        }
         if not selections:
             return
         lengths = next(iter(selections.values())).lengths
@@ -45,7 +49,9 @@ class KVCompressSelector(SnapKVSelector):
         total = lengths.clamp(max=self.budget) * sum(widths)
         order = every.flatten(1).sort(dim=1, descending=True, stable=True).indices
         is_best = torch.arange(order.shape[1], device=order.device) < total[:, None]
-        selected = torch.zeros_like(is_best).scatter(1, order, is_best).unflatten(1, every.shape[1:])
+        selected = (
+            torch.zeros_like(is_best).scatter(1, order, is_best).unflatten(1, every.shape[1:])
+        )
         counts = selected.sum(-1).clamp(max=self.budget + self.max_extra)
         self.head_counts = dict(zip(self.votes, counts.split(widths, dim=1)))
 
@@ -60,11 +66,12 @@ class KVCompressSelector(SnapKVSelector):
 
 
 class DefensiveKVSelector(KVCompressSelector):
-    """Votes for the worst case (DefensiveKV, Feng et al., 2025): a token's vote is the most that any query of its heads gives.
+    """Votes for the worst case (DefensiveKV, Feng et al., 2025): a token's vote is the most that
+    any query of its heads gives.
 
-    A mean forgets a token that one query needs. A token is also worth at least PRIOR_SHARE of its head's mean vote, since the
-    observed queries do not show what later ones need. Votes are normalized and one threshold holds for all heads and layers
-    (Layer-DefensiveKV).
+    A mean forgets a token that one query needs. A token is also worth at least PRIOR_SHARE of its
+    head's mean vote, since the observed queries do not show what later ones need. Votes are
+    normalized and one threshold holds for all heads and layers (Layer-DefensiveKV).
     """
 
     def count_votes(self, weights: Tensor) -> Tensor:
@@ -74,6 +81,8 @@ class DefensiveKVSelector(KVCompressSelector):
 
 
 def mask_unselected(counts: Tensor, num_slots: Tensor, total: int) -> Tensor:
-    """Mark the slots [B, H, total] that heads of these counts [B, H] read; those from `num_slots` [B] on hold later tokens."""
+    """Mark the slots [B, H, total] that heads of these counts [B, H] read; those from
+    `num_slots` [B] on hold later tokens.
+    """
     slots = torch.arange(total, device=counts.device)
     return (slots < counts[..., None]) | (slots >= num_slots[:, None, None])

@@ -1,6 +1,8 @@
-"""Selectors that retrieve tokens for the newest query by small stand-ins of their keys: sign bits, or centroids of clusters.
+"""Selectors that retrieve tokens for the newest query by small stand-ins of their keys: sign bits,
+or centroids of clusters.
 
-Shapes: B batch, T tokens, H key-value heads, G query heads of each, D head size, C clusters, S selected slots.
+Shapes: B batch, T tokens, H key-value heads, G query heads of each, D head size, C clusters, S
+selected slots.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ CLUSTER_STEPS = 10  # iterations of k-means
 
 
 def select_best(scores: Tensor, always: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
-    """Return the tokens [B, H, S] that `always` [B, T] marks and those with the best scores [B, H, T] inside each text."""
+    """Return the tokens [B, H, S] that `always` [B, T] marks and those with the best scores [B,
+    H, T] inside each text.
+    """
     scores = scores.masked_fill(always[:, None], INF)
     is_outside = torch.arange(scores.shape[-1], device=scores.device) >= lengths[:, None]
     return scores.masked_fill(is_outside[:, None], -INF).topk(int(counts.max()), dim=-1).indices
@@ -27,9 +31,10 @@ def select_best(scores: Tensor, always: Tensor, lengths: Tensor, counts: Tensor)
 class SignSelector(KeySelector):
     """Selects single tokens by keys of one bit per channel (FIER, Wang et al., 2025).
 
-    A channel of a group of `group` tokens has two levels, centre - scale and centre + scale, a quarter and three quarters of
-    its range; a key's bit says which is nearer. The score of a token is the newest query times these levels, summed over the
-    heads that share keys. The newest token is always selected.
+    A channel of a group of `group` tokens has two levels, centre - scale and centre + scale, a
+    quarter and three quarters of its range; a key's bit says which is nearer. The score of a token
+    is the newest query times these levels, summed over the heads that share keys. The newest token
+    is always selected.
     """
 
     num_queries = 1
@@ -47,17 +52,22 @@ class SignSelector(KeySelector):
         assert queries is not None
         coarse = self._code_keys(layer, selection)
         query = queries[:, :, :, -1].float().sum(2)  # [B, H, D]: scores are linear in the query
-        scores = torch.einsum("bhd,bthd->bht", query, torch.cat([coarse, keys[:, coarse.shape[1] :].float()], dim=1))
+        scores = torch.einsum(
+            "bhd,bthd->bht", query, torch.cat([coarse, keys[:, coarse.shape[1] :].float()], dim=1)
+        )
         newest = torch.arange(keys.shape[1], device=keys.device) == lengths[:, None] - 1
         return select_best(scores, newest, lengths, counts)
 
     def _code_keys(self, layer: int, selection: SelectionInput) -> Tensor:
         """Return the levels of all tokens whose group is full in every text."""
-        first, size = self._num_coded(layer), self.group_size
+        first = self._num_coded(layer)
+        size = self.group_size
         end = int(selection.lengths.min()) // size * size
         coded = self.coarse_keys.get(layer, selection.keys[:, :0].float())
         if end > first:
-            coded = torch.cat([coded, round_to_signs(selection.keys[:, first:end].float(), size)], dim=1)
+            coded = torch.cat(
+                [coded, round_to_signs(selection.keys[:, first:end].float(), size)], dim=1
+            )
             self.coarse_keys[layer] = coded
         return coded
 
@@ -65,28 +75,38 @@ class SignSelector(KeySelector):
         return self.coarse_keys[layer].shape[1] if layer in self.coarse_keys else 0
 
     def selection_bytes(self, layer: int, selection: SelectionInput) -> int:
-        """Return the bytes of new keys, which are coded, and of one bit for every channel of the others, with their levels."""
-        numbers, size = selection.keys[0, 0].numel(), self.group_size
+        """Return the bytes of new keys, which are coded, and of one bit for every channel of the
+        others, with their levels.
+        """
+        numbers = selection.keys[0, 0].numel()
+        size = self.group_size
         num_coded = int(selection.lengths.min()) // size * size
         new = int((selection.lengths - self._num_coded(layer)).sum()) * selection.token_bytes
-        return new + len(selection.lengths) * (num_coded * numbers // 8 + num_coded // size * numbers * 4)
+        return new + len(selection.lengths) * (
+            num_coded * numbers // 8 + num_coded // size * numbers * 4
+        )
 
 
 def round_to_signs(keys: Tensor, size: int) -> Tensor:
-    """Round keys [B, T, H, D] to two levels per channel and group of `size` tokens, which divides T."""
+    """Round keys [B, T, H, D] to two levels per channel and group of `size` tokens, which
+    divides T.
+    """
     groups = keys.unflatten(1, (-1, size))
-    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-    centre, scale = (low + high) / 2, (high - low) / 4
+    low = groups.amin(2, keepdim=True)
+    high = groups.amax(2, keepdim=True)
+    centre = (low + high) / 2
+    scale = (high - low) / 4
     return torch.where(groups >= centre, centre + scale, centre - scale).flatten(1, 2)
 
 
 class ClusterSelector(KeySelector):
     """Selects clusters of keys by their centroids (ClusterKV, Liu et al., 2024).
 
-    Keys of a head are clustered by k-means on their directions, one cluster for TOKENS_PER_CLUSTER tokens, and new tokens
-    among themselves whenever there are CLUSTER_INTERVAL of them. Clusters are taken by the newest query times their centroids
-    until the budget is used; of the last one, the first tokens are. The first tokens of a text and those that are in no
-    cluster yet are always selected.
+    Keys of a head are clustered by k-means on their directions, one cluster for TOKENS_PER_CLUSTER
+    tokens, and new tokens among themselves whenever there are CLUSTER_INTERVAL of them. Clusters
+    are taken by the newest query times their centroids until the budget is used; of the last one,
+    the first tokens are. The first tokens of a text and those that are in no cluster yet are always
+    selected.
     """
 
     num_queries = 1
@@ -98,14 +118,19 @@ class ClusterSelector(KeySelector):
         self.centroids: dict[int, Tensor] = {}  # [B, H, C, D]
 
     def reset(self) -> None:
-        self.labels, self.centroids = {}, {}
+        self.labels = {}
+        self.centroids = {}
 
     def count_selected(self, lengths: Tensor) -> Tensor:
-        """Return the budget, and the tokens that are in no cluster once those that have come are clustered."""
+        """Return the budget, and the tokens that are in no cluster once those that have come are
+        clustered.
+        """
         first = next((labels.shape[2] for labels in self.labels.values()), NUM_SINKS)
         end = int(lengths.min())
         num_clustered = end if end - first >= CLUSTER_INTERVAL else first
-        return lengths.minimum(self.budget + NUM_SINKS + lengths - num_clustered).clamp(max=self.budget + self.max_extra)
+        return lengths.minimum(self.budget + NUM_SINKS + lengths - num_clustered).clamp(
+            max=self.budget + self.max_extra
+        )
 
     def select_keys(self, layer: int, selection: SelectionInput, counts: Tensor) -> Tensor:
         keys, lengths, queries = selection
@@ -117,20 +142,26 @@ class ClusterSelector(KeySelector):
             query = queries[:, :, :, -1].float().sum(2)
             cluster_scores = torch.einsum("bhd,bhcd->bhc", query, centroids)
             rank = cluster_scores.argsort(-1, descending=True).argsort(-1).float()
-            order = rank.gather(2, labels) + torch.arange(labels.shape[2], device=keys.device) / (1 + labels.shape[2])
+            order = rank.gather(2, labels) + torch.arange(labels.shape[2], device=keys.device) / (
+                1 + labels.shape[2]
+            )
             scores[:, :, : labels.shape[2]] = -order
         num_clustered = 0 if labels is None else labels.shape[2]
         always = (tokens < NUM_SINKS) | (tokens >= num_clustered)
         return select_best(scores, always.expand(len(keys), -1), lengths, counts)
 
     def _cluster(self, layer: int, selection: SelectionInput) -> tuple[Tensor | None, Tensor]:
-        """Cluster the tokens that have come since; return all labels and centroids, or no labels before there are any."""
+        """Cluster the tokens that have come since; return all labels and centroids, or no labels
+        before there are any.
+        """
         labels = self.labels.get(layer)
         first = NUM_SINKS if labels is None else labels.shape[2]
         end = int(selection.lengths.min())
         if end - first >= CLUSTER_INTERVAL:
             keys = selection.keys[:, first:end].float().transpose(1, 2)  # [B, H, T, D]
-            new_labels, new_centroids = cluster_keys(keys, max(1, (end - first) // TOKENS_PER_CLUSTER))
+            new_labels, new_centroids = cluster_keys(
+                keys, max(1, (end - first) // TOKENS_PER_CLUSTER)
+            )
             if labels is None:
                 labels = F.pad(new_labels, (NUM_SINKS, 0))
                 self.centroids[layer] = new_centroids
@@ -141,7 +172,9 @@ class ClusterSelector(KeySelector):
         return labels, self.centroids.get(layer, selection.keys[:, :0])
 
     def selection_bytes(self, layer: int, selection: SelectionInput) -> int:
-        """Return the bytes of keys that are clustered now, once for each iteration, and of the centroids."""
+        """Return the bytes of keys that are clustered now, once for each iteration, and of the
+        centroids.
+        """
         first = self.labels[layer].shape[2] if layer in self.labels else NUM_SINKS
         new = int(selection.lengths.min()) - first
         passes = CLUSTER_STEPS if new >= CLUSTER_INTERVAL else 0
@@ -151,8 +184,9 @@ class ClusterSelector(KeySelector):
 
 
 def cluster_keys(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Cluster keys [B, H, T, D] by direction; return the cluster [B, H, T] of each and the mean key [B, H, C, D] of each
-    cluster. The first centroids are the first key and, one after another, the key that is least like all centroids so far."""
+    """Cluster keys [B, H, T, D] by direction; return the cluster [B, H, T] of each and the mean key
+    [B, H, C, D] of each cluster. The first centroids are the first key and, one after another, the
+    key that is least like all centroids so far."""
     directions = F.normalize(keys, dim=-1)
     centroids = directions[:, :, :1]
     while centroids.shape[2] < count:

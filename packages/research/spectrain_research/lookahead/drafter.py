@@ -1,6 +1,8 @@
-"""Lookahead decoding (Fu et al., 2024): the target drafts for itself by Jacobi iteration. Needs no training.
+"""Lookahead decoding (Fu et al., 2024): the target drafts for itself by Jacobi iteration. Needs no
+training.
 
-Shapes: B batch, W columns of the window, N tokens of an n-gram, M nodes to verify (root included), V vocabulary.
+Shapes: B batch, W columns of the window, N tokens of an n-gram, M nodes to verify (root included),
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,19 +33,22 @@ class LookaheadCost(DraftingCost):
 
 
 class Lookahead(Drafter):
-    """Lookahead decoding (Fu et al., 2024, section 3): one forward verifies n-grams and makes new ones.
+    """Lookahead decoding (Fu et al., 2024, section 3): one forward verifies n-grams and makes new
+    ones.
 
-    A round verifies the newest `guesses` n-grams of the pool that begin with the root's token, merged into a trie below the
-    root, within the builder's depth and budget. The window of W columns and N - 1 levels is added to it, so the target runs up
-    to budget + W (N - 1) nodes: level 0 is a chain below the root, and level j of a column is the child of its level j - 1.
-    Each level is the target's prediction from the level before it, one round ago; the first ones are random tokens of the
-    prompt. A column with its newest prediction is an n-gram for the pool. With `pool_from_prompt` the pool also has the n-grams
-    of the prompt and of the answer.
+    A round verifies the newest `guesses` n-grams of the pool that begin with the root's token,
+    merged into a trie below the root, within the builder's depth and budget. The window of W
+    columns and N - 1 levels is added to it, so the target runs up to budget + W (N - 1) nodes:
+    level 0 is a chain below the root, and level j of a column is the child of its level j - 1. Each
+    level is the target's prediction from the level before it, one round ago; the first ones are
+    random tokens of the prompt. A column with its newest prediction is an n-gram for the pool. With
+    `pool_from_prompt` the pool also has the n-grams of the prompt and of the answer.
 
-    However many tokens a round emits, the window moves by one, as in the authors' program: columns that the text has passed
-    continue as guesses about later text. Replacing them by columns of random tokens was tried on the tiny target (W 5, N 4,
-    G 5, 10 prompts x 64 tokens, no prompt pool): 1.61 instead of 1.74 tokens per round. In the paper the root is column 0,
-    whose n-gram begins in existing text; here all W columns lie ahead of it.
+    However many tokens a round emits, the window moves by one, as in the authors' program: columns
+    that the text has passed continue as guesses about later text. Replacing them by columns of
+    random tokens was tried on the tiny target (W 5, N 4, G 5, 10 prompts x 64 tokens, no prompt
+    pool): 1.61 instead of 1.74 tokens per round. In the paper the root is column 0, whose n-gram
+    begins in existing text; here all W columns lie ahead of it.
     """
 
     capabilities = Capabilities(is_copier=True, nestable=False)
@@ -62,31 +67,47 @@ class Lookahead(Drafter):
         pool_from_prompt: bool = True,
     ) -> None:
         super().__init__()
-        for key, value, minimum in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
+        for key, value, minimum in (
+            ("window", window, 1),
+            ("ngram", ngram, 2),
+            ("guesses", guesses, 1),
+        ):
             if value < minimum:
                 raise UserError(f"drafter.{key}={value}: use {minimum} or more")
-        self.window, self.ngram, self.max_guesses, self.pool_from_prompt = window, ngram, guesses, pool_from_prompt
+        self.window = window
+        self.ngram = ngram
+        self.max_guesses = guesses
+        self.pool_from_prompt = pool_from_prompt
         self.window_nodes = window * (ngram - 1)
         self.sequences: list[LookaheadText] = []
-        self.answers: list[list[int]] = []  # [B, W] the target's most likely token after every column
+        # [B, W] the target's most likely token after every column
+        self.answers: list[list[int]] = []
 
     def draft(self, context: Context) -> Draft:
         if context.round == 0:
             lengths = (context.cache.lengths + 1).tolist()
             texts = [tokens[:length] for tokens, length in zip(context.tokens.tolist(), lengths)]
-            self.sequences = [LookaheadText(self, row, text) for row, text in zip(context.sequence_ids.tolist(), texts)]
+            self.sequences = [
+                LookaheadText(self, row, text)
+                for row, text in zip(context.sequence_ids.tolist(), texts)
+            ]
         else:
-            for sequence, tokens, count in zip(self.sequences, context.next_tokens.tolist(), context.num_new.tolist()):
+            for sequence, tokens, count in zip(
+                self.sequences, context.next_tokens.tolist(), context.num_new.tolist()
+            ):
                 sequence.append_tokens(tokens[:count])
         return Draft(
-            continuations=[Trie.from_continuations(sequence.find_guesses()) for sequence in self.sequences],
+            continuations=[
+                Trie.from_continuations(sequence.find_guesses()) for sequence in self.sequences
+            ],
             add_mask_nodes=self._add_window,
         )
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         features = super().verify(context, tree)
         assert features.logits is not None
-        self.answers = features.logits[:, -self.window :].argmax(-1).tolist()  # the last level is the last W nodes
+        # the last level is the last W nodes
+        self.answers = features.logits[:, -self.window :].argmax(-1).tolist()
         return features
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
@@ -99,18 +120,24 @@ class Lookahead(Drafter):
         batch, num_verified = tree.tokens.shape
         device = tree.tokens.device
         indices = torch.arange(self.window_nodes, device=device) + num_verified
-        parents = torch.cat([indices.new_zeros(1), indices[: self.window - 1], indices[: -self.window]]).expand(batch, -1)
+        parents = torch.cat(
+            [indices.new_zeros(1), indices[: self.window - 1], indices[: -self.window]]
+        ).expand(batch, -1)
         window = [
-            [column[level] for level in range(self.ngram - 1) for column in sequence.columns] for sequence in self.sequences
+            [column[level] for level in range(self.ngram - 1) for column in sequence.columns]
+            for sequence in self.sequences
         ]
         tokens = torch.cat([tree.tokens, torch.tensor(window, device=device)], dim=1)
         ones = torch.ones_like(parents, dtype=torch.bool)
-        valid, emitted = torch.cat([tree.valid, ones], dim=1), torch.cat([tree.can_emit, ~ones], dim=1)
+        valid = torch.cat([tree.valid, ones], dim=1)
+        emitted = torch.cat([tree.can_emit, ~ones], dim=1)
         return TokenTree(tokens, torch.cat([tree.parents, parents], dim=1), valid, emitted)
 
 
 class LookaheadText:
-    """One row: its window as W columns of N - 1 tokens, and its pool of n-grams by their first token, newest last."""
+    """One row: its window as W columns of N - 1 tokens, and its pool of n-grams by their first
+    token, newest last.
+    """
 
     def __init__(self, options: Lookahead, key: int, text: list[int]) -> None:
         self.options = options
@@ -129,14 +156,19 @@ class LookaheadText:
         self.root = [self.root, *tokens][-1]
 
     def step_window(self, answers: list[int]) -> None:
-        """Make one Jacobi step: a column and the target's answer after it are an n-gram; the column drops its first token."""
+        """Make one Jacobi step: a column and the target's answer after it are an n-gram; the
+        column drops its first token.
+        """
         self.num_steps += 1
         for index, answer in enumerate(answers):
             ngram = (*self.columns[index], answer)
-            if self.num_steps >= self.options.ngram:  # before that, it holds tokens that were drawn at random
+            # before that, it holds tokens that were drawn at random
+            if self.num_steps >= self.options.ngram:
                 self.pool.add_phrase(ngram)
             self.columns[index] = list(ngram[1:])
 
     def find_guesses(self) -> list[list[int]]:
-        """Return continuations of the root: the n-grams of the pool that begin with its token, the newest first."""
+        """Return continuations of the root: the n-grams of the pool that begin with its token,
+        the newest first.
+        """
         return self.pool.find_continuations(self.root, self.options.max_guesses)

@@ -1,8 +1,10 @@
-"""Rules that sample from a distribution between the target's p and the drafter's q, to accept more. None is lossless.
+"""Rules that sample from a distribution between the target's p and the drafter's q, to accept more.
+None is lossless.
 
-Speculative sampling with any distribution pi instead of p emits pi exactly: each child drawn from q is accepted with
-probability min(1, pi / q), else the next one is judged by the normalised max(pi - q, 0). A rule chooses pi at nodes with
-drafted children; after a node without children the token is the target's. V vocabulary.
+Speculative sampling with any distribution pi instead of p emits pi exactly: each child drawn from q
+is accepted with probability min(1, pi / q), else the next one is judged by the normalised max(pi -
+q, 0). A rule chooses pi at nodes with drafted children; after a node without children the token is
+the target's. V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class BlendingRule(SequentialRule):
         temperature: float = 1.0,
         # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
+        # it.
         top_p: float = 1.0,
         # Seed of the random draws.
         seed: int = 0,
@@ -50,11 +53,17 @@ class BlendingRule(SequentialRule):
 
     @abstractmethod
     def blend_distributions(self, p: Vector, q: Vector) -> Vector:
-        """Return the distribution [V] to sample from, between the target's p and the drafter's q."""
+        """Return the distribution [V] to sample from, between the target's p and the drafter's
+        q.
+        """
 
     def select_path(self, tree: VerifiedTree, random: RandomSource) -> tuple[list[int], int]:
         def pi(node: int) -> Vector:
-            return self.blend_distributions(tree.p(node), tree.q(node)) if tree.children[node] else tree.p(node)
+            return (
+                self.blend_distributions(tree.p(node), tree.q(node))
+                if tree.children[node]
+                else tree.p(node)
+            )
 
         return self.rejection_rule.select_path(replace(tree, p=pi), random)
 
@@ -70,16 +79,19 @@ def total_variation(p: Vector, q: Vector) -> Any:
 
 
 class Deferral(BlendingRule):
-    """Speculative cascades (Narasimhan et al., 2025, arXiv 2405.19261): q where the drafter can be trusted, else p.
+    """Speculative cascades (Narasimhan et al., 2025, arXiv 2405.19261): q where the drafter can be
+    trusted, else p.
 
     NOT lossless. The rule defers to the target, pi = p, where
       chow:  max q < 1 - alpha
       diff:  max q < max p - alpha
       opt:   max q < max p - alpha TV(p, q), their plug-in estimate of the optimal rule
-    and elsewhere pi = q. Token by token (their equation 15), v is the drafter's where p(v) >= (1 - alpha) max p:
+    and elsewhere pi = q. Token by token (their equation 15), v is the drafter's where p(v) >= (1 -
+    alpha) max p:
       token: pi(v) = q(v) [v is the drafter's] + p(v) sum of q over the others.
-    A larger alpha leaves more to the drafter; with alpha < -1 the first three criteria leave nothing. Both p and q are the
-    sampled distributions: at the rule's temperature, top-k and top-p, and at the tree's temperature.
+    A larger alpha leaves more to the drafter; with alpha < -1 the first three criteria leave
+    nothing. Both p and q are the sampled distributions: at the rule's temperature, top-k and top-p,
+    and at the tree's temperature.
     """
 
     name = "deferral"
@@ -90,14 +102,16 @@ class Deferral(BlendingRule):
         temperature: float = 1.0,
         # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
+        # it.
         top_p: float = 1.0,
         # Seed of the random draws.
         seed: int = 0,
-        # Criterion that decides when the target is used instead of the drafter: chow, diff or opt for a whole position, token
-        # for each token.
+        # Criterion that decides when the target is used instead of the drafter: chow, diff or opt
+        # for a whole position, token for each token.
         defer: Criterion = "opt",
-        # How much worse than the target the drafter may be; larger values leave more to the drafter.
+        # How much worse than the target the drafter may be; larger values leave more to the
+        # drafter.
         alpha: float = 0.3,
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
@@ -119,11 +133,13 @@ class Deferral(BlendingRule):
 
 
 class BoundedSampling(BlendingRule):
-    """Sampling within a bounded distance of the target (Yin et al., 2024, arXiv 2411.00841). NOT lossless.
+    """Sampling within a bounded distance of the target (Yin et al., 2024, arXiv 2411.00841). NOT
+    lossless.
 
-    pi = p + min(1, bias / TV(p, q)) (q - p), so that TV(pi, p) = min(bias, TV(p, q)) at every position, whatever was drafted.
-    A single child is rejected with probability TV(p, q) - TV(pi, p). No rule rejects less often with the same bias, because
-    rejection and bias add up to at least TV(p, q).
+    pi = p + min(1, bias / TV(p, q)) (q - p), so that TV(pi, p) = min(bias, TV(p, q)) at every
+    position, whatever was drafted. A single child is rejected with probability TV(p, q) - TV(pi,
+    p). No rule rejects less often with the same bias, because rejection and bias add up to at least
+    TV(p, q).
     """
 
     name = "bounded"
@@ -134,11 +150,13 @@ class BoundedSampling(BlendingRule):
         temperature: float = 1.0,
         # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
+        # it.
         top_p: float = 1.0,
         # Seed of the random draws.
         seed: int = 0,
-        # Largest total variation distance, from 0 to 1, between the sampled and the target's distribution at a position.
+        # Largest total variation distance, from 0 to 1, between the sampled and the target's
+        # distribution at a position.
         bias: float = 0.1,
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
@@ -153,14 +171,17 @@ class BoundedSampling(BlendingRule):
 
 
 class Sigmoid(SequentialRule):
-    """Speculative sampling with a sigmoid of each logit instead of the softmax (Wagner et al., 2024, arXiv 2406.11016).
+    """Speculative sampling with a sigmoid of each logit instead of the softmax (Wagner et al.,
+    2024, arXiv 2406.11016).
 
-    NOT lossless, because p' and q' are not normalised. p' = sigmoid((log p - low) / (high - low)), q' in the same way. A draft
-    x is accepted with probability min(1, p'(x) / q'(x)); otherwise the next token is drawn from the normalised max(p' - q', 0),
-    or from p where that is 0 everywhere. With low = 0 and high = 1, p' = p / (1 + p). A larger `high` makes p' and q' more
-    alike and accepts more: with the authors' range, -1000 to 1000, nearly everything. low far above 0 with high = low + 1 is
-    the lossless limit, where p' is p up to a factor. The authors use the models' logits, which equal log p and log q up to a
-    constant. This rule shows the effect on the output; the time that the method saves needs a fused kernel.
+    NOT lossless, because p' and q' are not normalised. p' = sigmoid((log p - low) / (high - low)),
+    q' in the same way. A draft x is accepted with probability min(1, p'(x) / q'(x)); otherwise the
+    next token is drawn from the normalised max(p' - q', 0), or from p where that is 0 everywhere.
+    With low = 0 and high = 1, p' = p / (1 + p). A larger `high` makes p' and q' more alike and
+    accepts more: with the authors' range, -1000 to 1000, nearly everything. low far above 0 with
+    high = low + 1 is the lossless limit, where p' is p up to a factor. The authors use the models'
+    logits, which equal log p and log q up to a constant. This rule shows the effect on the output;
+    the time that the method saves needs a fused kernel.
     """
 
     name = "sigmoid"
@@ -174,7 +195,8 @@ class Sigmoid(SequentialRule):
         temperature: float = 1.0,
         # Number of most likely target tokens to sample from; 0 uses the whole vocabulary.
         top_k: int = 0,
-        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of it.
+        # Share of the probability mass to sample from, the most likely tokens first; 1 uses all of
+        # it.
         top_p: float = 1.0,
         # Seed of the random draws.
         seed: int = 0,
@@ -193,9 +215,14 @@ class Sigmoid(SequentialRule):
         while tree.children[path[-1]]:
             node = path[-1]
             (child,) = tree.children[node]
-            p, q = self._apply_sigmoid(tree.p(node)), self._apply_sigmoid(tree.q(node))
-            if not random.flip_coin(acceptance_ratio(p[tree.tokens[child]], q[tree.tokens[child]]), node):
-                return path, random.draw_token(normalize_weights((p - q).clip(0), tree.p(node)), node)
+            p = self._apply_sigmoid(tree.p(node))
+            q = self._apply_sigmoid(tree.q(node))
+            if not random.flip_coin(
+                acceptance_ratio(p[tree.tokens[child]], q[tree.tokens[child]]), node
+            ):
+                return path, random.draw_token(
+                    normalize_weights((p - q).clip(0), tree.p(node)), node
+                )
             path.append(child)
         return path, random.draw_token(tree.p(path[-1]), path[-1])
 
@@ -204,5 +231,9 @@ class Sigmoid(SequentialRule):
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
         """Return the chance of the first sibling; a chain has only one."""
-        p, q = self._apply_sigmoid(siblings.p), self._apply_sigmoid(siblings.q)
-        return [acceptance_ratio(p[token], q[token]) if index == 0 else 0 for index, token in enumerate(siblings.tokens)]
+        p = self._apply_sigmoid(siblings.p)
+        q = self._apply_sigmoid(siblings.q)
+        return [
+            acceptance_ratio(p[token], q[token]) if index == 0 else 0
+            for index, token in enumerate(siblings.tokens)
+        ]

@@ -15,11 +15,12 @@ from spectrain_research.shared.relaxed_rule import RelaxedRule
 
 
 class Judge(RelaxedRule):
-    """Judge decoding (Bachmann et al., 2025, arXiv 2501.19309): a linear probe may accept wrong drafts. NOT lossless.
+    """Judge decoding (Bachmann et al., 2025, arXiv 2501.19309): a linear probe may accept wrong
+    drafts. NOT lossless.
 
-    A draft is accepted where it is the most likely token or sigma(w h + b) > `threshold`, h being the target's last state at
-    the draft; of several such children the one with the largest sigma. At threshold 1 the output is the greedy one; lower
-    thresholds accept more, and 0 accepts all.
+    A draft is accepted where it is the most likely token or sigma(w h + b) > `threshold`, h being
+    the target's last state at the draft; of several such children the one with the largest sigma.
+    At threshold 1 the output is the greedy one; lower thresholds accept more, and 0 accepts all.
     """
 
     name = "judge"
@@ -34,7 +35,10 @@ class Judge(RelaxedRule):
     ) -> None:
         super().__init__()
         if path is None:
-            raise UserError("acceptance.path: name a judge, as in acceptance.path=runs/judge-tiny; recipe=judge trains one")
+            raise UserError(
+                "acceptance.path: name a judge, as in acceptance.path=runs/judge-tiny; "
+                "recipe=judge trains one"
+            )
         if not 0 <= threshold <= 1:
             raise UserError(f"acceptance.threshold={threshold}: it is a probability; use 0 to 1")
         self.path, self.threshold = path, threshold
@@ -44,8 +48,9 @@ class Judge(RelaxedRule):
         states = features.at_layer("final").float()
         if states.shape[-1] != self.weight.shape[-1]:
             raise UserError(
-                f"acceptance.path={self.path}: it judges states of width {self.weight.shape[-1]}, and the target's have "
-                f"{states.shape[-1]}; use a judge that was trained for this target"
+                f"acceptance.path={self.path}: it judges states of width {self.weight.shape[-1]}, "
+                f"and the target's have {states.shape[-1]}; use a judge that was trained for this "
+                "target"
             )
         self.weight, self.bias = self.weight.to(states.device), self.bias.to(states.device)
         confidence = (states @ self.weight[0] + self.bias).sigmoid()
@@ -53,14 +58,30 @@ class Judge(RelaxedRule):
 
 
 def load_probe(path: Path) -> tuple[Tensor, Tensor]:
-    """Load weight [1, D] and bias [1] of the judge in a run folder or drafter directory, in float32."""
-    file = next((file for file in (path / "drafter" / "model.safetensors", path / "model.safetensors") if file.exists()), None)
+    """Load weight [1, D] and bias [1] of the judge in a run folder or drafter directory, in
+    float32.
+    """
+    file = next(
+        (
+            file
+            for file in (path / "drafter" / "model.safetensors", path / "model.safetensors")
+            if file.exists()
+        ),
+        None,
+    )
     if file is None:
-        raise UserError(f"acceptance.path={path}: there is no judge in it; give a run folder of recipe=judge")
+        raise UserError(
+            f"acceptance.path={path}: there is no judge in it; give a run folder of recipe=judge"
+        )
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: the judge's weights cannot be read ({first_line(error)}); copy the file again") from error
+        raise UserError(
+            f"{file}: the judge's weights cannot be read ({first_line(error)}); copy the file again"
+        ) from error
     if tensors.keys() != {"probe.weight", "probe.bias"}:
-        raise UserError(f"acceptance.path={path}: it contains a drafter, not a judge; give a run folder of recipe=judge")
+        raise UserError(
+            f"acceptance.path={path}: it contains a drafter, not a judge; give a run folder of "
+            "recipe=judge"
+        )
     return tensors["probe.weight"].float(), tensors["probe.bias"].float()

@@ -1,7 +1,8 @@
-"""A judge of drafts (Judge decoding, Bachmann et al., 2025, arXiv 2501.19309): a linear probe on the target's last state.
+"""A judge of drafts (Judge decoding, Bachmann et al., 2025, arXiv 2501.19309): a linear probe on
+the target's last state.
 
-Shapes: B batch, T tokens, P positions of a document, A alternatives at each, W tokens of a window, R alternatives of a batch, D
-width. acceptance=judge uses the trained probe, with any drafter.
+Shapes: B batch, T tokens, P positions of a document, A alternatives at each, W tokens of a window,
+R alternatives of a batch, D width. acceptance=judge uses the trained probe, with any drafter.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ if TYPE_CHECKING:
 
 
 class DraftJudge(Drafter):
-    """sigma(w h + b) of the target's state h after a token: whether the text may continue from this token.
+    """sigma(w h + b) of the target's state h after a token: whether the text may continue from this
+    token.
 
-    The paper's labels are corrected answers. Here a token is right where it does not change the rest of the answer: at `places`
-    tokens of every document, each of the target's `alternatives` likeliest other tokens replaces the text's token. It is right
-    if the target's most likely tokens at it and at each of the `window` tokens after it are the same as in the text. On the
-    target's greedy answers (spectrain data regenerate) this means that the rest of the greedy answer is unchanged. The loss is
-    binary cross-entropy, `wrong_weight` times as large for wrong tokens (with 1, sigma is a probability); agreement is how
-    often sigma > 1/2 is right. By itself it drafts copies of the text.
+    The paper's labels are corrected answers. Here a token is right where it does not change the
+    rest of the answer: at `places` tokens of every document, each of the target's `alternatives`
+    likeliest other tokens replaces the text's token. It is right if the target's most likely tokens
+    at it and at each of the `window` tokens after it are the same as in the text. On the target's
+    greedy answers (spectrain data regenerate) this means that the rest of the greedy answer is
+    unchanged. The loss is binary cross-entropy, `wrong_weight` times as large for wrong tokens
+    (with 1, sigma is a probability); agreement is how often sigma > 1/2 is right. By itself it
+    drafts copies of the text.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -64,10 +68,16 @@ class DraftJudge(Drafter):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
         if alternatives >= target.head.vocab_size:
-            raise UserError(f"drafter.alternatives={alternatives}: the target has {target.head.vocab_size} tokens; use fewer")
+            raise UserError(
+                f"drafter.alternatives={alternatives}: the target has {target.head.vocab_size} "
+                "tokens; use fewer"
+            )
         if not wrong_weight > 0:
             raise UserError(f"drafter.wrong_weight={wrong_weight}: use more than 0")
-        self.window, self.num_positions, self.alternatives, self.seed = window, places, alternatives, seed
+        self.window = window
+        self.num_positions = places
+        self.alternatives = alternatives
+        self.seed = seed
         self.wrong_weight = wrong_weight
         self.probe = nn.Linear(target.width, 1)
         nn.init.zeros_(self.probe.weight)
@@ -82,11 +92,15 @@ class DraftJudge(Drafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """One stage. The features yield the alternatives; the target runs them and the tokens after them in the loss."""
+        """One stage. The features yield the alternatives; the target runs them and the tokens
+        after them in the loss.
+        """
         return [Stage.single(self, ("final",), final_reach=0)]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Only the probe learns; the target runs over the text and its alternatives without gradients."""
+        """Only the probe learns; the target runs over the text and its alternatives without
+        gradients.
+        """
         alternatives = self.num_positions * self.alternatives * (1 + self.window) * batch.texts
         rows = batch.tokens + alternatives
         return StepCost([], Judged(0, target.head.vocab_size, other_rows=rows), forward_rows=rows)
@@ -95,38 +109,79 @@ class DraftJudge(Drafter):
         states, is_right, weights = self.judge_alternatives(batch, target, state)
         logits = self.probe(states.to(self.probe.weight.dtype))[:, 0].float()
         weights = weights * torch.where(is_right, 1.0, self.wrong_weight)
-        terms = {"judge": (weights * F.binary_cross_entropy_with_logits(logits, is_right.float(), reduction="none")).sum()}
+        terms = {
+            "judge": (
+                weights
+                * F.binary_cross_entropy_with_logits(logits, is_right.float(), reduction="none")
+            ).sum()
+        }
         if not len(states):  # no labels, but other processes wait for gradients
             terms["judge"] = 0 * (self.probe.weight.sum() + self.probe.bias.sum())
         depths = torch.zeros_like(is_right, dtype=torch.int64)
         return Losses.by_depth(terms, (logits > 0) == is_right, depths, 1)
 
     @torch.no_grad()
-    def judge_alternatives(self, batch: Batch, target: Target, state: TrainingState) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the target's states at alternatives [R, D], whether each is right [R], and the weight of each [R]."""
+    def judge_alternatives(
+        self, batch: Batch, target: Target, state: TrainingState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the target's states at alternatives [R, D], whether each is right [R], and the
+        weight of each [R].
+        """
         blocks = self.make_blocks(batch, target, state)
-        plan = ForwardPlan(layers=("final",), positions=blocks.positions, mask=blocks.visible, lengths=blocks.lengths)
+        plan = ForwardPlan(
+            layers=("final",),
+            positions=blocks.positions,
+            mask=blocks.visible,
+            lengths=blocks.lengths,
+        )
         final = target.run(blocks.tokens, plan).at_layer("final")
-        predictions = argmax_and_log_z(final.flatten(0, 1), target.head.projection)[0].view_as(blocks.tokens)
-        is_unchanged = F.pad(predictions == predictions.gather(1, blocks.anchor_index), (0, self.window))
-        is_right, is_alternative = is_unchanged.unfold(1, 1 + self.window, 1).all(-1), blocks.mask_index == 0
-        return final[is_alternative], is_right[is_alternative], blocks.loss_weights(is_alternative, batch)
+        predictions = argmax_and_log_z(final.flatten(0, 1), target.head.projection)[0].view_as(
+            blocks.tokens
+        )
+        is_unchanged = F.pad(
+            predictions == predictions.gather(1, blocks.anchor_index), (0, self.window)
+        )
+        is_right = is_unchanged.unfold(1, 1 + self.window, 1).all(-1)
+        is_alternative = blocks.mask_index == 0
+        return (
+            final[is_alternative],
+            is_right[is_alternative],
+            blocks.loss_weights(is_alternative, batch),
+        )
 
     def make_blocks(self, batch: Batch, target: Target, state: TrainingState) -> MaskBlocks:
-        """Make the batch with alternatives after some of its prefixes, each followed by the text's next tokens."""
+        """Make the batch with alternatives after some of its prefixes, each followed by the
+        text's next tokens.
+        """
         assert batch.features is not None
         final = batch.features.at_layer("final")
         rows = list(final) if batch.lengths is None else list(final[0].split(batch.lengths))
-        prefixes, next_tokens, alternatives = [], [], []
+        prefixes = []
+        next_tokens = []
+        alternatives = []
         for (tokens, mask), states in zip(batch.split_documents(), rows):
             ends = self.sample_ends(tokens, mask, state.step)
             alternatives.append(
-                self.likeliest_others(target.head.logits(states[ends.to(states.device)]), tokens[ends + 1].to(states.device))
+                self.likeliest_others(
+                    target.head.logits(states[ends.to(states.device)]),
+                    tokens[ends + 1].to(states.device),
+                )
             )
-            prefixes.append([(end, 1 + self.window) for end in ends.tolist() for _ in range(self.alternatives)])
-            next_tokens.append([token for end, size in prefixes[-1] for token in tokens[end + 1 : end + 1 + size].tolist()])
+            prefixes.append(
+                [(end, 1 + self.window) for end in ends.tolist() for _ in range(self.alternatives)]
+            )
+            next_tokens.append(
+                [
+                    token
+                    for end, size in prefixes[-1]
+                    for token in tokens[end + 1 : end + 1 + size].tolist()
+                ]
+            )
         blocks = add_blocks(batch, prefixes, next_tokens)
-        return replace(blocks, tokens=blocks.tokens.masked_scatter(blocks.mask_index == 0, torch.cat(alternatives)))
+        return replace(
+            blocks,
+            tokens=blocks.tokens.masked_scatter(blocks.mask_index == 0, torch.cat(alternatives)),
+        )
 
     def likeliest_others(self, logits: Tensor, own: Tensor) -> Tensor:
         """Return the likeliest tokens [P, A] by `logits` [P, V] without the text's `own` [P]."""
@@ -135,14 +190,23 @@ class DraftJudge(Drafter):
         return ranked.gather(1, order)[:, : self.alternatives]
 
     def sample_ends(self, tokens: Tensor, mask: Tensor, step: int) -> Tensor:
-        """Sample the positions [P] at which prefixes end, keyed by the document's tokens and the step.
+        """Sample the positions [P] at which prefixes end, keyed by the document's tokens and the
+        step.
 
         The next token and the window after it are the assistant's.
         """
-        is_supervised = mask[1:].unfold(0, 1 + self.window, 1).all(-1) if len(mask) > 1 + self.window else mask[:0]
+        is_supervised = (
+            mask[1:].unfold(0, 1 + self.window, 1).all(-1)
+            if len(mask) > 1 + self.window
+            else mask[:0]
+        )
         candidates = is_supervised.nonzero()[:, 0]
         source = sequence_generator(JUDGED, self.seed, tokens, step)
-        return candidates[torch.randperm(len(candidates), generator=source)[: self.num_positions]].sort().values
+        return (
+            candidates[torch.randperm(len(candidates), generator=source)[: self.num_positions]]
+            .sort()
+            .values
+        )
 
     # Decoding
 
@@ -150,4 +214,8 @@ class DraftJudge(Drafter):
         """Draft by prompt lookup, as drafter=ngram does."""
         self.texts.append_committed(context)
         depth = context.builder.depth
-        return Draft(continuations=[build_trie(row.find_occurrences(depth, 64, 1)) for row in self.texts.rows])
+        return Draft(
+            continuations=[
+                build_trie(row.find_occurrences(depth, 64, 1)) for row in self.texts.rows
+            ]
+        )

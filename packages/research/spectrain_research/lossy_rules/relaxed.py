@@ -1,4 +1,5 @@
-"""Greedy rules that also accept some drafts that are not the target's most likely token. None is lossless.
+"""Greedy rules that also accept some drafts that are not the target's most likely token. None is
+lossless.
 
 Shapes: B batch, N nodes, V vocabulary, W tokens of a window.
 """
@@ -18,19 +19,22 @@ from spectrain_research.shared.relaxed_rule import RelaxedRule
 
 
 class Rollback(RelaxedRule):
-    """BiLD's rollback (Kim et al., 2023): roll back to the first draft that is too far from the target. NOT lossless.
+    """BiLD's rollback (Kim et al., 2023): roll back to the first draft that is too far from the
+    target. NOT lossless.
 
-    A draft x is accepted while its cross-entropy -log p(x) is at most `rollback` nats. The first other draft is replaced by the
-    target's most likely token, and all drafts after it are dropped. At 0 the output is the greedy one. The authors' fallback,
-    which calls the target where the drafter's most likely token is unlikely, is tree=chain tree.stop=CHANCE
-    tree.stop_on=token. Unlike theirs, this rule always accepts the most likely token.
+    A draft x is accepted while its cross-entropy -log p(x) is at most `rollback` nats. The first
+    other draft is replaced by the target's most likely token, and all drafts after it are dropped.
+    At 0 the output is the greedy one. The authors' fallback, which calls the target where the
+    drafter's most likely token is unlikely, is tree=chain tree.stop=CHANCE tree.stop_on=token.
+    Unlike theirs, this rule always accepts the most likely token.
     """
 
     name = "bild"
 
     def __init__(
         self,
-        # Largest cross-entropy of a draft under the target, in nats, at which the draft is accepted; 0 gives the greedy output.
+        # Largest cross-entropy of a draft under the target, in nats, at which the draft is
+        # accepted; 0 gives the greedy output.
         rollback: float = 2.0,
     ) -> None:
         super().__init__()
@@ -48,11 +52,13 @@ class Rollback(RelaxedRule):
 
 
 class LooseMatch(RelaxedRule):
-    """Training-free loose acceptance (FLy, Li et al., 2026, arXiv 2511.22972): later tokens show whether a draft was wrong.
+    """Training-free loose acceptance (FLy, Li et al., 2026, arXiv 2511.22972): later tokens show
+    whether a draft was wrong.
 
-    NOT lossless. A draft that is not the most likely token is forgiven where the target is uncertain, H(p) / log V > `entropy`,
-    and agrees with the next `window` drafts, which must exist: each is its most likely token after the deviation. With entropy
-    1 nothing is forgiven, nor in chains of `window` drafts or fewer.
+    NOT lossless. A draft that is not the most likely token is forgiven where the target is
+    uncertain, H(p) / log V > `entropy`, and agrees with the next `window` drafts, which must exist:
+    each is its most likely token after the deviation. With entropy 1 nothing is forgiven, nor in
+    chains of `window` drafts or fewer.
     """
 
     name = "loose"
@@ -60,7 +66,8 @@ class LooseMatch(RelaxedRule):
 
     def __init__(
         self,
-        # Entropy of the target, as a share of the largest possible, above which a deviating draft may be accepted.
+        # Entropy of the target, as a share of the largest possible, above which a deviating draft
+        # may be accepted.
         entropy: float = 0.3,
         # Number of correct drafts that must follow a deviating draft before it is accepted.
         window: int = 6,
@@ -75,7 +82,8 @@ class LooseMatch(RelaxedRule):
     def forgiveness_scores(self, tree: TokenTree, features: Features, is_correct: Tensor) -> Tensor:
         assert features.logits is not None
         log_p = features.logits.float().log_softmax(-1)
-        entropy = torch.special.entr(log_p.exp()).sum(-1) / math.log(log_p.shape[-1])  # [B, N] after each node
+        # [B, N] after each node
+        entropy = torch.special.entr(log_p.exp()).sum(-1) / math.log(log_p.shape[-1])
         is_uncertain = entropy.gather(1, tree.parents.clamp(min=0)) > self.entropy
         window_is_correct = (
             F.pad(is_correct[:, 1:], (0, self.window)).unfold(1, self.window, 1).all(-1)

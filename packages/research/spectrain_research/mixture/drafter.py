@@ -1,8 +1,9 @@
-"""Mixture of Attentions (Zimmer et al., 2024, arXiv 2410.03804): attention over layers, over drafted tokens, and across them.
+"""Mixture of Attentions (Zimmer et al., 2024, arXiv 2410.03804): attention over layers, over
+drafted tokens, and across them.
 
-Shapes: B batch, T tokens, P new positions, L layers of the target that are read, D target width, V draft vocabulary, F nodes.
-Entry t pairs the target's states at t with token t + 1. A draft step k after the cut t reads token t + 1 + k, sees the states
-up to t, and predicts token t + 2 + k.
+Shapes: B batch, T tokens, P new positions, L layers of the target that are read, D target width, V
+draft vocabulary, F nodes. Entry t pairs the target's states at t with token t + 1. A draft step k
+after the cut t reads token t + 1 + k, sees the states up to t, and predicts token t + 2 + k.
 """
 
 from __future__ import annotations
@@ -49,14 +50,16 @@ Rope = tuple[Tensor, Tensor]
 class MixtureOfAttentions(SharedHeadDrafter):
     """Three attentions, one after another:
 
-        a_t = mean over layers of LSA(RMSNorm(h_t^1), .., RMSNorm(h_t^L))       layer self-attention, once per verified token
-        x_j = SA(E(token 1), .., E(token j))                                    causal self-attention over the tokens
-        s_j = CA(x_j; a_1, .., a_t) for the cut t < j                           cross-attention to the verified tokens
+        a_t = mean over layers of LSA(RMSNorm(h_t^1), .., RMSNorm(h_t^L))       layer
+        self-attention, once per verified token x_j = SA(E(token 1), .., E(token j))
+                           causal self-attention over the tokens s_j = CA(x_j; a_1, .., a_t) for the
+        cut t < j                           cross-attention to the verified tokens
 
-    Within a round the keys of the cross-attention do not change, and no predicted state is fed back, so drafting reads what
-    training reads: every token of the text is trained after a cut that lies a random number of steps below `num_steps` before
-    it (the T-step bounded mask). The authors read the keys and values of the target's layers; this class reads the states that
-    enter them, from which they follow.
+    Within a round the keys of the cross-attention do not change, and no predicted state is fed
+    back, so drafting reads what training reads: every token of the text is trained after a cut that
+    lies a random number of steps below `num_steps` before it (the T-step bounded mask). The authors
+    read the keys and values of the target's layers; this class reads the states that enter them,
+    from which they follow.
     """
 
     saved = SavedFiles(shape=("layers", "vocab_size", "head_rank"))
@@ -87,20 +90,38 @@ class MixtureOfAttentions(SharedHeadDrafter):
         target.check_layers(read)
         self.read_layers: tuple[Layer, ...] = tuple(read)
         self.layers = (*self.read_layers, "final")
-        self.num_steps, self.divergence, self.step_decay, self.seed = num_steps, loss, step_decay, seed
-        self.head, width, config = target.head, target.width, llama_config(target)
+        self.num_steps = num_steps
+        self.divergence = loss
+        self.step_decay = step_decay
+        self.seed = seed
+        self.head = target.head
+        width = target.width
+        config = llama_config(target)
         norms = [nn.RMSNorm(width, eps=config.rms_norm_eps) for _ in range(6)]
-        self.layer_norm, self.input_norm, self.query_norm, self.context_norm, self.mlp_norm, self.norm = norms
+        (
+            self.layer_norm,
+            self.input_norm,
+            self.query_norm,
+            self.context_norm,
+            self.mlp_norm,
+            self.norm,
+        ) = norms
         self.layer_attention = HeadAttention(target)
-        self.self_attention, self.cross_attention = (NormedAttention(config, width) for _ in range(2))
+        self.self_attention, self.cross_attention = (
+            NormedAttention(config, width) for _ in range(2)
+        )
         self.mlp = Mlp(config)
-        self.lm_down, self.lm_head = make_output_layer(width, min(vocab_size, target.head.vocab_size), head_rank)
+        self.lm_down, self.lm_head = make_output_layer(
+            width, min(vocab_size, target.head.vocab_size), head_rank
+        )
         self.add_vocabulary(min(vocab_size, target.head.vocab_size), target.head.vocab_size)
         self.rotary = make_rotary(config)
         self.cache: TreeCache | None = None
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Choose the draft vocabulary, copy the target's output layer, and start the last norm as the target's."""
+        """Choose the draft vocabulary, copy the target's output layer, and start the last norm
+        as the target's.
+        """
         super().prepare(target, token_counts)
         scale = final_norm_scale(target)
         if scale is not None:
@@ -127,11 +148,15 @@ class MixtureOfAttentions(SharedHeadDrafter):
     def project_queries(self, x: Tensor, rope: Rope) -> Tensor:
         """Return the queries [B, H, F, head size] of the cross-attention."""
         attention = self.cross_attention
-        queries = attention.q_norm(attention.q_proj(self.query_norm(x)).unflatten(-1, (-1, attention.head_dim)))
+        queries = attention.q_norm(
+            attention.q_proj(self.query_norm(x)).unflatten(-1, (-1, attention.head_dim))
+        )
         return apply_rotary(queries.transpose(1, 2), rope)
 
     def finish_states(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the states [B, F, D] after the output of the cross-attention, [B, H, F, head size]."""
+        """Return the states [B, F, D] after the output of the cross-attention, [B, H, F, head
+        size].
+        """
         x = x + self.cross_attention.project_output(attended)
         return self.norm(x + self.mlp(self.mlp_norm(x)))
 
@@ -144,20 +169,28 @@ class MixtureOfAttentions(SharedHeadDrafter):
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Run every entry once, after a cut that lies a random number of draft steps before it."""
         assert batch.features is not None
-        supervision, steps = Supervision(self, batch), sample_steps(batch, self.num_steps, self.seed, state.step)
+        supervision = Supervision(self, batch)
+        steps = sample_steps(batch, self.num_steps, self.seed, state.step)
         mixed = state.run_checkpointed(self.mix_layers, self.stack_layers(batch.features))
         tokens = batch.tokens.roll(-1, dims=1)
         context_rope, rope = (self.rotary(mixed, batch.positions + shift) for shift in (0, 1))
         x = self.embed(tokens)
         attention = self.self_attention
-        x = x + attention.attend_causal(*attention.project_qkv(self.input_norm(x), rope), batch.lengths)
+        x = x + attention.attend_causal(
+            *attention.project_qkv(self.input_norm(x), rope), batch.lengths
+        )
         visible = see_before_cuts(batch.positions, steps)
-        attended = fused_attention(self.project_queries(x, rope), *self.project_context(mixed, context_rope), visible[:, None])
+        attended = fused_attention(
+            self.project_queries(x, rope),
+            *self.project_context(mixed, context_rope),
+            visible[:, None],
+        )
         hidden = self.finish_states(x, attended)
         # Entry t predicts the token after position t + 1.
         label_rows = nn.functional.pad(supervision.row_index[:, 1:], (0, 1), value=-1)
         judged = label_rows >= 0
-        rows, step = label_rows[judged], steps[judged]
+        rows = label_rows[judged]
+        step = steps[judged]
         states = project_down(self.lm_down, hidden[judged])
         loss, correct = supervision.judge_states(states, self.lm_head, rows, self.step_decay**step)
         return Losses.by_depth({self.divergence: loss}, correct, step, self.num_steps)
@@ -169,26 +202,43 @@ class MixtureOfAttentions(SharedHeadDrafter):
         builder = context.builder
         self.cache = cache = context.drafting_cache(self.cache, 2, builder.max_drafted + 2)
         mixed = self.mix_layers(self.stack_layers(context.new_features))
-        slots, num_new = cache.next_slots(mixed.shape[1]), context.num_new[:, None]
+        slots = cache.next_slots(mixed.shape[1])
+        num_new = context.num_new[:, None]
         context_rope, rope = (self.rotary(mixed, slots + shift) for shift in (0, 1))
         x = self.embed(context.next_tokens)
         attention = self.self_attention
-        x = x + attention.attend_cached(*attention.project_qkv(self.input_norm(x), rope), cache, None, 0)
+        x = x + attention.attend_cached(
+            *attention.project_qkv(self.input_norm(x), rope), cache, None, 0
+        )
         last = context.last_state(x)
         last_rope = self.rotary(last, cache.lengths[:, None] + num_new)
         is_new = torch.arange(mixed.shape[1], device=x.device) < num_new
         queries = self.project_queries(last, last_rope)
-        attended = append_and_attend(queries, *self.project_context(mixed, context_rope), cache, is_new[:, None], 1)
+        attended = append_and_attend(
+            queries, *self.project_context(mixed, context_rope), cache, is_new[:, None], 1
+        )
         cache.add_uncommitted(mixed.shape[1])
         cache.commit(None, context.num_new)
         return Draft(StateRollout(self, cache, self.finish_states(last, attended), self.draft_ids))
 
-    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
-        """Run new nodes [B, F], append them to the cache, and return their states; `hidden` is of their parents, not read."""
+    def run(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        cache: TreeCache,
+        visible: Tensor | None,
+    ) -> Tensor:
+        """Run new nodes [B, F], append them to the cache, and return their states; `hidden` is
+        of their parents, not read.
+        """
         assert visible is not None
         x = self.embed(tokens)
-        rope, attention = self.rotary(x, positions + 1), self.self_attention
-        x = x + attention.attend_cached(*attention.project_qkv(self.input_norm(x), rope), cache, visible, 0)
+        rope = self.rotary(x, positions + 1)
+        attention = self.self_attention
+        x = x + attention.attend_cached(
+            *attention.project_qkv(self.input_norm(x), rope), cache, visible, 0
+        )
         # Nodes have no key in the cross-attention: its slots stay empty and nothing sees them.
         heads = self.cross_attention.k_proj.out_features // self.cross_attention.head_dim
         empty = x.new_zeros(len(x), heads, x.shape[1], self.cross_attention.head_dim)
@@ -204,10 +254,13 @@ class MixtureOfAttentions(SharedHeadDrafter):
 
 
 def sample_steps(batch: Batch, num_steps: int, seed: int, step: int) -> Tensor:
-    """Return the draft step [B, T] of every entry: texts are cut into windows of 1 to `num_steps` entries at random."""
+    """Return the draft step [B, T] of every entry: texts are cut into windows of 1 to
+    `num_steps` entries at random.
+    """
     rows = []
     for tokens, _ in batch.split_documents():
-        source, index = sequence_generator(ANCHORS, seed, tokens, step), torch.arange(len(tokens))
+        source = sequence_generator(ANCHORS, seed, tokens, step)
+        index = torch.arange(len(tokens))
         sizes = torch.randint(1, num_steps + 1, (len(tokens),), generator=source)
         ends = sizes.cumsum(0)
         window = torch.searchsorted(ends, index, right=True)
@@ -216,7 +269,9 @@ def sample_steps(batch: Batch, num_steps: int, seed: int, step: int) -> Tensor:
 
 
 def see_before_cuts(positions: Tensor, steps: Tensor) -> Tensor:
-    """Return which entries [B, T, T] each entry sees: those of its document up to its cut, `steps` [B, T] before it."""
+    """Return which entries [B, T, T] each entry sees: those of its document up to its cut,
+    `steps` [B, T] before it.
+    """
     index = torch.arange(positions.shape[1], device=positions.device)
     start = index - positions
     return (index <= (index - steps)[..., None]) & (index >= start[..., None])

@@ -19,7 +19,9 @@ MIN_PROB = 1e-9
 
 
 class TableTree(NamedTuple):
-    """The nodes that a table proposes below a root, the root first, with the logarithm of the probability of each path."""
+    """The nodes that a table proposes below a root, the root first, with the logarithm of the
+    probability of each path.
+    """
 
     tokens: list[int]
     parents: list[int]
@@ -38,16 +40,19 @@ class TableTree(NamedTuple):
 
 
 class TableDrafter(Drafter, StoreReader):
-    """Merges the tree of a table with copies, weighted by acceptance probabilities that are learned while decoding.
+    """Merges the tree of a table with copies, weighted by acceptance probabilities that are learned
+    while decoding.
 
-    The table is one more source of copies: its nodes are judged by what followed, by the share that the table gives them.
+    The table is one more source of copies: its nodes are judged by what followed, by the share that
+    the table gives them.
     """
 
     capabilities = Capabilities(is_copier=True, has_no_q=True)
 
     def __init__(self, copying: CopySource, copies: bool) -> None:
         super().__init__()
-        self.copying, self.datastore = copying, copying.store
+        self.copying = copying
+        self.datastore = copying.store
         # Whether copies of the text and of the store join the table's nodes.
         self.copies = copies
 

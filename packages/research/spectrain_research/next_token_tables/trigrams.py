@@ -35,7 +35,9 @@ class TrigramTable:
                 self.add_weight((first, second), third, 1.0)
 
     def add_weight(self, pair: Pair, token: int, weight: float) -> None:
-        """Add weight to a token after a pair; where the pair has too many tokens, its lightest one leaves."""
+        """Add weight to a token after a pair; where the pair has too many tokens, its lightest
+        one leaves.
+        """
         tokens = self.weights.setdefault(pair, {})
         tokens[token] = tokens.get(token, 0.0) + weight
         if len(tokens) > self.top:
@@ -49,7 +51,9 @@ class TrigramTable:
 
 
 class SearchNode:
-    """A node of a tree search: its number in the tree, its pair, the shares of its next tokens, and visits of its children."""
+    """A node of a tree search: its number in the tree, its pair, the shares of its next tokens,
+    and visits of its children.
+    """
 
     def __init__(self, index: int, pair: Pair, probability: float, table: TrigramTable) -> None:
         self.index, self.pair, self.probability = index, pair, probability
@@ -59,7 +63,9 @@ class SearchNode:
         self.values = dict.fromkeys(self.shares, 0.0)
 
     def choose_token(self, exploration: float) -> int:
-        """Return the token with the highest Q + c P sqrt(sum N) / (1 + N), the PUCT score; of equals the first."""
+        """Return the token with the highest Q + c P sqrt(sum N) / (1 + N), the PUCT score; of
+        equals the first.
+        """
         root_visits = sqrt(1 + sum(self.visits.values()))
 
         def puct_score(token: int) -> float:
@@ -70,13 +76,17 @@ class SearchNode:
         return max(self.shares, key=puct_score)
 
 
-def search_tree(table: TrigramTable, pair: Pair, depth: int, simulations: int, exploration: float) -> TableTree:
-    """Return the nodes that `simulations` descents from a pair of tokens add, one each, down to a depth.
+def search_tree(
+    table: TrigramTable, pair: Pair, depth: int, simulations: int, exploration: float
+) -> TableTree:
+    """Return the nodes that `simulations` descents from a pair of tokens add, one each, down to a
+    depth.
 
-    A descent chooses tokens by their PUCT score until it adds a node or ends; the probability of the path to its last node is
-    the value that all nodes on its way receive.
+    A descent chooses tokens by their PUCT score until it adds a node or ends; the probability of
+    the path to its last node is the value that all nodes on its way receive.
     """
-    tree, root = TableTree.from_root(pair[1]), SearchNode(0, pair, 1.0, table)
+    tree = TableTree.from_root(pair[1])
+    root = SearchNode(0, pair, 1.0, table)
     for _ in range(simulations):
         node = root
         steps: list[tuple[SearchNode, int]] = []
@@ -86,7 +96,9 @@ def search_tree(table: TrigramTable, pair: Pair, depth: int, simulations: int, e
             if token not in node.children:
                 share = node.shares[token]
                 index = tree.add_node(node.index, token, share)
-                node.children[token] = SearchNode(index, (node.pair[1], token), node.probability * share, table)
+                node.children[token] = SearchNode(
+                    index, (node.pair[1], token), node.probability * share, table
+                )
                 node = node.children[token]
                 break
             node = node.children[token]
@@ -99,9 +111,10 @@ def search_tree(table: TrigramTable, pair: Pair, depth: int, simulations: int, e
 class Trigrams(TableDrafter):
     """Drafts from trigrams by a Monte Carlo tree search.
 
-    The table begins with the trigrams of the store. Every verified node then adds the target's probabilities of its `top`
-    tokens to the pair that ends with it: verification has computed them. A round's tree is what `budget` - 1 descents find, so
-    the target verifies all of it unless copies join.
+    The table begins with the trigrams of the store. Every verified node then adds the target's
+    probabilities of its `top` tokens to the pair that ends with it: verification has computed them.
+    A round's tree is what `budget` - 1 descents find, so the target verifies all of it unless
+    copies join.
     """
 
     capabilities = replace(TableDrafter.capabilities, nestable=False)
@@ -109,13 +122,16 @@ class Trigrams(TableDrafter):
     def __init__(
         self,
         target: Target,
-        # Folder that spectrain data index wrote, whose trigrams the table begins with; null begins with an empty table.
+        # Folder that spectrain data index wrote, whose trigrams the table begins with; null begins
+        # with an empty table.
         store: str | None = None,
-        # Number of tokens that a pair retains, and of the target's tokens that a verified node adds.
+        # Number of tokens that a pair retains, and of the target's tokens that a verified node
+        # adds.
         top: Count = 8,
         # Constant c of the PUCT score, which weighs unvisited tokens against tokens of high value.
         exploration: NotNegative = 1.0,
-        # Whether copies of the text and of the store, as of drafter=retrieval, join the table's tokens.
+        # Whether copies of the text and of the store, as of drafter=retrieval, join the table's
+        # tokens.
         copies: bool = False,
         # Largest number of final tokens of the text that are matched in the text itself.
         longest: int = 6,
@@ -137,7 +153,9 @@ class Trigrams(TableDrafter):
         assert features.logits is not None
         best = features.logits.float().softmax(-1).topk(self.top)
         columns = (tree.tokens, tree.parents, tree.valid, best.indices, best.values)
-        for row, (tokens, parents, valid, ids, probs) in enumerate(zip(*(part.tolist() for part in columns))):
+        for row, (tokens, parents, valid, ids, probs) in enumerate(
+            zip(*(part.tolist() for part in columns))
+        ):
             if not bool(context.active[row]):
                 continue
             text = self.copying.texts.rows[row].tokens

@@ -1,4 +1,5 @@
-"""Groups of drafts after one text, with rewards of whole windows (PPOW, Jiang and Sun, 2026, arXiv 2605.14978).
+"""Groups of drafts after one text, with rewards of whole windows (PPOW, Jiang and Sun, 2026, arXiv
+2605.14978).
 
 Shapes: G drafts of a group, N nodes, V draft vocabulary.
 """
@@ -22,7 +23,9 @@ MIN_SPREAD = 1e-6  # of rewards, added to their standard deviation
 
 
 class DrawnDraft(NamedTuple):
-    """A drawn draft, the number of its tokens that were accepted, and the overlap sum min(p, q) at each of them."""
+    """A drawn draft, the number of its tokens that were accepted, and the overlap sum min(p, q)
+    at each of them.
+    """
 
     tokens: list[int]
     num_accepted: int
@@ -51,9 +54,11 @@ class DrawnDraftRecorder(WrappedBuilder):
 
 
 def window_reward(draft: DrawnDraft, draft_cost: float) -> float:
-    """Return k / (1 + c k) of k accepted tokens, or, where none is accepted, the smallest overlap of the window.
+    """Return k / (1 + c k) of k accepted tokens, or, where none is accepted, the smallest overlap
+    of the window.
 
-    The second part distinguishes rejected drafts: it rises as q comes close to p everywhere in the window.
+    The second part distinguishes rejected drafts: it rises as q comes close to p everywhere in the
+    window.
     """
     if draft.num_accepted:
         return draft.num_accepted / (1 + draft_cost * draft.num_accepted)
@@ -62,20 +67,30 @@ def window_reward(draft: DrawnDraft, draft_cost: float) -> float:
 
 def normalize_rewards(rewards: list[float]) -> list[float]:
     """Return the rewards of a group minus their mean, divided by their standard deviation."""
-    center, spread = fmean(rewards), pstdev(rewards)
+    center = fmean(rewards)
+    spread = pstdev(rewards)
     return [(reward - center) / (spread + MIN_SPREAD) for reward in rewards]
 
 
 def draw_window_group(
-    target: Target, drafter: Drafter, chain: TreeBuilder, text: list[int], count: int, draft_cost: float
+    target: Target,
+    drafter: Drafter,
+    chain: TreeBuilder,
+    text: list[int],
+    count: int,
+    draft_cost: float,
 ) -> list[DraftWindow]:
-    """Draw `count` drafts after a text, its root last, and weigh each by its reward relative to the group's.
+    """Draw `count` drafts after a text, its root last, and weigh each by its reward relative to the
+    group's.
 
-    The window of a draft ends with its first rejected token, and where none is accepted with the draft: its reward depends on
-    no other tokens. Only the window carries loss. A text that ends at its root has no drafts.
+    The window of a draft ends with its first rejected token, and where none is accepted with the
+    draft: its reward depends on no other tokens. Only the window carries loss. A text that ends at
+    its root has no drafts.
     """
     recorder = DrawnDraftRecorder(chain)
-    request = make_request(target, [text[:-1]] * count, chain.depth + 2, list(range(count)), ignore_eos=True)
+    request = make_request(
+        target, [text[:-1]] * count, chain.depth + 2, list(range(count)), ignore_eos=True
+    )
     steps = decode_steps(EagerRunner(target, Greedy(), drafter, recorder), request)
     # The first step emits the root, the second one runs a round.
     for _ in range(2):
@@ -84,8 +99,12 @@ def draw_window_group(
     if len(drafts) < 2:
         return []
     windows = []
-    for draft, advantage in zip(drafts, normalize_rewards([window_reward(draft, draft_cost) for draft in drafts])):
+    for draft, advantage in zip(
+        drafts, normalize_rewards([window_reward(draft, draft_cost) for draft in drafts])
+    ):
         tokens = draft.tokens[: draft.num_accepted + 1] if draft.num_accepted else draft.tokens
         example = Example(text + tokens, [False] * len(text) + [True] * len(tokens))
-        windows.append(DraftWindow(example, [0.0] * len(text) + [advantage] * len(tokens), len(text)))
+        windows.append(
+            DraftWindow(example, [0.0] * len(text) + [advantage] * len(tokens), len(text))
+        )
     return windows

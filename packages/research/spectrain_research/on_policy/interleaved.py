@@ -7,11 +7,13 @@ from spectrain.decoding.acceptance.sequential import RandomSource, SequentialRul
 
 
 class InterleavedSampling(SequentialRule):
-    """Interleaved sampling (speculative knowledge distillation, Xu et al., 2024), which writes training text. NOT lossless.
+    """Interleaved sampling (speculative knowledge distillation, Xu et al., 2024), which writes
+    training text. NOT lossless.
 
-    A drawn token is accepted while it is among the target's `top_k` likeliest; the first that is not is replaced by a draw of
-    the target, and all later drafts are dropped. Temperature shapes the target's draw; `top_k` only judges. After a fully
-    accepted draft the drafter's last token, not one of the target, ends the round.
+    A drawn token is accepted while it is among the target's `top_k` likeliest; the first that is
+    not is replaced by a draw of the target, and all later drafts are dropped. Temperature shapes
+    the target's draw; `top_k` only judges. After a fully accepted draft the drafter's last token,
+    not one of the target, ends the round.
     """
 
     name = "interleaved"
@@ -44,5 +46,11 @@ class InterleavedSampling(SequentialRule):
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
         """Return 1 for the first sibling that is accepted; a chain has only one sibling."""
-        is_accepted = [int((siblings.p > siblings.p[token]).sum()) < self.num_candidates for token in siblings.tokens]
-        return [float(accepted and not any(is_accepted[:index])) for index, accepted in enumerate(is_accepted)]
+        is_accepted = [
+            int((siblings.p > siblings.p[token]).sum()) < self.num_candidates
+            for token in siblings.tokens
+        ]
+        return [
+            float(accepted and not any(is_accepted[:index]))
+            for index, accepted in enumerate(is_accepted)
+        ]

@@ -1,4 +1,6 @@
-"""Learning while decoding (online speculative decoding, Liu et al., 2024): the target's corrections train the drafter."""
+"""Learning while decoding (online speculative decoding, Liu et al., 2024): the target's
+corrections train the drafter.
+"""
 
 import copy
 import time
@@ -23,7 +25,13 @@ from spectrain.features.batch import Batch, collate
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain_research.shared.draft_replay import DraftRecorder, DraftWindow, Replay, collate_replays, select_replays
+from spectrain_research.shared.draft_replay import (
+    DraftRecorder,
+    DraftWindow,
+    Replay,
+    collate_replays,
+    select_replays,
+)
 
 from .signals import DviSignals
 
@@ -33,10 +41,11 @@ LearnFrom = Literal["corrections", "answers", "split", "dvi"]
 class Learner:
     """Updates a drafter after every `every` answers, from what was decoded since.
 
-    learn: corrections, the tokens by which the target replaced a wrong draft; answers, every token of the answers; split,
-    replayed drafts with Draft-OPD's loss; or dvi, drafts up to their first rejected token with DVI's loss. The time of the
-    updates is measured apart and is no part of a speedup. Construct it before the drafter is rounded to the target's dtype, so
-    that it starts from the saved weights.
+    learn: corrections, the tokens by which the target replaced a wrong draft; answers, every token
+    of the answers; split, replayed drafts with Draft-OPD's loss; or dvi, drafts up to their first
+    rejected token with DVI's loss. The time of the updates is measured apart and is no part of a
+    speedup. Construct it before the drafter is rounded to the target's dtype, so that it starts
+    from the saved weights.
     """
 
     def __init__(
@@ -48,10 +57,19 @@ class Learner:
         learn: LearnFrom,
         save: Callable[[Drafter], None],
     ) -> None:
-        self.drafter, self.target, self.every, self.learn, self.save = drafter, target, every, learn, save
-        self.parameters = [parameter for group in drafter.stages[0].groups for parameter in group["params"]]
+        self.drafter = drafter
+        self.target = target
+        self.every = every
+        self.learn = learn
+        self.save = save
+        self.parameters = [
+            parameter for group in drafter.stages[0].groups for parameter in group["params"]
+        ]
         # Steps are taken in float32: rounding to bfloat16 would lose a small one.
-        self.masters = [parameter.detach().to(target.device, torch.float32, copy=True) for parameter in self.parameters]
+        self.masters = [
+            parameter.detach().to(target.device, torch.float32, copy=True)
+            for parameter in self.parameters
+        ]
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.random = Random(0)
         self.examples: list[Example] = []
@@ -67,7 +85,9 @@ class Learner:
         refuse_images([generation.prompt for generation in generations], "eval.online")
         for generation, rounds in zip(generations, recorder.rounds):
             if self.learn == "split":
-                self.replays += select_replays(generation, rounds, 4, self.random, drafts_from_root(self.drafter))
+                self.replays += select_replays(
+                    generation, rounds, 4, self.random, drafts_from_root(self.drafter)
+                )
             elif self.learn == "dvi":
                 self.windows += self.signals.select_windows(generation, rounds, 4, self.random)
             else:
@@ -85,19 +105,27 @@ class Learner:
         self.updates += 1
         examples = [row for row in self.examples if any(row.mask)]
         rows: list[Any] = [*self.replays, *self.windows, *examples]
-        self.examples, self.replays, self.windows = [], [], []
+        self.examples = []
+        self.replays = []
+        self.windows = []
         self.signals.num_updates = self.updates - 1
         count = 0
         self.drafter.train()
         for start in range(0, len(rows), 4):
             part = rows[start : start + 4]
-            collates: dict[str, Callable[[list[Any]], Batch]] = {"split": collate_replays, "dvi": self.signals.collate}
+            collates: dict[str, Callable[[list[Any]], Batch]] = {
+                "split": collate_replays,
+                "dvi": self.signals.collate,
+            }
             batch = collates.get(self.learn, collate)(part).to(self.target.device)
             if layers := self.drafter.stages[0].layers:
                 batch = replace(batch, features=self.target.features(batch.tokens, layers))
             losses = self.drafter.loss(batch, self.target, TrainingState())
             if not torch.isfinite(losses.total):
-                raise RunError(f"eval.online: the loss is not finite at update {self.updates}; lower eval.online_lr")
+                raise RunError(
+                    f"eval.online: the loss is not finite at update {self.updates}; lower "
+                    "eval.online_lr"
+                )
             count += batch.num_supervised
             losses.total.backward()
         self.drafter.eval()
@@ -114,7 +142,9 @@ class Learner:
         self._save_drafter()
 
     def _save_drafter(self) -> None:
-        """Save the drafter with its weights before rounding, so that learning can continue from them later."""
+        """Save the drafter with its weights before rounding, so that learning can continue from
+        them later.
+        """
         rounded = [parameter.data for parameter in self.parameters]
         for parameter, master in zip(self.parameters, self.masters):
             parameter.data = master
@@ -124,7 +154,12 @@ class Learner:
 
     def summary(self) -> dict[str, Any]:
         """Return what the updates took, for the entry `online` of summary.json."""
-        return {"updates": self.updates, "every": self.every, "learn": self.learn, "seconds": round(self.seconds, 3)}
+        return {
+            "updates": self.updates,
+            "every": self.every,
+            "learn": self.learn,
+            "seconds": round(self.seconds, 3),
+        }
 
 
 @dataclass
@@ -146,29 +181,39 @@ class Online(EvalExtension):
     def check(self, candidate: Candidate) -> None:
         drafter = candidate.drafter
         if self.learn in ("split", "dvi") and not candidate.builder.is_chain:
-            raise UserError(f"eval.online_learn={self.learn}: it replays chains, and this tree branches; use tree=chain")
+            raise UserError(
+                f"eval.online_learn={self.learn}: it replays chains, and this tree branches; use "
+                "tree=chain"
+            )
         if not has_weights(drafter) or drafter.capabilities.target_training:
-            raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
+            raise UserError(
+                "eval.online: this drafter has no weights of its own to learn with; use one that "
+                "was trained"
+            )
         if self.learn == "split" and drafter.capabilities.on_policy is None:
             raise UserError(
-                "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
+                "eval.online_learn=split: this family does not learn from replayed drafts; use "
+                "corrections or answers"
             )
         if self.learn == "dvi" and not weighs_drafts(drafter):
             raise UserError(
-                "eval.online_learn=dvi: this family does not weigh the tokens that it drafts; use corrections or answers, or a "
-                "drafter of recipe=gkd, eagle3 or hydra"
+                "eval.online_learn=dvi: this family does not weigh the tokens that it drafts; use "
+                "corrections or answers, or a drafter of recipe=gkd, eagle3 or hydra"
             )
 
     def snapshot(self, candidate: Candidate) -> None:
         save = candidate.save_learned or (lambda learnt: None)
-        self.learner = Learner(candidate.drafter, candidate.target, self.lr, self.every, self.learn, save)
+        self.learner = Learner(
+            candidate.drafter, candidate.target, self.lr, self.every, self.learn, save
+        )
 
     def adapt_system(self, candidate: Candidate, first: System) -> System:
         self.recorder = DraftRecorder(first.builder)
         return replace(first, builder=self.recorder)
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
-        still, builder = copy.deepcopy(candidate.drafter), copy.deepcopy(candidate.builder)
+        still = copy.deepcopy(candidate.drafter)
+        builder = copy.deepcopy(candidate.builder)
         return [System("static_drafter", "the same, not learning", still, builder, candidate.rule)]
 
     def begin(self) -> None:
@@ -178,7 +223,10 @@ class Online(EvalExtension):
         self.learner.read_answers(answers, self.recorder)
 
     def report(self, results: Results) -> dict[str, Any]:
-        curves = {name: acceptance_curve(results.turns[name], self.every) for name in ("drafter", "static_drafter")}
+        curves = {
+            name: acceptance_curve(results.turns[name], self.every)
+            for name in ("drafter", "static_drafter")
+        }
         plot_curves(results.folder / "online.svg", curves, self.every)
         return {"online": {**self.learner.summary(), "curves": curves}}
 
@@ -192,11 +240,15 @@ def drafts_from_root(drafter: Drafter) -> bool:
 def weighs_drafts(drafter: Drafter) -> bool:
     """Tell whether the loss weighs the tokens of a draft by their advantage."""
     on_policy = drafter.capabilities.on_policy
-    return on_policy is not None and (on_policy.language_model is not None or on_policy.learns_windows)
+    return on_policy is not None and (
+        on_policy.language_model is not None or on_policy.learns_windows
+    )
 
 
 def make_example(generation: Generation, corrections: bool) -> Example:
-    """Turn an answer into a training sequence; with `corrections`, only tokens that replaced a wrong draft carry loss."""
+    """Turn an answer into a training sequence; with `corrections`, only tokens that replaced a
+    wrong draft carry loss.
+    """
     tokens = generation.prompt + generation.output
     mask = [False] * len(generation.prompt) + [not corrections] * len(generation.output)
     if corrections:
@@ -235,8 +287,8 @@ def describe_online(online: dict[str, Any]) -> Iterator[str]:
     """Say how often the drafter learned, and what that gained."""
     ends = ", ".join(f"{name} {values[-1]:.2f}" for name, values in online["curves"].items())
     yield (
-        f"Online: {online['updates']} updates in {online['seconds']:.1f} s, learning from {online['learn']}; tokens per "
-        f"forward over the last {online['every']} prompts: {ends}."
+        f"Online: {online['updates']} updates in {online['seconds']:.1f} s, learning from "
+        f"{online['learn']}; tokens per forward over the last {online['every']} prompts: {ends}."
     )
 
 

@@ -1,4 +1,6 @@
-"""OPT-Tree: the tree of a budget with the largest expected length, by the drafter's own probabilities. Shapes: B batch."""
+"""OPT-Tree: the tree of a budget with the largest expected length, by the drafter's own
+probabilities. Shapes: B batch.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from spectrain.trees.token_tree import TokenTree
 
 
 class OptTree(TreeBuilder):
-    """OPT-Tree (Wang et al., 2024): the tree of `budget` nodes with the largest sum of path probabilities, its expected length.
+    """OPT-Tree (Wang et al., 2024): the tree of `budget` nodes with the largest sum of path
+    probabilities, its expected length.
 
-    Such a tree is the nodes with the largest ones, so only the newest level's members of it are drafted on. Drafting stops
-    where a level adds at most `threshold` expected tokens, which a draft step should cost in steps of the target.
+    Such a tree is the nodes with the largest ones, so only the newest level's members of it are
+    drafted on. Drafting stops where a level adds at most `threshold` expected tokens, which a draft
+    step should cost in steps of the target.
     """
 
     name = "opt"

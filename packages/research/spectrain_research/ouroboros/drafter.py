@@ -1,4 +1,5 @@
-"""Ouroboros (Zhao et al., 2024, arXiv 2402.13720): drafts are lengthened by phrases, which rejected drafts provide.
+"""Ouroboros (Zhao et al., 2024, arXiv 2402.13720): drafts are lengthened by phrases, which rejected
+drafts provide.
 
 Shapes: B batch, N nodes, M added nodes.
 """
@@ -37,11 +38,13 @@ class OuroborosCost(InnerCost):
 
 
 class Ouroboros(NestedDrafter):
-    """Hangs up to `phrases` phrases behind the last node of the draft of `inner`, whose token is their first one.
+    """Hangs up to `phrases` phrases behind the last node of the draft of `inner`, whose token is
+    their first one.
 
-    The pool of a text holds the runs of two and more rejected tokens that agree with the target's predictions at the tokens
-    before them and, with `phrases_from_text`, the n-grams of the prompt and the answer. In a tree the phrases continue the
-    likeliest leaves that have some. The paper's small model also drafts phrase by phrase; here `inner` drafts as it does alone.
+    The pool of a text holds the runs of two and more rejected tokens that agree with the target's
+    predictions at the tokens before them and, with `phrases_from_text`, the n-grams of the prompt
+    and the answer. In a tree the phrases continue the likeliest leaves that have some. The paper's
+    small model also drafts phrase by phrase; here `inner` drafts as it does alone.
     """
 
     _cost_type = OuroborosCost
@@ -49,11 +52,13 @@ class Ouroboros(NestedDrafter):
     def __init__(
         self,
         target: Target,
-        # Drafter whose drafts are lengthened: a run folder, a drafter directory, or a choice, alone or with settings.
+        # Drafter whose drafts are lengthened: a run folder, a drafter directory, or a choice, alone
+        # or with settings.
         inner: str | dict[str, Any] = "causal",
         # Largest number of phrases behind a draft.
         phrases: Count = 3,
-        # Largest number of tokens of a phrase, including the first one, which is the last token of the draft.
+        # Largest number of tokens of a phrase, including the first one, which is the last token of
+        # the draft.
         length: Steps = 4,
         # Whether the pool also has the n-grams of the prompt and of the answer.
         phrases_from_text: bool = True,
@@ -61,9 +66,12 @@ class Ouroboros(NestedDrafter):
         super().__init__(target, inner)
         # It reads the logits of its verification.
         self.capabilities = replace(self.capabilities, drafts_from_features=False)
-        self.num_phrases, self.length, self.phrases_from_text = phrases, max(2, length), phrases_from_text
+        self.num_phrases = phrases
+        self.length = max(2, length)
+        self.phrases_from_text = phrases_from_text
         self.pools: list[PhrasePool] = []
-        # The tree of this round, the target's predictions at its nodes, and the number of the inner drafter's nodes.
+        # The tree of this round, the target's predictions at its nodes, and the number of the inner
+        # drafter's nodes.
         self.tree: TokenTree | None = None
         self.answers: list[list[int]] = []
         self.num_inner = 0
@@ -83,7 +91,9 @@ class Ouroboros(NestedDrafter):
         return replace(self.inner.draft(context), add_mask_nodes=self._append_phrases)
 
     def _read_texts(self, context: Context) -> None:
-        """Add the phrases of committed tokens; in the first round those of the prompts, with their roots."""
+        """Add the phrases of committed tokens; in the first round those of the prompts, with
+        their roots.
+        """
         ends = (context.lengths + 1).tolist()
         counts = ends if context.begins else context.num_new.tolist()
         for pool, tokens, end, count in zip(self.pools, context.tokens.tolist(), ends, counts):
@@ -101,7 +111,9 @@ class Ouroboros(NestedDrafter):
             padding = [0] * (width - len(new_tokens))
             is_real = [True] * len(new_tokens) + [False] * len(padding)
             columns.append(([*new_tokens, *padding], [*new_parents, *padding], is_real))
-        tokens, parents, valid = (torch.tensor(part, device=tree.tokens.device) for part in zip(*columns))
+        tokens, parents, valid = (
+            torch.tensor(part, device=tree.tokens.device) for part in zip(*columns)
+        )
         return TokenTree(
             torch.cat([tree.tokens, tokens], dim=1),
             torch.cat([tree.parents, parents], dim=1),
@@ -111,18 +123,25 @@ class Ouroboros(NestedDrafter):
 
     def _find_branches(self, tree: TokenTree, row: int) -> tuple[list[int], list[int]]:
         """Return the tokens and parents of the nodes that phrases add to a row."""
-        tokens, parents, valid = (part[row].tolist() for part in (tree.tokens, tree.parents, tree.valid))
+        tokens, parents, valid = (
+            part[row].tolist() for part in (tree.tokens, tree.parents, tree.valid)
+        )
         scores = tree.depths[row].tolist() if tree.scores is None else tree.scores[row].tolist()
         inner_parents = {parent for parent, is_valid in zip(parents, valid) if is_valid}
-        leaves = [node for node, is_valid in enumerate(valid) if is_valid and node not in inner_parents]
+        leaves = [
+            node for node, is_valid in enumerate(valid) if is_valid and node not in inner_parents
+        ]
         new_tokens: list[int] = []
         new_parents: list[int] = []
         num_left = self.num_phrases
         for leaf in sorted(leaves, key=scores.__getitem__, reverse=True):
             continuations = self.pools[row].find_continuations(tokens[leaf], num_left)
-            branches, start = Trie.from_continuations(continuations), len(tokens) + len(new_tokens)
+            branches = Trie.from_continuations(continuations)
+            start = len(tokens) + len(new_tokens)
             new_tokens += branches.tokens[1:]
-            new_parents += [leaf if parent == 0 else start + parent - 1 for parent in branches.parents[1:]]
+            new_parents += [
+                leaf if parent == 0 else start + parent - 1 for parent in branches.parents[1:]
+            ]
             num_left -= len(continuations)
             if not num_left:
                 break
@@ -131,14 +150,23 @@ class Ouroboros(NestedDrafter):
     def verify(self, context: Context, tree: TokenTree) -> Features:
         features = super().verify(context, tree)
         assert features.logits is not None
-        self.tree, self.answers = tree, features.logits.argmax(-1).tolist()
+        self.tree = tree
+        self.answers = features.logits.argmax(-1).tolist()
         return features
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         super().commit(context, accepted)
         assert self.tree is not None
-        columns = (self.tree.tokens, self.tree.parents, self.tree.valid, accepted.path, accepted.counts)
-        for row, (tokens, parents, valid, path, count) in enumerate(zip(*(part.tolist() for part in columns))):
+        columns = (
+            self.tree.tokens,
+            self.tree.parents,
+            self.tree.valid,
+            accepted.path,
+            accepted.counts,
+        )
+        for row, (tokens, parents, valid, path, count) in enumerate(
+            zip(*(part.tolist() for part in columns))
+        ):
             if not int(context.num_new[row]):  # the text was done before
                 continue
             on_path = set(path[:count])

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 def find_agreeing_runs(
     tokens: Sequence[int], parents: Sequence[int], answers: Sequence[int], rejected: Sequence[bool]
 ) -> list[list[int]]:
-    """Return the longest runs of rejected nodes that each have the token that the target predicts at their parent.
+    """Return the longest runs of rejected nodes that each have the token that the target predicts
+    at their parent.
 
-    Such nodes were rejected only because an earlier one was wrong. Nodes are listed with parents before children; runs of a
-    single node are left out.
+    Such nodes were rejected only because an earlier one was wrong. Nodes are listed with parents
+    before children; runs of a single node are left out.
     """
     runs: dict[int, list[int]] = {}
     for node in range(1, len(tokens)):

@@ -1,8 +1,9 @@
 """Overlapped drafting on one GPU: in the same process, on a separate CUDA stream.
 
-A forward of the target is launched and returns before it has run. The follower then drafts on its stream, and waits for this
-stream alone when it reads its tokens. The two share no tensor that either writes: the follower reads the text, which is on the
-host, and the weights. On a CPU the same steps run one after the other, for tests.
+A forward of the target is launched and returns before it has run. The follower then drafts on its
+stream, and waits for this stream alone when it reads its tokens. The two share no tensor that
+either writes: the follower reads the text, which is on the host, and the weights. On a CPU the same
+steps run one after the other, for tests.
 """
 
 from __future__ import annotations
@@ -32,11 +33,20 @@ class StreamWorker:
         self.likely_outcomes: LikelyOutcomes | None = None
 
     def request_draft(
-        self, text: list[int], num_tokens: int, max_length: int | None = None, num_outcomes: int = 0, with_draft: bool = True
+        self,
+        text: list[int],
+        num_tokens: int,
+        max_length: int | None = None,
+        num_outcomes: int = 0,
+        with_draft: bool = True,
     ) -> None:
-        """Request tokens after a text, in place of any earlier request. A new text has room for `max_length` tokens."""
+        """Request tokens after a text, in place of any earlier request. A new text has room for
+        `max_length` tokens.
+        """
         self.request_number += 1
-        self.request = DraftRequest(self.request_number, text, num_tokens, max_length, num_outcomes, with_draft)
+        self.request = DraftRequest(
+            self.request_number, text, num_tokens, max_length, num_outcomes, with_draft
+        )
         with self._use_stream():
             if max_length is not None or num_tokens == STOP_DRAFTING:
                 self._drop_outcomes()
@@ -50,7 +60,9 @@ class StreamWorker:
         return self.result
 
     def run_pending(self) -> None:
-        """Draft what is requested while the target's forward runs, then after outcomes until it has finished."""
+        """Draft what is requested while the target's forward runs, then after outcomes until it
+        has finished.
+        """
         with self._use_stream() as is_verified:
             self._run_request()
             if self.likely_outcomes is not None:
@@ -58,7 +70,9 @@ class StreamWorker:
 
     @contextmanager
     def _use_stream(self) -> Iterator[Callable[[], bool]]:
-        """Use the separate stream; yield a check whether all work launched on the other stream so far has finished."""
+        """Use the separate stream; yield a check whether all work launched on the other stream
+        so far has finished.
+        """
         if self.stream is None:
             yield lambda: False
             return
@@ -68,11 +82,15 @@ class StreamWorker:
             yield event.query
 
     def _run_request(self) -> None:
-        request, self.request = self.request, None
+        request = self.request
+        self.request = None
         if request is None or request.num_tokens == STOP_DRAFTING:
             return
         if not request.num_outcomes:
-            self.result = self.follower.draft(request.text, request.num_tokens, lambda: False), False
+            self.result = (
+                self.follower.draft(request.text, request.num_tokens, lambda: False),
+                False,
+            )
             return
         drafted: list[int] | None = None if request.with_draft else []
         if self.likely_outcomes is not None and request.with_draft:

@@ -1,6 +1,8 @@
-"""OWL (2025): an LSTM whose first state is the target's own at a mask behind the newest verified token.
+"""OWL (2025): an LSTM whose first state is the target's own at a mask behind the newest verified
+token.
 
-Shapes: B batch, T tokens, N tokens and masks, R supervised masks, F frontier nodes, D target width, V vocabulary.
+Shapes: B batch, T tokens, N tokens and masks, R supervised masks, F frontier nodes, D target width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ if TYPE_CHECKING:
 
 
 class Owl(GatedMasks):
-    """One [SPEC] mask behind every verified node; the state h at the mask behind the accepted node starts the drafter:
+    """One [SPEC] mask behind every verified node; the state h at the mask behind the accepted node
+    starts the drafter:
 
-        s_0 = h, c_0 = 0        s_k, c_k = LSTM(E(x_k), s_(k-1), c_(k-1))        q_k = softmax(head(h + W s_k))
+        s_0 = h, c_0 = 0        s_k, c_k = LSTM(E(x_k), s_(k-1), c_(k-1))        q_k =
+        softmax(head(h + W s_k))
 
-    x_1 is the newest token, which the target has not run, E its embedding and head its output layer. The target is frozen: the
-    vector of the mask, the cell and W are trained. No drafted token attends to the text, so acceptance depends on its length
-    only through h. The mask sees its prefix, and nothing sees the mask: logits are those without it.
+    x_1 is the newest token, which the target has not run, E its embedding and head its output
+    layer. The target is frozen: the vector of the mask, the cell and W are trained. No drafted
+    token attends to the text, so acceptance depends on its length only through h. The mask sees its
+    prefix, and nothing sees the mask: logits are those without it.
     """
 
     def __init__(
@@ -53,10 +58,17 @@ class Owl(GatedMasks):
         super().__init__(
             target,
             MaskConfig(
-                num_masks=1, rank=0, sampler=False, strategy="quadratic", loss=loss, step_decay=step_decay,
-                mask_ratio=mask_ratio, consistency=0.0, seed=seed,
+                num_masks=1,
+                rank=0,
+                sampler=False,
+                strategy="quadratic",
+                loss=loss,
+                step_decay=step_decay,
+                mask_ratio=mask_ratio,
+                consistency=0.0,
+                seed=seed,
             ),
-        )  # fmt: skip
+        )
         self.num_steps = num_steps
         self.cell = nn.LSTMCell(target.width, target.width)
         self.output = nn.Linear(target.width, target.width, bias=False)
@@ -85,20 +97,29 @@ class Owl(GatedMasks):
     # Training
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        """Run the target over the batch with masks after some prefixes, and the cell over the true tokens after each mask."""
+        """Run the target over the batch with masks after some prefixes, and the cell over the
+        true tokens after each mask.
+        """
         blocks = self.make_blocks(batch, state)
         plan = ForwardPlan(
-            layers=("final",), grad=torch.is_grad_enabled(), positions=blocks.positions, mask=blocks.visible,
+            layers=("final",),
+            grad=torch.is_grad_enabled(),
+            positions=blocks.positions,
+            mask=blocks.visible,
             lengths=blocks.lengths,
-        )  # fmt: skip
+        )
         with self.insert_masks(target, blocks.mask_index):
             final = target.run(blocks.tokens, plan).at_layer("final")
         rows, first = blocks.supervised.nonzero().unbind(1)
         start = final[rows, first].to(self.output.weight.dtype)
-        hidden, memory, parts = start, torch.zeros_like(start), []
+        hidden = start
+        memory = torch.zeros_like(start)
+        parts = []
         for step in range(self.num_steps):
             index, is_judged = find_tokens(blocks, batch, rows, first, step)
-            hidden, memory = state.run_checkpointed(self.run_cell, blocks.tokens[rows, index], hidden, memory)
+            hidden, memory = state.run_checkpointed(
+                self.run_cell, blocks.tokens[rows, index], hidden, memory
+            )
             judged = is_judged.nonzero()[:, 0]
             next_index = (blocks.token_index[rows, index] + 1).clamp(max=batch.tokens.shape[1] - 1)
             parts.append(
@@ -113,9 +134,16 @@ class Owl(GatedMasks):
         weights = self.step_decay**steps
         weights = weights * (batch.loss_mask.sum() / weights.sum().clamp(min=1e-9))
         log_probs = TargetLogProbs(HeadTarget(anchors, self.head.projection))
-        result = head_loss(self.divergence, states, self.head.projection, labels, log_probs, row_weight=weights)
+        result = head_loss(
+            self.divergence, states, self.head.projection, labels, log_probs, row_weight=weights
+        )
         loss = result.loss + 0 * sum(parameter.sum() for parameter in self.parameters())
-        return Losses.by_depth({self.divergence: loss}, (result.predictions == result.labels).float(), steps, self.num_steps)
+        return Losses.by_depth(
+            {self.divergence: loss},
+            (result.predictions == result.labels).float(),
+            steps,
+            self.num_steps,
+        )
 
     # Decoding
 
@@ -126,8 +154,12 @@ class Owl(GatedMasks):
         return nn.ModuleList([self.cell, self.output, self.head.output])
 
 
-def find_tokens(blocks: MaskBlocks, batch: Batch, rows: Tensor, masks: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Return the index [R] of the token that draft step `step` after a mask reads, and whether its successor is supervised."""
+def find_tokens(
+    blocks: MaskBlocks, batch: Batch, rows: Tensor, masks: Tensor, step: int
+) -> tuple[Tensor, Tensor]:
+    """Return the index [R] of the token that draft step `step` after a mask reads, and whether
+    its successor is supervised.
+    """
     index = blocks.anchor_index[rows, masks] + step
     position = blocks.positions[rows, masks] + step
     last = blocks.tokens.shape[1] - 1
@@ -141,7 +173,10 @@ class CellRollout(Rollout):
     """One round: a node's state is that of the cell after its token and its parent's state."""
 
     def __init__(self, drafter: Owl, root: Tensor, start: Tensor) -> None:
-        self.drafter, self.root, self.first = drafter, root, start  # [B, D]
+        # [B, D]
+        self.drafter = drafter
+        self.root = root
+        self.first = start
         self.states = start[:, None]  # [B, nodes so far, D], the mask's first
         self.memories = torch.zeros_like(self.states)
 
@@ -155,7 +190,17 @@ class CellRollout(Rollout):
         """Return log q [B, F, V] after nodes below `parents` [B, F], among the states."""
         index = parents[..., None].expand(-1, -1, self.states.shape[-1])
         before = (part.gather(1, index).flatten(0, 1) for part in (self.states, self.memories))
-        state, memory = (part.unflatten(0, tokens.shape) for part in self.drafter.run_cell(tokens.flatten(), *before))
-        self.states, self.memories = torch.cat([self.states, state], dim=1), torch.cat([self.memories, memory], dim=1)
+        state, memory = (
+            part.unflatten(0, tokens.shape)
+            for part in self.drafter.run_cell(tokens.flatten(), *before)
+        )
+        self.states, self.memories = (
+            torch.cat([self.states, state], dim=1),
+            torch.cat([self.memories, memory], dim=1),
+        )
         hidden = self.first[:, None] + self.drafter.output(state)
-        return self.drafter.head.logits(hidden.to(self.drafter.head.output.weight.dtype)).float().log_softmax(-1)
+        return (
+            self.drafter.head.logits(hidden.to(self.drafter.head.output.weight.dtype))
+            .float()
+            .log_softmax(-1)
+        )

@@ -1,8 +1,10 @@
-"""A target whose layers run in several processes, with several runs of one text in flight (PipeInfer, arXiv 2407.11798).
+"""A target whose layers run in several processes, with several runs of one text in flight
+(PipeInfer, arXiv 2407.11798).
 
-Every process has the layers of one stage and a cache of its own; pipes carry hidden states from stage to stage. The main
-process drafts, sends runs and judges them in order. A run says where it begins, and each stage cuts its cache there, so a
-cancelled run needs no message of its own: a number that all processes share tells stages which runs to drop.
+Every process has the layers of one stage and a cache of its own; pipes carry hidden states from
+stage to stage. The main process drafts, sends runs and judges them in order. A run says where it
+begins, and each stage cuts its cache there, so a cancelled run needs no message of its own: a
+number that all processes share tells stages which runs to drop.
 Shapes: N tokens, D width, V vocabulary.
 """
 
@@ -44,7 +46,8 @@ class StageRun:
     start: int  # position of its first token
     tokens: list[int]
     max_length: int | None = None  # largest length of a new text; None continues the earlier one
-    states: Tensor | None = None  # [1, N, D] after the last stage, or logits [1, N, V]; None where a stage dropped the run
+    # [1, N, D] after the last stage, or logits [1, N, V]; None where a stage dropped the run
+    states: Tensor | None = None
     seconds: tuple[float, ...] = ()  # that every stage took
 
 
@@ -59,7 +62,8 @@ class Pipeline:
     num_runs: int = 0
     num_dropped: int = 0  # runs that a stage dropped
     draft_tokens: DraftTokens | None = field(default=None, repr=False)  # in place of the drafter's
-    stage_seconds: list[tuple[float, ...]] = field(default_factory=list, repr=False)  # of every judged run
+    # of every judged run
+    stage_seconds: list[tuple[float, ...]] = field(default_factory=list, repr=False)
     draft_seconds: list[float] = field(default_factory=list, repr=False)  # of every drafted run
 
     @property
@@ -77,27 +81,43 @@ class Pipeline:
         processes = StageProcesses(session.target, self)
         draft_tokens, builder = self.draft_tokens, session.builder
         follower = None if session.drafter is None else Follower(session.drafter, session.target)
-        return lambda: PipelinedRunner((session.target, session.rule, builder), processes, self, follower or draft_tokens)
+        return lambda: PipelinedRunner(
+            (session.target, session.rule, builder), processes, self, follower or draft_tokens
+        )
 
 
 def check_pipeline(
-    drafter: Drafter | None, builder: TreeBuilder, rule: AcceptanceRule, target: Target, pipeline: Pipeline
+    drafter: Drafter | None,
+    builder: TreeBuilder,
+    rule: AcceptanceRule,
+    target: Target,
+    pipeline: Pipeline,
 ) -> None:
     """Raise a UserError for drafters, trees, rules and targets that a pipeline cannot run."""
     if pipeline.draft_tokens is None and not isinstance(drafter, RewindableDrafter):
-        raise UserError("eval.pipeline: this drafter reads what the target computes, so it cannot draft ahead of it; use "
-                        "drafter=causal, universal or ngram")  # fmt: skip
+        raise UserError(
+            "eval.pipeline: this drafter reads what the target computes, so it cannot draft "
+            "ahead of it; use drafter=causal, universal or ngram"
+        )
     if not builder.is_chain or not builder.is_fixed or builder.children != "deterministic":
-        raise UserError("eval.pipeline: runs are chains of one length; use tree=chain without tree.stop or tree.children")
+        raise UserError(
+            "eval.pipeline: runs are chains of one length; use tree=chain without tree.stop or "
+            "tree.children"
+        )
     if not rule.fixes_choice:
-        raise UserError(f"acceptance={rule.name}: its tokens depend on the drafts; use greedy or match with eval.pipeline")
+        raise UserError(
+            f"acceptance={rule.name}: its tokens depend on the drafts; use greedy or match with "
+            "eval.pipeline"
+        )
     if target.device.type != "cpu":
         raise UserError(
-            f"eval.pipeline: its processes are for a CPU, and the target is on {target.device}; use target.device=cpu"
+            f"eval.pipeline: its processes are for a CPU, and the target is on {target.device}; "
+            "use target.device=cpu"
         )
     if not 1 <= pipeline.num_stages <= target.num_layers:
         raise UserError(
-            f"eval.stages={pipeline.num_stages}: {target.name} has {target.num_layers} layers; use as many or fewer"
+            f"eval.stages={pipeline.num_stages}: {target.name} has {target.num_layers} layers; "
+            "use as many or fewer"
         )
 
 
@@ -109,7 +129,9 @@ def serve_stage(
     span: tuple[int, int],
     control: tuple[Any, float],
 ) -> None:
-    """Run the layers `span` of every run that arrives, until the connection closes; drop runs below the shared number."""
+    """Run the layers `span` of every run that arrives, until the connection closes; drop runs
+    below the shared number.
+    """
     receiver, sender = ends
     for other in others:
         other.close()
@@ -130,17 +152,25 @@ def serve_stage(
             cache.crop(torch.tensor([run.start]))
             states = run_layers(target, cache, run, span)
             time.sleep(delay)
-            sender.send(replace(run, states=states, seconds=(*run.seconds, time.perf_counter() - begin)))
+            sender.send(
+                replace(run, states=states, seconds=(*run.seconds, time.perf_counter() - begin))
+            )
 
 
 def run_layers(target: Target, cache: Any, run: StageRun, span: tuple[int, int]) -> Tensor:
-    """Run some layers over the tokens of a run and return what enters the next stage, or the logits after the last one."""
+    """Run some layers over the tokens of a run and return what enters the next stage, or the
+    logits after the last one.
+    """
     first, last = span
     is_last = last == target.num_layers
     tokens = torch.tensor([run.tokens])
     positions = run.start + torch.arange(len(run.tokens))[None]
-    layers = LayerSpan(first=first, last=None if is_last else last, hidden=run.states if first else None)
-    plan = ForwardPlan(() if is_last else (last,), is_last, positions=positions, cache=cache, span=layers)
+    layers = LayerSpan(
+        first=first, last=None if is_last else last, hidden=run.states if first else None
+    )
+    plan = ForwardPlan(
+        () if is_last else (last,), is_last, positions=positions, cache=cache, span=layers
+    )
     features = target.run(tokens, plan)
     cache.commit(None, torch.tensor([len(run.tokens)]))
     states = features.logits if is_last else features.at_layer(last)
@@ -149,22 +179,28 @@ def run_layers(target: Target, cache: Any, run: StageRun, span: tuple[int, int])
 
 
 class StageProcesses:
-    """The processes of the stages, forked from this one with its weights, and the pipes between them."""
+    """The processes of the stages, forked from this one with its weights, and the pipes between
+    them.
+    """
 
     def __init__(self, target: Target, pipeline: Pipeline) -> None:
-        count, context = pipeline.num_stages, multiprocessing.get_context("fork")
+        count = pipeline.num_stages
+        context = multiprocessing.get_context("fork")
         pipes = [context.Pipe(duplex=False) for _ in range(count + 1)]
         bounds = [round(number * target.num_layers / count) for number in range(count + 1)]
-        self.first_valid, self.cancels_early = context.Value("l", 0), pipeline.cancels_early
+        self.first_valid = context.Value("l", 0)
+        self.cancels_early = pipeline.cancels_early
         every = [end for pipe in pipes for end in pipe]
         self.processes = []
         for number in range(count):
             ends = pipes[number][0], pipes[number + 1][1]
-            others, span = [end for end in every if end not in ends], (bounds[number], bounds[number + 1])
+            others = [end for end in every if end not in ends]
+            span = (bounds[number], bounds[number + 1])
             arguments = ends, others, target, span, (self.first_valid, pipeline.delay)
             self.processes.append(context.Process(target=serve_stage, args=arguments, daemon=True))
             self.processes[-1].start()
-        self.sender, self.receiver = pipes[0][1], pipes[-1][0]
+        self.sender = pipes[0][1]
+        self.receiver = pipes[-1][0]
         for end in every:
             if end not in (self.sender, self.receiver):
                 end.close()
@@ -182,7 +218,9 @@ class StageProcesses:
         return run
 
     def receive_run(self, number: int) -> tuple[StageRun, int]:
-        """Wait for a run and return it with its logits, and how many dropped runs arrived before it."""
+        """Wait for a run and return it with its logits, and how many dropped runs arrived before
+        it.
+        """
         dropped = 0
         try:
             while True:
@@ -200,7 +238,9 @@ class StageProcesses:
 
 
 class PipelinedRunner(EagerRunner):
-    """Decodes one text by stages in other processes. A round is a run: drafts, sent ahead, and the judgement of the oldest."""
+    """Decodes one text by stages in other processes. A round is a run: drafts, sent ahead, and
+    the judgement of the oldest.
+    """
 
     def __init__(
         self,
@@ -210,23 +250,31 @@ class PipelinedRunner(EagerRunner):
         drafts: Follower | DraftTokens | None,
     ) -> None:
         super().__init__(*parts[:2])
-        self.builder, self.processes, self.pipeline, self.drafts = parts[2], processes, pipeline, drafts
+        self.builder = parts[2]
+        self.processes = processes
+        self.pipeline = pipeline
+        self.drafts = drafts
         self.text: list[int] = []  # emitted tokens, the newest last
         self.stream: list[int] = []  # drafts in flight after it
         self.runs: deque[StageRun] = deque()
 
     def prefill(self, request: Request) -> list[int]:
         if len(request.prompts) != 1:
-            raise UserError(f"eval.pipeline: {len(request.prompts)} texts at once; use eval.batch_size=1")
+            raise UserError(
+                f"eval.pipeline: {len(request.prompts)} texts at once; use eval.batch_size=1"
+            )
         (prompt,), depth = request.prompts, self.builder.depth
         room = (self.pipeline.in_flight + 2) * (depth + 2)
         self.processes.cancel_runs()
         self.sequence_ids = torch.tensor(request.sequence_ids)
         if isinstance(self.drafts, Follower):
             self.drafts.start_text(len(prompt) + request.max_new_tokens + 2 * room, depth)
-        run = self.processes.send_run(0, list(prompt), len(prompt) + request.max_new_tokens + 2 * room)
+        run = self.processes.send_run(
+            0, list(prompt), len(prompt) + request.max_new_tokens + 2 * room
+        )
         run, _ = self.processes.receive_run(run.number)
-        self.text, self.stream = [*prompt, self._choose_tokens(run)[-1]], []
+        self.text = [*prompt, self._choose_tokens(run)[-1]]
+        self.stream = []
         self.runs.clear()
         return self.text[-1:]
 
@@ -242,8 +290,11 @@ class PipelinedRunner(EagerRunner):
         received = time.perf_counter()
         emitted = self._judge_run(self._choose_tokens(run))
         seconds = {
-            "draft": drafted - begin, "verify": received - drafted, "accept": time.perf_counter() - received, "other": 0.0
-        }  # fmt: skip
+            "draft": drafted - begin,
+            "verify": received - drafted,
+            "accept": time.perf_counter() - received,
+            "other": 0.0,
+        }
         record = RoundRecord(emitted, self.builder.depth, len(run.tokens), 0)
         return [([record], seconds)]
 
@@ -251,12 +302,16 @@ class PipelinedRunner(EagerRunner):
         """Return the target's token after every token of a run."""
         assert run.states is not None
         positions = run.start + 1 + torch.arange(len(run.tokens))[None]
-        tokens: list[int] = self.rule.choose_tokens(run.states, self.sequence_ids, positions)[0].tolist()
+        tokens: list[int] = self.rule.choose_tokens(run.states, self.sequence_ids, positions)[
+            0
+        ].tolist()
         return tokens
 
     def _send_draft(self) -> bool:
         """Draft after all that is in flight and send it; return whether anything was sent."""
-        ahead, depth, begin = [*self.text, *self.stream], self.builder.depth, time.perf_counter()
+        ahead = [*self.text, *self.stream]
+        depth = self.builder.depth
+        begin = time.perf_counter()
         if isinstance(self.drafts, Follower):
             drafts = self.drafts.draft(ahead, depth, lambda: False)
         else:

@@ -1,6 +1,8 @@
-"""Simulated decoding of one text by a pipeline of stages, with several runs in flight; and of texts that share a drafter.
+"""Simulated decoding of one text by a pipeline of stages, with several runs in flight; and of texts
+that share a drafter.
 
-A run is a piece of a text's draft that the stages of the target verify one after another. All times are seconds. Nothing here
+A run is a piece of a text's draft that the stages of the target verify one after another. All times
+are seconds. Nothing here
 decodes: what it returns is a simulation.
 """
 
@@ -17,7 +19,8 @@ from typing import Any
 class PipelineSetup:
     """The stages of a target, the drafter before them, and how drafts fill them."""
 
-    # Seconds of a run in each stage; a run costs the same whatever its number of tokens, as weights dominate.
+    # Seconds of a run in each stage; a run costs the same whatever its number of tokens, as weights
+    # dominate.
     stage_seconds: tuple[float, ...]
     # Seconds of drafting a token.
     draft_seconds: float
@@ -25,9 +28,11 @@ class PipelineSetup:
     depth: int
     # Largest number of runs in flight.
     in_flight: int = 1
-    # Whether stages drop runs that were cancelled before they began them (PipeInfer's early cancellation).
+    # Whether stages drop runs that were cancelled before they began them (PipeInfer's early
+    # cancellation).
     cancels_early: bool = True
-    # Stage whose output drafts the next token, instead of a drafter: a run begins when the one before it leaves this stage.
+    # Stage whose output drafts the next token, instead of a drafter: a run begins when the one
+    # before it leaves this stage.
     exit_stage: int | None = None
 
 
@@ -41,10 +46,12 @@ class SimulatedRun:
 
 
 class PipelineSimulator:
-    """A discrete-event simulation of one text; the runner of `processes.py` does the same with real stages.
+    """A discrete-event simulation of one text; the runner of `processes.py` does the same with real
+    stages.
 
-    The main process drafts while fewer than `in_flight` runs are on their way, then waits for the oldest one and judges it. A
-    wrong draft cancels all later runs. `is_right` says of a position in the text whether the draft of its token is right.
+    The main process drafts while fewer than `in_flight` runs are on their way, then waits for the
+    oldest one and judges it. A wrong draft cancels all later runs. `is_right` says of a position in
+    the text whether the draft of its token is right.
     """
 
     def __init__(self, setup: PipelineSetup, is_right: Callable[[int], bool]) -> None:
@@ -56,22 +63,29 @@ class PipelineSimulator:
 
     def simulate_text(self, num_tokens: int) -> float:
         """Return the seconds until so many tokens are emitted after the first."""
-        position, drafted = 0, 0  # tokens emitted; drafts in flight after them
+        # tokens emitted; drafts in flight after them
+        position = 0
+        drafted = 0
         runs: deque[SimulatedRun] = deque()
-        is_fresh = True  # the next run begins with the newest token, whose successor no run predicts
+        # the next run begins with the newest token, whose successor no run predicts
+        is_fresh = True
         while position < num_tokens:
             while len(runs) < self.setup.in_flight:
                 runs.append(self.send_run(runs[-1] if runs else None, is_fresh))
-                drafted, is_fresh = drafted + self.setup.depth, False
+                drafted = drafted + self.setup.depth
+                is_fresh = False
             run = runs.popleft()
             self.now = max(self.now, run.ends[-1])
             position, drafted, is_whole = self.judge_run(run, position, drafted)
             if not is_whole:
                 self.cancel_runs(runs)
-                drafted, is_fresh = 0, True
+                drafted = 0
+                is_fresh = True
             elif not runs:
-                # The last prediction of the run is the newest token, and nothing was drafted after it.
-                drafted, is_fresh = 0, True
+                # The last prediction of the run is the newest token, and nothing was drafted after
+                # it.
+                drafted = 0
+                is_fresh = True
                 position += 1
         return self.now
 
@@ -82,7 +96,8 @@ class PipelineSimulator:
             self.now += setup.depth * setup.draft_seconds
         elif before is not None:
             self.now = max(self.now, before.ends[setup.exit_stage])
-        run, at = SimulatedRun(setup.depth + is_fresh), self.now
+        run = SimulatedRun(setup.depth + is_fresh)
+        at = self.now
         for stage, seconds in enumerate(setup.stage_seconds):
             run.begins.append(max(at, self.free[stage]))
             at = self.free[stage] = run.begins[-1] + seconds
@@ -92,11 +107,14 @@ class PipelineSimulator:
         return run
 
     def judge_run(self, run: SimulatedRun, position: int, drafted: int) -> tuple[int, int, bool]:
-        """Return the position after the run, the drafts that stay in flight, and whether none of its checks failed."""
+        """Return the position after the run, the drafts that stay in flight, and whether none of
+        its checks failed.
+        """
         checks = min(run.size, drafted)  # a prediction without a draft after it is checked by none
         for _ in range(checks):
             right = self.is_right(position)
-            position, drafted = position + 1, drafted - 1
+            position = position + 1
+            drafted = drafted - 1
             if not right:
                 return position, 0, False
         return position, drafted, True
@@ -106,7 +124,11 @@ class PipelineSimulator:
         self.num_cancelled += len(runs)
         if self.setup.cancels_early:
             for stage in range(len(self.free)):
-                begun = [run.ends[stage] for run in self.sent if run not in runs or run.begins[stage] < self.now]
+                begun = [
+                    run.ends[stage]
+                    for run in self.sent
+                    if run not in runs or run.begins[stage] < self.now
+                ]
                 self.free[stage] = max(begun, default=0.0)
         runs.clear()
         self.sent = deque(run for run in self.sent if run.ends[-1] > self.now)
@@ -115,9 +137,11 @@ class PipelineSimulator:
 def simulate_shared_drafter(
     num_texts: int, draft: float, verify: float, tokens_per_round: float, num_rounds: int = 2000
 ) -> float:
-    """Return the tokens per second of texts that share one drafter and one target, each served first come, first served (SEED).
+    """Return the tokens per second of texts that share one drafter and one target, each served
+    first come, first served (SEED).
 
-    While the target verifies one text the drafter drafts for another one. Every text alternates between the two.
+    While the target verifies one text the drafter drafts for another one. Every text alternates
+    between the two.
     """
     ready = [0.0] * num_texts  # when each text may be drafted for
     drafter_free = target_free = 0.0
@@ -130,18 +154,27 @@ def simulate_shared_drafter(
 
 
 def simulate_systems(
-    stages: int, in_flight: int, depth: int, times: dict[str, float], accept_rate: float, num_tokens: int = 4000
+    stages: int,
+    in_flight: int,
+    depth: int,
+    times: dict[str, float],
+    accept_rate: float,
+    num_tokens: int = 4000,
 ) -> dict[str, Any]:
-    """Return the simulated speedups of pipelined systems over plain decoding with the same pipeline.
+    """Return the simulated speedups of pipelined systems over plain decoding with the same
+    pipeline.
 
-    `times` are the measured seconds of one process: "draft" a token, "verify" a run. Stages share the verification equally.
-    Drafts are right at random with the rate `accept_rate`.
+    `times` are the measured seconds of one process: "draft" a token, "verify" a run. Stages share
+    the verification equally. Drafts are right at random with the rate `accept_rate`.
     """
-    stage, draft = times["verify"] / stages, times["draft"]
+    stage = times["verify"] / stages
+    draft = times["draft"]
     setups = {
         "one_run": PipelineSetup((stage,) * stages, draft, depth),
         "pipeinfer": PipelineSetup((stage,) * stages, draft, depth, in_flight),
-        "pipeinfer_without_cancellation": PipelineSetup((stage,) * stages, draft, depth, in_flight, cancels_early=False),
+        "pipeinfer_without_cancellation": PipelineSetup(
+            (stage,) * stages, draft, depth, in_flight, cancels_early=False
+        ),
         "pipedec": PipelineSetup((stage,) * stages, draft, 1, stages),
         "speed_or_ppd": PipelineSetup((stage,) * stages, 0.0, 1, stages, exit_stage=0),
     }
@@ -150,8 +183,18 @@ def simulate_systems(
         random = Random(0)
         rights = [random.random() < accept_rate for _ in range(num_tokens + depth + 1)]
         simulator = PipelineSimulator(setup, rights.__getitem__)
-        speedups[name] = round(num_tokens * times["verify"] / simulator.simulate_text(num_tokens), 4)
+        speedups[name] = round(
+            num_tokens * times["verify"] / simulator.simulate_text(num_tokens), 4
+        )
     tokens = sum(accept_rate**k for k in range(depth + 1))
     alone = simulate_shared_drafter(1, depth * draft, times["verify"], tokens)
-    speedups["seed_throughput"] = round(simulate_shared_drafter(in_flight, depth * draft, times["verify"], tokens) / alone, 4)
-    return {"stages": stages, "in_flight": in_flight, "depth": depth, "accept_rate": round(accept_rate, 4), **speedups}
+    speedups["seed_throughput"] = round(
+        simulate_shared_drafter(in_flight, depth * draft, times["verify"], tokens) / alone, 4
+    )
+    return {
+        "stages": stages,
+        "in_flight": in_flight,
+        "depth": depth,
+        "accept_rate": round(accept_rate, 4),
+        **speedups,
+    }

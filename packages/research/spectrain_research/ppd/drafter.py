@@ -1,4 +1,5 @@
-"""Parallel prompt decoding (PPD, Chen et al., 2024, arXiv 2405.18628): learned prompt tokens in several chains.
+"""Parallel prompt decoding (PPD, Chen et al., 2024, arXiv 2405.18628): learned prompt tokens in
+several chains.
 
 Shapes: B batch, E chains, K masks, D target width.
 """
@@ -29,8 +30,9 @@ class PromptTokenConfig(MaskConfig):
 
 
 class PromptTokens(GatedMasks):
-    """`ensembles` chains of prompt tokens after a prefix, which do not see each other, and whose states are averaged (section
-    3.3). With `num_hosts` they follow the nodes where a round is likeliest to end, the paper's sparse tree."""
+    """`ensembles` chains of prompt tokens after a prefix, which do not see each other, and whose
+    states are averaged (section 3.3). With `num_hosts` they follow the nodes where a round is
+    likeliest to end, the paper's sparse tree."""
 
     saved = SavedFiles(shape=("num_masks", "rank", "alpha", "sampler", "ensembles"))
 

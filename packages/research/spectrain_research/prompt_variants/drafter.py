@@ -1,4 +1,5 @@
-"""A language-only drafter that reads a prompt with images in several variants, and averages what it drafts (IbED, TABED).
+"""A language-only drafter that reads a prompt with images in several variants, and averages what it
+drafts (IbED, TABED).
 
 Shapes: B texts, R variants, F nodes, V vocabulary.
 """
@@ -44,11 +45,12 @@ class VariantText:
 
 
 class PromptVariants(Causal):
-    """A small language model that drafts for a target of text and images from variants of the prompt: with the placeholder
-    tokens of images (kept), without them (dropped: a drafter that knows language alone) or with four of each image (pooled).
+    """A small language model that drafts for a target of text and images from variants of the
+    prompt: with the placeholder tokens of images (kept), without them (dropped: a drafter that
+    knows language alone) or with four of each image (pooled).
 
-    The draft's distribution is the average of those of all variants, weighed alike or by how often the variant's likeliest
-    token was right lately. Without images all variants are the same text.
+    The draft's distribution is the average of those of all variants, weighed alike or by how often
+    the variant's likeliest token was right lately. Without images all variants are the same text.
     """
 
     capabilities = Capabilities()
@@ -60,12 +62,14 @@ class PromptVariants(Causal):
         variants: list[str] | None = None,
         # How variants are weighed: alike (mean), or by how often each was right lately (recent).
         weights: Literal["mean", "recent"] = "mean",
-        # Number of the target's layers to copy, evenly spaced with the first and the last; null when model or architecture
-        # gives the drafter.
+        # Number of the target's layers to copy, evenly spaced with the first and the last; null
+        # when model or architecture gives the drafter.
         num_layers: int | None = None,
-        # Directory or hub name of a small causal model to start from; null when num_layers or architecture gives the drafter.
+        # Directory or hub name of a small causal model to start from; null when num_layers or
+        # architecture gives the drafter.
         model: str | None = None,
-        # Transformers configuration of a new, random model; null when num_layers or model gives the drafter.
+        # Transformers configuration of a new, random model; null when num_layers or model gives the
+        # drafter.
         architecture: dict[str, Any] | None = None,
         # Divergence between the target's and the drafter's next-token distributions.
         loss: LossName = "forward_kl",
@@ -74,19 +78,24 @@ class PromptVariants(Causal):
         chosen = [*VARIANTS] if variants is None else variants
         if not chosen or any(name not in VARIANTS for name in chosen):
             raise UserError(f"drafter.variants={chosen}: use {', '.join(VARIANTS)}, one or more")
-        self.variants, self.weights = chosen, weights
-        self.capabilities = replace(self.capabilities, on_policy=None, scores_path_at_once=False, capture=None)
+        self.variants = chosen
+        self.weights = weights
+        self.capabilities = replace(
+            self.capabilities, on_policy=None, scores_path_at_once=False, capture=None
+        )
         self.placeholder_id = target.vision.placeholder_id if target.vision.has_vision else -1
         self.readers: list[Causal] = []
         self.prompts: list[list[list[int]]] = []  # [R][B] the variants of every prompt
         self.prompt_lengths: list[int] = []
         self.records: Tensor = torch.zeros(0)  # [R, B] how often each variant was right lately
-        self.guesses: Tensor | None = None  # [R, B] the likeliest token of each variant after the last root
+        # [R, B] the likeliest token of each variant after the last root
+        self.guesses: Tensor | None = None
 
     def change_prompt(self, prompt: Sequence[int], variant: str) -> list[int]:
         """Return a variant of a prompt."""
         limit = {"kept": len(prompt), "dropped": 0, "pooled": POOLED_TOKENS}[variant]
-        changed, run = list[int](), 0
+        changed = list[int]()
+        run = 0
         for token in prompt:
             run = run + 1 if token == self.placeholder_id else 0
             if run <= limit:
@@ -105,7 +114,10 @@ class PromptVariants(Causal):
             self._record_round(rows, context)
         rollouts = []
         for reader, prompts in zip(self.readers, self.prompts):
-            texts = [prompt + row[length:] for prompt, row, length in zip(prompts, rows, self.prompt_lengths)]
+            texts = [
+                prompt + row[length:]
+                for prompt, row, length in zip(prompts, rows, self.prompt_lengths)
+            ]
             rollout = Causal.draft(reader, self._make_context(context, reader.cache, texts)).rollout
             assert rollout is not None
             rollouts.append(rollout)
@@ -116,7 +128,9 @@ class PromptVariants(Causal):
     def _begin(self, context: Context, rows: list[list[int]]) -> None:
         """Make the variants of all prompts, each with a reader of its own that shares the model."""
         self.prompt_lengths = [len(row) - 1 for row in rows]
-        self.prompts = [[self.change_prompt(row[:-1], variant) for row in rows] for variant in self.variants]
+        self.prompts = [
+            [self.change_prompt(row[:-1], variant) for row in rows] for variant in self.variants
+        ]
         self.readers = [copy.copy(self) for _ in self.variants]
         for reader in self.readers:
             reader.cache = None
@@ -124,23 +138,33 @@ class PromptVariants(Causal):
         self.guesses = None
 
     def _record_round(self, rows: list[list[int]], context: Context) -> None:
-        """Judge every variant's likeliest token after the last root by the token that followed it."""
+        """Judge every variant's likeliest token after the last root by the token that followed
+        it.
+        """
         assert self.guesses is not None
         following = torch.tensor(
-            [row[length + 1] if len(row) > length + 1 else -1 for row, length in zip(rows, self.last_lengths)],
+            [
+                row[length + 1] if len(row) > length + 1 else -1
+                for row, length in zip(rows, self.last_lengths)
+            ],
             device=self.guesses.device,
         )
         is_right = (self.guesses == following).float()
-        self.records = torch.where(following >= 0, MEMORY * self.records + (1 - MEMORY) * is_right, self.records)
+        self.records = torch.where(
+            following >= 0, MEMORY * self.records + (1 - MEMORY) * is_right, self.records
+        )
 
     def _variant_weights(self) -> Tensor:
         """Return the weight [R, B] of each variant."""
         records = torch.ones_like(self.records) if self.weights == "mean" else self.records + 0.05
         return records / records.sum(0)
 
-    def _make_context(self, context: Context, cache: TreeCache | None, texts: list[list[int]]) -> Context:
+    def _make_context(
+        self, context: Context, cache: TreeCache | None, texts: list[list[int]]
+    ) -> Context:
         """Return the context of one variant of the texts."""
-        device, size = context.tokens.device, context.tokens.shape[1]
+        device = context.tokens.device
+        size = context.tokens.shape[1]
         tokens = torch.tensor([text + [0] * (size - len(text)) for text in texts], device=device)
         lengths = torch.tensor([len(text) - 1 for text in texts], device=device)
         unread = lengths if cache is None else lengths - cache.lengths
@@ -162,13 +186,18 @@ class PromptVariants(Causal):
             Causal.commit(reader, context, accepted)
 
     def rewind(self, lengths: Tensor) -> None:
-        raise UserError("drafter=prompt_variants: another process cannot draft ahead with it; leave out eval.overlap")
+        raise UserError(
+            "drafter=prompt_variants: another process cannot draft ahead with it; leave out "
+            "eval.overlap"
+        )
 
 
 class MeanRollout(Rollout):
     """One round over several variants: a node's distribution is the weighed average of theirs."""
 
-    def __init__(self, drafter: PromptVariants, rollouts: Sequence[Rollout], weights: Tensor) -> None:
+    def __init__(
+        self, drafter: PromptVariants, rollouts: Sequence[Rollout], weights: Tensor
+    ) -> None:
         self.drafter, self.rollouts = drafter, rollouts
         self.log_weights = weights.log()[..., None, None]  # [R, B, 1, 1]
 

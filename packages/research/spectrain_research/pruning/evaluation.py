@@ -1,4 +1,6 @@
-"""Evaluation with pruned trees: the drafter's own ones, or a sweep over layers and numbers of tokens."""
+"""Evaluation with pruned trees: the drafter's own ones, or a sweep over layers and numbers of
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class PruningExtension(EvalExtension):
 
 @dataclass
 class PruneSweep(PruningExtension, GridSweep):
-    """Decodes with the same tree, pruned after every exit by every top k; the layers that drafting runs are never pruned."""
+    """Decodes with the same tree, pruned after every exit by every top k; the layers that
+    drafting runs are never pruned.
+    """
 
     exits: Sequence[int] | None
     tops: Sequence[int]
@@ -50,7 +54,16 @@ class PruneSweep(PruningExtension, GridSweep):
                 label = f"pruned after {layer} layers, top {top_k}"
                 pruning = Pruning(layer, top_k)
                 pruning.check_settings(rule, candidate.target)
-                systems.append(System(self.grid.cell_name(layer, top_k), label, drafter, builder, rule, pruning=pruning))
+                systems.append(
+                    System(
+                        self.grid.cell_name(layer, top_k),
+                        label,
+                        drafter,
+                        builder,
+                        rule,
+                        pruning=pruning,
+                    )
+                )
         return systems
 
 
@@ -70,12 +83,21 @@ class PrunedTrees(PruningExtension):
         return replace(first, pruning=Pruning(self.layer, self.top_k))
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
-        return [System("unpruned", "the same, not pruned", candidate.drafter, candidate.builder, candidate.rule)]
+        return [
+            System(
+                "unpruned",
+                "the same, not pruned",
+                candidate.drafter,
+                candidate.builder,
+                candidate.rule,
+            )
+        ]
 
 
 def check_pruned_tree(builder: TreeBuilder) -> None:
     """Refuse a builder that learns from verified trees, which pruning would mislead."""
     if builder.learns_from_trees:
         raise UserError(
-            f"tree={builder.name}: it learns from the trees that are verified, and pruned ones mislead it; use tree=auto"
+            f"tree={builder.name}: it learns from the trees that are verified, and pruned ones "
+            "mislead it; use tree=auto"
         )

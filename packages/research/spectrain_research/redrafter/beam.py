@@ -14,11 +14,12 @@ from spectrain.trees.token_tree import TokenTree
 
 
 class Beam(Eagle2):
-    """ReDrafter's beam search (Zhang et al., 2024, section 3): of every length the `top_k` likeliest paths go on, and the last
-    of them are verified, merged where they begin alike.
+    """ReDrafter's beam search (Zhang et al., 2024, section 3): of every length the `top_k`
+    likeliest paths go on, and the last of them are verified, merged where they begin alike.
 
-    It grows as EAGLE-2's tree does and differs in what stays: whole beams, the best first, as many as `budget` nodes hold once
-    they are merged. A node that no last beam goes through is not verified, however likely it is by itself.
+    It grows as EAGLE-2's tree does and differs in what stays: whole beams, the best first, as many
+    as `budget` nodes hold once they are merged. A node that no last beam goes through is not
+    verified, however likely it is by itself.
     """
 
     name = "beam"
@@ -35,7 +36,8 @@ class Beam(Eagle2):
         super().__init__(depth, budget, top_k)
         if budget <= depth:
             raise UserError(
-                f"tree.budget={budget}: one beam of tree.depth={depth} takes {depth + 1} nodes; use as many or more"
+                f"tree.budget={budget}: one beam of tree.depth={depth} takes {depth + 1} nodes; "
+                "use as many or more"
             )
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
@@ -50,16 +52,21 @@ class Beam(Eagle2):
         return tree.select_best(self.budget)
 
     def _select_beams(self, parents: Tensor, ends: Tensor, depth: int) -> Tensor:
-        """Mark the root and the beams, best first, that end in `ends` [B, W] and fit the budget: [B, nodes] bool."""
+        """Mark the root and the beams, best first, that end in `ends` [B, W] and fit the budget:
+        [B, nodes] bool.
+        """
         path = [ends]
         for _ in range(depth - 1):
             path.append(parents.gather(1, path[-1]))
         nodes = torch.stack(path, dim=-1)  # [B, W, depth] of every beam
         width = nodes.shape[1]
         better = torch.ones(width, width, dtype=torch.bool, device=nodes.device).tril(-1)
-        shared = ((nodes[:, :, None] == nodes[:, None]) & better[..., None]).any(2)  # with a better beam
+        # with a better beam
+        shared = ((nodes[:, :, None] == nodes[:, None]) & better[..., None]).any(2)
         fits = (~shared).sum(-1).cumsum(1) < self.budget  # the root takes one slot
         selected = torch.zeros_like(parents)
-        selected.scatter_reduce_(1, nodes.flatten(1), fits[..., None].expand_as(nodes).flatten(1).long(), "amax")
+        selected.scatter_reduce_(
+            1, nodes.flatten(1), fits[..., None].expand_as(nodes).flatten(1).long(), "amax"
+        )
         selected[:, 0] = 1
         return selected.bool()

@@ -1,4 +1,6 @@
-"""Retrieval only where it is likely to be right (ReSpec, 2025, arXiv 2511.01282). Shapes: B batch, N nodes, V vocabulary."""
+"""Retrieval only where it is likely to be right (ReSpec, 2025, arXiv 2511.01282). Shapes: B
+batch, N nodes, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,13 @@ class RootEntropyRollout(NestedRollout):
 class ReSpec(DrafterWithCopies):
     """Combines a drafter with copies in the rounds in which copies are likely to be right.
 
-    The paper retrieves where the context is predictable, by the entropy of the drafter's distribution, and ranks candidates by
-    feedback of earlier rounds. Here copies of a text are looked up where the entropy after its root is below `entropy`, and
-    join the tree where the surest of them has at least the probability `chance`; the probability is learned while decoding, as
-    in drafter=hybrid. Everywhere else the tree is the drafter's alone. Its trees say which nodes are copies, so that
-    acceptance=relaxed_copies can judge these alone less strictly, as the paper does; all other rules treat all nodes alike.
+    The paper retrieves where the context is predictable, by the entropy of the drafter's
+    distribution, and ranks candidates by feedback of earlier rounds. Here copies of a text are
+    looked up where the entropy after its root is below `entropy`, and join the tree where the
+    surest of them has at least the probability `chance`; the probability is learned while decoding,
+    as in drafter=hybrid. Everywhere else the tree is the drafter's alone. Its trees say which nodes
+    are copies, so that acceptance=relaxed_copies can judge these alone less strictly, as the paper
+    does; all other rules treat all nodes alike.
     """
 
     saved = SavedFiles(inner=("inner",))
@@ -53,14 +57,18 @@ class ReSpec(DrafterWithCopies):
     def __init__(
         self,
         target: Target,
-        # Drafter to combine with copies: a run folder, a drafter directory, or a choice, alone or with settings.
+        # Drafter to combine with copies: a run folder, a drafter directory, or a choice, alone or
+        # with settings.
         inner: str | dict[str, Any] = "eagle3",
-        # Folder that spectrain data index wrote, to copy from; null copies from the current text only.
+        # Folder that spectrain data index wrote, to copy from; null copies from the current text
+        # only.
         store: str | None = None,
-        # Entropy in nats of the drafter's next token below which copies are looked up; null always looks them up. Drafters that
-        # are less sure need a larger one: 2 hardly ever opens for drafters of target=tiny.
+        # Entropy in nats of the drafter's next token below which copies are looked up; null always
+        # looks them up. Drafters that are less sure need a larger one: 2 hardly ever opens for
+        # drafters of target=tiny.
         entropy: NotNegative | None = 5.0,
-        # Smallest estimated probability of the surest copied token with which copies join the tree; 0 always lets them join.
+        # Smallest estimated probability of the surest copied token with which copies join the tree;
+        # 0 always lets them join.
         chance: Share = 0.0,
         # Largest number of final tokens of the text that are matched in the text itself.
         longest: int = 6,
@@ -72,24 +80,32 @@ class ReSpec(DrafterWithCopies):
         drafter, description = build_nestable(inner, "inner", target)
         if drafter.capabilities.is_copier:
             raise UserError(
-                f"drafter.inner={description['choice']}: it copies and has no entropy; use a drafter such as eagle3"
+                f"drafter.inner={description['choice']}: it copies and has no entropy; use a "
+                "drafter such as eagle3"
             )
-        super().__init__(drafter, CopySource.open(store, target.tokenizer, longest, matches, enough))
+        super().__init__(
+            drafter, CopySource.open(store, target.tokenizer, longest, matches, enough)
+        )
         self.saved = replace(self.saved, settings={"inner": description})
-        self.max_entropy, self.min_chance = inf if entropy is None else entropy, chance
+        self.max_entropy = inf if entropy is None else entropy
+        self.min_chance = chance
         # Rows of rounds in which copies could join, were looked up and joined.
         self.num_rows = self.num_lookups = self.num_joined = 0
-        # Of each text, this round's merged proposal and the number of its first entries that are copies.
+        # Of each text, this round's merged proposal and the number of its first entries that are
+        # copies.
         self.merged: list[Proposal] = []
         self.num_copied: list[int] = []
 
     def draft(self, context: Context) -> Draft:
-        self.merged, self.num_copied = [], []
+        self.merged = []
+        self.num_copied = []
         draft = self.skippable.draft(context)
         # The drafter cannot draft in every round.
         if draft.rollout is None:
             self.copying.propose_copies(context)
-            return replace(draft, continuations=self._weigh_tries(), add_mask_nodes=self._mark_copies)
+            return replace(
+                draft, continuations=self._weigh_tries(), add_mask_nodes=self._mark_copies
+            )
         rollout = RootEntropyRollout(draft.rollout)
 
         def merge_copies(tree: TokenTree) -> list[Trie]:
@@ -99,7 +115,9 @@ class ReSpec(DrafterWithCopies):
             self._count_rows(context.active, wants_copies)
             return self._merge_tries(tree)
 
-        return replace(draft, rollout=rollout, merge_copies=merge_copies, add_mask_nodes=self._mark_copies)
+        return replace(
+            draft, rollout=rollout, merge_copies=merge_copies, add_mask_nodes=self._mark_copies
+        )
 
     def _count_rows(self, active: Tensor, wants_copies: Tensor) -> None:
         self.num_rows += int(active.sum())
@@ -108,7 +126,8 @@ class ReSpec(DrafterWithCopies):
     def _merge_tries(self, tree: TokenTree) -> list[Trie]:
         """Return the tries of every text: the drafter's nodes [B, N], and copies where they join.
 
-        Copies that do not join are judged by what follows all the same, so that their probability stays up to date.
+        Copies that do not join are judged by what follows all the same, so that their probability
+        stays up to date.
         """
         assert tree.scores is not None
         nodes = (tree.tokens, tree.parents, tree.scores, tree.valid)
@@ -127,11 +146,17 @@ class ReSpec(DrafterWithCopies):
         """Mark the copied nodes of this round's tree."""
         if not self.merged:
             # The drafter drafted nothing.
-            return mark_copies(tree, self.copying.proposals, [len(copies.entries) for copies in self.copying.proposals])
+            return mark_copies(
+                tree,
+                self.copying.proposals,
+                [len(copies.entries) for copies in self.copying.proposals],
+            )
         return mark_copies(tree, self.merged, self.num_copied)
 
     def _surest_chance(self, copies: Proposal) -> float:
-        """Return the largest estimated probability of a copied token right after the root, 0 without copies."""
+        """Return the largest estimated probability of a copied token right after the root, 0
+        without copies.
+        """
         if not copies.entries:
             return 0.0
         is_first = [copies.trie.parents[node] == 0 for node in copies.nodes.tolist()]

@@ -1,4 +1,6 @@
-"""Relaxed acceptance of copied tokens alone (ReSpec, 2025, section on source-aware verification). Shapes: B batch, N nodes."""
+"""Relaxed acceptance of copied tokens alone (ReSpec, 2025, section on source-aware
+verification). Shapes: B batch, N nodes.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ class CopiedTree(TokenTree):
     is_copied: Tensor | None = None  # [B, N] bool; None in a tree without copies
 
 
-def mark_copies(tree: TokenTree, proposals: Sequence[Proposal], num_sources: Sequence[int]) -> CopiedTree:
+def mark_copies(
+    tree: TokenTree, proposals: Sequence[Proposal], num_sources: Sequence[int]
+) -> CopiedTree:
     """Return the tree with its copied nodes marked.
 
-    The first `num_sources[b]` entries of a text's proposal are copies, the others a drafter's nodes. A node that both propose
-    counts as drafted.
+    The first `num_sources[b]` entries of a text's proposal are copies, the others a drafter's
+    nodes. A node that both propose counts as drafted.
     """
     rows = []
-    for proposal, num_copied, *row in zip(proposals, num_sources, *(part.tolist() for part in (tree.tokens, tree.parents))):
+    for proposal, num_copied, *row in zip(
+        proposals, num_sources, *(part.tolist() for part in (tree.tokens, tree.parents))
+    ):
         copied, drafted = (
             {int(node) for nodes, _ in entries for node in nodes}
             for entries in (proposal.entries[:num_copied], proposal.entries[num_copied:])
@@ -45,17 +51,20 @@ def mark_copies(tree: TokenTree, proposals: Sequence[Proposal], num_sources: Seq
 
 
 class RelaxedCopies(RelaxedRule):
-    """Accepts drafted tokens as acceptance=greedy does, and copied ones already if they are likely. NOT lossless.
+    """Accepts drafted tokens as acceptance=greedy does, and copied ones already if they are likely.
+    NOT lossless.
 
-    A copied token x is forgiven where it is among the `top_k` most likely tokens of the target and p(x) >= `ratio` max p. Of
-    several ones the likeliest is accepted. With `top_k` = 1 or `ratio` = 1 the output is the greedy one.
+    A copied token x is forgiven where it is among the `top_k` most likely tokens of the target and
+    p(x) >= `ratio` max p. Of several ones the likeliest is accepted. With `top_k` = 1 or `ratio` =
+    1 the output is the greedy one.
     """
 
     name = "relaxed_copies"
 
     def __init__(
         self,
-        # Number of the target's most likely tokens that a copied token must be among; 1 gives the greedy output.
+        # Number of the target's most likely tokens that a copied token must be among; 1 gives the
+        # greedy output.
         top_k: Count = 3,
         # Smallest probability of a copied token, as a share of the most likely token's.
         ratio: Share = 0.3,
@@ -67,7 +76,8 @@ class RelaxedCopies(RelaxedRule):
         if not isinstance(tree, CopiedTree):
             if tree.tokens.shape[1] > 1:
                 raise UserError(
-                    f"acceptance={self.name}: the trees of this drafter do not say which nodes are copies; use drafter=respec"
+                    f"acceptance={self.name}: the trees of this drafter do not say which nodes "
+                    "are copies; use drafter=respec"
                 )
             return torch.zeros(tree.tokens.shape, device=tree.tokens.device)
         assert features.logits is not None and tree.is_copied is not None

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class JointFilter:
-    """A Kalman filter of one joint: position and speed in bins, with a random acceleration, and noisy measured positions."""
+    """A Kalman filter of one joint: position and speed in bins, with a random acceleration, and
+    noisy measured positions.
+    """
 
     acceleration: float
     noise: float
@@ -36,7 +38,9 @@ class JointFilter:
     covariance: float = 0.0
 
     def predict(self) -> None:
-        """Move one step in time: F = [[1, 1], [0, 1]], and the acceleration's part of the covariance."""
+        """Move one step in time: F = [[1, 1], [0, 1]], and the acceleration's part of the
+        covariance.
+        """
         self.position += self.speed
         self.var_position += 2 * self.covariance + self.var_speed + self.acceleration**2 / 4
         self.covariance += self.var_speed + self.acceleration**2 / 2
@@ -45,7 +49,8 @@ class JointFilter:
     def update(self, measured: float) -> None:
         """Take in a measured position."""
         total = self.var_position + self.noise**2
-        gain, speed_gain = self.var_position / total, self.covariance / total
+        gain = self.var_position / total
+        speed_gain = self.covariance / total
         error = measured - self.position
         self.position += gain * error
         self.speed += speed_gain * error
@@ -55,7 +60,8 @@ class JointFilter:
 
     def forecast(self, steps: int) -> list[tuple[float, float]]:
         """Return mean and standard deviation of the positions measured in the next steps."""
-        copied, results = JointFilter(**vars(self)), []
+        copied = JointFilter(**vars(self))
+        results = []
         for _ in range(steps):
             copied.predict()
             results.append((copied.position, math.sqrt(copied.var_position + self.noise**2)))
@@ -63,10 +69,11 @@ class JointFilter:
 
 
 class KalmanActions(Drafter, RewindableDrafter):
-    """Forecasts each joint's next bins from the actions in the text. In trees the bins beside a forecast are drafted too, by
-    their chance under the forecast's normal distribution.
+    """Forecasts each joint's next bins from the actions in the text. In trees the bins beside a
+    forecast are drafted too, by their chance under the forecast's normal distribution.
 
-    Actions are tokens `codes`N> in the order of the joints, in prompt and answer; other tokens are skipped.
+    Actions are tokens `codes`N> in the order of the joints, in prompt and answer; other tokens are
+    skipped.
     """
 
     capabilities = Capabilities(is_copier=True)
@@ -86,25 +93,42 @@ class KalmanActions(Drafter, RewindableDrafter):
         spread: Count = 2,
     ) -> None:
         super().__init__()
-        self.joints, self.acceleration, self.noise, self.spread = joints, acceleration, noise, spread
+        self.joints = joints
+        self.acceleration = acceleration
+        self.noise = noise
+        self.spread = spread
         form = re.compile(re.escape(codes) + r"(\d+)\D*")
-        matches = {token: form.fullmatch(text) for text, token in target.tokenizer.get_vocab().items()}
+        matches = {
+            token: form.fullmatch(text) for text, token in target.tokenizer.get_vocab().items()
+        }
         self.bins = {token: int(match[1]) for token, match in matches.items() if match}
         self.tokens = {bin: token for token, bin in self.bins.items()}
         if not self.tokens and codes != "<c":
-            raise UserError(f"drafter.codes={codes}: the tokenizer has no token that begins so; name the bins' beginning")
+            raise UserError(
+                f"drafter.codes={codes}: the tokenizer has no token that begins so; name the "
+                "bins' beginning"
+            )
         self.filters: list[list[JointFilter]] = []
-        self.counts: list[tuple[int, int]] = []  # by text: tokens that were read, and actions' bins among them
+        # by text: tokens that were read, and actions' bins among them
+        self.counts: list[tuple[int, int]] = []
 
     def draft(self, context: Context) -> Draft:
         """Read the new tokens of every text and forecast what follows."""
-        texts = [row[: length + 1] for row, length in zip(context.tokens.tolist(), context.lengths.tolist())]
+        texts = [
+            row[: length + 1]
+            for row, length in zip(context.tokens.tolist(), context.lengths.tolist())
+        ]
         if context.begins or len(self.filters) != len(texts):
-            self.filters = [[JointFilter(self.acceleration, self.noise) for _ in range(self.joints)] for _ in texts]
+            self.filters = [
+                [JointFilter(self.acceleration, self.noise) for _ in range(self.joints)]
+                for _ in texts
+            ]
             self.counts = [(0, 0) for _ in texts]
         for row, text in enumerate(texts):
             self._read_tokens(row, text)
-        return Draft(continuations=[self.make_trie(row, context.builder.depth) for row in range(len(texts))])
+        return Draft(
+            continuations=[self.make_trie(row, context.builder.depth) for row in range(len(texts))]
+        )
 
     def _read_tokens(self, row: int, text: Sequence[int]) -> None:
         """Update the filters of a text by its new tokens."""
@@ -118,8 +142,12 @@ class KalmanActions(Drafter, RewindableDrafter):
         self.counts[row] = (len(text), count)
 
     def make_trie(self, row: int, depth: int) -> Trie:
-        """Return the forecast of the next `depth` tokens as a path, with the bins beside each as further children."""
-        trie, path, chance = Trie(), list[int](), 1.0
+        """Return the forecast of the next `depth` tokens as a path, with the bins beside each as
+        further children.
+        """
+        trie = Trie()
+        path = list[int]()
+        chance = 1.0
         count = self.counts[row][1]
         if count < self.joints or not self.tokens:
             return trie
@@ -129,7 +157,9 @@ class KalmanActions(Drafter, RewindableDrafter):
             mean, deviation = forecasts[(count + step) % self.joints][step // self.joints]
             center = min(max(self.tokens), max(min(self.tokens), round(mean)))
             options = range(center - self.spread, center + self.spread + 1)
-            chances = {bin: bin_chance(bin, mean, deviation) for bin in options if bin in self.tokens}
+            chances = {
+                bin: bin_chance(bin, mean, deviation) for bin in options if bin in self.tokens
+            }
             for bin, own_chance in chances.items():
                 if bin != center:
                     trie.add_continuation([*path, self.tokens[bin]], chance * own_chance)

@@ -1,7 +1,8 @@
 """Bandit arms: statistics of the drafters that a router chooses from.
 
-An arm catches up with the committed tokens before it drafts. Its drafts are scored along the tokens that a round emitted, as
-far as they agree with them. Shapes: B batch, D depth, P tokens of a round, F nodes, V vocabulary.
+An arm catches up with the committed tokens before it drafts. Its drafts are scored along the tokens
+that a round emitted, as far as they agree with them. Shapes: B batch, D depth, P tokens of a round,
+F nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Stopwatch:
     """Sums the seconds spent inside its context. On a GPU, every exit synchronises the device."""
 
     def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
-        self.clock, self.device, self.seconds, self.start_time = clock, device, 0.0, 0.0
+        self.clock = clock
+        self.device = device
+        self.seconds = 0.0
+        self.start_time = 0.0
 
     def __enter__(self) -> None:
         self.start_time = self.clock()
@@ -63,20 +67,29 @@ class TimedRollout(NestedRollout):
             return self._record_log_q(super().extend(tokens, parents))
 
     def extend_path(self, tokens: Tensor, parents: Tensor, num_given: int) -> Tensor:
-        steps = torch.arange(num_given - 1, num_given - 1 + tokens.shape[1], device=tokens.device).expand_as(tokens)
+        steps = torch.arange(
+            num_given - 1, num_given - 1 + tokens.shape[1], device=tokens.device
+        ).expand_as(tokens)
         self._record_nodes(tokens, torch.cat([parents[:, None], steps[:, 1:]], dim=1))
         with self.stopwatch:
             return self._record_log_q(super().extend_path(tokens, parents, num_given))
 
     def teacher_force(self, tokens: Tensor) -> None:
-        """Extend a rollout that only started by the path of tokens [B, P] from the root, without timing it."""
+        """Extend a rollout that only started by the path of tokens [B, P] from the root, without
+        timing it.
+        """
         if len(self.recorded_log_q) == 1 and tokens.shape[1]:
-            self._record_nodes(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
+            self._record_nodes(
+                tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            )
             self._record_log_q(super().extend_path(tokens, torch.zeros_like(tokens[:, 0]), 1))
 
     def log_q_along(self, row: int, tokens: list[int]) -> list[Tensor]:
-        """Return the recorded log q [V] after the row's text and after each of these tokens, as far as there are any."""
-        log_q, node = [self.recorded_log_q[0][row]], 0
+        """Return the recorded log q [V] after the row's text and after each of these tokens, as
+        far as there are any.
+        """
+        log_q = [self.recorded_log_q[0][row]]
+        node = 0
         for token in tokens:
             if (row, node, token) not in self.child_numbers:
                 break
@@ -96,14 +109,18 @@ class TimedRollout(NestedRollout):
 
 
 class Arm:
-    """One drafter: the features that it has not read yet, its acceptance counts per depth, and the times of its drafts."""
+    """One drafter: the features that it has not read yet, its acceptance counts per depth, and
+    the times of its drafts.
+    """
 
     def __init__(self, decay: float, max_timings: int) -> None:
-        self.decay, self.seconds = decay, deque[float](maxlen=max_timings)
+        self.decay = decay
+        self.seconds = deque[float](maxlen=max_timings)
         self.pending_features: list[tuple[Features, Tensor]] = []
         self.num_drafts = 0  # in this decoding
         # [D] decaying counts of accepted and rejected drafts whose ancestors were accepted.
-        self.hits, self.misses = np.zeros(0), np.zeros(0)
+        self.hits = np.zeros(0)
+        self.misses = np.zeros(0)
         self.recording: TimedRollout | None = None  # the draft of this round
         self.depth_limit: int | None = None  # None for any depth
 
@@ -115,7 +132,8 @@ class Arm:
     def queue_features(self, context: Context) -> None:
         """Add the features that were committed since the last round."""
         if context.begins:
-            self.pending_features, self.num_drafts = [], 0
+            self.pending_features = []
+            self.num_drafts = 0
         self.pending_features.append((context.new_features, context.num_new))
 
     def make_draft(self, drafter: Drafter, context: Context, stopwatch: Stopwatch) -> None:
@@ -126,26 +144,34 @@ class Arm:
                 features = Features.concat_prefixes(self.pending_features)
                 num_new = torch.stack([counts for _, counts in self.pending_features]).sum(0)
             features = select_layers(features, drafter.layers)
-            view = replace(context, new_features=features, num_new=num_new, round=self.num_drafts, deferred=[])
+            view = replace(
+                context, new_features=features, num_new=num_new, round=self.num_drafts, deferred=[]
+            )
             rollout = as_rollout(drafter.draft(view), view)
-        self.pending_features, self.num_drafts = [], self.num_drafts + 1
-        self.recording, self.depth_limit = TimedRollout(rollout, stopwatch), rollout.depth_limit
+        self.pending_features = []
+        self.num_drafts = self.num_drafts + 1
+        self.recording = TimedRollout(rollout, stopwatch)
+        self.depth_limit = rollout.depth_limit
         self.recording.start()
 
     def score_draft(self, context: Context, path: Tensor, logits: Tensor | None) -> None:
         """Score the draft along the tokens that every row emitted.
 
-        With the target's logits [B, N, V] of the tree, whose nodes `path` [B, P] were accepted, a hit counts sum_v min(p, q).
-        Without them it counts 1 if the most likely token of q was emitted.
+        With the target's logits [B, N, V] of the tree, whose nodes `path` [B, P] were accepted, a
+        hit counts sum_v min(p, q). Without them it counts 1 if the most likely token of q was
+        emitted.
         """
         assert self.recording is not None
         num_depths = self._max_depth(context.builder.depth)
         self._grow_counts(context.builder.depth)
         emitted = context.next_tokens
         self.recording.teacher_force(emitted[:, : min(num_depths, emitted.shape[1]) - 1])
-        self.hits, self.misses = self.hits * self.decay, self.misses * self.decay
+        self.hits = self.hits * self.decay
+        self.misses = self.misses * self.decay
         for row, (tokens, count) in enumerate(zip(emitted.tolist(), context.num_new.tolist())):
-            predictions = self.recording.log_q_along(row, tokens[: max(count - 1, 0)])[: min(num_depths, count)]
+            predictions = self.recording.log_q_along(row, tokens[: max(count - 1, 0)])[
+                : min(num_depths, count)
+            ]
             for depth_index, (log_q, token) in enumerate(zip(predictions, tokens)):
                 top_token = int(self.recording.inner.to_target_ids(log_q.argmax()))
                 target_logits = None if logits is None else logits[row, path[row, depth_index]]
@@ -162,25 +188,32 @@ class Arm:
     def _acceptance_probability(self, context: Context, log_q: Tensor, logits: Tensor) -> float:
         """Return sum_v min(p, q), with p at the rule's temperature and q at the builder's."""
         assert self.recording is not None
-        p, ids = (logits / context.temperature).softmax(-1), self.recording.inner.draft_ids
+        p = (logits / context.temperature).softmax(-1)
+        ids = self.recording.inner.draft_ids
         p = p[: len(log_q)] if ids is None else p[ids]
         return float(torch.minimum(p, (log_q / context.builder.temperature).softmax(-1)).sum())
 
     def acceptance_rates(self, depth: int) -> np.ndarray:
         """Return the acceptance rate [D] of each depth whose ancestors were accepted.
 
-        With few observations it is close to the rate of the depth above. It is 0 where the drafter cannot draft.
+        With few observations it is close to the rate of the depth above. It is 0 where the drafter
+        cannot draft.
         """
         self._grow_counts(depth)
-        rates, previous = np.zeros(depth), PRIOR_RATE
+        rates = np.zeros(depth)
+        previous = PRIOR_RATE
         for index in range(self._max_depth(depth)):
-            previous = rates[index] = (self.hits[index] + previous) / (self.hits[index] + self.misses[index] + 1)
+            previous = rates[index] = (self.hits[index] + previous) / (
+                self.hits[index] + self.misses[index] + 1
+            )
         return rates
 
     def sample_rates(self, source: np.random.Generator, depth: int) -> np.ndarray:
         """Draw acceptance rates [D] from their Beta posteriors."""
         self._grow_counts(depth)
-        return source.beta(self.hits[:depth] + 1, self.misses[:depth] + 1) * (np.arange(depth) < self._max_depth(depth))
+        return source.beta(self.hits[:depth] + 1, self.misses[:depth] + 1) * (
+            np.arange(depth) < self._max_depth(depth)
+        )
 
     def _max_depth(self, depth: int) -> int:
         """Return how deep the drafter drafts in trees of this depth."""
@@ -193,18 +226,21 @@ class Arm:
 
 
 class Hedge:
-    """Exponential weights over gains that accumulate (Freund and Schapire, 1997), the rule behind Not-a-Bandit (2025).
+    """Exponential weights over gains that accumulate (Freund and Schapire, 1997), the rule behind
+    Not-a-Bandit (2025).
 
-    A round adds to the gain G of each arm its speed as a share of the fastest arm's, g from 0 to 1, and the past fades:
-    G <- fade G + g with fade = 1 - 1 / memory. The rate is sqrt(8 ln K / n), where n <- fade n + 1 counts the rounds in the
-    same way and tends to `memory`. So the faded gains fall short of those of the best arm by at most
-    sqrt(memory ln K / 2), whatever the speeds are. Without fading, the loss over T rounds is at most
-    2 sqrt(T ln K / 2) + sqrt(ln K / 8) (Cesa-Bianchi and Lugosi, 2006, theorem 2.3): the share that is lost tends to 0, also
-    where two speeds differ little for ever.
+    A round adds to the gain G of each arm its speed as a share of the fastest arm's, g from 0 to 1,
+    and the past fades: G <- fade G + g with fade = 1 - 1 / memory. The rate is sqrt(8 ln K / n),
+    where n <- fade n + 1 counts the rounds in the same way and tends to `memory`. So the faded
+    gains fall short of those of the best arm by at most sqrt(memory ln K / 2), whatever the speeds
+    are. Without fading, the loss over T rounds is at most 2 sqrt(T ln K / 2) + sqrt(ln K / 8)
+    (Cesa-Bianchi and Lugosi, 2006, theorem 2.3): the share that is lost tends to 0, also where two
+    speeds differ little for ever.
     """
 
     def __init__(self, count: int, memory: int | None) -> None:
-        self.gains, self.num_rounds = np.zeros(count), 0.0
+        self.gains = np.zeros(count)
+        self.num_rounds = 0.0
         self.fade = 1.0 if memory is None else 1 - 1 / memory
 
     def add_gains(self, speeds: np.ndarray) -> None:

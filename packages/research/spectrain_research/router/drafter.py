@@ -1,4 +1,5 @@
-"""A router between several drafters: the fastest one drafts (Not-a-Bandit, 2025), or all of them vote (Minions, 2024).
+"""A router between several drafters: the fastest one drafts (Not-a-Bandit, 2025), or all of them
+vote (Minions, 2024).
 
 Shapes: B batch, K drafters, D depth, P tokens of a round, V vocabulary.
 """
@@ -47,15 +48,17 @@ class RouterCost(DraftingCost):
 class DrafterRouter(Drafter):
     """The drafter with the most expected tokens per second drafts a round; the others are idle.
 
-    by=hedge (Not-a-Bandit) needs no exploration. Every `score_every`-th round all drafters read the new text, which they would
-    have to read before their next draft, and each is teacher-forced along the tokens that the round emits, in one step where
-    possible. So all are scored on the same text. Exponential weights over the summed gains of these rounds are the
-    probabilities with which a drafter is picked. A gain is the expected tokens per second as a share of the best drafter's:
+    by=hedge (Not-a-Bandit) needs no exploration. Every `score_every`-th round all drafters read the
+    new text, which they would have to read before their next draft, and each is teacher-forced
+    along the tokens that the round emits, in one step where possible. So all are scored on the same
+    text. Exponential weights over the summed gains of these rounds are the probabilities with which
+    a drafter is picked. A gain is the expected tokens per second as a share of the best drafter's:
     those of a chain with the observed acceptance rates, over the median time of its rounds.
 
-    by=bandit scores only the drafter of a round, and draws acceptance rates from Beta posteriors, so that drafters with few
-    rounds are explored (SPIN and other bandits). by=vote runs all of them: a token's share of q is the weight of the drafters
-    whose first choice it is, with Hedge's weights (Minions' majority).
+    by=bandit scores only the drafter of a round, and draws acceptance rates from Beta posteriors,
+    so that drafters with few rounds are explored (SPIN and other bandits). by=vote runs all of
+    them: a token's share of q is the weight of the drafters whose first choice it is, with Hedge's
+    weights (Minions' majority).
     """
 
     saved = SavedFiles(inner=("inner",))
@@ -65,10 +68,11 @@ class DrafterRouter(Drafter):
     def __init__(
         self,
         target: Target,
-        # Drafters to choose from: run folders, drafter directories or choices, alone or with settings; null uses ngram and
-        # causal.
+        # Drafters to choose from: run folders, drafter directories or choices, alone or with
+        # settings; null uses ngram and causal.
         inner: list[Any] | None = None,
-        # How a drafter is chosen: exponential weights (hedge), Thompson sampling (bandit), or a vote of all (vote).
+        # How a drafter is chosen: exponential weights (hedge), Thompson sampling (bandit), or a
+        # vote of all (vote).
         by: Literal["hedge", "bandit", "vote"] = "hedge",
         # Number of rounds from one that scores all drafters to the next, with by=hedge.
         score_every: int = 4,
@@ -84,8 +88,12 @@ class DrafterRouter(Drafter):
         built = build_several(inner, target, "choose from")
         drafters = [drafter for drafter, _ in built]
         self.inner = nn.ModuleList(drafters).requires_grad_(False)
-        self.saved = replace(self.saved, settings={"inner": [description for _, description in built]})
-        self.by, self.score_every, self.layers = by, score_every, union_layers(drafters)
+        self.saved = replace(
+            self.saved, settings={"inner": [description for _, description in built]}
+        )
+        self.by = by
+        self.score_every = score_every
+        self.layers = union_layers(drafters)
         self.hedge = Hedge(len(drafters), memory)
         self.arms = [Arm(self.hedge.fade, NUM_TIMED_ROUNDS) for _ in drafters]
         self.rng = np.random.default_rng(seed)
@@ -103,7 +111,9 @@ class DrafterRouter(Drafter):
     def draft(self, context: Context) -> Draft:
         for arm in self.arms:
             arm.queue_features(context)
-        pick, runs_all, margin = self._pick_arm(context), self.scores_all, 2 * (context.builder.depth + 1)
+        pick = self._pick_arm(context)
+        runs_all = self.scores_all
+        margin = 2 * (context.builder.depth + 1)
         self.scored_all = runs_all
         for number, (arm, drafter) in enumerate(zip(self.arms, self.inner)):
             must_read = context.begins or arm.num_unread + margin > MAX_UNREAD
@@ -112,7 +122,9 @@ class DrafterRouter(Drafter):
         self.picks.append(pick)
         if self.by == "vote":
             rollouts = [arm.recording for arm in self.arms if arm.recording is not None]
-            return Draft(VotingRollout(rollouts, self.hedge.weights.tolist(), context.target.head.vocab_size))
+            return Draft(
+                VotingRollout(rollouts, self.hedge.weights.tolist(), context.target.head.vocab_size)
+            )
         return Draft(self.arms[pick].recording)
 
     def _pick_arm(self, context: Context) -> int:
@@ -123,14 +135,21 @@ class DrafterRouter(Drafter):
         if self.by == "bandit":
             return int(
                 np.argmax(
-                    [self._tokens_per_second(arm.sample_rates(self.rng, context.builder.depth), arm) for arm in self.arms]
+                    [
+                        self._tokens_per_second(
+                            arm.sample_rates(self.rng, context.builder.depth), arm
+                        )
+                        for arm in self.arms
+                    ]
                 )
             )
         return int(self.rng.choice(len(self.arms), p=self.hedge.weights))
 
     def _tokens_per_second(self, rates: np.ndarray, arm: Arm) -> float:
         """Return the expected tokens per second of a chain with acceptance rates [D]."""
-        return float(1 + rates.cumprod().sum()) / max(median(arm.seconds) + median(self.verify_seconds), 1e-9)
+        return float(1 + rates.cumprod().sum()) / max(
+            median(arm.seconds) + median(self.verify_seconds), 1e-9
+        )
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         stopwatch = Stopwatch(self.clock, context.target.device)
@@ -141,7 +160,8 @@ class DrafterRouter(Drafter):
 
     def commit(self, context: Context, accepted: AcceptedPath) -> None:
         assert self.verified is not None and self.verified.logits is not None
-        pick, uses_probabilities = self.picks[-1], context.builder.children != "deterministic"
+        pick = self.picks[-1]
+        uses_probabilities = context.builder.children != "deterministic"
         logits = self.verified.logits if uses_probabilities else None
         for number, arm in enumerate(self.arms):
             if arm.recording is None:
@@ -154,6 +174,11 @@ class DrafterRouter(Drafter):
             arm.recording = None
         if self.scored_all and all(arm.seconds for arm in self.arms):
             self.hedge.add_gains(
-                np.array([self._tokens_per_second(arm.acceptance_rates(context.builder.depth), arm) for arm in self.arms])
+                np.array(
+                    [
+                        self._tokens_per_second(arm.acceptance_rates(context.builder.depth), arm)
+                        for arm in self.arms
+                    ]
+                )
             )
         self.verified = None

@@ -1,4 +1,6 @@
-"""Groups of a batch's texts, each with a drafter of its own. Shapes: B batch, G texts of a group, F nodes, V vocabulary."""
+"""Groups of a batch's texts, each with a drafter of its own. Shapes: B batch, G texts of a
+group, F nodes, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,25 @@ class GroupPart:
 
 
 def select_context(
-    context: Context, rows: Tensor, parts: list[tuple[Features, Tensor]], layers: tuple[Layer, ...], num_drafts: int
+    context: Context,
+    rows: Tensor,
+    parts: list[tuple[Features, Tensor]],
+    layers: tuple[Layer, ...],
+    num_drafts: int,
 ) -> Context:
-    """Return what a drafter sees of some texts: the features `parts` of their tokens, with `layers`, are new to it.
+    """Return what a drafter sees of some texts: the features `parts` of their tokens, with
+    `layers`, are new to it.
 
-    The target's cache stands there with its lengths alone, because such a drafter does not run the target.
+    The target's cache stands there with its lengths alone, because such a drafter does not run the
+    target.
     """
     cache = TreeCache(len(context.cache.layers), len(rows), context.cache.max_length, rows.device)
     cache.lengths = context.cache.lengths[rows]
     cache.longest = int(cache.lengths.max())
     selected = [
-        (Features(part.tokens[rows], part.layers, part.hidden[rows]), counts[rows]) for part, counts in parts
-    ]  # fmt: skip
+        (Features(part.tokens[rows], part.layers, part.hidden[rows]), counts[rows])
+        for part, counts in parts
+    ]
     features = selected[0][0] if len(selected) == 1 else Features.concat_prefixes(selected)
     return replace(
         context,
@@ -65,9 +74,12 @@ class GroupedRollout(Rollout):
 
     def __init__(self, parts: Sequence[GroupPart], batch: int, vocab_size: int) -> None:
         self.parts, self.batch, self.vocab_size = parts, batch, vocab_size
-        limits = [part.rollout.depth_limit for part in parts if part.rollout.depth_limit is not None]
+        limits = [
+            part.rollout.depth_limit for part in parts if part.rollout.depth_limit is not None
+        ]
         self.depth_limit = min(limits, default=None)
-        self.is_idle = torch.ones(batch, dtype=torch.bool, device=parts[0].rows.device)  # [B] texts without a group
+        # [B] texts without a group
+        self.is_idle = torch.ones(batch, dtype=torch.bool, device=parts[0].rows.device)
         self.is_idle[torch.cat([part.rows for part in parts])] = False
         self.is_complete = not self.is_idle.any()
 
@@ -86,7 +98,9 @@ class GroupedRollout(Rollout):
         return self._join_rows(log_qs, tokens.shape[1])
 
     def _join_rows(self, log_qs: list[Tensor], width: int) -> Tensor:
-        """Return log q [B, F, V] over target ids of all texts, from that of every group [G, F, its vocabulary]."""
+        """Return log q [B, F, V] over target ids of all texts, from that of every group [G, F,
+        its vocabulary].
+        """
         joined = log_qs[0].new_full((self.batch, width, self.vocab_size), float("-inf"))
         is_closed = torch.ones(joined.shape[:2], dtype=torch.bool, device=joined.device)
         for part, log_q in zip(self.parts, log_qs):
@@ -95,8 +109,14 @@ class GroupedRollout(Rollout):
             padded = joined.new_full((len(part.rows), width, self.vocab_size), float("-inf"))
             padded[:, :, columns] = log_q
             joined[part.rows] = padded
-            is_closed[part.rows] = False if part.rollout.stop_mask is None else part.rollout.stop_mask
+            is_closed[part.rows] = (
+                False if part.rollout.stop_mask is None else part.rollout.stop_mask
+            )
         is_open = self.is_complete and all(part.rollout.stop_mask is None for part in self.parts)
         self.stop_mask = None if is_open else is_closed
         # A text without a group has any distribution, because nothing is drafted there.
-        return joined if self.is_complete else joined.masked_fill(self.is_idle[:, None, None], -log(self.vocab_size))
+        return (
+            joined
+            if self.is_complete
+            else joined.masked_fill(self.is_idle[:, None, None], -log(self.vocab_size))
+        )

@@ -1,4 +1,6 @@
-"""A rollout of several drafters that vote on one tree. Shapes: B batch, F nodes, K drafters, V vocabulary."""
+"""A rollout of several drafters that vote on one tree. Shapes: B batch, F nodes, K drafters, V
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from spectrain.trees.rollout import Rollout
 class VotingRollout(Rollout):
     """Drafts by the weighted majority of several drafters (Minions, Wang et al., 2024).
 
-    q of a token is the weight of the drafters whose most likely token it is, as a share of the drafters that have a draft.
-    It is fixed before a token is drawn from it.
+    q of a token is the weight of the drafters whose most likely token it is, as a share of the
+    drafters that have a draft. It is fixed before a token is drawn from it.
     """
 
-    def __init__(self, rollouts: Sequence[Rollout], weights: Sequence[float], vocab_size: int) -> None:
+    def __init__(
+        self, rollouts: Sequence[Rollout], weights: Sequence[float], vocab_size: int
+    ) -> None:
         self.rollouts, self.weights, self.vocab_size = rollouts, weights, vocab_size
         limits = [rollout.depth_limit for rollout in rollouts if rollout.depth_limit is not None]
         self.depth_limit = min(limits, default=None)
@@ -35,7 +39,11 @@ class VotingRollout(Rollout):
             vote = torch.full(log_q.shape[:2], weight, device=log_q.device)
             if rollout.stop_mask is not None:
                 vote = vote.masked_fill(rollout.stop_mask, 0.0)
-            votes.scatter_add_(-1, rollout.to_target_ids(log_q.argmax(-1, keepdim=True)), vote[..., None])
+            votes.scatter_add_(
+                -1, rollout.to_target_ids(log_q.argmax(-1, keepdim=True)), vote[..., None]
+            )
         total = votes.sum(-1, keepdim=True)
         self.stop_mask = total[..., 0] == 0
-        return torch.where(total > 0, (votes / total).log(), -torch.log(torch.tensor(float(self.vocab_size))))
+        return torch.where(
+            total > 0, (votes / total).log(), -torch.log(torch.tensor(float(self.vocab_size)))
+        )

@@ -1,4 +1,6 @@
-"""Sequoia: the best static tree of a size, found by dynamic programming over measured acceptance."""
+"""Sequoia: the best static tree of a size, found by dynamic programming over measured
+acceptance.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ from spectrain.trees.token_tree import Children
 
 
 class Sequoia(Static):
-    """Sequoia (Chen et al., 2024, section 4.1): the best tree of a given size, by dynamic programming.
+    """Sequoia (Chen et al., 2024, section 4.1): the best tree of a given size, by dynamic
+    programming.
 
-    p_j is the measured probability that the j-th child is accepted, pooled over depths. T[m][l][b], the expected tokens of
-    the best tree of m nodes and at most l levels whose root has b children, is max over y of T[y][l][b-1] + p_b T[m-y][l-1].
-    With `measured` the size and depth are also chosen, by the measured time of drafting l - 1 levels and verifying m nodes.
+    p_j is the measured probability that the j-th child is accepted, pooled over depths. T[m][l][b],
+    the expected tokens of the best tree of m nodes and at most l levels whose root has b children,
+    is max over y of T[y][l][b-1] + p_b T[m-y][l-1]. With `measured` the size and depth are also
+    chosen, by the measured time of drafting l - 1 levels and verifying m nodes.
     """
 
     name = "sequoia"
@@ -25,14 +29,15 @@ class Sequoia(Static):
         depth: int = 5,
         # Nodes of the tree that the target verifies at most, the root included.
         budget: int = 16,
-        # How the children of a node are chosen: deterministic, sampled, without_replacement or top_and_sampled; acceptance
-        # rules depend on it.
+        # How the children of a node are chosen: deterministic, sampled, without_replacement or
+        # top_and_sampled; acceptance rules depend on it.
         children: Children = "deterministic",
         # Temperature of the distribution that sampled children are drawn from.
         temperature: float = 1.0,
         # Seed of the random draws of children.
         seed: int = 0,
-        # Whether size and depth are also chosen, within budget and depth, by the measured times of drafting and verifying.
+        # Whether size and depth are also chosen, within budget and depth, by the measured times of
+        # drafting and verifying.
         measured: bool = False,
     ) -> None:
         super().__init__(depth, budget, None, children, temperature, seed)
@@ -45,14 +50,20 @@ class Sequoia(Static):
             return sequoia_paths(chances, self.budget, self.depth + 1)
         latency = calibration.latency
         assert latency is not None
-        sizes = [(nodes, levels) for nodes in range(2, self.budget + 1) for levels in range(2, self.depth + 2)]
+        sizes = [
+            (nodes, levels)
+            for nodes in range(2, self.budget + 1)
+            for levels in range(2, self.depth + 2)
+        ]
         table = sequoia_table(chances, self.budget, self.depth + 1)
 
         def seconds_a_token(size: tuple[int, int]) -> float:
             nodes, levels = size
             tokens = table[nodes, levels].max()
             seconds = latency.estimate_verify(nodes) + latency.estimate_levels(levels - 1)
-            return (latency.estimate_draft(levels - 1, max(1, nodes // levels)) + seconds) / max(float(tokens), 1e-9)
+            return (latency.estimate_draft(levels - 1, max(1, nodes // levels)) + seconds) / max(
+                float(tokens), 1e-9
+            )
 
         return sequoia_paths(chances, *min(sizes, key=seconds_a_token))
 
@@ -71,7 +82,9 @@ def sequoia_table(chances: list[float], nodes: int, levels: int) -> np.ndarray:
 
 
 def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[NodePath]:
-    """Return the paths of the best tree of at most `nodes` nodes and `levels` levels, the root included."""
+    """Return the paths of the best tree of at most `nodes` nodes and `levels` levels, the root
+    included.
+    """
     chances = [max(chance, 1e-9) for chance in chances]
     table = sequoia_table(chances, nodes, levels)
     paths: list[NodePath] = []
@@ -82,7 +95,12 @@ def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[NodePat
         below = table[1:size, level - 1].max(-1)[::-1]
         split = 1 + int((table[1:size, level, child - 1] + chances[child - 1] * below).argmax())
         paths.append((*root, child - 1))
-        build((*root, child - 1), size - split, level - 1, int(table[size - split, level - 1].argmax()))
+        build(
+            (*root, child - 1),
+            size - split,
+            level - 1,
+            int(table[size - split, level - 1].argmax()),
+        )
         build(root, split, level, child - 1)
 
     largest = int(np.isfinite(table[:, levels].max(-1)).nonzero()[0].max())

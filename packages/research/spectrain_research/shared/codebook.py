@@ -1,4 +1,6 @@
-"""Codebooks: the vectors of codes, which say which of them are alike. Shapes: C codes, d numbers of a vector."""
+"""Codebooks: the vectors of codes, which say which of them are alike. Shapes: C codes, d numbers
+of a vector.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from torch import Tensor
 
 from spectrain.errors import UserError, first_line
 
-EMBEDDING_NAMES = ("model.embed_tokens.weight", "transformer.wte.weight", "model.decoder.embed_tokens.weight")
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "transformer.wte.weight",
+    "model.decoder.embed_tokens.weight",
+)
 """Names of the input embedding in the files of models."""
 
 
@@ -25,19 +31,27 @@ class Codebook:
 
     @classmethod
     def read(cls, path: str, key: str) -> Codebook:
-        """Read a file with `tokens` and `vectors`, or a model's directory, whose input embedding makes every token a code."""
+        """Read a file with `tokens` and `vectors`, or a model's directory, whose input embedding
+        makes every token a code.
+        """
         source = Path(path).expanduser()
         file = source if source.is_file() else source / "codebook.safetensors"
         file = file if file.is_file() else source / "model.safetensors"
         try:
             tensors = load_file(file)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{key}={path}: no codebook can be read ({first_line(error)}); name a file or a model") from error
+            raise UserError(
+                f"{key}={path}: no codebook can be read ({first_line(error)}); name a file or a "
+                "model"
+            ) from error
         if "tokens" in tensors and "vectors" in tensors:
             return cls(tensors["tokens"], tensors["vectors"].float())
         name = next((name for name in EMBEDDING_NAMES if name in tensors), None)
         if name is None:
-            raise UserError(f"{key}={path}: it holds neither tokens and vectors nor an input embedding; name another file")
+            raise UserError(
+                f"{key}={path}: it holds neither tokens and vectors nor an input embedding; name "
+                "another file"
+            )
         return cls(torch.arange(len(tensors[name])), tensors[name].float())
 
     def nearest_tokens(self, count: int) -> dict[int, list[int]]:
@@ -48,6 +62,8 @@ class Codebook:
             rows = torch.arange(len(distance))
             distance[rows, begin + rows] = torch.inf
             near = distance.topk(min(count, len(self.tokens) - 1), largest=False).indices
-            for token, others in zip(self.tokens[begin : begin + 512].tolist(), self.tokens[near].tolist()):
+            for token, others in zip(
+                self.tokens[begin : begin + 512].tolist(), self.tokens[near].tolist()
+            ):
                 order[token] = others
         return order

@@ -1,9 +1,9 @@
-"""Training sequences from drafts: rejected drafts (Draft-OPD, 2026) and windows with their rewards (PPOW, 2026). Shapes: B
-batch, T tokens.
+"""Training sequences from drafts: rejected drafts (Draft-OPD, 2026) and windows with their rewards
+(PPOW, 2026). Shapes: B batch, T tokens.
 
-A rejected draft continues after its first wrong token. The target's distribution there depends on the drafted tokens, so the
-draft is replayed: the text so far and the draft become one sequence, and each drafted token has its distance from the first
-wrong one.
+A rejected draft continues after its first wrong token. The target's distribution there depends on
+the drafted tokens, so the draft is replayed: the text so far and the draft become one sequence, and
+each drafted token has its distance from the first wrong one.
 """
 
 from __future__ import annotations
@@ -32,20 +32,26 @@ class Replay:
     """A sequence that ends with a draft."""
 
     example: Example  # the answer so far and the draft carry loss
-    tokens_past_error: list[int]  # distance from the first wrong token of the draft; NOT_PAST_ERROR before it
+    # distance from the first wrong token of the draft; NOT_PAST_ERROR before it
+    tokens_past_error: list[int]
 
 
 @dataclass(frozen=True)
 class BranchedAnswer:
-    """An answer, followed by the rejected part of each of its drafts, which attends to the text before that draft."""
+    """An answer, followed by the rejected part of each of its drafts, which attends to the text
+    before that draft.
+    """
 
     replay: Replay
     position_ids: list[int]  # position of every token in its text
-    branches: list[tuple[int, int]]  # tokens of each rejected part, and the number of text tokens that it attends to
+    # tokens of each rejected part, and the number of text tokens that it attends to
+    branches: list[tuple[int, int]]
 
     @property
     def visibility(self) -> Tensor:
-        """Return the mask [T, T]: a token attends to the text before it, and in a branch to that branch's earlier tokens."""
+        """Return the mask [T, T]: a token attends to the text before it, and in a branch to that
+        branch's earlier tokens.
+        """
         length = len(self.position_ids)
         mask = torch.ones(length, length, dtype=torch.bool).tril()
         end = length - sum(size for size, _ in self.branches)
@@ -57,7 +63,9 @@ class BranchedAnswer:
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """A sequence that ends with the accepted part of a sampled draft and its first rejected token."""
+    """A sequence that ends with the accepted part of a sampled draft and its first rejected
+    token.
+    """
 
     example: Example  # all but the prompt carry loss
     advantage: list[float]  # reward minus baseline of each token of the draft; 0 for all others
@@ -69,14 +77,17 @@ class DraftRecorder(WrappedBuilder):
 
     def __init__(self, builder: TreeBuilder) -> None:
         super().__init__(builder)
-        self.rounds: list[list[tuple[list[int], int]]] = []  # of every row: drafted tokens, and tokens emitted
+        # of every row: drafted tokens, and tokens emitted
+        self.rounds: list[list[tuple[list[int], int]]] = []
 
     def observe(self, round: RoundResult) -> None:
         self.builder.observe(round)
         self.rounds = self.rounds or [[] for _ in round.counts]
         for b, count in enumerate(round.counts.tolist()):
             if count:
-                drafted = round.tree.tokens[b, 1:][(round.tree.valid & round.tree.can_emit)[b, 1:]].tolist()
+                drafted = round.tree.tokens[b, 1:][
+                    (round.tree.valid & round.tree.can_emit)[b, 1:]
+                ].tolist()
                 self.rounds[b].append((drafted, count))
 
 
@@ -90,15 +101,22 @@ class DraftedRound:
     num_accepted: int  # accepted tokens of the draft
 
     def make_example(self, draft: list[int], draft_only: bool = False) -> Example:
-        """Make an example of the text and these draft tokens; all but the prompt carry loss, or the draft alone."""
+        """Make an example of the text and these draft tokens; all but the prompt carry loss, or
+        the draft alone.
+        """
         num_unsupervised = len(self.text) - (0 if draft_only else self.answer_length)
         return Example(
-            self.text + draft, [False] * num_unsupervised + [True] * (len(self.text) + len(draft) - num_unsupervised)
+            self.text + draft,
+            [False] * num_unsupervised + [True] * (len(self.text) + len(draft) - num_unsupervised),
         )
 
 
-def iterate_drafts(generation: Generation, rounds: list[tuple[list[int], int]]) -> Iterator[DraftedRound]:
-    """Yield the drafts of one decoding in order, as long as the text before them is in its output."""
+def iterate_drafts(
+    generation: Generation, rounds: list[tuple[list[int], int]]
+) -> Iterator[DraftedRound]:
+    """Yield the drafts of one decoding in order, as long as the text before them is in its
+    output.
+    """
     drafts = iter([drafted for drafted, _ in rounds if drafted])
     end = 1  # the answer's tokens before the round, root included
     for count, depth in zip(generation.round_lengths, generation.depths):
@@ -110,9 +128,15 @@ def iterate_drafts(generation: Generation, rounds: list[tuple[list[int], int]]) 
 
 
 def select_replays(
-    generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random, draft_only: bool = False
+    generation: Generation,
+    rounds: list[tuple[list[int], int]],
+    limit: int,
+    random: Random,
+    draft_only: bool = False,
 ) -> list[Replay]:
-    """Return up to `limit` drafts of one decoding as replays, rejected ones first. With `draft_only` only drafts carry loss."""
+    """Return up to `limit` drafts of one decoding as replays, rejected ones first. With
+    `draft_only` only drafts carry loss.
+    """
     candidates = []
     for drafted in iterate_drafts(generation, rounds):
         num_wrong = len(drafted.draft) - drafted.num_accepted
@@ -124,14 +148,21 @@ def select_replays(
     return [replay for _, _, replay in sorted(candidates, key=lambda item: item[:2])[:limit]]
 
 
-def join_branches(generation: Generation, rounds: list[tuple[list[int], int]], max_length: int) -> BranchedAnswer:
-    """Join an answer with all its rejected drafts into one sequence (Draft-OPD's error replays), for one forward.
+def join_branches(
+    generation: Generation, rounds: list[tuple[list[int], int]], max_length: int
+) -> BranchedAnswer:
+    """Join an answer with all its rejected drafts into one sequence (Draft-OPD's error replays),
+    for one forward.
 
-    Rejected tokens are supervised where they were drafted: the first wrong token in the text, where the next token is the
-    target's, and the others in a branch. The first token of a branch carries no loss. Texts have `max_length` tokens at most.
+    Rejected tokens are supervised where they were drafted: the first wrong token in the text, where
+    the next token is the target's, and the others in a branch. The first token of a branch carries
+    no loss. Texts have `max_length` tokens at most.
     """
-    text, answer = generation.prompt + generation.output, len(generation.output)
-    tokens_past_error, tokens, position_ids = [NOT_PAST_ERROR] * len(text), list(text), list(range(len(text)))
+    text = generation.prompt + generation.output
+    answer = len(generation.output)
+    tokens_past_error = [NOT_PAST_ERROR] * len(text)
+    tokens = list(text)
+    position_ids = list(range(len(text)))
     mask = [False] * (len(text) - answer) + [True] * answer
     branches = []
     for drafted in iterate_drafts(generation, rounds):
@@ -151,43 +182,64 @@ def join_branches(generation: Generation, rounds: list[tuple[list[int], int]], m
 
 def make_unbranched(example: Example) -> BranchedAnswer:
     """Make an answer without branches and without rejected tokens."""
-    return BranchedAnswer(Replay(example, [NOT_PAST_ERROR] * len(example.tokens)), list(range(len(example.tokens))), [])
+    return BranchedAnswer(
+        Replay(example, [NOT_PAST_ERROR] * len(example.tokens)),
+        list(range(len(example.tokens))),
+        [],
+    )
 
 
 def balance_weights(replay: Replay) -> list[float]:
-    """Return the weight of every token where accepted and rejected tokens carry half of the loss each, as in Draft-OPD."""
+    """Return the weight of every token where accepted and rejected tokens carry half of the loss
+    each, as in Draft-OPD.
+    """
     num_wrong = sum(distance != NOT_PAST_ERROR for distance in replay.tokens_past_error)
     supervised = sum(replay.example.mask)
     num_right = supervised - num_wrong
-    return [supervised / (num_wrong if distance != NOT_PAST_ERROR else num_right) if is_supervised else 0.0
-            for distance, is_supervised in zip(replay.tokens_past_error, replay.example.mask)]  # fmt: skip
+    return [
+        supervised / (num_wrong if distance != NOT_PAST_ERROR else num_right)
+        if is_supervised
+        else 0.0
+        for distance, is_supervised in zip(replay.tokens_past_error, replay.example.mask)
+    ]
 
 
 def round_reward(num_accepted: int, num_drafted: int, draft_cost: float) -> float:
-    """Return PPOW's reward: tokens emitted by a round, the bonus included, over its time in forwards of the target."""
+    """Return PPOW's reward: tokens emitted by a round, the bonus included, over its time in
+    forwards of the target.
+    """
     return (num_accepted + 1) / (1 + draft_cost * num_drafted)
 
 
-def make_windows(generation: Generation, rounds: list[tuple[list[int], int]], draft_cost: float) -> list[DraftWindow]:
+def make_windows(
+    generation: Generation, rounds: list[tuple[list[int], int]], draft_cost: float
+) -> list[DraftWindow]:
     """Make windows of the sampled drafts of one decoding, without the first draft.
 
-    Token d of a draft counts where the d tokens before it were accepted. Its baseline is the mean reward of the answer's
-    earlier drafts that reached d, or of all of them; it does not depend on the draw, so the gradient stays unbiased. Tokens
-    after the first rejected one are left out.
+    Token d of a draft counts where the d tokens before it were accepted. Its baseline is the mean
+    reward of the answer's earlier drafts that reached d, or of all of them; it does not depend on
+    the draw, so the gradient stays unbiased. Tokens after the first rejected one are left out.
     """
     # The rewards of earlier drafts that reached each position.
     reached: list[list[float]] = []
     windows = []
     for drafted in iterate_drafts(generation, rounds):
-        reward, sampled = (
-            round_reward(drafted.num_accepted, len(drafted.draft), draft_cost),
-            drafted.draft[: drafted.num_accepted + 1],
-        )
+        reward = round_reward(drafted.num_accepted, len(drafted.draft), draft_cost)
+        sampled = drafted.draft[: drafted.num_accepted + 1]
         is_first = not reached
         reached += [[] for _ in range(len(sampled) - len(reached))]
         if not is_first:
-            gains = [reward - mean(earlier_rewards or reached[0]) for earlier_rewards in reached[: len(sampled)]]
-            windows.append(DraftWindow(drafted.make_example(sampled), [0.0] * len(drafted.text) + gains, len(drafted.text)))
+            gains = [
+                reward - mean(earlier_rewards or reached[0])
+                for earlier_rewards in reached[: len(sampled)]
+            ]
+            windows.append(
+                DraftWindow(
+                    drafted.make_example(sampled),
+                    [0.0] * len(drafted.text) + gains,
+                    len(drafted.text),
+                )
+            )
         for earlier_rewards in reached[: len(sampled)]:
             earlier_rewards.append(reward)
     return windows
@@ -196,21 +248,34 @@ def make_windows(generation: Generation, rounds: list[tuple[list[int], int]], dr
 def collate_replays(replays: list[Replay], packed: bool = False, balanced: bool = False) -> Batch:
     """Collate replays into one batch, padded on the right or packed."""
     batch = collate([replay.example for replay in replays], packed)
-    weight = pad_or_pack([torch.tensor(balance_weights(replay)) for replay in replays], packed) if balanced else None
+    weight = (
+        pad_or_pack([torch.tensor(balance_weights(replay)) for replay in replays], packed)
+        if balanced
+        else None
+    )
     tokens_past_error = pad_or_pack(
-        [torch.tensor(replay.tokens_past_error) for replay in replays], packed, padding=NOT_PAST_ERROR
+        [torch.tensor(replay.tokens_past_error) for replay in replays],
+        packed,
+        padding=NOT_PAST_ERROR,
     )
     return replace(batch, tokens_past_error=tokens_past_error, weight=weight)
 
 
-def collate_branched(answers: list[BranchedAnswer], packed: bool = False, balanced: bool = False) -> Batch:
+def collate_branched(
+    answers: list[BranchedAnswer], packed: bool = False, balanced: bool = False
+) -> Batch:
     """Collate answers with their branches into one batch, padded on the right or packed."""
     batch = collate_replays([answer.replay for answer in answers], packed, balanced)
     position_ids = pad_or_pack([torch.tensor(answer.position_ids) for answer in answers], packed)
     if packed:
-        return replace(batch, position_ids=position_ids, visible=tuple(answer.visibility[None] for answer in answers))
+        return replace(
+            batch,
+            position_ids=position_ids,
+            visible=tuple(answer.visibility[None] for answer in answers),
+        )
     count = batch.tokens.shape[1]
-    visible = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(answers), 1, 1)  # padding sees anything
+    # padding sees anything
+    visible = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(answers), 1, 1)
     for row, answer in zip(visible, answers):
         row[: len(answer.position_ids), : len(answer.position_ids)] = answer.visibility
     return replace(batch, position_ids=position_ids, visible=visible)
@@ -219,4 +284,6 @@ def collate_branched(answers: list[BranchedAnswer], packed: bool = False, balanc
 def collate_windows(windows: list[DraftWindow], packed: bool = False) -> Batch:
     """Collate windows into one batch, padded on the right or packed."""
     batch = collate([window.example for window in windows], packed)
-    return replace(batch, advantage=pad_or_pack([torch.tensor(window.advantage) for window in windows], packed))
+    return replace(
+        batch, advantage=pad_or_pack([torch.tensor(window.advantage) for window in windows], packed)
+    )

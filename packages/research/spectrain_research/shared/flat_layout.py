@@ -12,7 +12,9 @@ from spectrain.servers.commands import DrafterLaunch
 
 
 class ResearchLayout(FlatDFlash):
-    """The base of flat layouts without a stock engine, for blocks that attend in both directions."""
+    """The base of flat layouts without a stock engine, for blocks that attend in both
+    directions.
+    """
 
     def matches_files(self, files: DrafterFiles) -> bool:
         return self.architectures[0] in (files.config.get("architectures") or [])
@@ -20,9 +22,12 @@ class ResearchLayout(FlatDFlash):
     def check_causality(self, settings: dict[str, Any]) -> None:
         if settings["causal"] or settings["window"] is not None:
             raise UserError(
-                f"drafter.causal={str(settings['causal']).lower()}, drafter.window={settings['window']}: this layout has no "
-                "key for them; train with drafter.causal=false drafter.window=null, or use format=spectrain"
+                f"drafter.causal={str(settings['causal']).lower()}, "
+                f"drafter.window={settings['window']}: this layout has no key for them; train "
+                "with drafter.causal=false drafter.window=null, or use format=spectrain"
             )
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {}

@@ -1,4 +1,5 @@
-"""A drafter that follows a text outside the loop: it drafts after a text, and after the likely outcomes of verifying a draft.
+"""A drafter that follows a text outside the loop: it drafts after a text, and after the likely
+outcomes of verifying a draft.
 
 Shapes: V draft vocabulary, D drafted tokens, F outcomes.
 """
@@ -42,7 +43,9 @@ class SupersededError(Exception):
 
 
 class RecordingRollout(Rollout):
-    """Wraps a rollout of one text and records its log q; raises SupersededError between two levels of an old request."""
+    """Wraps a rollout of one text and records its log q; raises SupersededError between two
+    levels of an old request.
+    """
 
     def __init__(self, inner: Rollout, is_superseded: SupersededCheck) -> None:
         self.inner, self.is_superseded = inner, is_superseded
@@ -74,8 +77,12 @@ class Follower:
         self.num_read = 0  # tokens of the text that the drafter has read, without the root
 
     def start_text(self, max_length: int, num_tokens: int, num_outcomes: int = 0) -> None:
-        """Prepare for a text of at most `max_length` tokens, with drafts of `num_tokens` tokens after it and its outcomes."""
-        self.text, self.num_read, self.num_outcomes = [], 0, num_outcomes
+        """Prepare for a text of at most `max_length` tokens, with drafts of `num_tokens` tokens
+        after it and its outcomes.
+        """
+        self.text = []
+        self.num_read = 0
+        self.num_outcomes = num_outcomes
         cache = TreeCache(0, 1, max_length, self.target.device)
         self.context = make_context(self.target, self._make_builder(num_tokens), cache, (), 0)
         self.context.active.fill_(True)
@@ -96,7 +103,8 @@ class Follower:
     ) -> LikelyOutcomes:
         """Return the likely outcomes of verifying `draft` after a text.
 
-        Without a draft, make one first and `send` it. The caller must call `end_draft` before any other request.
+        Without a draft, make one first and `send` it. The caller must call `end_draft` before any
+        other request.
         """
         rollout = self._read_text(request.text, request.num_tokens, lambda: False).rollout
         assert isinstance(rollout, RecordingRollout)
@@ -106,12 +114,22 @@ class Follower:
         else:
             rollout.start()
         if len(rollout.log_probs) <= len(draft):
-            remaining = torch.tensor([draft[len(rollout.log_probs) - 1 :]], device=self.context.tokens.device)
-            rollout.extend_path(remaining, torch.full_like(remaining[:, 0], len(rollout.log_probs) - 1), len(rollout.log_probs))
-        num_accepted, tokens = select_outcomes(torch.stack(rollout.log_probs[: len(draft) + 1]), self.num_outcomes).unbind(1)
-        ends = torch.stack([num_accepted, rollout.to_target_ids(tokens)], dim=1).tolist()  # one host synchronization
+            remaining = torch.tensor(
+                [draft[len(rollout.log_probs) - 1 :]], device=self.context.tokens.device
+            )
+            rollout.extend_path(
+                remaining,
+                torch.full_like(remaining[:, 0], len(rollout.log_probs) - 1),
+                len(rollout.log_probs),
+            )
+        num_accepted, tokens = select_outcomes(
+            torch.stack(rollout.log_probs[: len(draft) + 1]), self.num_outcomes
+        ).unbind(1)
+        # one host synchronization
+        ends = torch.stack([num_accepted, rollout.to_target_ids(tokens)], dim=1).tolist()
         outcomes = [
-            LikelyOutcome([*request.text, *draft[:num_accepted], token], token, num_accepted) for num_accepted, token in ends
+            LikelyOutcome([*request.text, *draft[:num_accepted], token], token, num_accepted)
+            for num_accepted, token in ends
         ]
         return LikelyOutcomes(rollout, request.num_tokens, outcomes, self._end_draft)
 
@@ -125,7 +143,10 @@ class Follower:
         """Let the drafter read the new part of a text."""
         context = self.context
         assert isinstance(self.drafter, RewindableDrafter)
-        common = next((n for n, pair in enumerate(zip(self.text, text)) if pair[0] != pair[1]), min(len(self.text), len(text)))
+        common = next(
+            (n for n, pair in enumerate(zip(self.text, text)) if pair[0] != pair[1]),
+            min(len(self.text), len(text)),
+        )
         if common < len(self.text):
             self.num_read = min(self.num_read, common, len(text) - 1)
             self.drafter.rewind(torch.tensor([self.num_read], device=context.tokens.device))
@@ -133,12 +154,19 @@ class Follower:
         context.cache.lengths.fill_(len(text) - 1)
         context.cache.longest = len(text) - 1
         new_tokens = context.tokens[:, self.num_read : len(text) - 1]
-        context.new_features = Features(new_tokens, (), new_tokens.new_zeros(*new_tokens.shape, 0, 1))
+        context.new_features = Features(
+            new_tokens, (), new_tokens.new_zeros(*new_tokens.shape, 0, 1)
+        )
         context.num_new = torch.tensor([new_tokens.shape[1]], device=context.tokens.device)
         context.builder = self._make_builder(num_tokens)
         draft = self.drafter.draft(context)
-        self.text, self.num_read = text, len(text) - 1
-        return draft if draft.rollout is None else replace(draft, rollout=RecordingRollout(draft.rollout, is_superseded))
+        self.text = text
+        self.num_read = len(text) - 1
+        return (
+            draft
+            if draft.rollout is None
+            else replace(draft, rollout=RecordingRollout(draft.rollout, is_superseded))
+        )
 
     def _draft_tokens(self, draft: Draft) -> list[int]:
         tree = self.context.builder.grow(self.context, draft)
@@ -153,10 +181,12 @@ class Follower:
 
 
 def select_outcomes(log_q: Tensor, count: int) -> Tensor:
-    """Return the likeliest outcomes of verifying a chain, [F, 2]: the number of accepted tokens, and the draft id after them.
+    """Return the likeliest outcomes of verifying a chain, [F, 2]: the number of accepted tokens,
+    and the draft id after them.
 
-    The chain has the likeliest tokens of log q [D + 1, V]. If the target's tokens were drawn from q, the outcome (k, x) would
-    have probability prod over i < k of max q_i, times q_k(x); x differs from the drafted token unless k is D.
+    The chain has the likeliest tokens of log q [D + 1, V]. If the target's tokens were drawn from
+    q, the outcome (k, x) would have probability prod over i < k of max q_i, times q_k(x); x differs
+    from the drafted token unless k is D.
     """
     best = log_q.max(-1)
     path = torch.cat([best.values.new_zeros(1), best.values[:-1].cumsum(0)])
@@ -177,10 +207,16 @@ class LikelyOutcome:
 
 
 class LikelyOutcomes:
-    """Likely outcomes of a verification; the drafter drafts after all of them at once, level by level (SSD's cache)."""
+    """Likely outcomes of a verification; the drafter drafts after all of them at once, level by
+    level (SSD's cache).
+    """
 
     def __init__(
-        self, rollout: RecordingRollout, num_tokens: int, outcomes: list[LikelyOutcome], end_draft: Callable[[], None]
+        self,
+        rollout: RecordingRollout,
+        num_tokens: int,
+        outcomes: list[LikelyOutcome],
+        end_draft: Callable[[], None],
     ) -> None:
         self.rollout, self.num_tokens, self.end_draft = rollout, num_tokens, end_draft
         self.outcomes = self.open_outcomes = outcomes
@@ -189,12 +225,21 @@ class LikelyOutcomes:
     def extend_drafts(self, is_superseded: SupersededCheck) -> None:
         """Extend the drafts after the outcomes, until a newer request arrives."""
         while self.open_outcomes and self.num_levels < self.num_tokens and not is_superseded():
-            device, num_nodes = self.rollout.log_probs[0].device, len(self.rollout.log_probs)
-            tokens = torch.tensor([[outcome.last_token for outcome in self.open_outcomes]], device=device)
-            parents = torch.tensor([[outcome.parent for outcome in self.open_outcomes]], device=device)
-            best = self.rollout.to_target_ids(self.rollout.extend(tokens, parents).argmax(-1))[0].tolist()
+            device = self.rollout.log_probs[0].device
+            num_nodes = len(self.rollout.log_probs)
+            tokens = torch.tensor(
+                [[outcome.last_token for outcome in self.open_outcomes]], device=device
+            )
+            parents = torch.tensor(
+                [[outcome.parent for outcome in self.open_outcomes]], device=device
+            )
+            best = self.rollout.to_target_ids(self.rollout.extend(tokens, parents).argmax(-1))[
+                0
+            ].tolist()
             for index, (outcome, token) in enumerate(zip(self.open_outcomes, best)):
-                outcome.last_token, outcome.parent, outcome.draft = token, num_nodes + index, (*outcome.draft, token)
+                outcome.last_token = token
+                outcome.parent = num_nodes + index
+                outcome.draft = (*outcome.draft, token)
             self.num_levels += 1
 
     def finish_draft(self, text: list[int]) -> list[int] | None:

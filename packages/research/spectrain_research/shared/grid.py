@@ -30,8 +30,14 @@ class Grid:
         return f"{self.over}-{row}-{column}"
 
     def summary(self, systems: dict[str, SystemSummary]) -> dict[str, Any]:
-        """Return the entry `sweep` of summary.json: every cell's numbers, and the cell with the largest measured speedup."""
-        cells = {(row, column): systems[self.cell_name(row, column)] for row in self.rows for column in self.columns}
+        """Return the entry `sweep` of summary.json: every cell's numbers, and the cell with the
+        largest measured speedup.
+        """
+        cells = {
+            (row, column): systems[self.cell_name(row, column)]
+            for row in self.rows
+            for column in self.columns
+        }
         possible = [cell for cell, system in cells.items() if is_possible(vars(system.speedup))]
         best = max(possible or cells, key=lambda cell: cells[cell].speedup.ratio)
         rows = [[cells[row, column] for column in self.columns] for row in self.rows]
@@ -43,9 +49,14 @@ class Grid:
             for key in ("node_layers_saved", "work_saved"):
                 table[key] = [[(cell.pruning or {})[key] for cell in row] for row in rows]
         names = {"over": self.over, "row": self.row_name, "column": self.column_name}
-        return {**names, "rows": list(self.rows), "columns": list(self.columns), **table,
-                "fastest": {self.row_name: best[0], self.column_name: best[1]},
-                "fastest_speedup": vars(cells[best].speedup)}  # fmt: skip
+        return {
+            **names,
+            "rows": list(self.rows),
+            "columns": list(self.columns),
+            **table,
+            "fastest": {self.row_name: best[0], self.column_name: best[1]},
+            "fastest_speedup": vars(cells[best].speedup),
+        }
 
 
 class GridSweep(EvalExtension):
@@ -64,21 +75,38 @@ def print_sweep(console: Console, summary: dict[str, Any]) -> None:
     """Print a sweep of two settings as a table, and the fastest pair."""
     sweep = summary["sweep"]
     console.print(sweep_table(summary))
-    entries = [entry["lossless"] for name, entry in summary["compared"].items() if name.startswith(f"{sweep['over']}-")]
+    entries = [
+        entry["lossless"]
+        for name, entry in summary["compared"].items()
+        if name.startswith(f"{sweep['over']}-")
+    ]
     if entries and all(entries):
-        identical, checked = (sum(entry[key] for entry in entries) for key in ("identical", "checked"))
-        console.print(f"Identical in all {len(entries)} settings: {identical} of {checked} answers.")
-    best, settings = sweep["fastest_speedup"], " ".join(f"{key}={value}" for key, value in sweep["fastest"].items())
-    unpruned = f", unpruned {format_speedup(summary['speedup'], 'x')}" if sweep["over"] == "prune" else ""
+        identical, checked = (
+            sum(entry[key] for entry in entries) for key in ("identical", "checked")
+        )
+        console.print(
+            f"Identical in all {len(entries)} settings: {identical} of {checked} answers."
+        )
+    best = sweep["fastest_speedup"]
+    settings = " ".join(f"{key}={value}" for key, value in sweep["fastest"].items())
+    unpruned = (
+        f", unpruned {format_speedup(summary['speedup'], 'x')}" if sweep["over"] == "prune" else ""
+    )
     speedup = f"{format_speedup(best, 'x')} [{format_speedup_interval(best)}]{unpruned}"
-    console.print(f"Fastest on these prompts: {settings}, {speedup}; others may be as fast.", markup=False)
+    console.print(
+        f"Fastest on these prompts: {settings}, {speedup}; others may be as fast.", markup=False
+    )
 
 
 def sweep_table(summary: dict[str, Any]) -> Table:
     """Return a table with a cell for every pair of settings."""
     sweep = summary["sweep"]
     pruned = sweep["over"] == "prune"
-    content = "tokens per forward, node-layers saved, speedup" if pruned else "tokens per forward, speedup"
+    content = (
+        "tokens per forward, node-layers saved, speedup"
+        if pruned
+        else "tokens per forward, speedup"
+    )
     table = Table(title=f"{content} by {sweep['row']} and {sweep['column']}")
     table.add_column(f"{sweep['row']} \\ {sweep['column']}", justify="right")
     for column in sweep["columns"]:
@@ -88,7 +116,10 @@ def sweep_table(summary: dict[str, Any]) -> Table:
         for j, column in enumerate(sweep["columns"]):
             speedup = summary["compared"][f"{sweep['over']}-{row}-{column}"]["speedup"]
             saved = f"  {sweep['node_layers_saved'][i][j]:.1%}" if pruned else ""
-            cells.append(f"{format_number(sweep['acceptance_length'][i][j])}{saved}  {format_speedup(speedup, 'x')}")
+            cells.append(
+                f"{format_number(sweep['acceptance_length'][i][j])}{saved}  "
+                f"{format_speedup(speedup, 'x')}"
+            )
         table.add_row(str(row), *cells)
     return table
 
@@ -98,9 +129,14 @@ def exits_of(target: Target, exits: Sequence[int] | None, first: int = 1) -> tup
     last = target.num_layers - 1
     if exits is None:
         count = min(last + 1 - first, 7)
-        return tuple(sorted({round(first + step * (last - first) / max(count - 1, 1)) for step in range(count)}))
+        return tuple(
+            sorted(
+                {round(first + step * (last - first) / max(count - 1, 1)) for step in range(count)}
+            )
+        )
     if invalid := [layer for layer in exits if not first <= layer <= last]:
         raise UserError(
-            f"eval.exits={list(exits)}: {invalid[0]} is no exit here; {target.name} has those from {first} to {last}"
+            f"eval.exits={list(exits)}: {invalid[0]} is no exit here; {target.name} has those "
+            f"from {first} to {last}"
         )
     return tuple(sorted(set(exits)))

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 class PrefixAttention(nn.Module):
-    """A decoder layer over the target's states, so that heads see more than the last one (Hydra++, Ankner et al., 2024,
-    section 4.3). Its output projections are zero at first, so that it starts as the identity.
+    """A decoder layer over the target's states, so that heads see more than the last one (Hydra++,
+    Ankner et al., 2024, section 4.3). Its output projections are zero at first, so that it starts
+    as the identity.
     """
 
     def __init__(self, target: Target) -> None:
@@ -46,9 +47,12 @@ class PrefixAttention(nn.Module):
     ) -> Tensor:
         """Transform states [B, T, D] by causal attention, inside packed documents of these lengths.
 
-        With a cache, the states also attend to its entries of `layer`, and the caller advances the cache.
+        With a cache, the states also attend to its entries of `layer`, and the caller advances the
+        cache.
         """
-        q, k, v = self.self_attn.project_qkv(self.input_layernorm(final), self.rotary(final, positions))
+        q, k, v = self.self_attn.project_qkv(
+            self.input_layernorm(final), self.rotary(final, positions)
+        )
         if cache is None:
             attended = self.self_attn.attend_causal(q, k, v, lengths)
         else:
@@ -58,16 +62,20 @@ class PrefixAttention(nn.Module):
 
 
 class HeadAttention(nn.Module):
-    """An encoder layer over the states of all heads at one position (Amphista, section 3.2). Its output projections are zero
-    at first, so that it starts as the identity."""
+    """An encoder layer over the states of all heads at one position (Amphista, section 3.2). Its
+    output projections are zero at first, so that it starts as the identity."""
 
     def __init__(self, target: Target) -> None:
         super().__init__()
         config = llama_config(target)
         self.head_dim = config.head_dim
         self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
-        self.qkv_proj = nn.Linear(target.width, 3 * config.num_attention_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, target.width, bias=False)
+        self.qkv_proj = nn.Linear(
+            target.width, 3 * config.num_attention_heads * config.head_dim, bias=False
+        )
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * config.head_dim, target.width, bias=False
+        )
         self.post_attention_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
         nn.init.zeros_(self.o_proj.weight)
@@ -83,8 +91,8 @@ class HeadAttention(nn.Module):
 
 
 class HeadMixer(nn.Module):
-    """Adds a learned vector per head, zero at first, to heads' states, and mixes them by attention; without layers, does
-    nothing."""
+    """Adds a learned vector per head, zero at first, to heads' states, and mixes them by attention;
+    without layers, does nothing."""
 
     def __init__(self, target: Target, num_heads: int, num_layers: int) -> None:
         super().__init__()
@@ -102,7 +110,9 @@ class HeadMixer(nn.Module):
 
 @torch.no_grad()
 def make_state_projection(width: int) -> nn.Linear:
-    """Make a projection of a concatenated state and embedding [.., 2 D], which at first passes on the state."""
+    """Make a projection of a concatenated state and embedding [.., 2 D], which at first passes
+    on the state.
+    """
     fuse = nn.Linear(2 * width, width, bias=False)
     fuse.weight.zero_()
     fuse.weight[:, :width].fill_diagonal_(1.0)
@@ -110,7 +120,8 @@ def make_state_projection(width: int) -> nn.Linear:
 
 
 class StagedAdapter(nn.Module):
-    """Stages of layers over the target's states and the embeddings of the next tokens (Amphista, section 3.3).
+    """Stages of layers over the target's states and the embeddings of the next tokens (Amphista,
+    section 3.3).
 
     Some heads begin after each stage. The adapter starts as the identity.
     """
@@ -130,7 +141,8 @@ class StagedAdapter(nn.Module):
         lengths: tuple[int, ...] | None = None,
     ) -> list[Tensor]:
         """Return the states [B, T, D] of every stage, or the target's own if there is no stage."""
-        states, x = [], final
+        states = []
+        x = final
         next_tokens = embedded if self.norm is None else self.norm(embedded)
         for index, (fuse, layer) in enumerate(zip(self.fuse, self.layers)):
             x = layer(fuse(torch.cat([x, next_tokens], dim=-1)), positions, cache, lengths, index)
@@ -141,7 +153,9 @@ class StagedAdapter(nn.Module):
 
 
 class SharedHeadDrafter(VocabularyDrafter):
-    """A drafter whose slots or heads share one output layer (`lm_down`, `lm_head`), which starts as the target's."""
+    """A drafter whose slots or heads share one output layer (`lm_down`, `lm_head`), which starts
+    as the target's.
+    """
 
     lm_down: Any  # nn.Linear | None
     lm_head: Any  # nn.Linear

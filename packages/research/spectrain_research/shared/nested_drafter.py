@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class NestedDrafter(DrafterWrapper, PromptRunner):
-    """Drafts with `inner`, which reads prompts and committed tokens as it would alone; subclasses change its drafts.
+    """Drafts with `inner`, which reads prompts and committed tokens as it would alone; subclasses
+    change its drafts.
 
     The changed drafts have no q, so the rules that weigh p against q refuse them.
     """
@@ -33,7 +34,9 @@ class NestedDrafter(DrafterWrapper, PromptRunner):
         self.inner, description = build_nestable(inner, "inner", target)
         self.layers = self.inner.layers
         self.saved = replace(self.saved, settings={"inner": description})
-        self.capabilities = replace(self.inner.capabilities, capture=None, has_no_q=True, nestable=False)
+        self.capabilities = replace(
+            self.inner.capabilities, capture=None, has_no_q=True, nestable=False
+        )
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
         return prefill_prompts(self.inner, context, tokens, lengths)

@@ -23,6 +23,8 @@ class NestedRollout(Rollout):
         return self.take_estimates(self.inner.extend_path(tokens, parents, num_given))
 
     def take_estimates(self, log_q: Tensor) -> Tensor:
-        """Take the stop marks and acceptance estimates of the inner rollout's latest nodes; return their log q as it is."""
+        """Take the stop marks and acceptance estimates of the inner rollout's latest nodes;
+        return their log q as it is.
+        """
         self.accept_probs, self.stop_mask = self.inner.accept_probs, self.inner.stop_mask
         return log_q

@@ -1,4 +1,6 @@
-"""The phrases, or n-grams, of a text by their first token, which lookahead decoding and Ouroboros draft with."""
+"""The phrases, or n-grams, of a text by their first token, which lookahead decoding and
+Ouroboros draft with.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class PhrasePool:
         self.tail: list[int] = []
 
     def add_phrase(self, phrase: Sequence[int]) -> None:
-        """Add the first tokens of a phrase as the newest of its first token; a single token is no phrase."""
+        """Add the first tokens of a phrase as the newest of its first token; a single token is
+        no phrase.
+        """
         entry = tuple(phrase[: self.length])
         if len(entry) < 2:
             return

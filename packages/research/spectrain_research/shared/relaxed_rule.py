@@ -16,15 +16,21 @@ from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 
 class LossyGreedyRule(AcceptanceRule):
-    """A greedy rule that accepts further drafts. The token after the last accepted node is the target's most likely one."""
+    """A greedy rule that accepts further drafts. The token after the last accepted node is the
+    target's most likely one.
+    """
 
     lossless = False
 
     def __init__(self) -> None:
         self.greedy = Greedy()
 
-    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
-        return self.accept(tree, Features(tree.tokens, (), logits[..., None, :0], logits), sequence_ids, positions)
+    def __call__(
+        self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor
+    ) -> AcceptedPath:
+        return self.accept(
+            tree, Features(tree.tokens, (), logits[..., None, :0], logits), sequence_ids, positions
+        )
 
     def choose_tokens(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
         return self.greedy.choose_tokens(logits, sequence_ids, positions)
@@ -33,7 +39,9 @@ class LossyGreedyRule(AcceptanceRule):
         return self.greedy.target_distribution(logits)
 
     def acceptance_chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        """Return the chances of the greedy rule, which are lower bounds: acceptance depends on more than the siblings."""
+        """Return the chances of the greedy rule, which are lower bounds: acceptance depends on
+        more than the siblings.
+        """
         return self.greedy.acceptance_chances(siblings, rate)
 
     def matching_rule(self) -> AcceptanceRule:
@@ -41,9 +49,11 @@ class LossyGreedyRule(AcceptanceRule):
 
 
 class RelaxedRule(LossyGreedyRule):
-    """Accepts the child that equals the target's most likely token, else the child with the largest score above 0.
+    """Accepts the child that equals the target's most likely token, else the child with the largest
+    score above 0.
 
-    The most likely token after the last accepted node follows. Where no other draft is forgiven, the output is the greedy one.
+    The most likely token after the last accepted node follows. Where no other draft is forgiven,
+    the output is the greedy one.
     """
 
     on_device = True
@@ -52,18 +62,27 @@ class RelaxedRule(LossyGreedyRule):
     def forgiveness_scores(self, tree: TokenTree, features: Features, is_correct: Tensor) -> Tensor:
         """Return scores [B, N] of nodes; at 0 or below a node is not forgiven.
 
-        `is_correct` [B, N] marks nodes that equal the most likely token after their parent; their scores are not used.
+        `is_correct` [B, N] marks nodes that equal the most likely token after their parent; their
+        scores are not used.
         """
 
-    def accept(self, tree: TokenTree, features: Features, sequence_ids: Tensor, positions: Tensor) -> AcceptedPath:
+    def accept(
+        self, tree: TokenTree, features: Features, sequence_ids: Tensor, positions: Tensor
+    ) -> AcceptedPath:
         if tree.tokens.shape[1] > 1:
             self.check_children(tree.children, not self.chains_only or tree.is_chain)
         assert features.logits is not None
         choice = self.choose_tokens(features.logits, sequence_ids, positions)
-        is_real, parents = tree.valid & tree.can_emit, tree.parents.clamp(min=0)
+        is_real = tree.valid & tree.can_emit
+        parents = tree.parents.clamp(min=0)
         is_correct = is_real & (tree.parents >= 0) & (tree.tokens == choice.gather(1, parents))
-        scores = self.forgiveness_scores(tree, features, is_correct).masked_fill(~is_real, 0).masked_fill(is_correct, math.inf)
-        path, is_open = [torch.zeros_like(choice[:, 0])], torch.ones_like(choice[:, 0], dtype=torch.bool)
+        scores = (
+            self.forgiveness_scores(tree, features, is_correct)
+            .masked_fill(~is_real, 0)
+            .masked_fill(is_correct, math.inf)
+        )
+        path = [torch.zeros_like(choice[:, 0])]
+        is_open = torch.ones_like(choice[:, 0], dtype=torch.bool)
         counts = torch.ones_like(choice[:, 0])
         for _ in range(tree.max_path_nodes - 1):
             best, child = scores.masked_fill(tree.parents != path[-1][:, None], 0).max(1)

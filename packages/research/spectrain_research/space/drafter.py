@@ -1,4 +1,5 @@
-"""SPACE (Yi et al., 2024, arXiv 2402.11809): the target learns to decode in parallel, and verifies its own masks.
+"""SPACE (Yi et al., 2024, arXiv 2402.11809): the target learns to decode in parallel, and verifies
+its own masks.
 
 Shapes: B batch, T tokens, K masks, D target width.
 """
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
 
 
 class Space(GatedMasks):
-    """Mask tokens in the target, which is fine-tuned to fill them (semi-autoregressive fine-tuning), and no other drafter.
+    """Mask tokens in the target, which is fine-tuned to fill them (semi-autoregressive
+    fine-tuning), and no other drafter.
 
-    The loss is the language model's own, on ordinary tokens, + `masks_weight` times the cross-entropy of the masks behind
-    random prefixes. A round verifies the drafted tokens and runs new masks behind each of them in one forward (auto-correct
-    decoding). The output is that of the fine-tuned target, token by token: only drafts come from masks.
+    The loss is the language model's own, on ordinary tokens, + `masks_weight` times the
+    cross-entropy of the masks behind random prefixes. A round verifies the drafted tokens and runs
+    new masks behind each of them in one forward (auto-correct decoding). The output is that of the
+    fine-tuned target, token by token: only drafts come from masks.
     """
 
     saved = SavedFiles(shape=("num_masks",))
@@ -62,10 +65,17 @@ class Space(GatedMasks):
         super().__init__(
             target,
             MaskConfig(
-                num_masks=num_masks, rank=0, sampler=False, strategy="quadratic", loss="cross_entropy", consistency=0.0,
-                step_decay=step_decay, mask_ratio=mask_ratio, seed=seed,
+                num_masks=num_masks,
+                rank=0,
+                sampler=False,
+                strategy="quadratic",
+                loss="cross_entropy",
+                consistency=0.0,
+                step_decay=step_decay,
+                mask_ratio=mask_ratio,
+                seed=seed,
             ),
-        )  # fmt: skip
+        )
         self.masks_weight, self.target_lr_scale = masks_weight, target_lr_scale
 
     def make_capabilities(self) -> Capabilities:
@@ -76,7 +86,9 @@ class Space(GatedMasks):
         self.masks = nn.Parameter(torch.zeros(self.num_masks, target.width))
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Start the masks near the mean embedding, and open the target's weights or add its adapters."""
+        """Start the masks near the mean embedding, and open the target's weights or add its
+        adapters.
+        """
         assert self.masks is not None
         with torch.no_grad():
             self.masks.copy_(init_mask_vectors(self.head.embedding, self.num_masks))
@@ -88,13 +100,20 @@ class Space(GatedMasks):
         return [Stage([{"params": list(self.parameters())}, adapted], ())]
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return the cost of the target over tokens and masks, and once more over the tokens alone."""
+        """Return the cost of the target over tokens and masks, and once more over the tokens
+        alone.
+        """
         cost = super().step_cost(target, batch)
         return replace(cost, runs=[*cost.runs, Run(target.layers, batch.tokens, batch.length)])
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         masks = super().loss(batch, target, state)
-        plan = ForwardPlan(layers=("final",), grad=torch.is_grad_enabled(), recompute=state.recompute, lengths=batch.lengths)
+        plan = ForwardPlan(
+            layers=("final",),
+            grad=torch.is_grad_enabled(),
+            recompute=state.recompute,
+            lengths=batch.lengths,
+        )
         final = target.run(batch.tokens, plan).at_layer("final")[batch.next_is_supervised]
         own_loss = language_model_loss(final, batch, target, self.target_training, False)
         terms = {name: self.masks_weight * loss for name, loss in masks.terms.items()}

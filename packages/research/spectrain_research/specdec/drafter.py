@@ -1,6 +1,8 @@
-"""SpecDec (Xia et al., 2023): a drafter of its own for sequence-to-sequence targets, which drafts a block by queries.
+"""SpecDec (Xia et al., 2023): a drafter of its own for sequence-to-sequence targets, which drafts a
+block by queries.
 
-Shapes: B texts, E source tokens, T prefix tokens, A anchors, K drafts, R judged drafts, V vocabulary.
+Shapes: B texts, E source tokens, T prefix tokens, A anchors, K drafts, R judged drafts, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -53,27 +55,46 @@ class SpecDecConfig:
 
 
 class SpecDec(Drafter, RewindableDrafter):
-    """A deep encoder reads the source, and a shallow decoder the answer so far; K queries, each a vector of its own, then draft
-    the next K tokens in one pass. Embedding and output layer are the target's and stay frozen.
+    """A deep encoder reads the source, and a shallow decoder the answer so far; K queries, each a
+    vector of its own, then draft the next K tokens in one pass. Embedding and output layer are the
+    target's and stay frozen.
 
-    With a target that has no encoder, the whole text is the answer so far. The answer is read anew in every round.
+    With a target that has no encoder, the whole text is the answer so far. The answer is read anew
+    in every round.
     """
 
-    saved = SavedFiles(shape=("num_drafts", "num_encoder_layers", "num_layers", "width", "num_heads"))
+    saved = SavedFiles(
+        shape=("num_drafts", "num_encoder_layers", "num_layers", "width", "num_heads")
+    )
     _cost_type = OnePassCost
 
     def __init__(self, target: Target, config: SpecDecConfig) -> None:
         super().__init__()
         if not getattr(target, "reads_tokens", True):
-            raise UserError("drafter=specdec: its encoder reads text, and the target's sources are sounds; use recipe=eagle3")
+            raise UserError(
+                "drafter=specdec: its encoder reads text, and the target's sources are sounds; "
+                "use recipe=eagle3"
+            )
         self.find_start = getattr(target, "find_start", None)
-        self.head, self.divergence, self.seed = target.head, config.loss, config.seed
+        self.head = target.head
+        self.divergence = config.loss
+        self.seed = config.seed
         self.num_drafts, self.num_anchors = config.num_drafts, config.num_anchors
         width = config.width or target.width
         if width % config.num_heads:
-            raise UserError(f"drafter.num_heads={config.num_heads}: the width {width} is no multiple of it; use another number")
+            raise UserError(
+                f"drafter.num_heads={config.num_heads}: the width {width} is no multiple of it; "
+                "use another number"
+            )
         encoder_layers = 0 if self.find_start is None else config.num_encoder_layers
-        self.network = QueryNetwork(target.width, width, config.num_heads, encoder_layers, config.num_layers, config.num_drafts)
+        self.network = QueryNetwork(
+            target.width,
+            width,
+            config.num_heads,
+            encoder_layers,
+            config.num_layers,
+            config.num_drafts,
+        )
         self.sources: tuple[Tensor | None, Tensor | None] = None, None
         self.starts: list[int] = []
 
@@ -88,10 +109,14 @@ class SpecDec(Drafter, RewindableDrafter):
         return embedded.to(self.network.output.weight.dtype)
 
     def encode_sources(self, sources: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """Return the states [B, E, W] of sources and which of them are real; nothing where a target has no encoder."""
+        """Return the states [B, E, W] of sources and which of them are real; nothing where a
+        target has no encoder.
+        """
         if self.find_start is None:
             return None, None
-        is_real = pad_sequence([torch.ones_like(source, dtype=torch.bool) for source in sources], batch_first=True)
+        is_real = pad_sequence(
+            [torch.ones_like(source, dtype=torch.bool) for source in sources], batch_first=True
+        )
         states: Tensor = self.network.encode(self.embed(sources), is_real)
         return states, is_real
 
@@ -112,14 +137,23 @@ class SpecDec(Drafter, RewindableDrafter):
         own = [part - start for part, start in zip(anchors.positions.split(counts), starts)]
         padded_anchors = pad_sequence([part.clamp(min=0) for part in own], batch_first=True)
         sources = self.encode_sources([text[:start] for text, start in zip(texts, starts)])
-        prefixes = self.embed([text[start:] if start < len(text) else text[-1:] for text, start in zip(texts, starts)])
-        states = state.run_checkpointed(self.network.draft_states, prefixes, padded_anchors, *sources)
-        is_anchor = pad_sequence([torch.ones_like(part, dtype=torch.bool) for part in own], batch_first=True)
+        prefixes = self.embed(
+            [text[start:] if start < len(text) else text[-1:] for text, start in zip(texts, starts)]
+        )
+        states = state.run_checkpointed(
+            self.network.draft_states, prefixes, padded_anchors, *sources
+        )
+        is_anchor = pad_sequence(
+            [torch.ones_like(part, dtype=torch.bool) for part in own], batch_first=True
+        )
         steps = torch.arange(self.num_drafts, device=batch.tokens.device)
         index = anchors.token_indices[:, None] + steps  # [A, K] the token before each draft
         inside = (
             anchors.positions[:, None] + steps
-            < torch.tensor([*map(len, texts)]).repeat_interleave(torch.tensor(counts))[:, None].to(index.device) - 1
+            < torch.tensor([*map(len, texts)])
+            .repeat_interleave(torch.tensor(counts))[:, None]
+            .to(index.device)
+            - 1
         )
         index = index.clamp(max=batch.tokens.numel() - 1)
         judged = inside & batch.next_is_supervised.flatten()[index]
@@ -127,23 +161,38 @@ class SpecDec(Drafter, RewindableDrafter):
         labels = batch.tokens.roll(-1, dims=1).flatten()[index[judged]]
         depths = steps.expand_as(index)[judged]
         result = head_loss(
-            self.divergence, states[is_anchor][judged], self.head.projection, labels, HeadTarget(final, self.head.projection)
+            self.divergence,
+            states[is_anchor][judged],
+            self.head.projection,
+            labels,
+            HeadTarget(final, self.head.projection),
         )
         scale = float(batch.loss_mask.sum()) / max(1, len(labels))
         best = argmax_and_log_z(final, self.head.projection)[0]
-        return Losses.by_depth({self.divergence: scale * result.loss}, result.predictions == best, depths, self.num_drafts)
+        return Losses.by_depth(
+            {self.divergence: scale * result.loss},
+            result.predictions == best,
+            depths,
+            self.num_drafts,
+        )
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        """Read the sources in the first round, and the answers so far in every round; draft after the root."""
+        """Read the sources in the first round, and the answers so far in every round; draft
+        after the root.
+        """
         lengths = context.lengths.tolist()
         texts = [row[: length + 1] for row, length in zip(context.tokens, lengths)]
         if context.begins:
             self.starts = self.split_texts(texts)
-            self.sources = self.encode_sources([text[:start] for text, start in zip(texts, self.starts)])
+            self.sources = self.encode_sources(
+                [text[:start] for text, start in zip(texts, self.starts)]
+            )
         prefixes = [text[min(start, len(text) - 1) :] for text, start in zip(texts, self.starts)]
-        anchors = torch.tensor([[len(prefix) - 1] for prefix in prefixes], device=context.tokens.device)
+        anchors = torch.tensor(
+            [[len(prefix) - 1] for prefix in prefixes], device=context.tokens.device
+        )
         states = self.network.draft_states(self.embed(prefixes), anchors, *self.sources)[:, 0]
         log_q = self.head.logits(states.to(self.head.output.weight.dtype)).float().log_softmax(-1)
         return Draft(MarginalRollout(context.root, log_q))

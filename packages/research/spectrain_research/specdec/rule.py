@@ -1,4 +1,6 @@
-"""SpecDec's verification: drafts among the target's likeliest tokens, close to the best one, are accepted."""
+"""SpecDec's verification: drafts among the target's likeliest tokens, close to the best one, are
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from spectrain_research.shared.relaxed_rule import RelaxedRule
 class TopCandidates(RelaxedRule):
     """SpecDec's verification (Xia et al., 2023, section 3.2). NOT lossless.
 
-    A draft x is accepted where it is one of the target's `candidates` most likely tokens and log p(best) - log p(x) is at most
-    `tolerance`. With one candidate, or tolerance 0, the output is the greedy one.
+    A draft x is accepted where it is one of the target's `candidates` most likely tokens and log
+    p(best) - log p(x) is at most `tolerance`. With one candidate, or tolerance 0, the output is the
+    greedy one.
     """
 
     name = "specdec"

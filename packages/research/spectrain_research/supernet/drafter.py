@@ -1,4 +1,5 @@
-"""A supernet of EAGLE-3 drafters (DREAM-S): a training step trains one subnet, and a search picks the fastest to decode with.
+"""A supernet of EAGLE-3 drafters (DREAM-S): a training step trains one subnet, and a search picks
+the fastest to decode with.
 
 Shapes: B batch, T tokens, L fused layers, D target width.
 """
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class Subnet(NamedTuple):
-    """A part of the supernet: its number of decoder layers, and the fused layers of the target that it reads."""
+    """A part of the supernet: its number of decoder layers, and the fused layers of the target
+    that it reads.
+    """
 
     depth: int
     fused: tuple[int, ...]  # indices among the fused layers
@@ -50,11 +53,11 @@ class Trial:
 
 
 class Supernet(Eagle3, TunableDrafter):
-    """EAGLE-3 of up to `num_layers` decoder layers. A training step runs a subnet: its first layers alone, with some of the
-    target's fused layers; the largest one every second step.
+    """EAGLE-3 of up to `num_layers` decoder layers. A training step runs a subnet: its first layers
+    alone, with some of the target's fused layers; the largest one every second step.
 
-    Before decoding, all subnets draft for the target's own answers to prompts that are not scored. The one with the most tokens
-    per second is kept: mean tokens of a round over its median seconds.
+    Before decoding, all subnets draft for the target's own answers to prompts that are not scored.
+    The one with the most tokens per second is kept: mean tokens of a round over its median seconds.
     """
 
     answer_tokens = 24
@@ -70,34 +73,47 @@ class Supernet(Eagle3, TunableDrafter):
         vocab_size: VocabularySize = 32000,
         # Layers of the target that subnets may fuse; null uses the family's default layers.
         layers: list[int] | None = None,
-        # Number of decoder layers of the subnet that decodes; null searches it, and the fused layers.
+        # Number of decoder layers of the subnet that decodes; null searches it, and the fused
+        # layers.
         depth: int | None = None,
         # Seed of the subnets of training steps.
         seed: Seed = 0,
-        # Configuration keys and variants of the layers that differ from the target's; null copies the target's.
+        # Configuration keys and variants of the layers that differ from the target's; null copies
+        # the target's.
         architecture: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(target, ttt_steps, vocab_size, layers, num_layers, architecture=architecture)
-        self.seed, self.needs_search = seed, depth is None
+        super().__init__(
+            target, ttt_steps, vocab_size, layers, num_layers, architecture=architecture
+        )
+        self.seed = seed
+        self.needs_search = depth is None
         every = tuple(range(len(self.fused_layers)))
         self.largest = Subnet(num_layers, every)
-        self.subnet = self.largest if depth is None else Subnet(max(1, min(depth, num_layers)), every)
+        self.subnet = (
+            self.largest if depth is None else Subnet(max(1, min(depth, num_layers)), every)
+        )
         self.trials: list[Trial] = []
 
     @property
     def subnets(self) -> list[Subnet]:
         """Every depth with all fused layers, with the last two and with the last one."""
         count = len(self.fused_layers)
-        parts = dict.fromkeys(tuple(range(first, count)) for first in (0, max(0, count - 2), count - 1))
+        parts = dict.fromkeys(
+            tuple(range(first, count)) for first in (0, max(0, count - 2), count - 1)
+        )
         return [Subnet(depth, part) for depth in range(1, self.num_layers + 1) for part in parts]
 
     def project_fused(self, fused: Tensor) -> Tensor:
-        """Project concatenated states [B, T, L * D] to [B, T, D]; those of layers outside the subnet are zero."""
+        """Project concatenated states [B, T, L * D] to [B, T, D]; those of layers outside the
+        subnet are zero.
+        """
         if len(self.subnet.fused) == len(self.fused_layers):
             return super().project_fused(fused)
         is_read = torch.zeros(len(self.fused_layers), device=fused.device, dtype=fused.dtype)
         is_read[[*self.subnet.fused]] = 1
-        return super().project_fused(fused * is_read.repeat_interleave(fused.shape[-1] // len(is_read)))
+        return super().project_fused(
+            fused * is_read.repeat_interleave(fused.shape[-1] // len(is_read))
+        )
 
     def run_later_layers(self, hidden: Tensor, attend: EagleAttentionFn) -> Tensor:
         hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -109,14 +125,17 @@ class Supernet(Eagle3, TunableDrafter):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Return the loss of this step's subnet; parameters outside of it take part with zeros."""
-        chosen, self.subnet = self.subnet, self.sample_subnet(state.step)
+        chosen = self.subnet
+        self.subnet = self.sample_subnet(state.step)
         try:
             losses = super().loss(batch, target, state)
         finally:
             self.subnet = chosen
         unused = 0.0 * sum(weight.sum() for weight in self.parameters() if weight.requires_grad)
         name = next(iter(losses.terms))
-        return Losses({**losses.terms, name: losses.terms[name] + unused}, losses.hits, losses.counts)
+        return Losses(
+            {**losses.terms, name: losses.terms[name] + unused}, losses.hits, losses.counts
+        )
 
     def sample_subnet(self, step: int) -> Subnet:
         """Return the subnet of a training step."""
@@ -133,13 +152,19 @@ class Supernet(Eagle3, TunableDrafter):
         for subnet in self.subnets:
             self.subnet = subnet
             prompts = [prompt for prompt, _ in texts]
-            decoded = [decode(target, [prompt], Greedy(), self.answer_tokens, self, Chain(depth))[0] for prompt in prompts]
+            decoded = [
+                decode(target, [prompt], Greedy(), self.answer_tokens, self, Chain(depth))[0]
+                for prompt in prompts
+            ]
             self.trials.append(summarize_trial(subnet, decoded))
-        self.subnet, self.needs_search = max(self.trials, key=lambda trial: trial.speed).subnet, False
+        self.subnet = max(self.trials, key=lambda trial: trial.speed).subnet
+        self.needs_search = False
 
 
 def summarize_trial(subnet: Subnet, decoded: Sequence[Generation]) -> Trial:
     """Return the mean tokens and the median seconds of a round."""
     lengths = [length for text in decoded for length in text.round_lengths]
     seconds = [sum(parts.values()) for text in decoded for parts in text.round_seconds]
-    return Trial(subnet, sum(lengths) / max(1, len(lengths)), max(1e-9, median(seconds)) if seconds else 1.0)
+    return Trial(
+        subnet, sum(lengths) / max(1, len(lengths)), max(1e-9, median(seconds)) if seconds else 1.0
+    )

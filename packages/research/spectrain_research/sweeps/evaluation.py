@@ -1,4 +1,6 @@
-"""Sweeps: one drafter with many trees, lengths, or exits, decoded in turn and shown as one table."""
+"""Sweeps: one drafter with many trees, lengths, or exits, decoded in turn and shown as one
+table.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,9 @@ from spectrain_research.shared.grid import Grid, GridSweep, exits_of
 
 
 def choose_builder(name: str, **settings: Any) -> Callable[[int, int], TreeBuilder]:
-    """Return a function from depth and budget to the builder of a `tree` choice, which is imported when it is called."""
+    """Return a function from depth and budget to the builder of a `tree` choice, which is
+    imported when it is called.
+    """
     return lambda depth, budget: load_constructor("tree", name)(depth, budget, **settings)
 
 
@@ -40,7 +44,9 @@ ADAPTIVE_LENGTH = ("thompson", "policy")
 
 @dataclass
 class TreeSweep(EvalExtension):
-    """Decodes with the named kinds of tree at every budget, as deep as the candidate's; a chain has one size."""
+    """Decodes with the named kinds of tree at every budget, as deep as the candidate's; a chain
+    has one size.
+    """
 
     names: Sequence[str]
     budgets: Sequence[int]
@@ -48,26 +54,41 @@ class TreeSweep(EvalExtension):
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         depth = candidate.builder.depth
         builders: list[TreeBuilder] = [Chain(depth)] if "chain" in self.names else []
-        builders += [SWEPT[name](depth, budget) for budget in self.budgets for name in self.names if name != "chain"]
+        builders += [
+            SWEPT[name](depth, budget)
+            for budget in self.budgets
+            for name in self.names
+            if name != "chain"
+        ]
         for builder in builders:
             candidate.rule.check_children(builder.children, builder.is_chain)
         drafter, rule = candidate.drafter, candidate.rule
         return [
-            System(f"{builder.name}-{builder.budget}", describe_tree(builder), drafter, builder, rule) for builder in builders
+            System(
+                f"{builder.name}-{builder.budget}", describe_tree(builder), drafter, builder, rule
+            )
+            for builder in builders
         ]
 
 
 @dataclass
 class LengthSweep(EvalExtension):
-    """Decodes with chains of every length up to the candidate's depth, and of lengths that are decided while decoding."""
+    """Decodes with chains of every length up to the candidate's depth, and of lengths that are
+    decided while decoding.
+    """
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
-        own, drafter, rule = candidate.builder, candidate.drafter, candidate.rule
+        own = candidate.builder
+        drafter = candidate.drafter
+        rule = candidate.rule
         sampling = own.children, own.temperature, own.seed
         chains = [Chain(depth, *sampling) for depth in range(1, own.depth + 1)]
         chains += [load_constructor("tree", name)(own.depth, *sampling) for name in ADAPTIVE_LENGTH]
         rule.check_children(own.children, is_chain=True)
-        return [System(f"length-{chain.name}-{chain.depth}", describe_tree(chain), drafter, chain, rule) for chain in chains]
+        return [
+            System(f"length-{chain.name}-{chain.depth}", describe_tree(chain), drafter, chain, rule)
+            for chain in chains
+        ]
 
 
 @dataclass
@@ -80,19 +101,28 @@ class ExitSweep(GridSweep):
     def check(self, candidate: Candidate) -> None:
         if not isinstance(candidate.drafter, DrafterWithExits):
             raise UserError(
-                "eval.sweep=exit: this drafter has no exits to choose from; use drafter=early_exit, or a run of "
-                "recipe=layerskip"
+                "eval.sweep=exit: this drafter has no exits to choose from; use "
+                "drafter=early_exit, or a run of recipe=layerskip"
             )
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         assert isinstance(candidate.drafter, DrafterWithExits)
         rows = exits_of(candidate.target, self.exits)
         self.grid = Grid("exit", "exit_layer", "depth", rows, tuple(sorted(set(self.depths))))
-        systems, builder = [], candidate.builder
+        systems = []
+        builder = candidate.builder
         for exit_layer in self.grid.rows:
             drafter = candidate.drafter.at_exit(exit_layer, candidate.target)
             for depth in self.grid.columns:
                 label = f"exit {exit_layer}, chain of {depth}"
                 chain = Chain(depth, builder.children, builder.temperature, builder.seed)
-                systems.append(System(self.grid.cell_name(exit_layer, depth), label, drafter, chain, candidate.rule))
+                systems.append(
+                    System(
+                        self.grid.cell_name(exit_layer, depth),
+                        label,
+                        drafter,
+                        chain,
+                        candidate.rule,
+                    )
+                )
         return systems

@@ -1,7 +1,9 @@
-"""The acceptance of each rule on the drafts of a run, compared with the optimum of all lossless rules: `eval.optimum=true`.
+"""The acceptance of each rule on the drafts of a run, compared with the optimum of all lossless
+rules: `eval.optimum=true`.
 
-The prompts are decoded once more, without timing. At each accepted node with children, the distributions of the target and the
-drafter determine how often each rule would accept one of the children, and the optimal transport how often any rule could.
+The prompts are decoded once more, without timing. At each accepted node with children, the
+distributions of the target and the drafter determine how often each rule would accept one of the
+children, and the optimal transport how often any rule could.
 """
 
 from __future__ import annotations
@@ -29,35 +31,51 @@ from spectrain_research.transport.rules import ImportanceSampling, KSeq, Transpo
 
 BEST = "best"
 # Rules that decide node by node, so that the chances at a node are all of their acceptance.
-NODE_RULES = (Match, RecursiveRejection, KSeq, ImportanceSampling, TruncatedLinearProgram, Transport)
-NodeRates = list[dict[str, float]]  # by depth: the probability that a child is accepted, by the name of a rule
+NODE_RULES = (
+    Match,
+    RecursiveRejection,
+    KSeq,
+    ImportanceSampling,
+    TruncatedLinearProgram,
+    Transport,
+)
+# by depth: the probability that a child is accepted, by the name of a rule
+NodeRates = list[dict[str, float]]
 
 
 class NodeRecorder(WrappedBuilder):
-    """Wraps a builder and records, for one sequence, each rule's acceptance at every accepted node with children."""
+    """Wraps a builder and records, for one sequence, each rule's acceptance at every accepted
+    node with children.
+    """
 
     def __init__(self, builder: TreeBuilder, rule: AcceptanceRule) -> None:
         super().__init__(builder)
         self.rules: list[AcceptanceRule] = [rule]
         if rule.sampling_settings is not None:
             self.rules = [
-                rule_class(*rule.sampling_settings) for rule_class in NODE_RULES if builder.children in rule_class.children
+                rule_class(*rule.sampling_settings)
+                for rule_class in NODE_RULES
+                if builder.children in rule_class.children
             ]
         self.rule = rule
         self.rounds: list[NodeRates] = []
-        self.kind = builder.children  # how children were chosen; copies are deterministic with any builder
+        # how children were chosen; copies are deterministic with any builder
+        self.kind = builder.children
 
     def observe(self, round: RoundResult) -> None:
         self.builder.observe(round)
         assert round.path is not None
-        tree, rates = round.tree, NodeRates()
+        tree = round.tree
+        rates = NodeRates()
         is_real = (tree.valid & tree.can_emit)[0]
         for node in round.path[0, : int(round.counts[0])].tolist():
             children = tree.tokens[0][is_real & (tree.parents[0] == node)].tolist()
             if not children:
                 break
             self.kind = tree.children
-            siblings = make_siblings(tree, node, children, self.rule.target_distribution(round.logits[0, node]).cpu())
+            siblings = make_siblings(
+                tree, node, children, self.rule.target_distribution(round.logits[0, node]).cpu()
+            )
             judges = (rule for rule in self.rules if tree.children in rule.children)
             chances = {rule.name: float(sum(rule.acceptance_chances(siblings))) for rule in judges}
             rates.append({**chances, BEST: optimal_acceptance(siblings, tree.children)})
@@ -65,7 +83,9 @@ class NodeRecorder(WrappedBuilder):
 
 
 def make_siblings(tree: TokenTree, node: int, tokens: list[int], p: Tensor) -> Siblings:
-    """Make the siblings below a node of the first tree, with the distributions that decide about them."""
+    """Make the siblings below a node of the first tree, with the distributions that decide about
+    them.
+    """
     if tree.children == "deterministic":
         return Siblings(tokens, p, None)
     assert tree.q is not None, "a tree with drawn children has their distribution q"
@@ -76,17 +96,22 @@ def make_siblings(tree: TokenTree, node: int, tokens: list[int], p: Tensor) -> S
 
 
 class Optimum(EvalExtension):
-    """Reports by depth how often a child of an accepted node is accepted: by the rules for such children, and at best."""
+    """Reports by depth how often a child of an accepted node is accepted: by the rules for such
+    children, and at best.
+    """
 
     def __init__(self, max_new_tokens: int) -> None:
         self.max_new_tokens = max_new_tokens
 
     def report(self, results: Results) -> dict[str, Any]:
-        """Return `best_by_depth`, and `kept_by_depth` of each rule: means over the `places` of each depth.
+        """Return `best_by_depth`, and `kept_by_depth` of each rule: means over the `places` of each
+        depth.
 
-        These are nodes with children that the rule in use accepted, without a last round that the limit cut short.
+        These are nodes with children that the rule in use accepted, without a last round that the
+        limit cut short.
         """
-        target, system = results.candidate.target, results.systems[0]
+        target = results.candidate.target
+        system = results.systems[0]
         rates_by_depth: list[list[dict[str, float]]] = []
         children = system.builder.children
         for row, turn in enumerate(results.turns["drafter"], 1):
@@ -108,14 +133,19 @@ class Optimum(EvalExtension):
                 "children": children,
                 "places": [len(level) for level in rates_by_depth],
                 "best_by_depth": round_rates(best),
-                "kept_by_depth": {name: round_rates(rates) for name, rates in means_by_rule.items()},
+                "kept_by_depth": {
+                    name: round_rates(rates) for name, rates in means_by_rule.items()
+                },
             }
         }
 
 
 def describe_optimum(optimum: dict[str, Any]) -> Iterator[str]:
     """Say how often rules accept a child, and how often any lossless rule could."""
-    rules = "; ".join(f"acceptance={name} {format_rates(rates)}" for name, rates in optimum["kept_by_depth"].items())
+    rules = "; ".join(
+        f"acceptance={name} {format_rates(rates)}"
+        for name, rates in optimum["kept_by_depth"].items()
+    )
     yield (
         f"Of children that are {optimum['children']} any lossless rule accepts, by depth, at most "
         f"{format_rates(optimum['best_by_depth'])}: {rules}."

@@ -1,4 +1,6 @@
-"""Trees of several drafters, merged by path. Shapes: B batch, N nodes, V target vocabulary, K drafters."""
+"""Trees of several drafters, merged by path. Shapes: B batch, N nodes, V target vocabulary, K
+drafters.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ from spectrain.trees.token_tree import TokenTree
 
 @dataclass(frozen=True)
 class UnionTree(TokenTree):
-    """A merged tree of sampled children. A node that two drafters drew has two draws, and each drafter has its own q."""
+    """A merged tree of sampled children. A node that two drafters drew has two draws, and each
+    drafter has its own q.
+    """
 
-    draws: tuple[dict[int, list[tuple[int, int]]], ...] = ()  # of each row, by node: (child, drafter) in the order of draws
-    drafter_q: tuple[Tensor, ...] = ()  # K times [B, N, V], the distribution of a drafter's draws after each node
+    # of each row, by node: (child, drafter) in the order of draws
+    draws: tuple[dict[int, list[tuple[int, int]]], ...] = ()
+    # K times [B, N, V], the distribution of a drafter's draws after each node
+    drafter_q: tuple[Tensor, ...] = ()
 
 
 @dataclass
@@ -26,14 +32,19 @@ class MergedRow:
     tokens: list[int]
     parents: list[int] = field(default_factory=lambda: [-1])
     children: dict[tuple[int, int], int] = field(default_factory=dict)  # (node, token) -> child
-    draws: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # node -> (child, drafter)
-    node_maps: list[list[int]] = field(default_factory=list)  # of each drafter's tree, the merged node of each node, or -1
+    # node -> (child, drafter)
+    draws: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    # of each drafter's tree, the merged node of each node, or -1
+    node_maps: list[list[int]] = field(default_factory=list)
 
     def add_tree(self, tree: TokenTree, row: int) -> None:
         """Add the tree of the next drafter."""
-        drafter, node_map = len(self.node_maps), [0]
+        drafter = len(self.node_maps)
+        node_map = [0]
         real = (tree.valid[row] & tree.can_emit[row]).tolist()
-        for token, parent, is_real in list(zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), real))[1:]:
+        for token, parent, is_real in list(
+            zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), real)
+        )[1:]:
             if not is_real or node_map[parent] < 0:
                 node_map.append(-1)
                 continue
@@ -48,7 +59,9 @@ class MergedRow:
 
 
 def merge_trees(trees: Sequence[TokenTree], vocab_size: int) -> TokenTree:
-    """Merge trees of the same roots by path; those of sampled children keep all draws and the q of every drafter."""
+    """Merge trees of the same roots by path; those of sampled children keep all draws and the q
+    of every drafter.
+    """
     device = trees[0].tokens.device
     rows = [MergedRow([int(root)]) for root in trees[0].tokens[:, 0]]
     for tree in trees:
@@ -59,18 +72,24 @@ def merge_trees(trees: Sequence[TokenTree], vocab_size: int) -> TokenTree:
     def pad_rows(values: list[list[int]]) -> Tensor:
         return torch.tensor([[*part, *[0] * (width - len(part))] for part in values], device=device)
 
-    tokens, parents = pad_rows([row.tokens for row in rows]), pad_rows([row.parents for row in rows])
+    tokens = pad_rows([row.tokens for row in rows])
+    parents = pad_rows([row.parents for row in rows])
     valid = pad_rows([[1] * len(row.tokens) for row in rows]).bool()
     if all(tree.children == "deterministic" for tree in trees):
         return TokenTree.from_parents(tokens, parents, valid)
-    q = tuple(_gather_q(tree, [row.node_maps[number] for row in rows], width, vocab_size) for number, tree in enumerate(trees))
+    q = tuple(
+        _gather_q(tree, [row.node_maps[number] for row in rows], width, vocab_size)
+        for number, tree in enumerate(trees)
+    )
     draws = tuple(row.draws for row in rows)
     every = torch.ones_like(valid)
     return UnionTree(tokens, parents, valid, every, "sampled", q[0], draws=draws, drafter_q=q)
 
 
 def _gather_q(tree: TokenTree, node_maps: list[list[int]], width: int, vocab_size: int) -> Tensor:
-    """Return a drafter's q [B, width, V] over target ids at the merged nodes; zeros where it drew nothing."""
+    """Return a drafter's q [B, width, V] over target ids at the merged nodes; zeros where it
+    drew nothing.
+    """
     assert tree.q is not None
     q = tree.q.new_zeros(len(node_maps), width, vocab_size)
     for row, node_map in enumerate(node_maps):

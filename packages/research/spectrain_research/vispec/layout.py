@@ -35,7 +35,9 @@ class FlatViSpec(OriginalEagle1):
     def covers(self) -> tuple[str, ...]:
         return ("num_queries",)
 
-    def class_settings(self, config: FusedConfig, files: DrafterFiles, own_embedding: bool) -> dict[str, Any]:
+    def class_settings(
+        self, config: FusedConfig, files: DrafterFiles, own_embedding: bool
+    ) -> dict[str, Any]:
         require_keys(files.config, ("vispec_num_query_tokens",))
         num_queries = files.config["vispec_num_query_tokens"]
         return {**super().class_settings(config, files, own_embedding), "num_queries": num_queries}
@@ -46,11 +48,22 @@ class FlatViSpec(OriginalEagle1):
     def _make_config(self, drafter: DrafterCheckpoint, vocab: int, bias: bool) -> dict[str, Any]:
         config = super()._make_config(drafter, vocab, bias)
         del config["bias"]
-        own = {key: value for key, value in self.fixed_values.items() if key.startswith("draft_") or key == "qkv_bias"}
-        return {**config, **own, "fc_bias": bias, "vispec_num_query_tokens": drafter.drafter["num_queries"]}
+        own = {
+            key: value
+            for key, value in self.fixed_values.items()
+            if key.startswith("draft_") or key == "qkv_bias"
+        }
+        return {
+            **config,
+            **own,
+            "fc_bias": bias,
+            "vispec_num_query_tokens": drafter.drafter["num_queries"],
+        }
 
 
-def read_shape(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
+def read_shape(
+    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+) -> dict[str, Any]:
     """Return what EAGLE has, and the number of an image's vectors."""
     settings = GroupSpec.from_node("drafter", drafter).with_defaults()
     return {"num_queries": settings["num_queries"], **shape_of_eagle1(drafter, files, target)}

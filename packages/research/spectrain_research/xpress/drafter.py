@@ -1,7 +1,8 @@
-"""XPress (arXiv 2608.02438): DFlash's block with a low-rank causal refiner, which is applied to the whole block several times.
+"""XPress (arXiv 2608.02438): DFlash's block with a low-rank causal refiner, which is applied to the
+whole block several times.
 
-Shapes: B batch, A anchors, S slots of a block, K drafts of it, W width, M rank of the refiner, V draft vocabulary, R judged
-drafts.
+Shapes: B batch, A anchors, S slots of a block, K drafts of it, W width, M rank of the refiner, V
+draft vocabulary, R judged drafts.
 """
 
 from __future__ import annotations
@@ -28,19 +29,25 @@ if TYPE_CHECKING:
 
 
 class Refiner(nn.Module):
-    """The states of the correction at every slot of a block, from the block's states and the token before each slot.
+    """The states of the correction at every slot of a block, from the block's states and the token
+    before each slot.
 
-    a_k = W_in [D_h z_k ; D_g mean_j z_j ; E(token before k)], c_k = a_k + sum_{j <= k} L[:, k, j] a_j, and the result is
-    c_k + W_d (silu(W_g c_k) W_u c_k). L [M, S, S] is a mixer of slots for every channel, which starts as zeros.
+    a_k = W_in [D_h z_k ; D_g mean_j z_j ; E(token before k)], c_k = a_k + sum_{j <= k} L[:, k, j]
+    a_j, and the result is c_k + W_d (silu(W_g c_k) W_u c_k). L [M, S, S] is a mixer of slots for
+    every channel, which starts as zeros.
     """
 
-    def __init__(self, sizes: tuple[int, int, int], rank: int, mlp_ratio: int, block_size: int) -> None:
+    def __init__(
+        self, sizes: tuple[int, int, int], rank: int, mlp_ratio: int, block_size: int
+    ) -> None:
         super().__init__()
         vocab_size, draft_vocab_size, width = sizes
         self.token_embed = nn.Embedding(vocab_size, rank)
         self.down_h, self.down_g = (nn.Linear(width, rank, bias=False) for _ in range(2))
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)
-        self.mlp_gate, self.mlp_up = (nn.Linear(rank, mlp_ratio * rank, bias=False) for _ in range(2))
+        self.mlp_gate, self.mlp_up = (
+            nn.Linear(rank, mlp_ratio * rank, bias=False) for _ in range(2)
+        )
         self.mlp_down = nn.Linear(mlp_ratio * rank, rank, bias=False)
         self.readout = nn.Linear(rank, draft_vocab_size, bias=False)
         self.mix_l = nn.Parameter(torch.zeros(rank, block_size, block_size))
@@ -49,12 +56,16 @@ class Refiner(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def project_block(self, states: Tensor) -> Tensor:
-        """Project the states [A, S, W] of a block to the part [A, S, 2 M] of the refiner's input that no pass changes."""
+        """Project the states [A, S, W] of a block to the part [A, S, 2 M] of the refiner's input
+        that no pass changes.
+        """
         mean = self.down_g(states.mean(1, keepdim=True))
         return torch.cat([self.down_h(states), mean.expand(-1, states.shape[1], -1)], dim=-1)
 
     def forward(self, block: Tensor, before: Tensor) -> Tensor:
-        """Return the correction's states [A, S, M] from a projected block and the tokens [A, S] before its slots."""
+        """Return the correction's states [A, S, M] from a projected block and the tokens [A, S]
+        before its slots.
+        """
         embedded = self.token_embed(before).to(block.dtype)
         a = self.in_proj(torch.cat([block, embedded], dim=-1))
         c = a + torch.einsum("mkj,ajm->akm", self.mix_l.tril().to(a.dtype), a)
@@ -71,7 +82,8 @@ class XPressConfig(BlockConfig):
     mlp_ratio: Count = 2
     # Number of times that decoding applies the refiner to a block.
     num_passes: Steps = 6
-    # Number of passes over the drafter's own drafts in training; 0 trains on the data's tokens alone.
+    # Number of passes over the drafter's own drafts in training; 0 trains on the data's tokens
+    # alone.
     consistency_passes: Number = 3
     # Weight of the mean loss of these passes.
     consistency_weight: NotNegative = 0.3
@@ -81,30 +93,39 @@ class XPressConfig(BlockConfig):
     ce: NotNegative = 0.1
     # Weight of the total variation distance from the target.
     tv: NotNegative = 0.9
-    # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs all drafts alike.
+    # Decay length of the loss weights in slots: draft d, from 0, weighs exp(-d / decay); 0 weighs
+    # all drafts alike.
     decay: NotNegative = 4.0
 
 
 class XPress(LowRankDrafter):
-    """DFlash's parallel logits U z plus R c, whose refiner reads the drafts before each slot, all slots at once.
+    """DFlash's parallel logits U z plus R c, whose refiner reads the drafts before each slot, all
+    slots at once.
 
-    Decoding drafts the block from U z, then `num_passes` times from the corrected logits of the last drafts. After m passes the
-    first m drafts are those of drafting from left to right. Draws are coupled: every pass uses the noise with which the tree
-    builder draws, so that a pass that changes nothing is the last one that would. q is that of the last pass with the drafts
-    that it read; they follow from the noise of earlier slots alone, so rules that weigh p against q stay exact.
+    Decoding drafts the block from U z, then `num_passes` times from the corrected logits of the
+    last drafts. After m passes the first m drafts are those of drafting from left to right. Draws
+    are coupled: every pass uses the noise with which the tree builder draws, so that a pass that
+    changes nothing is the last one that would. q is that of the last pass with the drafts that it
+    read; they follow from the noise of earlier slots alone, so rules that weigh p against q stay
+    exact.
 
-    The loss of logits is ce CE(data) + tv TV(p, q), weighted by exp(-d / decay). It is summed over the corrected logits after
-    the data's tokens, `consistency_weight` times the mean over passes that read the drafts of the pass before, and
-    `base_weight` times DFlash's own logits.
+    The loss of logits is ce CE(data) + tv TV(p, q), weighted by exp(-d / decay). It is summed over
+    the corrected logits after the data's tokens, `consistency_weight` times the mean over passes
+    that read the drafts of the pass before, and `base_weight` times DFlash's own logits.
     """
 
-    saved = replace(LowRankDrafter.saved, shape=(*LowRankDrafter.saved.shape, "block_size", "rank", "mlp_ratio"))
+    saved = replace(
+        LowRankDrafter.saved, shape=(*LowRankDrafter.saved.shape, "block_size", "rank", "mlp_ratio")
+    )
 
     def __init__(self, target: Target, config: XPressConfig) -> None:
         super().__init__(target, config)
         self.divergence = "total_variation"
         self.ce, self.tv, self.num_passes = config.ce, config.tv, config.num_passes
-        self.consistency_passes, self.consistency_weight = config.consistency_passes, config.consistency_weight
+        self.consistency_passes, self.consistency_weight = (
+            config.consistency_passes,
+            config.consistency_weight,
+        )
         self.base_weight = config.base_weight
         sizes = target.head.vocab_size, len(self.d2t), target.width
         self.refiner_head = Refiner(sizes, config.rank, config.mlp_ratio, config.block_size)
@@ -114,7 +135,9 @@ class XPress(LowRankDrafter):
         return self.refiner_head.readout
 
     def tokens_before(self, first: Tensor, roots: Tensor, drafts: Tensor) -> Tensor:
-        """Return the tokens [A, S] before the slots of blocks, from the tokens [A] before their roots and the drafts [A, K]."""
+        """Return the tokens [A, S] before the slots of blocks, from the tokens [A] before their
+        roots and the drafts [A, K].
+        """
         tokens = torch.cat([first[:, None], roots[:, None], drafts[:, :-1]], dim=1)
         return tokens[:, 1 - self.first_draft_slot :]
 
@@ -125,23 +148,35 @@ class XPress(LowRankDrafter):
     # Training
 
     def step_cost(self, target: Target, batch: BatchShape) -> StepCost:
-        """Return DFlash's cost with the refiner over all slots in every pass, and the losses of all passes."""
-        cost, passes = super().step_cost(target, batch), 1 + self.consistency_passes
+        """Return DFlash's cost with the refiner over all slots in every pass, and the losses of
+        all passes.
+        """
+        cost = super().step_cost(target, batch)
+        passes = 1 + self.consistency_passes
         slots = cost.judged.rows / self.num_drafts * self.block_size
         run = Run(self.refiner_head, slots, 0, calls=passes, extra=3 * self.readout.in_features)
         return replace(cost, runs=[*cost.runs, run], judged=replace(cost.judged, layers=passes + 1))
 
     def judge_drafts(self, drafts: JudgedDrafts) -> Losses:
-        """Return the losses of the corrected logits, of passes over the drafter's own drafts, and of DFlash's logits."""
-        weights, loss = drafts.decayed_weights(self.decay), CombinedLoss(self.ce, self.tv)
-        block, head = self.refiner_head.project_block(drafts.slots.all_states), self.joint_projection
-        roots, base = drafts.previous_tokens[:, 0], loss.judge(drafts, drafts.hidden, self.projection, weights)
-        inputs, results = drafts.tokens, []
+        """Return the losses of the corrected logits, of passes over the drafter's own drafts,
+        and of DFlash's logits.
+        """
+        weights = drafts.decayed_weights(self.decay)
+        loss = CombinedLoss(self.ce, self.tv)
+        block = self.refiner_head.project_block(drafts.slots.all_states)
+        head = self.joint_projection
+        roots = drafts.previous_tokens[:, 0]
+        base = loss.judge(drafts, drafts.hidden, self.projection, weights)
+        inputs = drafts.tokens
+        results = []
         for number in range(1 + self.consistency_passes):
             before = self.tokens_before(drafts.tokens_before_anchors, roots, inputs)
             terms = drafts.select_judged(self.refine(block, before))
-            results.append(loss.judge(drafts, torch.cat([drafts.hidden, terms], dim=-1), head, weights))
-            # The first pass after the data's tokens reads DFlash's own drafts, and each further one those of the last pass.
+            results.append(
+                loss.judge(drafts, torch.cat([drafts.hidden, terms], dim=-1), head, weights)
+            )
+            # The first pass after the data's tokens reads DFlash's own drafts, and each further one
+            # those of the last pass.
             read = results[-1] if number else base
             inputs = drafts.fill_judged(self.draft_ids[read.predictions])
         losses = {"refined": results[0].loss, "base": self.base_weight * base.loss}
@@ -154,11 +189,15 @@ class XPress(LowRankDrafter):
 
     def make_rollout(self, context: Context, slots: SlotStates) -> Rollout:
         """Return a rollout of the marginals of the last pass."""
-        products, block = self.compute_products(slots.draft_states), self.refiner_head.project_block(slots.all_states)
+        products = self.compute_products(slots.draft_states)
+        block = self.refiner_head.project_block(slots.all_states)
         draw = ChildDraw.of_round(context.builder, context)
         lengths, tokens = context.lengths, context.tokens
-        first = torch.where(lengths > 0, tokens.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0], context.root)
-        log_q, nodes = self.log_q(products), torch.arange(self.num_drafts, device=products.device)[None]
+        first = torch.where(
+            lengths > 0, tokens.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0], context.root
+        )
+        log_q = self.log_q(products)
+        nodes = torch.arange(self.num_drafts, device=products.device)[None]
         for _ in range(self.num_passes):
             drafts = self.draft_ids[draw.pick(log_q, nodes, 1)[0][..., 0]]
             terms = self.refine(block, self.tokens_before(first, context.root, drafts))

@@ -16,13 +16,17 @@ from spectrain.servers.commands import DrafterLaunch
 from spectrain_research.shared.flat_layout import ResearchLayout
 
 XPRESS = BlockFamily(
-    "XPress", {"rank": "xpress_rank", "mlp_ratio": "xpress_mlp_ratio", "num_passes": "num_jacobi_passes"},
-    ("refiner_head", "xpress_head"), module="spectrain_research.xpress.drafter",
-)  # fmt: skip
+    "XPress",
+    {"rank": "xpress_rank", "mlp_ratio": "xpress_mlp_ratio", "num_passes": "num_jacobi_passes"},
+    ("refiner_head", "xpress_head"),
+    module="spectrain_research.xpress.drafter",
+)
 
 
 class FlatXPress(ResearchLayout):
-    """The serving layout of XPress: the refiner is `xpress_head`, and its inner width is written instead of a ratio."""
+    """The serving layout of XPress: the refiner is `xpress_head`, and its inner width is written
+    instead of a ratio.
+    """
 
     title = "XPress, serving layout"
     engine = "vLLM's open pull request"
@@ -43,7 +47,11 @@ class FlatXPress(ResearchLayout):
         keys = files.config
         require_keys(keys, ("xpress_rank", "xpress_mlp_hidden", "xpress_num_passes"))
         ratio = keys["xpress_mlp_hidden"] // keys["xpress_rank"]
-        translated = {**keys, "xpress_mlp_ratio": ratio, "num_jacobi_passes": keys["xpress_num_passes"]}
+        translated = {
+            **keys,
+            "xpress_mlp_ratio": ratio,
+            "num_jacobi_passes": keys["xpress_num_passes"],
+        }
         return super().parse_config(replace(files, config=translated))
 
     def extra_config(self, drafter: DrafterCheckpoint) -> dict[str, Any]:
@@ -65,10 +73,16 @@ class SpeculatorsXPress(SpeculatorsDFlash):
     model_type = "xpress"
     architectures = ("XPressSpeculator",)
 
-    def drafter_launches(self, drafter: DrafterCheckpoint, files: TargetFiles, path: str) -> dict[str, DrafterLaunch]:
+    def drafter_launches(
+        self, drafter: DrafterCheckpoint, files: TargetFiles, path: str
+    ) -> dict[str, DrafterLaunch]:
         return {}
 
 
-def read_shape(drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None) -> dict[str, Any]:
-    """Return every setting that other layouts hold, too, with the layer and the fused features filled in."""
+def read_shape(
+    drafter: dict[str, Any], files: DrafterFiles, target: TargetFiles | None
+) -> dict[str, Any]:
+    """Return every setting that other layouts hold, too, with the layer and the fused features
+    filled in.
+    """
     return shape_of_block(drafter, files, target, XPRESS)

@@ -23,20 +23,40 @@ CASES: dict[str, Any] = {
             lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
             Static(paths=PATHS),
         ),
-        "amphista, static": (Greedy(), lambda target: Amphista(target, num_heads=3, vocab_size=512), Static(paths=PATHS)),
-        "ctc, static": (Greedy(), lambda target: Ctc(target, num_drafts=3, vocab_size=512), Static(paths=PATHS)),
-        "gumiho, static": (Greedy(), lambda target: Gumiho(target, num_parallel=2, vocab_size=512), Static(paths=PATHS)),
+        "amphista, static": (
+            Greedy(),
+            lambda target: Amphista(target, num_heads=3, vocab_size=512),
+            Static(paths=PATHS),
+        ),
+        "ctc, static": (
+            Greedy(),
+            lambda target: Ctc(target, num_drafts=3, vocab_size=512),
+            Static(paths=PATHS),
+        ),
+        "gumiho, static": (
+            Greedy(),
+            lambda target: Gumiho(target, num_parallel=2, vocab_size=512),
+            Static(paths=PATHS),
+        ),
         "transformer heads, static": (
             Greedy(),
             lambda target: TransformerHeads(target, num_heads=3, vocab_size=512),
             Static(paths=PATHS),
         ),
-        "redrafter, beam of 12": (Greedy(), lambda target: Redrafter(target, vocab_size=512), Beam(4, 12, 4)),
+        "redrafter, beam of 12": (
+            Greedy(),
+            lambda target: Redrafter(target, vocab_size=512),
+            Beam(4, 12, 4),
+        ),
         "gated lora, drawn chain of 3": (
             SpeculativeSampling(),
             lambda target: GatedLora(target, GatedLoraConfig(num_masks=3)),
             Chain(3, "sampled"),
         ),
-        "gated lora, chain of 3": (Greedy(), lambda target: GatedLora(target, GatedLoraConfig(num_masks=3)), Chain(3)),
+        "gated lora, chain of 3": (
+            Greedy(),
+            lambda target: GatedLora(target, GatedLoraConfig(num_masks=3)),
+            Chain(3),
+        ),
     },
 }

@@ -15,7 +15,10 @@ TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 def list_required_settings(folder: Path) -> dict[tuple[str, str], list[str]]:
     """Return the settings that a choice requires, with files of this folder."""
     (folder / "judge").mkdir()
-    save_file({"probe.weight": torch.zeros(1, 4), "probe.bias": torch.zeros(1)}, folder / "judge" / "model.safetensors")
+    save_file(
+        {"probe.weight": torch.zeros(1, 4), "probe.bias": torch.zeros(1)},
+        folder / "judge" / "model.safetensors",
+    )
     return {
         ("target", "encoder_decoder"): [f"target.model={save_model('t5', folder / 't5')}"],
         ("target", "codes"): [f"target.model={TINY}", "++target.codes=null"],
@@ -25,4 +28,7 @@ def list_required_settings(folder: Path) -> dict[tuple[str, str], list[str]]:
     }
 
 
-CASES: dict[str, Any] = {"required_settings": [list_required_settings], "test_own_data_is_read_whole": ["judge"]}
+CASES: dict[str, Any] = {
+    "required_settings": [list_required_settings],
+    "test_own_data_is_read_whole": ["judge"],
+}

@@ -14,7 +14,9 @@ from tests.decoding.known_target import Case, chain, static
 
 
 def make_union(target: Target) -> Drafter:
-    """Make the union of two tables; its module is loaded later, because it imports what these cases belong to."""
+    """Make the union of two tables; its module is loaded later, because it imports what these
+    cases belong to.
+    """
     from packages.research.tests.decoding.union_of_tables import UnionOfTables
 
     return UnionOfTables()

@@ -1,6 +1,7 @@
 """Ways to decode beyond the eager loop with one drafter, for the test of the known distribution.
 
-`python -m packages.research.tests.decoding.known_variants` prints the tables of all cases, with texts and p-values.
+`python -m packages.research.tests.decoding.known_variants` prints the tables of all cases, with
+texts and p-values.
 """
 
 from __future__ import annotations
@@ -101,8 +102,12 @@ class CascadeOfTables(Cascade):
 
     def __init__(self, handover: int | None, qualify: float, helper: Drafter) -> None:
         Drafter.__init__(self)
-        self.inner, self.helper = Table(), helper
-        self.ahead, self.handover, self.qualify, self.layers = 2, handover, qualify, ()
+        self.inner = Table()
+        self.helper = helper
+        self.ahead = 2
+        self.handover = handover
+        self.qualify = qualify
+        self.layers = ()
 
 
 # Ways to decode
@@ -110,8 +115,12 @@ class CascadeOfTables(Cascade):
 
 def decode_captured(batch: Batch) -> Outputs:
     """Decode rounds of fixed shapes, as a graph holds them."""
-    runner = CapturedRunner(batch.target, batch.rule, batch.drafter, batch.builder, rounds_per_read=2)
-    return outputs_of(runner.decode(batch.prompts, batch.length, batch.keys, ignore_eos=True), batch.length)
+    runner = CapturedRunner(
+        batch.target, batch.rule, batch.drafter, batch.builder, rounds_per_read=2
+    )
+    return outputs_of(
+        runner.decode(batch.prompts, batch.length, batch.keys, ignore_eos=True), batch.length
+    )
 
 
 def decode_in_two_parts(batch: Batch) -> Outputs:
@@ -120,7 +129,10 @@ def decode_in_two_parts(batch: Batch) -> Outputs:
     first = decode(batch.target, batch.prompts, batch.rule, 2, *parts, ignore_eos=True)
     prompts = [generation.prompt + generation.output for generation in first]
     second = decode(batch.target, prompts, batch.rule, batch.length - 2, *parts, ignore_eos=True)
-    return [(*begin, *end) for begin, end in zip(outputs_of(first, 2), outputs_of(second, batch.length - 2))]
+    return [
+        (*begin, *end)
+        for begin, end in zip(outputs_of(first, 2), outputs_of(second, batch.length - 2))
+    ]
 
 
 def decode_selectively(batch: Batch) -> Outputs:
@@ -133,10 +145,13 @@ def decode_selectively(batch: Batch) -> Outputs:
 
 
 def decode_continuously(batch: Batch) -> Outputs:
-    """Let prompts join a running batch one after another; every other one begins with the tokens of a finished text."""
+    """Let prompts join a running batch one after another; every other one begins with the tokens
+    of a finished text.
+    """
     slots = 6 * (len(batch.prompt) + batch.length)
     running = ContinuousBatch(batch.target, batch.rule, batch.length, slots)
-    texts, waiting = list[RunningText](), list(batch.keys)
+    texts = list[RunningText]()
+    waiting = list(batch.keys)
     while waiting or running.texts:
         if waiting and running.has_room(batch.prompt):
             key = waiting.pop(0)
@@ -152,7 +167,12 @@ class TimedAuto(Auto):
 
     def observe(self, round: RoundResult) -> None:
         size = int(round.tree.num_drafted.max())
-        seconds = {"draft": 0.1 * (size > 1), "verify": 1 + 0.2 * (size - 1), "accept": 0.0, "other": 0.0}
+        seconds = {
+            "draft": 0.1 * (size > 1),
+            "verify": 1 + 0.2 * (size - 1),
+            "accept": 0.0,
+            "other": 0.0,
+        }
         super().observe(replace(round, seconds=seconds))
 
 
@@ -160,7 +180,9 @@ def timed_auto(seed: int) -> TreeBuilder:
     """Make an automatic builder with known costs."""
     times = {size: 1 + 0.2 * (size - 1) for size in SIZES}
     builder = TimedAuto(depth=3, budget=8, top_k=2)
-    builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(SIZES, 0.1)}, 0.1, batch=100)))
+    builder.prepare(
+        Calibration(latency=Latency({0: times}, {0: dict.fromkeys(SIZES, 0.1)}, 0.1, batch=100))
+    )
     builder.costs.timing_seconds = 1e9  # nothing is timed anew
     return builder
 
@@ -194,7 +216,11 @@ CORE = RULES[:5]
 
 
 def make_drafter_of(name: str) -> Callable[[Target], Drafter]:
-    return (lambda target: UnionOfTables()) if name.startswith("specinfer") else (lambda target: Table())
+    return (
+        (lambda target: UnionOfTables())
+        if name.startswith("specinfer")
+        else (lambda target: Table())
+    )
 
 
 SHAPED = [
@@ -209,21 +235,39 @@ SHAPED = [
 LONG = [Case(f"{name}; six tokens", rule, builder, length=6) for name, rule, builder in CORE]
 LEFT_OUT = [
     *(
-        Case(f"{name}; rounds left out", rule, builder, lambda target: LeavesRoundsOut(), batch_size=100)
+        Case(
+            f"{name}; rounds left out",
+            rule,
+            builder,
+            lambda target: LeavesRoundsOut(),
+            batch_size=100,
+        )
         for name, rule, builder in CORE
     ),
-    Case("match, auto; rounds left out", Match, timed_auto, decode=decode_selectively, batch_size=100),
+    Case(
+        "match, auto; rounds left out", Match, timed_auto, decode=decode_selectively, batch_size=100
+    ),
     Case("chain, chain of a learned length", SpeculativeSampling, thompson, batch_size=100),
     Case("block, chain of a learned length", Block, thompson, batch_size=100),
 ]
 COPIES = [
     Case(
-        "match, table and copies", Match, lambda seed: Eagle2(3, 6, 2),
-        lambda target: DrafterWithCopies(Table(), CopySource(None)), prompt=REPEATING,
+        "match, table and copies",
+        Match,
+        lambda seed: Eagle2(3, 6, 2),
+        lambda target: DrafterWithCopies(Table(), CopySource(None)),
+        prompt=REPEATING,
     ),
     Case("match, copies", Match, lambda seed: Eagle2(3, 6, 2), Ngram, prompt=REPEATING),
-    Case("specinfer, table and copies", MultiStepSampling, chain(2), TableWithCopies, prompt=REPEATING, batch_size=500),
-]  # fmt: skip
+    Case(
+        "specinfer, table and copies",
+        MultiStepSampling,
+        chain(2),
+        TableWithCopies,
+        prompt=REPEATING,
+        batch_size=500,
+    ),
+]
 CASCADES = [
     Case(f"{name}; {label}", rule, builder, make_drafter, prompt=REPEATING, batch_size=500)
     for label, make_drafter in {
@@ -234,7 +278,13 @@ CASCADES = [
     for name, rule, builder in CORE
 ]
 WINDOWS = [
-    Case(f"{rule.name}, Jacobi window of 3", rule, chain(3), lambda target: Jacobi(target, "speculative"), length=6)
+    Case(
+        f"{rule.name}, Jacobi window of 3",
+        rule,
+        chain(3),
+        lambda target: Jacobi(target, "speculative"),
+        length=6,
+    )
     for rule in (SpeculativeSampling, RecursiveRejection, Block, Traversal)
 ]
 CAPTURED = [
@@ -247,15 +297,32 @@ CAPTURED = [
     )
     if "sampled tree" not in name or rule is not Match
 ]
-RESUMED = [Case(f"{name}; resumed", rule, builder, decode=decode_in_two_parts) for name, rule, builder in (*CORE, *RULES[-2:])]
+RESUMED = [
+    Case(f"{name}; resumed", rule, builder, decode=decode_in_two_parts)
+    for name, rule, builder in (*CORE, *RULES[-2:])
+]
 CONTINUOUS = [
     Case(
-        "match, continuous batch", Match, lambda seed: None, prompt=REPEATING, decode=decode_continuously,
+        "match, continuous batch",
+        Match,
+        lambda seed: None,
+        prompt=REPEATING,
+        decode=decode_continuously,
         dtype=torch.bfloat16,
     )
-]  # fmt: skip
+]
 
-VARIANTS = [*SHAPED, *LONG, *LEFT_OUT, *COPIES, *CASCADES, *WINDOWS, *CAPTURED, *RESUMED, *CONTINUOUS]
+VARIANTS = [
+    *SHAPED,
+    *LONG,
+    *LEFT_OUT,
+    *COPIES,
+    *CASCADES,
+    *WINDOWS,
+    *CAPTURED,
+    *RESUMED,
+    *CONTINUOUS,
+]
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ class ForgetsTheProgramme(TruncatedLinearProgram):
 
 
 class TopTaken(Transport):
-    """The child that is drawn besides the most likely ones is judged as if it had been drawn from all of q."""
+    """The child that is drawn besides the most likely ones is judged as if it had been drawn
+    from all of q.
+    """
 
     def select_path(self, row: VerifiedTree, dice: RandomSource) -> tuple[list[int], int]:
         def q(node: int) -> Vector:
@@ -69,25 +71,48 @@ CASES: dict[str, Any] = {
             tamper_draft(drawn(PAIR, "without_replacement"), sort_siblings),
             True,
         ),
-        Wrong("sorted-siblings-traversal-with", Traversal(), tamper_draft(drawn(PAIR, "sampled"), sort_siblings)),
+        Wrong(
+            "sorted-siblings-traversal-with",
+            Traversal(),
+            tamper_draft(drawn(PAIR, "sampled"), sort_siblings),
+        ),
         Wrong(
             "residual-not-normalised-traversal",
             Traversal(),
             drawn(PAIR, "sampled"),
             patch=("normalize_weights", leave_unnormalised),
         ),
-        Wrong("q-keeps-the-drawn-traversal", Traversal(), drawn(PAIR, "without_replacement"), False),
         Wrong(
-            "q-not-normalised-traversal", Traversal(), drawn(PAIR, "without_replacement"), True, ("remove_token", leave_as_is)
+            "q-keeps-the-drawn-traversal", Traversal(), drawn(PAIR, "without_replacement"), False
         ),
-        Wrong("duplicates-skipped-traversal", Traversal(), tamper_draft(drawn(PAIR, "sampled"), skip_duplicates)),
-        Wrong("middle-h-is-b-traversal", Traversal(), drawn(TWO_LEVELS, "sampled"), patch=("residual_rate", rate_itself)),
-        Wrong("not-divided-kseq", KSeq(), drawn(PAIR, "sampled"), patch=("solve_divisor", not_divided)),
+        Wrong(
+            "q-not-normalised-traversal",
+            Traversal(),
+            drawn(PAIR, "without_replacement"),
+            True,
+            ("remove_token", leave_as_is),
+        ),
+        Wrong(
+            "duplicates-skipped-traversal",
+            Traversal(),
+            tamper_draft(drawn(PAIR, "sampled"), skip_duplicates),
+        ),
+        Wrong(
+            "middle-h-is-b-traversal",
+            Traversal(),
+            drawn(TWO_LEVELS, "sampled"),
+            patch=("residual_rate", rate_itself),
+        ),
+        Wrong(
+            "not-divided-kseq", KSeq(), drawn(PAIR, "sampled"), patch=("solve_divisor", not_divided)
+        ),
         Wrong("distinct-drafts-kseq", KSeq(), drawn(PAIR, "without_replacement")),
         Wrong("likeliest-children-kseq", KSeq(), likeliest(PAIR)),
         Wrong("choice-forgotten-importance", ForgetsTheChoice(), drawn(PAIR, "sampled")),
         Wrong("choice-forgotten-programme", ForgetsTheProgramme(), drawn(PAIR, "sampled")),
-        Wrong("distinct-drafts-importance", ImportanceSampling(), drawn(PAIR, "without_replacement")),
+        Wrong(
+            "distinct-drafts-importance", ImportanceSampling(), drawn(PAIR, "without_replacement")
+        ),
         Wrong(
             "residual-not-normalised-importance",
             ImportanceSampling(),
@@ -95,7 +120,11 @@ CASES: dict[str, Any] = {
             patch=("normalize_weights", leave_unnormalised),
         ),
         Wrong("drawn-from-all-of-q-transport", TopTaken(), top_and_sampled(PAIR)),
-        Wrong("sorted-siblings-transport", Transport(), tamper_draft(drawn(PAIR, "sampled"), sort_siblings)),
+        Wrong(
+            "sorted-siblings-transport",
+            Transport(),
+            tamper_draft(drawn(PAIR, "sampled"), sort_siblings),
+        ),
     ],
     "test_rules_that_need_drawn_children_refuse_others": [Traversal()],
     "test_tree_rules_accept_branches": [Traversal()],

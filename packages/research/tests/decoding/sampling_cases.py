@@ -17,22 +17,50 @@ from tests.decoding.test_sampling import FEW, PATHS, SEED, assume_costs
 
 CASES: dict[str, Any] = {
     "PAIRS": [
-        pytest.param(SpeculativeSampling, assume_costs(Thompson(3, "sampled", seed=SEED)), id="chain-thompson"),
+        pytest.param(
+            SpeculativeSampling,
+            assume_costs(Thompson(3, "sampled", seed=SEED)),
+            id="chain-thompson",
+        ),
         pytest.param(Block, assume_costs(Policy(3, "sampled", seed=SEED)), id="block-policy"),
-        pytest.param(Traversal, Static(paths=PATHS, children="without_replacement", seed=SEED), id="traversal-without"),
-        pytest.param(Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal-sampled"),
+        pytest.param(
+            Traversal,
+            Static(paths=PATHS, children="without_replacement", seed=SEED),
+            id="traversal-without",
+        ),
+        pytest.param(
+            Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal-sampled"
+        ),
         pytest.param(RecursiveRejection, DySpec(2, 5, seed=SEED), id="recursive-dyspec"),
         pytest.param(KSeq, Static(paths=PATHS, children="sampled", seed=SEED), id="kseq"),
-        pytest.param(ImportanceSampling, Static(paths=PATHS, children="sampled", seed=SEED), id="importance"),
-        pytest.param(TruncatedLinearProgram, Static(paths=PATHS, children="sampled", seed=SEED), id="programme"),
-        pytest.param(Transport, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="transport"),
-        pytest.param(SpecHub, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="spechub"),
-        pytest.param(Traversal, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="traversal-top-and-sampled"),
+        pytest.param(
+            ImportanceSampling, Static(paths=PATHS, children="sampled", seed=SEED), id="importance"
+        ),
+        pytest.param(
+            TruncatedLinearProgram,
+            Static(paths=PATHS, children="sampled", seed=SEED),
+            id="programme",
+        ),
+        pytest.param(
+            Transport, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="transport"
+        ),
+        pytest.param(
+            SpecHub, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="spechub"
+        ),
+        pytest.param(
+            Traversal,
+            Static(paths=PATHS, children="top_and_sampled", seed=SEED),
+            id="traversal-top-and-sampled",
+        ),
     ],
     "test_autoregressive_decoding_draws_from_the_target": [Traversal],
     "FAMILIES": {
-        "domino": lambda target: Domino(target, DominoConfig(block_size=4, num_layers=1, vocab_size=FEW, gru_width=8, rank=8)),
-        "xpress": lambda target: XPress(target, XPressConfig(block_size=4, num_layers=1, vocab_size=FEW, rank=8, num_passes=1)),
+        "domino": lambda target: Domino(
+            target, DominoConfig(block_size=4, num_layers=1, vocab_size=FEW, gru_width=8, rank=8)
+        ),
+        "xpress": lambda target: XPress(
+            target, XPressConfig(block_size=4, num_layers=1, vocab_size=FEW, rank=8, num_passes=1)
+        ),
     },
     "DRAWN": [
         pytest.param(Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal"),

@@ -1,6 +1,8 @@
-"""Rules that change the output, by what they promise of it: nothing at the strict end, elsewhere what their equations say.
+"""Rules that change the output, by what they promise of it: nothing at the strict end, elsewhere
+what their equations say.
 
-Those that draw are run over every random outcome, in fractions, as the lossless ones are. V vocabulary.
+Those that draw are run over every random outcome, in fractions, as the lossless ones are. V
+vocabulary.
 """
 
 import itertools
@@ -78,8 +80,12 @@ def marginal_vector(joint: Joint, vocab: int) -> Vector:
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["1", "1-1", "2", "2-1"])
 @pytest.mark.parametrize("rule", BLENDS, ids=rule_name)
-def test_output_has_the_blended_distribution(rule: BlendingRule, name: str, children: Any, kind: str) -> None:
-    """Over every position that had drafts, what a round emits, going on with pi, has pi's joint distribution exactly."""
+def test_output_has_the_blended_distribution(
+    rule: BlendingRule, name: str, children: Any, kind: str
+) -> None:
+    """Over every position that had drafts, what a round emits, going on with pi, has pi's joint
+    distribution exactly.
+    """
     depth = max(map(len, SHAPES[name]))
     for seed in range(3):
         p, q = models(kind, 3, depth + 1, seed)
@@ -93,18 +99,25 @@ def test_output_has_the_blended_distribution(rule: BlendingRule, name: str, chil
         assert continued(heads, pi, depth) == target_joint(pi, depth)
 
 
-STRICT = [*(Deferral(defer=defer, alpha=-2) for defer in ("chow", "diff", "opt", "token")), BoundedSampling(bias=0)]
+STRICT = [
+    *(Deferral(defer=defer, alpha=-2) for defer in ("chow", "diff", "opt", "token")),
+    BoundedSampling(bias=0),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", STRICT, ids=rule_name)
 def test_blend_without_the_drafter_is_lossless(rule: SequentialRule, kind: str) -> None:
-    """At its strict end such a rule emits the target's joint distribution, and accepts what recursive rejection accepts."""
+    """At its strict end such a rule emits the target's joint distribution, and accepts what
+    recursive rejection accepts.
+    """
     draft = drawn(SHAPES["2"], "sampled")
     for seed in range(3):
         p, q = models(kind, 3, 2, seed)
         assert emitted(rule, draft, p, q, False, 2) == target_joint(p, 2)
-        assert accepted_lengths(rule, draft, p, q, False) == accepted_lengths(RecursiveRejection(), draft, p, q, False)
+        assert accepted_lengths(rule, draft, p, q, False) == accepted_lengths(
+            RecursiveRejection(), draft, p, q, False
+        )
 
 
 def deferral_distribution(defer: str, p: Vector, q: Vector, alpha: Fraction) -> Vector:
@@ -112,15 +125,23 @@ def deferral_distribution(defer: str, p: Vector, q: Vector, alpha: Fraction) -> 
     if defer == "token":
         left = {v for v in range(len(p)) if p[v] < (1 - alpha) * max(p)}
         deferred_mass = sum((q[v] for v in left), start=Fraction(0))
-        return np.array([q[v] * (v not in left) + p[v] * deferred_mass for v in range(len(p))], dtype=object)
-    least = {"chow": 1 - alpha, "diff": max(p) - alpha, "opt": max(p) - alpha * total_variation(p, q)}[defer]
+        return np.array(
+            [q[v] * (v not in left) + p[v] * deferred_mass for v in range(len(p))], dtype=object
+        )
+    least = {
+        "chow": 1 - alpha,
+        "diff": max(p) - alpha,
+        "opt": max(p) - alpha * total_variation(p, q),
+    }[defer]
     return p if max(q) < least else q
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("defer", ["chow", "diff", "opt", "token"])
 def test_cascade_emits_its_deferral_distribution(defer: Any, kind: str) -> None:
-    """The first token of a drafted chain has the closed form of the deferral rule; over the trials both models are used."""
+    """The first token of a drafted chain has the closed form of the deferral rule; over the
+    trials both models are used.
+    """
     models_used = set()
     for seed, alpha in itertools.product(range(8), (Fraction(0), Fraction(1, 4), Fraction(3, 5))):
         p, q = models(kind, 3, 2, seed)
@@ -131,15 +152,20 @@ def test_cascade_emits_its_deferral_distribution(defer: Any, kind: str) -> None:
             heads[(*accepted, bonus)[:1]] += chance
         expected = deferral_distribution(defer, p[()], q[()], alpha)
         assert list(marginal_vector(heads, 3)) == list(expected)
-        models_used |= {name for name, vector in (("p", p[()]), ("q", q[()])) if list(vector) == list(expected)}
+        models_used |= {
+            name for name, vector in (("p", p[()]), ("q", q[()])) if list(vector) == list(expected)
+        }
     assert models_used == {"p", "q"} or defer == "token"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bias_is_bounded_and_gains_as_much_acceptance(kind: str) -> None:
-    """Yin's bound, by enumeration: the output's total variation from p is min(bias, TV(p, q)), with any number of children, and
-    with one, rejection and bias add up to TV(p, q), the least that they can."""
-    for seed, bias in itertools.product(range(6), (Fraction(0), Fraction(1, 10), THIRD, Fraction(1))):
+    """Yin's bound, by enumeration: the output's total variation from p is min(bias, TV(p, q)), with
+    any number of children, and with one, rejection and bias add up to TV(p, q), the least that they
+    can."""
+    for seed, bias in itertools.product(
+        range(6), (Fraction(0), Fraction(1, 10), THIRD, Fraction(1))
+    ):
         p, q = models(kind, 3, 2, seed)
         distance, rule = total_variation(p[()], q[()]), BoundedSampling(bias=bias)  # type: ignore[arg-type]
         for name in ("1", "2"):
@@ -155,20 +181,28 @@ def test_bias_is_bounded_and_gains_as_much_acceptance(kind: str) -> None:
 
 
 LOOSENED: dict[str, Callable[[Fraction], BlendingRule]] = {
-    **{defer: partial(lambda defer, x: Deferral(defer=defer, alpha=x), defer) for defer in ("chow", "diff", "opt")},
+    **{
+        defer: partial(lambda defer, x: Deferral(defer=defer, alpha=x), defer)
+        for defer in ("chow", "diff", "opt")
+    },
     "bounded": lambda x: BoundedSampling(bias=x),  # type: ignore[arg-type]
 }
 
 
 @pytest.mark.parametrize("name", LOOSENED)
 def test_acceptance_rises_with_alpha(name: str) -> None:
-    """On fixed rounds the expected number of accepted drafts never falls with the threshold, and rises from end to end."""
+    """On fixed rounds the expected number of accepted drafts never falls with the threshold, and
+    rises from end to end.
+    """
     steps = [Fraction(0), Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(1)]
     ends = []
     for seed in range(6):
         p, q = models("dense", 3, 3, seed)
         draft = drawn(SHAPES["1-1"], "sampled")
-        accepted = [expected_value(accepted_lengths(LOOSENED[name](step), draft, p, q, False)) for step in steps]
+        accepted = [
+            expected_value(accepted_lengths(LOOSENED[name](step), draft, p, q, False))
+            for step in steps
+        ]
         assert accepted == sorted(accepted)
         ends.append(accepted[-1] - accepted[0])
     assert max(ends) > 0
@@ -183,7 +217,9 @@ def test_acceptance_chances_of_blends_equal_enumeration(rule: BlendingRule, chil
         p, q = models("dense", 3, 2, seed)
         for _, tree in every(partial(drawn(SHAPES["2"], children), q)):
             accepted = acceptance_by_node(rule, tree, p, q, drop)
-            assert [accepted[child] for child in tree.children[0]] == rule.acceptance_chances(siblings_of(tree, 0, p, q, drop))
+            assert [accepted[child] for child in tree.children[0]] == rule.acceptance_chances(
+                siblings_of(tree, 0, p, q, drop)
+            )
 
 
 # A sigmoid in place of the softmax
@@ -202,22 +238,35 @@ def test_shifted_sigmoid_equals_a_ratio() -> None:
     """With a range of 1 the sigmoid of log w is w / (w + e^low)."""
     weights = torch.tensor([0.0, 0.1, 0.3, 0.6], dtype=torch.float64)
     for low in (-2.0, 0.0, 3.0):
-        torch.testing.assert_close(Sigmoid(low=low, high=low + 1)._apply_sigmoid(weights), weights / (weights + math.exp(low)))
+        torch.testing.assert_close(
+            Sigmoid(low=low, high=low + 1)._apply_sigmoid(weights),
+            weights / (weights + math.exp(low)),
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sigmoid_rule_emits_its_distribution(kind: str) -> None:
-    """A drafted position has q min(1, p'/q') + (its rejections) norm(max(p' - q', 0)); far to the right that is p."""
+    """A drafted position has q min(1, p'/q') + (its rejections) norm(max(p' - q', 0)); far to
+    the right that is p.
+    """
     for seed, odds in itertools.product(range(4), (Fraction(1, 2), Fraction(10**12))):
         p, q = models(kind, 3, 2, seed)
         rule = Rational()
         rule.odds = odds
         heads: Joint = defaultdict(Fraction)
-        for chance, accepted, bonus in round_outcomes(rule, drawn(SHAPES["1"], "sampled"), p, q, False):
+        for chance, accepted, bonus in round_outcomes(
+            rule, drawn(SHAPES["1"], "sampled"), p, q, False
+        ):
             heads[(*accepted, bonus)[:1]] += chance
-        own_values, target_values = p[()] / (p[()] + odds), q[()] / (q[()] + odds)
-        keep = np.array([Fraction(1) if a >= b else a / b for a, b in zip(own_values, target_values)], dtype=object)
-        rest = np.array([max(a - b, Fraction(0)) for a, b in zip(own_values, target_values)], dtype=object)
+        own_values = p[()] / (p[()] + odds)
+        target_values = q[()] / (q[()] + odds)
+        keep = np.array(
+            [Fraction(1) if a >= b else a / b for a, b in zip(own_values, target_values)],
+            dtype=object,
+        )
+        rest = np.array(
+            [max(a - b, Fraction(0)) for a, b in zip(own_values, target_values)], dtype=object
+        )
         rejected = 1 - sum(q[()] * keep)
         again = rest / sum(rest) if sum(rest) else p[()]
         result = marginal_vector(heads, 3)
@@ -231,7 +280,8 @@ def test_wider_sigmoid_range_accepts_more() -> None:
     p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1]))
     for token in range(3):
         accepted = [
-            float(Sigmoid(high=high).acceptance_chances(Siblings([token], p, q))[0]) for high in (0.5, 1.0, 10.0, 1000.0)
+            float(Sigmoid(high=high).acceptance_chances(Siblings([token], p, q))[0])
+            for high in (0.5, 1.0, 10.0, 1000.0)
         ]
         assert accepted == sorted(accepted) and accepted[-1] > 0.99
 
@@ -239,32 +289,47 @@ def test_wider_sigmoid_range_accepts_more() -> None:
 # Greedy decoding that forgives
 
 
-def random_rounds(chain: bool, count: int = 40, vocab: int = 9, nodes: int = 9) -> tuple[TokenTree, Tensor]:
-    """Random trees of distinct siblings, many of whose nodes are the likeliest token, with logits [B, N, V], some nearly
-    flat."""
+def random_rounds(
+    chain: bool, count: int = 40, vocab: int = 9, nodes: int = 9
+) -> tuple[TokenTree, Tensor]:
+    """Random trees of distinct siblings, many of whose nodes are the likeliest token, with logits
+    [B, N, V], some nearly flat."""
     logits = torch.randn(count, nodes, vocab) * torch.rand(count, nodes, 1) * 3
     order = logits.argsort(-1, descending=True).tolist()
-    tokens, parents = torch.zeros(count, nodes, dtype=torch.int64), torch.full((count, nodes), -1)
+    tokens = torch.zeros(count, nodes, dtype=torch.int64)
+    parents = torch.full((count, nodes), -1)
     for row in range(count):
         left = [list(ranked) for ranked in order[row]]  # what each node's children may still be
         for node in range(1, nodes):
             above = node - 1 if chain else int(torch.randint(0, node, ()))
-            index = 0 if torch.rand(()) < 0.6 else int(torch.randint(0, min(3, len(left[above])), ()))
-            tokens[row, node], parents[row, node] = left[above].pop(min(index, len(left[above]) - 1)), above
+            index = (
+                0 if torch.rand(()) < 0.6 else int(torch.randint(0, min(3, len(left[above])), ()))
+            )
+            tokens[row, node], parents[row, node] = (
+                left[above].pop(min(index, len(left[above]) - 1)),
+                above,
+            )
     tree = TokenTree.from_parents(tokens, parents)
     return tree, logits
 
 
-def judge_tree(rule: AcceptanceRule, tree: TokenTree, logits: Tensor) -> list[tuple[list[int], int]]:
+def judge_tree(
+    rule: AcceptanceRule, tree: TokenTree, logits: Tensor
+) -> list[tuple[list[int], int]]:
     """Return the accepted nodes of every row, and the token after them."""
     result = rule(tree, logits, torch.arange(len(logits)), tree.depths)
     return [
         (path[:count], bonus)
-        for path, count, bonus in zip(result.path.tolist(), result.counts.tolist(), result.bonus.tolist(), strict=True)
+        for path, count, bonus in zip(
+            result.path.tolist(), result.counts.tolist(), result.bonus.tolist(), strict=True
+        )
     ]
 
 
-@pytest.mark.parametrize("rule, chain", [(Rollback(0), False), (Rollback(0), True), (LooseMatch(entropy=1.0, window=1), True)])
+@pytest.mark.parametrize(
+    "rule, chain",
+    [(Rollback(0), False), (Rollback(0), True), (LooseMatch(entropy=1.0, window=1), True)],
+)
 def test_relaxed_rule_without_forgiveness_is_greedy(rule: RelaxedRule, chain: bool) -> None:
     """At the strict end paths and tokens are those of the greedy rule."""
     tree, logits = random_rounds(chain)
@@ -283,7 +348,9 @@ def test_relaxed_rule_without_forgiveness_is_greedy(rule: RelaxedRule, chain: bo
     ids=["bild", "entropy", "window"],
 )
 def test_looser_threshold_accepts_a_superset(rules: list[RelaxedRule], chain: bool) -> None:
-    """On fixed rounds every path goes on where that of the stricter threshold ended, and some do."""
+    """On fixed rounds every path goes on where that of the stricter threshold ended, and some
+    do.
+    """
     tree, logits = random_rounds(chain)
     result = [judge_tree(rule, tree, logits) for rule in rules]
     for strict, loose in itertools.pairwise(result):
@@ -292,7 +359,9 @@ def test_looser_threshold_accepts_a_superset(rules: list[RelaxedRule], chain: bo
 
 
 def test_rollback_ends_at_the_first_distant_draft() -> None:
-    """A chain is accepted up to the first draft with -log p beyond the threshold that is not the most likely token."""
+    """A chain is accepted up to the first draft with -log p beyond the threshold that is not the
+    most likely token.
+    """
     tree, logits = random_rounds(True)
     log_p = logits.log_softmax(-1)
     for row, (path, bonus) in enumerate(judge_tree(Rollback(1.2), tree, logits)):
@@ -300,15 +369,19 @@ def test_rollback_ends_at_the_first_distant_draft() -> None:
         far = [
             node
             for node in range(1, len(tokens))
-            if -log_p[row, node - 1, tokens[node]] > 1.2 and tokens[node] != int(logits[row, node - 1].argmax())
+            if -log_p[row, node - 1, tokens[node]] > 1.2
+            and tokens[node] != int(logits[row, node - 1].argmax())
         ]
         accepted = min(far, default=len(tokens))
         assert path == list(range(accepted)) and bonus == int(logits[row, accepted - 1].argmax())
 
 
-def decode_by_hand(small: Target, large: Target, prompt: list[int], count: int, fallback: float, rollback: float) -> list[int]:
-    """Decode as BiLD's paper does: the small model goes on, up to four tokens, until it is unsure; the large one reads them,
-    goes back to the first that is too far from its own prediction, if any, and adds the next token."""
+def decode_by_hand(
+    small: Target, large: Target, prompt: list[int], count: int, fallback: float, rollback: float
+) -> list[int]:
+    """Decode as BiLD's paper does: the small model goes on, up to four tokens, until it is unsure;
+    the large one reads them, goes back to the first that is too far from its own prediction, if
+    any, and adds the next token."""
 
     def log_p_after(model: Target, text: list[int]) -> Tensor:
         logits = model.run(torch.tensor([text]), ForwardPlan(logits=True)).logits
@@ -318,11 +391,16 @@ def decode_by_hand(small: Target, large: Target, prompt: list[int], count: int, 
     text = [*prompt, int(log_p_after(large, prompt)[-1].argmax())]
     while len(text) < len(prompt) + count:
         drafts: list[int] = []
-        while len(drafts) < 4 and (likely := log_p_after(small, text + drafts)[-1].max(0)).values.exp() >= fallback:
+        while (
+            len(drafts) < 4
+            and (likely := log_p_after(small, text + drafts)[-1].max(0)).values.exp() >= fallback
+        ):
             drafts.append(int(likely.indices))
         log_p = log_p_after(large, text + drafts)[len(text) - 1 :]
         own = log_p.argmax(-1).tolist()
-        far = [n for n, draft in enumerate(drafts) if -log_p[n, draft] > rollback and draft != own[n]]
+        far = [
+            n for n, draft in enumerate(drafts) if -log_p[n, draft] > rollback and draft != own[n]
+        ]
         accepted = min(far, default=len(drafts))
         text += [*drafts[:accepted], own[accepted]]
     return text[len(prompt) : len(prompt) + count]
@@ -332,35 +410,53 @@ def decode_by_hand(small: Target, large: Target, prompt: list[int], count: int, 
 @pytest.mark.parametrize("fallback", [0.0, 0.3])
 @pytest.mark.parametrize("rollback", [0.0, 3.0])
 def test_bild_applies_both_thresholds(fallback: float, rollback: float) -> None:
-    """Decoding with acceptance=bild and tree.stop writes what BiLD writes, and at rollback 0 what the target writes."""
+    """Decoding with acceptance=bild and tree.stop writes what BiLD writes, and at rollback 0
+    what the target writes.
+    """
     target = cut_tiny(3)
     drafter = Causal(target, num_layers=2).eval()
     chain = Chain(4, stop=fallback, stop_on="token")
     depths = set()
     for prompt in ([5, 6, 7, 8], [40, 41]):
-        (result,) = decode(target, [prompt], Rollback(rollback), 16, drafter, chain, ignore_eos=True)
-        assert result.output == decode_by_hand(drafter.model, target, prompt, 16, fallback, rollback)
+        (result,) = decode(
+            target, [prompt], Rollback(rollback), 16, drafter, chain, ignore_eos=True
+        )
+        assert result.output == decode_by_hand(
+            drafter.model, target, prompt, 16, fallback, rollback
+        )
         depths |= set(result.depths)
         if rollback == 0:
-            assert result.output == decode(target, [prompt], Greedy(), 16, ignore_eos=True)[0].output
+            assert (
+                result.output == decode(target, [prompt], Greedy(), 16, ignore_eos=True)[0].output
+            )
     assert (len(depths) > 1) == bool(fallback)
 
 
 @pytest.mark.parametrize("entropy, window", [(0.0, 1), (0.5, 2), (0.7, 1)])
-def test_deviation_is_forgiven_where_the_target_agrees_afterwards(entropy: float, window: int) -> None:
-    """A chain is accepted up to the first deviation where the target was sure, or whose window has another deviation or is
-    incomplete."""
+def test_deviation_is_forgiven_where_the_target_agrees_afterwards(
+    entropy: float, window: int
+) -> None:
+    """A chain is accepted up to the first deviation where the target was sure, or whose window has
+    another deviation or is incomplete."""
     tree, logits = random_rounds(True)
     forgiven = 0
     for row, (path, _) in enumerate(judge_tree(LooseMatch(entropy, window), tree, logits)):
         tokens = tree.tokens[row].tolist()
-        right = [True, *(tokens[node] == int(logits[row, node - 1].argmax()) for node in range(1, len(tokens)))]
+        right = [
+            True,
+            *(
+                tokens[node] == int(logits[row, node - 1].argmax())
+                for node in range(1, len(tokens))
+            ),
+        ]
         accepted = 1
         while accepted < len(tokens):
             p = logits[row, accepted - 1].softmax(-1)
             doubt = float(-(p * p.log()).sum()) / math.log(len(p))
             later = right[accepted + 1 : accepted + 1 + window]
-            if not right[accepted] and not (doubt > entropy and len(later) == window and all(later)):
+            if not right[accepted] and not (
+                doubt > entropy and len(later) == window and all(later)
+            ):
                 break
             forgiven += not right[accepted]
             accepted += 1
@@ -369,13 +465,17 @@ def test_deviation_is_forgiven_where_the_target_agrees_afterwards(entropy: float
 
 
 def test_likeliest_forgiven_child_is_accepted() -> None:
-    """The most likely token's child comes first, then the child with most chance; nodes that only draft are never accepted."""
+    """The most likely token's child comes first, then the child with most chance; nodes that
+    only draft are never accepted.
+    """
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 4, -1)
     tree = TokenTree.from_parents(torch.tensor([[0, 2, 1, 1]]), torch.tensor([[-1, 0, 0, 0]]))
     assert judge_tree(Rollback(2.0), tree, logits) == [([0, 2], 0)]
     with_right = TokenTree.from_parents(torch.tensor([[0, 2, 1, 0]]), torch.tensor([[-1, 0, 0, 0]]))
     assert judge_tree(Rollback(2.0), with_right, logits) == [([0, 3], 0)]
-    hidden = TokenTree(tree.tokens, tree.parents, tree.valid, torch.tensor([[True, True, False, False]]))
+    hidden = TokenTree(
+        tree.tokens, tree.parents, tree.valid, torch.tensor([[True, True, False, False]])
+    )
     assert judge_tree(Rollback(2.0), hidden, logits) == [([0, 1], 0)]
 
 
@@ -392,14 +492,22 @@ def test_rules_without_features_need_logits_only() -> None:
     "make, words",
     [
         (lambda: Deferral(alpha=math.nan), r"acceptance\.alpha=nan: use a number"),
-        (lambda: BoundedSampling(bias=1.1), r"acceptance\.bias=1\.1: it is a total variation; use 0 to 1"),
-        (lambda: Sigmoid(low=1.0, high=1.0), r"acceptance\.high=1\.0: use more than acceptance\.low=1\.0"),
+        (
+            lambda: BoundedSampling(bias=1.1),
+            r"acceptance\.bias=1\.1: it is a total variation; use 0 to 1",
+        ),
+        (
+            lambda: Sigmoid(low=1.0, high=1.0),
+            r"acceptance\.high=1\.0: use more than acceptance\.low=1\.0",
+        ),
         (lambda: Rollback(-1), r"acceptance\.rollback=-1: use 0 nats or more"),
         (lambda: LooseMatch(entropy=1.5), r"acceptance\.entropy=1\.5: it is a share"),
         (lambda: LooseMatch(window=0), r"acceptance\.window=0: use 1 or more"),
     ],
 )
-def test_invalid_settings_of_lossy_rules_are_refused(make: Callable[[], AcceptanceRule], words: str) -> None:
+def test_invalid_settings_of_lossy_rules_are_refused(
+    make: Callable[[], AcceptanceRule], words: str
+) -> None:
     """A setting out of its range is refused under its own name, with what to use."""
     with pytest.raises(UserError, match=words):
         make()

@@ -1,4 +1,6 @@
-"""Drafting while the target verifies: the same output, the same rounds, and a worker that goes where the text goes."""
+"""Drafting while the target verifies: the same output, the same rounds, and a worker that goes
+where the text goes.
+"""
 
 import copy
 from typing import Any
@@ -48,13 +50,23 @@ def make_drafter(name: str, target: Target, stranger: str = "") -> Drafter:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_follower_drafts_equal_the_drafters(shallow: Target, stranger: str, name: str) -> None:
-    """After any texts, longer, shorter and others than the one before, it proposes what a drafter that reads the text anew
-    proposes in a round."""
-    follower, anew = Follower(make_drafter(name, shallow, stranger), shallow), make_drafter(name, shallow, stranger)
+    """After any texts, longer, shorter and others than the one before, it proposes what a drafter
+    that reads the text anew proposes in a round."""
+    follower = Follower(make_drafter(name, shallow, stranger), shallow)
+    anew = make_drafter(name, shallow, stranger)
     follower.start_text(64, 3)
     draw = torch.Generator().manual_seed(1)
     text = torch.randint(3, 2000, (12,), generator=draw).tolist()
-    texts = [text[:6], text[:9], text[:7], [*text[:4], 8, 9, 9], text[:4], text, text, [*text[:11], 7]]
+    texts = [
+        text[:6],
+        text[:9],
+        text[:7],
+        [*text[:4], 8, 9, 9],
+        text[:4],
+        text,
+        text,
+        [*text[:11], 7],
+    ]
     with torch.inference_mode():
         for item in texts:
             result = follower.draft(item, 3, lambda: False)
@@ -65,7 +77,9 @@ def test_follower_drafts_equal_the_drafters(shallow: Target, stranger: str, name
 
 
 def test_superseded_draft_is_abandoned(shallow: Target) -> None:
-    """Between two levels the follower checks for a newer request; what it drafts next is right all the same."""
+    """Between two levels the follower checks for a newer request; what it drafts next is right
+    all the same.
+    """
     follower, alone = (Follower(make_drafter("causal", shallow), shallow) for _ in range(2))
     with torch.inference_mode():
         for item in (follower, alone):
@@ -76,11 +90,19 @@ def test_superseded_draft_is_abandoned(shallow: Target) -> None:
 
 
 def test_outcomes_are_selected_by_probability() -> None:
-    """A chain of two over five tokens has all outcomes, in the order of their chances by the drafter, which sum to one."""
-    log_q = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
-    q, chain = log_q.exp(), log_q.argmax(-1).tolist()
+    """A chain of two over five tokens has all outcomes, in the order of their chances by the
+    drafter, which sum to one.
+    """
+    log_q = torch.randn(
+        3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    ).log_softmax(-1)
+    q = log_q.exp()
+    chain = log_q.argmax(-1).tolist()
     chances = {
-        (accepted, x): float(q[accepted, x]) for accepted in range(3) for x in range(5) if accepted == 2 or x != chain[accepted]
+        (accepted, x): float(q[accepted, x])
+        for accepted in range(3)
+        for x in range(5)
+        if accepted == 2 or x != chain[accepted]
     }
     for accepted, x in chances:
         for index in range(accepted):
@@ -92,21 +114,28 @@ def test_outcomes_are_selected_by_probability() -> None:
 
 
 def test_draft_after_every_outcome_equals_a_new_draft(shallow: Target) -> None:
-    """Drafted at once, or as far as there was time and then finished, after a draft in progress or a finished one, it is
-    what a follower of that text drafts."""
+    """Drafted at once, or as far as there was time and then finished, after a draft in progress or
+    a finished one, it is what a follower of that text drafts."""
     follower, alone = (Follower(make_drafter("causal", shallow), shallow) for _ in range(2))
-    text, first_drafts = PROMPTS[0], list[list[int]]()
+    text = PROMPTS[0]
+    first_drafts = list[list[int]]()
     with torch.inference_mode():
         for item in (follower, alone):
             item.start_text(64, 3, 5)
         drafted: list[int] | None = None
         for levels in (3, 1, 0):
-            foreseen = follower.predict_outcomes(DraftRequest(1, text, 3, num_outcomes=5), drafted, first_drafts.append)
+            foreseen = follower.predict_outcomes(
+                DraftRequest(1, text, 3, num_outcomes=5), drafted, first_drafts.append
+            )
             left = iter([False] * levels)
             foreseen.extend_drafts(lambda left=left: next(left, True))  # type: ignore[misc]
             texts = [item.text for item in foreseen.outcomes]
-            assert len({*map(tuple, texts)}) == 5 and foreseen.finish_draft([*text, 7, 7, 7, 7, 7]) is None
-            text, drafted = texts[levels], foreseen.finish_draft(texts[levels])
+            assert (
+                len({*map(tuple, texts)}) == 5
+                and foreseen.finish_draft([*text, 7, 7, 7, 7, 7]) is None
+            )
+            text = texts[levels]
+            drafted = foreseen.finish_draft(texts[levels])
             if levels == 3:
                 assert [foreseen.finish_draft(item) for item in texts] == [
                     alone.draft(item, 3, lambda: False) for item in texts
@@ -122,7 +151,9 @@ def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
     class ReadCounter(TorchDispatchMode):
         count = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.count += func.name() in ("aten::_local_scalar_dense", "aten::lift_fresh")
             return func(*args, **(kwargs or {}))
 
@@ -133,7 +164,9 @@ def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
             follower.start_text(64, 3, outcomes)
             with ReadCounter() as counter:
                 foreseen = follower.predict_outcomes(
-                    DraftRequest(1, PROMPTS[0], 3, num_outcomes=outcomes), [5, 6, 7], lambda tokens: None
+                    DraftRequest(1, PROMPTS[0], 3, num_outcomes=outcomes),
+                    [5, 6, 7],
+                    lambda tokens: None,
                 )
             assert len(foreseen.outcomes) == outcomes
         counts.append(counter.count)
@@ -141,17 +174,21 @@ def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
 
 
 def test_ready_drafts_equal_predicted_outcomes(shallow: Target) -> None:
-    """Of the rounds of a decoding those whose text is among the likely outcomes of the verification before, the prompt's too;
-    the more outcomes, the more of them."""
-    drafter, counts = make_drafter("causal", shallow), []
+    """Of the rounds of a decoding those whose text is among the likely outcomes of the verification
+    before, the prompt's too; the more outcomes, the more of them."""
+    drafter = make_drafter("causal", shallow)
+    counts = []
     for outcomes in (1, 4, 400):
         overlap = Overlap(num_outcomes=outcomes)
         (result,) = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode(
             [PROMPTS[0]], LIMIT, ignore_eos=True
         )
-        follower, expected = Follower(make_drafter("causal", shallow), shallow), 0
+        follower = Follower(make_drafter("causal", shallow), shallow)
+        expected = 0
         follower.start_text(64, 3, outcomes)
-        text, chain, end = PROMPTS[0], list[int](), 1
+        text = PROMPTS[0]
+        chain = list[int]()
+        end = 1
         for emitted in result.round_lengths:
             with torch.inference_mode():
                 foreseen = follower.predict_outcomes(
@@ -162,27 +199,36 @@ def test_ready_drafts_equal_predicted_outcomes(shallow: Target) -> None:
                 expected += text in [item.text for item in foreseen.outcomes]
                 chain = follower.draft(text, 3, lambda: False)
             end += emitted
-        assert (overlap.num_ready, overlap.num_missed) == (expected, len(result.round_lengths) - expected)
+        assert (overlap.num_ready, overlap.num_missed) == (
+            expected,
+            len(result.round_lengths) - expected,
+        )
         counts.append(overlap.num_ready)
     assert counts[0] <= counts[1] < counts[2]
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("way", [{}, {"pre_verify": True}, {"num_outcomes": 6}], ids=["post", "pearl", "outcomes"])
+@pytest.mark.parametrize(
+    "way", [{}, {"pre_verify": True}, {"num_outcomes": 6}], ids=["post", "pearl", "outcomes"]
+)
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=1.5)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_overlapped_output_equals_the_loop(
     shallow: Target, stranger: str, name: str, rule: Any, way: dict[str, Any], streams: bool
 ) -> None:
-    """In a process of its own, or on a stream, the drafter gives the same tokens, prompt after prompt; without steps of the
-    target in between, in the same rounds."""
-    drafter, builder, overlap = make_drafter(name, shallow, stranger), Chain(3), Overlap(**way, uses_streams=streams)
+    """In a process of its own, or on a stream, the drafter gives the same tokens, prompt after
+    prompt; without steps of the target in between, in the same rounds."""
+    drafter = make_drafter(name, shallow, stranger)
+    builder = Chain(3)
+    overlap = Overlap(**way, uses_streams=streams)
     if overlap.num_outcomes and not drafter.capabilities.scores_path_at_once:
         pytest.skip("its chances do not say what follows")
     session = Session(shallow, rule, drafter, builder, runner_source=overlap)
     for number, prompt in enumerate(PROMPTS[1:]):
-        (plain,) = decode(shallow, [prompt], rule, LIMIT, drafter, builder, [number], ignore_eos=True)
+        (plain,) = decode(
+            shallow, [prompt], rule, LIMIT, drafter, builder, [number], ignore_eos=True
+        )
         (result,) = session.decode([prompt], LIMIT, [number], ignore_eos=True)
         assert result.output == plain.output
         if not overlap.pre_verify:
@@ -196,14 +242,21 @@ def test_stream_worker_drafts_equal_the_process(shallow: Target) -> None:
     for way in ({}, {"pre_verify": True}, {"num_outcomes": 5}):
         both = [Overlap(**way, uses_streams=streams) for streams in (False, True)]
         for overlap in both:
-            Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+            Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap).decode(
+                [PROMPTS[0]], LIMIT, ignore_eos=True
+            )
         assert (both[0].num_ready, both[0].num_missed) == (both[1].num_ready, both[1].num_missed)
 
 
-def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stream of its own, with a drafter that is always right: every forward of it but the first ones comes between a
-    launch of the target's and the reading of what that gave, as many as a draft and a token more take."""
-    drafter, rule, calls = make_drafter("causal", shallow), Greedy(), list[str]()
+def test_the_target_is_launched_before_the_drafter_drafts_ahead(
+    shallow: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stream of its own, with a drafter that is always right: every forward of it but the
+    first ones comes between a launch of the target's and the reading of what that gave, as many as
+    a draft and a token more take."""
+    drafter = make_drafter("causal", shallow)
+    rule = Greedy()
+    calls = list[str]()
     drafter.model = copy.deepcopy(shallow)
 
     def record_calls(name: str, function: Any) -> Any:
@@ -217,20 +270,27 @@ def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target,
     monkeypatch.setattr(drafter.model, "run", record_calls("draft", drafter.model.run))  # type: ignore[union-attr]
     monkeypatch.setattr(rule, "accept", record_calls("accept", rule.accept))
     overlap = Overlap(uses_streams=True)
-    Session(shallow, rule, drafter, Chain(3), runner_source=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+    Session(shallow, rule, drafter, Chain(3), runner_source=overlap).decode(
+        [PROMPTS[0]], LIMIT, ignore_eos=True
+    )
     rounds = " ".join(calls).split("verify")
     assert overlap.num_missed == 0 and len(rounds) > 4
     assert [item.split() for item in rounds[1:]] == [["draft"] * 4 + ["accept"]] * (len(rounds) - 1)
 
 
 def test_correct_drafts_are_ready(shallow: Target) -> None:
-    """The target itself as drafter: after the first round, or the first step, every draft was made while the target worked."""
+    """The target itself as drafter: after the first round, or the first step, every draft was
+    made while the target worked.
+    """
     drafter = prepare_for_decoding(Causal(shallow, num_layers=2), shallow)
     drafter.model = copy.deepcopy(shallow)
     for overlap in (Overlap(), Overlap(pre_verify=True)):
         session = Session(shallow, Greedy(), drafter, Chain(3), runner_source=overlap)
         (result,) = session.decode([PROMPTS[0]], LIMIT, ignore_eos=True)
-        assert overlap.num_missed == 0 and overlap.num_ready == len(result.round_lengths) == (LIMIT + 2) // 4
+        assert (
+            overlap.num_missed == 0
+            and overlap.num_ready == len(result.round_lengths) == (LIMIT + 2) // 4
+        )
 
 
 def test_ended_worker_raises_an_error(shallow: Target) -> None:
@@ -242,7 +302,9 @@ def test_ended_worker_raises_an_error(shallow: Target) -> None:
 
 
 def test_drafters_that_cannot_overlap_are_refused(shallow: Target) -> None:
-    """Drafters that read the target's features, trees, rules whose tokens depend on drafts, and texts side by side."""
+    """Drafters that read the target's features, trees, rules whose tokens depend on drafts, and
+    texts side by side.
+    """
     causal = make_drafter("causal", shallow)
     for drafter, builder, rule, message in [
         (Eagle3(shallow, vocab_size=64), Chain(3), Greedy(), "cannot draft ahead"),
@@ -256,4 +318,6 @@ def test_drafters_that_cannot_overlap_are_refused(shallow: Target) -> None:
     with pytest.raises(UserError, match=r"eval\.overlap=outcomes: .*drafter=causal"):
         check_overlap(make_drafter("ngram", shallow), Chain(3), Greedy(), num_outcomes=4)
     with pytest.raises(UserError, match=r"eval\.batch_size=1"):
-        Session(shallow, Greedy(), causal, Chain(3), runner_source=Overlap()).decode(PROMPTS[:2], LIMIT)
+        Session(shallow, Greedy(), causal, Chain(3), runner_source=Overlap()).decode(
+            PROMPTS[:2], LIMIT
+        )

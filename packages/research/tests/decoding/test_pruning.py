@@ -1,4 +1,6 @@
-"""Pruned trees hold what an early exit finds likely, and decoding with them gives the very tokens that it gives without."""
+"""Pruned trees hold what an early exit finds likely, and decoding with them gives the very
+tokens that it gives without.
+"""
 
 from dataclasses import replace
 from random import Random
@@ -33,8 +35,13 @@ from spectrain_research.traversal.rule import Traversal
 from tests.trees.tables import Path, check_structure, paths
 
 LIMIT = 8
-TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
-EXITS = {"early_exit": 5, "layer_skip": 6, "kangaroo": 2}  # where the drafter has been when the tree is pruned
+TEXTS = (
+    "The bees find the hive. The bees",
+    "one two three four one two three four one two",
+    "What is it?",
+)
+# where the drafter has been when the tree is pruned
+EXITS = {"early_exit": 5, "layer_skip": 6, "kangaroo": 2}
 DRAFTERS = ("ngram", "eagle3", *EXITS)
 TREE = Eagle2(depth=4, budget=10, top_k=3)
 
@@ -49,12 +56,19 @@ def prompts(tiny: Target) -> list[list[int]]:
 def drafters(tiny: Target) -> dict[str, Drafter]:
     """Some draft with a part of the target, some do not; the trainable ones are untrained."""
     torch.manual_seed(0)
-    eagle3, kangaroo = Eagle3(tiny, vocab_size=512), Kangaroo(tiny, EXITS["kangaroo"])
+    eagle3 = Eagle3(tiny, vocab_size=512)
+    kangaroo = Kangaroo(tiny, EXITS["kangaroo"])
     for drafter in (eagle3, kangaroo):
         drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
     skipping = LayerSkipping(tiny, skipped=[EXITS["layer_skip"]])
     exiting = EarlyExit(tiny, EXITS["early_exit"])
-    return {"ngram": Ngram(tiny), "eagle3": eagle3, "early_exit": exiting, "layer_skip": skipping, "kangaroo": kangaroo}
+    return {
+        "ngram": Ngram(tiny),
+        "eagle3": eagle3,
+        "early_exit": exiting,
+        "layer_skip": skipping,
+        "kangaroo": kangaroo,
+    }
 
 
 class RecordingPruning(Pruning):
@@ -72,9 +86,11 @@ class RecordingPruning(Pruning):
         return pruned
 
 
-def expected_paths(target: Target, text: list[int], proposed: list[Path], layer: int, top_k: int) -> list[Path]:
-    """Return the paths whose every token is among the `top_k` most likely that the first layers predict after the text so
-    far."""
+def expected_paths(
+    target: Target, text: list[int], proposed: list[Path], layer: int, top_k: int
+) -> list[Path]:
+    """Return the paths whose every token is among the `top_k` most likely that the first layers
+    predict after the text so far."""
     likely: dict[Path, list[int]] = {}
 
     def is_likely(path: Path) -> bool:
@@ -82,7 +98,8 @@ def expected_paths(target: Target, text: list[int], proposed: list[Path], layer:
             return True
         if path[:-1] not in likely:
             logits = target.run(
-                torch.tensor([[*text, *path[:-1]]]), ForwardPlan(logits=True, span=LayerSpan(last=layer))
+                torch.tensor([[*text, *path[:-1]]]),
+                ForwardPlan(logits=True, span=LayerSpan(last=layer)),
             ).logits
             assert logits is not None
             likely[path[:-1]] = logits[0, -1].topk(top_k).indices.tolist()
@@ -96,33 +113,57 @@ def expected_paths(target: Target, text: list[int], proposed: list[Path], layer:
 @pytest.mark.parametrize("layer", [3, 6])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_remaining_nodes_are_the_likely_nodes(
-    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, layer: int, batch: int
+    tiny: Target,
+    prompts: list[list[int]],
+    drafters: dict[str, Drafter],
+    name: str,
+    layer: int,
+    batch: int,
 ) -> None:
-    """The remaining nodes are, in their order, those that runs of the first layers over every full path find likely; a layer
-    that drafting has been through is refused."""
+    """The remaining nodes are, in their order, those that runs of the first layers over every full
+    path find likely; a layer that drafting has been through is refused."""
     if layer < EXITS.get(name, 0):
         with pytest.raises(UserError, match=f"use {EXITS[name]} or more"):
-            Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(layer, 2)).decode(prompts[:batch], 8)
+            Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(layer, 2)).decode(
+                prompts[:batch], 8
+            )
         return
     pruning = RecordingPruning(layer, top_k=2 if name in EXITS else 20)
-    Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], 8, ignore_eos=True)
+    Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(
+        prompts[:batch], 8, ignore_eos=True
+    )
     for texts, tree, pruned in pruning.rounds:
         check_structure(pruned)
         assert pruned.tokens.shape[1] == pruned.valid.sum(1).max()
         for row, text in enumerate(texts):
-            assert paths(pruned, row) == expected_paths(tiny, text, paths(tree, row), layer, pruning.top_k)
+            assert paths(pruned, row) == expected_paths(
+                tiny, text, paths(tree, row), layer, pruning.top_k
+            )
     sizes = [(tree.valid.sum(), pruned.valid.sum()) for _, tree, pruned in pruning.rounds]
-    assert any(after < before for before, after in sizes) and any(after > batch for _, after in sizes)
+    assert any(after < before for before, after in sizes) and any(
+        after > batch for _, after in sizes
+    )
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.8, top_k=50, top_p=0.95, seed=5)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule",
+    [Greedy(), Match(temperature=0.8, top_k=50, top_p=0.95, seed=5)],
+    ids=lambda rule: rule.name,
+)
 def test_pruned_decoding_equals_autoregressive(
-    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, batch: int, rule: AcceptanceRule
+    tiny: Target,
+    prompts: list[list[int]],
+    drafters: dict[str, Drafter],
+    name: str,
+    batch: int,
+    rule: AcceptanceRule,
 ) -> None:
-    """Whatever is pruned, the output is that of decoding without a drafter, with the same random draws."""
+    """Whatever is pruned, the output is that of decoding without a drafter, with the same random
+    draws.
+    """
     rows = [4, 9, 2][:batch]
     plain = decode(tiny, prompts[:batch], rule, LIMIT, sequence_ids=rows)
     for layer, top_k in ((max(4, EXITS.get(name, 0)), 1), (7, 4)):
@@ -137,14 +178,21 @@ def test_pruned_decoding_equals_autoregressive(
 def test_top_k_of_the_full_vocabulary_prunes_nothing(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, batch: int
 ) -> None:
-    """Where every token is likely, rounds, depths and nodes are those of decoding without pruning."""
+    """Where every token is likely, rounds, depths and nodes are those of decoding without
+    pruning.
+    """
     plain = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], TREE)
     for top_k in (tiny.head.vocab_size, tiny.head.vocab_size + 1):
-        result = Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(6, top_k)).decode(prompts[:batch], LIMIT)
+        result = Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(6, top_k)).decode(
+            prompts[:batch], LIMIT
+        )
         for item, other in zip(result, plain):
             assert (item.output, item.round_lengths, item.depths, item.node_counts) == (
-                other.output, other.round_lengths, other.depths, other.node_counts
-            )  # fmt: skip
+                other.output,
+                other.round_lengths,
+                other.depths,
+                other.node_counts,
+            )
             assert item.pruned_counts == other.pruned_counts == [0] * len(item.round_lengths)
 
 
@@ -154,17 +202,24 @@ def test_top_k_of_the_full_vocabulary_prunes_nothing(
 def test_nodes_and_pruned_nodes_add_up(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, batch: int
 ) -> None:
-    """A round's nodes are those that are left, its pruned ones the others, together all that was proposed."""
+    """A round's nodes are those that are left, its pruned ones the others, together all that was
+    proposed.
+    """
     pruning = RecordingPruning(6, 2)
-    result = Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], LIMIT)
+    result = Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(
+        prompts[:batch], LIMIT
+    )
     for row, generation in enumerate(result):
         trees = [paths(tree, row) for _, tree, _ in pruning.rounds][: len(generation.round_lengths)]
-        left = [paths(pruned, row) for _, _, pruned in pruning.rounds][: len(generation.round_lengths)]
-        assert generation.node_counts == [len(nodes) for nodes in left]
-        assert generation.depths == [max(map(len, nodes)) for nodes in trees]  # of what was proposed
-        assert [sum(pair) for pair in zip(generation.node_counts, generation.pruned_counts, strict=True)] == [
-            len(nodes) for nodes in trees
+        left = [paths(pruned, row) for _, _, pruned in pruning.rounds][
+            : len(generation.round_lengths)
         ]
+        assert generation.node_counts == [len(nodes) for nodes in left]
+        # of what was proposed
+        assert generation.depths == [max(map(len, nodes)) for nodes in trees]
+        assert [
+            sum(pair) for pair in zip(generation.node_counts, generation.pruned_counts, strict=True)
+        ] == [len(nodes) for nodes in trees]
     assert any(sum(generation.pruned_counts) for generation in result)
 
 
@@ -172,12 +227,21 @@ def test_nodes_and_pruned_nodes_add_up(
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["eagle3", "early_exit"])
 def test_drawn_trees_are_pruned_too(
-    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, children: Children
+    tiny: Target,
+    prompts: list[list[int]],
+    drafters: dict[str, Drafter],
+    name: str,
+    children: Children,
 ) -> None:
-    """Siblings that were drawn, equal ones among them, stay or leave by their tokens, and the output is greedy decoding's."""
+    """Siblings that were drawn, equal ones among them, stay or leave by their tokens, and the
+    output is greedy decoding's.
+    """
     drawn = [[0], [1], [2], [0, 0], [1, 0], [1, 1], [2, 0], [0, 0, 0], [1, 0, 0]]
-    pruning, builder = RecordingPruning(6, 20), Static(paths=drawn, children=children, temperature=0.3)
-    result = Session(tiny, Greedy(), drafters[name], builder, pruning=pruning).decode(prompts, LIMIT)
+    pruning = RecordingPruning(6, 20)
+    builder = Static(paths=drawn, children=children, temperature=0.3)
+    result = Session(tiny, Greedy(), drafters[name], builder, pruning=pruning).decode(
+        prompts, LIMIT
+    )
     assert [generation.output for generation in result] == [
         generation.output for generation in decode(tiny, prompts, Greedy(), LIMIT)
     ]
@@ -204,20 +268,27 @@ REFUSED: list[AcceptanceRule] = [
 def test_pruning_refuses_rejection_rules(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], rule: AcceptanceRule
 ) -> None:
-    """A rule that accepts a node by its probability would be wrong about what is left; the message says what to use."""
+    """A rule that accepts a node by its probability would be wrong about what is left; the
+    message says what to use.
+    """
     with pytest.raises(UserError, match=f"acceptance={rule.name}: .*acceptance=greedy or match"):
         Pruning(2, 4).check_settings(rule, tiny)
     with pytest.raises(UserError, match=f"acceptance={rule.name}"):
-        Session(tiny, rule, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4)).decode(prompts[:1], 4)
+        Session(
+            tiny, rule, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4)
+        ).decode(prompts[:1], 4)
 
 
-def test_both_halves_of_propd_run_together(tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]) -> None:
-    """Trees sized by measured time, whose times are fitted while decoding, are pruned: the same output, and they learn sizes as
-    they were before and acceptance as it is after."""
+def test_both_halves_of_propd_run_together(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]
+) -> None:
+    """Trees sized by measured time, whose times are fitted while decoding, are pruned: the same
+    output, and they learn sizes as they were before and acceptance as it is after."""
     builder = Auto(4, 10, 3, refit=True)
     times = {size: 1e-3 + 1e-6 * size for size in (1, 2, 10)}
     builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(times, 1e-9)}, 1e-9)))
-    # The times above are not this machine's: the choice of plain steps would be one by chance, and so would new timing.
+    # The times above are not this machine's: the choice of plain steps would be one by chance, and
+    # so would new timing.
     builder.untimed_sizes = lambda *_: []  # type: ignore[method-assign]
     builder.costs.choice.should_draft = lambda *_: builder.num_rounds % 4 > 0  # type: ignore[method-assign]
     session = Session(tiny, Greedy(), drafters["early_exit"], builder, pruning=Pruning(6, 1))
@@ -225,8 +296,13 @@ def test_both_halves_of_propd_run_together(tiny: Target, prompts: list[list[int]
     assert [generation.output for generation in generations] == [
         generation.output for generation in decode(tiny, prompts[:1], Greedy(), 24)
     ]
-    drafted = [nodes + dropped for nodes, dropped in zip(generations[0].node_counts, generations[0].pruned_counts)]
-    assert sum(generations[0].pruned_counts) > 0 and builder.tree_sizes == [size for size in drafted if size > 1]
+    drafted = [
+        nodes + dropped
+        for nodes, dropped in zip(generations[0].node_counts, generations[0].pruned_counts)
+    ]
+    assert sum(generations[0].pruned_counts) > 0 and builder.tree_sizes == [
+        size for size in drafted if size > 1
+    ]
     assert builder.costs.fit is not None and builder.costs.fit.num_rounds > 0
 
 
@@ -236,39 +312,74 @@ def test_pruning_refuses_mask_nodes(tiny: Target, prompts: list[list[int]]) -> N
         Session(tiny, Greedy(), Lookahead(tiny), TREE, pruning=Pruning(2, 4)).decode(prompts[:1], 8)
 
 
-@pytest.mark.parametrize(("layer", "top_k", "message"), [
-    (0, 4, "eval.prune_layer=0"), (-1, 4, "eval.prune_layer=-1"), (2, 0, "eval.prune_top=0"),
-    (8, 4, "eval.prune_layer=8: tiny has 8 layers"), (9, 4, "eval.prune_layer=9: tiny has 8 layers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layer", "top_k", "message"),
+    [
+        (0, 4, "eval.prune_layer=0"),
+        (-1, 4, "eval.prune_layer=-1"),
+        (2, 0, "eval.prune_top=0"),
+        (8, 4, "eval.prune_layer=8: tiny has 8 layers"),
+        (9, 4, "eval.prune_layer=9: tiny has 8 layers"),
+    ],
+)
 def test_pruning_refuses_invalid_settings(
-    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], layer: int, top_k: int, message: str
+    tiny: Target,
+    prompts: list[list[int]],
+    drafters: dict[str, Drafter],
+    layer: int,
+    top_k: int,
+    message: str,
 ) -> None:
-    """The message names the setting, its value and, where it depends on the target, how many layers that has."""
+    """The message names the setting, its value and, where it depends on the target, how many
+    layers that has.
+    """
     with pytest.raises(UserError, match=message):
-        Session(tiny, Greedy(), drafters["ngram"], TREE, pruning=Pruning(layer, top_k)).decode(prompts[:1], 4)
+        Session(tiny, Greedy(), drafters["ngram"], TREE, pruning=Pruning(layer, top_k)).decode(
+            prompts[:1], 4
+        )
 
 
 def test_pruned_and_unpruned_first_rounds_are_equal(
     tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]
 ) -> None:
-    """The first tree is the one that is proposed without pruning: pruning sees it and does not shape it."""
-    pruning, full = RecordingPruning(6, 2), RecordingPruning(6, tiny.head.vocab_size)
+    """The first tree is the one that is proposed without pruning: pruning sees it and does not
+    shape it.
+    """
+    pruning = RecordingPruning(6, 2)
+    full = RecordingPruning(6, tiny.head.vocab_size)
     for each in (pruning, full):
         Session(tiny, Greedy(), drafters["early_exit"], TREE, pruning=each).decode(prompts, 4)
-    assert [paths(pruning.rounds[0][1], row) for row in range(3)] == [paths(full.rounds[0][2], row) for row in range(3)]
+    assert [paths(pruning.rounds[0][1], row) for row in range(3)] == [
+        paths(full.rounds[0][2], row) for row in range(3)
+    ]
 
 
 # Parts of trees
 
 
 def random_tree(random: Random, batch: int, num_nodes: int) -> TokenTree:
-    """A tree with padding and nodes that only draft, every node with another token and distribution."""
+    """A tree with padding and nodes that only draft, every node with another token and
+    distribution.
+    """
     tokens = torch.stack([torch.randperm(1000)[:num_nodes] for _ in range(batch)])
-    parents = torch.tensor([[random.randrange(node) if node else -1 for node in range(num_nodes)] for _ in range(batch)])
+    parents = torch.tensor(
+        [
+            [random.randrange(node) if node else -1 for node in range(num_nodes)]
+            for _ in range(batch)
+        ]
+    )
     full = TokenTree.from_parents(tokens, parents)
     valid = mark_rooted(full, torch.rand(batch, num_nodes) < 0.8)
-    q, ids = torch.rand(batch, num_nodes, 5), torch.arange(5) * 7
-    return replace(full, valid=valid, can_emit=torch.rand(batch, num_nodes) < 0.7, children="sampled", q=q, draft_ids=ids)
+    q = torch.rand(batch, num_nodes, 5)
+    ids = torch.arange(5) * 7
+    return replace(
+        full,
+        valid=valid,
+        can_emit=torch.rand(batch, num_nodes) < 0.7,
+        children="sampled",
+        q=q,
+        draft_ids=ids,
+    )
 
 
 def mark_rooted(tree: TokenTree, marked: Tensor) -> Tensor:
@@ -281,8 +392,8 @@ def mark_rooted(tree: TokenTree, marked: Tensor) -> Tensor:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("num_nodes", [1, 2, 9, 70])
 def test_selected_tree_has_the_marked_nodes(batch: int, num_nodes: int) -> None:
-    """Every marked node, and none but padding besides, is there in the same order with the same path, q, validity and
-    emission."""
+    """Every marked node, and none but padding besides, is there in the same order with the same
+    path, q, validity and emission."""
     for seed in range(4):
         tree = random_tree(Random(seed), batch, num_nodes)
         keep = mark_rooted(tree, torch.rand(batch, num_nodes) < 0.8)
@@ -299,9 +410,12 @@ def test_selected_tree_has_the_marked_nodes(batch: int, num_nodes: int) -> None:
                 assert torch.equal(getattr(part, name)[row, new], getattr(tree, name)[row, marked])
             for index, node in enumerate(marked.tolist()):
                 above = tree.ancestors[row, node]
-                assert torch.equal(
-                    part.tokens[row, part.ancestors[row, index]], tree.tokens[row, above]
-                ) and part.ancestors[row, index, new].sum() == above.sum()  # fmt: skip
+                assert (
+                    torch.equal(
+                        part.tokens[row, part.ancestors[row, index]], tree.tokens[row, above]
+                    )
+                    and part.ancestors[row, index, new].sum() == above.sum()
+                )
 
 
 def test_selecting_all_nodes_returns_the_tree() -> None:
@@ -326,13 +440,21 @@ def test_selection_works_without_distributions() -> None:
 
 
 def test_fitted_head_is_optimal_for_its_rank() -> None:
-    """Of the logits that ridge regression gives, no rank r comes closer: what is missed are the last singular values."""
+    """Of the logits that ridge regression gives, no rank r comes closer: what is missed are the
+    last singular values.
+    """
     torch.manual_seed(0)
-    normed, head, bias = torch.randn(60, 12), torch.randn(40, 12), torch.randn(40)
+    normed = torch.randn(60, 12)
+    head = torch.randn(40, 12)
+    bias = torch.randn(40)
     final = normed @ torch.randn(12, 12) + 0.1 * torch.randn(60, 12)
-    x, y, item = normed.double(), final.double(), torch.eye(12, dtype=torch.float64)
+    x = normed.double()
+    y = final.double()
+    item = torch.eye(12, dtype=torch.float64)
     strength = x.pow(2).mean() * 60
-    change = torch.linalg.lstsq(torch.cat([x, strength.sqrt() * item]), torch.cat([y - x, 0 * item])).solution
+    change = torch.linalg.lstsq(
+        torch.cat([x, strength.sqrt() * item]), torch.cat([y - x, 0 * item])
+    ).solution
     expected = x @ (item + change) @ head.double().T
     values = torch.linalg.svdvals(expected)
     for rank in (1, 4, 12):
@@ -342,19 +464,31 @@ def test_fitted_head_is_optimal_for_its_rank() -> None:
         torch.testing.assert_close(missed, values[rank:].norm(), rtol=1e-3, atol=1e-3)
 
 
-def test_pruning_with_a_fitted_head_is_lossless(tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]) -> None:
-    """Heads are fitted for each layer, prune, cost less than the target's own, and leave the output as it is."""
+def test_pruning_with_a_fitted_head_is_lossless(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]
+) -> None:
+    """Heads are fitted for each layer, prune, cost less than the target's own, and leave the
+    output as it is.
+    """
     prunings = [Pruning(2, 4), Pruning(4, 8)]
     fit_early_heads(tiny, prunings, prompts, 64)
     plain = [item.output for item in decode(tiny, prompts, Greedy(), LIMIT)]
     assert any(pruning.head is not None for pruning in prunings)
     for pruning in prunings:
-        result = Session(tiny, Greedy(), drafters["eagle3"], TREE, pruning=pruning).decode(prompts, LIMIT)
-        assert [item.output for item in result] == plain and sum(sum(item.pruned_counts) for item in result) > 0
-        assert (pruning.count_multiply_adds(tiny) < Pruning(2, 4).count_multiply_adds(tiny)) == (pruning.head is not None)
+        result = Session(tiny, Greedy(), drafters["eagle3"], TREE, pruning=pruning).decode(
+            prompts, LIMIT
+        )
+        assert [item.output for item in result] == plain and sum(
+            sum(item.pruned_counts) for item in result
+        ) > 0
+        assert (pruning.count_multiply_adds(tiny) < Pruning(2, 4).count_multiply_adds(tiny)) == (
+            pruning.head is not None
+        )
 
 
-def test_worse_head_is_not_used(tiny: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worse_head_is_not_used(
+    tiny: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On answers that it was not fitted on it must be as good as the target's own head."""
     worthless = EarlyHead(torch.zeros(tiny.width, 1), torch.zeros(tiny.head.vocab_size, 1), None)
     monkeypatch.setattr(EarlyHead, "from_states", lambda *arguments: worthless)

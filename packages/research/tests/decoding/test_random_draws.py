@@ -1,4 +1,6 @@
-"""No random number serves two decisions: the draws of whole decodings, by key. docs/random-draws.md has the proof."""
+"""No random number serves two decisions: the draws of whole decodings, by key.
+docs/random-draws.md has the proof.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -27,9 +29,11 @@ TOKENS = 12
 class Draws:
     """The random numbers of decodings."""
 
-    # How often each number was drawn for a draft, a coin or the token after a path: by its key and its counter.
+    # How often each number was drawn for a draft, a coin or the token after a path: by its key and
+    # its counter.
     numbers: Counter[tuple[int, int]] = field(default_factory=Counter)
-    # The tokens of the target that each key was drawn for: text and position. They are drawn again for every node before them.
+    # The tokens of the target that each key was drawn for: text and position. They are drawn again
+    # for every node before them.
     target_tokens: dict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
     # Seeds of generators.
     generators: Counter[int] = field(default_factory=Counter)
@@ -40,7 +44,9 @@ class Draws:
         return (
             sum(count > 1 for count in self.numbers.values())
             + sum(count > 1 for count in self.generators.values())
-            + sum(len(tokens) > 1 or key in drawn_keys for key, tokens in self.target_tokens.items())
+            + sum(
+                len(tokens) > 1 or key in drawn_keys for key, tokens in self.target_tokens.items()
+            )
         )
 
 
@@ -50,7 +56,9 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
     found = Draws()
 
     def record_noise(key: Tensor, size: int) -> Tensor:
-        found.numbers.update((part, index) for part in key.flatten().tolist() for index in range(size))
+        found.numbers.update(
+            (part, index) for part in key.flatten().tolist() for index in range(size)
+        )
         return counter.gumbel_noise(key, size)
 
     def record_coin(key: int, number: int) -> float:
@@ -60,13 +68,17 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
     def record_target_tokens(key: int, sequence_ids: Tensor, positions: Tensor) -> None:
         for row, own_positions in zip(sequence_ids.tolist(), positions.tolist()):
             for position in own_positions:
-                found.target_tokens[counter.fold_host(counter.fold_host(key, row), position)].add((row, position))
+                found.target_tokens[counter.fold_host(counter.fold_host(key, row), position)].add(
+                    (row, position)
+                )
 
     choose_tokens: Callable[..., Tensor] = matching.SamplingRule.choose_tokens
     tree_match: Callable[..., Any] = matching.tree_match
     keyed_generator: Callable[..., torch.Generator] = dyspec.keyed_generator
 
-    def record_choice(rule: matching.SamplingRule, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
+    def record_choice(
+        rule: matching.SamplingRule, logits: Tensor, sequence_ids: Tensor, positions: Tensor
+    ) -> Tensor:
         record_target_tokens(counter.host_key(SAMPLE, rule.seed), sequence_ids, positions)
         return choose_tokens(rule, logits, sequence_ids, positions)
 
@@ -96,14 +108,20 @@ def decode_alone(case: Case, count: int = 3) -> None:
 
 
 # Of a single drafter's tree, specinfer decides as recursive does.
-@pytest.mark.parametrize("case", [case for case in CASES if case.name != "specinfer, chain of 3"], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.name != "specinfer, chain of 3"],
+    ids=lambda case: case.name,
+)
 def test_no_number_serves_two_decisions(case: Case, draws: Draws) -> None:
     decode_alone(case)
     assert draws.target_tokens and draws.count_repeated() == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*LONG, *LEFT_OUT, *CASCADES, *WINDOWS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*LONG, *LEFT_OUT, *CASCADES, *WINDOWS], ids=lambda case: case.name
+)
 def test_no_number_serves_two_decisions_of_other_rounds(case: Case, draws: Draws) -> None:
     decode_alone(case)
     assert draws.target_tokens and draws.count_repeated() == 0
@@ -113,13 +131,17 @@ def find_case(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-def test_coins_keyed_by_position_alone_are_found(draws: Draws, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coins_keyed_by_position_alone_are_found(
+    draws: Draws, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Block, "revisits_positions", False)
     decode_alone(find_case("block, chain of 3"))
     assert draws.count_repeated() > 0
 
 
-def test_equal_seeds_of_two_drafters_are_found(draws: Draws, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_seeds_of_two_drafters_are_found(
+    draws: Draws, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(union, "SEED_STEP", 0)
     decode_alone(find_case("specinfer, union of two"))
     assert draws.count_repeated() > 0

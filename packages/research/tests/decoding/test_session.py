@@ -21,24 +21,37 @@ def test_uncapturable_rounds_run_in_the_eager_loop(tiny: Target) -> None:
     """They run there with the reason, and are refused by name where capture is required."""
     eagle3 = Eagle3(tiny, vocab_size=64).eval()
     sessions = {
-        "eval.guard decides": Session(tiny, Greedy(), eagle3, Chain(2), guard=Guard(), engine="captured"),
-        "eval.prune_layer decides": Session(tiny, Greedy(), eagle3, Chain(2), pruning=Pruning(4, 2), engine="captured"),
-        "drafter=ngram reads values": Session(tiny, Greedy(), Ngram(tiny), Chain(2), engine="captured"),
+        "eval.guard decides": Session(
+            tiny, Greedy(), eagle3, Chain(2), guard=Guard(), engine="captured"
+        ),
+        "eval.prune_layer decides": Session(
+            tiny, Greedy(), eagle3, Chain(2), pruning=Pruning(4, 2), engine="captured"
+        ),
+        "drafter=ngram reads values": Session(
+            tiny, Greedy(), Ngram(tiny), Chain(2), engine="captured"
+        ),
     }
     plain = [generation.output for generation in decode(tiny, PROMPTS, Greedy(), 8)]
     for words, session in sessions.items():
         assert session.eager_reason is not None and words in session.eager_reason
-        with pytest.raises(UserError, match=f"writer.engine=captured: {words}.*use writer.engine=eager"):
+        with pytest.raises(
+            UserError, match=f"writer.engine=captured: {words}.*use writer.engine=eager"
+        ):
             require_capture(session, "writer.engine")
         assert [generation.output for generation in session.decode(PROMPTS, 8)] == plain
 
 
 def test_guard_and_pruning_combine(tiny: Target) -> None:
-    """Rounds that the guard lets draft are pruned, the others are one node, and the output is the target's."""
-    drafter, guard = LayerSkipping(tiny, skipped=[5]), Guard(cost=lambda nodes: 1.0)
+    """Rounds that the guard lets draft are pruned, the others are one node, and the output is
+    the target's.
+    """
+    drafter = LayerSkipping(tiny, skipped=[5])
+    guard = Guard(cost=lambda nodes: 1.0)
     session = Session(tiny, Greedy(), drafter, Eagle2(3, 8, 3), guard, Pruning(6, 2))
     result = session.decode(PROMPTS, 12, ignore_eos=True)
-    assert [item.output for item in result] == [item.output for item in decode(tiny, PROMPTS, Greedy(), 12, ignore_eos=True)]
+    assert [item.output for item in result] == [
+        item.output for item in decode(tiny, PROMPTS, Greedy(), 12, ignore_eos=True)
+    ]
     assert guard.num_undrafted == 2 and guard.num_drafted > 0
     for item in result:
         assert (
@@ -49,20 +62,30 @@ def test_guard_and_pruning_combine(tiny: Target) -> None:
 
 
 def test_from_drafter_tunes_calibrates_and_checks(shallow: Target) -> None:
-    """Settings are searched and trees measured on the given prompts; a rule that would be wrong is refused."""
+    """Settings are searched and trees measured on the given prompts; a rule that would be wrong
+    is refused.
+    """
     requested = []
 
     def prompts() -> list[list[int]]:
         requested.append(1)
         return PROMPTS[:1]
 
-    drafter, builder = LayerSkipping(shallow, search_steps=2, answer_tokens=4), Static(depth=2, budget=4)
+    drafter = LayerSkipping(shallow, search_steps=2, answer_tokens=4)
+    builder = Static(depth=2, budget=4)
     session = Session.from_drafter(shallow, drafter, builder, Greedy(), prompts, engine="eager")
-    assert not drafter.needs_search and len(builder.paths) == 3 and len(requested) == 2 and not drafter.training
+    assert (
+        not drafter.needs_search
+        and len(builder.paths) == 3
+        and len(requested) == 2
+        and not drafter.training
+    )
     assert [generation.output for generation in session.decode(PROMPTS, 6)] == [
         generation.output for generation in decode(shallow, PROMPTS, Greedy(), 6)
     ]
     Session.from_drafter(shallow, Ngram(shallow), Chain(2), RecursiveRejection(), prompts)
     assert len(requested) == 2
     with pytest.raises(UserError, match="acceptance=recursive"):
-        Session.from_drafter(shallow, Eagle3(shallow, vocab_size=64), Chain(2), RecursiveRejection(), prompts)
+        Session.from_drafter(
+            shallow, Eagle3(shallow, vocab_size=64), Chain(2), RecursiveRejection(), prompts
+        )

@@ -29,7 +29,8 @@ def test_without_its_layers_it_is_medusas_heads(shallow: Target, rank: int | Non
     drafter = make_drafter(shallow, attention_layers=0, adaptation_layers=0, head_rank=rank)
     medusa = Medusa(shallow, num_heads=HEADS, vocab_size=512, loss="forward_kl", head_rank=rank)
     medusa.load_state_dict(drafter.state_dict(), strict=True)
-    batch, results = random_batch(shallow, ("final",), has_prompt=True), []
+    batch = random_batch(shallow, ("final",), has_prompt=True)
+    results = []
     for candidate in (drafter, medusa):
         losses = candidate.loss(batch, shallow, TrainingState())
         losses.total.backward()
@@ -48,19 +49,30 @@ def compute_training_log_q(
     states: list[Tensor] = []
     judge = Supervision.judge_states
     monkeypatch.setattr(
-        Supervision, "judge_states", lambda self, hidden, *rest: states.append(hidden) or judge(self, hidden, *rest)
+        Supervision,
+        "judge_states",
+        lambda self, hidden, *rest: states.append(hidden) or judge(self, hidden, *rest),
     )
     with torch.no_grad():
         drafter.loss(batch, target, TrainingState())
         supervision = Supervision(drafter, batch)
-        log_q = [head.lm_head(x).log_softmax(-1) for head, x in zip(drafter.heads, states, strict=True)]
-        positions = [[(int(b), int(t)) for b, t in supervision.is_supervised(k).nonzero()] for k in range(HEADS)]
+        log_q = [
+            head.lm_head(x).log_softmax(-1) for head, x in zip(drafter.heads, states, strict=True)
+        ]
+        positions = [
+            [(int(b), int(t)) for b, t in supervision.is_supervised(k).nonzero()]
+            for k in range(HEADS)
+        ]
         return [dict(zip(keys, rows, strict=True)) for keys, rows in zip(positions, log_q)]
 
 
 @pytest.mark.parametrize(("attention", "adaptation"), [(1, 2), (2, 0), (0, 3)])
-def test_training_equals_decoding(shallow: Target, attention: int, adaptation: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over rounds that commit unequally many tokens, some of them undrafted, log q of training and of decoding are equal."""
+def test_training_equals_decoding(
+    shallow: Target, attention: int, adaptation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over rounds that commit unequally many tokens, some of them undrafted, log q of training
+    and of decoding are equal.
+    """
     drafter = make_drafter(shallow, attention_layers=attention, adaptation_layers=adaptation)
     batch = random_batch(shallow, ("final",), has_prompt=True)
     trained = compute_training_log_q(drafter, shallow, batch, monkeypatch)
@@ -74,7 +86,9 @@ def test_training_equals_decoding(shallow: Target, attention: int, adaptation: i
 
 
 def test_every_head_reads_every_other(shallow: Target) -> None:
-    """With attention over heads each head's output changes with any other's blocks; without it, it does not."""
+    """With attention over heads each head's output changes with any other's blocks; without it,
+    it does not.
+    """
     stage = torch.randn(5, shallow.width)
     for attention in (0, 1):
         drafter = make_drafter(shallow, attention_layers=attention, adaptation_layers=1)
@@ -88,12 +102,16 @@ def test_every_head_reads_every_other(shallow: Target) -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2, 5])
 def test_it_starts_as_the_targets_own_head(shallow: Target, num_heads: int) -> None:
-    """Before training every head gives the target's next-token distribution over the draft vocabulary."""
+    """Before training every head gives the target's next-token distribution over the draft
+    vocabulary.
+    """
     drafter = Amphista(shallow, num_heads=num_heads, vocab_size=256)
     drafter.prepare(shallow, torch.arange(shallow.head.vocab_size))
     probe = Probe(*[([[20]], [[step]]) for step in range(num_heads - 1)])
     context = begun(shallow, [[5, 6, 7, 8]], drafter, probe)
-    expected = shallow.head.logits(context.new_features.at_layer("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    expected = shallow.head.logits(context.new_features.at_layer("final")[:, -1])[
+        :, drafter.draft_ids
+    ].log_softmax(-1)
     with torch.no_grad():
         proposed(drafter, context, probe)
     log_q = torch.cat(probe.log_q, dim=1)

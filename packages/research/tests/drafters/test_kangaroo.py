@@ -12,7 +12,11 @@ import transformers as hf
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from spectrain.cli.main import dispatch_command
 from spectrain.data.chat import Example
@@ -38,11 +42,20 @@ from spectrain_research.kangaroo.drafter import Kangaroo
 from tests.decoding.rounds import Keeping
 from tests.factories import add_noise
 
-VOCAB, LAYERS = 83, 4
+VOCAB = 83
+LAYERS = 4
 SIZE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 32}
 ARCHITECTURES: dict[str, Any] = {
     "llama": hf.LlamaConfig(**SIZE, tie_word_embeddings=False),
@@ -55,12 +68,17 @@ ARCHITECTURES: dict[str, Any] = {
 def make_pair(tiny: Target, name: str = "llama") -> tuple[Target, Any]:
     """Make a small random target, and the same model of transformers' own."""
     reference, model = (
-        AutoModelForCausalLM.from_config(ARCHITECTURES[name], attn_implementation=a).eval() for a in ("eager", "spectrain")
+        AutoModelForCausalLM.from_config(ARCHITECTURES[name], attn_implementation=a).eval()
+        for a in ("eager", "spectrain")
     )
     with torch.no_grad():
         for parameter in reference.parameters():
             noise = torch.randn_like(parameter)
-            parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5 if noise.dim() > 1 else parameter + 0.2 * noise)
+            parameter.copy_(
+                1.5 * noise * parameter.shape[-1] ** -0.5
+                if noise.dim() > 1
+                else parameter + 0.2 * noise
+            )
     model.load_state_dict(reference.state_dict())
     return Target(model, tiny.tokenizer, name, ""), reference
 
@@ -76,15 +94,27 @@ def make_drafter(target: Target, noise: float = 0.0, **options: Any) -> Kangaroo
 def make_dataset(vocab: int = VOCAB, count: int = 6) -> Dataset:
     """Make sequences of unequal length whose later part is the assistant's."""
     rows = torch.randint(3, vocab, (count, 20), generator=torch.Generator().manual_seed(5)).tolist()
-    return Dataset([Example(row[: 20 - n % 5], [i >= 8 for i in range(20 - n % 5)]) for n, row in enumerate(rows)], count, 0, 0)
+    return Dataset(
+        [
+            Example(row[: 20 - n % 5], [i >= 8 for i in range(20 - n % 5)])
+            for n, row in enumerate(rows)
+        ],
+        count,
+        0,
+        0,
+    )
 
 
 def make_batch(target: Target, drafter: Kangaroo) -> Batch:
-    return LiveSource().make_batch(BatchRequest(make_dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers))
+    return LiveSource().make_batch(
+        BatchRequest(make_dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers)
+    )
 
 
 def compute_early_exit(target: Target, reference: Any, tokens: Tensor, layer: int) -> Tensor:
-    """Compute log q [B, T, V] of the first `layer` layers with the model's norm and output layer, all of transformers' own."""
+    """Compute log q [B, T, V] of the first `layer` layers with the model's norm and output
+    layer, all of transformers' own.
+    """
     all_layers = reference.model.layers
     reference.model.layers = nn.ModuleList(all_layers[:layer])
     reference.config.num_hidden_layers = layer
@@ -98,14 +128,19 @@ def compute_early_exit(target: Target, reference: Any, tokens: Tensor, layer: in
 
 
 def compute_adapted(drafter: Kangaroo, target: Target, x: Tensor, head: nn.Linear) -> Tensor:
-    """Compute log q [B, T, V] of x + attention(norm(x)), normed, from exit states x, in transformers' modules."""
+    """Compute log q [B, T, V] of x + attention(norm(x)), normed, from exit states x, in
+    transformers' modules.
+    """
     heads = target.config
     config = hf.LlamaConfig(
-        hidden_size=heads.hidden_size, num_attention_heads=heads.num_attention_heads,
-        num_key_value_heads=heads.num_key_value_heads, head_dim=heads.hidden_size // heads.num_attention_heads,
-        rope_parameters=dict(heads.rope_parameters), max_position_embeddings=heads.max_position_embeddings,
+        hidden_size=heads.hidden_size,
+        num_attention_heads=heads.num_attention_heads,
+        num_key_value_heads=heads.num_key_value_heads,
+        head_dim=heads.hidden_size // heads.num_attention_heads,
+        rope_parameters=dict(heads.rope_parameters),
+        max_position_embeddings=heads.max_position_embeddings,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     attention = LlamaAttention(config, 0)
     attention.load_state_dict(drafter.self_attn.state_dict())
     before, after = (LlamaRMSNorm(heads.hidden_size, heads.rms_norm_eps) for _ in range(2))
@@ -138,7 +173,9 @@ def recorded_levels(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("layer", [1, 3])
 def test_untrained_is_the_targets_early_exit(tiny: Target, name: str, layer: int) -> None:
-    """Before training the loss is KL(target || early exit at `exit_layer`), however the model writes its norm's weight."""
+    """Before training the loss is KL(target || early exit at `exit_layer`), however the model
+    writes its norm's weight.
+    """
     target, reference = make_pair(tiny, name)
     drafter = make_drafter(target, exit_layer=layer)
     batch = make_batch(target, drafter)
@@ -153,14 +190,25 @@ def test_untrained_is_the_targets_early_exit(tiny: Target, name: str, layer: int
 
 
 @pytest.mark.parametrize("layer", [1, 4, 7])
-def test_untrained_drafts_are_the_early_exits(tiny: Target, layer: int, recorded_levels: list[Tensor]) -> None:
-    """In decoding, log_q after the prompt and the root is that of the first layers, the norm and the output layer."""
+def test_untrained_drafts_are_the_early_exits(
+    tiny: Target, layer: int, recorded_levels: list[Tensor]
+) -> None:
+    """In decoding, log_q after the prompt and the root is that of the first layers, the norm and
+    the output layer.
+    """
     prompt = [5, 6, 7, 8, 9, 10]
     drafter = make_drafter(tiny, exit_layer=layer).eval()
     (generation,) = decode(tiny, [prompt], Greedy(), 6, drafter, Chain(3), ignore_eos=True)
     tokens = torch.tensor([prompt + generation.output[:1]])
-    final = tiny.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(last=layer))).at_layer("final")
-    torch.testing.assert_close(recorded_levels[0][0, 0], tiny.head.logits(final)[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
+    final = tiny.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(last=layer))).at_layer(
+        "final"
+    )
+    torch.testing.assert_close(
+        recorded_levels[0][0, 0],
+        tiny.head.logits(final)[0, -1].log_softmax(-1),
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 # Training
@@ -169,7 +217,9 @@ def test_untrained_drafts_are_the_early_exits(tiny: Target, layer: int, recorded
 @pytest.mark.parametrize("kind", ["cross_entropy", *DIVERGENCES])
 @pytest.mark.parametrize("layer", [1, 2])
 def test_loss_is_that_of_transformers_modules(tiny: Target, kind: str, layer: int) -> None:
-    """Loss, hits and counts equal those of the same adapter made of LlamaAttention on transformers' hidden states."""
+    """Loss, hits and counts equal those of the same adapter made of LlamaAttention on
+    transformers' hidden states.
+    """
     target, reference = make_pair(tiny)
     drafter = make_drafter(target, noise=1.0, exit_layer=layer, loss=kind)
     batch = make_batch(target, drafter)
@@ -181,11 +231,15 @@ def test_loss_is_that_of_transformers_modules(tiny: Target, kind: str, layer: in
     rows = batch.loss_mask[:, 1:]
     following = batch.tokens[:, 1:]
     if kind == "cross_entropy":
-        token_losses, best = -log_q[:, :-1].gather(-1, following[..., None])[..., 0], following
+        token_losses = -log_q[:, :-1].gather(-1, following[..., None])[..., 0]
+        best = following
     elif kind == "forward_kl":
-        token_losses, best = (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1], log_p.argmax(-1)[:, :-1]
+        token_losses = (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1]
+        best = log_p.argmax(-1)[:, :-1]
     else:
-        token_losses = DIVERGENCES[kind](log_p.flatten(0, 1), log_q.flatten(0, 1)).view_as(batch.tokens)[:, :-1]
+        token_losses = DIVERGENCES[kind](log_p.flatten(0, 1), log_q.flatten(0, 1)).view_as(
+            batch.tokens
+        )[:, :-1]
         best = log_p.argmax(-1)[:, :-1]
     assert set(losses.terms) == {kind}
     assert losses.total.item() == pytest.approx(token_losses[rows].sum().item(), rel=1e-4)
@@ -194,7 +248,9 @@ def test_loss_is_that_of_transformers_modules(tiny: Target, kind: str, layer: in
 
 
 def test_the_gradient_is_the_adapters_alone(tiny: Target) -> None:
-    """Every weight of the adapter has the gradient of a finite difference; the target's weights have none."""
+    """Every weight of the adapter has the gradient of a finite difference; the target's weights
+    have none.
+    """
     target, _ = make_pair(tiny)
     drafter = make_drafter(target, noise=1.0)
     batch = make_batch(target, drafter)
@@ -202,7 +258,9 @@ def test_the_gradient_is_the_adapters_alone(tiny: Target) -> None:
     select_trained_groups(drafter, target, 0)
     assert {id(p) for p in group["params"]} == {id(p) for p in drafter.parameters()}
     drafter.loss(batch, target, TrainingState()).total.backward()
-    assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
+    assert all(
+        parameter.grad is None and not parameter.requires_grad for parameter in target.parameters()
+    )
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
         step = 1e-2 * parameter.grad / parameter.grad.norm()
@@ -216,30 +274,45 @@ def test_the_gradient_is_the_adapters_alone(tiny: Target) -> None:
 
 
 def test_the_output_projection_learns_first(tiny: Target) -> None:
-    """The untrained attention adds nothing, so its inputs have a zero gradient until its output projection has moved."""
+    """The untrained attention adds nothing, so its inputs have a zero gradient until its output
+    projection has moved.
+    """
     target, _ = make_pair(tiny)
     drafter = make_drafter(target)
     drafter.loss(make_batch(target, drafter), target, TrainingState()).total.backward()
-    moved = {name for name, parameter in drafter.named_parameters() if parameter.grad is not None and parameter.grad.any()}
+    moved = {
+        name
+        for name, parameter in drafter.named_parameters()
+        if parameter.grad is not None and parameter.grad.any()
+    }
     assert moved == {"self_attn.o_proj.weight", "norm.weight"}
 
 
 def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
     """Losses of batches add up; padding and sequences without an answer add nothing."""
     target, _ = make_pair(tiny)
-    drafter, rows = make_drafter(target, noise=1.0), make_dataset()
+    drafter = make_drafter(target, noise=1.0)
+    rows = make_dataset()
     layers = drafter.stages[0].layers
     silent = Dataset([*rows.examples, Example([5] * 40, [False] * 40)], 7, 0, 0)
     with torch.no_grad():
         full = drafter.loss(
-            LiveSource().make_batch(BatchRequest(rows[list(range(6))], target, layers)), target, TrainingState()
+            LiveSource().make_batch(BatchRequest(rows[list(range(6))], target, layers)),
+            target,
+            TrainingState(),
         )
         parts = [
-            drafter.loss(LiveSource().make_batch(BatchRequest(rows[[n]], target, layers)), target, TrainingState())
+            drafter.loss(
+                LiveSource().make_batch(BatchRequest(rows[[n]], target, layers)),
+                target,
+                TrainingState(),
+            )
             for n in range(6)
         ]
         padded = drafter.loss(
-            LiveSource().make_batch(BatchRequest(silent[list(range(7))], target, layers)), target, TrainingState()
+            LiveSource().make_batch(BatchRequest(silent[list(range(7))], target, layers)),
+            target,
+            TrainingState(),
         )
     assert float(full.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-4)
     assert float(full.total) == pytest.approx(float(padded.total), rel=1e-4)
@@ -249,10 +322,13 @@ def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
 def test_training_lowers_the_loss_and_not_the_target(tiny: Target, tmp_path: Path) -> None:
     """Sixty steps lower the loss on the training data, and leave the target bit by bit."""
     target, _ = make_pair(tiny)
-    drafter, before = make_drafter(target), {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    drafter = make_drafter(target)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     batch = make_batch(target, drafter)
     losses = [drafter.loss(batch, target, TrainingState()).total.item()]
-    Trainer(lr=1e-2, max_steps=60, warmup=0.0).fit(drafter, target, make_dataset(), LiveSource(), tmp_path)
+    Trainer(lr=1e-2, max_steps=60, warmup=0.0).fit(
+        drafter, target, make_dataset(), LiveSource(), tmp_path
+    )
     losses.append(drafter.loss(batch, target, TrainingState()).total.item())
     assert losses[1] < 0.8 * losses[0]
     after = target.state_dict()
@@ -267,7 +343,8 @@ class LevelRecorder(Keeping):
 
     def __init__(self, builder: TreeBuilder, recorded_levels: list[Tensor]) -> None:
         super().__init__(builder)
-        self.recorded_levels, self.levels = recorded_levels, list[list[Tensor]]()
+        self.recorded_levels = recorded_levels
+        self.levels = list[list[Tensor]]()
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         before = len(self.recorded_levels)
@@ -282,16 +359,20 @@ class LevelRecorder(Keeping):
 def test_decoding_says_what_training_says(
     tiny: Target, recorded_levels: list[Tensor], lengths: tuple[int, ...], layer: int
 ) -> None:
-    """Over all rounds, log_q at a node equals that of the adapter in parallel on the exit states of what was accepted.
+    """Over all rounds, log_q at a node equals that of the adapter in parallel on the exit states of
+    what was accepted.
 
-    The states of a drafted node come from the target's first layers on its path, so they are those of one run.
+    The states of a drafted node come from the target's first layers on its path, so they are those
+    of one run.
     """
     drafter = make_drafter(tiny, noise=1.0, exit_layer=layer).eval()
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in lengths]
     recorder = LevelRecorder(Chain(3), recorded_levels)
     generations = decode(tiny, prompts, Greedy(), 12, drafter, recorder, ignore_eos=True)
     plain = decode(tiny, prompts, Greedy(), 12, ignore_eos=True)
-    assert [generation.output for generation in generations] == [generation.output for generation in plain]
+    assert [generation.output for generation in generations] == [
+        generation.output for generation in plain
+    ]
     assert len(recorder.trees) > 2
     for texts, tree, levels in zip(recorder.texts, recorder.trees, recorder.levels, strict=True):
         assert len(levels) == 3
@@ -301,13 +382,20 @@ def test_decoding_says_what_training_says(
             with torch.no_grad():
                 expected = compute_adapted(drafter, tiny, x, tiny.head.output)[0]
             for depth, log_q in enumerate(levels):
-                torch.testing.assert_close(log_q[row, 0], expected[len(text) + depth], rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(
+                    log_q[row, 0], expected[len(text) + depth], rtol=1e-3, atol=1e-3
+                )
 
 
 @pytest.mark.parametrize("stop", [0.1, 0.3])
-def test_a_draft_ends_before_an_unlikely_token(tiny: Target, recorded_levels: list[Tensor], stop: float) -> None:
-    """With stop_on=token every drafted token but none after the first shortfall has a largest q of at least `stop`."""
-    drafter, prompt = make_drafter(tiny, exit_layer=6).eval(), [5, 6, 7, 8, 9, 10]
+def test_a_draft_ends_before_an_unlikely_token(
+    tiny: Target, recorded_levels: list[Tensor], stop: float
+) -> None:
+    """With stop_on=token every drafted token but none after the first shortfall has a largest q
+    of at least `stop`.
+    """
+    drafter = make_drafter(tiny, exit_layer=6).eval()
+    prompt = [5, 6, 7, 8, 9, 10]
     recorder = LevelRecorder(Chain(5, stop=stop, stop_on="token"), recorded_levels)
     out = decode(tiny, [prompt], Greedy(), 20, drafter, recorder, ignore_eos=True)[0].output
     assert out == decode(tiny, [prompt], Greedy(), 20, ignore_eos=True)[0].output
@@ -322,15 +410,24 @@ def test_trees_stay_lossless(tiny: Target) -> None:
     """A tree over a batch gives greedy decoding's tokens."""
     drafter = make_drafter(tiny, noise=0.3, exit_layer=3).eval()
     prompts = [[5, 6, 7], [40, 41, 42, 43, 44]]
-    generations = decode(tiny, prompts, Greedy(), 14, drafter, Eagle2(depth=3, budget=8, top_k=3), ignore_eos=True)
+    generations = decode(
+        tiny, prompts, Greedy(), 14, drafter, Eagle2(depth=3, budget=8, top_k=3), ignore_eos=True
+    )
     plain = decode(tiny, prompts, Greedy(), 14, ignore_eos=True)
-    assert [generation.output for generation in generations] == [generation.output for generation in plain]
+    assert [generation.output for generation in generations] == [
+        generation.output for generation in plain
+    ]
 
 
 @pytest.mark.parametrize("num_layers, exit_layer", [(2, 1), (8, 1), (30, 2), (32, 2), (40, 3)])
 def test_the_default_exit_is_the_authors(tiny: Target, num_layers: int, exit_layer: int) -> None:
-    """The default exit is a fourteenth of the layers, at least one: 2 of 32 and 3 of 40, 2 of SmolLM2's 30."""
-    assert resolve_exit_layer(cast(Target, SimpleNamespace(num_layers=num_layers)), None, 1 / 14) == exit_layer
+    """The default exit is a fourteenth of the layers, at least one: 2 of 32 and 3 of 40, 2 of
+    SmolLM2's 30.
+    """
+    assert (
+        resolve_exit_layer(cast(Target, SimpleNamespace(num_layers=num_layers)), None, 1 / 14)
+        == exit_layer
+    )
     assert Kangaroo(tiny).exit_layer == 1
 
 
@@ -342,19 +439,38 @@ def test_an_exit_that_is_not_there_is_refused(tiny: Target, layer: int) -> None:
 
 
 def test_init_takes_the_exit_from_the_saved_drafter(tmp_path: Path) -> None:
-    """A run that starts from another run's drafter, with steps of almost no size, ends with its weights and its exit."""
-    settings = ["target=tiny", "recipe=kangaroo", "data.limit=6", "data.max_length=48", "data.held_out=0", "eval=none",
-                "trainer.max_steps=2"]  # fmt: skip
+    """A run that starts from another run's drafter, with steps of almost no size, ends with its
+    weights and its exit.
+    """
+    settings = [
+        "target=tiny",
+        "recipe=kangaroo",
+        "data.limit=6",
+        "data.max_length=48",
+        "data.held_out=0",
+        "eval=none",
+        "trainer.max_steps=2",
+    ]
     argv = sys.argv
     try:
         dispatch_command(["train", *settings, "drafter.exit_layer=3", f"run={tmp_path / 'one'}"])
         dispatch_command(
-            ["train", *settings, f"drafter.init={tmp_path / 'one'}", "trainer.lr=1e-12", f"run={tmp_path / 'two'}"]
+            [
+                "train",
+                *settings,
+                f"drafter.init={tmp_path / 'one'}",
+                "trainer.lr=1e-12",
+                f"run={tmp_path / 'two'}",
+            ]
         )
     finally:
         sys.argv = argv
-    first, second = (load_file(tmp_path / name / "drafter/model.safetensors") for name in ("one", "two"))
+    first, second = (
+        load_file(tmp_path / name / "drafter/model.safetensors") for name in ("one", "two")
+    )
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=1e-8)
-    assert json.loads((tmp_path / "two/drafter/config.json").read_text())["drafter"]["exit_layer"] == 3
+    assert (
+        json.loads((tmp_path / "two/drafter/config.json").read_text())["drafter"]["exit_layer"] == 3
+    )

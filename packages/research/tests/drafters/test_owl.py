@@ -1,4 +1,6 @@
-"""OWL: training and decoding are the same, the cell equals its equations, and masks change no logits."""
+"""OWL: training and decoding are the same, the cell equals its equations, and masks change no
+logits.
+"""
 
 import pytest
 import torch
@@ -27,12 +29,16 @@ def drafter(shallow: Target) -> Owl:
 
 @torch.no_grad()
 def by_hand(drafter: Owl, target: Target, text: list[int], next_tokens: list[int]) -> list[Tensor]:
-    """Return log q [V] after a text of which the target has run all but the last token, and after each of the next tokens."""
+    """Return log q [V] after a text of which the target has run all but the last token, and
+    after each of the next tokens.
+    """
     tokens = torch.tensor([[*text[:-1], 0]])
     index = torch.tensor([[-1] * (len(text) - 1) + [0]])
     with drafter.insert_masks(target, index):
         start = target.run(tokens, ForwardPlan(layers=("final",))).at_layer("final")[0, -1]
-    state, memory, log_qs = start, torch.zeros_like(start), []
+    state = start
+    memory = torch.zeros_like(start)
+    log_qs = []
     cell = drafter.cell
     for token in [text[-1], *next_tokens]:
         embedded = drafter.head.embed(torch.tensor([token]))[0]
@@ -45,9 +51,10 @@ def by_hand(drafter: Owl, target: Target, text: list[int], next_tokens: list[int
 
 
 def test_decoding_is_the_recurrence(shallow: Target, drafter: Owl) -> None:
-    """A round's log q equals the equations, in the first round and after a verified one, from the state at the accepted
-    mask."""
-    prompt, builder = [5, 6, 7, 8, 9], Chain(3)
+    """A round's log q equals the equations, in the first round and after a verified one, from the
+    state at the accepted mask."""
+    prompt = [5, 6, 7, 8, 9]
+    builder = Chain(3)
     probe = Probe(([[20]], [[0]]), ([[30]], [[1]]))
     context = begun(shallow, [prompt], drafter, builder)
     with torch.inference_mode():
@@ -61,14 +68,16 @@ def test_decoding_is_the_recurrence(shallow: Target, drafter: Owl) -> None:
             if not number:
                 tree = proposed(drafter, context, builder)
                 output = drafter.verify(context, tree)
-                accepted = Greedy().accept(tree, output, context.sequence_ids, context.positions(tree) + 1)
+                accepted = Greedy().accept(
+                    tree, output, context.sequence_ids, context.positions(tree) + 1
+                )
                 context.commit(tree, output, accepted)
                 drafter.commit(context, accepted)
 
 
 def test_masks_change_no_logits(shallow: Target, drafter: Owl) -> None:
-    """With other vectors at the masks the logits of a verified tree are the same bit for bit, and the output is the
-    target's."""
+    """With other vectors at the masks the logits of a verified tree are the same bit for bit, and
+    the output is the target's."""
     prompts = [[5, 6, 7, 8, 9], [11, 12, 13]]
     results = []
     with torch.inference_mode():
@@ -85,15 +94,21 @@ def test_masks_change_no_logits(shallow: Target, drafter: Owl) -> None:
     assert torch.equal(*results)
     for builder in (Chain(3), Eagle2(3, 8, 3)):
         expected = [row.output for row in decode(shallow, prompts, Greedy(), 16, ignore_eos=True)]
-        assert [row.output for row in decode(shallow, prompts, Greedy(), 16, drafter, builder, ignore_eos=True)] == expected
+        assert [
+            row.output
+            for row in decode(shallow, prompts, Greedy(), 16, drafter, builder, ignore_eos=True)
+        ] == expected
 
 
 def test_the_loss_is_of_what_is_decoded(shallow: Target, drafter: Owl) -> None:
-    """The loss is the sum over masks and steps of decay^k KL(p || q_k), by hand, times tokens over weights."""
+    """The loss is the sum over masks and steps of decay^k KL(p || q_k), by hand, times tokens
+    over weights.
+    """
     batch = random_batch(shallow, ())
     blocks = drafter.make_blocks(batch, TrainingState())
     rows, masks = blocks.supervised.nonzero().unbind(1)
-    total, weights = 0.0, 0.0
+    total = 0.0
+    weights = 0.0
     with torch.no_grad():
         final = shallow.run(batch.tokens, ForwardPlan(layers=("final",))).at_layer("final")
         for step in range(STEPS):
@@ -102,10 +117,16 @@ def test_the_loss_is_of_what_is_decoded(shallow: Target, drafter: Owl) -> None:
                 if is_judged:
                     first = position - step
                     tokens = batch.tokens[row].tolist()
-                    log_q = by_hand(drafter, shallow, tokens[: first + 1], tokens[first + 1 : position + 1])[-1]
+                    log_q = by_hand(
+                        drafter, shallow, tokens[: first + 1], tokens[first + 1 : position + 1]
+                    )[-1]
                     log_p = shallow.head.logits(final[row, position]).log_softmax(-1)
-                    total += drafter.step_decay**step * float(F.kl_div(log_q, log_p, log_target=True, reduction="sum"))
+                    total += drafter.step_decay**step * float(
+                        F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+                    )
                     weights += drafter.step_decay**step
         losses = drafter.loss(batch, shallow, TrainingState())
     assert weights > 5
-    assert float(losses.total) == pytest.approx(total * float(batch.loss_mask.sum()) / weights, rel=1e-3)
+    assert float(losses.total) == pytest.approx(
+        total * float(batch.loss_mask.sum()) / weights, rel=1e-3
+    )

@@ -23,12 +23,21 @@ from tests.drafters.test_pard import (
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("pattern", [".d", "d..", "....ddd"])
-def test_rounds_without_a_draft(shallow: Target, greedy_answers: list[list[int]], pattern: str, count: int) -> None:
-    """Whichever rounds draft, the output is greedy, and the drafter has read what the rounds between them emitted."""
-    drafter, switch = make_drafter(shallow, num_layers=2), Switch(pattern)
+def test_rounds_without_a_draft(
+    shallow: Target, greedy_answers: list[list[int]], pattern: str, count: int
+) -> None:
+    """Whichever rounds draft, the output is greedy, and the drafter has read what the rounds
+    between them emitted.
+    """
+    drafter = make_drafter(shallow, num_layers=2)
+    switch = Switch(pattern)
     recorder = RecordingBuilder(Chain(3))
     session = Session(shallow, Greedy(), drafter, recorder, guard=cast(Guard, switch))
     generations = session.decode(PROMPTS[:count], LIMIT, ignore_eos=True)
     assert [row.output for row in generations] == greedy_answers[:count]
-    assert all((depth > 0) == drafted for row in generations for depth, (drafted, _) in zip(row.depths, switch.recorded))
+    assert all(
+        (depth > 0) == drafted
+        for row in generations
+        for depth, (drafted, _) in zip(row.depths, switch.recorded)
+    )
     check_log_probs(drafter, recorder.records)

@@ -1,4 +1,6 @@
-"""Drafting with a part of the target: how often its layers run, where chains end, and what Kangaroo's adapter computes."""
+"""Drafting with a part of the target: how often its layers run, where chains end, and what
+Kangaroo's adapter computes.
+"""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -25,7 +27,11 @@ from tests.targets import count_attention_nodes
 from tests.trees.tables import Path, paths
 
 LIMIT = 12
-TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
+TEXTS = (
+    "The bees find the hive. The bees",
+    "one two three four one two three four one two",
+    "What is it?",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +44,21 @@ class Recording(Rollout):
     """Records the paths of the first row that the drafter extended."""
 
     def __init__(self, rollout: Rollout) -> None:
-        self.rollout, self.draft_ids, self.depth_limit = rollout, rollout.draft_ids, rollout.depth_limit
+        self.rollout, self.draft_ids, self.depth_limit = (
+            rollout,
+            rollout.draft_ids,
+            rollout.depth_limit,
+        )
         self.paths: list[Path] = [()]
 
     def start(self) -> Tensor:
         return self.rollout.start()
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        self.paths += [(*self.paths[parent], token) for token, parent in zip(tokens[0].tolist(), parents[0].tolist())]
+        self.paths += [
+            (*self.paths[parent], token)
+            for token, parent in zip(tokens[0].tolist(), parents[0].tolist())
+        ]
         return self.rollout.extend(tokens, parents)
 
 
@@ -54,7 +67,11 @@ class RecordingBuilder(TreeBuilder):
 
     def __init__(self, builder: TreeBuilder) -> None:
         self.builder = builder
-        self.depth, self.budget, self.max_drafted = builder.depth, builder.budget, builder.max_drafted
+        self.depth, self.budget, self.max_drafted = (
+            builder.depth,
+            builder.budget,
+            builder.max_drafted,
+        )
         self.rounds: list[tuple[set[Path], TokenTree]] = []
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
@@ -81,10 +98,22 @@ def freeze_drafter(drafter: Drafter) -> Drafter:
 def test_an_exit_runs_every_node_once(
     tiny: Target, prompts: list[list[int]], name: str, exit_layer: int, depth: int, batch: int
 ) -> None:
-    """In a round with d drafts, layers below the exit run d + 1 times with one node, later layers once with d + 1 nodes."""
-    drafter: SelfDrafter = EarlyExit(tiny, exit_layer) if name == "early_exit" else Kangaroo(tiny, exit_layer)
+    """In a round with d drafts, layers below the exit run d + 1 times with one node, later
+    layers once with d + 1 nodes.
+    """
+    drafter: SelfDrafter = (
+        EarlyExit(tiny, exit_layer) if name == "early_exit" else Kangaroo(tiny, exit_layer)
+    )
     with count_attention_nodes(tiny) as calls:
-        generations = decode(tiny, prompts[:batch], Greedy(), LIMIT, freeze_drafter(drafter), Chain(depth), ignore_eos=True)
+        generations = decode(
+            tiny,
+            prompts[:batch],
+            Greedy(),
+            LIMIT,
+            freeze_drafter(drafter),
+            Chain(depth),
+            ignore_eos=True,
+        )
     rounds = max(len(generation.round_lengths) for generation in generations)
     longest = max(map(len, prompts[:batch]))
     assert calls[:exit_layer] == [[longest] + [1] * (depth + 1) * rounds] * exit_layer
@@ -98,11 +127,13 @@ def test_an_exit_runs_every_node_once(
 def test_skipping_runs_the_first_layers_once(
     tiny: Target, prompts: list[list[int]], skipped: tuple[int, ...], depth: int, batch: int
 ) -> None:
-    """Layers before the first skipped one run every node once. A later layer runs d nodes to draft, or none if it is skipped,
-    and all d + 1 together to verify."""
+    """Layers before the first skipped one run every node once. A later layer runs d nodes to draft,
+    or none if it is skipped, and all d + 1 together to verify."""
     drafter = LayerSkipping(tiny, skipped=skipped)
     with count_attention_nodes(tiny) as calls:
-        generations = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafter, Chain(depth), ignore_eos=True)
+        generations = decode(
+            tiny, prompts[:batch], Greedy(), LIMIT, drafter, Chain(depth), ignore_eos=True
+        )
     rounds = max(len(generation.round_lengths) for generation in generations)
     longest = max(map(len, prompts[:batch]))
     for layer, nodes in enumerate(calls):
@@ -115,44 +146,70 @@ def test_skipping_runs_the_first_layers_once(
 
 @pytest.mark.parametrize("drafter", ["early_exit", "layer_skip"])
 def test_a_tree_runs_every_node_once(tiny: Target, prompts: list[list[int]], drafter: str) -> None:
-    """Layers below the exit run every path that was drafted from or verified once, later layers every verified one."""
+    """Layers below the exit run every path that was drafted from or verified once, later layers
+    every verified one.
+    """
     builder = RecordingBuilder(Eagle2(depth=4, budget=9, top_k=3))
-    drafting: Drafter = EarlyExit(tiny, 3) if drafter == "early_exit" else LayerSkipping(tiny, skipped=[3, 5])
+    drafting: Drafter = (
+        EarlyExit(tiny, 3) if drafter == "early_exit" else LayerSkipping(tiny, skipped=[3, 5])
+    )
     with count_attention_nodes(tiny) as calls:
-        (generation,) = decode(tiny, prompts[:1], Greedy(), LIMIT, drafting, builder, ignore_eos=True)
+        (generation,) = decode(
+            tiny, prompts[:1], Greedy(), LIMIT, drafting, builder, ignore_eos=True
+        )
     assert len(builder.rounds) == len(generation.round_lengths)
     prefill = len(prompts[0])
     verified = [set(paths(tree, 0)) for _, tree in builder.rounds]
-    below = sum(len(drafted_from | nodes) for (drafted_from, _), nodes in zip(builder.rounds, verified))
-    assert sum(len(drafted_from - nodes) for (drafted_from, _), nodes in zip(builder.rounds, verified)) > 0
+    below = sum(
+        len(drafted_from | nodes) for (drafted_from, _), nodes in zip(builder.rounds, verified)
+    )
+    assert (
+        sum(len(drafted_from - nodes) for (drafted_from, _), nodes in zip(builder.rounds, verified))
+        > 0
+    )
     above = sum(map(len, verified))
     for layer, nodes in enumerate(calls):
         drafted = (
-            0 if drafter == "early_exit" or layer in (3, 5) else sum(len(drafted_from) for drafted_from, _ in builder.rounds)
+            0
+            if drafter == "early_exit" or layer in (3, 5)
+            else sum(len(drafted_from) for drafted_from, _ in builder.rounds)
         )
         assert sum(nodes) == prefill + (below if layer < 3 else above + drafted)
         if drafter == "early_exit" and layer >= 3:
             assert nodes == [prefill, *map(len, verified)]
-    assert max(map(len, verified)) == 9 and max(len(path) for nodes in verified for path in nodes) > 1
+    assert (
+        max(map(len, verified)) == 9 and max(len(path) for nodes in verified for path in nodes) > 1
+    )
 
 
 # Where chains end
 
 
 def next_probs(target: Target, drafter: SelfDrafter, text: list[int], path: list[int]) -> Tensor:
-    """Return the probabilities [V] of a part of the target after a path; all layers have run the text before its last token."""
+    """Return the probabilities [V] of a part of the target after a path; all layers have run the
+    text before its last token.
+    """
     cache = target.new_cache(1, len(text) + len(path))
     target.prefill(torch.tensor([text[:-1]]), torch.tensor([len(text) - 1]), cache, ())
     tokens = torch.tensor([[text[-1], *path]])
     output = target.run(
-        tokens, ForwardPlan(logits=True, cache=cache, span=LayerSpan(last=drafter.exit_layer, skipped=drafter.skipped))
+        tokens,
+        ForwardPlan(
+            logits=True,
+            cache=cache,
+            span=LayerSpan(last=drafter.exit_layer, skipped=drafter.skipped),
+        ),
     )
     assert output.logits is not None
     return output.logits[0, -1].softmax(-1)
 
 
-def expected_chain(target: Target, drafter: SelfDrafter, text: list[int], builder: Chain) -> list[int]:
-    """Return the likeliest tokens, up to the first before which the drafter's confidence is below `stop`."""
+def expected_chain(
+    target: Target, drafter: SelfDrafter, text: list[int], builder: Chain
+) -> list[int]:
+    """Return the likeliest tokens, up to the first before which the drafter's confidence is
+    below `stop`.
+    """
     path: list[int] = []
     confidence = 1.0
     while len(path) < builder.depth:
@@ -178,7 +235,9 @@ def texts_before(generation: Generation) -> Iterator[list[int]]:
 def test_chains_end_where_the_drafter_is_unsure(
     tiny: Target, prompts: list[list[int]], name: str, stop_on: Literal["token", "path"], batch: int
 ) -> None:
-    """A row's chain ends before a token if its probability, or that of the path so far, is below `stop`."""
+    """A row's chain ends before a token if its probability, or that of the path so far, is below
+    `stop`.
+    """
     drafter = EarlyExit(tiny, 6) if name == "early_exit" else LayerSkipping(tiny, skipped=[5])
     chains = Chain(4, stop=0.1, stop_on=stop_on)
     builder = RecordingBuilder(chains)
@@ -189,7 +248,10 @@ def test_chains_end_where_the_drafter_is_unsure(
             expected = expected_chain(tiny, drafter, text, chains)
             tree = builder.rounds[turn][1]
             assert tree.tokens[row, tree.valid[row]].tolist() == [text[-1], *expected]
-            assert generation.depths[turn] == len(expected) and generation.node_counts[turn] == len(expected) + 1
+            assert (
+                generation.depths[turn] == len(expected)
+                and generation.node_counts[turn] == len(expected) + 1
+            )
             chain_lengths.add(len(expected))
     assert len(chain_lengths) > 1
 
@@ -206,12 +268,17 @@ class FixedTreeBuilder(Eagle2):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         batch = len(prefix.root)
-        first_level, second_level = torch.tensor([[20, 21]]), torch.tensor([[30, 31, 32]])
+        first_level = torch.tensor([[20, 21]])
+        second_level = torch.tensor([[30, 31, 32]])
         log_q = torch.cat(
             [
                 rollout.start(),
-                rollout.extend(first_level.expand(batch, -1), torch.tensor([[0, 0]]).expand(batch, -1)),
-                rollout.extend(second_level.expand(batch, -1), torch.tensor([[2, 1, 2]]).expand(batch, -1)),
+                rollout.extend(
+                    first_level.expand(batch, -1), torch.tensor([[0, 0]]).expand(batch, -1)
+                ),
+                rollout.extend(
+                    second_level.expand(batch, -1), torch.tensor([[2, 1, 2]]).expand(batch, -1)
+                ),
             ],
             dim=1,
         )
@@ -219,7 +286,8 @@ class FixedTreeBuilder(Eagle2):
         self.log_q_after.append([dict(zip(paths, row)) for row in log_q])
         likeliest = log_q[:, 0].topk(2).indices
         return TokenTree.from_parents(
-            torch.cat([prefix.root[:, None], likeliest], dim=1), torch.tensor([[-1, 0, 0]]).expand(batch, -1)
+            torch.cat([prefix.root[:, None], likeliest], dim=1),
+            torch.tensor([[-1, 0, 0]]).expand(batch, -1),
         )
 
 
@@ -227,11 +295,18 @@ class FixedTreeBuilder(Eagle2):
 @pytest.mark.parametrize("exit_layer", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()
-def test_kangaroo_decodes_as_it_was_trained(tiny: Target, prompts: list[list[int]], exit_layer: int, batch: int) -> None:
-    """After every path, in every round, the cached adapter gives what it gives in the loss over the full sequence."""
-    kangaroo, builder = Kangaroo(tiny, exit_layer), FixedTreeBuilder()
+def test_kangaroo_decodes_as_it_was_trained(
+    tiny: Target, prompts: list[list[int]], exit_layer: int, batch: int
+) -> None:
+    """After every path, in every round, the cached adapter gives what it gives in the loss over
+    the full sequence.
+    """
+    kangaroo = Kangaroo(tiny, exit_layer)
+    builder = FixedTreeBuilder()
     kangaroo.norm.weight.uniform_(0.5, 1.5)
-    generations = decode(tiny, prompts[:batch], Greedy(), 6, freeze_drafter(kangaroo), builder, ignore_eos=True)
+    generations = decode(
+        tiny, prompts[:batch], Greedy(), 6, freeze_drafter(kangaroo), builder, ignore_eos=True
+    )
     states: list[Tensor] = []
     handle = kangaroo.norm.register_forward_hook(lambda module, args, output: states.append(output))
     compared = 0
@@ -239,7 +314,11 @@ def test_kangaroo_decodes_as_it_was_trained(tiny: Target, prompts: list[list[int
         for turn, text in enumerate(texts_before(generation)):
             for path, log_q in builder.log_q_after[turn][row].items():
                 tokens = torch.tensor([[*text, *path]])
-                single = Batch(tokens, torch.ones_like(tokens) > 0, tiny.features(tokens, kangaroo.stages[0].layers))
+                single = Batch(
+                    tokens,
+                    torch.ones_like(tokens) > 0,
+                    tiny.features(tokens, kangaroo.stages[0].layers),
+                )
                 states.clear()
                 kangaroo.loss(single, tiny, TrainingState())
                 expected = tiny.head.logits(states[0][0, -1]).log_softmax(-1)
@@ -250,7 +329,9 @@ def test_kangaroo_decodes_as_it_was_trained(tiny: Target, prompts: list[list[int
 
 
 def test_a_new_kangaroo_is_an_early_exit(tiny: Target, prompts: list[list[int]]) -> None:
-    """Before training the adapter adds nothing, so the trees are those of the target's early exit, round by round."""
+    """Before training the adapter adds nothing, so the trees are those of the target's early
+    exit, round by round.
+    """
     kangaroo = Kangaroo(tiny, 5)
     kangaroo.prepare(tiny, torch.zeros(tiny.head.vocab_size))
     trees: list[list[list[Path]]] = []

@@ -2,4 +2,6 @@
 
 from typing import Any
 
-CASES: dict[str, Any] = {"MISTAKES": {"recipes=medusa1,judge": "recipes=judge: what it trains drafts nothing"}}
+CASES: dict[str, Any] = {
+    "MISTAKES": {"recipes=medusa1,judge": "recipes=judge: what it trains drafts nothing"}
+}

@@ -38,10 +38,16 @@ def test_extra_memory_is_the_drafters(tiny: Target) -> None:
     coded = SelfDraft(tiny, "full", weights="int4")
     codes = extra_memory(tiny, coded, Chain(3), Greedy(), prompt)["weights"]
     assert coded.quantized_weights is not None
-    assert codes == sum(part.numel() * part.element_size() for part in coded.quantized_weights.tensors) > 0
+    assert (
+        codes
+        == sum(part.numel() * part.element_size() for part in coded.quantized_weights.tensors)
+        > 0
+    )
 
 
-def test_recipes_that_copy_text_are_scored_as_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_that_copy_text_are_scored_as_chains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tree that is searched over a drafter's steps would be refused after their training."""
     trees: dict[str, str] = {}
     compose_settings = Contest.compose_settings

@@ -36,18 +36,35 @@ from tests.eval.test_self_speculation import (
 
 @pytest.mark.slow
 def test_skipped_layers_are_searched_and_can_be_given(
-    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`eval drafter=layer_skip` drafts without the set that `search` finds on the calibration prompts, names it in the setting
-    and on the screen, and given that set does not search and has the same rounds."""
+    """`eval drafter=layer_skip` drafts without the set that `search` finds on the calibration
+    prompts, names it in the setting and on the screen, and given that set does not search and has
+    the same rounds."""
     path = write_prompts(tmp_path)
-    words = ["eval", "drafter=layer_skip", "target=tiny", "tree=chain", "tree.depth=3", "drafter.answer_tokens=8",
-             "eval.baselines=[]", f"eval.calibration={path}", *SHORT]  # fmt: skip
-    assert run_command(monkeypatch, *words, f"run={tmp_path / 'one'}", "drafter.search_steps=9") == 0
+    words = [
+        "eval",
+        "drafter=layer_skip",
+        "target=tiny",
+        "tree=chain",
+        "tree.depth=3",
+        "drafter.answer_tokens=8",
+        "eval.baselines=[]",
+        f"eval.calibration={path}",
+        *SHORT,
+    ]
+    assert (
+        run_command(monkeypatch, *words, f"run={tmp_path / 'one'}", "drafter.search_steps=9") == 0
+    )
     shown = " ".join(capsys.readouterr().out.split())
     summary = read_summary(tmp_path / "one", "heldout")
     skipped = summary["setting"]["drafter"]["skipped"]
-    openings = [tokenize_prompt(tiny.template, [{"role": "user", "content": text}]) for text in PROMPTS]
+    openings = [
+        tokenize_prompt(tiny.template, [{"role": "user", "content": text}]) for text in PROMPTS
+    ]
     texts = [(opening, decode(tiny, [opening], Greedy(), 8)[0].output) for opening in openings]
     assert skipped == sorted(search_layers(tiny, texts, 3, 9))
     listed = str(skipped).replace(" ", "")
@@ -58,9 +75,15 @@ def test_skipped_layers_are_searched_and_can_be_given(
         raise AssertionError("a given set was searched for")
 
     monkeypatch.setattr("spectrain_research.layer_skip.drafter.search_layers", fail_search)
-    assert run_command(monkeypatch, *words, f"run={tmp_path / 'two'}", f"drafter.skipped={listed}") == 0
+    assert (
+        run_command(monkeypatch, *words, f"run={tmp_path / 'two'}", f"drafter.skipped={listed}")
+        == 0
+    )
     again = read_summary(tmp_path / "two", "heldout")
-    assert again["setting"]["drafter"]["skipped"] == skipped and again["acceptance_length"] == summary["acceptance_length"]
+    assert (
+        again["setting"]["drafter"]["skipped"] == skipped
+        and again["acceptance_length"] == summary["acceptance_length"]
+    )
     assert rounds_of(tmp_path / "two", "heldout") == rounds_of(tmp_path / "one", "heldout")
 
 
@@ -68,24 +91,36 @@ def test_skipped_layers_are_searched_and_can_be_given(
 @pytest.mark.sweep(1, free=("name",))
 @pytest.mark.parametrize("name", ["without layers 5 and 6", "exit 6"])
 def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name: str) -> None:
-    """The rounds are those of transformers' own model: without the layers it drafts after the full model's keys and values, and
-    with all of them it verifies."""
-    depth, skipped = 3, (5, 6) if name.startswith("without") else (6, 7)
-    drafter: SelfDrafter = LayerSkipping(tiny, skipped) if name.startswith("without") else EarlyExit(tiny, 6)
-    make_evaluation(tmp_path).score(Candidate(tiny, drafter, Chain(depth), Greedy(), SETTING), tmp_path / "eval" / "out")
+    """The rounds are those of transformers' own model: without the layers it drafts after the full
+    model's keys and values, and with all of them it verifies."""
+    depth = 3
+    skipped = (5, 6) if name.startswith("without") else (6, 7)
+    drafter: SelfDrafter = (
+        LayerSkipping(tiny, skipped) if name.startswith("without") else EarlyExit(tiny, 6)
+    )
+    make_evaluation(tmp_path).score(
+        Candidate(tiny, drafter, Chain(depth), Greedy(), SETTING), tmp_path / "eval" / "out"
+    )
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32).eval()
     all_layers = model.model.layers
-    remaining_layers = torch.nn.ModuleList([layer for index, layer in enumerate(all_layers) if index not in skipped])
+    remaining_layers = torch.nn.ModuleList(
+        [layer for index, layer in enumerate(all_layers) if index not in skipped]
+    )
 
-    def forward(layers: torch.nn.ModuleList, tokens: list[int], cache: Any = None) -> tuple[int, Any]:
+    def forward(
+        layers: torch.nn.ModuleList, tokens: list[int], cache: Any = None
+    ) -> tuple[int, Any]:
         """The most likely token after `tokens`, and the cache with them."""
-        model.model.layers, model.config.num_hidden_layers = layers, len(layers)
+        model.model.layers = layers
+        model.config.num_hidden_layers = len(layers)
         with torch.inference_mode():
             output = model(torch.tensor([tokens]), **{cache_argument(model): cache}, use_cache=True)
         return int(output.logits[0, -1].argmax()), read_cache(output)
 
     for line in read_samples(tmp_path, "out"):
-        prompt, output, accepted = line["prompt_tokens"], line["output_tokens"], []
+        prompt = line["prompt_tokens"]
+        output = line["output_tokens"]
+        accepted = []
         text = [*prompt, forward(all_layers, prompt)[0]]
         while len(text) < len(prompt) + len(output):
             _, cache = forward(all_layers, text[:-1])
@@ -96,7 +131,8 @@ def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name:
             num_accepted = 0
             while (
                 num_accepted < depth
-                and forward(all_layers, drafts[: len(text) + num_accepted])[0] == drafts[len(text) + num_accepted]
+                and forward(all_layers, drafts[: len(text) + num_accepted])[0]
+                == drafts[len(text) + num_accepted]
             ):
                 num_accepted += 1
             text = drafts[: len(text) + num_accepted]
@@ -106,7 +142,9 @@ def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name:
 
 
 def make_drafter(name: str, tiny: Target) -> tuple[SelfDrafter, set[int], int]:
-    """A drafter, the layers of the target that it drafts with, and how many weights of its own it has."""
+    """A drafter, the layers of the target that it drafts with, and how many weights of its own
+    it has.
+    """
     if name.startswith("skip"):
         return LayerSkipping(tiny, (2, 6)), {0, 1, 3, 4, 5, 7}, 0
     if name.startswith("kangaroo"):
@@ -119,13 +157,18 @@ def make_drafter(name: str, tiny: Target) -> tuple[SelfDrafter, set[int], int]:
 @pytest.mark.sweep(4, free=("name", "depth"))
 @pytest.mark.parametrize("name", ["exit 1", "exit 4", "exit 7", "skip 2 and 6", "kangaroo 3"])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, name: str, depth: int) -> None:
-    """Where a forward takes as long as its weights are many, the roofline is the acceptance length times the whole target over
-    a draft pass for each depth, through the layers that draft, the head and the drafter's own weights, and a verification."""
+def test_the_floor_of_drafting(
+    tiny: Target, monkeypatch: pytest.MonkeyPatch, name: str, depth: int
+) -> None:
+    """Where a forward takes as long as its weights are many, the roofline is the acceptance length
+    times the whole target over a draft pass for each depth, through the layers that draft, the head
+    and the drafter's own weights, and a verification."""
     drafter, layers, own = make_drafter(name, tiny)
     drafter = drafter.eval()
     text = tokenize_prompt(tiny.template, [{"role": "user", "content": PROMPTS[0]}])
-    (plain,), (drafted,) = (decode(tiny, [text], Greedy(), LIMIT, *how) for how in ((), (drafter, Chain(depth))))
+    (plain,), (drafted,) = (
+        decode(tiny, [text], Greedy(), LIMIT, *how) for how in ((), (drafter, Chain(depth)))
+    )
 
     def as_many(module: torch.nn.Module, rows: float, limits: Any) -> float:
         return float(sum(weight.numel() for weight in module.parameters()))
@@ -134,8 +177,14 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(summaries, "measure_limits", lambda *device: None)
     bounds = summaries.speedup_limits(tiny, drafter, [Turn("id", 0, "any", plain, drafted)], [])
     sizes = AutoModelForCausalLM.from_pretrained(tiny.path).state_dict()
-    inside = {index: sum(weight.numel() for key, weight in sizes.items() if key.startswith(f"model.layers.{index}."))
-              for index in range(tiny.num_layers)}  # fmt: skip
+    inside = {
+        index: sum(
+            weight.numel()
+            for key, weight in sizes.items()
+            if key.startswith(f"model.layers.{index}.")
+        )
+        for index in range(tiny.num_layers)
+    }
     head = sizes["lm_head.weight"].numel()  # tied to the embedding
     target_size = sum(inside.values()) + head + sizes["model.norm.weight"].numel()
     reads = sum(inside[index] for index in layers) + head + own

@@ -9,25 +9,59 @@ XPRESS = {**DFLASH, "rank": 8, "num_passes": 2}
 REDRAFTER = {"vocab_size": 2048, "num_blocks": 1, "cell": "linear"}
 CASES: dict[str, Any] = {
     "CASES": {
-        "vispec": (lambda path, tiny: ours(path, tiny, "vispec", num_queries=3), ("flat", "spectrain")),
-        "gated lora": (lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), ("peft", "spectrain")),
-        "PaSS": (lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=0, sampler=False), ("spectrain",)),
-        "jetspec": (lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH), ("jetspec", "spectrain")),
-        "domino": (lambda path, tiny: ours(path, tiny, "domino", **DOMINO), ("flat", "spectrain")),
-        "domino, unshifted": (
-            lambda path, tiny: ours(path, tiny, "domino", sample_from_anchor=False, uncorrected=0, layers=[1, 3, 8], **DOMINO),
+        "vispec": (
+            lambda path, tiny: ours(path, tiny, "vispec", num_queries=3),
             ("flat", "spectrain"),
         ),
-        "xpress": (lambda path, tiny: ours(path, tiny, "xpress", **XPRESS), ("speculators", "flat", "spectrain")),
+        "gated lora": (
+            lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4),
+            ("peft", "spectrain"),
+        ),
+        "PaSS": (
+            lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=0, sampler=False),
+            ("spectrain",),
+        ),
+        "jetspec": (
+            lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH),
+            ("jetspec", "spectrain"),
+        ),
+        "domino": (lambda path, tiny: ours(path, tiny, "domino", **DOMINO), ("flat", "spectrain")),
+        "domino, unshifted": (
+            lambda path, tiny: ours(
+                path,
+                tiny,
+                "domino",
+                sample_from_anchor=False,
+                uncorrected=0,
+                layers=[1, 3, 8],
+                **DOMINO,
+            ),
+            ("flat", "spectrain"),
+        ),
+        "xpress": (
+            lambda path, tiny: ours(path, tiny, "xpress", **XPRESS),
+            ("speculators", "flat", "spectrain"),
+        ),
         "xpress, cut vocabulary": (
             lambda path, tiny: ours(path, tiny, "xpress", vocab_size=256, mlp_ratio=1, **XPRESS),
             ("speculators", "spectrain"),
         ),
-        "redrafter": (lambda path, tiny: ours(path, tiny, "redrafter", **REDRAFTER), ("tensorrt", "spectrain")),
+        "redrafter": (
+            lambda path, tiny: ours(path, tiny, "redrafter", **REDRAFTER),
+            ("tensorrt", "spectrain"),
+        ),
     },
     "REFUSED": {
-        "Hydra": (lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256), "vllm", ("hydra", "spectrain eval")),
-        "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
+        "Hydra": (
+            lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256),
+            "vllm",
+            ("hydra", "spectrain eval"),
+        ),
+        "Kangaroo": (
+            lambda path, tiny: ours(path, tiny, "kangaroo"),
+            "hf",
+            ("kangaroo", "spectrain eval"),
+        ),
         "gated LoRA for vLLM": (
             lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4),
             "vllm",
@@ -38,6 +72,10 @@ CASES: dict[str, Any] = {
             "uno",
             ("drafter=gated_lora", "format=peft"),
         ),
-        "Uno's adapter with masks": (lambda path, tiny: ours(path, tiny, "uno", **UNO), "peft", ("drafter=uno", "format=uno")),
+        "Uno's adapter with masks": (
+            lambda path, tiny: ours(path, tiny, "uno", **UNO),
+            "peft",
+            ("drafter=uno", "format=uno"),
+        ),
     },
 }

@@ -18,14 +18,21 @@ from tests.targets import cut_tiny
 @pytest.mark.sweep(2, free=("name",))
 @pytest.mark.parametrize("name", ["eagle3", "causal", "kangaroo", "hydra"])
 def test_replays_packed_equal_replays_padded(name: str) -> None:
-    """Documents whose tails are rejected drafts have the same loss and gradients packed and padded."""
+    """Documents whose tails are rejected drafts have the same loss and gradients packed and
+    padded.
+    """
 
     class Replays(LiveSource):
         def make_batch(self, request: BatchRequest) -> Batch:
             lengths = [len(example.tokens) for example in request.examples]
-            distances = [[NOT_PAST_ERROR if n < length - 3 else n % 3 for n in range(length)] for length in lengths]
+            distances = [
+                [NOT_PAST_ERROR if n < length - 3 else n % 3 for n in range(length)]
+                for length in lengths
+            ]
             batch = collate_replays(list(map(Replay, request.examples, distances)), request.packed)
-            return replace(batch, features=request.target.features(batch.tokens, request.layers, batch.lengths))
+            return replace(
+                batch, features=request.target.features(batch.tokens, request.layers, batch.lengths)
+            )
 
     (padded, expected), (packed_losses, actual) = (
         compute_gradients(name, cut_tiny(3), 0, packed, Replays()) for packed in (False, True)
@@ -41,7 +48,9 @@ def test_replays_packed_equal_replays_padded(name: str) -> None:
 def test_generated_sequences_are_packed_too(by: Any) -> None:
     """What is generated during training does not depend on packing."""
     (padded, _), (packed_losses, _) = (
-        compute_gradients("causal", cut_tiny(3), 0, packed, GeneratedSource(fraction=0.6, by=by, max_new_tokens=6))
+        compute_gradients(
+            "causal", cut_tiny(3), 0, packed, GeneratedSource(fraction=0.6, by=by, max_new_tokens=6)
+        )
         for packed in (False, True)
     )
     assert padded.counts.sum() > 0

@@ -20,9 +20,20 @@ from spectrain.models.bundled import load_tiny_tokenizer
 from tests.factories import add_noise
 
 SOUND = "{}.wav"
-SHAPE = {"decoder_start_token_id": 0, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 2048, "d_model": 32,
-         "tie_word_embeddings": False}  # fmt: skip
-ATTENTION = {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+SHAPE = {
+    "decoder_start_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "vocab_size": 2048,
+    "d_model": 32,
+    "tie_word_embeddings": False,
+}
+ATTENTION = {
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
 KINDS: dict[str, Any] = {
     "t5": (
         T5ForConditionalGeneration,
@@ -32,14 +43,17 @@ KINDS: dict[str, Any] = {
     "bart": (
         BartForConditionalGeneration,
         BartConfig,
-        {**ATTENTION, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 96, "decoder_start_token_id": 2},
+        {**ATTENTION, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 96,
+            "decoder_start_token_id": 2},
     ),
     "whisper": (
         WhisperForConditionalGeneration,
         WhisperConfig,
         {
-            **ATTENTION, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8, "max_source_positions": 10,
-            "max_target_positions": 96, "decoder_start_token_id": 1, "bos_token_id": 1, "suppress_tokens": None,
+            **ATTENTION, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 8,
+            "max_source_positions": 10,
+            "max_target_positions": 96, "decoder_start_token_id": 1, "bos_token_id": 1,
+            "suppress_tokens": None,
             "begin_suppress_tokens": None,
         },
     ),
@@ -60,8 +74,13 @@ def save_model(kind: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     load_tiny_tokenizer().save_pretrained(folder)
     if kind == "whisper":
-        extractor = WhisperFeatureExtractor(feature_size=8, hop_length=800, n_fft=1600, chunk_length=1)
+        extractor = WhisperFeatureExtractor(
+            feature_size=8, hop_length=800, n_fft=1600, chunk_length=1
+        )
         extractor.save_pretrained(folder)
         for number in range(3):
-            write_sound(folder / SOUND.format(number), np.random.default_rng(number).normal(size=16000) * 0.1)
+            write_sound(
+                folder / SOUND.format(number),
+                np.random.default_rng(number).normal(size=16000) * 0.1,
+            )
     return folder

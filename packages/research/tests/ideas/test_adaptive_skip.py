@@ -1,4 +1,6 @@
-"""Layers that are skipped by a Gaussian process, by the prompt and by a probe: each against a plain version."""
+"""Layers that are skipped by a Gaussian process, by the prompt and by a probe: each against a
+plain version.
+"""
 
 from itertools import chain, combinations
 
@@ -28,13 +30,19 @@ def target(tiny: Target) -> Target:
 
 @pytest.fixture(scope="module")
 def texts(target: Target) -> list[tuple[list[int], list[int]]]:
-    return [(prompt, decode(target, [prompt], Greedy(), 8, ignore_eos=True)[0].output) for prompt in PROMPTS]
+    return [
+        (prompt, decode(target, [prompt], Greedy(), 8, ignore_eos=True)[0].output)
+        for prompt in PROMPTS
+    ]
 
 
 def test_the_process_is_the_closed_form() -> None:
-    """Mean and deviation by the inverse of the covariance; the expected improvement by integration."""
+    """Mean and deviation by the inverse of the covariance; the expected improvement by
+    integration.
+    """
     torch.manual_seed(0)
-    bits, scores = torch.randint(2, (5, 8)).double(), torch.randn(5).double()
+    bits = torch.randint(2, (5, 8)).double()
+    scores = torch.randn(5).double()
     new = torch.randint(2, (3, 8)).double()
     process = GaussianProcess(bits, scores)
 
@@ -45,15 +53,21 @@ def test_the_process_is_the_closed_form() -> None:
     scale = scores.std(unbiased=False)
     mean = scores.mean() + compute_kernel(new, bits) @ inverse @ (scores - scores.mean())
     variance = 1 - (compute_kernel(new, bits) @ inverse @ compute_kernel(bits, new)).diagonal()
-    torch.testing.assert_close(process.predict(new), (mean, scale * variance.clamp(min=1e-12).sqrt()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        process.predict(new), (mean, scale * variance.clamp(min=1e-12).sqrt()), rtol=1e-5, atol=1e-5
+    )
     grid = torch.linspace(-8, 8, 20_001).double()
     density = torch.exp(-grid.square() / 2) / (2 * torch.pi) ** 0.5
     for value, at, deviation in zip(process.expected_improvement(new, 0.3), *process.predict(new)):
         gains = (at + deviation * grid - 0.3).clamp(min=0)
-        assert float(value) == pytest.approx(float(torch.trapezoid(gains * density, grid)), abs=1e-4)
+        assert float(value) == pytest.approx(
+            float(torch.trapezoid(gains * density, grid)), abs=1e-4
+        )
 
 
-def test_bayes_finds_a_set_near_the_best(target: Target, texts: list[tuple[list[int], list[int]]]) -> None:
+def test_bayes_finds_a_set_near_the_best(
+    target: Target, texts: list[tuple[list[int], list[int]]]
+) -> None:
     """With 24 of the 56 or so sets of six halves, the result is within 2 % of the best of all."""
     scorer = SetScorer(target, texts, 4)
     halves = [half for layer in range(3) for half in split_layer(layer)]
@@ -73,20 +87,30 @@ def test_adaptive_drafts_are_verified(
     drafter = AdaptiveSkipping(target, by, 1)  # type: ignore[arg-type]
     if drafter.needs_search:
         drafter.search(target, texts, 3)
-    expected = [generation.output for generation in decode(target, PROMPTS, Greedy(), 10, ignore_eos=True)]
+    expected = [
+        generation.output for generation in decode(target, PROMPTS, Greedy(), 10, ignore_eos=True)
+    ]
     assert [
-        generation.output for generation in decode(target, PROMPTS, Greedy(), 10, drafter, builder, ignore_eos=True)
+        generation.output
+        for generation in decode(target, PROMPTS, Greedy(), 10, drafter, builder, ignore_eos=True)
     ] == expected
 
 
-def test_sets_follow_prompt_and_probe(target: Target, texts: list[tuple[list[int], list[int]]]) -> None:
-    """The prompt's cosines by hand; the probe is the ridge solution, and its best layer is skipped."""
+def test_sets_follow_prompt_and_probe(
+    target: Target, texts: list[tuple[list[int], list[int]]]
+) -> None:
+    """The prompt's cosines by hand; the probe is the ridge solution, and its best layer is
+    skipped.
+    """
     drafter = AdaptiveSkipping(target, "prompt", 1)
     context = begun(target, PROMPTS, drafter, Chain(3))
     with torch.inference_mode():
         drafter.draft(context)
         hidden = target.features(torch.tensor(PROMPTS), tuple(range(4))).hidden
-        cosines = [float(F.cosine_similarity(hidden[..., k, :], hidden[..., k + 1, :], dim=-1).mean()) for k in range(3)]
+        cosines = [
+            float(F.cosine_similarity(hidden[..., k, :], hidden[..., k + 1, :], dim=-1).mean())
+            for k in range(3)
+        ]
         assert drafter.skipped == {cosines.index(max(cosines))}
         probe = AdaptiveSkipping(target, "token", 1)
         probe.search(target, texts, 3)
@@ -96,7 +120,9 @@ def test_sets_follow_prompt_and_probe(target: Target, texts: list[tuple[list[int
         labels = torch.stack(
             [
                 (
-                    target.head.logits(target.run(scorer.tokens, plan).at_layer("final")[scorer.answers]).argmax(-1)
+                    target.head.logits(
+                        target.run(scorer.tokens, plan).at_layer("final")[scorer.answers]
+                    ).argmax(-1)
                     == scorer.labels
                 )
                 for plan in plans
@@ -105,7 +131,9 @@ def test_sets_follow_prompt_and_probe(target: Target, texts: list[tuple[list[int
         ).float()
         assert probe.probe is not None
         weights = probe.probe
-        gradient = inputs.T @ (inputs @ weights - labels) + RIDGE * F.pad(weights[:-1], (0, 0, 0, 1))
+        gradient = inputs.T @ (inputs @ weights - labels) + RIDGE * F.pad(
+            weights[:-1], (0, 0, 0, 1)
+        )
         assert float(gradient.abs().max()) < 1e-3
         context = begun(target, PROMPTS, probe, Chain(3))
         probe.draft(context)

@@ -1,4 +1,6 @@
-"""Adaptive chains: thresholds against plain Python, and sampled chains that keep the target's distribution."""
+"""Adaptive chains: thresholds against plain Python, and sampled chains that keep the target's
+distribution.
+"""
 
 import pytest
 import torch
@@ -12,11 +14,16 @@ from tests.decoding.rounds import Keeping
 
 @pytest.mark.parametrize("by", ["rate", "full"])
 def test_thresholds_follow_the_rounds(shallow: Target, by: str) -> None:
-    """Threshold by threshold from the lengths of drafts and rounds; chains end where the largest q is below it."""
+    """Threshold by threshold from the lengths of drafts and rounds; chains end where the largest
+    q is below it.
+    """
     from spectrain.drafters.causal import Causal
 
     torch.manual_seed(0)
-    drafter, builder = Causal(shallow, num_layers=1).eval(), AdaptiveStopChain(4, stop=0.01, by=by, step=0.02)  # type: ignore[arg-type]
+    drafter, builder = (
+        Causal(shallow, num_layers=1).eval(),
+        AdaptiveStopChain(4, stop=0.01, by=by, step=0.02),
+    )  # type: ignore[arg-type]
     stops: list[float] = []
 
     class Recording(Keeping):
@@ -28,7 +35,9 @@ def test_thresholds_follow_the_rounds(shallow: Target, by: str) -> None:
     prompts = [[5, 6, 7, 8]]
     generation = decode(shallow, prompts, Greedy(), 16, drafter, recording, ignore_eos=True)[0]
     assert generation.output == decode(shallow, prompts, Greedy(), 16, ignore_eos=True)[0].output
-    stop, rate, expected = 0.01, 0.8, []
+    stop = 0.01
+    rate = 0.8
+    expected = []
     for tree, count in zip(recording.trees, generation.round_lengths):
         drafted = int(tree.valid.sum()) - 1
         if not drafted:
@@ -40,4 +49,7 @@ def test_thresholds_follow_the_rounds(shallow: Target, by: str) -> None:
             stop = 0.5 * stop + 0.5 * (stop + (0.02 if rate <= 0.8 else -0.02))
         stop = min(max(stop, 1e-3), 0.95)
         expected.append(stop)
-    assert stops[: len(expected)] == pytest.approx(expected) and len({round(threshold, 6) for threshold in stops}) > 2
+    assert (
+        stops[: len(expected)] == pytest.approx(expected)
+        and len({round(threshold, 6) for threshold in stops}) > 2
+    )

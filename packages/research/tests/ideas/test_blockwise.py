@@ -1,4 +1,6 @@
-"""Refined blocks: the best paths of a lattice are those of an exhaustive search, and drafted = greedy."""
+"""Refined blocks: the best paths of a lattice are those of an exhaustive search, and drafted =
+greedy.
+"""
 
 import math
 from itertools import product
@@ -35,13 +37,17 @@ def test_best_paths_equal_an_exhaustive_search(order: int, weight: float) -> Non
     model = NgramModel(np.array(TEXT), order, 4)
     torch.manual_seed(order)
     log_q = torch.randn(4, 4).log_softmax(-1).tolist()
-    lattice, context = [list(enumerate(row)) for row in log_q], [3, 0, 1]
+    lattice = [list(enumerate(row)) for row in log_q]
+    context = [3, 0, 1]
     every = []
     for path in product(range(4), repeat=4):
-        score, before = 0.0, context
+        score = 0.0
+        before = context
         for row, token in zip(log_q, path):
             history = tuple(before[len(before) - order + 1 :])
-            assert model.log_score(before, token) == pytest.approx(math.log(score_by_counting(history, token)))
+            assert model.log_score(before, token) == pytest.approx(
+                math.log(score_by_counting(history, token))
+            )
             score += row[token] + weight * math.log(score_by_counting(history, token))
             before = [*before, token]
         every.append((score, path))
@@ -52,22 +58,40 @@ def test_best_paths_equal_an_exhaustive_search(order: int, weight: float) -> Non
 
 
 def test_refined_drafts_are_verified(shallow: Target) -> None:
-    """The output is greedy; without the n-gram model a chain of one path is the drafter's own; drafters that read drafts are
-    refused."""
-    prompts, inner = [[5, 6, 7, 5, 6], [9, 10, 9]], {"choice": "medusa", "vocab_size": 512}
-    expected = [generation.output for generation in decode(shallow, prompts, Greedy(), 12, ignore_eos=True)]
+    """The output is greedy; without the n-gram model a chain of one path is the drafter's own;
+    drafters that read drafts are refused."""
+    prompts = [[5, 6, 7, 5, 6], [9, 10, 9]]
+    inner = {"choice": "medusa", "vocab_size": 512}
+    expected = [
+        generation.output for generation in decode(shallow, prompts, Greedy(), 12, ignore_eos=True)
+    ]
     torch.manual_seed(0)
     plain = Blockwise(shallow, inner, weight=0.0, paths=1).eval()
     builders = Keeping(Chain(3)), Keeping(Chain(3))
     for drafter, builder in ((plain, builders[0]), (plain.inner, builders[1])):
         assert [
-            generation.output for generation in decode(shallow, prompts, Greedy(), 12, drafter, builder, ignore_eos=True)
+            generation.output
+            for generation in decode(
+                shallow, prompts, Greedy(), 12, drafter, builder, ignore_eos=True
+            )
         ] == expected
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(builders[0].trees, builders[1].trees, strict=True))
+    assert all(
+        torch.equal(a.tokens, b.tokens)
+        for a, b in zip(builders[0].trees, builders[1].trees, strict=True)
+    )
     wide = Keeping(Eagle2(3, 9, 3))
-    generations = decode(shallow, prompts, Greedy(), 12, Blockwise(shallow, inner, order=3), wide, ignore_eos=True)
+    generations = decode(
+        shallow, prompts, Greedy(), 12, Blockwise(shallow, inner, order=3), wide, ignore_eos=True
+    )
     assert [generation.output for generation in generations] == expected and max(
         int(tree.valid.sum(1).max()) for tree in wide.trees
     ) > 4
     with pytest.raises(UserError, match="depend on each other"):
-        decode(shallow, prompts, Greedy(), 4, Blockwise(shallow, {"choice": "causal", "num_layers": 1}), Chain(2))
+        decode(
+            shallow,
+            prompts,
+            Greedy(),
+            4,
+            Blockwise(shallow, {"choice": "causal", "num_layers": 1}),
+            Chain(2),
+        )

@@ -1,4 +1,6 @@
-"""Rules for codes: LANTERN in exact fractions, interchangeable states and near actions by plain Python."""
+"""Rules for codes: LANTERN in exact fractions, interchangeable states and near actions by plain
+Python.
+"""
 
 import itertools
 import random
@@ -61,26 +63,47 @@ def output_chances(rule: Any, p: Any, q: Any, number: int) -> dict[int, Fraction
 
 
 def test_lantern_without_neighbours_is_lossless_and_moves_at_most_its_bound(tmp_path: Path) -> None:
-    """With no neighbours or bound 0 the target's distribution, exactly; otherwise p' is within the bound, more is accepted, and
-    chances are those of the enumeration."""
-    save_file({"tokens": torch.arange(4), "vectors": torch.tensor([[0.0], [3.0], [1.0], [2.1]])}, tmp_path / "codes")
-    codebook, draw, gains = str(tmp_path / "codes"), random.Random(0), Fraction(0)
+    """With no neighbours or bound 0 the target's distribution, exactly; otherwise p' is within the
+    bound, more is accepted, and chances are those of the enumeration."""
+    save_file(
+        {"tokens": torch.arange(4), "vectors": torch.tensor([[0.0], [3.0], [1.0], [2.1]])},
+        tmp_path / "codes",
+    )
+    codebook = str(tmp_path / "codes")
+    draw = random.Random(0)
+    gains = Fraction(0)
     for trial in range(6):
-        p, q = random_fractions(draw), random_fractions(draw)
-        for strict in (NearbyCodes(codebook, neighbours=0), NearbyCodes(codebook, neighbours=3, bound=0.0)):
+        p = random_fractions(draw)
+        q = random_fractions(draw)
+        for strict in (
+            NearbyCodes(codebook, neighbours=0),
+            NearbyCodes(codebook, neighbours=3, bound=0.0),
+        ):
             assert output_chances(strict, p, q, 1 + trial % 2) == dict(enumerate(p))
         rule = NearbyCodes(codebook, neighbours=2, bound=Fraction(1, 2))  # type: ignore[arg-type]
         for token in range(VOCABULARY):
             moved = rule.move_mass(p, token)
-            assert sum(moved) == 1 and sum(abs(moved - p)) / 2 <= rule.bound and moved[token] >= p[token]
+            assert (
+                sum(moved) == 1
+                and sum(abs(moved - p)) / 2 <= rule.bound
+                and moved[token] >= p[token]
+            )
             accept = min(Fraction(1), moved[token] / q[token])
             tree = VerifiedTree([0, token], [[1], []], lambda node, p=p: p, lambda node, q=q: q)
-            chance_accepted = sum(chance for chance, (path, _) in every(partial(rule.select_path, tree)) if len(path) > 1)
+            chance_accepted = sum(
+                chance
+                for chance, (path, _) in every(partial(rule.select_path, tree))
+                if len(path) > 1
+            )
             assert chance_accepted == accept
             gains += q[token] * (accept - min(Fraction(1), p[token] / q[token]))
         assert sum(output_chances(rule, p, q, 2).values()) == 1
     assert gains > Fraction(1, 2)
-    assert rule.near == {0: [2, 3], 1: [3, 2], 2: [0, 3], 3: [1, 2]} and not rule.lossless and RecursiveRejection.lossless
+    assert (
+        rule.near == {0: [2, 3], 1: [3, 2], 2: [0, 3], 3: [1, 2]}
+        and not rule.lossless
+        and RecursiveRejection.lossless
+    )
 
 
 def random_trees() -> Iterator[tuple[TokenTree, Tensor, Tensor]]:
@@ -88,22 +111,27 @@ def random_trees() -> Iterator[tuple[TokenTree, Tensor, Tensor]]:
     for seed in range(30):
         torch.manual_seed(seed)
         tokens = torch.randperm(10)[: len(PARENTS)][None]
-        logits, states = torch.randn(1, len(PARENTS), 10), torch.randn(1, len(PARENTS), 3)
+        logits = torch.randn(1, len(PARENTS), 10)
+        states = torch.randn(1, len(PARENTS), 3)
         for node, parent in enumerate(PARENTS[1:], 1):
             if torch.rand(()) < 0.6 or node == 1:
                 logits[0, parent, tokens[0, node]] = 9.0 + node / 10
         yield TokenTree.from_parents(tokens, torch.tensor([PARENTS])), logits, states
 
 
-def plain_best(tree: TokenTree, logits: Tensor, states: Tensor, similarity: float, horizon: int) -> tuple[int, int]:
+def plain_best(
+    tree: TokenTree, logits: Tensor, states: Tensor, similarity: float, horizon: int
+) -> tuple[int, int]:
     """The length of the longest accepted path and its right nodes, by trying all paths."""
-    tokens, children = (
-        tree.tokens[0].tolist(),
-        [[n for n, p in enumerate(PARENTS) if p == node] for node in range(len(PARENTS))],
-    )
+    tokens = tree.tokens[0].tolist()
+    children = [[n for n, p in enumerate(PARENTS) if p == node] for node in range(len(PARENTS))]
 
     def nodes_below(node: int, depth: int) -> list[int]:
-        return [node] if depth == 0 else [leaf for child in children[node] for leaf in nodes_below(child, depth - 1)]
+        return (
+            [node]
+            if depth == 0
+            else [leaf for child in children[node] for leaf in nodes_below(child, depth - 1)]
+        )
 
     def judge_node(node: int) -> tuple[bool, bool]:
         best = int(logits[0, PARENTS[node]].argmax())
@@ -118,15 +146,27 @@ def plain_best(tree: TokenTree, logits: Tensor, states: Tensor, similarity: floa
 
     def find_longest(node: int) -> tuple[int, int]:
         options = [(find_longest(child), judge_node(child)) for child in children[node]]
-        return max([(1, 0), *[(1 + length, count + right) for (length, count), (is_accepted, right) in options if is_accepted]])
+        return max(
+            [
+                (1, 0),
+                *[
+                    (1 + length, count + right)
+                    for (length, count), (is_accepted, right) in options
+                    if is_accepted
+                ],
+            ]
+        )
 
     return find_longest(0)
 
 
 @pytest.mark.parametrize("horizon", [0, 2])
 def test_interchangeable_states_equal_plain_python(horizon: int) -> None:
-    """The longest path by trying all; with an impossible similarity, and in chains, the greedy output."""
-    rule, longer = InterchangeableStates(similarity=0.5, horizon=horizon), 0
+    """The longest path by trying all; with an impossible similarity, and in chains, the greedy
+    output.
+    """
+    rule = InterchangeableStates(similarity=0.5, horizon=horizon)
+    longer = 0
     sequences = torch.zeros(1, dtype=torch.int64)
     for tree, logits, states in random_trees():
         features = Features(tree.tokens, ("final",), states[:, :, None], logits)
@@ -136,18 +176,25 @@ def test_interchangeable_states_equal_plain_python(horizon: int) -> None:
         assert int(accepted.counts[0]) == length >= int(greedy.counts[0])
         assert int(accepted.bonus[0]) == int(logits[0, accepted.path[0, length - 1]].argmax())
         longer += length > int(greedy.counts[0])
-        strict = InterchangeableStates(similarity=1.1, horizon=horizon).accept(tree, features, sequences, tree.depths)
+        strict = InterchangeableStates(similarity=1.1, horizon=horizon).accept(
+            tree, features, sequences, tree.depths
+        )
         assert torch.equal(strict.counts, greedy.counts) and torch.equal(strict.bonus, greedy.bonus)
     assert longer > 1
 
 
 def test_near_actions_equal_plain_python(codebook: str) -> None:
-    """The right node wins, then the nearest within the radius; at radius 0 the output is the greedy one."""
-    rule, positions = NearActions(codebook, radius=1.5), Codebook.read(codebook, "").vectors[:, 0]
-    sequences, forgiven = torch.zeros(1, dtype=torch.int64), 0
+    """The right node wins, then the nearest within the radius; at radius 0 the output is the
+    greedy one.
+    """
+    rule = NearActions(codebook, radius=1.5)
+    positions = Codebook.read(codebook, "").vectors[:, 0]
+    sequences = torch.zeros(1, dtype=torch.int64)
+    forgiven = 0
     for tree, logits, _ in random_trees():
         accepted = rule(tree, logits, sequences, tree.depths)
-        node, path = 0, [0]
+        node = 0
+        path = [0]
         while True:
             best = int(logits[0, node].argmax())
             options = [

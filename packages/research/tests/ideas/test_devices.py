@@ -21,11 +21,15 @@ from spectrain_research.devices.gating import GatedFusion
 from tests.decoding.rounds import Keeping
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
-INNER: list[dict[str, Any]] = [{"choice": "causal", "num_layers": 1}, {"choice": "eagle3", "vocab_size": 512, "ttt_steps": 2}]
+INNER: list[dict[str, Any]] = [
+    {"choice": "causal", "num_layers": 1},
+    {"choice": "eagle3", "vocab_size": 512, "ttt_steps": 2},
+]
 
 
 class Devices(TorchDispatchMode):
-    """Tags every storage with the device that its inputs are on, and refuses operations on tensors of two devices.
+    """Tags every storage with the device that its inputs are on, and refuses operations on tensors
+    of two devices.
 
     A scalar belongs to no device, nor does a tensor that was made of none.
     """
@@ -42,8 +46,14 @@ class Devices(TorchDispatchMode):
             self.tags[tensor.untyped_storage()._cdata] = name
 
     def read_tags(self, values: Any) -> set[str]:
-        tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()]
-        return {self.tags[t.untyped_storage()._cdata] for t in tensors if t.untyped_storage()._cdata in self.tags}
+        tensors = [
+            value for value in tree_leaves(values) if isinstance(value, Tensor) and value.dim()
+        ]
+        return {
+            self.tags[t.untyped_storage()._cdata]
+            for t in tensors
+            if t.untyped_storage()._cdata in self.tags
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = self.read_tags((args, kwargs))
@@ -51,14 +61,17 @@ class Devices(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         self.num_operations += 1
         if names:
-            self.tag_tensors([value for value in tree_leaves(results) if isinstance(value, Tensor)], names.pop())
+            self.tag_tensors(
+                [value for value in tree_leaves(results) if isinstance(value, Tensor)], names.pop()
+            )
         return results
 
 
 def deepcopy_head(head: Any) -> Any:
     """The head that a drafter on another device has: with weights of its own."""
     other = copy(head)
-    other.embedding, other.output = deepcopy(head.embedding), deepcopy(head.output)
+    other.embedding = deepcopy(head.embedding)
+    other.output = deepcopy(head.output)
     return other
 
 
@@ -67,19 +80,30 @@ def deepcopy_head(head: Any) -> Any:
 def test_nothing_crosses_devices_but_copies(
     shallow: Target, inner: dict[str, Any], builder: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trees and output are those of the drafter alone. With tags, the drafter's operations read no tensor of the target."""
+    """Trees and output are those of the drafter alone. With tags, the drafter's operations read
+    no tensor of the target.
+    """
     torch.manual_seed(0)
     drafter = OtherDevice(shallow, inner).eval()
-    alone, apart = Keeping(builder), Keeping(builder)
+    alone = Keeping(builder)
+    apart = Keeping(builder)
     expected = [
-        generation.output for generation in decode(shallow, PROMPTS, Greedy(), 8, drafter.inner, alone, ignore_eos=True)
+        generation.output
+        for generation in decode(
+            shallow, PROMPTS, Greedy(), 8, drafter.inner, alone, ignore_eos=True
+        )
     ]
-    assert expected == [generation.output for generation in decode(shallow, PROMPTS, Greedy(), 8, ignore_eos=True)]
+    assert expected == [
+        generation.output for generation in decode(shallow, PROMPTS, Greedy(), 8, ignore_eos=True)
+    ]
     generations = decode(shallow, PROMPTS, Greedy(), 8, drafter, apart, ignore_eos=True)
     assert [generation.output for generation in generations] == expected
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(alone.trees, apart.trees, strict=True))
+    assert all(
+        torch.equal(a.tokens, b.tokens) for a, b in zip(alone.trees, apart.trees, strict=True)
+    )
 
-    devices, other = Devices(), {"target": "drafter", "drafter": "target"}
+    devices = Devices()
+    other = {"target": "drafter", "drafter": "target"}
     devices.tag_tensors(drafter.inner.state_dict().values(), "drafter")
     devices.tag_tensors(shallow.model.state_dict().values(), "target")
     if "head" in vars(drafter.inner):
@@ -110,8 +134,12 @@ def test_the_gate_and_unknown_devices(shallow: Target) -> None:
     torch.manual_seed(0)
     fusion = GatedFusion(4)
     torch.nn.init.normal_(fusion.gate.weight)
-    embedded, feature = torch.randn(3, 4), torch.randn(3, 4)
-    g = 1 / (1 + torch.exp(-(torch.cat([embedded, feature], -1) @ fusion.gate.weight.T + fusion.gate.bias)))
+    embedded = torch.randn(3, 4)
+    feature = torch.randn(3, 4)
+    g = 1 / (
+        1
+        + torch.exp(-(torch.cat([embedded, feature], -1) @ fusion.gate.weight.T + fusion.gate.bias))
+    )
     expected = g * feature + (1 - g) * (embedded @ fusion.project.weight.T)
     torch.testing.assert_close(fusion(torch.cat([embedded, feature], -1)), expected)
     with pytest.raises(UserError, match="no such device"):

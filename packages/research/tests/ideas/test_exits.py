@@ -1,4 +1,6 @@
-"""Early exits: unverified ones emit what plain forwards cut off at the exits say, verified ones the greedy output."""
+"""Early exits: unverified ones emit what plain forwards cut off at the exits say, verified ones
+the greedy output.
+"""
 
 from typing import Any
 
@@ -18,7 +20,8 @@ from spectrain_research.exits.threshold import FEWEST, ThresholdEstimator
 from tests.targets import make_random_target
 
 PROMPTS = [[5, 3, 9, 1, 14, 2], [7, 7, 2]]
-LIMIT, DEPTH = 14, 3
+LIMIT = 14
+DEPTH = 3
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +30,20 @@ def target() -> Target:
     return make_random_target(16, num_layers=4, sharpness=4.0)
 
 
-def decode_plainly(target: Target, prompt: list[int], drafter: Exits) -> tuple[list[int], list[int]]:
+def decode_plainly(
+    target: Target, prompt: list[int], drafter: Exits
+) -> tuple[list[int], list[int]]:
     """The tokens, one forward over all of the text for each exit, and the exit of each of them."""
     answer: list[int] = []
     taken: list[int] = []
     in_a_row = 0
     while len(answer) < LIMIT:
         # The prompt's last token has no early exit; nor has a token after so many of exits.
-        exits = (*drafter.exits, target.num_layers) if answer and in_a_row < DEPTH else (target.num_layers,)
+        exits = (
+            (*drafter.exits, target.num_layers)
+            if answer and in_a_row < DEPTH
+            else (target.num_layers,)
+        )
         for layer in exits:
             last = None if layer == target.num_layers else layer
             plan = ForwardPlan(logits=True, span=LayerSpan(last=last))
@@ -57,10 +66,14 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", CASES, ids=["free", "two-exits", "branchynet"])
 @torch.no_grad()
-def test_unverified_exits_are_those_of_plain_forwards(target: Target, settings: dict[str, Any]) -> None:
+def test_unverified_exits_are_those_of_plain_forwards(
+    target: Target, settings: dict[str, Any]
+) -> None:
     """The tokens of two texts at once are equal; they leave at every exit and at the end."""
     drafter = Exits(target, **settings)
-    generations = decode(target, PROMPTS, Unverified(), LIMIT, drafter, Chain(DEPTH), ignore_eos=True)
+    generations = decode(
+        target, PROMPTS, Unverified(), LIMIT, drafter, Chain(DEPTH), ignore_eos=True
+    )
     taken: set[int] = set()
     for prompt, generation in zip(PROMPTS, generations):
         answer, layers = decode_plainly(target, prompt, drafter)
@@ -72,26 +85,37 @@ def test_unverified_exits_are_those_of_plain_forwards(target: Target, settings: 
 @pytest.mark.parametrize("settings", CASES[1:], ids=["two-exits", "branchynet"])
 @torch.no_grad()
 def test_verified_exits_give_the_greedy_output(target: Target, settings: dict[str, Any]) -> None:
-    generations = decode(target, PROMPTS, Greedy(), LIMIT, Exits(target, **settings), Chain(DEPTH), ignore_eos=True)
+    generations = decode(
+        target, PROMPTS, Greedy(), LIMIT, Exits(target, **settings), Chain(DEPTH), ignore_eos=True
+    )
     assert [generation.output for generation in generations] == [
-        generation.output for generation in decode(target, PROMPTS, Greedy(), LIMIT, ignore_eos=True)
+        generation.output
+        for generation in decode(target, PROMPTS, Greedy(), LIMIT, ignore_eos=True)
     ]
     assert any(size > 1 for generation in generations for size in generation.round_lengths)
 
 
 @torch.no_grad()
 def test_trees_are_drafted_by_the_first_exit(target: Target) -> None:
-    generations = decode(target, PROMPTS, Greedy(), 6, Exits(target, (2, 3)), Eagle2(2, 6, 2), ignore_eos=True)
+    generations = decode(
+        target, PROMPTS, Greedy(), 6, Exits(target, (2, 3)), Eagle2(2, 6, 2), ignore_eos=True
+    )
     assert [generation.output for generation in generations] == [
         generation.output for generation in decode(target, PROMPTS, Greedy(), 6, ignore_eos=True)
     ]
 
 
-def observe_plainly(target: Target, prompt: list[int], output: list[int], exits: tuple[int, ...]) -> ThresholdEstimator:
-    """The estimator after all of an answer's tokens but the first: two plain forwards over the text for each exit."""
+def observe_plainly(
+    target: Target, prompt: list[int], output: list[int], exits: tuple[int, ...]
+) -> ThresholdEstimator:
+    """The estimator after all of an answer's tokens but the first: two plain forwards over the
+    text for each exit.
+    """
     estimator = ThresholdEstimator()
     logits = [
-        target.run(torch.tensor([prompt + output]), ForwardPlan(logits=True, span=LayerSpan(last=last))).logits
+        target.run(
+            torch.tensor([prompt + output]), ForwardPlan(logits=True, span=LayerSpan(last=last))
+        ).logits
         for last in (*exits, None)
     ]
     # The prompt's forward gives the first token, and the last token is not followed by another.
@@ -104,7 +128,8 @@ def observe_plainly(target: Target, prompt: list[int], output: list[int], exits:
 @pytest.mark.parametrize("exits", [(3,), (1, 3)], ids=["one-exit", "two-exits"])
 @torch.no_grad()
 def test_the_threshold_converges_from_every_start(target: Target, exits: tuple[int, ...]) -> None:
-    """From each start, drafts observe what plain forwards over the texts say about all tokens, and nothing else.
+    """From each start, drafts observe what plain forwards over the texts say about all tokens, and
+    nothing else.
 
     Verified exits write the same text whatever the threshold, so all starts end at the same value.
     """
@@ -112,20 +137,28 @@ def test_the_threshold_converges_from_every_start(target: Target, exits: tuple[i
     ends = set()
     for start in (0.3, 0.6, 0.9):
         drafter = Exits(target, exits, threshold=start, estimate=True, level=0.5)
-        (generation,) = decode(target, PROMPTS[:1], Greedy(), 24, drafter, Chain(DEPTH), ignore_eos=True)
+        (generation,) = decode(
+            target, PROMPTS[:1], Greedy(), 24, drafter, Chain(DEPTH), ignore_eos=True
+        )
         # The prompt's forward gives the first token; the last round may go on behind the limit.
         output = greedy.output[: 1 + sum(generation.round_lengths)]
         plain = observe_plainly(target, PROMPTS[0], output, exits)
-        assert drafter.estimator.num_observed == plain.num_observed == (len(output) - 1) * len(exits)
+        assert (
+            drafter.estimator.num_observed == plain.num_observed == (len(output) - 1) * len(exits)
+        )
         for name in ("right", "wrong"):
-            assert vars(getattr(drafter.estimator, name)) == pytest.approx(vars(getattr(plain, name)), rel=1e-4)
+            assert vars(getattr(drafter.estimator, name)) == pytest.approx(
+                vars(getattr(plain, name)), rel=1e-4
+            )
         ends.add(round(drafter.threshold, 2))
     assert max(ends) - min(ends) <= 0.03 and not ends & {0.3, 0.6, 0.9}
 
 
 @torch.no_grad()
 def test_the_threshold_of_unverified_exits_converges(target: Target) -> None:
-    """Unverified exits write other texts from other starts, and their thresholds end close to each other all the same."""
+    """Unverified exits write other texts from other starts, and their thresholds end close to
+    each other all the same.
+    """
     ends = []
     for start in (0.3, 0.6, 0.9):
         drafter = Exits(target, (3,), threshold=start, estimate=True, level=0.5)
@@ -136,10 +169,14 @@ def test_the_threshold_of_unverified_exits_converges(target: Target) -> None:
 
 
 def test_threshold_of_chosen_distributions() -> None:
-    """Moments are recovered; the threshold is where the true mixture's posterior passes the level; few tokens give none."""
+    """Moments are recovered; the threshold is where the true mixture's posterior passes the
+    level; few tokens give none.
+    """
     draws = np.random.default_rng(0)
-    right, wrong = draws.beta(8, 2, 4000), draws.beta(2, 4, 2000)
-    values, labels = np.concatenate([right, wrong]), np.arange(6000) < 4000
+    right = draws.beta(8, 2, 4000)
+    wrong = draws.beta(2, 4, 2000)
+    values = np.concatenate([right, wrong])
+    labels = np.arange(6000) < 4000
     estimator = ThresholdEstimator()
     estimator.observe(torch.tensor(values), torch.tensor(labels))
     assert estimator.right.fit_beta() == pytest.approx((8, 2), rel=0.1)
@@ -163,7 +200,15 @@ def test_an_exit_that_is_always_right_lowers_the_threshold() -> None:
 @torch.no_grad()
 def test_an_estimate_needs_a_chain(target: Target) -> None:
     with pytest.raises(UserError, match="^drafter.estimate=true: .* use tree=chain$"):
-        decode(target, PROMPTS, Greedy(), 6, Exits(target, (2,), estimate=True), Eagle2(2, 6, 2), ignore_eos=True)
+        decode(
+            target,
+            PROMPTS,
+            Greedy(),
+            6,
+            Exits(target, (2,), estimate=True),
+            Eagle2(2, 6, 2),
+            ignore_eos=True,
+        )
 
 
 def test_invalid_settings_are_refused(target: Target) -> None:

@@ -1,4 +1,6 @@
-"""Grafted trees hold what the first layers find likely, in place of what they find unlikely, and never change the output."""
+"""Grafted trees hold what the first layers find likely, in place of what they find unlikely, and
+never change the output.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,9 @@ from tests.targets import make_random_target
 from tests.trees.tables import Path, check_structure, paths
 
 PROMPTS = [[5, 3, 9, 1, 14, 2, 5, 3], [7, 7, 2]]
-LAYER, COUNT, LIMIT = 3, 2, 6
+LAYER = 3
+COUNT = 2
+LIMIT = 6
 TREE = Eagle2(depth=4, budget=8, top_k=2)
 
 
@@ -50,7 +54,9 @@ class Recorded(Grafting):
     def __call__(self, context: Context, tree: TokenTree) -> TokenTree:
         grafted = super().__call__(context, tree)
         ends = context.cache.lengths.tolist()
-        self.rounds.append(([row[: end + 1] for row, end in zip(context.tokens.tolist(), ends)], tree, grafted))
+        self.rounds.append(
+            ([row[: end + 1] for row, end in zip(context.tokens.tolist(), ends)], tree, grafted)
+        )
         return grafted
 
 
@@ -60,7 +66,9 @@ def expected_paths(target: Target, text: list[int], drafted: list[Path], steps: 
 
     def next_log_p(path: Path) -> torch.Tensor:
         if path not in log_p:
-            logits = target.run(torch.tensor([[*text, *path]]), ForwardPlan(logits=True, span=LayerSpan(last=LAYER))).logits
+            logits = target.run(
+                torch.tensor([[*text, *path]]), ForwardPlan(logits=True, span=LayerSpan(last=LAYER))
+            ).logits
             assert logits is not None
             log_p[path] = logits[0, -1].log_softmax(-1)
         return log_p[path]
@@ -71,26 +79,41 @@ def expected_paths(target: Target, text: list[int], drafted: list[Path], steps: 
     left = list(drafted)
     for _ in range(steps):
         missing = [(*path, int(next_log_p(path).argmax())) for path in left]
-        left += sorted((path for path in missing if path not in left), key=score_path, reverse=True)[:COUNT]
+        left += sorted(
+            (path for path in missing if path not in left), key=score_path, reverse=True
+        )[:COUNT]
     grafts = left[len(drafted) :]
     while len(left) > len(drafted):
-        leaves = [path for path in left if path and not any(other[:-1] == path for other in left if other)]
+        leaves = [
+            path for path in left if path and not any(other[:-1] == path for other in left if other)
+        ]
         left.remove(min([path for path in leaves if path not in grafts] or leaves, key=score_path))
     return left
 
 
-@pytest.mark.parametrize("name, rule, steps", [
-    ("eagle3", Greedy(), 1), ("eagle3", Match(temperature=0.8, seed=3), 1), ("ngram", Greedy(), 1), ("early_exit", Greedy(), 1),
-    ("eagle3", Greedy(), 2),
-], ids=["eagle3", "eagle3-match", "ngram", "early-exit", "sequences"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, rule, steps",
+    [
+        ("eagle3", Greedy(), 1),
+        ("eagle3", Match(temperature=0.8, seed=3), 1),
+        ("ngram", Greedy(), 1),
+        ("early_exit", Greedy(), 1),
+        ("eagle3", Greedy(), 2),
+    ],
+    ids=["eagle3", "eagle3-match", "ngram", "early-exit", "sequences"],
+)
 @torch.no_grad()
 def test_grafts_are_those_of_plain_forwards(
     target: Target, drafters: dict[str, Drafter], name: str, rule: AcceptanceRule, steps: int
 ) -> None:
-    """Two texts at once: the same output, trees of the same size with the expected paths, and grafts that are accepted."""
+    """Two texts at once: the same output, trees of the same size with the expected paths, and
+    grafts that are accepted.
+    """
     grafting = Recorded(LAYER, COUNT, steps)
     grafting.rounds = []
-    generations = Session(target, rule, drafters[name], TREE, pruning=grafting).decode(PROMPTS, LIMIT, ignore_eos=True)
+    generations = Session(target, rule, drafters[name], TREE, pruning=grafting).decode(
+        PROMPTS, LIMIT, ignore_eos=True
+    )
     assert [generation.output for generation in generations] == [
         generation.output for generation in decode(target, PROMPTS, rule, LIMIT, ignore_eos=True)
     ]
@@ -99,7 +122,9 @@ def test_grafts_are_those_of_plain_forwards(
         check_structure(grafted)
         for row, text in enumerate(texts):
             before = paths(tree, row)
-            assert sorted(paths(grafted, row)) == sorted(expected_paths(target, text, before, steps))
+            assert sorted(paths(grafted, row)) == sorted(
+                expected_paths(target, text, before, steps)
+            )
             changed += sorted(before) != sorted(paths(grafted, row))
     counts = grafting.summarize_grafts()
     assert changed > 0 and counts["grafts_per_round"] > 0 and counts["accepted_per_round"] > 0
@@ -107,15 +132,21 @@ def test_grafts_are_those_of_plain_forwards(
 
 @torch.no_grad()
 def test_trees_of_measured_size_are_grafted(target: Target, drafters: dict[str, Drafter]) -> None:
-    """With a builder that decides before each round whether to draft, drafted trees are grafted and the output is the same."""
-    builder, times = Auto(4, 10, 3), {size: 1e-3 + 1e-6 * size for size in (1, 2, 10)}
+    """With a builder that decides before each round whether to draft, drafted trees are grafted
+    and the output is the same.
+    """
+    builder = Auto(4, 10, 3)
+    times = {size: 1e-3 + 1e-6 * size for size in (1, 2, 10)}
     builder.prepare(Calibration(latency=Latency({0: times}, {0: dict.fromkeys(times, 1e-9)}, 1e-9)))
-    # The times above are not this machine's: the choice of plain steps would be one by chance, and so would new timing.
+    # The times above are not this machine's: the choice of plain steps would be one by chance, and
+    # so would new timing.
     builder.untimed_sizes = lambda *_: []  # type: ignore[method-assign]
     builder.costs.choice.should_draft = lambda *_: builder.num_rounds % 4 > 0  # type: ignore[method-assign]
     grafting = Recorded(LAYER, COUNT, 1)
     grafting.rounds = []
-    generations = Session(target, Greedy(), drafters["early_exit"], builder, pruning=grafting).decode(PROMPTS[:1], LIMIT)
+    generations = Session(
+        target, Greedy(), drafters["early_exit"], builder, pruning=grafting
+    ).decode(PROMPTS[:1], LIMIT)
     assert [generation.output for generation in generations] == [
         generation.output for generation in decode(target, PROMPTS[:1], Greedy(), LIMIT)
     ]
@@ -126,7 +157,9 @@ def test_trees_of_measured_size_are_grafted(target: Target, drafters: dict[str, 
 def test_grafting_accepts_more_at_equal_nodes(target: Target, drafters: dict[str, Drafter]) -> None:
     """The late exit of a random target predicts more than an untrained drafter."""
     plain, grafted = (
-        Session(target, Greedy(), drafters["eagle3"], Eagle2(3, 8, 2), pruning=pruning).decode(PROMPTS, 30, ignore_eos=True)
+        Session(target, Greedy(), drafters["eagle3"], Eagle2(3, 8, 2), pruning=pruning).decode(
+            PROMPTS, 30, ignore_eos=True
+        )
         for pruning in (None, Grafting(LAYER, COUNT))
     )
     assert sum(len(generation.round_lengths) for generation in grafted) < sum(
@@ -134,13 +167,21 @@ def test_grafting_accepts_more_at_equal_nodes(target: Target, drafters: dict[str
     )
 
 
-def test_grafting_refuses_what_it_is_not_valid_for(target: Target, drafters: dict[str, Drafter]) -> None:
+def test_grafting_refuses_what_it_is_not_valid_for(
+    target: Target, drafters: dict[str, Drafter]
+) -> None:
     for grafting, rule, message in (
         (Grafting(4, 1), Greedy(), "eval.graft_layer=4: random has 4 layers"),
-        (Grafting(2, 1), RecursiveRejection(), "acceptance=recursive: .*acceptance=greedy or match"),
+        (
+            Grafting(2, 1),
+            RecursiveRejection(),
+            "acceptance=recursive: .*acceptance=greedy or match",
+        ),
         (Grafting(2, 5), Greedy(), "eval.graft_nodes=5: .*room for 4"),
     ):
         with pytest.raises(UserError, match=message):
-            Session(target, rule, drafters["ngram"], TREE, pruning=grafting).decode(PROMPTS, 4, ignore_eos=True)
+            Session(target, rule, drafters["ngram"], TREE, pruning=grafting).decode(
+                PROMPTS, 4, ignore_eos=True
+            )
     with pytest.raises(UserError, match="eval.graft_nodes=0"):
         Grafting(2, 0)

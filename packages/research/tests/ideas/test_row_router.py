@@ -1,4 +1,6 @@
-"""A drafter for every text of a batch: groups draft as each drafter alone does, and every text finds its drafter."""
+"""A drafter for every text of a batch: groups draft as each drafter alone does, and every text
+finds its drafter.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -36,14 +38,23 @@ class FixedRouter(RowRouter):
     def _assign_drafters(self, context: Context) -> None:
         self.assigned = [
             number if active else -1
-            for number, active in zip(self.plan[self.num_rounds // self.switch_every % len(self.plan)], context.active.tolist())
-        ]  # fmt: skip
+            for number, active in zip(
+                self.plan[self.num_rounds // self.switch_every % len(self.plan)],
+                context.active.tolist(),
+            )
+        ]
 
 
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 3)], ids=["chain", "tree"])
 def test_groups_draft_as_each_drafter_alone(shallow: Target, builder: Chain) -> None:
-    """The output of every text is the greedy one, and its rounds are those of its drafter on this text alone."""
-    inner = ["ngram", {"choice": "causal", "num_layers": 1}, {"choice": "eagle3", "vocab_size": 512}]
+    """The output of every text is the greedy one, and its rounds are those of its drafter on
+    this text alone.
+    """
+    inner = [
+        "ngram",
+        {"choice": "causal", "num_layers": 1},
+        {"choice": "eagle3", "vocab_size": 512},
+    ]
     torch.manual_seed(0)
     router = FixedRouter(shallow, inner).eval()
     router.plan = [[1, 2, 0, 1]]
@@ -57,7 +68,9 @@ def test_groups_draft_as_each_drafter_alone(shallow: Target, builder: Chain) -> 
 
 
 def test_a_drafter_reads_the_texts_that_come_to_it(shallow: Target, shallow_folder: Path) -> None:
-    """A drafter that is the target has every draft accepted in the texts that come to it, whenever they come."""
+    """A drafter that is the target has every draft accepted in the texts that come to it,
+    whenever they come.
+    """
     inner = ["ngram", {"choice": "causal", "model": str(shallow_folder)}]
     router = FixedRouter(shallow, inner, switch_every=2).eval()
     router.plan = [[1, 0, 0, 1], [1, 1, 0, 0], [0, 1, 1, 1]]
@@ -75,11 +88,18 @@ def test_a_drafter_reads_the_texts_that_come_to_it(shallow: Target, shallow_fold
 
 
 class Expert(Drafter):
-    """A drafter that has the continuations of some texts; elsewhere it always proposes the same token."""
+    """A drafter that has the continuations of some texts; elsewhere it always proposes the same
+    token.
+    """
 
-    def __init__(self, texts: list[list[int]], vocab_size: int, seconds: float, now: list[float]) -> None:
+    def __init__(
+        self, texts: list[list[int]], vocab_size: int, seconds: float, now: list[float]
+    ) -> None:
         super().__init__()
-        self.texts, self.vocab_size, self.seconds, self.now = texts, vocab_size, seconds, now
+        self.texts = texts
+        self.vocab_size = vocab_size
+        self.seconds = seconds
+        self.now = now
 
     def draft(self, context: Context) -> Draft:
         self.now[0] += self.seconds
@@ -89,7 +109,10 @@ class Expert(Drafter):
 class Recital(Rollout):
     def __init__(self, expert: Expert, context: Context) -> None:
         self.expert = expert
-        self.paths = [[tokens[: end + 1]] for tokens, end in zip(context.tokens.tolist(), context.lengths.tolist())]
+        self.paths = [
+            [tokens[: end + 1]]
+            for tokens, end in zip(context.tokens.tolist(), context.lengths.tolist())
+        ]
 
     def start(self) -> Tensor:
         return self._recite_texts(range(1))
@@ -106,7 +129,9 @@ class Recital(Rollout):
             for at, node in enumerate(nodes):
                 path = paths[node]
                 continuations = [
-                    text[len(path)] for text in self.expert.texts if text[: len(path)] == path and len(text) > len(path)
+                    text[len(path)]
+                    for text in self.expert.texts
+                    if text[: len(path)] == path and len(text) > len(path)
                 ]
                 log_q[row, at, continuations[0] if continuations else 7] = 0.0
         return log_q.log_softmax(-1)
@@ -114,10 +139,13 @@ class Recital(Rollout):
 
 @pytest.mark.parametrize("costs", [(1.0, 1.0), (1.0, 1.2)])
 def test_every_text_finds_its_drafter(shallow: Target, costs: tuple[float, float]) -> None:
-    """Two experts know two texts each; after the first rounds the texts have the expert that knows them."""
+    """Two experts know two texts each; after the first rounds the texts have the expert that
+    knows them.
+    """
     answers = decode(shallow, PROMPTS, Greedy(), 90, ignore_eos=True)
     texts = [prompt + answer.output for prompt, answer in zip(PROMPTS, answers)]
-    router, now = make_router(shallow, ["ngram", "ngram"], switch_every=2), [0.0]
+    router = make_router(shallow, ["ngram", "ngram"], switch_every=2)
+    now = [0.0]
     router.clock = lambda: now[0]
     owners = [0, 1, 1, 0]
     for number, cost in enumerate(costs):
@@ -133,13 +161,22 @@ def test_every_text_finds_its_drafter(shallow: Target, costs: tuple[float, float
     router._assign_drafters = record_picks  # type: ignore[method-assign]
     generations = decode(shallow, PROMPTS, Greedy(), 90, router, Chain(3), ignore_eos=True)
     assert [row.output for row in generations] == [row.output for row in answers]
-    late = [(pick, owner) for assigned in picks[4:] for pick, owner in zip(assigned, owners) if pick >= 0]
+    late = [
+        (pick, owner)
+        for assigned in picks[4:]
+        for pick, owner in zip(assigned, owners)
+        if pick >= 0
+    ]
     assert len(late) > 12 and sum(pick == owner for pick, owner in late) / len(late) > 0.85
 
 
 class TableRollout(Rollout):
-    def __init__(self, log_q: Tensor, draft_ids: Tensor | None = None, limit: int | None = None) -> None:
-        self.log_q, self.draft_ids, self.depth_limit = log_q, draft_ids, limit
+    def __init__(
+        self, log_q: Tensor, draft_ids: Tensor | None = None, limit: int | None = None
+    ) -> None:
+        self.log_q = log_q
+        self.draft_ids = draft_ids
+        self.depth_limit = limit
 
     def start(self) -> Tensor:
         return self.log_q
@@ -149,9 +186,13 @@ class TableRollout(Rollout):
 
 
 def test_grouped_log_q_is_that_of_each_group() -> None:
-    """Rows are put where they belong, over target ids; a text without a group is closed; the depth is the smallest limit."""
-    first, second = torch.randn(2, 1, 6).log_softmax(-1), torch.randn(1, 1, 2).log_softmax(-1)
-    ids, watch = torch.tensor([4, 1]), Stopwatch(lambda: 0.0, torch.device("cpu"))
+    """Rows are put where they belong, over target ids; a text without a group is closed; the
+    depth is the smallest limit.
+    """
+    first = torch.randn(2, 1, 6).log_softmax(-1)
+    second = torch.randn(1, 1, 2).log_softmax(-1)
+    ids = torch.tensor([4, 1])
+    watch = Stopwatch(lambda: 0.0, torch.device("cpu"))
     parts = [
         GroupPart(0, torch.tensor([0, 3]), TableRollout(first), watch),
         GroupPart(1, torch.tensor([2]), TableRollout(second, ids, 2), watch),
@@ -159,10 +200,20 @@ def test_grouped_log_q_is_that_of_each_group() -> None:
     rollout = GroupedRollout(parts, 4, 6)
     log_q = rollout.start()
     assert torch.equal(log_q[[0, 3]], first) and torch.equal(log_q[2:3, :, ids], second)
-    assert log_q[2, 0].exp().sum().item() == pytest.approx(1.0) and log_q[1].exp().sum().item() == pytest.approx(1.0)
-    assert rollout.stop_mask is not None and rollout.stop_mask[:, 0].tolist() == [False, True, False, False]
+    assert log_q[2, 0].exp().sum().item() == pytest.approx(1.0) and log_q[
+        1
+    ].exp().sum().item() == pytest.approx(1.0)
+    assert rollout.stop_mask is not None and rollout.stop_mask[:, 0].tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
     tokens = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    assert torch.equal(rollout.extend(tokens, torch.zeros_like(tokens))[3:], first[1:] * 4) and rollout.depth_limit == 2
+    assert (
+        torch.equal(rollout.extend(tokens, torch.zeros_like(tokens))[3:], first[1:] * 4)
+        and rollout.depth_limit == 2
+    )
 
 
 def test_a_single_drafter_is_refused(shallow: Target) -> None:

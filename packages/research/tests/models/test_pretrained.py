@@ -27,7 +27,9 @@ from tests.models.test_pretrained import (
 )
 
 
-def test_every_other_model_is_checked_too(saved: Callable[..., Path], tiny: Target, tmp_path: Path) -> None:
+def test_every_other_model_is_checked_too(
+    saved: Callable[..., Path], tiny: Target, tmp_path: Path
+) -> None:
     folder = saved(tmp_path / "small", remove(UP))
     with pytest.raises(UserError, match=f"^drafter.model={folder}: {UP} is not"):
         load_matching_model(str(folder), tiny)
@@ -41,7 +43,10 @@ def test_every_other_model_is_checked_too(saved: Callable[..., Path], tiny: Targ
     weights = load_file(encoder_decoder / "model.safetensors")
     remove("encoder.block.0.layer.0.SelfAttention.q")(weights)
     save_file(weights, encoder_decoder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=f"^target.model={encoder_decoder}: encoder.block.0.*SelfAttention.q.weight is not"):
+    with pytest.raises(
+        UserError,
+        match=f"^target.model={encoder_decoder}: encoder.block.0.*SelfAttention.q.weight is not",
+    ):
         load_encoder_decoder(str(encoder_decoder), device="cpu")
     with pytest.raises(UserError, match="^drafter.model="):
         load_pretrained(AutoModelForSeq2SeqLM, encoder_decoder, "drafter.model")

@@ -2,4 +2,6 @@
 
 from typing import Any
 
-CASES: dict[str, Any] = {"test_targets_that_need_their_weights_have_no_plan": ["int4", "codes target.model=x"]}
+CASES: dict[str, Any] = {
+    "test_targets_that_need_their_weights_have_no_plan": ["int4", "codes target.model=x"]
+}

@@ -2,4 +2,6 @@
 
 from typing import Any
 
-CASES: dict[str, Any] = {"test_what_has_nothing_to_train_leaves_nothing": ["self", "universal", "chosen"]}
+CASES: dict[str, Any] = {
+    "test_what_has_nothing_to_train_leaves_nothing": ["self", "universal", "chosen"]
+}

@@ -26,7 +26,10 @@ def test_a_tree_policy(tmp_path: Path, damage: Callable[[Path], None]) -> None:
 def test_the_weights_of_a_tree_policy(tmp_path: Path, weights: object) -> None:
     path = tmp_path / "policy.json"
     path.write_text(json.dumps({"depth": 3, "top_k": 2, "weights": weights}))
-    with pytest.raises(UserError, match=r"policy\.json: its? [^\n]*weights[^\n]*; delete it, and the next run fits one anew"):
+    with pytest.raises(
+        UserError,
+        match=r"policy\.json: its? [^\n]*weights[^\n]*; delete it, and the next run fits one anew",
+    ):
         TreePolicy(depth=3, top_k=2, policy=str(path))
 
 
@@ -38,5 +41,7 @@ def test_a_table_of_bigrams(tmp_path: Path, damage: Callable[[Path], None]) -> N
     with pytest.raises(UserError, match=r"its numbers are of the type int64\); delete the folder"):
         _load_array(path, "f")
     damage(path)
-    with pytest.raises(UserError, match=r"tokens\.npy: it cannot be read [^\n]*; delete the folder"):
+    with pytest.raises(
+        UserError, match=r"tokens\.npy: it cannot be read [^\n]*; delete the folder"
+    ):
         _load_array(path, "iu")

@@ -31,13 +31,22 @@ from tests.trees.tables import (
     tied_scores,
     to_target,
 )
-from tests.trees.test_dynamic import BEAMS, EAGLE2, build_eagle2, list_paths, rounded_perplexity, search_beams
+from tests.trees.test_dynamic import (
+    BEAMS,
+    EAGLE2,
+    build_eagle2,
+    list_paths,
+    rounded_perplexity,
+    search_beams,
+)
 
 
 @pytest.mark.parametrize("scores", [random_scores, soft_scores])
 @pytest.mark.parametrize("depth, budget, top_k", [*EAGLE2, (2, 100, 6), (3, 100, 3)])
 def test_entropy_equals_plain_python(scores: Scores, depth: int, budget: int, top_k: int) -> None:
-    """A node has as many children as its perplexity says, `top_k` at most; the best nodes are kept."""
+    """A node has as many children as its perplexity says, `top_k` at most; the best nodes are
+    kept.
+    """
     builder = Entropy(depth, budget, top_k)
     tree = grow_tree(lambda: builder, scores)
     for row in ROWS:
@@ -46,20 +55,27 @@ def test_entropy_equals_plain_python(scores: Scores, depth: int, budget: int, to
 
 
 def test_entropy_counts_children() -> None:
-    """With room for all, the root and its children have min(top_k, round(exp(H))) children, of more than one number."""
+    """With room for all, the root and its children have min(top_k, round(exp(H))) children, of
+    more than one number.
+    """
     tree = grow_tree(lambda: Entropy(depth=2, budget=50, top_k=5))
     counts = set()
     for row in ROWS:
         result = paths(tree, row)
         for path in [path for path in result if len(path) < 2]:
             counts.add(sum(child[:-1] == path for child in result if child))
-            assert sum(child[:-1] == path for child in result if child) == min(5, rounded_perplexity(random_scores, row, path))
+            assert sum(child[:-1] == path for child in result if child) == min(
+                5, rounded_perplexity(random_scores, row, path)
+            )
     assert len(counts) > 2
 
 
 def build_opt_tree(scores: Scores, row: int, builder: OptTree) -> set[Path]:
-    """Return the best nodes of all paths down to the first level that adds at most `threshold` expected tokens."""
-    expected, accepted = 1.0, {()}
+    """Return the best nodes of all paths down to the first level that adds at most `threshold`
+    expected tokens.
+    """
+    expected = 1.0
+    accepted = {()}
     for depth in range(1, builder.depth + 1):
         nodes = list_paths(scores, row, depth)
         accepted = set(select_best(nodes, builder.budget))
@@ -108,7 +124,11 @@ def build_dyspec(row: int, builder: DySpec) -> list[Path]:
     while indices and len(result) < builder.budget and -indices[0][0] >= builder.threshold:
         value, parent = heapq.heappop(indices)
         path = result[parent]
-        noise = [0.0] * VOCAB if builder.children == "deterministic" else gumbel_noise((VOCAB,), source).tolist()
+        noise = (
+            [0.0] * VOCAB
+            if builder.children == "deterministic"
+            else gumbel_noise((VOCAB,), source).tolist()
+        )
         open_ids = [v for v in range(VOCAB) if left[path][v] > 0]
         choice = max(open_ids, key=lambda v: math.log(left[path][v]) + noise[v])
         chance = left[path][choice]
@@ -132,7 +152,10 @@ def table_q(path: Path, row: int, builder: DySpec) -> list[float]:
 @pytest.mark.sweep(10)
 @pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
 @pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3])
-@pytest.mark.parametrize("depth, budget, temperature, seed", [(1, 9, 1.0, 0), (2, 5, 0.7, 3), (5, 16, 1.0, 1), (9, 30, 1.5, 2)])
+@pytest.mark.parametrize(
+    "depth, budget, temperature, seed",
+    [(1, 9, 1.0, 0), (2, 5, 0.7, 3), (5, 16, 1.0, 1), (9, 30, 1.5, 2)],
+)
 def test_dyspec_equals_plain_python(
     children: Literal["deterministic", "without_replacement"],
     threshold: float,
@@ -141,7 +164,9 @@ def test_dyspec_equals_plain_python(
     temperature: float,
     seed: int,
 ) -> None:
-    """Running the drafter as late as possible changes nothing: nodes and draws are those of the plain heap, in order."""
+    """Running the drafter as late as possible changes nothing: nodes and draws are those of the
+    plain heap, in order.
+    """
     builder = DySpec(depth, budget, threshold, children, temperature, seed)
     tree = grow_tree(lambda: builder)
     for row in ROWS:
@@ -150,24 +175,34 @@ def test_dyspec_equals_plain_python(
 
 
 def test_dyspec_draws_without_replacement() -> None:
-    """Over many rows the first two children come as often as q, and q without the first, say; by chi-squared."""
+    """Over many rows the first two children come as often as q, and q without the first, say; by
+    chi-squared.
+    """
     rows = range(4000)
     q = torch.tensor(soft_scores(0, ())).softmax(-1)
-    tree = DySpec(depth=1, budget=3).expand(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
-    observed, expected = torch.zeros(VOCAB, VOCAB), torch.zeros(VOCAB, VOCAB)
+    tree = DySpec(depth=1, budget=3).expand(
+        context(rows), Table(lambda row, path: soft_scores(0, path), rows)
+    )
+    observed = torch.zeros(VOCAB, VOCAB)
+    expected = torch.zeros(VOCAB, VOCAB)
     for first, second in ((tree.tokens[:, 1:] - 3) // 7).tolist():
         observed[first, second] += 1
     for first, second in itertools.permutations(range(VOCAB), 2):
         expected[first, second] = len(rows) * q[first] * q[second] / (1 - q[first])
     real = expected > 0
     assert observed[~real].sum() == 0
-    assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 67  # 29 degrees of freedom, 1 in 10,000
+    # 29 degrees of freedom, 1 in 10,000
+    assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 67
 
 
 @pytest.mark.parametrize("scores", [random_scores, tied_scores])
 @pytest.mark.parametrize("depth, budget, top_k", BEAMS)
-def test_beam_tree_equals_the_unmerged_beams(scores: Scores, depth: int, budget: int, top_k: int) -> None:
-    """Its paths are the prefixes of the beams that a search without a tree ends with, as many as have room, each once."""
+def test_beam_tree_equals_the_unmerged_beams(
+    scores: Scores, depth: int, budget: int, top_k: int
+) -> None:
+    """Its paths are the prefixes of the beams that a search without a tree ends with, as many as
+    have room, each once.
+    """
     builder = Beam(depth, budget, top_k)
     tree = grow_tree(lambda: builder, scores)
     for row in ROWS:
@@ -184,5 +219,10 @@ def test_beam_tree_equals_the_unmerged_beams(scores: Scores, depth: int, budget:
 
 def test_single_beam_equals_the_greedy_chain() -> None:
     """With top_k=1 the tree is the chain of likeliest tokens."""
-    beam, chain = grow_tree(lambda: Beam(4, 5, 1)), grow_tree(lambda: Chain(4))
-    assert torch.equal(beam.tokens, chain.tokens) and torch.equal(beam.parents, chain.parents) and beam.valid.all()
+    beam = grow_tree(lambda: Beam(4, 5, 1))
+    chain = grow_tree(lambda: Chain(4))
+    assert (
+        torch.equal(beam.tokens, chain.tokens)
+        and torch.equal(beam.parents, chain.parents)
+        and beam.valid.all()
+    )

@@ -14,7 +14,9 @@ from tests.trees.test_fixed import CHANCES, CHILDREN, all_trees, draw_tree, tree
 @pytest.mark.parametrize("chances", CHANCES, ids=str)
 @pytest.mark.parametrize("levels", [1, 2, 3, 4, 7])
 def test_sequoia_table_equals_brute_force(chances: list[float], levels: int) -> None:
-    """T[m][l][b] is the best value among all trees of m nodes, at most l levels and b children of the root."""
+    """T[m][l][b] is the best value among all trees of m nodes, at most l levels and b children
+    of the root.
+    """
     table = sequoia_table(chances, 7, levels)
     for nodes in range(1, 8):
         for level in range(1, levels + 1):
@@ -30,9 +32,13 @@ def test_sequoia_table_equals_brute_force(chances: list[float], levels: int) -> 
 @pytest.mark.parametrize("nodes", range(2, 8))
 @pytest.mark.parametrize("levels", [2, 3, 7])
 def test_sequoia_paths_reach_the_best_value(chances: list[float], nodes: int, levels: int) -> None:
-    """The paths are a tree of the most nodes that are possible, and no tree of that many keeps more."""
+    """The paths are a tree of the most nodes that are possible, and no tree of that many keeps
+    more.
+    """
     result = sequoia_paths(chances, nodes, levels)
-    possible = [trees for n in range(1, nodes + 1) if (trees := all_trees(n, levels - 1, len(chances)))][-1]
+    possible = [
+        trees for n in range(1, nodes + 1) if (trees := all_trees(n, levels - 1, len(chances)))
+    ][-1]
     assert frozenset(result) in possible and len(result) == len(set(result))
     best = max(tree_value(tree, [chances] * levels) for tree in possible)
     assert tree_value(result, [chances] * levels) == pytest.approx(best, abs=1e-7)
@@ -40,7 +46,9 @@ def test_sequoia_paths_reach_the_best_value(chances: list[float], nodes: int, le
 
 @pytest.mark.parametrize("children", CHILDREN)
 def test_sequoia_grows_the_searched_paths(children: Children) -> None:
-    """Prepared by measured hits, whose mean over depths weighs by places, its tree is that of their chances."""
+    """Prepared by measured hits, whose mean over depths weighs by places, its tree is that of
+    their chances.
+    """
     builder = Sequoia(depth=3, budget=7, children=children)
     builder.prepare(Calibration([[0.6, 0.2, 0.1], [0.3, 0.3, 0.1]], [30, 10]))
     assert set(builder.paths) == set(sequoia_paths([0.525, 0.225, 0.1], 7, 4))
@@ -51,11 +59,15 @@ def test_sequoia_grows_the_searched_paths(children: Children) -> None:
 
 
 @pytest.mark.parametrize("chances", CHANCES[:2] + CHANCES[4:], ids=str)
-@pytest.mark.parametrize("start, step, base, node", [(0.1, 0.1, 1.0, 0.01), (0.5, 0.3, 1.0, 0.2), (0.0, 0.0, 1.0, 0.5)])
+@pytest.mark.parametrize(
+    "start, step, base, node", [(0.1, 0.1, 1.0, 0.01), (0.5, 0.3, 1.0, 0.2), (0.0, 0.0, 1.0, 0.5)]
+)
 def test_sequoia_chooses_its_size_by_measured_time(
     chances: list[float], start: float, step: float, base: float, node: float
 ) -> None:
-    """The size is the one whose best tree takes the least predicted seconds a token, by brute force."""
+    """The size is the one whose best tree takes the least predicted seconds a token, by brute
+    force.
+    """
     latency = Latency({0: {1: base + node, 9: base + 9 * node}}, {0: {1: step, 9: 9 * step}}, start)
     builder = Sequoia(depth=4, budget=7, measured=True)
     builder.prepare(Calibration([chances], [1], latency))
@@ -64,11 +76,15 @@ def test_sequoia_chooses_its_size_by_measured_time(
         for levels in range(2, 6):
             if trees := all_trees(nodes, levels - 1, len(chances)):
                 tokens = max(tree_value(tree, [chances] * 4) for tree in trees)
-                seconds = start + (levels - 1 - 1) * step * max(1, nodes // levels) + base + node * nodes
+                seconds = (
+                    start + (levels - 1 - 1) * step * max(1, nodes // levels) + base + node * nodes
+                )
                 best[nodes, levels] = (seconds / tokens, tokens)
     nodes, levels = min(best, key=lambda size: best[size])
     assert builder.budget == nodes and builder.depth <= levels - 1
-    assert tree_value(builder.paths, [chances] * 4) == pytest.approx(best[nodes, levels][1], abs=1e-7)
+    assert tree_value(builder.paths, [chances] * 4) == pytest.approx(
+        best[nodes, levels][1], abs=1e-7
+    )
 
 
 def test_measured_sequoia_minimises_seconds_per_token() -> None:
@@ -87,6 +103,12 @@ def test_level_costs_make_a_static_tree_shallower() -> None:
     depths = []
     for level in (0.0, 3.0):
         builder = Sequoia(depth=4, budget=7, measured=True)
-        builder.prepare(Calibration([[0.6, 0.2, 0.1]], [1], Latency({0: {1: 1.0, 9: 1.0}}, {0: {1: 0.0, 9: 0.0}}, 0.1, level)))
+        builder.prepare(
+            Calibration(
+                [[0.6, 0.2, 0.1]],
+                [1],
+                Latency({0: {1: 1.0, 9: 1.0}}, {0: {1: 0.0, 9: 0.0}}, 0.1, level),
+            )
+        )
         depths.append(builder.depth)
     assert depths[1] < depths[0]

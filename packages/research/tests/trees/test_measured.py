@@ -27,8 +27,11 @@ from tests.trees.test_measured import apply_cast_rule, prepare_builder, sum_gain
 
 @pytest.mark.parametrize("least", [0.0, 0.3, 1.0, 4.0])
 def test_choose_size_equals_the_rule_of_cast(least: float) -> None:
-    """Over random gains and costs, steps in cost included, as many nodes are taken as the rule says."""
-    source, sizes = random.Random(0), set()
+    """Over random gains and costs, steps in cost included, as many nodes are taken as the rule
+    says.
+    """
+    source = random.Random(0)
+    sizes = set()
     for _ in range(200):
         gains = np.cumsum([source.random() for _ in range(12)]).tolist()
         costs = np.cumsum([source.choice([0.01, 0.5, 2.0]) for _ in range(12)]).tolist()
@@ -38,11 +41,14 @@ def test_choose_size_equals_the_rule_of_cast(least: float) -> None:
 
 
 def build_cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list[Path]]:
-    """Build CAST's trees in plain Python over the rows of a batch; `history` holds how u changed by level in earlier rounds."""
+    """Build CAST's trees in plain Python over the rows of a batch; `history` holds how u changed
+    by level in earlier rounds.
+    """
     latency = builder.require_latency()
     unit = latency.estimate_verify(1, 9)
     nodes: list[list[tuple[Path, float]]] = [[((), 0.0)] for _ in ROWS]
-    frontier, last = nodes, 0.0
+    frontier = nodes
+    last = 0.0
     for level in range(builder.depth):
         children = [
             [
@@ -66,14 +72,26 @@ def build_cast(builder: Cast, history: list[list[float]], scores: Scores) -> lis
             break
         frontier = [row[:width] for row in ranked]
     gains = sum_gains([sorted(row, key=lambda node: -node[1]) for row in nodes], builder.budget)
-    size = apply_cast_rule(gains, [latency.estimate_verify(k, 9) / unit for k in range(1, len(gains) + 1)], builder.size_gain)
+    size = apply_cast_rule(
+        gains,
+        [latency.estimate_verify(k, 9) / unit for k in range(1, len(gains) + 1)],
+        builder.size_gain,
+    )
     return [select_best(row, max(2, size)) for row in nodes]
 
 
-@pytest.mark.parametrize("step, node", [(0.01, 0.01), (0.05, 0.05), (0.1, 0.02), (0.3, 0.1), (0.02, 0.3)])
-@pytest.mark.parametrize("depth, budget, top_k, memory", [(1, 5, 3, 1), (4, 16, 4, 2), (6, 40, 6, 3)])
-def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: int, top_k: int, memory: int) -> None:
-    """Round after round, with what it remembers of earlier ones, the nodes are those of the plain construction."""
+@pytest.mark.parametrize(
+    "step, node", [(0.01, 0.01), (0.05, 0.05), (0.1, 0.02), (0.3, 0.1), (0.02, 0.3)]
+)
+@pytest.mark.parametrize(
+    "depth, budget, top_k, memory", [(1, 5, 3, 1), (4, 16, 4, 2), (6, 40, 6, 3)]
+)
+def test_cast_equals_plain_python(
+    step: float, node: float, depth: int, budget: int, top_k: int, memory: int
+) -> None:
+    """Round after round, with what it remembers of earlier ones, the nodes are those of the
+    plain construction.
+    """
     builder = prepare_builder(Cast(depth, budget, top_k, memory=memory), step, 1.0, node, context=9)
     history: list[list[float]] = [[] for _ in range(depth)]
     for turn in range(5):
@@ -84,9 +102,15 @@ def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: 
         table = Table(scores)
         tree = builder.expand(context(), table)
         check_structure(tree)
-        assert tree.valid.all() and tree.tokens.shape[1] <= budget and len(table.evaluated_paths[0]) - 1 <= builder.max_drafted
+        assert (
+            tree.valid.all()
+            and tree.tokens.shape[1] <= budget
+            and len(table.evaluated_paths[0]) - 1 <= builder.max_drafted
+        )
         assert [paths(tree, row) for row in ROWS] == build_cast(builder, history, scores)
-    assert [list(level) for level in builder.level_ratios] == [pytest.approx(level[-memory:]) for level in history]
+    assert [list(level) for level in builder.level_ratios] == [
+        pytest.approx(level[-memory:]) for level in history
+    ]
 
 
 @pytest.mark.parametrize("depth, budget, top_k", [(1, 4, 3), (2, 11, 3), (3, 30, 4)])
@@ -98,8 +122,11 @@ def test_cast_takes_all_nodes_that_cost_nothing(depth: int, budget: int, top_k: 
 
 
 def test_cast_stays_small_where_nodes_cost_more_than_a_token() -> None:
-    """No node is worth its cost: one is drafted, since a tree has one, and the drafter takes no further step."""
-    builder, table = prepare_builder(Cast(), step=2.0, base=0.0, node=1.0), Table(random_scores)
+    """No node is worth its cost: one is drafted, since a tree has one, and the drafter takes no
+    further step.
+    """
+    builder = prepare_builder(Cast(), step=2.0, base=0.0, node=1.0)
+    table = Table(random_scores)
     tree = builder.expand(context(), table)
     assert tree.tokens.shape[1] == 2 and len(table.evaluated_paths[0]) == 1
 
@@ -110,4 +137,9 @@ def test_cast_depth_stops_where_a_level_gains_less_than_it_costs() -> None:
     for step in (0.001, 0.1, 0.3, 5.0):
         tree = grow_tree(lambda step=step: prepare_builder(Cast(depth=8, top_k=1), step))  # type: ignore[misc]
         depths.append(int(tree.depths.max()))
-    assert depths[0] == 8 and depths[-1] == 1 and depths == sorted(depths, reverse=True) and len(set(depths)) > 2
+    assert (
+        depths[0] == 8
+        and depths[-1] == 1
+        and depths == sorted(depths, reverse=True)
+        and len(set(depths)) > 2
+    )
