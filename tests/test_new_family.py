@@ -74,14 +74,14 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_fits() -> None:
-    """The example is one Python file, the family's yaml and a recipe, of at most 120 lines
+    """The example is one Python file, the family's yaml and a recipe, of at most 150 lines
     together.
     """
     files = sorted(
         path for path in EXAMPLE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     )
     assert [path.name for path in files] == ["recurrent.yaml", "recurrent.yaml", "recurrent.py"]
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 120
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 150
 
 
 @pytest.mark.parametrize("document", ["docs/adding.md"])
