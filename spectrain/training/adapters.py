@@ -80,7 +80,11 @@ class LoraAdapter:
 
 def find_trained_linears(drafter: Drafter, rank: int, vocab_size: int) -> Mapping[str, nn.Linear]:
     """Return by name the linear layers that a drafter trains and that an update of a rank fits:
-    those with longer sides that are no output layer of its vocabulary or of the target's."""
+    those with longer sides that are no output layer of its vocabulary or of the target's.
+
+    torch's MultiheadAttention reads the weight of its output layer without calling the layer, so an
+    update beside it would do nothing: it is left as it is.
+    """
     trained = {
         id(parameter)
         for stage in drafter.stages
@@ -88,6 +92,11 @@ def find_trained_linears(drafter: Drafter, rank: int, vocab_size: int) -> Mappin
         for parameter in group["params"]
     }
     vocabularies = {vocab_size, getattr(drafter, "vocab_size", None)}
+    uncalled = {
+        id(module.out_proj)
+        for module in drafter.modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
 
     def is_output(name: str, linear: nn.Linear) -> bool:
         return name.rpartition(".")[2] == "lm_head" or linear.out_features in vocabularies
@@ -96,6 +105,7 @@ def find_trained_linears(drafter: Drafter, rank: int, vocab_size: int) -> Mappin
         name: module
         for name, module in drafter.named_modules()
         if isinstance(module, nn.Linear) and id(module.weight) in trained
+        if id(module) not in uncalled
         if min(module.weight.shape) > rank and not is_output(name, module)
     }
 

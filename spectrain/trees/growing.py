@@ -5,7 +5,6 @@ draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from spectrain.kernels.cpu_trees import MAX_CHILDREN, append_children, are_serve
 from spectrain.randomness import DRAFT
 
 from .base import Prefix, TreeBuilder
+from .cached_value import cached_value
 from .rollout import Rollout
 from .token_tree import Children, TokenTree
 
@@ -129,7 +129,7 @@ class GrowingTree:
         self.draft_probs: list[tuple[Tensor, Tensor]] = []
         self.prefix = prefix
 
-    @cached_property
+    @cached_value
     def draw(self) -> ChildDraw:
         """The draws of this round."""
         return ChildDraw.of_round(self.builder, self.prefix)

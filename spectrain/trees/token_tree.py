@@ -6,7 +6,6 @@ it.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor
 from spectrain.kernels.cpu_trees import are_served, find_ancestors
 from spectrain.kernels.round_log import tree_stats
 from spectrain.kernels.token_commit import gather_emitted
+
+from .cached_value import cached_value
 
 Children = Literal["deterministic", "sampled", "without_replacement", "top_and_sampled"]
 """How the children of a node were chosen; an acceptance rule is valid for some of these only.
@@ -83,7 +84,7 @@ class TokenTree:
         num_nodes = self.tokens.shape[1]
         return num_nodes if self.height is None else min(num_nodes, self.height + 1)
 
-    @cached_property
+    @cached_value
     def is_chain(self) -> bool:
         """Whether no node has two children; synchronises with the device only where the host has
         no bound.
@@ -93,12 +94,12 @@ class TokenTree:
         chain = torch.arange(-1, self.tokens.shape[1] - 1, device=self.tokens.device)
         return bool(((self.parents == chain) | ~(self.valid & self.can_emit)).all())
 
-    @cached_property
+    @cached_value
     def _ancestors_and_depths(self) -> tuple[Tensor, Tensor] | None:
         """What a kernel finds at once, or None where it does not run."""
         return find_ancestors(self.parents) if are_served(self.parents) else None
 
-    @cached_property
+    @cached_value
     def ancestors(self) -> Tensor:
         """The ancestor mask [B, N, N] bool: True where node j is node i or one of its ancestors."""
         if self._ancestors_and_depths is not None:
@@ -117,7 +118,7 @@ class TokenTree:
             reach = (reach @ reach).clamp(max=1)
         return reach.bool()
 
-    @cached_property
+    @cached_value
     def depths(self) -> Tensor:
         """The depth of every node [B, N] int64, 0 at the root."""
         return (

@@ -28,6 +28,7 @@ from spectrain.config.choices import (
     settings_by_group,
 )
 from spectrain.config.signatures import PACKAGE_ROOT, list_keys
+from spectrain.config.spec import RUN_KEYS
 from spectrain.runs.defaults import resolve_eval_spec
 
 CONFIGS = {
@@ -95,10 +96,10 @@ def test_every_example_composes(name: str, words: str, run_folder: Path) -> None
         assert resolve_eval_spec(composed)[0].drafter
         return
     schema = load_schema(config)
-    allowed = {*schema.groups, *schema.nodes, *(key.name for key in schema.keys), "recipe_name"} - {
-        "recipe"
-    }
-    check_config(composed, allowed)
+    allowed = {*schema.groups, *schema.nodes, *(key.name for key in schema.keys)}
+    if "recipe" in allowed:
+        allowed |= {*RUN_KEYS}
+    check_config(composed, allowed - {"recipe"})
 
 
 @pytest.mark.parametrize("name, config", CONFIGS.items())

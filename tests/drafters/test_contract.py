@@ -284,7 +284,7 @@ def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
         return
     losses_by_stage: dict[int, list[float]] = {}
     step_stages = stages(drafter, 20)
-    Trainer(lr=3e-3, max_steps=20, batch_tokens=512, log_every=1).fit(
+    Trainer(lr="auto", max_steps=20, batch_tokens=512, log_every=1).fit(
         drafter, target, dataset, LiveSource(), tmp_path
     )
     for stage, line in zip(

@@ -504,4 +504,5 @@ def test_no_recipe_holds_the_logits_of_all_rows(
             with LargestTensor() as largest:
                 drafter(batch, target, TrainingState(progress=0.9)).total.backward()
             sizes[chunk] = largest.size
-        assert sizes[CHUNK] < rows * VOCAB // 2 < rows * VOCAB <= sizes[2048]
+        # The largest other tensor is the workspace of falcon's LSTM: 180 rows of 1,024 numbers.
+        assert sizes[CHUNK] < rows * VOCAB * 3 // 4 < rows * VOCAB <= sizes[2048]

@@ -31,6 +31,7 @@ from spectrain.drafters.layers.layers import (
 from spectrain.drafters.layers.vocabulary import Supervision, VocabularyDrafter
 from spectrain.features.batch import Batch, pad_or_pack
 from spectrain.kernels.fused_attention import fused_attention
+from spectrain.kernels.linear_divergence import argmax_and_log_z
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
@@ -244,7 +245,10 @@ class Falcon(VocabularyDrafter):
         predicted = torch.where(
             (batch.positions >= shift)[..., None], first.roll(shift, dims=1), final
         )
-        drafted = torch.where(batch.positions >= shift, self.log_q(predicted).argmax(-1), tokens)
+        states = predicted.flatten(0, 1).to(self.head.output.weight.dtype)
+        # By chunks: the logits of all entries are never in memory at one time.
+        likeliest = argmax_and_log_z(states, self.head.projection)[0].view_as(tokens)
+        drafted = torch.where(batch.positions >= shift, likeliest, tokens)
         rows = []
         for wrong, (text, _) in zip(batch.split_values(drafted != tokens), batch.split_documents()):
             source = sequence_generator(NOISE, self.seed, text, step)
