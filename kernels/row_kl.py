@@ -199,8 +199,10 @@ if triton is not None:
             labels = tl.sum(tl.where(sparse_index == most_likely, ids, 0), 0)
         # 2. First sweep: online log-sum-exp and argmax of the drafter and, of dense targets, of p,
         #    with sum p (log p - z).
-        top = float("-inf")
-        top_log_p = float("-inf")
+        # A running maximum begins at a finite floor: the difference of two infinities, where a first
+        # block is masked as a whole, is not a number.
+        top = -1e30
+        top_log_p = -1e30
         total = 0.0  # sum exp(z - top)
         best = 0
         for start in range(0, VOCAB, BLOCK):
@@ -373,7 +375,7 @@ if triton is not None:
     ):
         """Find the most likely entry and the log-sum-exp of one row in one sweep; grid [r]."""
         row = tl.program_id(0).to(tl.int64)
-        top = float("-inf")
+        top = -1e30  # finite: see _row_kl_kernel
         total = 0.0
         best = 0
         for start in range(0, VOCAB, BLOCK):

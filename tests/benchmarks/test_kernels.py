@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import attention, correctness, kernels, measure
+from benchmarks import attention, correctness, kernel_table, kernels, measure
 from benchmarks.attention import (
     H200_CEILINGS,
     AttentionCell,
@@ -665,3 +665,10 @@ def test_gpu_check_runs_with_torch_alone(script_without_libraries: Path, tmp_pat
     }
     assert any(row.get("by_kernel") for row in rows.values()) == torch.cuda.is_available()
     assert "not measured" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_table_of_kernels_holds_what_the_compiler_makes() -> None:
+    """A configuration is compiled for sm_90, and spills no register."""
+    cells = kernel_table.build_kernel(64, 16).cells(64)
+    assert cells[0] == "16 x 64, 4 w, 3 s" and cells[1].endswith("/ 0")

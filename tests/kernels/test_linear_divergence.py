@@ -639,6 +639,25 @@ def test_argmax_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
     )
 
 
+def test_kernels_take_a_first_block_of_impossible_tokens() -> None:
+    """Where a bias masks all tokens of a row's first block, losses, log-sum-exps and gradients are
+    those of the other tokens.
+    """
+    product = torch.randn(1, 8192)
+    masked = torch.randn(1, 8192)
+    masked[:, :4096] = float("-inf")
+    weight = torch.ones(1)
+    expected = product.clone()
+    computed = product.clone()
+    arguments = (None, None, weight, 1.0, None, True, 1.0)
+    losses, _, labels = row_kl(computed, masked, *arguments)
+    best, log_z = row_argmax(masked, 1.0, None)
+    by_torch, _, expected_labels = row_kl_reference(expected, masked, *arguments)
+    torch.testing.assert_close((losses, computed), (by_torch, expected))
+    assert labels.equal(expected_labels) and best.equal(masked.argmax(-1))
+    torch.testing.assert_close(log_z, masked.logsumexp(-1))
+
+
 @pytest.mark.parametrize("own_mass", [True, False])
 def test_target_products_in_pieces_are_equal(
     own_mass: bool, monkeypatch: pytest.MonkeyPatch
