@@ -278,10 +278,13 @@ class EngineBench(Bench):
     @cached_property
     def target_and_drafter(self) -> tuple[Target, Eagle3]:
         torch.manual_seed(0)
-        target = random_target(self.sizes.model, self.device, self.dtype)
-        # As every command does: on a GPU, q, k, v and gate, up are one product each.
-        target.pack_weights()
-        return target, random_drafter(target, self.sizes.model, self.dtype)
+        # Packed weights are renewed when the version of a tensor changes, which a tensor that is made
+        # in inference mode does not have.
+        with torch.inference_mode(False):
+            target = random_target(self.sizes.model, self.device, self.dtype)
+            # As every command does: on a GPU, q, k, v and gate, up are one product each.
+            target.pack_weights()
+            return target, random_drafter(target, self.sizes.model, self.dtype)
 
     @property
     def max_emitted(self) -> int:

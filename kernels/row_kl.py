@@ -199,8 +199,8 @@ if triton is not None:
             labels = tl.sum(tl.where(sparse_index == most_likely, ids, 0), 0)
         # 2. First sweep: online log-sum-exp and argmax of the drafter and, of dense targets, of p,
         #    with sum p (log p - z).
-        # A running maximum begins at a finite floor: the difference of two infinities, where a first
-        # block is masked as a whole, is not a number.
+        # A running maximum begins at a finite floor: where a whole first block is masked, the
+        # difference of two infinities would not be a number.
         top = -1e30
         top_log_p = -1e30
         total = 0.0  # sum exp(z - top)
