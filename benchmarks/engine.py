@@ -278,8 +278,8 @@ class EngineBench(Bench):
     @cached_property
     def target_and_drafter(self) -> tuple[Target, Eagle3]:
         torch.manual_seed(0)
-        # Packed weights are renewed when the version of a tensor changes, which a tensor that is made
-        # in inference mode does not have.
+        # Packed weights are renewed when the version of a tensor changes; a tensor that is made in
+        # inference mode has none.
         with torch.inference_mode(False):
             target = random_target(self.sizes.model, self.device, self.dtype)
             # As every command does: on a GPU, q, k, v and gate, up are one product each.
