@@ -296,8 +296,10 @@ FLOAT32_TILE_CONFIGS = (AttentionTiles(16, 16, 4, 2, 16), AttentionTiles(32, 16,
 DEFAULT_MULTIPROCESSORS = 132  # of an H100 or H200; used to choose splits without a GPU
 MAX_SPLITS = 64
 MIN_SPLIT_KEYS = 64  # keys per split, where rows are few
-# of 256 float32 at most a program of 128 threads: 16 registers for the sum, as many for a split
-COMBINED_ROWS = 8
+# A program averages one row, and of 64 splits at most 128 dimensions: 64 numbers a thread. Rows are
+# few where splits are many, so more programs are not too many.
+COMBINED_ROWS = 1
+COMBINED_DIMS = 128
 
 
 @cache
@@ -324,11 +326,6 @@ def choose_tiles(
     table = HOPPER_TILE_CONFIGS if on_hopper else TILE_CONFIGS
     configs = table[min(size for size in table if size >= head_size)]
     return configs[(num_rows > 16) + (num_rows > 64)]
-
-
-def rows_per_combine(head_size: int) -> int:
-    """Return the rows whose splits one program averages."""
-    return COMBINED_ROWS if head_size <= 256 else COMBINED_ROWS // 2
 
 
 @lru_cache(1024)
@@ -615,32 +612,31 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     num_splits,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Average the splits [splits, rows, D] of each row (batch, node, head) by their sums of
-    weights; grid [tiles].
+    weights, all splits at once; grid [blocks of rows, blocks of dimensions].
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    inside = row < num_rows
-    stored = inside[:, None] & (dims < HEAD_SIZE)[None, :]
-    best = tl.full([BLOCK_M], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for split in range(num_splits):
-        split_row = tl.cast(split, tl.int64) * num_rows + row
-        log = tl.load(logs_ptr + split_row, mask=inside, other=0.0)
-        part = tl.load(
-            parts_ptr + split_row[:, None] * HEAD_SIZE + dims[None, :], mask=stored, other=0.0
-        )
-        new_best = tl.maximum(best, log)
-        fade = tl.exp2(best - new_best)
-        weight = tl.exp2(log - new_best)
-        total = total * fade + weight
-        summed = summed * fade[:, None] + part * weight[:, None]
-        best = new_best
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    split = tl.arange(0, BLOCK_S)
+    is_row = row < num_rows
+    is_dim = dims < HEAD_SIZE
+    is_part = is_row[:, None] & (split < num_splits)[None, :]  # [M, S]
+    split_row = tl.cast(split, tl.int64)[None, :] * num_rows + row[:, None]
+    logs = tl.load(logs_ptr + split_row, mask=is_part, other=-1e30)
+    parts = tl.load(
+        parts_ptr + split_row[:, :, None] * HEAD_SIZE + dims[None, None, :],
+        mask=is_part[:, :, None] & is_dim[None, None, :],
+        other=0.0,
+    )
+    weights = tl.where(is_part, tl.exp2(logs - tl.max(logs, 1)[:, None]), 0.0)
+    # 1 where there is no row, which nothing stores
+    total = tl.where(is_row, tl.sum(weights, 1), 1.0)
+    average = tl.sum(parts * weights[:, :, None], 1) / total[:, None]
     out_ptrs = out_ptr + tl.cast(row, tl.int64)[:, None] * HEAD_SIZE + dims[None, :]
-    tl.store(out_ptrs, summed / total[:, None], mask=stored)
+    tl.store(out_ptrs, average, mask=is_row[:, None] & is_dim[None, :])
 
 
 @torch.library.custom_op("spectrain::tree_attention", mutates_args=())
@@ -727,16 +723,18 @@ def _launch_attention(
         )
         if splits > 1:
             num_rows = batch * num_nodes * num_heads
-            rows = rows_per_combine(block_v)
-            _combine_kernel[(triton.cdiv(num_rows, rows),)](
+            dims = min(block_v, COMBINED_DIMS)
+            grid = (triton.cdiv(num_rows, COMBINED_ROWS), triton.cdiv(block_v, dims))
+            _combine_kernel[grid](
                 parts,
                 logs,
                 out,
                 num_rows,
                 splits,
                 HEAD_SIZE=value_size,
-                BLOCK_D=block_v,
-                BLOCK_M=rows,
+                BLOCK_D=dims,
+                BLOCK_S=triton.next_power_of_2(splits),
+                BLOCK_M=COMBINED_ROWS,
             )
     # what falls to a sink is taken from all keys alike: 1 - sigmoid(sink - log of the sum of
     # weights)

@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from spectrain.kernels.row_kl import KERNEL_BLOCKS
-from spectrain.kernels.tree_attention import TILE_CONFIGS, choose_tiles, rows_per_combine
+from spectrain.kernels.tree_attention import (
+    COMBINED_DIMS,
+    COMBINED_ROWS,
+    TILE_CONFIGS,
+    choose_tiles,
+)
 from tests.kernels import aot
 
 pytest.importorskip("triton", reason="triton is not installed, so there is nothing to compile")
@@ -65,12 +70,13 @@ def attention(
     )
 
 
-def make_combine_request(head_size: int) -> Any:
+def make_combine_request(head_size: int, splits: int) -> Any:
     types = {"parts_ptr": "*fp32", "logs_ptr": "*fp32", "out_ptr": "*bf16"}
     constants = {
         "HEAD_SIZE": head_size,
-        "BLOCK_D": head_size,
-        "BLOCK_M": rows_per_combine(head_size),
+        "BLOCK_D": min(head_size, COMBINED_DIMS),
+        "BLOCK_S": splits,
+        "BLOCK_M": COMBINED_ROWS,
     }
     return aot.Request(MODULE, "_combine_kernel", types, constants, 4, 3)
 
@@ -109,10 +115,13 @@ def test_default_configurations_fit_sm90(
 
 
 @pytest.mark.sweep(1, free=("head_size",))
+@pytest.mark.parametrize("splits", [2, 32, 64])
 @pytest.mark.parametrize("head_size", TILE_CONFIGS)
-def test_combine_kernel_fits_sm90(head_size: int) -> None:
-    """The kernel that averages splits fits too."""
-    assert_fits(make_combine_request(head_size))
+def test_combine_kernel_fits_sm90(head_size: int, splits: int) -> None:
+    """The kernel that averages splits fits too, and reads all of them without a loop."""
+    request = make_combine_request(head_size, splits)
+    assert_fits(request)
+    assert not aot.compile_for(request).loops
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def large_blocks(use_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         module, "choose_tiles", lambda rows, size, dtype, roomy: choose(rows, size, torch.float16)
     )
-    monkeypatch.setattr(module, "COMBINED_ROWS", 256)
+    monkeypatch.setattr(module, "COMBINED_ROWS", 64)
 
 
 def estimate_work(case: Case) -> float:
