@@ -352,6 +352,12 @@ class CapturedRunner:
 
 
 def round_up_length(length: int) -> int:
-    """Round a length up to a power of two, at least 256. The bound of a cache decides how keys are
-    split, so one capture then serves many prompts."""
-    return max(256, 1 << (length - 1).bit_length())
+    """Round a length up to the slots of a cache. The bound of a cache decides how keys are split, so
+    one capture then serves many prompts.
+
+    Up to 8,192 it is a power of two, at least 256; beyond, where slots are gigabytes, a multiple of
+    an eighth of one, so that less than a fifth of the slots are spare.
+    """
+    power = max(256, 1 << (length - 1).bit_length())
+    step = power if power <= 8192 else power // 8
+    return -(-length // step) * step

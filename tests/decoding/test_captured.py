@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from spectrain.decoding import captured
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
-from spectrain.decoding.captured import MAX_CACHED_STATES, CapturedRunner
+from spectrain.decoding.captured import CapturedRunner, MAX_CACHED_STATES, round_up_length
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import Request, RoundOutcome, decode
 from spectrain.decoding.static_rounds import RoundTimer
@@ -507,3 +507,15 @@ def test_round_parts_sum_to_the_total_time(shallow: Target) -> None:
     assert all(value >= 0 for value in item.seconds.values())
     assert len(item.round_seconds) == len(other.round_seconds) == 8
     assert item.decode_seconds == pytest.approx(item.finish_seconds)
+
+
+def test_long_caches_have_few_spare_slots() -> None:
+    """Short bounds are powers of two, which many prompts share; of long ones less than a fifth is
+    spare, and a bound stays what it is.
+    """
+    assert [round_up_length(length) for length in (1, 257, 8192)] == [256, 512, 8192]
+    assert round_up_length(32_768 + 54) == 40_960
+    for length in range(8193, 200_000, 61):
+        slots = round_up_length(length)
+        assert length <= slots and slots - length < slots / 5
+        assert round_up_length(slots) == slots
