@@ -352,8 +352,8 @@ class CapturedRunner:
 
 
 def round_up_length(length: int) -> int:
-    """Round a length up to the slots of a cache. The bound of a cache decides how keys are split, so
-    one capture then serves many prompts.
+    """Round a length up to the slots of a cache. The bound of a cache decides how keys are split,
+    so one capture then serves many prompts.
 
     Up to 8,192 it is a power of two, at least 256; beyond, where slots are gigabytes, a multiple of
     an eighth of one, so that less than a fifth of the slots are spare.

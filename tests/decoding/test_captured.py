@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from spectrain.decoding import captured
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.acceptance.rejection import Block, RecursiveRejection, SpeculativeSampling
-from spectrain.decoding.captured import CapturedRunner, MAX_CACHED_STATES, round_up_length
+from spectrain.decoding.captured import MAX_CACHED_STATES, CapturedRunner, round_up_length
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import Request, RoundOutcome, decode
 from spectrain.decoding.static_rounds import RoundTimer
