@@ -724,8 +724,8 @@ def _launch_attention(
         if splits > 1:
             num_rows = batch * num_nodes * num_heads
             dims = min(block_v, COMBINED_DIMS)
-            grid = (triton.cdiv(num_rows, COMBINED_ROWS), triton.cdiv(block_v, dims))
-            _combine_kernel[grid](
+            blocks = (triton.cdiv(num_rows, COMBINED_ROWS), triton.cdiv(block_v, dims))
+            _combine_kernel[blocks](
                 parts,
                 logs,
                 out,
