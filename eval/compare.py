@@ -119,13 +119,13 @@ def compare(
         )
     comparison: Comparison = compare.build()
     for key in ("max_steps", "max_minutes", "epochs"):
-        if spec.overrides_key(f"trainer.{key}"):
+        if spec.trainer.find_layer(key) == "command":
             raise UserError(
                 f"trainer.{key}: a comparison trains by compare.seconds or compare.tokens; use "
                 "one of these"
             )
     for key, advice in (("max_minutes", "use eval.limit"), ("serve_in", "use spectrain eval")):
-        if spec.overrides_key(f"eval.{key}"):
+        if spec.eval.find_layer(key) == "command":
             raise UserError(
                 f"eval.{key}: a comparison scores all drafters by this engine, on the same "
                 f"prompts; {advice}"
@@ -306,7 +306,7 @@ class Contest:
         own = {
             key: value
             for key, value in self.spec.tree.settings.items()
-            if self.spec.overrides_key(f"tree.{key}")
+            if self.spec.tree.find_layer(key) == "command"
         }
         keys = {"_target_", *(key.name for key in list_keys(builder.path))}
         config.tree = {key: value for key, value in {**builder.node, **own}.items() if key in keys}
@@ -314,7 +314,7 @@ class Contest:
         config.recipe_name = name
         spec = RunSpec.from_config(config, self.spec.overrides).with_default_tree()
         is_limited = self.comparison.data_limit is not None or "limit" in spec.data.settings
-        if is_limited and not spec.overrides_key("data.limit"):
+        if is_limited and spec.data.find_layer("limit") != "command":
             spec = spec.with_settings("data", limit=self.comparison.data_limit)
         return replace(spec, overrides=tuple(self.passed))
 

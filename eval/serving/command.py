@@ -9,11 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from hydra import compose
-from omegaconf import OmegaConf
-
-from spectrain.config.build import check_node, to_containers
-from spectrain.config.spec import RunSpec
+from spectrain.config.build import GroupSpec, check_node, to_containers
+from spectrain.config.resolve import LowerLayers, default_group
+from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import UserError
 from spectrain.eval.columns import tracked_systems
 from spectrain.eval.comparison import UNKNOWN_DTYPE
@@ -35,7 +33,7 @@ from spectrain.files import atomic_write, require_writable
 from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.target import Target
 from spectrain.provenance import collect_provenance
-from spectrain.runs.defaults import complete_evaluation, resolve_eval_spec
+from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import build_target_without_weights, load_drafter
 from spectrain.runs.folder import archive_earlier, find_drafter_directory, find_results_folder
 from spectrain.runs.score import describe_run, load_target
@@ -81,9 +79,9 @@ def score_server(config: Mapping[str, Any]) -> dict[str, Any]:
     require_writable(folder, "run")
     with ExitStack() as stack:
         groups, launched = (
-            start_servers(spec, stack) if requested["serve"] else (connect_servers(spec), {})
+            start_servers(spec, stack) if requested.get("serve") else (connect_servers(spec), {})
         )
-        if requested["run"]:
+        if requested.get("run"):
             subject = describe_subject(
                 spec, Path(str(spec.run)), groups, launched.get("weight_type")
             )
@@ -134,30 +132,27 @@ def refuse_inapplicable(requested: Mapping[str, Any]) -> None:
             )
 
 
-def resolve_server_spec(requested: dict[str, Any]) -> tuple[RunSpec, Path]:
+def resolve_server_spec(requested: Mapping[str, Any]) -> tuple[RunSpec, Path]:
     """Return the complete settings of a server's score, and the folder that its results belong
     to.
     """
-    settings = dict(requested)
     evaluation = dict(requested.get("eval") or {})
-    settings.pop("serve", None)
     name = Path(str(evaluation.get("prompts") or "heldout")).stem
-    evaluation.setdefault(
-        "name", f"{RunSpec.from_nodes({'server': requested['server']}).server.choice}-{name}"
-    )
-    settings["eval"] = evaluation
-    if settings["run"] is not None:
-        spec, folder = resolve_eval_spec(settings)
-        return replace(spec, overrides=("target=",) if settings.get("target") else ()), folder
-    defaults = to_containers(compose("train", overrides=["drafter=ngram"]).eval)
-    settings["eval"] = to_containers(OmegaConf.merge(defaults, evaluation))
-    complete_evaluation(settings["eval"], evaluation, has_tree=True)
+    server = GroupSpec.from_node("server", requested["server"])
+    evaluation.setdefault("name", f"{server.choice}-{name}")
+    settings = {**requested, "eval": evaluation}
+    if requested.get("run") is not None:
+        return resolve_eval_spec(settings)
     if settings.pop("data", None):
         raise UserError(
             "data: a server's score reads no data; give arguments of the chat template as "
             "target.template_kwargs"
         )
-    return RunSpec.from_config({**settings, "run": "runs"}), Path("runs")
+    settings.pop("serve", None)
+    lower = LowerLayers({"eval": default_group("eval").node})
+    spec, _ = read_run({**settings, "run": "runs"}, overrides=None, lower=lower)
+    # A server has no tree of ours to measure.
+    return spec.with_settings("eval", measured=False), Path("runs")
 
 
 def make_evaluation(spec: RunSpec) -> ServerEvaluation:

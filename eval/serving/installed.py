@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose
 
-from spectrain.config.build import GroupSpec, to_containers
+from spectrain.config.build import GroupSpec
 from spectrain.config.saved import read_json_object
 from spectrain.config.spec import RunSpec
 from spectrain.errors import RunError, UserError, first_line
@@ -141,7 +140,6 @@ def score_quietly(
         key: spec.eval.get(key) for key in PROMPT_SETTINGS if spec.eval.get(key) is not None
     }
     config = {
-        **to_containers(compose("eval")),
         "run": str(run),
         "server": GroupSpec("server", name, {**settings, **ports}).node,
         "serve": True,

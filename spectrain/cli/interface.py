@@ -17,6 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, open_dict
 
 from spectrain.config.build import register_resolvers
+from spectrain.config.resolve import default_group
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.messages import check_text
@@ -234,9 +235,10 @@ def evaluate(
     If `out` names a folder, everything that `spectrain eval` writes goes there.
     """
     with TemporaryDirectory() as scratch:
-        overrides = {f"eval.{key}": value for key, value in settings.items()}
-        with hydra_context():
-            evaluation = compose_spec({"drafter": "ngram", **overrides}).eval.build()
+        plain = {
+            key: str(value) if isinstance(value, Path) else value for key, value in settings.items()
+        }
+        evaluation = default_group("eval").with_settings(**plain).build()
         if evaluation.serve_in is not None:
             raise UserError(
                 "serve_in: an engine serves the drafter of a run folder; use spectrain eval "

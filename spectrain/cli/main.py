@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,7 +291,7 @@ COMMAND_TASKS: Mapping[str, Task] = {
     "data store": call_with_spec("features.capture.capture_features"),
     "data verify": call_with_keys("features.capture.verify_store", "path", "drop"),
     "serve": call_with_spec("runs.serve.serve_command", "capture", "print_only", "out"),
-    "follow": lambda config: lazy_import("follow.command.follow_command")(config),
+    "follow": lambda config: lazy_import("follow.command.follow_command")(config, command_words()),
     "follow status": call_with_keys("follow.command.status_command", "run", "rollback"),
     "bench decode": call_with_spec("bench.throughput.decode_table"),
     "bench train": call_with_spec("bench.throughput.training_throughput"),
@@ -323,7 +322,7 @@ words.
 
 def read_command(config: Any, keys: Sequence[str]) -> dict[str, Any]:
     """Return the checked settings of a command by key."""
-    settings: dict[str, Any] = lazy_import("config.spec.read_settings")(config, keys)
+    settings: dict[str, Any] = lazy_import("config.resolve.resolve")(config, keys)
     return settings
 
 
@@ -333,8 +332,18 @@ def read_run(config: Any, *keys: str) -> tuple[Any, dict[str, Any]]:
     """
     from hydra.core.hydra_config import HydraConfig
 
-    spec, own = lazy_import("config.spec.read_run")(config, keys, HydraConfig.get().overrides.task)
-    return replace(spec, recipe_name=HydraConfig.get().runtime.choices.get("recipe")), own
+    recipe = HydraConfig.get().runtime.choices.get("recipe")
+    read: tuple[Any, dict[str, Any]] = lazy_import("config.spec.read_run")(
+        config, keys, command_words(), recipe
+    )
+    return read
+
+
+def command_words() -> list[str]:
+    """Return the words of the command that hydra runs."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return [*HydraConfig.get().overrides.task]
 
 
 def explain_path_error(error: Exception) -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -36,11 +36,17 @@ from .choices import (
     load_yaml,
     select_choices,
 )
-from .command_only import drop_command_only, names_download, without_downloads
+from .command_only import drop_command_only, list_downloaded, without_downloads
 from .missing import explain_missing
 from .parts import add_parts
 from .signatures import SettingKey, has_source, list_keys
 
+Layer = Literal["default", "config", "recipe", "run", "command"]
+# Who sets a value; a later layer replaces what an earlier one set. "default" is the constructor's,
+# "config" is what conf/ chooses, and "run" is a file that the command names.
+LAYERS: tuple[Layer, ...] = typing.get_args(Layer)
+RUN: Layer = "run"
+NO_LAYERS: Mapping[str, Layer] = types.MappingProxyType({})
 # Messages for numbers out of bounds, by pydantic's name of the error.
 BOUND_TEXTS = {
     "greater_than_equal": "use {ge} or more",
@@ -93,18 +99,37 @@ class GroupSpec:
     choice: str | None = None
     # The values that the configuration sets; everything else is the constructor's default.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    # The file that names what the group may load from the hub; None where the command names it.
-    origin: str | None = field(default=None, compare=False)
+    # Name of a setting, or "choice" -> the layer that set it; settings that no layer set are the
+    # constructor's defaults.
+    layers: Mapping[str, Layer] = field(default_factory=dict, compare=False)
+    # The file or the folder of the layer "run".
+    file: str | None = field(default=None, compare=False)
 
     def __bool__(self) -> bool:
         return self.choice is not None
 
     @classmethod
-    def from_node(cls, group: str, node: Any) -> GroupSpec:
+    def from_node(
+        cls,
+        group: str,
+        node: Any,
+        layers: Mapping[str, Layer] = NO_LAYERS,
+        origin: Path | None = None,
+    ) -> GroupSpec:
         """Read a node of hydra, with a `_target_` and settings, or an empty one."""
         plain = to_containers(node or {})
         settings = {key: value for key, value in plain.items() if key != "_target_"}
-        return cls(group, choice_name(group, plain) if "_target_" in plain else None, settings)
+        choice = choice_name(group, plain) if "_target_" in plain else None
+        return cls(group, choice, settings, layers, None if origin is None else str(origin))
+
+    @property
+    def layer(self) -> Layer:
+        """Return the last layer that sets the choice or any setting."""
+        return max(self.layers.values(), key=LAYERS.index, default="default")
+
+    def find_layer(self, key: str) -> Layer:
+        """Return the layer that sets a setting."""
+        return self.layers.get(key, "default")
 
     @property
     def path(self) -> str:
@@ -142,16 +167,21 @@ class GroupSpec:
         defaults = {key.name: key.value for key in list_keys(self.path) if key.default is not None}
         return {**defaults, **self.settings}
 
-    def named_by(self, origin: str | Path, requested: Any = None) -> GroupSpec:
-        """Return the group as one that a file names, unless a command's own settings of it name
-        all that is downloaded.
+    def named_by(self, origin: str | Path) -> GroupSpec:
+        """Return the group as one whose settings a file holds."""
+        layers = dict.fromkeys(("choice", *self.settings), RUN)
+        return replace(self, layers=layers, file=str(origin))
+
+    @property
+    def origin(self) -> str | None:
+        """Return the file that names what the group may load from the hub; None where the command
+        names it.
         """
-        own = requested if isinstance(requested, Mapping) else {}
-        return (
-            replace(self, origin=str(origin))
-            if names_download(self.group, self.settings, own)
-            else self
+        names_download = any(
+            self.get(key) is not None and self.find_layer(key) == RUN
+            for key in list_downloaded(self.group)
         )
+        return self.file if names_download else None
 
     def without_downloads(self) -> AbstractContextManager[None]:
         """Read what a file names from this machine alone; what the command names may be

@@ -203,16 +203,6 @@ def report_ignored(path: Path | None, key: str, setting: CommandOnlySetting) -> 
 # Downloads
 
 
-def names_download(group: str, settings: Mapping[str, Any], requested: Mapping[str, Any]) -> bool:
-    """Tell whether a group names something that may lie on the hub, and that the command itself
-    did not name.
-    """
-    return any(
-        settings.get(key) is not None and requested.get(key) is None
-        for key in list_downloaded(group)
-    )
-
-
 OFFLINE_ERRORS = ("OfflineModeIsEnabled", "LocalEntryNotFoundError")
 """Errors of the hub's client for what is not on this machine."""
 

@@ -4,7 +4,6 @@ passed on from here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,23 +11,9 @@ from typing import Any
 
 import yaml
 
-from .build import GroupSpec, check_config, to_containers
-from .choices import list_constructors
+from .build import GroupSpec, to_containers
+from .resolve import LowerLayers, resolve
 from .saved import parse_groups, read_yaml
-
-
-def read_settings(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> dict[str, Any]:
-    """Return a command's checked settings by key: groups as GroupSpec, and other keys as plain
-    values.
-    """
-    allowed_keys = list(allowed_keys)
-    checked = check_config(config, allowed_keys)
-    groups = {
-        key: GroupSpec.from_node(key, checked.get(key))
-        for key in allowed_keys
-        if list_constructors(key)
-    }
-    return {**checked, **groups}
 
 
 @dataclass(frozen=True)
@@ -53,7 +38,8 @@ class RunSpec:
     # The run folder that the command names.
     run: str | None = None
     recipe_name: str | None = None
-    # The settings of the command itself, as opposed to those of its recipe; they are not saved.
+    # The words of the command, for messages and further runs that repeat them; they are not saved.
+    # Which layer sets a value is known by the groups.
     overrides: tuple[str, ...] = ()
 
     @classmethod
@@ -83,17 +69,8 @@ class RunSpec:
         groups = {
             key: value for key, value in parse_groups(read_yaml(path), path).items() if key != "run"
         }
-        return cls.from_nodes(groups).named_by(path)
-
-    def named_by(self, origin: Path, requested: Mapping[str, Any] | None = None) -> RunSpec:
-        """Return the spec of a file; what a command's own settings do not name is read from this
-        machine alone.
-        """
-        own = requested or {}
-        return replace(
-            self,
-            **{group: getattr(self, group).named_by(origin, own.get(group)) for group in GROUPS},
-        )
+        spec = cls.from_nodes(groups)
+        return replace(spec, **{group: getattr(spec, group).named_by(path) for group in GROUPS})
 
     def to_yaml(self) -> str:
         """Return the text of config.yaml."""
@@ -128,16 +105,12 @@ class RunSpec:
         """Return the spec with the fastest tree of this machine scored first, unless the command
         itself names a tree.
         """
-        if not self.eval or "measured" in self.eval.settings:
+        has_tree = self.tree.layer == "command"
+        # The run's own setting was for the tree that the run names.
+        is_open = has_tree and self.eval.find_layer("measured") == "run"
+        if not self.eval or ("measured" in self.eval.settings and not is_open):
             return self
-        return self.with_settings("eval", measured=not self.overrides_key("tree"))
-
-    def overrides_key(self, key: str) -> bool:
-        """Tell whether the command itself sets a key, as in drafter.vocab_size, or anything of a
-        group, as in tree.
-        """
-        names = [re.split(r"[=@]", word.lstrip("+~"), maxsplit=1)[0] for word in self.overrides]
-        return any(f"{name}.".startswith(f"{key}.") for name in names)
+        return self.with_settings("eval", measured=not has_tree)
 
     @property
     def name(self) -> str:
@@ -159,12 +132,22 @@ class RunSpec:
 
 
 def read_run(
-    config: Mapping[str, Any], keys: Iterable[str] = (), overrides: Iterable[str] = ()
+    config: Mapping[str, Any],
+    keys: Iterable[str] = (),
+    overrides: Iterable[str] | None = (),
+    recipe: str | None = None,
+    lower: LowerLayers | None = None,
 ) -> tuple[RunSpec, dict[str, Any]]:
-    """Return the checked settings of a run, and those of a command's own `keys`."""
-    settings = read_settings(config, (*RUN_KEYS, *keys))
+    """Return the checked settings of a run, and those of a command's own `keys`; `resolve` says
+    what the layers are.
+    """
+    words = None if overrides is None else tuple(overrides)
+    recipe = recipe or config.get("recipe_name")
+    settings = resolve(config, (*RUN_KEYS, *keys), words, recipe, lower)
     own = {key: settings.pop(key, None) for key in keys}
-    return share_template_arguments(RunSpec(**settings, overrides=tuple(overrides))), own
+    if recipe is not None:
+        settings["recipe_name"] = recipe
+    return share_template_arguments(RunSpec(**settings, overrides=words or ())), own
 
 
 def share_template_arguments(spec: RunSpec) -> RunSpec:

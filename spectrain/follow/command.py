@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from spectrain.config.build import GroupSpec, to_containers
-from spectrain.config.spec import RunSpec
+from spectrain.config.resolve import LowerLayers
+from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import RunError, UserError
-from spectrain.runs.drafters import load_description
+from spectrain.runs.defaults import load_saved_settings
 from spectrain.runs.folder import require_drafter_directory
 from spectrain.runs.serve import interrupt_on_signals
 from spectrain.servers.control_key import VARIABLE, key_path, read_control_key
@@ -30,27 +29,17 @@ from .state import FollowFolder
 from .swap import DrafterSwapper
 from .upstream import UpstreamSwitch
 
-CONTINUED_GROUPS = (
-    "target",
-    "drafter",
-    "source",
-    "trainer",
-    "optimizer",
-    "schedule",
-    "tree",
-    "acceptance",
-)
 PACKAGES = ("aiohttp", "httptools", "uvicorn")
 NUM_SHOWN = 10
 
 
-def follow_command(config: Mapping[str, Any]) -> None:
-    """Follow the traffic of a server until a signal ends it."""
+def follow_command(config: Mapping[str, Any], words: Iterable[str]) -> None:
+    """Follow the traffic of a server until a signal ends it; `words` are those of the command."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"follow: {' and '.join(missing)} is not installed; run pip install 'spectrain[follow]'"
         )
-    spec, settings = resolve_follow_spec(config)
+    spec, settings = resolve_follow_spec(config, words)
     folder = FollowFolder(Path(str(spec.run)))
     server: OpenAIServer = spec.server.build()
     with folder.lock(), interrupt_on_signals():
@@ -124,9 +113,11 @@ def describe_traffic(follower: TrafficFollower) -> str:
     return f"follow listens at http://{settings.listen}/v1 for {root}"
 
 
-def resolve_follow_spec(config: Mapping[str, Any]) -> tuple[RunSpec, FollowSettings]:
-    """Return the settings of candidates, those of the run with the command's own changes, and
-    those of the command.
+def resolve_follow_spec(
+    config: Mapping[str, Any], words: Iterable[str]
+) -> tuple[RunSpec, FollowSettings]:
+    """Return the settings of candidates, those of the run with the changes that the command's
+    words name, and those of the command.
     """
     requested = to_containers(config)
     follow = requested.pop("follow")
@@ -137,29 +128,13 @@ def resolve_follow_spec(config: Mapping[str, Any]) -> tuple[RunSpec, FollowSetti
             "server: name the server, as in server=vllm server.url=http://127.0.0.1:8000/v1"
         )
     folder = Path(requested["run"])
-    directory = require_drafter_directory("run", folder)
-    description = load_description(
-        directory, GroupSpec.from_node("target", requested.get("target"))
-    )
-    groups: dict[str, Any] = {
-        key: requested.get(key) for key in ("source", "trainer", "optimizer", "schedule")
-    }
-    groups |= {
-        key: description[key]
-        for key in ("target", "drafter", "tree", "acceptance")
-        if description.get(key)
-    }
-    if (folder / "config.yaml").exists():
-        saved = RunSpec.load(folder / "config.yaml")
-        groups |= {
-            group: getattr(saved, group).node for group in ("trainer", "optimizer", "schedule")
-        }
-    for group in CONTINUED_GROUPS:
-        if requested.get(group) and groups.get(group):
-            groups[group] = to_containers(OmegaConf.merge(groups[group], requested[group]))
+    target = GroupSpec.from_node("target", requested.get("target"))
+    saved = load_saved_settings(folder, target, ("trainer", "optimizer", "schedule"))
+    # A candidate is a training of its own, and not one of the run's recipe.
+    lower = LowerLayers(run={**saved, "recipe_name": None}, origin=folder)
     settings: FollowSettings = GroupSpec.from_node("follow", follow).build()
-    spec = RunSpec.from_config({**groups, "server": requested["server"], "run": str(folder)})
-    return spec.named_by(folder, requested), settings
+    spec, _ = read_run(requested, overrides=words, lower=lower)
+    return spec, settings
 
 
 def status_command(run: str | None, rollback: bool) -> None:

@@ -216,8 +216,20 @@ def find_states(example: Example, captured: list[tuple[list[int], Tensor]]) -> T
     return None
 
 
+def list_engine_settings(spec: RunSpec, writer: GroupSpec) -> list[str]:
+    """Return the keys that the command sets and that only this project's own engine reads."""
+    is_set = {
+        "target": spec.target.layer == "command",
+        "run": spec.run is not None,
+        "tree": spec.tree.layer == "command",
+        "writer": writer.layer == "command",
+    }
+    return [key for key, value in is_set.items() if value]
+
+
 def make_capturing_writer(
     spec: RunSpec,
+    writer: GroupSpec,
     settings: Regeneration,
     sampling: Sampling,
     data: ConversationReader,
@@ -233,8 +245,8 @@ def make_capturing_writer(
             raise UserError(
                 f"capture=true: say {key}=NAME, which decides on the layers that are captured"
             )
-    for key in ("run", "tree", "writer"):
-        if spec.overrides_key(key):
+    for key in list_engine_settings(spec, writer):
+        if key != "target":
             raise UserError(f"{key}: the server writes the answers; leave {key} out")
     target: Target = spec.target.build()
     stage = spec.drafter.build(target=target).stages[0]
@@ -253,6 +265,7 @@ def make_capturing_writer(
         raise UserError(
             f"source.path={source.path}: this cache is another project's; choose another folder"
         )
-    writer = CapturingWriter(sampling, requester, store, data, reads_tail=stage.final_reach is None)
-    writer.check_sampling(prompts)
-    return writer
+    reads_tail = stage.final_reach is None
+    capturing = CapturingWriter(sampling, requester, store, data, reads_tail=reads_tail)
+    capturing.check_sampling(prompts)
+    return capturing

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from spectrain.config.build import GroupSpec
+from spectrain.config.resolve import default_group
 from spectrain.config.spec import RunSpec
 from spectrain.data.readers import ConversationReader
 from spectrain.data.shards import ShardSet
@@ -13,7 +14,7 @@ from spectrain.runs.defaults import resolve_eval_spec
 from spectrain.runs.drafters import build_drafter, load_weights
 from spectrain.runs.folder import find_drafter_directory, find_trained_target
 
-from .capture import make_capturing_writer
+from .capture import list_engine_settings, make_capturing_writer
 from .regenerate import Regeneration, report_faults
 from .sampling import Sampling
 from .server import ServerWriter
@@ -53,7 +54,7 @@ def regenerate_command(
     reader.allows_unanswered = True
     reader.load_conversations()
     if capture:
-        return regenerate_and_capture(spec, settings, reader, sampler, folder)
+        return regenerate_and_capture(spec, writer, settings, reader, sampler, folder)
     for key, value in (
         ("recipe", spec.recipe_name),
         ("drafter", spec.drafter),
@@ -65,22 +66,21 @@ def regenerate_command(
                 f"leave {key} out"
             )
     answers: AnswerWriter = (
-        make_server_writer(spec, sampler)
+        make_server_writer(spec, writer, sampler)
         if spec.server
         else make_engine_writer(writer, spec, sampler, settings, reader)
     )
     settings.run(folder, reader, sampler, answers)
 
 
-def make_server_writer(spec: RunSpec, sampling: Sampling) -> ServerWriter:
+def make_server_writer(spec: RunSpec, writer: GroupSpec, sampling: Sampling) -> ServerWriter:
     """Return the writer that requests answers of a server; a UserError names a setting that the
     server has no use for.
     """
-    for key in ("target", "run", "tree", "writer"):
-        if spec.overrides_key(key):
-            raise UserError(
-                f"{key}: the server has its own model, which server.model names; leave {key} out"
-            )
+    for key in list_engine_settings(spec, writer):
+        raise UserError(
+            f"{key}: the server has its own model, which server.model names; leave {key} out"
+        )
     return ServerWriter(sampling, spec.server.build())
 
 
@@ -97,16 +97,14 @@ def make_engine_writer(
             "tree: nothing is drafted without a drafter; give one, as in run=runs/NAME, or leave "
             "tree out"
         )
-    nodes = {group.group: group.node or None for group in (requested.target, requested.tree)}
-    # Without a run nothing is drafted, and any drafter will do.
-    drafter_node = None if requested.run else GroupSpec("drafter", "ngram").node
-    spec, run = resolve_eval_spec({**nodes, "run": requested.run, "drafter": drafter_node})
-    target: Target = spec.target.build()
-    target.require_layers("writing answers with this engine")
-    target.pack_weights()
-    plain: EngineWriter = writer.build(sampling=sampling, target=target)
     if requested.run is None:
+        target = load_target(requested.target or default_group("target"))
+        plain: EngineWriter = writer.build(sampling=sampling, target=target)
         return plain
+    nodes = {group.group: group.node or None for group in (requested.target, requested.tree)}
+    spec, run = resolve_eval_spec({**nodes, "run": requested.run})
+    target = load_target(spec.target)
+    plain = writer.build(sampling=sampling, target=target)
     directory = find_drafter_directory(run)
     drafter = build_drafter(spec.drafter, target)
     builder = spec.tree.build()
@@ -129,18 +127,27 @@ def make_engine_writer(
     return writer.build(sampling=sampling, target=target, drafter=drafter, builder=builder)
 
 
+def load_target(group: GroupSpec) -> Target:
+    """Load the target, which this project's engine decodes with."""
+    target: Target = group.build()
+    target.require_layers("writing answers with this engine")
+    target.pack_weights()
+    return target
+
+
 def regenerate_and_capture(
     spec: RunSpec,
+    writer: GroupSpec,
     settings: Regeneration,
     data: ConversationReader,
     sampling: Sampling,
     folder: Path,
 ) -> None:
     """Write a set of answers, and a store with the states that a training on it reads."""
-    writer = make_capturing_writer(spec, settings, sampling, data, folder)
+    capturing = make_capturing_writer(spec, writer, settings, sampling, data, folder)
     try:
-        settings.run(folder, data, sampling, writer)
+        settings.run(folder, data, sampling, capturing)
     finally:
-        writer.store.flush()
+        capturing.store.flush()
     if not ShardSet(folder).find_faults():
-        print(writer.complete_store(folder), flush=True)
+        print(capturing.complete_store(folder), flush=True)

@@ -373,7 +373,7 @@ def apply_init_shape(spec: RunSpec) -> RunSpec:
     drafter = spec.drafter
     for key in files.shape:
         value = saved.get(key)
-        if spec.overrides_key(f"drafter.{key}") and drafter.get(key) != value:
+        if spec.drafter.find_layer(key) == "command" and drafter.get(key) != value:
             value = adjust_setting(key, drafter.get(key), value, files.adjustable, directory)
             drafter = drafter.with_settings(**{key: value})
         else:

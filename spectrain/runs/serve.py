@@ -236,7 +236,7 @@ def find_served_drafter(spec: RunSpec, engine: str, capture: bool = False) -> Se
         )
     directory = require_drafter_directory("run", run)
     requested = (
-        TargetFiles.from_settings(spec.target.node) if spec.overrides_key("target") else None
+        TargetFiles.from_settings(spec.target.node) if spec.target.layer == "command" else None
     )
     checkpoint = read_drafter(directory, requested)
     target = requested or resolve_target(checkpoint)

@@ -418,7 +418,7 @@ def test_transformers_exits_an_exported_target_early(tmp_path: Path) -> None:
         UserError,
         match=rf"^{out}: this is a target that exits early, not a drafter; use it as target=hf",
     ):
-        load_saved_settings(out, has_choice=False, target=GroupSpec("target"))
+        load_saved_settings(out, GroupSpec("target"))
 
 
 def test_medusa_2_brings_its_target(tmp_path: Path) -> None:

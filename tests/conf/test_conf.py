@@ -15,7 +15,8 @@ import spectrain
 from spectrain.bench.engine import EngineBench
 from spectrain.config.build import GroupSpec, register_resolvers
 from spectrain.config.choices import choice_files, conf_folders
-from spectrain.config.spec import RUN_KEYS, RunSpec, read_run, read_settings
+from spectrain.config.resolve import resolve
+from spectrain.config.spec import RUN_KEYS, RunSpec, read_run
 from spectrain.data.readers import ConversationReader
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
@@ -139,7 +140,7 @@ def test_choices_compose_and_build(
         word for pair in choices for word in ("=".join(pair), *required_settings.get(pair, []))
     ]
     drafter = [] if "drafter" in dict(choices) else ["drafter=ngram"]
-    checked = read_settings(compose_settings("plan", *drafter, *overrides), [*RUN_KEYS, "plan"])
+    checked = resolve(compose_settings("plan", *drafter, *overrides), [*RUN_KEYS, "plan"])
     for group, choice in choices:
         assert_builds(checked, group, choice, request)
 
@@ -157,7 +158,7 @@ def test_choice_of_another_command_composes_and_builds(
     config = compose_settings(
         command, *drafter, f"{group}={choice}", *required_settings.get((group, choice), [])
     )
-    checked = read_settings(config, map(str, config))
+    checked = resolve(config, map(str, config))
     assert_builds(checked, group, choice, request)
 
 
@@ -191,7 +192,7 @@ def test_yaml_starts_with_its_target(group: str, choice: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
-    checked = read_settings(
+    checked = resolve(
         compose_settings("plan", f"recipe={recipe}", "target=tiny"), [*RUN_KEYS, "plan"]
     )
     for group, kind in KINDS.items():
@@ -249,13 +250,13 @@ def test_no_recipe_limits_own_data() -> None:
 
 def test_inspect_composes() -> None:
     """The configuration of `data inspect` passes its check."""
-    checked = read_settings(compose_settings("inspect", "target=tiny"), ("target", "data", "index"))
+    checked = resolve(compose_settings("inspect", "target=tiny"), ("target", "data", "index"))
     assert checked["index"] == 0 and isinstance(checked["data"].build(), ConversationReader)
 
 
 def test_audit_composes() -> None:
     """The configuration of `data audit` passes its check."""
-    checked = read_settings(
+    checked = resolve(
         compose_settings("audit", "target=tiny", "++eval.prompts=x.jsonl"),
         ("target", "data", "eval", "json"),
     )
@@ -280,7 +281,7 @@ def test_regenerate_composes() -> None:
 
 def test_verify_composes() -> None:
     """The configuration of `data verify` passes its check."""
-    assert read_settings(compose_settings("verify", "path=DIR"), ("path", "drop"))["drop"] is False
+    assert resolve(compose_settings("verify", "path=DIR"), ("path", "drop"))["drop"] is False
 
 
 def test_eval_composes() -> None:
@@ -293,7 +294,7 @@ def test_eval_composes() -> None:
 
 def test_index_composes() -> None:
     """The configuration of `data index` passes its check."""
-    checked = read_settings(
+    checked = resolve(
         compose_settings("index", "target=tiny", "out=DIR"), ("target", "data", "out")
     )
     assert checked["out"] == "DIR" and checked["data"].choice == "embedded"

@@ -312,7 +312,7 @@ def compare_with_target(folder: Path) -> None:
 
 def load(folder: Path, target: Target) -> None:
     """Load a drafter with its tree and its rule, as eval does."""
-    saved = load_saved_settings(folder, False, GroupSpec("target", "tiny"))
+    saved = load_saved_settings(folder, GroupSpec("target", "tiny"))
     spec = RunSpec.from_config(
         {key: value for key, value in saved.items() if key in ("drafter", "tree", "acceptance")}
     )

@@ -110,10 +110,10 @@ def read_and_build_eval(config: Any) -> None:
     from spectrain.runs.defaults import resolve_eval_spec
 
     if "server" in config or config.serve:
-        from spectrain.config.spec import read_settings
+        from spectrain.config.resolve import resolve
         from spectrain.eval.serving.command import refuse_inapplicable
 
-        refuse_inapplicable(read_settings(config, [*config]))
+        refuse_inapplicable(resolve(config, [*config]))
         return
     spec, _ = resolve_eval_spec(config)
     check_built(spec)

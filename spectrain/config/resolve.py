@@ -1,0 +1,162 @@
+"""The one merge of settings, which remembers the layer that sets each value.
+
+A later layer replaces what an earlier one sets: the constructor's defaults, the choices of conf/,
+the recipe, the files of a run, and the command. Hydra composes conf/, the recipe and the command;
+what it composed is taken apart again by the words of the command, and the run's settings go
+between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from .build import GroupSpec, Layer, check_config, to_containers
+from .choices import choice_files, conf_folders, list_constructors, load_schema, load_yaml
+
+Layers = dict[str, dict[str, Layer]]
+"""Group -> name of a setting, or "choice" -> the layer that sets it."""
+
+
+@dataclass(frozen=True)
+class LowerLayers:
+    """The settings below those that a command names, as nodes of hydra by group."""
+
+    # What conf/ chooses where neither the run nor the command does.
+    config: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
+    # The run folder or the drafter directory that the settings of the run come from.
+    origin: Path | None = None
+
+
+def resolve(
+    config: Mapping[str, Any],
+    allowed_keys: Iterable[str],
+    words: Iterable[str] | None = (),
+    recipe: str | None = None,
+    lower: LowerLayers | None = None,
+) -> dict[str, Any]:
+    """Return a command's checked settings by key: groups as GroupSpec, other keys as plain values.
+
+    All that is composed counts as the command's where its `words` are None, as for a command whose
+    groups are null in conf/. A UserError names the key that is wrong.
+    """
+    allowed_keys = list(allowed_keys)
+    origin = None
+    if lower is None:
+        checked = check_config(config, allowed_keys)
+        layers = find_layers(checked, words, recipe)
+    else:
+        composed, requested = split_command(to_containers(config), words)
+        merged, layers = merge_layers(
+            {"config": {**lower.config, **composed}, "run": lower.run, "command": requested}
+        )
+        checked = check_config(merged, allowed_keys)
+        origin = lower.origin
+    return {
+        **checked,
+        **{
+            key: GroupSpec.from_node(key, checked.get(key), layers.get(key, {}), origin)
+            for key in allowed_keys
+            if list_constructors(key)
+        },
+    }
+
+
+def find_named_keys(words: Iterable[str]) -> dict[str, set[str]]:
+    """Return group -> the settings of it that a command's words name; "choice" is the group's own
+    choice.
+    """
+    named: dict[str, set[str]] = {}
+    for word in words:
+        name = re.split(r"[=@]", word.lstrip("+~"), maxsplit=1)[0]
+        group, _, setting = name.partition(".")
+        named.setdefault(group, set()).add(setting.partition(".")[0] or "choice")
+    return named
+
+
+def find_layers(
+    config: Mapping[str, Any], words: Iterable[str] | None, recipe: str | None
+) -> Layers:
+    """Return the layers of a composed configuration, which no run has settings for."""
+    named = None if words is None else find_named_keys(words)
+    path = choice_files("recipe", conf_folders()).get(recipe or "")
+    values = load_yaml(path) if path is not None else {}
+    changed = {
+        group.removeprefix("override /") for entry in values.get("defaults", ()) for group in entry
+    }
+    layers: Layers = {}
+    for group, node in config.items():
+        if not isinstance(node, Mapping):
+            continue
+        below: Layer = "command" if named is None else "config"
+        own = dict.fromkeys(map(setting_name, node), below)
+        if named is not None:
+            of_recipe = [*values.get(group, {}), *(["choice"] if group in changed else [])]
+            own |= dict.fromkeys(of_recipe, "recipe")
+            own |= dict.fromkeys(named.get(group, ()), "command")
+        layers[str(group)] = own
+    return layers
+
+
+def setting_name(key: Any) -> str:
+    """Return the name by which a key of a node has its layer."""
+    return "choice" if key == "_target_" else str(key)
+
+
+def split_command(
+    composed: Mapping[str, Any], words: Iterable[str] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what conf/ sets in a composed configuration, and what the words of the command set; a
+    choice brings the settings of its yaml.
+    """
+    if words is None:
+        return {}, dict(composed)
+    named = find_named_keys(words)
+    config: dict[str, Any] = {}
+    command: dict[str, Any] = {}
+    for group, node in composed.items():
+        keys = named.get(group, set())
+        if not isinstance(node, Mapping) or "choice" in keys or not keys:
+            (command if keys else config)[group] = node
+        else:
+            config[group] = {key: value for key, value in node.items() if key not in keys}
+            command[group] = {key: value for key, value in node.items() if key in keys}
+    return config, command
+
+
+def merge_layers(settings: Mapping[Layer, Mapping[str, Any]]) -> tuple[dict[str, Any], Layers]:
+    """Return the merged nodes of layers, and the layer of each value. A choice replaces the whole
+    group; settings alone change those of the layer below.
+    """
+    merged: dict[str, Any] = {}
+    layers: Layers = {}
+    for layer, nodes in settings.items():
+        for group, node in nodes.items():
+            if node is None and merged.get(group) is not None:
+                continue
+            own: dict[str, Layer] = {}
+            if isinstance(node, Mapping):
+                own = dict.fromkeys(map(setting_name, node), layer)
+            if isinstance(node, Mapping) and "_target_" not in node and merged.get(group):
+                merged[group] = to_containers(OmegaConf.merge(merged[group], node))
+                layers[group] = {**layers[group], **own}
+            else:
+                merged[group] = node
+                layers[group] = own
+    return merged, layers
+
+
+def default_group(group: str) -> GroupSpec:
+    """Return a group as a training takes it where nothing chooses it; an empty one if it has no
+    default choice.
+    """
+    file = Path(group) / f"{load_schema('train').groups[group]}.yaml"
+    path = next((folder / file for folder in conf_folders() if (folder / file).exists()), None)
+    node = to_containers(OmegaConf.create(load_yaml(path))) if path is not None else {}
+    return GroupSpec.from_node(group, node, dict.fromkeys(map(setting_name, node), "config"))
