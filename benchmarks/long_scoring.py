@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectrain.config.build import GroupSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import make_context, make_request, run_prompts
@@ -58,9 +57,7 @@ class System:
         """Build the drafter with its weights."""
         folder = work / self.run
         directory = folder if (folder / "config.json").exists() else folder / "drafter"
-        spec = GroupSpec.from_node(
-            "drafter", load_description(directory, None)["drafter"]
-        ).with_settings(**self.changes)
+        spec = load_description(directory, None).drafter.with_settings(**self.changes)
         drafter = build_drafter(spec, target)
         load_weights(drafter, directory, target)
         return drafter.eval()

@@ -20,7 +20,6 @@ from typing import Any
 from safetensors.torch import load_file
 
 from spectrain.cli.main import dispatch_command
-from spectrain.config.build import GroupSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.readers import DATA_FOLDER
 from spectrain.decoding.acceptance import Greedy
@@ -130,7 +129,7 @@ def list_trainings() -> dict[str, list[Training]]:
 def load_run(run: Path, target: Target) -> Drafter:
     """Load the drafter of a run."""
     directory = run / "drafter"
-    spec = GroupSpec.from_node("drafter", load_description(directory, None)["drafter"])
+    spec = load_description(directory, None).drafter
     drafter = build_drafter(spec, target)
     load_weights(drafter, directory, target)
     return drafter.eval()

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from spectrain.config.build import GroupSpec
-from spectrain.config.choices import choice_name, resolve_choice
+from spectrain.config.choices import choice_name
 from spectrain.config.saved import read_json_object
 from spectrain.errors import UserError
 from spectrain.eval.columns import (
@@ -102,8 +102,8 @@ class ScoredRun:
         """Return a setting that must agree."""
         if key == "acceptance":
             rule = self.eval_setting.get("acceptance")
-            node = resolve_choice(key, rule, str(self.folder / "summary.json")) if rule else None
-            return GroupSpec.from_node(key, node).with_defaults() if node else None
+            path = str(self.folder / "summary.json")
+            return GroupSpec.from_saved(key, rule, path).with_defaults() if rule else None
         return self.target if key == "target" else self.eval_setting.get(key)
 
     @property

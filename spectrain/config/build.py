@@ -122,6 +122,29 @@ class GroupSpec:
         choice = choice_name(group, plain) if "_target_" in plain else None
         return cls(group, choice, settings, layers, None if origin is None else str(origin))
 
+    @classmethod
+    def from_saved(cls, group: str, saved: Mapping[str, Any], location: str) -> GroupSpec:
+        """Read a group's saved settings, with `choice` or, in older files, `_target_`; a UserError
+        says at which `location` an unknown choice stands.
+        """
+        choices = list_constructors(group)
+        if not choices:
+            raise UserError(
+                f"{location}: {group} names a choice and is no group of settings; delete it"
+            )
+        name = choice_name(group, saved)
+        if name not in choices and (missing := explain_missing(group, name)) is not None:
+            raise UserError(f"{location}: {missing}")
+        if name not in choices:
+            raise UserError(
+                f"{location}: {group}={name}: there is no such choice; "
+                f"{suggest_nearest(name, choices)}, and what is outside the project is found by "
+                "--config-dir FOLDER"
+            )
+        names = ("choice", "_target_")
+        settings = {str(key): value for key, value in saved.items() if key not in names}
+        return cls(group, name, settings)
+
     @property
     def layer(self) -> Layer:
         """Return the last layer that sets the choice or any setting."""
@@ -218,6 +241,16 @@ class GroupSpec:
                 else {"config": config_type(**settings)}
             )
             return constructor(**{**arguments, **runtime})
+
+
+def save_groups(nodes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nodes of hydra in the form that files hold, and other values unchanged."""
+    return {
+        key: GroupSpec.from_node(key, node).save()
+        if isinstance(node, Mapping) and "_target_" in node
+        else node
+        for key, node in nodes.items()
+    }
 
 
 def build(node: Any, **runtime: Any) -> Any:

@@ -16,12 +16,10 @@ from typing import Any
 
 import yaml
 
-from spectrain.errors import UserError, suggest_nearest
+from spectrain.errors import UserError
 from spectrain.files import read_text
 
-from .command_only import drop_command_only
 from .installed import list_conf_folders
-from .missing import explain_missing
 from .signatures import PACKAGE_ROOT, SettingKey, format_literal, list_keys
 
 # Folders of choices that a command names with --config-dir.
@@ -107,49 +105,12 @@ def find_group(target: str) -> str:
     )
 
 
-def resolve_choice(group: str, saved: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Turn a group's saved settings, with `choice` or `_target_`, into a node to construct."""
-    settings = {
-        str(key): value for key, value in saved.items() if key not in ("choice", "_target_")
-    }
-    paths = list_constructors(group)
-    if not paths:
-        raise UserError(
-            f"{location}: {group} names a choice and is no group of settings; delete it"
-        )
-    name = choice_name(group, saved)
-    if name not in paths and (missing := explain_missing(group, name)) is not None:
-        raise UserError(f"{location}: {missing}")
-    if name not in paths:
-        raise UserError(
-            f"{location}: {group}={name}: there is no such choice; "
-            f"{suggest_nearest(name, paths)}, and what is outside the project is found by "
-            "--config-dir FOLDER"
-        )
-    return {"_target_": paths[name], **settings}
-
-
 def choice_name(group: str, node: Mapping[str, Any]) -> str:
     """Return the choice that a group's settings construct; without a choice, the import path."""
     if "choice" in node:
         return str(node["choice"])
     path = str(node.get("_target_"))
     return find_choice(group, path) or path
-
-
-def by_choice_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in their saved form, every group by its choice, without what only a
-    command sets.
-    """
-    return {
-        group: {
-            "choice": choice_name(group, node),
-            **{key: value for key, value in node.items() if key != "_target_"},
-        }
-        if isinstance(node, Mapping) and "_target_" in node
-        else node
-        for group, node in drop_command_only(config).items()
-    }
 
 
 @dataclass

@@ -14,8 +14,7 @@ import yaml
 from spectrain.errors import UserError
 from spectrain.files import read_text
 
-from .build import find_directives
-from .choices import resolve_choice
+from .build import GroupSpec, find_directives
 from .command_only import drop_command_only, list_saved_settings
 
 # Bytes; the settings of a model take a few thousand.
@@ -150,7 +149,7 @@ def parse_groups(content: Any, path: Path) -> dict[str, Any]:
         is_choice = isinstance(node, dict) and ("choice" in node or "_target_" in node)
         current = _update_node(node) if is_choice else node
         groups[str(group)] = (
-            resolve_choice(str(group), current, str(path)) if is_choice else current
+            GroupSpec.from_saved(str(group), current, str(path)).node if is_choice else current
         )
     return groups
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from spectrain.config.choices import by_choice_name
+from spectrain.config.build import save_groups
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.files import atomic_write, require_writable
 from spectrain.provenance import package_versions
@@ -89,7 +89,7 @@ def write_drafter(
             for key, value in drafter.drafter.items()
             if key not in (*LAYOUT_SETTINGS, *layout.covers)
         },
-        "description": by_choice_name(
+        "description": save_groups(
             {k: drafter.description[k] for k in DESCRIPTION_KEYS if drafter.description.get(k)}
         ),
         "spectrain_version": package_versions().get("spectrain"),

@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.build import GroupSpec, check_node
-from spectrain.config.choices import by_choice_name, choice_name
+from spectrain.config.build import GroupSpec, check_node, save_groups
+from spectrain.config.choices import choice_name
 from spectrain.config.saved import parse_description, parse_groups
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.layers.block_drafter import default_layers
@@ -173,7 +173,7 @@ class NativeLayout(Layout):
             write_tensors(directory / "adapter_model.safetensors", adapters)
             write_json(directory / "adapter_config.json", drafter.description["adapter_config"])
         write_tensors(directory / "model.safetensors", rest)
-        write_json(directory / "config.json", by_choice_name(description))
+        write_json(directory / "config.json", save_groups(description))
 
     def _check_id_order(self, drafter: DrafterCheckpoint) -> None:
         ids = drafter.tensors.get("d2t")

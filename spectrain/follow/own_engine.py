@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from spectrain.config.build import GroupSpec, register_resolvers
+from spectrain.config.build import register_resolvers
 from spectrain.data.chat import tokenize_prompt
 from spectrain.data.messages import Conversation
 from spectrain.decoding.acceptance import AcceptanceRule
@@ -76,10 +76,8 @@ class DecodingThread:
 
     def __init__(self, run: str, num_tokens: int) -> None:
         self.folder = str(require_drafter_directory("run", run))
-        description = load_description(Path(self.folder), None)
-        self.target: Target = (
-            GroupSpec.from_node("target", description["target"]).named_by(self.folder).build()
-        )
+        target = load_description(Path(self.folder), None).target
+        self.target: Target = target.named_by(self.folder).build()
         self.target.template = self.target.template.with_clock()
         self.target.pack_weights()
         self.drafter = self.load(self.folder)

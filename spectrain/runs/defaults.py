@@ -12,12 +12,10 @@ from spectrain.config.resolve import LowerLayers, default_group
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import UserError
 
-from .drafters import load_description
+from .drafters import DESCRIBED_GROUPS, load_description
 from .folder import find_drafter_directory, require_drafter_directory
 
 SCORED_GROUPS = ("target", "drafter", "tree", "acceptance", "eval")
-DESCRIBED_GROUPS = ("drafter", "target", "tree", "acceptance")
-"""Groups that a drafter's own description holds."""
 
 
 def resolve_eval_spec(config: Mapping[str, Any]) -> tuple[RunSpec, Path]:
@@ -87,14 +85,14 @@ def load_saved_settings(
     """
     directory = require_drafter_directory("run", folder)
     description = load_description(directory, target)
-    if not description.get("target") and not target:
+    if not description.target and not target:
         raise UserError(
             f"{directory / 'config.json'}: it does not say which target it is for; say it, as in "
             "target=tiny"
         )
-    saved = {key: description[key] for key in DESCRIBED_GROUPS if description.get(key)}
-    saved["recipe_name"] = description.get("recipe")
+    saved = [getattr(description, group) for group in DESCRIBED_GROUPS]
     if (folder / "config.yaml").exists():
         spec = RunSpec.load(folder / "config.yaml")
-        saved |= {group: getattr(spec, group).node for group in groups if getattr(spec, group)}
-    return saved
+        saved += [getattr(spec, group) for group in groups]
+    nodes: dict[str, Any] = {group.group: group.node for group in saved if group}
+    return {**nodes, "recipe_name": description.recipe_name}

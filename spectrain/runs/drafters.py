@@ -47,6 +47,8 @@ from .folder import (
     require_drafter_directory,
 )
 
+DESCRIBED_GROUPS = ("drafter", "target", "tree", "acceptance")
+"""Groups that a drafter's own description holds."""
 # Target name -> drafter.
 SHIPPED_BY_TARGET = {"smollm2-135m-q4_1": "smollm2-eagle3"}
 
@@ -105,9 +107,7 @@ def build_drafter(spec: GroupSpec, target: Target) -> Drafter:
     """
     directories = list_inner_directories(spec)
     for key, index, directory in directories:
-        description: Any = GroupSpec.from_node(
-            "drafter", load_description(directory, None)["drafter"]
-        ).save()
+        description: Any = load_description(directory, None).drafter.save()
         if index is not None:
             description = [*spec.get(key)[:index], description, *spec.get(key)[index + 1 :]]
         spec = spec.with_settings(**{key: description}).named_by(directory)
@@ -208,8 +208,7 @@ def explain_malformed(directory: Path) -> Iterator[None]:
 
 def load_for_decoding(directory: Path, target: Target) -> Drafter:
     """Return the drafter of a drafter directory, with its own settings, as it decodes."""
-    node = load_description(directory, None)["drafter"]
-    spec = RunSpec(drafter=GroupSpec.from_node("drafter", node).named_by(directory))
+    spec = RunSpec(drafter=load_description(directory, None).drafter.named_by(directory))
     return prepare_for_decoding(load_drafter(spec, directory, target), target)
 
 
@@ -260,14 +259,15 @@ def is_native(directory: Path) -> bool:
     return not isinstance(config, dict) or "drafter" in config
 
 
-def load_description(directory: Path, target: GroupSpec | None) -> dict[str, Any]:
-    """Return the settings of a drafter, its target, tree and acceptance rule from config.json.
+def load_description(directory: Path, target: GroupSpec | None) -> RunSpec:
+    """Return the settings of a drafter, its target, tree and acceptance rule from config.json, and
+    the name of its recipe.
 
     The config of another project is translated, with the `target` that the command names.
     """
     settings: Any = target.node if target else None
     if is_native(directory):
-        return parse_description(read_config(directory), directory / "config.json")
+        return read_described(parse_description(read_config(directory), directory / "config.json"))
     foreign: DrafterCheckpoint = read_drafter(
         directory, TargetFiles.from_settings(settings) if settings else None
     )
@@ -279,7 +279,13 @@ def load_description(directory: Path, target: GroupSpec | None) -> dict[str, Any
             f"target: the files in {directory} do not say which target they are for; say it, as "
             "in target=tiny"
         )
-    return {"drafter": foreign.drafter, "target": settings, **foreign.description}
+    return read_described({"drafter": foreign.drafter, "target": settings, **foreign.description})
+
+
+def read_described(description: Mapping[str, Any]) -> RunSpec:
+    """Return the groups of a drafter's description, as nodes, and its recipe as a spec."""
+    spec = RunSpec.from_nodes({key: description.get(key) for key in DESCRIBED_GROUPS})
+    return replace(spec, recipe_name=description.get("recipe"))
 
 
 def load_training_facts(run: Path) -> dict[str, Any] | None:
@@ -363,7 +369,7 @@ def apply_init_shape(spec: RunSpec) -> RunSpec:
     if not spec.drafter.get("init"):
         return spec
     directory = require_drafter_directory("drafter.init", spec.drafter.get("init"))
-    saved = GroupSpec.from_node("drafter", load_description(directory, spec.target)["drafter"])
+    saved = load_description(directory, spec.target).drafter
     if saved.choice != spec.drafter.choice:
         raise UserError(
             f"drafter.init={directory}: it holds drafter={saved.choice}; choose the recipe of "
@@ -431,14 +437,13 @@ def is_shipped(drafter: GroupSpec) -> bool:
 def load_shipped_drafter(name: str, target: Target) -> Drafter:
     """Load a shipped drafter with its weights; raise a UserError if they do not fit the target."""
     description = load_description(SHIPPED_FOLDER / name, None)
-    family = GroupSpec.from_node("drafter", description["drafter"])
+    family = description.drafter
     drafter: Drafter = family.build(target=target)
     try:
         load_weights(drafter, SHIPPED_FOLDER / name, target)
     except UserError as error:
-        trained_for = GroupSpec.from_node("target", description["target"]).choice
         raise UserError(
-            f"drafter={name}: it is for target={trained_for}, and {target.name} is another model; "
-            f"train one for it, as in spectrain train recipe={family.choice}"
+            f"drafter={name}: it is for target={description.target.choice}, and {target.name} is "
+            f"another model; train one for it, as in spectrain train recipe={family.choice}"
         ) from error
     return drafter

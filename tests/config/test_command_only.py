@@ -17,9 +17,8 @@ from torch import ones
 
 from spectrain.cli.interface import compose_config, hydra_context
 from spectrain.config import command_only
-from spectrain.config.build import GroupSpec
+from spectrain.config.build import GroupSpec, save_groups
 from spectrain.config.choices import (
-    by_choice_name,
     choice_files,
     conf_folders,
     list_constructors,
@@ -121,7 +120,7 @@ def test_no_file_sets_it_and_lint_reports_it(
     files = DrafterFiles(run / "drafter", {}, {})
     readers: dict[str, Any] = {
         "config.yaml": lambda: RunSpec.load(run / "config.yaml").to_nodes(),
-        "config.json": lambda: load_description(run / "drafter", None),
+        "config.json": lambda: load_description(run / "drafter", None).to_nodes(),
         "spectrain.json": lambda: files.read_metadata().description,
     }
     for name, read in readers.items():
@@ -135,7 +134,7 @@ def test_no_file_sets_it_and_lint_reports_it(
             and "is ignored" in lines[0]
         )
     # Constructed nodes are saved without it too.
-    assert without(by_choice_name({setting.group: {"_target_": "x.Y", **node}}))
+    assert without(save_groups({setting.group: {"_target_": "x.Y", **node}}))
     if setting.group in CHOICES:
         settings = {key: value for key, value in node.items() if key != "choice"}
         assert without({setting.group: GroupSpec(setting.group, node["choice"], settings).save()})

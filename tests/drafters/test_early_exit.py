@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spectrain.cli.main import main
-from spectrain.config.build import build
-from spectrain.config.choices import resolve_choice
+from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
@@ -761,7 +760,7 @@ def test_a_saved_drafter_names_its_exit(tiny: Target, tmp_path: Path) -> None:
     """
     save_exit_drafter(tiny, tmp_path / "drafter", max_dropout=0.3)
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
-    reloaded: EarlyExit = build(resolve_choice("drafter", described, ""), target=tiny)
+    reloaded: EarlyExit = GroupSpec.from_saved("drafter", described, "").build(target=tiny)
     load_weights(reloaded, tmp_path / "drafter")
     assert (
         described["exit_layer"] == reloaded.exit_layer == EarlyExit(tiny).exit_layer == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.config.choices import resolve_choice
+from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
@@ -152,7 +152,7 @@ def test_training_goes_on_from_a_foreign_checkpoint(
     are.
     """
     start = make(tmp_path / "start", tiny)
-    drafter = {**resolve_choice("drafter", {"choice": family}, ""), "init": str(start)}
+    drafter = {**GroupSpec("drafter", family).node, "init": str(start)}
     spec = apply_init_shape(RunSpec.from_nodes({"drafter": drafter, "target": TINY.settings}))
     module = spec.drafter.build(target=tiny)
     load_weights(module, start, tiny)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.config.choices import resolve_choice
+from spectrain.config.build import GroupSpec
 from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -290,7 +290,7 @@ def test_training_goes_on_from_a_foreign_checkpoint(tiny: Target, tmp_path: Path
     """
     start = foreign.write_speculators_dflash(tmp_path / "start", tiny)
     drafter = {
-        **resolve_choice("drafter", {"choice": "dflash"}, ""),
+        **GroupSpec("drafter", "dflash").node,
         "init": str(start),
         "block_size": 4,
     }

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from spectrain.config.build import build
+from spectrain.config.build import GroupSpec, build, save_groups
 from spectrain.config.choices import (
-    by_choice_name,
     named_folders,
-    resolve_choice,
     set_choice_folders,
 )
 from spectrain.config.spec import RunSpec
@@ -42,10 +40,9 @@ def test_a_configuration_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_that_code_may_run_is_never_saved() -> None:
     """The consent to run a target's code is the command's alone."""
-    node = resolve_choice(
-        "target", {"choice": "hf", "model": "a/b", "trust_remote_code": True}, "here"
-    )
-    assert by_choice_name({"target": node}) == {"target": {"choice": "hf", "model": "a/b"}}
+    saved = {"choice": "hf", "model": "a/b", "trust_remote_code": True}
+    spec = GroupSpec.from_saved("target", saved, "here")
+    assert spec.save() == {"choice": "hf", "model": "a/b"}
 
 
 def test_a_choice_of_the_user_s_own_folder(tmp_path: Path) -> None:
@@ -54,18 +51,17 @@ def test_a_choice_of_the_user_s_own_folder(tmp_path: Path) -> None:
     """
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "mine.yaml").write_text("_target_: mine.Drafter\n")
-    saved = by_choice_name(
-        {"drafter": {"_target_": "spectrain.drafters.ngram.Ngram"}, "tree": None}
-    )
+    saved = save_groups({"drafter": {"_target_": "spectrain.drafters.ngram.Ngram"}, "tree": None})
     assert saved == {"drafter": {"choice": "ngram"}, "tree": None}
     with pytest.raises(UserError, match="drafter=mine: there is no such choice; .*--config-dir"):
-        resolve_choice("drafter", {"choice": "mine"}, "config.json")
+        GroupSpec.from_saved("drafter", {"choice": "mine"}, "config.json")
     try:
         set_choice_folders(named_folders(["--config-dir", str(tmp_path)]))
         node = {"_target_": "mine.Drafter", "size": 3}
-        assert by_choice_name({"drafter": node})["drafter"] == {"choice": "mine", "size": 3}
-        assert resolve_choice("drafter", {"choice": "mine", "size": 3}, "config.json") == node
-        assert resolve_choice("drafter", node, "config.json") == node
+        saved = {"choice": "mine", "size": 3}
+        spec = GroupSpec.from_saved("drafter", saved, "config.json")
+        assert (spec.node, spec.save()) == (node, saved)
+        assert GroupSpec.from_saved("drafter", node, "config.json") == spec
         with pytest.raises(UserError, match="mine.Drafter is not found; PYTHONPATH"):
             build(node)
     finally:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from spectrain.cli.export import export_command, lint_command
 from spectrain.config.build import GroupSpec, build
-from spectrain.config.choices import list_constructors, resolve_choice
+from spectrain.config.choices import list_constructors
 from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
@@ -277,12 +277,10 @@ def run_command(way: str, directory: Path, out: Path, tiny: Target) -> None:
         open_drafter(way, directory, tiny)
     elif way == "train":
         drafter = {
-            **resolve_choice("drafter", {"choice": directory.name.split("-")[0]}, ""),
+            **GroupSpec("drafter", directory.name.split("-")[0]).node,
             "init": str(directory),
         }
-        spec = RunSpec.from_config(
-            {"drafter": drafter, "target": resolve_choice("target", {"choice": "tiny"}, "")}
-        )
+        spec = RunSpec.from_config({"drafter": drafter, "target": GroupSpec("target", "tiny").node})
         load_drafter(apply_init_shape(spec), directory, tiny)
     elif way == "export":
         export_command(str(directory), "spectrain", str(out))

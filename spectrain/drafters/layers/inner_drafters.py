@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from spectrain.config.build import build
-from spectrain.config.choices import resolve_choice
+from spectrain.config.build import GroupSpec
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.drafters.capabilities import DraftingCost
 from spectrain.features.batch import Batch
@@ -58,5 +57,6 @@ def build_inner(
     description for a file.
     """
     settings: dict[str, Any] = {"choice": choice} if isinstance(choice, str) else choice
-    drafter: Drafter = build(resolve_choice("drafter", settings, f"drafter.{key}"), target=target)
+    spec = GroupSpec.from_saved("drafter", settings, f"drafter.{key}")
+    drafter: Drafter = spec.build(target=target)
     return drafter, {**settings, **drafter.saved.settings}

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spectrain.config.build import build
-from spectrain.config.choices import resolve_choice
+from spectrain.config.build import GroupSpec, build
 from spectrain.config.spec import RunSpec
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
@@ -345,8 +344,9 @@ def test_a_searched_set_is_saved_and_not_searched_again(
     num_measured = len(measured_sets)
     save_drafter(tmp_path / "drafter", drafter, RunSpec.from_nodes({"drafter": node}))
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
-    assert resolve_choice("drafter", described, "") == {**node, "skipped": sorted(drafter.skipped)}
-    reloaded: LayerSkipping = build(resolve_choice("drafter", described, ""), target=tiny)
+    spec = GroupSpec.from_saved("drafter", described, "")
+    assert spec.node == {**node, "skipped": sorted(drafter.skipped)}
+    reloaded: LayerSkipping = spec.build(target=tiny)
     load_weights(reloaded, tmp_path / "drafter")
     tune_drafter(reloaded, tiny, lambda: PROMPTS, 3)
     assert reloaded.skipped == drafter.skipped and reloaded.saved.settings == drafter.saved.settings
