@@ -33,7 +33,10 @@ def set_choice_folders(folders: Iterable[Path]) -> None:
     _named_folders[:] = [folder.resolve() for folder in folders]
 
 
-def _list_folders() -> tuple[Path, ...]:
+def list_folders() -> tuple[Path, ...]:
+    """Return the folders of choices: conf/, those of installed packages, and those that the command
+    names.
+    """
     return (PACKAGE_ROOT / "conf", *list_conf_folders(), *_named_folders)
 
 
@@ -41,7 +44,7 @@ def list_constructors(group: str) -> dict[str, str]:
     """Return choice -> import path of its constructor, those of conf/ first; empty choices are
     left out.
     """
-    return _read_constructors(_list_folders()).get(group, {})
+    return _read_constructors(list_folders()).get(group, {})
 
 
 @cache
@@ -96,7 +99,7 @@ def find_group(target: str) -> str:
     """Return the group that has a choice with this constructor; raise a UserError if no yaml
     names it.
     """
-    for group, paths in _read_constructors(_list_folders()).items():
+    for group, paths in _read_constructors(list_folders()).items():
         if target in paths.values():
             return group
     raise UserError(

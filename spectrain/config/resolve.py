@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from .build import GroupSpec, Layer, check_config, to_containers
-from .choices import choice_files, conf_folders, list_constructors, load_schema, load_yaml
+from .choices import choice_files, list_constructors, list_folders, load_schema, load_yaml
 
 Layers = dict[str, dict[str, Layer]]
 """Group -> name of a setting, or "choice" -> the layer that sets it."""
@@ -44,7 +44,8 @@ def resolve(
     """Return a command's checked settings by key: groups as GroupSpec, other keys as plain values.
 
     All that is composed counts as the command's where its `words` are None, as for a command whose
-    groups are null in conf/. A UserError names the key that is wrong.
+    groups are null in conf/. With `lower` layers the configuration is of plain containers. A
+    UserError names the key that is wrong.
     """
     allowed_keys = list(allowed_keys)
     origin = None
@@ -52,7 +53,7 @@ def resolve(
         checked = check_config(config, allowed_keys)
         layers = find_layers(checked, words, recipe)
     else:
-        composed, requested = split_command(to_containers(config), words)
+        composed, requested = split_command(config, words)
         merged, layers = merge_layers(
             {"config": {**lower.config, **composed}, "run": lower.run, "command": requested}
         )
@@ -85,7 +86,7 @@ def find_layers(
 ) -> Layers:
     """Return the layers of a composed configuration, which no run has settings for."""
     named = None if words is None else find_named_keys(words)
-    path = choice_files("recipe", conf_folders()).get(recipe or "")
+    path = choice_files("recipe", list_folders()).get(recipe) if recipe else None
     values = load_yaml(path) if path is not None else {}
     changed = {
         group.removeprefix("override /") for entry in values.get("defaults", ()) for group in entry
@@ -144,7 +145,7 @@ def merge_layers(settings: Mapping[Layer, Mapping[str, Any]]) -> tuple[dict[str,
             if isinstance(node, Mapping):
                 own = dict.fromkeys(map(setting_name, node), layer)
             if isinstance(node, Mapping) and "_target_" not in node and merged.get(group):
-                merged[group] = to_containers(OmegaConf.merge(merged[group], node))
+                merged[group] = merge_values(merged[group], node)
                 layers[group] = {**layers[group], **own}
             else:
                 merged[group] = node
@@ -152,11 +153,23 @@ def merge_layers(settings: Mapping[Layer, Mapping[str, Any]]) -> tuple[dict[str,
     return merged, layers
 
 
+def merge_values(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings changed by those above them, mappings entry by entry."""
+    merged = dict(below)
+    for key, value in above.items():
+        earlier = below.get(key)
+        if isinstance(value, Mapping) and isinstance(earlier, Mapping):
+            merged[key] = merge_values(earlier, value)
+        else:
+            merged[key] = value
+    return merged
+
+
 def default_group(group: str) -> GroupSpec:
     """Return a group as a training takes it where nothing chooses it; an empty one if it has no
     default choice.
     """
     file = Path(group) / f"{load_schema('train').groups[group]}.yaml"
-    path = next((folder / file for folder in conf_folders() if (folder / file).exists()), None)
+    path = next((folder / file for folder in list_folders() if (folder / file).exists()), None)
     node = to_containers(OmegaConf.create(load_yaml(path))) if path is not None else {}
     return GroupSpec.from_node(group, node, dict.fromkeys(map(setting_name, node), "config"))

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spectrain.config.build import GroupSpec
+from spectrain.config.build import GroupSpec, Layer
 from spectrain.config.spec import RunSpec
 from spectrain.data.chat import tokenize_prompt
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, OpenSampling
@@ -598,12 +598,14 @@ def test_a_chain_comes_first_unless_a_tree_that_drafts_is_requested(
     """A requested tree and a sweep keep the chain of 3 from coming first; a tree that may draft
     nothing does not.
     """
-    for overrides, measured in (
-        (["recipe=eagle3", "trainer.lr=1"], True),
-        (["tree=chain"], False),
-        (["++tree.depth=3"], False),
-    ):
-        spec = RunSpec(eval=GroupSpec("eval", "default"), overrides=tuple(overrides))
+    layers: list[tuple[dict[str, Layer], bool]] = [
+        ({"choice": "recipe", "depth": "recipe"}, True),
+        ({"choice": "command", "depth": "command"}, False),
+        ({"choice": "config", "depth": "command"}, False),
+    ]
+    for tree_layers, measured in layers:
+        tree = GroupSpec("tree", "chain", {"depth": 3}, layers=tree_layers)
+        spec = RunSpec(eval=GroupSpec("eval", "default"), tree=tree)
         assert spec.with_default_tree().eval.get("measured") == measured
     eagle3 = Eagle3(shallow, vocab_size=512)
     ngram = Ngram(shallow)
