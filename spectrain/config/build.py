@@ -46,7 +46,6 @@ Layer = Literal["default", "config", "recipe", "run", "command"]
 # "config" is what conf/ chooses, and "run" is a file that the command names.
 LAYERS: tuple[Layer, ...] = typing.get_args(Layer)
 RUN: Layer = "run"
-NO_LAYERS: Mapping[str, Layer] = types.MappingProxyType({})
 # Messages for numbers out of bounds, by pydantic's name of the error.
 BOUND_TEXTS = {
     "greater_than_equal": "use {ge} or more",
@@ -113,14 +112,14 @@ class GroupSpec:
         cls,
         group: str,
         node: Any,
-        layers: Mapping[str, Layer] = NO_LAYERS,
+        layers: Mapping[str, Layer] | None = None,
         origin: Path | None = None,
     ) -> GroupSpec:
         """Read a node of hydra, with a `_target_` and settings, or an empty one."""
         plain = to_containers(node or {})
         settings = {key: value for key, value in plain.items() if key != "_target_"}
         choice = choice_name(group, plain) if "_target_" in plain else None
-        return cls(group, choice, settings, layers, None if origin is None else str(origin))
+        return cls(group, choice, settings, layers or {}, None if origin is None else str(origin))
 
     @classmethod
     def from_saved(cls, group: str, saved: Mapping[str, Any], location: str) -> GroupSpec:

@@ -81,21 +81,15 @@ class RunSpec:
         """Return all settings in their saved form: groups by choice, without a recipe's name
         where none was named.
         """
-        groups = {group: getattr(self, group).save() for group in GROUPS}
-        return {
-            **groups,
-            "run": self.run,
-            **({} if self.recipe_name is None else {"recipe_name": self.recipe_name}),
-        }
+        return self._add_names({group: getattr(self, group).save() for group in GROUPS})
 
     def to_nodes(self) -> dict[str, Any]:
         """Return all settings as plain containers, groups as nodes of hydra."""
-        groups = {group: getattr(self, group).node for group in GROUPS}
-        return {
-            **groups,
-            "run": self.run,
-            **({} if self.recipe_name is None else {"recipe_name": self.recipe_name}),
-        }
+        return self._add_names({group: getattr(self, group).node for group in GROUPS})
+
+    def _add_names(self, groups: dict[str, Any]) -> dict[str, Any]:
+        recipe = {} if self.recipe_name is None else {"recipe_name": self.recipe_name}
+        return {**groups, "run": self.run, **recipe}
 
     def with_settings(self, group: str, **changes: Any) -> RunSpec:
         """Return the spec with other settings of one group."""
