@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from spectrain.config.build import GroupSpec, check_node, to_containers
+from spectrain.config.build import GroupSpec, to_containers
+from spectrain.config.check import check_node
 from spectrain.config.resolve import LowerLayers, default_group
 from spectrain.config.spec import RunSpec, read_run
 from spectrain.errors import UserError

@@ -138,7 +138,7 @@ def check_words(command: str, words: list[str]) -> None:
     """Raise a UserError for the first word that fits no configuration, or that its constructor
     refuses.
     """
-    from spectrain.config.build import check_overrides
+    from spectrain.config.check import check_overrides
 
     schema = load_schema(COMMANDS[command].config or "")
     folders = conf_folders(words)

@@ -16,7 +16,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from .build import GroupSpec, Layer, check_config, to_containers
+from .build import GroupSpec, Layer, to_containers
+from .check import check_config
 from .choices import choice_files, list_constructors, list_folders, load_schema, load_yaml
 
 Layers = dict[str, dict[str, Layer]]

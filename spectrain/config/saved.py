@@ -14,7 +14,8 @@ import yaml
 from spectrain.errors import UserError
 from spectrain.files import read_text
 
-from .build import GroupSpec, find_directives
+from .build import GroupSpec
+from .check import find_directives
 from .command_only import drop_command_only, list_saved_settings
 
 # Bytes; the settings of a model take a few thousand.

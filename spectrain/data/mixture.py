@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.config.build import GroupSpec, check_value, settings_by_name
+from spectrain.config.build import GroupSpec
+from spectrain.config.check import check_value, settings_by_name
 from spectrain.config.choices import list_constructors
 from spectrain.errors import UserError, suggest_nearest
 from spectrain.models.chat_template import ChatTemplate

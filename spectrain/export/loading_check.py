@@ -4,7 +4,8 @@ built without weights.
 
 from __future__ import annotations
 
-from spectrain.config.build import GroupSpec, check_node
+from spectrain.config.build import GroupSpec
+from spectrain.config.check import check_node
 from spectrain.errors import UserError
 from spectrain.training.checkpoints import find_mismatches
 

@@ -10,7 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from spectrain.config.build import GroupSpec, check_node, save_groups
+from spectrain.config.build import GroupSpec, save_groups
+from spectrain.config.check import check_node
 from spectrain.config.choices import choice_name
 from spectrain.config.saved import parse_description, parse_groups
 from spectrain.drafters.base import Drafter

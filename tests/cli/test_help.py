@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from spectrain.cli import help
 from spectrain.cli import main as cli
 from spectrain.cli.overrides import allow_new_keys, check_words, list_config_groups, to_settings
-from spectrain.config.build import check_config
+from spectrain.config.check import check_config
 from spectrain.config.choices import (
     choice_files,
     conf_folders,

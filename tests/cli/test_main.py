@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from spectrain.cli import main as cli
 from spectrain.cli.overrides import allow_new_keys, list_config_groups, to_settings
-from spectrain.config.build import check_config
+from spectrain.config.check import check_config
 from spectrain.config.spec import RunSpec
 from spectrain.errors import UserError
 

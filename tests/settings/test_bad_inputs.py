@@ -17,7 +17,8 @@ import spectrain
 from spectrain.cli.chat import Chat, TerminalChat
 from spectrain.cli.main import with_exit_codes
 from spectrain.cli.overrides import check_words
-from spectrain.config.build import build, check_overrides
+from spectrain.config.build import build
+from spectrain.config.check import check_overrides
 from spectrain.config.choices import load_schema
 from spectrain.config.spec import RunSpec
 from spectrain.data.readers import JsonlReader

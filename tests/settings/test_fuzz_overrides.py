@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from spectrain.cli import main as command_line
-from spectrain.config.build import check_node
+from spectrain.config.check import check_node
 from spectrain.config.choices import choice_files, conf_folders, load_schema, load_yaml
 from spectrain.config.signatures import list_keys
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from spectrain.cli.overrides import check_words
-from spectrain.config.build import check_node, check_overrides
+from spectrain.config.check import check_node, check_overrides
 from spectrain.config.choices import choice_files, conf_folders, load_schema, load_yaml
 from spectrain.config.signatures import list_keys
 from spectrain.errors import UserError
