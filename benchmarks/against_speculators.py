@@ -226,6 +226,7 @@ class Comparison:
                     "recipe": "eagle3",
                     "target": self.name,
                     "optimizer": optimizer,
+                    "schedule": "cosine",
                     "trainer.lr": float(lr),
                     "trainer.seed": seed,
                     "trainer.packing": True,

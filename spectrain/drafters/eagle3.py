@@ -102,7 +102,7 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
         if freeze_output and start == "random":
             raise UserError(
                 "drafter.freeze_output=true: a random output layer must learn; use "
-                "drafter.start=target or fitted"
+                "drafter.start=target or fitted, or drafter.freeze_output=false"
             )
         frozen = (
             [self.embed_tokens, self.lm_down, self.lm_head]
