@@ -233,11 +233,10 @@ def _format_line(metrics: dict[str, Any]) -> str:
         f"{metrics['tokens_per_second']:.0f} tokens/s"
     )
     held_out = metrics.get("held_out")
-    if held_out and held_out["acceptance"]:  # what copies is asked for no distribution
-        rates = " ".join(f"{value:.2f}" for value in held_out["acceptance"])
+    if held_out and held_out["agreement"]:
+        rates = " ".join(f"{value:.2f}" for value in held_out["agreement"])
         line += (
-            f"; held out: acceptance {rates}, forecast {held_out['forecast']:.2f} tokens per "
-            "forward"
+            f"; held out: agreement {rates}, forecast {held_out['forecast']:.2f} tokens per forward"
         )
     line += _format_waits(metrics)
     return line + (f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else "")

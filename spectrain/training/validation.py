@@ -161,9 +161,10 @@ def measure_acceptance(drafter: Drafter, target: Target, held_out: HeldOutTexts)
     Every draft before the judged one is correct. `agreement` is the share of places at which the
     most likely draft is the target's most likely token, `acceptance` the mean sum of min(p, q),
     which is how often a drawn draft is accepted, and `places` the number of places. `forecast` is
-    the expected tokens per forward of a chain, 1 + a_1 + a_1 a_2 + ..., `forecast_interval` its 95
-    % interval over conversations, and `acceptance_length` the tokens per round of the chains that
-    would draft the answers. For a mixture, `by_source` holds the same for each source. The weights
+    the expected tokens per forward of a chain in greedy decoding, 1 + a_1 + a_1 a_2 + ... of the
+    agreement, `forecast_interval` its 95 % interval over conversations, `forecast_sampled` the same
+    sum of the acceptance, and `acceptance_length` the tokens per round of the chains that would
+    draft the answers. For a mixture, `by_source` holds the same for each source. The weights
     and the random numbers of the training stay as they are.
     """
     texts = held_out.texts
@@ -193,9 +194,9 @@ def summarize_acceptance(judged: ReplayedDrafts) -> Validation:
         (part.sum((0, 1))[reached] / counts).tolist() for part in (judged.hits, judged.overlaps)
     )
     influences = forecast_influences(
-        judged.overlaps.sum(1)[:, reached], judged.is_judged.sum(1)[:, reached]
+        judged.hits.sum(1)[:, reached], judged.is_judged.sum(1)[:, reached]
     )
-    forecast = 1 + sum(accumulate(acceptance, mul))
+    forecast = 1 + sum(accumulate(agreement, mul))
     metrics = {
         "agreement": [round(share, 4) for share in agreement],
         "acceptance": [round(share, 4) for share in acceptance],
@@ -203,6 +204,7 @@ def summarize_acceptance(judged: ReplayedDrafts) -> Validation:
         "acceptance_length": round(sum(rounds) / len(rounds), 4) if rounds else None,
         "forecast": round(forecast, 4),
         "forecast_interval": interval_around(forecast, influences),
+        "forecast_sampled": round(1 + sum(accumulate(acceptance, mul)), 4),
         "conversations": len(influences),
     }
     return Validation(metrics, influences)

@@ -96,7 +96,7 @@ def set_forecasts(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     steps = iter(values)
 
     def measure_next(*_: object) -> Validation:
-        return Validation({"forecast": next(steps), "acceptance": [], "places": [2000]}, [])
+        return Validation({"forecast": next(steps), "agreement": [], "places": [2000]}, [])
 
     monkeypatch.setattr(training_run, "measure_acceptance", measure_next)
 
@@ -363,7 +363,7 @@ def test_validation_measures_the_average(
 
     def record_validated(drafter: Eagle3, *_: Any) -> Validation:
         validated.append({name: value.clone() for name, value in drafter.state_dict().items()})
-        return Validation({"forecast": 1.0, "acceptance": []}, [])
+        return Validation({"forecast": 1.0, "agreement": []}, [])
 
     monkeypatch.setattr(training_run, "measure_acceptance", record_validated)
     weights, *_ = fit_drafter(shallow, tmp_path, held_out=1, ema=0.5, eval_every=4)
