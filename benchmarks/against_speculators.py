@@ -226,7 +226,6 @@ class Comparison:
                     "recipe": "eagle3",
                     "target": self.name,
                     "optimizer": optimizer,
-                    "schedule": "cosine",
                     "trainer.lr": float(lr),
                     "trainer.seed": seed,
                     "trainer.packing": True,

@@ -254,10 +254,10 @@ last. From other starts it is behind on SmolLM2. A lead of 10 % was the goal. It
 tokens are seen, so most of it seems to come from a better start, not from learning more from each
 token.
 
-Rows of the fitted start with AdamW have the recipe's settings and a cosine; those with Muon have
-the library's three norms, `drafter.step_decay=1`, `schedule=linear` and `trainer.clip=1`. A frozen
-output layer is `drafter.freeze_output=true`; it changes little on SmolLM2 and costs 3 % on tiny.
-The fit reads up to 65,536 of the tokens that the training then sees.
+Rows of the fitted start with AdamW have the recipe's settings; those with Muon have the library's
+three norms, `drafter.step_decay=1`, `schedule=linear` and `trainer.clip=1`. A frozen output layer
+is `drafter.freeze_output=true`; it changes little on SmolLM2 and costs 3 % on tiny. The fit reads
+up to 65,536 of the tokens that the training then sees.
 
 On SmolLM2 most rates were run with one seed, and the large budget with two rates of the library and
 one of spectrain; the library was better at the lower one. An earlier version of the page compared

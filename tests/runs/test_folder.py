@@ -46,7 +46,7 @@ def test_a_run_goes_on_under_its_own_settings_only(tmp_path: Path) -> None:
     check_settings(tmp_path, specs["++trainer.log_every=3",])
     for words, message in (
         (("optimizer=muon",), "optimizer=muon: .*began with adamw"),
-        (("schedule=wsd",), "schedule=wsd: .*linear"),
+        (("schedule=wsd",), "schedule=wsd: .*cosine"),
     ):
         with pytest.raises(UserError, match=message):
             check_settings(tmp_path, specs[words])
