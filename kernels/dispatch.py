@@ -1,11 +1,12 @@
 """Where kernels run: on a GPU, or for tests in Triton's interpreter. SPECTRAIN_KERNELS=reference
-or =triton overrides it.
+or =triton overrides it. On a CPU an installed package may bring kernels of its own.
 """
 
 import inspect
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -53,3 +54,30 @@ def _is_supported(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+FindKernel = Callable[[str], Callable[..., Any] | None]
+
+
+@cache
+def cpu_kernel_sources() -> tuple[FindKernel, ...]:
+    """Return the functions by which installed packages find their kernels of a CPU by the names of
+    operations: their entry points in the group spectrain.kernels.
+    """
+    entries = {entry.value: entry for entry in entry_points(group="spectrain.kernels")}
+    return tuple(entries[value].load() for value in sorted(entries))
+
+
+def run_on_cpu(operation: str, *operands: Any) -> Any:
+    """Return what an installed package's kernel of an operation computes for operands on a CPU;
+    None where there is no kernel or it does not serve these operands, so that the reference runs.
+    The first operand tells the device, unless it is no tensor.
+    """
+    if isinstance(operands[0], torch.Tensor) and operands[0].device.type != "cpu":
+        return None
+    for find_kernel in cpu_kernel_sources():
+        kernel = find_kernel(operation)
+        result = None if kernel is None else kernel(*operands)
+        if result is not None:
+            return result
+    return None

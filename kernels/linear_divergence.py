@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cpu_divergence import argmax_logits, compare_logits, has_loss_kernels
-from .dispatch import runs_on
+from .dispatch import run_on_cpu, runs_on
 from .onednn import fast_linear
 from .row_kl import (
     TargetLogits,
@@ -181,8 +180,10 @@ def _argmax_and_log_z(target: TargetLogits) -> tuple[Tensor, Tensor]:
     if can_run_kernel(target.products):
         outputs: tuple[Tensor, Tensor] = row_argmax(target.products, target.scale, target.softcap)
         return outputs
-    if has_loss_kernels(target.products, target.softcap):
-        return argmax_logits(target, with_log_z=True)
+    on_cpu = run_on_cpu("loss", target.products, target.softcap)
+    if on_cpu is not None:
+        outputs = on_cpu.argmax(target, with_log_z=True)
+        return outputs
     best, log_z = zip(
         *((logits.argmax(-1), logits.logsumexp(-1)) for logits in _iterate_blocks(target))
     )
@@ -195,8 +196,10 @@ def _argmax_rows(target: TargetLogits) -> Tensor:
     """
     if can_run_kernel(target.products):
         return _argmax_and_log_z(target)[0]
-    if has_loss_kernels(target.products, target.softcap):
-        return argmax_logits(target, with_log_z=False)[0]
+    on_cpu = run_on_cpu("loss", target.products, target.softcap)
+    if on_cpu is not None:
+        best: Tensor = on_cpu.argmax(target, with_log_z=False)[0]
+        return best
     return torch.cat([logits.argmax(-1) for logits in _iterate_blocks(target)])
 
 
@@ -363,7 +366,8 @@ class _DivergenceTask:
             else self.row_weight[rows].to(dtype)
         )
         if isinstance(target, TargetLogits) and not can_run_kernel(product):
-            return compare_logits(product, target, weight, self.head.scale, with_grad)
+            on_cpu = run_on_cpu("loss", product, self.head.softcap)
+            return on_cpu.compare(product, target, weight, self.head.scale, with_grad)
         if isinstance(target, TargetLogits):
             target_products = target.products
             target_settings = target[1:]
@@ -402,10 +406,10 @@ class _DivergenceTask:
         if isinstance(self.labels, TopK):
             return None, self.labels.ids[rows], self.labels.p[rows].to(dtype)
         if self.divergence is None and hasattr(self.labels, "target_logits"):
-            by_cpu_kernel = has_loss_kernels(hidden, self.head.softcap)
+            by_cpu_kernel = run_on_cpu("loss", hidden, self.head.softcap) is not None
             if can_run_kernel(hidden) or by_cpu_kernel:
                 logits: TargetLogits = self.labels.target_logits(rows)
-                if not by_cpu_kernel or has_loss_kernels(logits.products, logits.softcap):
+                if not by_cpu_kernel or run_on_cpu("loss", logits.products, logits.softcap):
                     return logits
                 return logits.log_p(), None, None
         return self.labels(rows), None, None

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cpu_trees import are_served, commit_tokens
-from .dispatch import jit, runs_on
+from .dispatch import jit, run_on_cpu, runs_on
 
 try:
     import triton
@@ -158,8 +157,11 @@ def token_commit(
     where the kernel runs.
     """
     if not runs_on(texts.tokens.device):
-        if are_served(nodes, path, counts, bonus, *texts):
-            return commit_tokens(nodes, path, counts, bonus, texts)
+        committed: tuple[Tensor, Tensor] | None = run_on_cpu(
+            "commit_tokens", nodes, path, counts, bonus, texts
+        )
+        if committed is not None:
+            return committed
         return token_commit_reference(nodes, path, counts, bonus, texts)
     outputs: tuple[Tensor, Tensor] = _launch_emit(
         *(x.contiguous() for x in (nodes, path, counts, bonus)), *texts

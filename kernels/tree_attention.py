@@ -2,7 +2,7 @@
 
 Shapes: B batch, N query nodes, M appended nodes (the N new ones last), W 64-bit words of M bits, T
 key slots, H query heads, K key-value heads, D head size. First the reference in torch, which a CPU
-runs where `cpu_attention` does not; then the Triton kernels:
+runs where no kernel of an installed package does; then the Triton kernels:
 - a program takes BLOCK_M rows, each a (node, query head) pair of one key-value head, over one split
   of the key blocks: full blocks of the prefix, which all nodes see, in a loop without a mask; then
   the masked blocks: the edge of a window, the end of the prefix, and the appended nodes, whose

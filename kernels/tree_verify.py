@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from .counter import fold_in_kernel, gumbel_in_kernel
-from .cpu_trees import accept_greedy, are_served
-from .dispatch import jit, runs_on
+from .dispatch import jit, run_on_cpu, runs_on
 from .sampling_cuts import (
     ARGMAX_TILES,
     CANDIDATE_PARTS,
@@ -410,13 +409,10 @@ def tree_greedy(nodes: TreeNodes, logits: Tensor) -> Verdict:
     for tests.
     """
     if not can_run_kernel(logits):
-        if logits.dtype == torch.float32 and are_served(
-            logits, nodes.tokens, nodes.parents, nodes.can_accept
-        ):
-            return Verdict(
-                *accept_greedy(nodes.tokens, nodes.parents, nodes.can_accept, nodes.height, logits)
-            )
-        return tree_greedy_reference(nodes, logits)
+        accepted = run_on_cpu(
+            "accept_greedy", nodes.tokens, nodes.parents, nodes.can_accept, nodes.height, logits
+        )
+        return tree_greedy_reference(nodes, logits) if accepted is None else Verdict(*accepted)
     return Verdict(*_launch_match(*tree_arguments(nodes, logits), None, None, 0, 1.0, None, None))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .counter import fold_key, gumbel_noise, uniform_noise
-from .cpu_choices import can_choose_by_noise, choose_by_noise
+from .dispatch import run_on_cpu
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,10 @@ def draw_tokens(
 ) -> Tensor:
     """Draw a token of each row of logits [..., V] under its key [...] by the Gumbel-max trick,
     after the cuts of `shape_logits`."""
-    if top_k == 0 and top_p >= 1 and can_choose_by_noise(logits):
-        return choose_by_noise(logits, keys, temperature)
+    if top_k == 0 and top_p >= 1:
+        tokens: Tensor | None = run_on_cpu("choose_by_noise", logits, keys, temperature)
+        if tokens is not None:
+            return tokens
     scores = shape_logits(logits, temperature, top_k, top_p)
     return (scores + gumbel_noise(keys, logits.shape[-1])).argmax(-1)
 

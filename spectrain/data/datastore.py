@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from spectrain.config.saved import read_json_object
+from spectrain.data.stored_texts import MAX_MATCH, TEXT_END
 from spectrain.errors import UserError
 from spectrain.files import atomic_write
-from spectrain.kernels.cpu_copies import search_store
-from spectrain.kernels.stored_texts import MAX_MATCH, TEXT_END
+from spectrain.kernels.dispatch import run_on_cpu
 
 ARRAY_DTYPES = {
     "tokens": np.int32,
@@ -136,7 +136,9 @@ class Datastore:
         shorter ones follow until there are `min_matches`. If one length has too many matches,
         evenly spaced ones are taken. There are at most `max_matches`, each position once.
         """
-        found = search_store(self.tokens, self.suffixes, text, depth, max_matches, min_matches)
+        found: tuple[np.ndarray, np.ndarray] | None = run_on_cpu(
+            "search_store", self.tokens, self.suffixes, text, depth, max_matches, min_matches
+        )
         if found is not None:
             return found
         length = self.match_length(text)

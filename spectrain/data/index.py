@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.config.build import GroupSpec
+from spectrain.data.stored_texts import MAX_MATCH
 from spectrain.errors import UserError
 from spectrain.files import atomic_write, require_writable
-from spectrain.kernels.stored_texts import MAX_MATCH
 from spectrain.provenance import collect_provenance
 
 from .chat import Example

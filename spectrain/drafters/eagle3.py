@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from spectrain.config.values import Count, LayerCount, Share, Steps, VocabularySize, Width
-from spectrain.drafters.layers.compiled_cpu_eagle import find_compiled
 from spectrain.drafters.layers.eagle_layers import NORM_VARIANTS, EagleSettings, check_architecture
 from spectrain.drafters.layers.eagle_unrolled import UnrolledEagle
 from spectrain.drafters.layers.fitted_start import fit_eagle
@@ -25,6 +24,7 @@ from spectrain.drafters.layers.state_rollout import StateRollout
 from spectrain.drafters.layers.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
+from spectrain.models.accelerator import accelerator
 from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 
@@ -147,16 +147,15 @@ class Eagle3(UnrolledEagle, ContextParallelDrafter, FittedDrafter):
 
     @torch.inference_mode()
     def prepare_kernels(self) -> None:
-        compiled = find_compiled(self)
-        if compiled is not None:
-            compiled.warm_up()
+        steps = accelerator().drafter_steps(self)
+        if steps is not None:
+            steps.warm_up()
 
     def draft(self, context: Context) -> Draft:
         """Read the features of the last accepted tokens, and draft from the last of them."""
         root, cache = self.read_accepted(context)
-        compiled = find_compiled(self)
-        if compiled is not None and compiled.can_run(cache):
-            return Draft(
-                compiled.start_rollout(cache, root, context.builder.max_drafted, self.draft_ids)
-            )
-        return Draft(StateRollout(self, cache, root, self.draft_ids))
+        steps = accelerator().drafter_steps(self)
+        rollout = None
+        if steps is not None:
+            rollout = steps.start_rollout(cache, root, context.builder.max_drafted)
+        return Draft(rollout or StateRollout(self, cache, root, self.draft_ids))

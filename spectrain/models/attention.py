@@ -29,7 +29,7 @@ from spectrain.kernels.tree_attention import Visibility, eager_attention, tree_a
 
 from .cache_types import DEFAULT_OPTIONS, AttentionOptions, KeyValueShape
 from .compiled_layers import attend_layer, mark_layer_done
-from .fast import is_compiled_text, is_mergeable, merged_attention, text_attention
+from .fast import find_text_kernels, is_mergeable, merged_attention
 from .kv_cache import TreeCache
 from .masks import make_mask
 
@@ -63,9 +63,12 @@ def causal_attention(
     any."""
     longest = max(lengths or (q.shape[2],))
     is_unlimited = options.window is None or options.window >= longest
-    if is_unlimited and not needs_scores(options) and is_compiled_text(q, k, v, longest):
+    kernels = None
+    if is_unlimited and not needs_scores(options):
+        kernels = find_text_kernels(q, k, v, longest)
+    if kernels is not None:
         return attend_per_document(
-            lambda q, k, v: text_attention(q, k, v, options.scale), lengths, q, k, v
+            lambda q, k, v: kernels.attend(q, k, v, options.scale), lengths, q, k, v
         )
     return torch_causal_attention(q, k, v, lengths, options)
 

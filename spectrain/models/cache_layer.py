@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from spectrain.kernels.cpu_kernels import has_cpu_kernels
+from .accelerator import accelerator
 
 
 def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -26,7 +26,7 @@ def storage_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the type in which keys are stored: their own where kernels widen them, else that of
     attention.
     """
-    return dtype if has_cpu_kernels(dtype, device) else attention_dtype(dtype, device)
+    return dtype if accelerator().reads_keys(dtype, device) else attention_dtype(dtype, device)
 
 
 class CacheOwner(Protocol):

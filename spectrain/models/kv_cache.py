@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from spectrain.errors import UserError
-from spectrain.kernels.cpu_kernels import attend_cached, can_attend, has_cpu_kernels
+from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.kv_append import kv_append
 from spectrain.kernels.kv_commit import kv_commit
 from spectrain.kernels.tree_attention import Visibility, tree_attention
@@ -210,10 +210,13 @@ class TreeCache(Cache):
         scale = queries.shape[-1] ** -0.5 if options.scale is None else options.scale
         window, softcap, sinks = options.window, options.softcap, options.sinks
         self.write(layer, keys, values)
-        if self.kv_transform is None and has_cpu_kernels(self.dtype, queries.device):
+        if self.kv_transform is None:
             slots = self.keys_values(layer)
-            if can_attend(queries, *slots, softcap, sinks):
-                return attend_cached(queries, *slots, visibility, scale, window)
+            attended: Tensor | None = run_on_cpu(
+                "attend_cached", queries, *slots, visibility, scale, window, softcap, sinks
+            )
+            if attended is not None:
+                return attended
         return tree_attention(
             queries, *self.read(layer, keys.shape[2]), visibility, scale, window, softcap, sinks
         )

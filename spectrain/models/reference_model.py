@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from spectrain.kernels.cpu_kernels import attend_token, can_attend, has_cpu_kernels
+from spectrain.kernels.dispatch import run_on_cpu
 
 from .cache_layer import attention_dtype
 from .fast import is_packed, pack_linears, paired_forwards, unpack_linears
@@ -35,13 +35,11 @@ def _sdpa_exact(
     """
     if query.shape[2] > 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
-    slots = (key.transpose(1, 2), value.transpose(1, 2))
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    if has_cpu_kernels(query.dtype, query.device) and can_attend(
-        query, *slots, kwargs.get("softcap"), kwargs.get("s_aux")
-    ):
-        assert attention_mask is None or attention_mask.dtype == torch.bool
-        return attend_token(query, key, value, attention_mask, scale).transpose(1, 2), None
+    limits = kwargs.get("softcap"), kwargs.get("s_aux")
+    single = run_on_cpu("attend_token", query, key, value, attention_mask, scale, *limits)
+    if single is not None:
+        return single.transpose(1, 2), None
     attended, _ = sdpa_attention_forward(
         module, query.double(), key.double(), value.double(), attention_mask, *args, **kwargs
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spectrain.kernels import counter
 from spectrain.kernels.counter import fold_key, gumbel_noise
-from spectrain.kernels.cpu_trees import MAX_CHILDREN, append_children, are_served, select_nodes
+from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.randomness import DRAFT
 
 from .base import Prefix, TreeBuilder
@@ -144,13 +144,11 @@ class GrowingTree:
         the scores [B, F * K] of this new level.
         """
         width = min(width, self.log_q.shape[-1])
-        if allowed is None and self._can_append(width):
+        appended = self._append_likeliest(width) if allowed is None else None
+        if appended is not None:
             self.num_levels, self.max_width = self.num_levels + 1, max(self.max_width, width)
             self.level_start = self.tokens.shape[1]
-            tree = (self.tokens, self.parents, self.scores)
-            self.tokens, self.parents, self.scores = append_children(
-                self.log_q, width, self.rollout.draft_ids, self.frontier, tree
-            )
+            self.tokens, self.parents, self.scores = appended
             return self.scores[:, self.level_start :]
         ids, log_q = self._pick_children(width, counts)
         scores = self.scores.gather(1, self.frontier)[..., None] + log_q
@@ -201,10 +199,11 @@ class GrowingTree:
         score -inf are padding.
         """
         tree = self.tokens, self.parents, self.scores
-        if self.builder.children == "deterministic" and are_served(
-            *tree, keep := keep.contiguous()
-        ):
-            tokens, parents, scores, valid = select_nodes(keep, tree)
+        selected = None
+        if self.builder.children == "deterministic":
+            selected = run_on_cpu("select_nodes", keep, tree)
+        if selected is not None:
+            tokens, parents, scores, valid = selected
             every = torch.ones_like(valid)
             ids = self.rollout.draft_ids
             bounds = (self.num_levels, self.max_width)
@@ -234,18 +233,17 @@ class GrowingTree:
             tokens, parents, valid, every, *drawn, self.num_levels, self.max_width, scores=scores
         )
 
-    def _can_append(self, width: int) -> bool:
-        """Return whether a kernel adds the most likely children to the tree."""
-        if (
-            self.builder.children != "deterministic"
-            or self.rollout.stop_mask is not None
-            or width > MAX_CHILDREN
-        ):
-            return False
-        ids = [] if self.rollout.draft_ids is None else [self.rollout.draft_ids]
-        is_served = are_served(self.log_q, self.tokens, self.parents, self.scores, *ids)
-        self.frontier = self.frontier.contiguous()
-        return is_served and self.log_q.dtype == torch.float32
+    def _append_likeliest(self, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return tokens, parents and scores of the tree with the most likely children, or None
+        where no kernel adds them.
+        """
+        if self.builder.children != "deterministic" or self.rollout.stop_mask is not None:
+            return None
+        tree = self.tokens, self.parents, self.scores
+        appended: tuple[Tensor, Tensor, Tensor] | None = run_on_cpu(
+            "append_children", self.log_q, width, self.rollout.draft_ids, self.frontier, tree
+        )
+        return appended
 
     def _pick_children(self, width: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return draft ids [B, F, K] of children and their log q; sampled ones in the order of

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spectrain.kernels.cpu_trees import are_served, find_ancestors
+from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.round_log import tree_stats
 from spectrain.kernels.token_commit import gather_emitted
 
@@ -97,7 +97,8 @@ class TokenTree:
     @cached_value
     def _ancestors_and_depths(self) -> tuple[Tensor, Tensor] | None:
         """What a kernel finds at once, or None where it does not run."""
-        return find_ancestors(self.parents) if are_served(self.parents) else None
+        found: tuple[Tensor, Tensor] | None = run_on_cpu("find_ancestors", self.parents)
+        return found
 
     @cached_value
     def ancestors(self) -> Tensor:

@@ -19,8 +19,8 @@ from spectrain.data.datastore import (
     write_store,
 )
 from spectrain.data.index import index_command
+from spectrain.data.stored_texts import MAX_MATCH, TEXT_END
 from spectrain.errors import UserError
-from spectrain.kernels.stored_texts import MAX_MATCH, TEXT_END
 from spectrain.models.target import Target
 
 

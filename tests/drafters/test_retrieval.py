@@ -13,6 +13,7 @@ import torch
 from spectrain.config.build import GroupSpec, build
 from spectrain.config.spec import RunSpec
 from spectrain.data.datastore import hash_vocabulary, write_store
+from spectrain.data.stored_texts import TEXT_END
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.acceptance.rejection import RecursiveRejection
 from spectrain.decoding.calibration import calibrate_builders
@@ -24,7 +25,6 @@ from spectrain.drafters.hybrid import PATIENCE, Hybrid
 from spectrain.drafters.layers.copies import SOURCES, AcceptanceEstimator, Copies, Proposal
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.errors import UserError
-from spectrain.kernels.stored_texts import TEXT_END
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.runs.drafters import build_drafter, load_description, save_drafter

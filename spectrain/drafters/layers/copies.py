@@ -17,8 +17,10 @@ import numpy as np
 from spectrain.data.datastore import Datastore
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.kernels.cpu_copies import merge_continuations, prepare_copy_kernels
+from spectrain.models.accelerator import accelerator
 from spectrain.trees.trie import Trie
+
+from .merged_copies import merge_continuations
 
 # Smallest share of a copied node, as a multiple of 1 / budget: rarer nodes are seldom accepted, and
 # hundreds of them cost 1 ms.
@@ -302,7 +304,7 @@ class CopySource:
         for key, value in (("longest", longest), ("matches", matches), ("enough", enough)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
-        prepare_copy_kernels()
+        accelerator().prepare_copying()
         self.store, self.matches, self.enough = store, matches, enough
         self.texts = GrowingTexts(longest)
         self.estimator = AcceptanceEstimator()

@@ -19,13 +19,12 @@ from transformers import LlamaConfig
 from spectrain.drafters.base import Stage
 from spectrain.drafters.capabilities import Capture
 from spectrain.errors import UserError
+from spectrain.models.accelerator import accelerator
 from spectrain.models.fast import FeatureLinear
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.rope import depends_on_length
 
-from . import fused_cpu_eagle
-from .compiled_cpu_eagle import MAX_READ, find_compiled
 from .layers import (
     LAYER_KEYS,
     Attention,
@@ -263,11 +262,9 @@ class EagleDrafter(VocabularyDrafter):
         visible: Tensor | None,
     ) -> Tensor:
         """Run new nodes, append them to the cache, and return their output states [B, F, D]."""
-        compiled = find_compiled(self) if visible is None and tokens.shape[1] <= MAX_READ else None
-        if compiled is not None and compiled.can_run(cache):
-            return compiled.read_tokens(tokens, hidden, cache)
-        if fused_cpu_eagle.uses_fused_cpu(self):
-            return fused_cpu_eagle.run_layer(self, tokens, hidden, positions, cache, visible)
+        steps = accelerator().drafter_steps(self)
+        if steps is not None:
+            return steps.run(tokens, hidden, positions, cache, visible)
         rope = self.rotary(self.fc.weight.detach(), positions)
         if self.window is not None:
             cache.set_positions(positions)
@@ -281,6 +278,7 @@ class EagleDrafter(VocabularyDrafter):
 
     def log_q(self, hidden: Tensor) -> Tensor:
         """Compute log q [B, F, V] from output states [B, F, D]."""
-        if fused_cpu_eagle.uses_fused_cpu(self):
-            return fused_cpu_eagle.log_q(self, hidden)
+        steps = accelerator().drafter_steps(self)
+        if steps is not None:
+            return steps.log_q(hidden)
         return self.lm_head(self.head_inputs(hidden)).float().log_softmax(-1)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
+from spectrain.models.accelerator import accelerator
 from spectrain.models.attention import (
     ATTENTION_NAME,
     AttentionRange,
@@ -23,7 +24,7 @@ from spectrain.models.attention import (
 )
 from spectrain.models.cache_types import KeyValueShape
 from spectrain.models.compiled_layers import set_forward_context
-from spectrain.models.fast import enforce_batch_invariance, fuse_cpu_forwards, runs_rows_alone
+from spectrain.models.fast import enforce_batch_invariance
 from spectrain.models.forward_override import (
     Forward,
     checkpoint_layer,
@@ -106,7 +107,7 @@ class Standard(Architecture):
         if not plan.grad and parts.device.type == "cpu" and not self.output_tuple_size:
             is_whole = plan.span is ALL_LAYERS and call.image_inputs is None
             tokens = call.tokens if is_whole else None
-            forwards = fuse_cpu_forwards(
+            forwards = accelerator().forwards(
                 parts.decoder, parts.layers, layer_attention, tokens, self.attention_arguments(call)
             )
             yield override_forwards(forwards)
@@ -169,7 +170,7 @@ class Standard(Architecture):
     def can_pool_texts(self, parts: ModelParts) -> bool:
         if parts.device.type != "cpu" or self.output_tuple_size or self.kv_shapes is not None:
             return False
-        return self.attention_ranges is None and runs_rows_alone(
+        return self.attention_ranges is None and accelerator().runs_rows_alone(
             parts.decoder, parts.layers, layer_attention
         )
 

@@ -6,12 +6,10 @@ way where it is possible.
 
 from torch import nn
 
-from spectrain.kernels.cpu_kernels import has_cpu_kernels, prepare_kernels
+from spectrain.models.accelerator import accelerator
 
 from .batch_invariance import enforce_batch_invariance, has_batch_invariance, paired_forwards
-from .compiled_cpu_decoder import fuse_cpu_forwards, runs_rows_alone
-from .fused_cpu_layers import CachedRotation, shared_product
-from .merged_attention import is_mergeable, merged_attention
+from .merged_attention import find_text_kernels, is_mergeable, merged_attention
 from .merged_linears import merge_linears
 from .packed_linears import (
     FeatureLinear,
@@ -24,15 +22,12 @@ from .packed_linears import (
     shared_input,
     unpack_linears,
 )
-from .text_attention import is_compiled_text, text_attention
 
 __all__ = [
-    "CachedRotation",
     "FeatureLinear",
     "enforce_batch_invariance",
-    "fuse_cpu_forwards",
+    "find_text_kernels",
     "has_batch_invariance",
-    "is_compiled_text",
     "is_large_weight",
     "is_mergeable",
     "is_packed",
@@ -42,11 +37,8 @@ __all__ = [
     "packed_product",
     "packed_weights",
     "paired_forwards",
-    "runs_rows_alone",
     "shared_input",
-    "shared_product",
     "speed_up_linears",
-    "text_attention",
     "unpack_linears",
 ]
 
@@ -57,7 +49,6 @@ def speed_up_linears(model: nn.Module) -> None:
     """
     pack_linears(model)
     first = next(model.parameters())
-    if has_cpu_kernels(first.dtype, first.device):
-        prepare_kernels(first.dtype)
+    accelerator().prepare(first.dtype, first.device)
     if first.device.type == "cuda":
         merge_linears(model)

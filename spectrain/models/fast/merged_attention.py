@@ -21,12 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.kernels.cpu_texts import attend_text, text_gradients
+from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.fused_attention import document_starts, supports_flash
 
-from .text_attention import is_compiled_text
-
 aten = torch.ops.aten
+
+
+def find_text_kernels(q: Tensor, k: Tensor, v: Tensor, longest: int) -> Any:
+    """Return an installed package's causal attention of queries [B, H, T, D], keys and values [B,
+    K, T, D] of texts of up to so many tokens: `attend`, with gradients, and its parts
+    `attend_with_lse` and `gradients`. None where torch attends."""
+    if torch.compiler.is_compiling():
+        return None
+    return run_on_cpu("causal_attention", q, k, v, longest)
 
 
 def is_mergeable(q: Tensor, v: Tensor) -> bool:
@@ -72,9 +79,9 @@ class _MergedAttention(torch.autograd.Function):
         batch, num_heads, length, size = q.shape
         groups = num_heads // k.shape[1]
         ctx.scale = scale
-        ctx.is_compiled = lengths is None and is_compiled_text(q, k, v, length)
-        if ctx.is_compiled:
-            first, lse = attend_text(q, k, v, scale)
+        ctx.kernels = find_text_kernels(q, k, v, length) if lengths is None else None
+        if ctx.kernels is not None:
+            first, lse = ctx.kernels.attend_with_lse(q, k, v, scale)
         else:
             heads = _repeat_heads(k, groups), _repeat_heads(v, groups)
             first, lse, ctx.causal_state = _causal_forward(q, *heads, scale, lengths)
@@ -96,8 +103,8 @@ class _MergedAttention(torch.autograd.Function):
         q, k, v, later_keys, later_values, out, total, share = ctx.saved_tensors
         groups = q.shape[1] // k.shape[1]
         scale = ctx.scale
-        if ctx.is_compiled:
-            grad_q, grad_k, grad_v = text_gradients(grad, q, k, v, out, total, scale)
+        if ctx.kernels is not None:
+            grad_q, grad_k, grad_v = ctx.kernels.gradients(grad, q, k, v, out, total, scale)
         else:
             repeated = _repeat_heads(k, groups), _repeat_heads(v, groups)
             grad_q, grad_k, grad_v = _causal_backward(

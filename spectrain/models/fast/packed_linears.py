@@ -13,13 +13,13 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.kernels.cpu_kernels import WeightPanels, find_chunk, has_panel_kernels
+from spectrain.kernels.dispatch import run_on_cpu
 from spectrain.kernels.onednn import onednn_linear
 from spectrain.models.architectures.quantized import has_dense_weight
 from spectrain.models.forward_override import set_forward
@@ -79,6 +79,17 @@ class _TrainableLinear(torch.autograd.Function):
 class FeatureLinear(nn.Linear):
     """A linear that reads target features. A few features are so large that 8 bits would hold
     little of the others, so packed weights of this class are never rounded to integers."""
+
+
+class WeightPanels(Protocol):
+    """Weights [O, D] in the form in which an installed package multiplies a few rows by them."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the package's kernels are switched on."""
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x [.., D] times the weights plus the bias, [.., O]."""
 
 
 class PackedWeights:
@@ -155,23 +166,19 @@ class PackedWeights:
     def _serving_panels(self, input: Tensor) -> WeightPanels | None:
         """Return the panels by which to multiply an input [.., D]: that of a step of decoding."""
         is_decoding = input.numel() <= CONSISTENT_ROWS * input.shape[-1] or batch_invariant.get()
-        return self.find_panels() if is_decoding and has_panel_kernels(input.dtype) else None
+        panels = self.find_panels() if is_decoding else None
+        return panels if panels is not None and panels.is_enabled else None
 
     def _make_panels(self) -> WeightPanels | None:
         weight = self.linears[0].weight
         if self.packed is None or self.packed_int8 is not None or self.packed.dtype != weight.dtype:
             return None
-        if not has_panel_kernels(weight.dtype) or (
-            self.low_precision and weight.dtype == torch.float32
-        ):
+        if self.low_precision and weight.dtype == torch.float32:
             return None
-        weight = self._stack_weights()
-        if not WeightPanels.supports(weight):
-            return None
-        if weight.dtype == torch.float32:
-            return WeightPanels(weight)
-        chunk = find_chunk(*weight.shape) if is_large_weight(weight.numel()) else None
-        return None if chunk is None else WeightPanels(weight, chunk)
+        panels: WeightPanels | None = run_on_cpu(
+            "pack_panels", *(linear.weight.detach() for linear in self.linears)
+        )
+        return panels
 
     def join_biases(self) -> Tensor | None:
         """Return the biases of all linears side by side, [O]."""

@@ -1,0 +1,81 @@
+"""Products of rows with packed weights: panels for the linears of the core, and for compiled layers
+products whose weights stay as they are. Shapes: N rows, D input, O output width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.kernels.onednn import linear_pointwise
+from spectrain.models.fast import is_large_weight
+from spectrain.models.fast.batch_invariance import CONSISTENT_ROWS, is_batch_invariant
+from spectrain.models.fast.packed_linears import PackedWeights
+
+from .available import has_panel_kernels
+
+
+def pack_panels(*weights: Tensor) -> Any:
+    """Return stacked weights [O, D] in panels, by which a few rows are multiplied faster: in
+    bfloat16 with the bits of oneDNN, in float32 with bits that do not depend on the other rows.
+    None where they do not serve."""
+    if not has_panel_kernels(weights[0].dtype):
+        return None
+    from .linear import WeightPanels, find_chunk
+
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    if not WeightPanels.supports(weight):
+        return None
+    if weight.dtype == torch.float32:
+        return WeightPanels(weight)
+    chunk = find_chunk(*weight.shape) if is_large_weight(weight.numel()) else None
+    return None if chunk is None else WeightPanels(weight, chunk)
+
+
+class PackedProduct:
+    """The product of rows with weights that stay as they are: panels, or the call of oneDNN or
+    BLAS alone.
+    """
+
+    def __init__(self, weights: PackedWeights) -> None:
+        weights.refresh()
+        assert weights.packed is not None and weights.packed_int8 is None
+        self.source = weights
+        self.weight = weights.packed
+        self.bias = weights.join_biases()
+
+    @staticmethod
+    def supports(linear: Any) -> bool:
+        """Return whether a packed linear is multiplied in the type of its weights, and so are
+        those that read its input.
+        """
+        packed = [
+            linear.forward.weights,
+            *([linear.forward.shared.weights] if linear.forward.shared is not None else []),
+        ]
+        return all(weights.packed_dtype == linear.weight.dtype for weights in packed)
+
+    @staticmethod
+    def is_paired(width: int, dtype: torch.dtype) -> bool:
+        """Return whether a single row of this width has to be multiplied with a copy of itself
+        (`multiply_paired`).
+        """
+        return dtype == torch.bfloat16 and not is_batch_invariant(width, 1)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Return the outputs of all linears side by side, [1, N, D] -> [1, N, O]."""
+        panels = self.source.find_panels()
+        if panels is not None:
+            return panels.product(input, self.bias)
+        if not self.weight.is_mkldnn:
+            return F.linear(input, self.weight, self.bias)
+        if input.dtype == torch.float32:
+            return linear_pointwise(input, self.weight, self.bias, "none", [], "")
+        parts = [
+            linear_pointwise(part, self.weight, self.bias, "none", [], "")
+            for part in input.split(CONSISTENT_ROWS, dim=1)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
