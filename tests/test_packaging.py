@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts.travelling_wheels import find_requirements, is_pure, read_names
-from tests.test_house import PACKAGES, code, tree
+from tests.test_house import PACKAGES, code, room_of, tree
 
 ROOT = Path(__file__).parents[1]
 OURS = {"spectrain", *(Path(folder).name for folder in PACKAGES)}
@@ -33,26 +33,35 @@ def test_kernels_never_shadows_the_hugging_face_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_every_import_is_declared() -> None:
-    """What the code imports is a dependency or in an extra that users install, not merely there
-    because something else is.
-    """
+def read_declared(folder: Path) -> set[str]:
+    """Return what the pyproject.toml of a folder requires, with its extras for users."""
     tomllib = pytest.importorskip("tomllib", reason="Python reads toml from 3.11 on")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     extras = [
         names
-        for extra, names in project["optional-dependencies"].items()
+        for extra, names in project.get("optional-dependencies", {}).items()
         if extra not in ("dev", "docs")
     ]
-    declared = {
+    return {
         canonicalize_name(Requirement(name).name)
         for names in (project["dependencies"], *extras)
         for name in names
+    }
+
+
+def test_every_import_is_declared() -> None:
+    """What the code imports is a dependency or in an extra that users install, not merely there
+    because something else is. A package has its own, beside those of the core.
+    """
+    core = read_declared(ROOT)
+    declared_by = {
+        Path(folder).name: core | read_declared((ROOT / folder).parent) for folder in PACKAGES
     }
     installed = packages_distributions()
     missing = set()
     # Plugins of servers run in the engine's environment.
     for path in (path for path in code() if path.parent.name != "plugins"):
+        declared = declared_by.get(room_of(path), core)
         for node in ast.walk(tree(path)):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:

@@ -81,7 +81,7 @@ class FeatureLinear(nn.Linear):
     little of the others, so packed weights of this class are never rounded to integers."""
 
 
-class WeightPanels(Protocol):
+class Panels(Protocol):
     """Weights [O, D] in the form in which an installed package multiplies a few rows by them."""
 
     @property
@@ -108,7 +108,7 @@ class PackedWeights:
         self.packed: Tensor | None = None
         self.packed_int8: Any = None  # FBGEMM weights, used instead
         # for a few rows; False where they do not serve
-        self.panels: WeightPanels | Literal[False] | None = None
+        self.panels: Panels | Literal[False] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeights":
         """Return weights that are packed anew from the copied linears."""
@@ -153,7 +153,7 @@ class PackedWeights:
         weights = [linear.weight.detach() for linear in self.linears]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
-    def find_panels(self) -> WeightPanels | None:
+    def find_panels(self) -> Panels | None:
         """Return the packed weights in panels where a few rows are multiplied by them faster: in
         bfloat16 with the bits of oneDNN, in float32 with bits that do not depend on the other rows.
         """
@@ -163,19 +163,19 @@ class PackedWeights:
             self.panels = self._make_panels() or False
         return self.panels or None
 
-    def _serving_panels(self, input: Tensor) -> WeightPanels | None:
+    def _serving_panels(self, input: Tensor) -> Panels | None:
         """Return the panels by which to multiply an input [.., D]: that of a step of decoding."""
         is_decoding = input.numel() <= CONSISTENT_ROWS * input.shape[-1] or batch_invariant.get()
         panels = self.find_panels() if is_decoding else None
         return panels if panels is not None and panels.is_enabled else None
 
-    def _make_panels(self) -> WeightPanels | None:
+    def _make_panels(self) -> Panels | None:
         weight = self.linears[0].weight
         if self.packed is None or self.packed_int8 is not None or self.packed.dtype != weight.dtype:
             return None
         if self.low_precision and weight.dtype == torch.float32:
             return None
-        panels: WeightPanels | None = run_on_cpu(
+        panels: Panels | None = run_on_cpu(
             "pack_panels", *(linear.weight.detach() for linear in self.linears)
         )
         return panels
