@@ -352,13 +352,13 @@ class EagleKernels:
         self.angles = torch.cat([cos, sin]).float()
         self.num_positions = cos.shape[1]
         shape = self.shape
-        linears: dict[str, Any] = {name: weights.linear for name, weights in self.linears.items()}
+        parts: dict[str, Any] = {name: weights.linear for name, weights in self.linears.items()}
+        parts |= {name: norm.data_ptr() for name, norm in self.norms.items()}
         self.layer = EagleLayer(
             embedding=self.embedding.data_ptr(),
             is_half=self.embedding.dtype == torch.bfloat16,
             **shape._asdict(),
-            **linears,
-            **{name: norm.data_ptr() for name, norm in self.norms.items()},
+            **parts,
             cos=self.angles[0].data_ptr(),
             sin=self.angles[1].data_ptr(),
         )
