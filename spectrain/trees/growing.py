@@ -240,6 +240,7 @@ class GrowingTree:
         if self.builder.children != "deterministic" or self.rollout.stop_mask is not None:
             return None
         tree = self.tokens, self.parents, self.scores
+        self.frontier = self.frontier.contiguous()
         appended: tuple[Tensor, Tensor, Tensor] | None = run_on_cpu(
             "append_children", self.log_q, width, self.rollout.draft_ids, self.frontier, tree
         )
