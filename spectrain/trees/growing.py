@@ -201,6 +201,7 @@ class GrowingTree:
         tree = self.tokens, self.parents, self.scores
         selected = None
         if self.builder.children == "deterministic":
+            keep = keep.contiguous()
             selected = run_on_cpu("select_nodes", keep, tree)
         if selected is not None:
             tokens, parents, scores, valid = selected
