@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spectrain.data.readers import EmbeddedReader
+from spectrain.eval.context import THINGS
 
 HELD_OUT_EVERY = 20
 """Every so many conversations one is left to tests."""
@@ -21,18 +22,6 @@ MIN_PASSAGE = 96
 MAX_PASSAGE = 192
 REPEATED_SHARE = 0.5
 FACT_SHARE = 0.2
-THINGS = (
-    "lighthouse",
-    "orchard",
-    "ferry",
-    "archive",
-    "workshop",
-    "harbor",
-    "observatory",
-    "bakery",
-    "quarry",
-    "library",
-)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ something else; its name says what it does.
 
 The last column holds tokens per forward and the speed relative to decoding without a drafter, both
 with 95 % intervals over prompts. Drafted and plain decoding ran in turn, on tiny with one thread:
-16 held-out prompts of 48 tokens where nothing else is said. On a target of 1.7 million parameters
+16 held-out prompts of 48 tokens unless a row says otherwise. On a target of 1.7 million parameters
 drafting often takes longer than verifying, so few methods gain. One other measurement ran on the
 second core. Every greedy row gave the text of `generate` for all prompts. Drafters were trained for
 a minute or two, so rows do not rank the methods. Rows of `benchmarks/measure_ways.py` were measured

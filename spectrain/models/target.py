@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from spectrain.config.build import GroupSpec
 from spectrain.errors import UserError
 from spectrain.trees.token_tree import TokenTree
 
@@ -89,9 +90,6 @@ class Target(ModelParts):
         """Load a target by the name of a model that ships with the project (tiny, smollm2), from a
         directory, or from the hub.
         """
-        # Settings need hydra, which a machine that only measures the engine may lack.
-        from spectrain.config.build import GroupSpec
-
         shipped = name if name in ("tiny", "smollm2") else None
         load = GroupSpec("target", shipped or "hf").load_constructor()
         settings = {"dtype": dtype, "device": device} | ({} if shipped else {"model": str(name)})
