@@ -5,22 +5,31 @@ these batches.
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from spectrain.config.values import Below1
 from spectrain.models.chat_template import KINDS, ChatTemplate, Kind
 from spectrain.models.images import ImageProcessor, get_images, has_complete_images
 
 from .chat import Example, tokenize_conversation
 from .messages import Conversation
+
+# A share of the conversations, or "auto": see `choose_held_out_share`.
+HeldOutShare = Below1 | Literal["auto"]
+NUM_HELD_OUT = 24  # conversations, as many as a validation reads
+MIN_HELD_OUT_SHARE = 0.02
+MAX_HELD_OUT_SHARE = 0.1
+MIN_CONVERSATIONS_TO_RAISE_SHARE = 100
 
 # The state of a stream of batches in a checkpoint.
 StreamState = dict[str, Any]
@@ -216,20 +225,37 @@ def is_too_short(examples: list[Example], min_length: int) -> bool:
     return bool(examples) and max(len(example.tokens) for example in examples) < min_length
 
 
+def choose_held_out_share(draws: Sequence[float]) -> float:
+    """Return the share that `held_out=auto` holds out, for one draw from 0 to 1 a conversation.
+
+    Validation reads 24 conversations, and fewer make its interval too wide to decide, so the share
+    takes in 24 draws. More than a tenth of the data is not given up for it. A tenth of fewer than
+    100 conversations would decide nothing either, so these stay in the training, but for the
+    smallest share.
+    """
+    if len(draws) < MIN_CONVERSATIONS_TO_RAISE_SHARE:
+        return MIN_HELD_OUT_SHARE
+    wanted = math.nextafter(sorted(draws)[NUM_HELD_OUT - 1], 1)
+    return min(max(wanted, MIN_HELD_OUT_SHARE), MAX_HELD_OUT_SHARE)
+
+
 def split_held_out(
-    conversations: list[list[Example]], share: float
+    conversations: list[list[Example]], share: HeldOutShare
 ) -> tuple[list[Example], list[Example]]:
     """Split the examples into those to train on and those held out for validation.
 
-    A hash of a conversation's first example is compared with the share, so its side depends neither
-    on the order nor on what else is in the data, and a duplicate never lands in both parts. Of a
-    few conversations none may be held out.
+    A draw keyed by a hash of a conversation's first example is compared with the share, so its side
+    depends neither on the order nor on what else is in the data, and a duplicate never lands in
+    both parts; with "auto" the other draws decide the share (`choose_held_out_share`). Of a few
+    conversations none may be held out.
     """
+    groups = [group for group in conversations if group]
+    draws = [Random(f"held out/{group[0].content_hash}").random() for group in groups]
+    limit = choose_held_out_share(draws) if share == "auto" else share
     training: list[Example] = []
     apart: list[Example] = []
-    for group in conversations:
-        is_held_out = bool(group) and Random(f"held out/{group[0].content_hash}").random() < share
-        (apart if is_held_out else training).extend(group)
+    for group, draw in zip(groups, draws):
+        (apart if draw < limit else training).extend(group)
     return training, apart
 
 

@@ -17,13 +17,13 @@ from typing import Any, TextIO
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.config.values import Below1, Number, Share
+from spectrain.config.values import Number, Share
 from spectrain.errors import UserError, first_line
 from spectrain.files import open_text
 from spectrain.models.chat_template import ChatTemplate, Kind
 from spectrain.models.images import ImageProcessor
 
-from .dataset import Dataset, is_too_short, make_examples, split_held_out
+from .dataset import Dataset, HeldOutShare, is_too_short, make_examples, split_held_out
 from .files import LINE_SUFFIXES, FileRow, count_lines, list_files, read_rows
 from .hygiene import DuplicateIndex, DuplicateMode
 from .messages import Conversation, parse_conversation
@@ -44,8 +44,8 @@ class ConversationReader(ABC):
     # Number of tokens at which a tokenized conversation is cut.
     max_length: int = field(default=2048, kw_only=True)
     # Share of the conversations that is used for validation instead of training; 0 uses all of them
-    # for training.
-    held_out: Below1 = field(default=0.0, kw_only=True)
+    # for training, auto holds out 24 of 240 to 1,200 conversations and 2 % of more.
+    held_out: HeldOutShare = field(default=0.0, kw_only=True)
     # Kinds of generated text that carry loss: content, reasoning, tool_calls.
     train_on: list[Kind] = field(
         default_factory=lambda: ["content", "reasoning", "tool_calls"], kw_only=True
@@ -215,7 +215,7 @@ class ConversationReader(ABC):
         examples, held_out = split_held_out([group for group, _, _ in tokenized], self.held_out)
         if not examples and held_out:
             raise UserError(
-                f"data.held_out={self.held_out:g}: it leaves nothing to train on; lower it"
+                f"data.held_out={self.held_out}: it leaves nothing to train on; lower it"
             )
         if not examples:
             raise UserError(

@@ -241,7 +241,7 @@ class StreamReader(ConversationReader):
         )
         if not examples and apart:
             raise UserError(
-                f"data.held_out={self.held_out:g}: it leaves nothing to train on; lower it"
+                f"data.held_out={self.held_out}: it leaves nothing to train on; lower it"
             )
         if not examples:
             reason = (

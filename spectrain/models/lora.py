@@ -28,19 +28,28 @@ def inject_lora(target: Target, rank: int, alpha: float) -> list[nn.Parameter]:
     """Inject LoRA (Hu et al., 2022) into every linear of the decoder layers and return the new
     parameters, which start as no change.
 
-    Fused experts and their router are no linears and stay as they are.
+    Fused experts and their router stay as they are.
     """
-    linears = [
-        name for name, module in target.decoder.named_modules() if isinstance(module, nn.Linear)
-    ]
+    # A module around the decoder, because peft reads the configuration of a transformers model to
+    # take the linears of a mixture's shared expert for its fused experts.
+    holder = nn.ModuleDict({"decoder": target.decoder})
+    linears = [name for name, module in holder.named_modules() if is_adaptable(module)]
     inject_adapter_in_model(
-        LoraConfig(r=rank, lora_alpha=alpha, target_modules=linears or "all-linear"), target.decoder
+        LoraConfig(r=rank, lora_alpha=alpha, target_modules=linears or "all-linear"), holder
     )
     for layer in find_lora_layers(target):
         for factors in (layer.lora_A, layer.lora_B):
             # bfloat16 would lose small steps.
             factors.float()
     return [parameter for name, parameter in target.named_parameters() if ".lora_" in name]
+
+
+def is_adaptable(module: nn.Module) -> bool:
+    """Return whether LoRA can add to the output of a module: a linear, but no router of experts.
+
+    The routers that `transformers` derives from a linear return a tuple.
+    """
+    return isinstance(module, nn.Linear) and not type(module).__name__.endswith("Router")
 
 
 def find_lora_layers(model: nn.Module) -> list[LoraLayer]:

@@ -157,8 +157,8 @@ def load_inputs(
     share = spec.data.get("held_out")
     if share and not dataset.held_out:
         report_lines.append(
-            f"data.held_out={share:g} holds out none of these conversations, so nothing is "
-            "validated; raise it"
+            f"data.held_out={share} holds out none of these conversations, so nothing is "
+            "validated; name a larger share, as in data.held_out=0.1"
         )
     if dataset.held_out and not target.has_layers:
         report_lines.append(

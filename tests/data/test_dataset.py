@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
 from spectrain.data.chat import Example, tokenize_conversation
-from spectrain.data.dataset import Batching, Dataset
+from spectrain.data.dataset import Batching, Dataset, choose_held_out_share
 from spectrain.data.messages import Conversation
 from spectrain.data.readers import ConversationReader, EmbeddedReader, load_embedded
 from spectrain.errors import UserError
@@ -269,6 +269,26 @@ def test_token_counts_are_the_supervised_tokens() -> None:
             expected[token] += is_supervised
     assert torch.equal(dataset.token_counts(100), expected)
     assert int(expected.sum()) == dataset.num_supervised
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(99, 2), (100, 10), (240, 24), (1200, 24), (6000, 120)]
+)
+def test_auto_holds_out_as_many_as_a_validation_reads(count: int, expected: int) -> None:
+    """Evenly spread draws: 24 conversations, a tenth or 2 % where that is less or more, and 2 % of
+    few conversations.
+    """
+    draws = [index / count for index in range(count)]
+    Random(0).shuffle(draws)
+    limit = choose_held_out_share(draws)
+    assert sum(draw < limit for draw in draws) == expected
+
+
+def test_of_the_embedded_conversations_auto_holds_out_24(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    dataset = EmbeddedReader(limit=320, held_out="auto").make_dataset(ChatTemplate(tokenizer))
+    assert len(dataset.held_out) == 24
 
 
 def test_a_vocabulary_is_chosen_from_all_that_is_embedded(

@@ -14,6 +14,7 @@ from spectrain.decoding.session import Session
 from spectrain.errors import UserError
 from spectrain.models.bundled import TINY_DIRECTORY
 from spectrain.models.loading import load_hf, load_tokenizer
+from spectrain.models.lora import merge_lora
 from spectrain.models.reference_model import generate, reference_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
@@ -34,11 +35,21 @@ TARGETS = (
     "qwen3_vl",
 )
 KEEP_STATES = ("qwen3_next", "lfm2")
+# Families that draft with a model of some of the target's layers unless told otherwise.
+WITH_CAUSAL = (
+    "atspeed",
+    "chosen_by_row",
+    "graph",
+    "other_device",
+    "ouroboros",
+    "prompt_variants",
+    "union",
+)
 REFUSED: dict[tuple[str, str], str] = {
     **{
         (target, family): "keep a state"
         for target in KEEP_STATES
-        for family in ("early_exit", "layer_skip", "kangaroo")
+        for family in ("early_exit", "layer_skip", "kangaroo", "adaptive_skip", "exits")
     },
     **{(target, "self"): "are recurrent" for target in KEEP_STATES},
     **{
@@ -47,11 +58,15 @@ REFUSED: dict[tuple[str, str], str] = {
         for family in ("gated_lora", "hidden_transfer", "speculative_streaming", "ppd", "uno")
         if (target, family) != ("lfm2", "uno")  # which runs there
     },
-    **{("gemma4_text", family): "cannot be cut" for family in ("causal", "pard")},
+    **{("gemma4_text", family): "cannot be cut" for family in ("causal", "pard", *WITH_CAUSAL)},
     **{
-        (target, family): "keep a state|add its architecture"
+        (target, family): "keep a state|add its architecture|cannot be cut"
         for target in KEEP_STATES
-        for family in ("causal", "pard")
+        for family in ("causal", "pard", *WITH_CAUSAL)
+    },
+    **{
+        ("qwen3_vl", family): "processor of images could not be loaded"
+        for family in ("prompt_variants", "pruned_images", "vispec")
     },
     ("gemma4_text", "mtp"): "further modules",
     ("llama4_text", "self"): "within chunks",
@@ -137,3 +152,4 @@ def test_every_family_on_every_kind_of_target(
             decode_outputs()
     else:
         assert decode_outputs() == [expected, expected]
+    merge_lora(target)  # no family finds the untrained adapters of another

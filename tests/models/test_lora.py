@@ -117,20 +117,40 @@ def test_merged_target_is_saved_and_loads_as_an_ordinary_model(tmp_path: Path) -
     )
 
 
-def test_fused_experts_have_no_adapters(tmp_path: Path) -> None:
-    """In a mixture of experts attention is adapted, and merging gives the adapted outputs."""
-    save_small("mixtral", tmp_path)
+SHARED = {"shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mixtral", set()),
+        ("llama4_text", SHARED),
+        ("qwen3_next", SHARED | {"mlp.shared_expert_gate"}),
+    ],
+)
+def test_experts_and_routers_have_no_adapters(
+    tmp_path: Path, name: str, expected: set[str]
+) -> None:
+    """In a mixture of experts attention and shared experts are adapted, and merging gives the
+    adapted outputs.
+    """
+    save_small(name, tmp_path)
     load_tiny().tokenizer.save_pretrained(tmp_path)
     adapted = load_hf(str(tmp_path), device="cpu")
     before = compute_outputs(adapted)
     fill_adapters(inject_lora(adapted, rank=4, alpha=8.0))
     on = compute_outputs(adapted)
     names = {
-        name.rsplit(".", 1)[1]
+        ".".join(name.split(".")[-2:])
         for name, module in adapted.named_modules()
         if isinstance(module, LoraLayer)
     }
     merge_lora(adapted)
-    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    torch.testing.assert_close(compute_outputs(adapted), on, rtol=1e-4, atol=1e-4)
+    of_attention = {
+        name for name in names if name.startswith(("self_attn", "linear_attn", "attention"))
+    }
+    assert of_attention
+    assert names - of_attention == expected
+    # A recurrent layer carries the rounding of a merged weight on from token to token.
+    torch.testing.assert_close(compute_outputs(adapted), on, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(on, before, atol=1e-2)
