@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from spectrain.config.spec import RunSpec
 from spectrain.drafters.base import Drafter, Stage, stage_at
 from spectrain.drafters.capabilities import adapts_layers
-from spectrain.models.fast.packed_linears import SMALL_WEIGHTS
+from spectrain.kernels.dispatch import run_on_cpu
+from spectrain.models.fast.packed_linears import MAX_PANEL_THREADS, SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import SHARED_INPUT_NAMES
 from spectrain.models.step_cost import BatchShape, Judged, RowCost, Run, StepCost, row_cost
 from spectrain.models.target import Target
@@ -273,22 +274,36 @@ def resident_bytes(models: Models, stage: Stage) -> dict[str, float]:
 
 
 def packed_bytes(target: Target, trained: set[int]) -> int:
-    """Return the bytes of the copies that make frozen linears of a CPU faster: joined ones, and
-    reordered large ones.
+    """Return the bytes of the copies that make frozen linears of a CPU faster: joined ones,
+    reordered large ones, and the panels of an installed package.
     """
-    copied: list[Tensor] = []
-    for module in (target.model if target.has_layers else target.head.output).modules():
+    model = target.model if target.has_layers else target.head.output
+    groups: list[list[nn.Linear]] = []
+    for module in model.modules():
         for names in SHARED_INPUT_NAMES:
-            linears = [
-                part for name in names if isinstance(part := getattr(module, name, None), nn.Linear)
-            ]
-            copied += [linear.weight for linear in linears] if len(linears) == len(names) else []
-        copied += (
-            [module.weight]
-            if isinstance(module, nn.Linear) and module.weight.numel() > SMALL_WEIGHTS
-            else []
-        )
-    return bytes_of(weight for weight in copied if id(weight) not in trained)
+            children = [getattr(module, name, None) for name in names]
+            linears = [child for child in children if isinstance(child, nn.Linear)]
+            if len(linears) == len(names):
+                groups.append(linears)
+    shared = {linear for group in groups for linear in group}
+    singles = [
+        [module]
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module not in shared
+    ]
+    total = 0
+    for linears in [*groups, *singles]:
+        weights = [linear.weight for linear in linears if id(linear.weight) not in trained]
+        if len(weights) < len(linears):
+            continue
+        size = bytes_of(weights)
+        if len(weights) > 1 or weights[0].numel() > SMALL_WEIGHTS:
+            total += size
+        if torch.get_num_threads() <= MAX_PANEL_THREADS:
+            outputs = sum(len(weight) for weight in weights)
+            shape = weights[0].dtype, outputs, weights[0].shape[1]
+            total += run_on_cpu("panel_bytes", *shape) or 0
+    return total
 
 
 def feature_bytes(models: Models, stage: Stage, batch: BatchShape) -> int:

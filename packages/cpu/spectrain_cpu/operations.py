@@ -20,6 +20,7 @@ AT_ONCE = {
     "choose_by_noise": "sampling:choose_if_served",
     "loss": "losses:find_loss_kernels",
     "pack_panels": "packed_product:pack_panels",
+    "panel_bytes": "packed_product:count_panel_bytes",
 }
 """Operations that are compiled, or loaded, at their first use."""
 AFTER_LAYERS = {

@@ -35,6 +35,22 @@ def pack_panels(*weights: Tensor) -> Any:
     return None if chunk is None else WeightPanels(weight, chunk)
 
 
+def count_panel_bytes(dtype: torch.dtype, outputs: int, width: int) -> int | None:
+    """Return the bytes of the panels of weights [O, D] that nobody has yet; None where
+    `pack_panels` makes none.
+    """
+    weight = torch.empty(outputs, width, dtype=dtype, device="meta")
+    if not has_panel_kernels(dtype):
+        return None
+    from .linear import WeightPanels, find_chunk
+
+    serves = WeightPanels.supports(weight) and (
+        dtype == torch.float32
+        or (is_large_weight(weight.numel()) and find_chunk(outputs, width) is not None)
+    )
+    return weight.nbytes if serves else None
+
+
 class PackedProduct:
     """The product of rows with weights that stay as they are: panels, or the call of oneDNN or
     BLAS alone.

@@ -13,6 +13,7 @@ from spectrain.kernels.tree_attention import Visibility
 from spectrain_cpu import available
 from spectrain_cpu.attention import attend_cached
 from spectrain_cpu.linear import WeightPanels
+from spectrain_cpu.packed_product import count_panel_bytes, pack_panels
 from spectrain_cpu.team import CAN_SHARE, current_team
 
 pytestmark = pytest.mark.skipif(
@@ -117,3 +118,14 @@ def test_a_forked_process_has_helpers_of_its_own() -> None:
         is_equal = all(torch.equal(a, b) for a, b in zip(expected, run_products(panels, x)))
         os._exit(0 if is_equal and len(current_team().helpers) == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 32), (640, 512), (33, 32)])
+def test_planned_panels_have_the_bytes_of_those_that_are_made(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """A plan counts panels without making them, and none where none are made."""
+    panels = pack_panels(torch.zeros(shape, dtype=dtype))
+    expected = None if panels is None else panels.panels.nbytes
+    assert count_panel_bytes(dtype, *shape) == expected
