@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spectrain.config.choices import find_choice
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
@@ -165,6 +164,9 @@ class Drafter(nn.Module, ABC):
         """Return the training losses of a batch with the stage's features. A training-free
         family raises UserError.
         """
+        # Only this sentence needs the names of choices.
+        from spectrain.config.choices import find_choice
+
         name = (
             find_choice("drafter", f"{type(self).__module__}.{type(self).__name__}")
             or type(self).__name__

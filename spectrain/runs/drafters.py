@@ -16,7 +16,8 @@ from torch import Tensor
 
 from spectrain.config.build import GroupSpec
 from spectrain.config.choices import list_constructors
-from spectrain.config.saved import parse_description, read_json, read_json_object
+from spectrain.config.plain_files import read_json, read_json_object
+from spectrain.config.saved import parse_description
 from spectrain.config.spec import RunSpec
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.session import prepare_for_decoding
