@@ -12,6 +12,7 @@ from typing import Any
 
 COMMAND_LIBRARIES = ("hydra", "omegaconf", "antlr4", "pydantic", "annotated_types")
 DECODING_ROOMS = ("kernels", "trees", "models", "drafters", "decoding")
+MAX_CONTRACT_FILES = 25
 IMPORT = """
 import importlib, json, pkgutil, sys
 from importlib.abc import MetaPathFinder
@@ -22,6 +23,12 @@ class Refusal(MetaPathFinder):
             raise ModuleNotFoundError(f"{name} is refused", name=name)
 
 sys.meta_path.insert(0, Refusal())
+import spectrain.drafters.base
+contract = sorted(
+    name
+    for name, module in sys.modules.items()
+    if name.split(".")[0] == "spectrain" and module.__file__
+)
 refused = {}
 number = 0
 for room in ROOMS:
@@ -32,7 +39,7 @@ for room in ROOMS:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
             refused[module.name] = str(error)
-print(json.dumps({"refused": refused, "number": number}))
+print(json.dumps({"contract": contract, "refused": refused, "number": number}))
 """
 
 
@@ -49,3 +56,13 @@ def test_decoding_imports_no_library_of_the_command_line() -> None:
     result = run_imports()
     assert result["number"] > 100
     assert not result["refused"], result["refused"]
+
+
+def test_the_contract_is_small() -> None:
+    """Importing the contract of drafters loads few files, and neither the target nor the builders
+    of trees.
+    """
+    contract = run_imports()["contract"]
+    assert "spectrain.drafters.base" in contract
+    assert len(contract) <= MAX_CONTRACT_FILES, contract
+    assert not {"spectrain.models.target", "spectrain.trees.base"} & {*contract}

@@ -1,7 +1,8 @@
 """The contract that every family of drafters fulfils. Shapes: B batch, T tokens, K draft steps.
 
 A family is one class in one file: `loss` trains it, `draft` decodes with it, side by side so that
-they agree.
+they agree. What the contract only names in signatures (the target, a batch, a tree builder) is
+imported for type checkers alone, so a reader and an interpreter need few files to know it.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
 from spectrain.models.step_cost import BatchShape, Judged, Run, StepCost
-from spectrain.models.target import Target
 from spectrain.trees.rollout import Draft
 from spectrain.trees.token_tree import AcceptedPath, TokenTree
 
 from .capabilities import Capabilities, DraftingCost, SavedFiles
 from .context import Context
+
+if TYPE_CHECKING:
+    from spectrain.features.batch import Batch
+    from spectrain.models.target import Target
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from spectrain.data.datastore import Datastore
-from spectrain.features.batch import Batch
 from spectrain.models.features import Features
-from spectrain.models.lora import TargetTraining
-from spectrain.models.target import Target
-from spectrain.trees.base import TreeBuilder
 
 from .context import Context
+
+if TYPE_CHECKING:
+    from spectrain.data.datastore import Datastore
+    from spectrain.features.batch import Batch
+    from spectrain.models.lora import TargetTraining
+    from spectrain.models.target import Target
+    from spectrain.trees.base import TreeBuilder
 
 Text = tuple[list[int], list[int]]  # prompt, answer
 
