@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.config.spec import RunSpec
-from spectrain.drafters.base import Drafter, Stage, stage_at
-from spectrain.drafters.capabilities import adapts_layers
+from spectrain.drafters.base import Drafter, Stage, adapts_layers, stage_at
 from spectrain.models.fast.packed_linears import SMALL_WEIGHTS
 from spectrain.models.fast.shared_product import SHARED_INPUT_NAMES
 from spectrain.models.step_cost import BatchShape, Judged, RowCost, Run, StepCost, row_cost

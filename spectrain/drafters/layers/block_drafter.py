@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from spectrain.config.values import Count, LayerCount, NotNegative, Seed, Steps, VocabularySize
 from spectrain.drafters.base import Losses, Stage, TrainingState
-from spectrain.drafters.capabilities import Capture, ContextParallelDrafter, OnePassCost, SavedFiles
+from spectrain.drafters.capabilities import (
+    Capture,
+    ContextParallel,
+    OnePassCost,
+    SavedFiles,
+)
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
@@ -108,7 +113,7 @@ class BlockLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
+class BlockDrafter(VocabularyDrafter):
     """Layers over blocks of mask tokens, with the target's fused features as further keys and
     values in every layer.
 
@@ -130,9 +135,11 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
         ),
     )
     capabilities = replace(
-        VocabularyDrafter.capabilities, capture=Capture(state_names=("cache",)), on_policy=None
+        VocabularyDrafter.capabilities,
+        capture=Capture(state_names=("cache",)),
+        on_policy=None,
+        cost=OnePassCost,
     )
-    _cost_type = OnePassCost
     # Where the labels of a cross-entropy and of the accuracy come from.
     label_source: Literal["data", "target"] = "target"
 
@@ -182,6 +189,12 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
             self.lm_head = nn.Linear(width, size, bias=bias).requires_grad_(False)
         self.add_vocabulary(size, rows)
         self.rotary = make_rotary(layer_config)
+        self.capabilities = replace(
+            self.capabilities,
+            context_parallel=ContextParallel(
+                self.num_drafts, self._block_layers[0].self_attn.num_heads
+            ),
+        )
         self.cache: TreeCache | None = None
 
     @property
@@ -220,14 +233,6 @@ class BlockDrafter(VocabularyDrafter, ContextParallelDrafter):
             init_from_target(self.fc, self.norm, target)
 
     # Training
-
-    @property
-    def label_reach(self) -> int:
-        return self.num_drafts
-
-    @property
-    def num_heads(self) -> int:
-        return self._block_layers[0].self_attn.num_heads
 
     @property
     def stages(self) -> list[Stage]:

@@ -174,10 +174,6 @@ class EagleDrafter(VocabularyDrafter):
         self.cache: TreeCache | None = None
 
     @property
-    def num_heads(self) -> int:
-        return self.self_attn.num_heads
-
-    @property
     def num_layers(self) -> int:
         return 1 + len(self.later)
 
